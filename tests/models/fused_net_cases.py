@@ -20,6 +20,7 @@ from paceline.models.resnet import (
     ResNet,
     SmallResNet,
     fuse_norms,
+    fuse_products,
     split_uses,
 )
 from paceline.train.batch_norm import BatchNormState
@@ -31,6 +32,10 @@ def small() -> nn.Module:
 
 def pooled() -> nn.Module:
     return ResNet(BasicBlock, (1, 1, 1, 1), num_classes=5, zero_init_gamma=False)
+
+
+def small_stem() -> nn.Module:
+    return ResNet(BasicBlock, (2, 1, 1, 1), num_classes=5, stem="small", zero_init_gamma=False)
 
 
 def fast() -> nn.Module:
@@ -61,11 +66,14 @@ def images(size: int, batch: int = 6) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def prepared(make: Callable[[], nn.Module], fused: bool) -> tuple[nn.Module, BatchNormState]:
+def prepared(
+    make: Callable[[], nn.Module], fused: bool, products: bool = False
+) -> tuple[nn.Module, BatchNormState]:
     torch.manual_seed(0)
     model = make().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     found = fuse_norms(model, fused)
     assert found >= 4
+    assert fuse_products(model, products, cudnn=True) >= 3
     return model, BatchNormState(model)
 
 
@@ -83,13 +91,15 @@ def away(ours: Tensor, theirs: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("make", "size"), [(small, 12), (pooled, 33), (fast, 20), (Bottlenecks, 10)]
-)
+    ("make", "size", "products"),
+    [(small, 12, False), (pooled, 33, False), (fast, 20, False), (Bottlenecks, 10, False),
+     (small, 12, True), (pooled, 33, True), (fast, 20, True), (small_stem, 16, True)],
+)  # fmt: skip
 def test_a_fused_net_learns_what_a_plain_one_learns(
-    make: Callable[[], nn.Module], size: int
+    make: Callable[[], nn.Module], size: int, products: bool
 ) -> None:
     x = images(size)
-    fused, statistics = prepared(make, fused=True)
+    fused, statistics = prepared(make, True, products)
     plain, plain_statistics = prepared(make, fused=False)
     exact = copy.deepcopy(plain).double()
     logits, grads = run(fused, x)
@@ -106,7 +116,7 @@ def test_a_fused_net_learns_what_a_plain_one_learns(
 
 
 def test_evaluation_uses_torchs_operators() -> None:
-    fused, plain = (prepared(small, on)[0].eval() for on in (True, False))
+    fused, plain = (prepared(small, on, on)[0].eval() for on in (True, False))
     x = images(16)
     assert torch.equal(fused(x), plain(x))
 

@@ -80,12 +80,16 @@ def is_gradient(name: str) -> bool:
     return name != "y" and not name.endswith(("running_mean", "running_var", "tracked"))
 
 
+def spread(distances: Mapping[str, float]) -> float:
+    """Of all gradients: the root of the mean square."""
+    gradients = [value for name, value in distances.items() if is_gradient(name)]
+    return float((sum(value**2 for value in gradients) / len(gradients)) ** 0.5)
+
+
 def assert_near_but_for_signs(distances: Mapping[str, float]) -> None:
     """Output `y` and statistics are within rounding, and gradients within what signs make of that."""
     root = distances["y"] ** 0.5
-    gradients = [value for name, value in distances.items() if is_gradient(name)]
-    spread = (sum(value**2 for value in gradients) / len(gradients)) ** 0.5
-    assert spread < ALL_SIGNS * root + GRADIENTS_NEAR
+    assert spread(distances) < ALL_SIGNS * root + GRADIENTS_NEAR
     for name, value in distances.items():
         limit = SIGNS * root + GRADIENTS_NEAR if is_gradient(name) else MAPS_NEAR
         assert value < limit, (name, value)

@@ -1,4 +1,4 @@
-"""Bottlenecks with fused convolutions, in Triton's interpreter, which `test_fused.py` runs in its own
+"""Residual blocks with fused convolutions, in Triton's interpreter, which `test_fused.py` runs in its own
 process."""
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from paceline.models.product_choice import SEPARATE
 from paceline.models.product_tiles import Tile
 from paceline.models.products import backward_product, forward_product
 from paceline.models.recompute import recompute_norms
-from paceline.models.resnet import Bottleneck, fuse_norms, fuse_products, split_uses
+from paceline.models.resnet import (
+    BasicBlock,
+    Bottleneck,
+    ResidualBlock,
+    fuse_norms,
+    fuse_products,
+    split_uses,
+)
 
 FORMS = ("fused", "both", SEPARATE)
 # Maps of these nets have no multiple of their rows or channels, and take several programs and steps.
@@ -32,12 +39,27 @@ SMALL = (
 )
 
 
-class Blocks(nn.Module):
-    """The first block takes a stored map, the second one a pending map."""
+def bottlenecks(narrow: int = 6) -> list[ResidualBlock]:
+    return [Bottleneck(20, narrow, 2), Bottleneck(4 * narrow, narrow)]
 
-    def __init__(self, narrow: int = 6) -> None:
+
+def basic(narrow: int = 6) -> list[ResidualBlock]:
+    """The pending maps: of a projected shortcut, of an identity to a convolution of stride 2."""
+    return [
+        BasicBlock(20, narrow, 2), BasicBlock(narrow, narrow), BasicBlock(narrow, 2 * narrow, 2)
+    ]  # fmt: skip
+
+
+Make = Callable[[], list[ResidualBlock]]
+every_kind = pytest.mark.parametrize("make", [bottlenecks, basic])
+
+
+class Blocks(nn.Module):
+    """The first block takes a stored map, the others a pending map."""
+
+    def __init__(self, make: Make = bottlenecks) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(Bottleneck(20, narrow, 2), Bottleneck(4 * narrow, narrow))
+        self.blocks = nn.Sequential(*make())
         with torch.no_grad():  # all different, some γ negative
             for norm in self.modules():
                 if isinstance(norm, nn.BatchNorm2d):
@@ -48,14 +70,14 @@ class Blocks(nn.Module):
         return split_uses(self.blocks(x))[0]
 
 
-def made(fused: bool, kind: torch.dtype = torch.float32) -> Blocks:
+def made(fused: bool, kind: torch.dtype = torch.float32, make: Make = bottlenecks) -> Blocks:
     torch.manual_seed(0)
-    net = Blocks().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    net = Blocks(make).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     for module in net.modules():
         if isinstance(module, nn.Conv2d):
             module.to(kind)
-    assert fuse_norms(net) == 2
-    assert fuse_products(net, fused) == 2
+    assert fuse_norms(net) == len(net.blocks)
+    assert fuse_products(net, fused, cudnn=True) == len(net.blocks)
     return net
 
 
@@ -109,8 +131,22 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "weight_fits", lambda *_, **__: True)
 
 
-def images(kind: torch.dtype) -> Tensor:
-    return as_map(random_map((2, 20, 7, 5), kind, 0.3, 1))
+def test_blocks_without_products_are_left_to_cudnn() -> None:
+    """Without it, their convolutions have the separate form only."""
+
+    def switched() -> list[bool]:
+        return [block.fused_products for block in net.blocks]
+
+    net = made(True, make=basic)
+    assert all(switched())
+    assert fuse_products(net) == 0
+    assert not any(switched())
+    assert not isinstance(net.blocks(images(torch.float32)), Pending)
+    assert fuse_products(made(True)) == 2
+
+
+def images(kind: torch.dtype, seed: int = 1) -> Tensor:
+    return as_map(random_map((2, 20, 7, 5), kind, 0.3, seed))
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -129,6 +165,15 @@ def test_fused_blocks_compute_what_separate_operators_do(
     for name, value in exact.items():
         assert away(ours[name], value) < 5 * away(theirs[name], value) + 1e-5, name
     assert ours["blocks.1.bn3.num_batches_tracked"] == 1
+
+
+def test_fused_basic_blocks_compute_what_separate_operators_do() -> None:
+    exact = run(exactly(made(False, make=basic)), images(torch.float64))
+    theirs = run(made(False, make=basic), images(torch.float32))
+    ours = run(made(True, make=basic), images(torch.float32))
+    for name, value in exact.items():
+        assert away(ours[name], value) < 5 * away(theirs[name], value) + 1e-5, name
+    assert ours["blocks.2.bn2.num_batches_tracked"] == 1
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -179,14 +224,13 @@ def test_a_first_convolution_without_a_gradient_gives_none(monkeypatch: pytest.M
     assert x.grad is block.conv1.weight.grad is None
 
 
-def test_half_precision_is_as_near_as_that_of_separate_operators(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@every_kind
+def test_half_precision_is_as_near_as_that_of_separate_operators(make: Make) -> None:
     """With the tiles that are used on GPUs."""
     half = torch.float16
-    exact = run(exactly(made(False, half)), images(half).double())
-    theirs = run(made(False, half), images(half))
-    ours = run(made(True, half), images(half))
+    exact = run(exactly(made(False, half, make)), images(half).double())
+    theirs = run(made(False, half, make), images(half))
+    ours = run(made(True, half, make), images(half))
     for name, value in exact.items():
         assert ours[name].dtype == theirs[name].dtype, name
         assert away(ours[name], value) < 2 * away(theirs[name], value) + 2e-3, name
@@ -208,8 +252,9 @@ def test_repetitions_are_bit_identical_and_gradients_accumulate(
         assert away(twice[name], 2 * once[name]) < 1e-5, name
 
 
+@every_kind
 @pytest.mark.usefixtures("small_tiles")
-def test_recomputed_maps_have_the_bits_of_stored_ones() -> None:
+def test_recomputed_maps_have_the_bits_of_stored_ones(make: Make) -> None:
     """And are not stored: of a block's narrow maps, only the convolutions' outputs are."""
 
     def stored(net: Blocks) -> int:
@@ -225,35 +270,39 @@ def test_recomputed_maps_have_the_bits_of_stored_ones() -> None:
             net(images(torch.float32).requires_grad_())
         return sum(sizes)
 
-    net, plain = made(True), made(True)
-    assert recompute_norms(net) == 2
+    net, plain = made(True, make=make), made(True, make=make)
+    assert recompute_norms(net) == len(net.blocks)
     once, again = run(plain, images(torch.float32)), run(net, images(torch.float32))
     for name, value in once.items():
         assert torch.equal(again[name], value), name
     assert 0 < stored(net) < stored(plain)
 
 
+@every_kind
 @pytest.mark.usefixtures("small_tiles")
-def test_frozen_weights_get_no_gradient_and_the_others_theirs() -> None:
-    net = made(True)
+def test_frozen_weights_get_no_gradient_and_the_others_theirs(make: Make) -> None:
+    net = made(True, make=make)
     for block in net.blocks:
+        (_, _), *inner, (last, _) = block.branch()
         block.conv1.weight.requires_grad_(False)
-        block.conv3.weight.requires_grad_(False)
+        if inner:
+            last.weight.requires_grad_(False)
     net(images(torch.float32).requires_grad_()).sum().backward()
-    assert net.blocks[0].conv1.weight.grad is None
-    assert net.blocks[1].conv3.weight.grad is None
-    assert net.blocks[0].conv2.weight.grad is not None
+    for name, parameter in net.named_parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad, name
+    assert net.blocks[1].conv2.weight.grad is not None
 
 
-def test_a_pending_map_is_passed_from_block_to_block_in_training_only() -> None:
-    net = made(True)
+@every_kind
+def test_a_pending_map_is_passed_from_block_to_block_in_training_only(make: Make) -> None:
+    net = made(True, make=make)
     x = images(torch.float32)
     assert isinstance(net.blocks[0](x), Pending)
-    plain = made(False)
+    plain = made(False, make=make)
     plain.blocks[0](x)
     # A norm in evaluation mode has no fused form: its block takes the map as it comes.
-    net.blocks[1].bn2.eval()
-    plain.blocks[1].bn2.eval()
+    net.blocks[-1].bn2.eval()
+    plain.blocks[-1].bn2.eval()
     assert not isinstance(net.blocks(x), Pending)
     assert away(net(x), plain(x)) < 1e-5
     assert torch.equal(net.eval()(x), net(x))

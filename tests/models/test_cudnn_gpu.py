@@ -12,7 +12,7 @@ from torch import Tensor
 from full_products import full_products
 from models.graph_reference import ReferencePlan
 from paceline.models import cudnn_forms
-from paceline.models.cudnn_graphs import Graph, Value, plans
+from paceline.models.cudnn_graphs import CudnnError, Graph, Value, plans
 from paceline.models.operands import JOINED, MASKED, MERGED, NORMALIZED, PLAIN, PROJECTED
 
 pytestmark = [
@@ -88,10 +88,27 @@ def test_convolutions_behind_a_norm(form: str, shape: Shape) -> None:
         check(graph_of((FORWARD | BACKWARD)[form], shape))
 
 
-@pytest.mark.parametrize("shape", PRODUCTS, ids=str)
-@pytest.mark.parametrize(
+behind_a_block = pytest.mark.parametrize(
     "form", ["joined", "projected", "merged", "merged added", "merged projected"]
 )
+
+
+@pytest.mark.parametrize("shape", PRODUCTS, ids=str)
+@behind_a_block
 def test_products_behind_a_block(form: str, shape: Shape) -> None:
     with full_products():
         check(graph_of((FORWARD | BACKWARD)[form], shape))
+
+
+@pytest.mark.parametrize("shape", CONVOLUTIONS, ids=str)
+@behind_a_block
+def test_convolutions_behind_a_block(form: str, shape: Shape) -> None:
+    """cuDNN 9.19 has gradients of stride 1 only. What another version takes is tested, too."""
+    graph = graph_of((FORWARD | BACKWARD)[form], shape)
+    if form in FORWARD or shape[3] > 1:
+        try:
+            plans(graph, torch.device("cuda", torch.cuda.current_device()), 1)
+        except CudnnError as error:
+            pytest.skip(f"refused: {error}")
+    with full_products():
+        check(graph)

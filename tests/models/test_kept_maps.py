@@ -1,4 +1,4 @@
-"""What ResNet-50 keeps for backward at batch 256, and the most of a step, counted on tensors without
+"""What ResNets keep for backward at batch 256, and the most of a step, counted on tensors without
 data: maps, statistics and gradients, in the fused forms that a GPU runs."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 from interpreter_run import needs_triton
 from models.live_bytes import LiveBytes
 from paceline.models.recompute import recompute_norms
-from paceline.models.resnet import Bottleneck, ResNet, fuse_norms, fuse_products
+from paceline.models.resnet import RESNET_LAYOUTS, ResNet, fuse_norms, fuse_products
 from paceline.plan.layers import network
 from paceline.plan.memory import step_memory
 
@@ -58,10 +58,10 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
                 monkeypatch.setattr(module, name, _Unlaunched())
 
 
-def counted(fused: bool, recompute: bool) -> tuple[float, float]:
+def counted(fused: bool, recompute: bool, name: str = "resnet50") -> tuple[float, float]:
     """GiB behind the forward pass, and the most of backward."""
     with torch.device("meta"):
-        net = ResNet(Bottleneck, (3, 4, 6, 3))
+        net = ResNet(*RESNET_LAYOUTS[name])
         images = torch.empty(BATCH, 4, 224, 224, dtype=torch.float16)
         labels = torch.zeros(BATCH, dtype=torch.int64)
     net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -71,7 +71,7 @@ def counted(fused: bool, recompute: bool) -> tuple[float, float]:
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter)
     fuse_norms(net)
-    fuse_products(net, fused)
+    fuse_products(net, fused, cudnn=True)
     assert recompute_norms(net, recompute)
     with OnGpu() as live:
         x = images.contiguous(memory_format=torch.channels_last)
@@ -119,3 +119,13 @@ def test_fused_blocks_with_recomputed_norms_keep_what_others_keep(
     )
     assert all_kept - kept == pytest.approx(left_out, rel=1e-4)
     assert all_most - most == pytest.approx(left_out, rel=1e-2)
+
+
+@pytest.mark.parametrize("form", ["separate"], indirect=True)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_fused_basic_blocks_keep_what_others_keep(recompute: bool, form: None) -> None:
+    """And the output of the last block, which no fused block reads."""
+    kept, _ = counted(True, recompute, "resnet18")
+    separate, _ = counted(False, recompute, "resnet18")
+    last = BATCH * 512 * 7**2 * 2 / GIB if recompute else 0
+    assert kept - last == pytest.approx(separate, rel=1e-5)

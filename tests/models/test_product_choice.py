@@ -81,6 +81,11 @@ def test_cudnn_takes_part_in_its_mode_and_is_counted(monkeypatch: pytest.MonkeyP
         "2 of 2 kinds of products fused, 1 by cuDNN, whose sums have no fixed order (2 timed); no form "
         "of cuDNN for 1 of them: needs fp16"
     )
+    choices.missing["backward 3x3"] = "needs fp16"  # has no other form, so there is no choice
+    assert choices.describe() == (
+        "2 of 3 kinds of products fused, 1 by cuDNN, whose sums have no fixed order (2 timed); no form "
+        "of cuDNN for 2 of them: needs fp16"
+    )
     settle(choices.own())
     # Shapes that the trial did not have are not asked for.
     assert choices.wanted_of_cudnn("forward y") is None

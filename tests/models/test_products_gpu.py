@@ -12,10 +12,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from full_products import full_products
-from models.graph_reference import assert_near_but_for_signs
+from models.graph_reference import (
+    GRADIENTS_NEAR,
+    assert_near_but_for_signs,
+    is_gradient,
+    spread,
+)
 from paceline.models.product_choice import SEPARATE, choices
 from paceline.models.recompute import recompute_norms
-from paceline.models.resnet import Bottleneck, ResNet, fuse_norms, fuse_products, split_uses
+from paceline.models.resnet import (
+    BasicBlock,
+    Bottleneck,
+    ResNet,
+    fuse_norms,
+    fuse_products,
+    split_uses,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,6 +39,8 @@ HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 NEAR = {"fp16": 5e-3, "bf16": 4e-2}
 # Channels of the block, and of its input: of ResNet-50, and such that nothing divides.
 WIDTHS = [(64, 64), (64, 256), (128, 256), (256, 1024), (24, 40), (72, 72)]
+# The same of basic blocks.
+BASIC_WIDTHS = [(64, 64), (128, 64), (256, 256), (24, 40)]
 CUDNN = ("cudnn statistics", "cudnn engine")
 
 
@@ -46,13 +60,38 @@ class Blocks(nn.Module):
         return split_uses(self.blocks(x))[0]
 
 
+class BasicBlocks(nn.Module):
+    """With as many ReLUs as `Blocks`. Behind an identity shortcut or a convolution, and then of stride
+    2."""
+
+    def __init__(self, width: int, into: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            BasicBlock(into, width), BasicBlock(width, width), BasicBlock(width, 2 * width, 2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return split_uses(self.blocks(x))[0]
+
+
+every_kind = pytest.mark.parametrize("make", [Blocks, BasicBlocks])
+
+
+def resnet50() -> nn.Module:
+    return ResNet(Bottleneck, (3, 4, 6, 3), num_classes=16)
+
+
+def resnet18() -> nn.Module:
+    return ResNet(BasicBlock, (2, 2, 2, 2), num_classes=16, stem="small")
+
+
 def prepared(net: nn.Module, kind: torch.dtype, fused: bool) -> nn.Module:
     net = copy.deepcopy(net).cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     for module in net.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             module.to(kind)
     assert fuse_norms(net)
-    fuse_products(net, fused)
+    fuse_products(net, fused, cudnn=True)
     return net
 
 
@@ -136,20 +175,7 @@ def test_blocks_have_the_gradients_of_separate_operators(
     if form in CUDNN and kind != "fp16":
         pytest.skip("cuDNN has these kernels in fp16 only")
     taken = prefer(form, tile, monkeypatch)
-    torch.manual_seed(0)
-    net = Blocks(*width)
-    for norm in net.modules():
-        if isinstance(norm, nn.BatchNorm2d):
-            nn.init.uniform_(norm.weight, 0.5, 1.5)
-            nn.init.uniform_(norm.bias, -0.3, 0.3)
-    x = torch.randn(6, width[1], 13, 11, device="cuda").to(HALF[kind])
-    x = x.contiguous(memory_format=torch.channels_last)
-    separate = prepared(net, HALF[kind], False)
-    exact = copy.deepcopy(separate).double()
-    fuse_norms(exact, False)
-    wanted, theirs = run(exact, x.double()), run(separate, x)
-    ours = run(prepared(net, HALF[kind], True), x)
-    assert ours.keys() == theirs.keys()
+    ours, theirs, wanted = compared(Blocks, width, HALF[kind])
     if form not in CUDNN:
         for name, value in wanted.items():
             limit = 2 * away(theirs[name], value) + NEAR[kind]
@@ -161,18 +187,54 @@ def test_blocks_have_the_gradients_of_separate_operators(
         assert "cudnn" in taken, choices.missing
 
 
+def compared(
+    make: Callable[[int, int], nn.Module], width: tuple[int, int], kind: torch.dtype
+) -> tuple[dict[str, Tensor], ...]:
+    """Of fused convolutions, of separate ones, and of the latter in float64."""
+    torch.manual_seed(0)
+    net = make(*width)
+    for norm in net.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            nn.init.uniform_(norm.weight, 0.5, 1.5)
+            nn.init.uniform_(norm.bias, -0.3, 0.3)
+    x = torch.randn(6, width[1], 13, 11, device="cuda").to(kind)
+    x = x.contiguous(memory_format=torch.channels_last)
+    separate = prepared(net, kind, False)
+    exact = copy.deepcopy(separate).double()
+    fuse_norms(exact, False)
+    wanted, theirs = run(exact, x.double()), run(separate, x)
+    ours = run(prepared(net, kind, True), x)
+    assert ours.keys() == theirs.keys()
+    return ours, theirs, wanted
+
+
+@pytest.mark.parametrize("width", BASIC_WIDTHS, ids=str)
+@pytest.mark.parametrize(("form", "tile"), [(f, n) for f in CUDNN for n in range(4)])
+def test_basic_blocks_have_the_gradients_of_separate_operators(
+    width: tuple[int, int], tile: int, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = prefer(form, tile, monkeypatch)
+    ours, theirs, wanted = compared(BasicBlocks, width, torch.float16)
+    assert_near_but_for_signs(distances(ours, wanted))
+    assert away(ours["y"], wanted["y"]) < 2 * away(theirs["y"], wanted["y"])
+    assert any(name.startswith(form) for name in taken), choices.missing
+    # Behind conv2 of each block, and behind conv1 of the second one.
+    assert taken.count("cudnn") >= 4, choices.missing
+
+
 @pytest.mark.parametrize(
-    ("form", "tile"),
-    [(f, n) for f in ("fused", "both") for n in range(2)] + [(f, 0) for f in CUDNN],
+    ("make", "form", "tile"),
+    [(Blocks, f, n) for f in ("fused", "both") for n in range(2)]
+    + [(m, f, 0) for m in (Blocks, BasicBlocks) for f in CUDNN],
 )
 def test_repetitions_are_bit_identical_or_near(
-    form: str, tile: int, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[int, int], nn.Module], form: str, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """cuDNN's sums have no order: what follows from them differs by rounding, and by signs at ReLUs. A
     scale in fp16 that is rounded the other way changes a whole channel, by up to 1e-3."""
     prefer(form, tile, monkeypatch)
     torch.manual_seed(0)
-    net = Blocks(64, 256)
+    net = make(64, 256)
     x = torch.randn(32, 256, 28, 28, device="cuda").half()
     x = x.contiguous(memory_format=torch.channels_last)
     first = run(prepared(net, torch.float16, True), x)
@@ -185,29 +247,34 @@ def test_repetitions_are_bit_identical_or_near(
             assert torch.equal(again[name], value), name
 
 
-def test_an_overflow_reaches_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+@every_kind
+def test_an_overflow_reaches_the_gradients(
+    make: Callable[[int, int], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So that the step is skipped; the maximum of a GPU may drop NaN."""
     prefer("cudnn engine", 0, monkeypatch)
     torch.manual_seed(0)
     x = torch.randn(4, 64, 8, 8, device="cuda").half()
     x = x.contiguous(memory_format=torch.channels_last)
     x[1, 3, 2, 2] = torch.inf
-    found = run(prepared(Blocks(64, 64), torch.float16, True), x)
+    found = run(prepared(make(64, 64), torch.float16, True), x)
     for name in ("blocks.0.conv1.weight", "blocks.0.bn1.weight", "blocks.1.conv1.weight"):
         assert not found[name].isfinite().all(), name
 
 
 def losses(
-    fused: bool, kind: torch.dtype, steps: int, graph: bool = False, recompute: bool = False
-) -> Tensor:
-    """Of SGD on ResNet-50, on the same few images."""
+    make: Callable[[], nn.Module], fused: bool, kind: torch.dtype, steps: int, graph: bool = False,
+    recompute: bool = False,
+) -> Tensor:  # fmt: skip
+    """Of SGD on the same few images."""
     torch.manual_seed(0)
-    net = ResNet(Bottleneck, (3, 4, 6, 3), num_classes=16)
+    net = make()
     masters = [p.detach().clone().cuda() for p in net.parameters()]
     net = prepared(net, kind, fused)
     recompute_norms(net, recompute)
     draw = torch.Generator().manual_seed(1)
-    images = torch.randn(32, 3, 96, 96, generator=draw).cuda().to(kind)
+    side, rate = (96, 0.02) if make is resnet50 else (32, 0.1)
+    images = torch.randn(32, 3, side, side, generator=draw).cuda().to(kind)
     images = images.contiguous(memory_format=torch.channels_last)
     labels = torch.arange(32, device="cuda") % 16
     found = torch.zeros(steps, device="cuda")
@@ -220,7 +287,7 @@ def losses(
             found.index_copy_(0, at.view(1), loss.view(1))
             at.add_(1)
             for master, parameter, grad in zip(masters, net.parameters(), grads, strict=True):
-                master.sub_(grad.float(), alpha=0.02 / 128)
+                master.sub_(grad.float(), alpha=rate / 128)
                 parameter.copy_(master)
 
     if not graph:
@@ -242,25 +309,32 @@ def losses(
 
 
 @pytest.mark.parametrize(
-    ("form", "kind"), [("fused", "fp16"), ("fused", "bf16"), *((f, "fp16") for f in CUDNN)]
+    ("make", "form", "kind"),
+    [(resnet50, "fused", "fp16"), (resnet50, "fused", "bf16")]
+    + [(m, f, "fp16") for m in (resnet50, resnet18) for f in CUDNN],
 )
-def test_resnet50_learns_as_with_separate_convolutions(
-    form: str, kind: str, monkeypatch: pytest.MonkeyPatch
+def test_nets_learn_as_with_separate_convolutions(
+    make: Callable[[], nn.Module], form: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefer(form, 0, monkeypatch)
-    ours, theirs = (losses(fused, HALF[kind], 20) for fused in (True, False))
+    ours, theirs = (losses(make, fused, HALF[kind], 20) for fused in (True, False))
     assert ours.isfinite().all()
     assert theirs[-1] < 0.8 * theirs[0]
     torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["stored", "recomputed"])
-@pytest.mark.parametrize("form", ["fused", *CUDNN])
+@pytest.mark.parametrize(
+    ("make", "form"),
+    [(resnet50, "fused"), *((m, f) for m in (resnet50, resnet18) for f in CUDNN)],
+)
 def test_a_captured_step_equals_an_eager_one(
-    form: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], nn.Module], form: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefer(form, 0, monkeypatch)
-    eager, captured = (losses(True, torch.float16, 8, graph, recompute) for graph in (False, True))
+    eager, captured = (
+        losses(make, True, torch.float16, 8, graph, recompute) for graph in (False, True)
+    )
     torch.testing.assert_close(captured, eager, rtol=1e-3, atol=1e-3)
 
 
@@ -272,7 +346,7 @@ def test_outputs_that_are_left_out_change_no_bit(
     """Of the losses of eight steps, but for cuDNN's forms, whose sums have no order, and which read the
     scale of a norm in fp16."""
     prefer(form, 0, monkeypatch)
-    stored, again = (losses(True, torch.float16, 8, graph, on) for on in (False, True))
+    stored, again = (losses(resnet50, True, torch.float16, 8, graph, on) for on in (False, True))
     assert stored.isfinite().all()
     if form in CUDNN:
         torch.testing.assert_close(again, stored, rtol=1e-2, atol=1e-2)
@@ -337,6 +411,54 @@ def test_choices_are_timed_once_and_kept(mode: str, tmp_path: Path) -> None:
     run(net, x)
     assert choices.timed == 0
     assert choices.chosen == chosen
+
+
+def test_basic_blocks_are_timed_and_name_what_cudnn_lacks(tmp_path: Path) -> None:
+    from paceline.models import product_choice
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(0)
+    net = prepared(BasicBlocks(64, 64), torch.float16, True)
+    x = torch.randn(32, 64, 32, 32, device="cuda").half()
+    x = x.contiguous(memory_format=torch.channels_last)
+    product_choice.begin("cudnn", device)
+    run(net, x)
+    chosen = product_choice.choices.own()
+    assert choices.timed == len(chosen) > 0
+    assert not choices.problems
+    # cuDNN 9.19 has no gradient of stride 2 with a residual sum.
+    lacking = [key for key in choices.missing if key.startswith(("forward", "backward"))]
+    assert all("3/2" in key and "merged" in key for key in lacking), choices.missing
+    ends = [key for key in chosen if key.startswith(("forward", "backward"))]
+    assert f" of {len(ends) + len(lacking)} kinds of products" in choices.describe()
+    product_choice.settle(chosen)
+    product_choice.begin("cudnn", device)
+    run(net, x)
+    assert choices.timed == 0
+    assert choices.chosen == chosen
+
+
+def test_a_whole_resnet18_is_as_near_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with separate convolutions: over 17 ReLUs signs change everywhere, so gradients are compared on
+    the whole."""
+    for form in CUDNN:
+        taken = prefer(form, 0, monkeypatch)
+        torch.manual_seed(0)
+        net = ResNet(BasicBlock, (2, 2, 2, 2), num_classes=16, stem="small", zero_init_gamma=False)
+        x = torch.randn(64, 3, 32, 32, device="cuda").half()
+        x = x.contiguous(memory_format=torch.channels_last)
+        separate = prepared(net, torch.float16, False)
+        exact = copy.deepcopy(separate).float()
+        fuse_norms(exact, False)
+        wanted, theirs = run(exact, x.float()), run(separate, x)
+        ours = run(prepared(net, torch.float16, True), x)
+        assert any(name.startswith(form) for name in taken), choices.missing
+        near, far = distances(ours, wanted), distances(theirs, wanted)
+        assert near["y"] < 2 * far["y"] + 1e-3
+        assert spread(near) < 1.5 * spread(far) + GRADIENTS_NEAR
+        for name, value in near.items():
+            if not is_gradient(name):
+                assert value < 2 * far[name] + 2e-3, name
 
 
 def test_kernels_of_cudnn_wait_for_a_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from paceline.core.errors import ConfigError, PacelineError, RunError
 from paceline.core.topology import Topology
 from paceline.models import product_choice
 from paceline.models.product_choice import begin, choices
-from paceline.models.resnet import RESNET_LAYOUTS, Bottleneck, ResNet, SmallResNet
+from paceline.models.resnet import RESNET_LAYOUTS, ResidualBlock, ResNet, SmallResNet
 from paceline.models.synced_norm import NormGroup, TorchNorm, use_torch_norms
 from paceline.train import fast_path
 from paceline.train.fast_path import (
@@ -156,7 +156,7 @@ def bottlenecks() -> nn.Module:
 
 def test_fused_convolutions_are_asked_for_and_need_bottlenecks_in_half_precision() -> None:
     def switched(model: nn.Module) -> set[bool]:
-        return {m.fused_products for m in model.modules() if isinstance(m, Bottleneck)}
+        return {m.fused_products for m in model.modules() if isinstance(m, ResidualBlock)}
 
     model = bottlenecks()
     assert (choose(GPU, model).products, switched(model)) == ("off", {False})
@@ -164,10 +164,10 @@ def test_fused_convolutions_are_asked_for_and_need_bottlenecks_in_half_precision
         path = choose(GPU, model, fused_convolutions=value)
         assert (path.products, switched(model)) == (value, {True})
     settings = RunSettings(fused_convolutions="auto")
-    assert choose_fast_path(settings, model, GPU, "", half=False).products == "off"
+    assert choose_fast_path(settings, model, GPU, "", dtype=torch.float32).products == "off"
     assert switched(model) == {False}
     for path, reason in (
-        (choose_fast_path(settings, model, GPU, "", half=False), "needs half precision"),
+        (choose_fast_path(settings, model, GPU, "", dtype=torch.float32), "needs half precision"),
         (choose(GPU, SmallResNet(), fused_convolutions="auto"), "this model has no bottlenecks"),
         (choose(CPU, bottlenecks(), "needs a GPU", fused_convolutions="auto"), "needs a GPU"),
         (
@@ -178,6 +178,24 @@ def test_fused_convolutions_are_asked_for_and_need_bottlenecks_in_half_precision
         assert path.products == "off"
         assert path.describe().endswith(f", convolutions: off ({reason})")
     assert "convolutions" not in choose(GPU, SmallResNet()).describe()
+    # Blocks of 3 × 3 convolutions have kernels of cuDNN, in fp16, and no others.
+    basic = SmallResNet()
+    assert choose(GPU, basic, fused_convolutions="cudnn").products == "cudnn"
+    assert switched(basic) == {True}
+    assert choose(GPU, basic, fused_convolutions="auto").products == "off"
+    assert switched(basic) == {False}
+    by_cudnn = RunSettings(fused_convolutions="cudnn")
+    for given, kind, problem in (
+        (basic, torch.bfloat16, "needs fp16 for a model without bottlenecks"),
+        (basic, torch.float32, "needs half precision"),
+        (plain(), torch.float16, "this model has no residual blocks"),
+    ):
+        path = choose_fast_path(by_cudnn, given, GPU, "", dtype=kind)
+        assert path.describe().endswith(f", convolutions: off ({problem})")
+        assert switched(given) <= {False}
+    assert (
+        choose_fast_path(by_cudnn, bottlenecks(), GPU, "", dtype=torch.bfloat16).products != "off"
+    )
     settings = RunSettings(fused_convolutions="on")
     for given, other, problem in (
         ((SmallResNet(), GPU, ""), {}, "this model has no bottlenecks"),
@@ -192,7 +210,7 @@ def test_fused_convolutions_are_asked_for_and_need_bottlenecks_in_half_precision
         with pytest.raises(ConfigError, match=f"run.fused_convolutions = 'on': {problem}"):
             choose_fast_path(replace(settings, **other), *given)
     with pytest.raises(ConfigError, match="needs half precision"):
-        choose_fast_path(settings, model, GPU, "", half=False)
+        choose_fast_path(settings, model, GPU, "", dtype=torch.float32)
 
 
 def test_norms_are_recomputed_where_asked_for_and_not_compiled() -> None:

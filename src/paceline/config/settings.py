@@ -69,8 +69,8 @@ class RunSettings:
     """1×1 convolutions fused with the batch norms around them, for ResNets with bottlenecks in half
     precision on a GPU: `on`, `off`, `auto` (where a timing at the first start shows that they are
     faster; kept in `~/.cache/paceline/products`), or `cudnn` (as `auto`, with kernels of cuDNN's graph
-    API in fp16, also for other convolutions; their sums have no fixed order, so that repetitions agree
-    within rounding only)."""
+    API in fp16, also for other convolutions and for ResNets without bottlenecks; their sums have no
+    fixed order, so that repetitions agree within rounding only)."""
     recompute_norms: bool = False
     """Do not store outputs of batch norm and ReLU that convolutions read: backward computes them again.
     Less memory, the same bits, a slower step. For ResNets and `alexnet_bn`, without torch.compile."""

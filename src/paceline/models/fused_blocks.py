@@ -1,6 +1,7 @@
-"""A bottleneck whose convolutions are fused with the norms around them, as autograd functions.
+"""A residual block whose convolutions are fused with the norms around them, as autograd functions.
 
     conv1 → norm → ReLU → conv2 (3 × 3) → norm → ReLU → conv3 → norm → + shortcut → ReLU
+    conv1 (3 × 3) → norm → ReLU → conv2 (3 × 3) → norm → + shortcut → ReLU
 
 The convolutions' outputs are stored, not the normalized maps, but for those that the shortcut and,
 unless `recompute` is on, a convolution of torch read. The last norm, sum and ReLU of a block are computed
@@ -33,7 +34,7 @@ from paceline.models.recompute import MapSource, RecomputedMap, not_stored
 from paceline.models.resnet import norm_can_fuse, split_uses
 
 if TYPE_CHECKING:
-    from paceline.models.resnet import Bottleneck, Uses
+    from paceline.models.resnet import ResidualBlock, Uses
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -86,14 +87,14 @@ class Pending:
         return out
 
     def reduced(
-        self, weight: Tensor, norm: nn.BatchNorm2d, link: Link
+        self, weight: Tensor, stride: int, norm: nn.BatchNorm2d, link: Link
     ) -> tuple[Tensor, Tensor, Tensor | RecomputedMap]:
-        """Its 1 × 1 convolution, the statistics of `norm` on it, and the map for the shortcut."""
+        """Its convolution, the statistics of `norm` on it, and the map for the shortcut."""
         source = MapSource() if self.recompute else None
         # Either the map is not kept, or a shortcut that is not stored, never both.
         with not_stored(self.residual) if source is None else source.not_stored():
             out, saved, y = _JoinReduce.apply(  # type: ignore[no-untyped-call]
-                *self.tensors(), weight, norm, self.links(), link, source
+                *self.tensors(), weight, stride, norm, self.links(), link, source
             )
         return out, saved, y if source is None else RecomputedMap(y, y, source)
 
@@ -108,19 +109,13 @@ class Pending:
         return self.branch.link, self.residual.link if isinstance(self.residual, Normed) else None
 
 
-def can_fuse_block(block: Bottleneck, x: Uses) -> bool:
+def can_fuse_block(block: ResidualBlock, x: Uses) -> bool:
     """Whether the kernels can compute the block: norms that `can_fuse`, weights of the map's type,
     which is half precision on a GPU."""
     maps = x.branch.x if isinstance(x, Pending) else split_uses(x)[0]
-    return (
-        can_fuse(maps, block.bn1)
-        and norm_can_fuse(block.bn2)
-        and norm_can_fuse(block.bn3)
-        and (maps.dtype in _HALF or not maps.is_cuda)
-        and all(
-            convolution.weight.dtype == maps.dtype and _is_plain(convolution)
-            for convolution in (block.conv1, block.conv2, block.conv3)
-        )
+    return (maps.dtype in _HALF or not maps.is_cuda) and all(
+        can_fuse(maps, norm) and convolution.weight.dtype == maps.dtype and _is_plain(convolution)
+        for convolution, norm in block.branch()
     )
 
 
@@ -138,18 +133,21 @@ def _is_plain(convolution: nn.Conv2d) -> bool:
     )
 
 
-def fused_bottleneck(block: Bottleneck, x: Uses) -> Pending:
+def fused_block(block: ResidualBlock, x: Uses) -> Pending:
     link = Link()
+    (first, first_norm), *others = block.branch()
+    given = (first.weight, first.stride[0], first_norm)
     if isinstance(x, Pending):
-        raw, saved, x = x.reduced(block.conv1.weight, block.bn1, link)
+        raw, saved, x = x.reduced(*given, link)
     else:
         with not_stored(x):
             raw, saved = _Convolve.apply(  # type: ignore[no-untyped-call]
-                split_uses(x)[0], block.conv1.weight, 1, block.bn1, link, True
+                split_uses(x)[0], *given, link, True
             )
-    branch = Normed(raw, saved, block.bn1, link)
-    branch = _convolve_normed(branch, block.conv2, block.bn2, True, block.recompute)
-    branch = _convolve_normed(branch, block.conv3, block.bn3, False, block.recompute)
+    branch = Normed(raw, saved, first_norm, link)
+    for convolution, norm in others:
+        relu = norm is not block.last_norm
+        branch = _convolve_normed(branch, convolution, norm, relu, block.recompute)
     stored = block.downsample is None and not isinstance(x, RecomputedMap)
     recompute = block.recompute and stored and torch.is_grad_enabled()
     return Pending(branch, _shortcut(block, x), recompute)
@@ -167,7 +165,7 @@ def _convolve_normed(
     return Normed(out, saved, norm, link)
 
 
-def _shortcut(block: Bottleneck, x: Uses) -> Normed | Tensor | RecomputedMap:
+def _shortcut(block: ResidualBlock, x: Uses) -> Normed | Tensor | RecomputedMap:
     _, maps = split_uses(x)
     if block.downsample is None:
         return x if isinstance(x, RecomputedMap) else as_map(maps)
@@ -222,11 +220,11 @@ class _JoinReduce(torch.autograd.Function):
     def forward(
         ctx: Any, before: Tensor, before_saved: Tensor, before_gamma: Tensor, before_beta: Tensor,
         residual: Tensor, residual_saved: Tensor | None, residual_gamma: Tensor | None,
-        residual_beta: Tensor | None, weight: Tensor, norm: nn.BatchNorm2d,
+        residual_beta: Tensor | None, weight: Tensor, stride: int, norm: nn.BatchNorm2d,
         links: tuple[Link, Link | None], link: Link, source: MapSource | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         joined = Operand.joined(before, before_saved, residual, residual_saved)
-        out, saved, y = forward_product(joined, weight, norm, keep=True)
+        out, saved, y = forward_product(joined, weight, norm, stride, keep=True)
         assert y is not None
         projected = residual_saved is not None
         if source is not None:
@@ -241,7 +239,7 @@ class _JoinReduce(torch.autograd.Function):
             before, before_saved, before_gamma, before_beta, y, weight, out, saved,
             kept, residual_saved, residual_gamma, residual_beta,
         )  # fmt: skip
-        ctx.links, ctx.link = links, link
+        ctx.stride, ctx.links, ctx.link = stride, links, link
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(saved)
         return out, saved, y
@@ -256,7 +254,8 @@ class _JoinReduce(torch.autograd.Function):
         add = None if dy_shortcut is None else as_map(dy_shortcut)
         gradients = backward_product(
             Operand.gradient(dz, out, saved, ctx.link.take(dz), relu=True), weight, Operand(y),
-            Epilogue.merged(branch, y, add, shortcut), wants_weight=ctx.needs_input_grad[8],
+            Epilogue.merged(branch, y, add, shortcut), ctx.stride,
+            wants_weight=ctx.needs_input_grad[8],
         )  # fmt: skip
         given, (link, residual_link) = gradients.dx, ctx.links
         factors = gradients.factors(branch)
@@ -269,7 +268,7 @@ class _JoinReduce(torch.autograd.Function):
             of_residual = (others[0], others[1])
         return (
             given, None, factors[0], factors[1], given, None, *of_residual, gradients.weight,
-            None, None, None, None,
+            None, None, None, None, None,
         )  # fmt: skip
 
 

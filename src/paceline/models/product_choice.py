@@ -73,20 +73,20 @@ class Choices:
 
     def describe(self) -> str:
         """The number of products and of fused ones, of forms that failed, and why cuDNN has none."""
-        ends = [name for key, name in self.own().items() if key.startswith(_OUTER)]
-        fused = sum(name != SEPARATE for name in ends)
-        cudnn = sum(name.startswith(CUDNN) for name in ends)
+        ends = {key: name for key, name in self.own().items() if key.startswith(_OUTER)}
+        missing = {key: why for key, why in self.missing.items() if key.startswith(_OUTER)}
+        fused = sum(name != SEPARATE for name in ends.values())
+        cudnn = sum(name.startswith(CUDNN) for name in ends.values())
         by_cudnn = f", {cudnn} by cuDNN" if self.mode == CUDNN else ""
         by_cudnn += ", whose sums have no fixed order" if cudnn else ""
         source = f"{self.timed} timed" if self.timed else "cached"
         failed = f", {len(self.problems)} forms failed" if self.problems else ""
-        missing = [why for key, why in self.missing.items() if key.startswith(_OUTER)]
         without = f"; no form of cuDNN: {self.without_cudnn}" if self.without_cudnn else ""
-        for reason, count in Counter(missing).most_common(_MOST_REASONS):
+        for reason, count in Counter(missing.values()).most_common(_MOST_REASONS):
             without += f"; no form of cuDNN for {count} of them: {reason}"
-        return (
-            f"{fused} of {len(ends)} kinds of products fused{by_cudnn} ({source}{failed}){without}"
-        )
+        # Where only cuDNN could have a fused form, and has none, there was nothing to choose.
+        kinds = len(ends.keys() | missing.keys())
+        return f"{fused} of {kinds} kinds of products fused{by_cudnn} ({source}{failed}){without}"
 
     def wanted_of_cudnn(self, key: str) -> str | None:
         """The form of cuDNN that was chosen for `key`; empty where all of them are to be timed, None

@@ -98,12 +98,34 @@ def projection(in_channels: int, out_channels: int, stride: int) -> nn.Sequentia
 
 
 class ResidualBlock(nn.Module):
-    """Base of all blocks. `fuse_norms` sets `fused` on every block of a model or on none."""
+    """Base of all blocks. `fuse_norms` sets `fused` on every block of a model or on none, and
+    `fuse_products` sets `fused_products`."""
 
     fused = False
+    fused_products = False
     recompute = False
     relu: nn.ReLU
     downsample: nn.Sequential | None
+
+    def branch(self) -> tuple[tuple[nn.Conv2d, nn.BatchNorm2d], ...]:
+        """The convolutions in their order, each with the norm behind it."""
+        raise NotImplementedError
+
+    @property
+    def last_norm(self) -> nn.BatchNorm2d:
+        return self.branch()[-1][1]
+
+    def forward(self, x: Uses) -> Uses:
+        if self.fused and self.fused_products:
+            from paceline.models.fused_blocks import can_fuse_block, fused_block
+
+            if can_fuse_block(self, x):
+                return fused_block(self, x)
+        maps = x = computed(x)
+        *inner, (last, last_norm) = self.branch()
+        for convolution, norm in inner:
+            maps = self.norm_relu(convolve(convolution, maps), norm)
+        return self.join(convolve(last, maps), last_norm, x)
 
     def norm_relu(self, x: Tensor, norm: nn.BatchNorm2d) -> Uses:
         return norm_relu(x, norm, self.relu, fused=self.fused, recompute=self.recompute)
@@ -152,13 +174,17 @@ def fused_norm_pool(x: Tensor, norm: nn.BatchNorm2d) -> Uses:
     return norm_act_pool(x, norm)
 
 
-def fuse_products(model: nn.Module, fused: bool = True) -> int:
-    """Switches the fused 1 × 1 convolutions of every `Bottleneck`; returns their number. They need the
-    fused norms."""
-    blocks = [module for module in model.modules() if isinstance(module, Bottleneck)]
-    for block in blocks:
-        block.fused_products = fused
-    return len(blocks)
+def fuse_products(model: nn.Module, fused: bool = True, *, cudnn: bool = False) -> int:
+    """Switches the fused convolutions of every `Bottleneck` and, with `cudnn`, of every `BasicBlock`,
+    which only cuDNN has fused kernels for; returns the number of these blocks. They need the fused
+    norms."""
+    count = 0
+    for module in model.modules():
+        if isinstance(module, ResidualBlock):
+            has_forms = cudnn or isinstance(module, Bottleneck)
+            module.fused_products = fused and has_forms
+            count += has_forms
+    return count
 
 
 def fuse_norms(model: nn.Module, fused: bool = True) -> int:
@@ -185,21 +211,14 @@ class BasicBlock(ResidualBlock):
         self.bn2 = nn.BatchNorm2d(channels)
         self.downsample = projection(in_channels, channels, stride)
 
-    @property
-    def last_norm(self) -> nn.BatchNorm2d:
-        return self.bn2
-
-    def forward(self, x: Uses) -> Uses:
-        x = computed(x)
-        branch = self.norm_relu(convolve(self.conv1, x), self.bn1)
-        return self.join(convolve(self.conv2, branch), self.bn2, x)
+    def branch(self) -> tuple[tuple[nn.Conv2d, nn.BatchNorm2d], ...]:
+        return (self.conv1, self.bn1), (self.conv2, self.bn2)
 
 
 class Bottleneck(ResidualBlock):
     """1x1 down, 3x3 with the stride, 1x1 up to four times the channels."""
 
     expansion: ClassVar[int] = 4
-    fused_products = False
 
     def __init__(self, in_channels: int, channels: int, stride: int = 1) -> None:
         super().__init__()
@@ -213,20 +232,8 @@ class Bottleneck(ResidualBlock):
         self.relu = nn.ReLU(inplace=True)
         self.downsample = projection(in_channels, out_channels, stride)
 
-    @property
-    def last_norm(self) -> nn.BatchNorm2d:
-        return self.bn3
-
-    def forward(self, x: Uses) -> Uses:
-        if self.fused and self.fused_products:
-            from paceline.models.fused_blocks import can_fuse_block, fused_bottleneck
-
-            if can_fuse_block(self, x):
-                return fused_bottleneck(self, x)
-        x = computed(x)
-        branch = self.norm_relu(convolve(self.conv1, x), self.bn1)
-        branch = self.norm_relu(convolve(self.conv2, branch), self.bn2)
-        return self.join(convolve(self.conv3, branch), self.bn3, x)
+    def branch(self) -> tuple[tuple[nn.Conv2d, nn.BatchNorm2d], ...]:
+        return (self.conv1, self.bn1), (self.conv2, self.bn2), (self.conv3, self.bn3)
 
 
 Block = type[BasicBlock] | type[Bottleneck]

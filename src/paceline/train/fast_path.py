@@ -82,10 +82,10 @@ def choose_fast_path(
     triton_problem: str,
     *,
     shared_gpu: bool = False,
-    half: bool = True,
+    dtype: torch.dtype = torch.float16,
 ) -> FastPath:
     """Decides the switches and prepares `model` for them. `triton_problem`: why kernels cannot run.
-    `half`: the model computes in half precision.
+    `dtype`: that of the model's maps and convolutions.
     `shared_gpu`: other ranks use the same GPU; cuDNN's batch norm hangs beside their collectives."""
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -114,7 +114,7 @@ def choose_fast_path(
         )  # fmt: skip
     forward = compiled(model, how)
     can_fuse = fused or fuse_norms(model, False) > 0
-    products, problem = _choose_products(settings, model, fused, half, triton_problem)
+    products, problem = _choose_products(settings, model, fused, dtype, triton_problem)
     if problem and settings.fused_convolutions != "off":
         remark += f", convolutions: off ({problem})"
     return FastPath(
@@ -135,13 +135,15 @@ def _choose_fused(settings: RunSettings, model: nn.Module, problem: str) -> bool
 
 
 def _choose_products(
-    settings: RunSettings, model: nn.Module, fused: bool, half: bool, triton_problem: str
+    settings: RunSettings, model: nn.Module, fused: bool, dtype: torch.dtype, triton_problem: str
 ) -> tuple[str, str]:
     """`run.fused_convolutions` as it applies, and why it does not: the model comes first, then what the
     fused norms lack, which they need."""
+    cudnn = settings.fused_convolutions == product_choice.CUDNN
+    bottlenecks = fuse_products(model, False)
     problem = ""
-    if not fuse_products(model, False):
-        problem = "this model has no bottlenecks"
+    if not fuse_products(model, False, cudnn=cudnn):
+        problem = f"this model has no {'residual blocks' if cudnn else 'bottlenecks'}"
     elif triton_problem:
         problem = triton_problem
     elif settings.compile not in ("auto", "off"):
@@ -150,13 +152,15 @@ def _choose_products(
         problem = "needs run.channels_last"
     elif not fused:
         problem = "needs run.fused_norm"
-    elif not half:
+    elif dtype == torch.float32:
         problem = "needs half precision"
+    elif not bottlenecks and dtype != torch.float16:
+        problem = "needs fp16 for a model without bottlenecks"
     if settings.fused_convolutions == "on" and problem:
         raise ConfigError("run.fused_convolutions", "on", problem, "use 'auto'")
     if settings.fused_convolutions == "off" or problem:
         return "off", problem
-    fuse_products(model, True)
+    fuse_products(model, True, cudnn=cudnn)
     return settings.fused_convolutions, ""
 
 

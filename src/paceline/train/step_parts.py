@@ -123,7 +123,7 @@ def create_parts(
         batch_norm = BatchNormState(model, config.rehearse.ranks)
         shared = config.comm.share_gpus and group.world_size > 1
         fast = choose_fast_path(
-            config.run, model, group.device, problem, shared_gpu=shared, half=policy.is_half
+            config.run, model, group.device, problem, shared_gpu=shared, dtype=policy.dtype
         )
         if group.world_size > 1:  # 0.1 s for the weights of a ResNet-50
             start = {"initial weights": fingerprint(model)}
