@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -171,6 +173,30 @@ def test_what_cudnn_refuses_has_the_next_form_and_a_reason(monkeypatch: pytest.M
     assert found.keys() == wanted.keys()
     outer = {why for key, why in missing.items() if key.startswith(("forward", "backward"))}
     assert outer == {"needs fp16, not bfloat16"}
+
+
+@pytest.mark.parametrize("form", [WHOLE], indirect=True)
+def test_a_refusal_does_not_keep_the_maps(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph of autograd that lives until the garbage collector comes fills memory, and its nodes carry
+    the stream of a warm-up into a capture."""
+
+    def plans(graph: Graph, *_: object) -> dict[str, ReferencePlan]:
+        if any(value.name == "residual" for value in graph.values):
+            raise CudnnError("no engine takes it")
+        return {"reference": ReferencePlan(graph)}
+
+    monkeypatch.setattr(cudnn_forms, "plans", plans)
+    net = made(True, make=basic)
+    gc.collect()
+    gc.disable()
+    try:
+        x = images(torch.float32).requires_grad_()
+        kept = weakref.ref(x)
+        net(x).sum().backward()
+        del x
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("form", [WHOLE], indirect=True)

@@ -110,20 +110,20 @@ def forward(
     if wanted:  # the longest prefix comes first
         kinds = [kind for kind in kinds if wanted.startswith(kind[0])][:1]
     found: dict[str, Callable[[], tuple[Tensor, Moments, Tensor | None]]] = {}
-    refused: CudnnError | None = None
+    refused = ""
     for prefix, form, side in kinds:
         fused = form != PLAIN
         try:
             made = _forward_plans(*shapes, form, side).get(wanted.removeprefix(prefix))
         except CudnnError as error:
-            refused = error
+            refused = str(error)  # the error itself would keep this frame, and with it the maps
             continue
         for name, plan in made.items():
             found[prefix + name] = partial(
                 _forward, plan, operand, weight, stride, fused, side or not fused
             )
     if not found:
-        raise refused or CudnnError(f"has no form {wanted!r}")
+        raise CudnnError(refused or f"has no form {wanted!r}")
     return found
 
 
