@@ -327,8 +327,12 @@ def test_steps_of_fixed_length_are_shorter_in_deep_nets(
 ) -> None:
     groups = groups_of(*[(8, 8, 3, 3)] * matrices, (10, 8))
     settings = OptimSettings(name="muon", muon_steps=wanted, trust_coefficient=0.02, momentum=0.9)
-    filters, head, *_ = create_optimizer(settings, groups, 0.1).param_groups
     expected = 0.2 * (1.0 if wanted == "relative" else factor)
+    filters, head, *_ = create_optimizer(settings, groups, 0.1).param_groups
+    assert filters["trust_coefficient"] == pytest.approx(expected)
+    # Of twice as many, half have a norm.
+    groups = groups_of(*[(8, 8, 3, 3)] * 2 * matrices, (10, 8))
+    filters, *_ = create_optimizer(settings, groups, 0.1, norms=matrices).param_groups
     assert filters["trust_coefficient"] == pytest.approx(expected)
     assert head.get("trust_coefficient", 0.02) == 0.02, "it is not orthogonalized"
 

@@ -27,7 +27,7 @@ from paceline.optim.soap import SOAP
 from paceline.optim.svrg import SVRG
 from paceline.optim.wrapped import wrap
 
-# Nets with more orthogonalized matrices have shorter steps, where these have a fixed length.
+# Nets with more orthogonalized matrices without a norm have shorter steps of fixed length.
 SHALLOW_MATRICES = 4
 
 
@@ -146,10 +146,10 @@ def has_fixed_steps(wanted: str, matrices: Sequence[Tensor], norms: int) -> bool
     return wanted == "fixed" or (wanted == "auto" and norms < needed)
 
 
-def fixed_step_factor(matrices: int) -> float:
-    """Steps of fixed length shorten with the depth of the net: changes of L layers without norms add up
-    as √L in its output, and AlexNet (8) learns better by steps half as long, a net of 4 worse."""
-    return math.sqrt(min(1.0, SHALLOW_MATRICES / max(matrices, 1)))
+def fixed_step_factor(bare: int) -> float:
+    """Steps of fixed length shorten with the number of orthogonalized matrices that have no norm layer:
+    the changes of L such layers add up as √L in the net's output."""
+    return math.sqrt(min(1.0, SHALLOW_MATRICES / max(bare, 1)))
 
 
 def _muon_groups(
@@ -163,7 +163,7 @@ def _muon_groups(
     # Momentum multiplies the rate of a LARS layer by 1 / (1 − m); this keeps the step sizes equal.
     eta = settings.trust_coefficient / (1 - settings.momentum)
     if more["fixed_steps"]:
-        eta *= fixed_step_factor(len(matrices))
+        eta *= fixed_step_factor(len(matrices) - norms)
     made = []
     for group in groups:
         orthogonal, rest = split_matrices(group, least_dims)
