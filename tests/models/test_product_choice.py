@@ -243,7 +243,7 @@ def test_later_runs_choose_alike_without_timing(tmp_path: Path) -> None:
     # A form that is gone is chosen anew, and what another process has written is kept.
     (tmp_path / "auto.json").write_text('{"forward x": "old", "other": "b"}')
     begin("auto", GPU)
-    assert choices.describe() == "0 of 0 kinds of products fused (cached)", "none was used"
+    assert choices.describe() == "0 of 0 kinds of products fused (none to choose)", "or used"
     assert choose("forward x", now_slower(), GPU) == SEPARATE
     settle(choices.own())
     begin("auto", GPU)

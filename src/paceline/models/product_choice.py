@@ -79,7 +79,7 @@ class Choices:
         cudnn = sum(name.startswith(CUDNN) for name in ends.values())
         by_cudnn = f", {cudnn} by cuDNN" if self.mode == CUDNN else ""
         by_cudnn += ", whose sums have no fixed order" if cudnn else ""
-        source = f"{self.timed} timed" if self.timed else "cached"
+        source = f"{self.timed} timed" if self.timed else "cached" if ends else "none to choose"
         failed = f", {len(self.problems)} forms failed" if self.problems else ""
         without = f"; no form of cuDNN: {self.without_cudnn}" if self.without_cudnn else ""
         for reason, count in Counter(missing.values()).most_common(_MOST_REASONS):
