@@ -72,9 +72,9 @@ class OptimSettings:
     lr_base_batch: int = 256
     """Global batch that `lr_base` refers to."""
     scaling: str = "off"
-    """`auto` derives optimizer, rate, trust coefficient, warm-up, batch-norm group, averaging and, in
-    short runs, growth of the batch, from a recipe that works at `known_good_batch`; `off` uses the
-    settings as they are."""
+    """`auto` derives optimizer, rate, trust coefficient, warm-up, batch-norm group, averaging and, at
+    few steps per epoch, growth of the batch, from a recipe that works at `known_good_batch`; `off`
+    uses the settings as they are."""
     known_good_batch: int | None = None
     """Global batch at which the recipe is known to work, for `scaling`; unset, the recipe's own
     `run.global_batch_size`."""
