@@ -190,7 +190,7 @@ def _growth(share: float) -> Callable[[RunConfig, Cell], dict[str, Any]]:
         )
         first = units * group
         if 2 * first > batch:
-            return {}
+            raise PacelineError(f"{cell.key}: a batch of {batch} cannot grow", "leave it out")
         return growth | {
             "run.global_batch_size": first, "optim.batch_rate": "sqrt",
             "optim.lr": config.optim.lr * math.sqrt(first / batch),

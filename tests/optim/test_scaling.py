@@ -301,8 +301,8 @@ def test_the_remedy_of_a_refusal_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("batch", "epochs", "loss"),
     [(10_000, 30, "3 at 150"), (2500, 18, "3 at 150"), (2500, 30, "1.6 points at 600"),
-     (2500, 90, "0.5 points at 20"), (1000, 90, "2 points at 20 and 5"), (10_000, 90, "1.5 at 5"),
-     (10_000, 89, "up to 1.5 at 5"), (400, 90, ""), (20_000, 400, "1.5 at 5, more below")],
+     (2500, 90, "0.7 points at 20"), (1000, 90, "2.3 points at 5 to 20"), (10_000, 90, "2 at 5"),
+     (10_000, 89, "up to 2 at 5"), (400, 90, ""), (20_000, 400, "2 at 5, more below")],
 )  # fmt: skip
 def test_what_will_be_lost_is_said(batch: int, epochs: int, loss: str) -> None:
     told = "; ".join(scale_recipe(CIFAR, Target(batch, 50_000, epochs)).losses)
@@ -394,6 +394,19 @@ def test_the_batch_grows_where_an_epoch_has_few_steps(target: Target, first: int
     whole = scale_recipe(replace(CIFAR, one_batch="so"), target).values["optim.lr"]
     assert found.values["optim.lr"] == pytest.approx(whole * math.sqrt(first / target.batch), 1e-3)
     assert len(found.values) == len(found.choices)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"), [(64, ""), (128, ""), (256, "a rank has 1 micro-batch of 256 a step")]
+)
+def test_ranks_that_keep_the_batch_from_growing_are_named(ranks: int, said: str) -> None:
+    found = scale_recipe(CIFAR, Target(65_536, 1_281_167, 90, ranks))
+    assert ("run.global_batch_size" in found.values) == (not said)
+    assert any("does not grow: " + said in loss for loss in found.losses) == bool(said)
+    # Where no number of ranks would let it, ranks are not to blame.
+    assert not any(
+        "grow" in loss for loss in scale_recipe(CIFAR, Target(625, 12_500, 30, 5)).losses
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 8, 16])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from paceline.config import load_config
 from paceline.core.errors import ConfigError
 from paceline.optim import LARS, SGD, LrSchedule, Muon, OptimSettings, create_optimizer, set_rate
+from paceline.optim.muon import keep_step_factors
 from paceline.optim.settings import SCHEDULES
 from paceline.optim.state import Hyper
 
@@ -320,21 +322,43 @@ def test_steps_have_a_fixed_length_where_some_matrix_has_no_norm_layer(
     assert bool(head.param_groups[0]["fixed_steps"]) == (norms == 0)
 
 
-@pytest.mark.parametrize(("matrices", "factor"), [(1, 1.0), (4, 1.0), (8, 0.5**0.5), (16, 0.5)])
+@pytest.mark.parametrize(
+    ("matrices", "factor"), [(1, 1.0), (4, 1.0), (8, 0.5**0.5), (16, 0.5), (64, 0.5)]
+)
 @pytest.mark.parametrize("wanted", ["relative", "fixed", "auto"])
+@pytest.mark.parametrize("name", ["muon", "soap"])
 def test_steps_of_fixed_length_are_shorter_in_deep_nets(
-    matrices: int, factor: float, wanted: str
+    matrices: int, factor: float, wanted: str, name: str
 ) -> None:
-    groups = groups_of(*[(8, 8, 3, 3)] * matrices, (10, 8))
-    settings = OptimSettings(name="muon", muon_steps=wanted, trust_coefficient=0.02, momentum=0.9)
-    expected = 0.2 * (1.0 if wanted == "relative" else factor)
-    filters, head, *_ = create_optimizer(settings, groups, 0.1).param_groups
-    assert filters["trust_coefficient"] == pytest.approx(expected)
+    """By `auto`; who asks for `fixed` has η as given."""
+    settings = OptimSettings(name=name, muon_steps=wanted, trust_coefficient=0.02, momentum=0.9)
+    expected = factor if wanted == "auto" else 1.0
     # Of twice as many, half have a norm.
-    groups = groups_of(*[(8, 8, 3, 3)] * 2 * matrices, (10, 8))
-    filters, *_ = create_optimizer(settings, groups, 0.1, norms=matrices).param_groups
-    assert filters["trust_coefficient"] == pytest.approx(expected)
-    assert head.get("trust_coefficient", 0.02) == 0.02, "it is not orthogonalized"
+    for count, norms in ((matrices, 0), (2 * matrices, matrices)):
+        groups = groups_of(*[(8, 8, 3, 3)] * count, (10, 8))
+        optimizer = create_optimizer(settings, groups, 0.1, norms=norms)
+        filters, head, *_ = optimizer.param_groups
+        assert filters["trust_coefficient"] == pytest.approx(0.2 * expected)
+        assert head.get("trust_coefficient", 0.02) == 0.02, "it is not orthogonalized"
+        assert ("of η because" in optimizer.describe()) == (expected < 1)
+
+
+@pytest.mark.parametrize("before", [None, 1.0, 0.5])
+def test_a_resumed_run_keeps_the_length_of_its_steps(before: float | None) -> None:
+    settings = OptimSettings(name="muon", muon_steps="auto", trust_coefficient=0.02, momentum=0.9)
+    optimizer = create_optimizer(settings, groups_of(*[(8, 8, 3, 3)] * 8, (10, 8)), 0.1)
+    groups = optimizer.state_dict()["param_groups"]
+    saved = copy.deepcopy(groups)
+    assert not keep_step_factors(groups, saved)
+    for group in saved:
+        group.pop("step_factor", None)  # as saved before there was one
+        if before is not None:
+            group["step_factor"] = before
+    assert keep_step_factors(groups, saved)
+    assert groups[0]["trust_coefficient"] == pytest.approx(0.2 * (before or 1.0))
+    relative = [{**group, "fixed_steps": False} for group in saved]
+    fresh = optimizer.state_dict()["param_groups"]
+    assert not keep_step_factors(fresh, relative), "its steps had another form"
 
 
 @pytest.mark.parametrize("name", ["sgd", "lars", "muon"])

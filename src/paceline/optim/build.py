@@ -21,14 +21,15 @@ from paceline.optim.adam import LAMB, AdamW
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.fused import triton_unavailable
 from paceline.optim.lars import LARS, SGD, RMSpropWarmup
-from paceline.optim.muon import Muon, split_matrices
+from paceline.optim.muon import STEP_FACTOR, Muon, split_matrices
 from paceline.optim.settings import OPTIMIZERS_OF_SVRG, SOAP_BETA2, OptimSettings
 from paceline.optim.soap import SOAP
 from paceline.optim.svrg import SVRG
 from paceline.optim.wrapped import wrap
 
-# Nets with more orthogonalized matrices without a norm have shorter steps of fixed length.
-SHALLOW_MATRICES = 4
+# Nets with more orthogonalized matrices without a norm have shorter steps of fixed length; shorter ones
+# than by this factor have not been tried.
+SHALLOW_MATRICES, LEAST_STEP_FACTOR = 4, 0.5
 
 
 def create_optimizer(
@@ -149,7 +150,7 @@ def has_fixed_steps(wanted: str, matrices: Sequence[Tensor], norms: int) -> bool
 def fixed_step_factor(bare: int) -> float:
     """Steps of fixed length shorten with the number of orthogonalized matrices that have no norm layer:
     the changes of L such layers add up as √L in the net's output."""
-    return math.sqrt(min(1.0, SHALLOW_MATRICES / max(bare, 1)))
+    return max(LEAST_STEP_FACTOR, math.sqrt(min(1.0, SHALLOW_MATRICES / max(bare, 1))))
 
 
 def _muon_groups(
@@ -162,8 +163,9 @@ def _muon_groups(
     more["fixed_steps"] = has_fixed_steps(settings.muon_steps, matrices, norms)
     # Momentum multiplies the rate of a LARS layer by 1 / (1 − m); this keeps the step sizes equal.
     eta = settings.trust_coefficient / (1 - settings.momentum)
-    if more["fixed_steps"]:
-        eta *= fixed_step_factor(len(matrices) - norms)
+    if more["fixed_steps"] and settings.muon_steps == "auto":
+        more[STEP_FACTOR] = fixed_step_factor(len(matrices) - norms)
+        eta *= more[STEP_FACTOR]
     made = []
     for group in groups:
         orthogonal, rest = split_matrices(group, least_dims)

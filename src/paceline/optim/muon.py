@@ -40,6 +40,8 @@ _MOMENTUM, _NESTEROV = Hyper._fields.index("momentum"), Hyper._fields.index("nes
 _ETA = Hyper._fields.index("trust_coefficient")
 # State of a matrix with steps of fixed length: the norm to which they are relative, 0 until it is known.
 REFERENCE = "reference_norm"
+# Of a group with such steps: what its η was multiplied by, see `build.fixed_step_factor`.
+STEP_FACTOR = "step_factor"
 # Squares of smaller numbers underflow: a shorter average makes a shorter step, not a longer one.
 _TINY = 1e-15
 
@@ -149,6 +151,9 @@ class Muon(LARS):
         matrices = [p for g in self.param_groups if g["orthogonal"] for p in g["params"]]
         linear = ", linear layers orthogonalized too" if any(p.dim() == 2 for p in matrices) else ""
         fixed = ", steps of fixed length" if self._fixed() else ""
+        factors = {group.get(STEP_FACTOR, 1.0) for group in self.param_groups if _is_fixed(group)}
+        if factors - {1.0}:
+            fixed += f", {min(factors):.2g} of η because few of the matrices have a norm layer"
         directions = ""
         if self.directions_in_kernels and self.path == "triton" and self._products_in_torch():
             directions = ", directions by torch"
@@ -357,8 +362,19 @@ class Muon(LARS):
         return store[row.index]
 
 
+def keep_step_factors(groups: list[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> bool:
+    """Gives `groups` the factors of the run that `saved` comes from; whether that changed any."""
+    changed = False
+    for ours, theirs in zip(groups, saved, strict=True):
+        now, before = ours.get(STEP_FACTOR, 1.0), theirs.get(STEP_FACTOR, 1.0)
+        if _is_fixed(ours) and theirs.get("fixed_steps") and now != before:
+            ours["trust_coefficient"] *= before / now
+            ours[STEP_FACTOR], changed = before, True
+    return changed
+
+
 def _is_fixed(group: dict[str, Any]) -> bool:
-    return bool(group["orthogonal"] and group.get("fixed_steps", False))
+    return bool(group.get("orthogonal") and group.get("fixed_steps", False))
 
 
 def _require_matrices(parameters: Sequence[Tensor]) -> None:

@@ -183,8 +183,8 @@ def scale_recipe(recipe: Recipe, target: Target) -> Scaling:
     losses = _losses(name, recipe, target, bool(rule.grown_steps))
     if rule.grown_steps:
         headline += f" ({rule.grown_steps:,} with a batch that grows)"
-    elif losses and recipe.one_batch and rule.would_grow:
-        losses.append(f"the batch does not grow: {recipe.one_batch}")
+    elif losses and rule.one_batch:
+        losses.append(f"the batch does not grow: {rule.one_batch}")
     return Scaling(tuple(rule.choices), tuple(losses), headline, kept)
 
 
@@ -232,7 +232,7 @@ class _Rule:
         self.factor = target.batch / recipe.batch
         self.rate = recipe.rate
         self.choices: list[Choice] = []
-        self.grown_steps, self.would_grow = 0, False
+        self.grown_steps, self.one_batch = 0, ""
 
     def set(self, name: str, value: Any, reason: str) -> Any:
         """The value that the run will have: the user's where it was given."""
@@ -361,9 +361,20 @@ class _Rule:
         """Begins with a smaller batch, and a pace by its root, where an epoch has few steps."""
         recipe, target = self.recipe, self.target
         kept = {"optim.batch_schedule", "optim.batch_rate", "optim.lr"} & recipe.kept
-        first, batch = target.first_batch or self._first_batch(group), target.batch
-        self.would_grow = first < batch and not kept
-        if not self.would_grow or recipe.one_batch:
+        first = target.first_batch or self._first_batch(group, target.ranks)
+        batch = target.batch
+        if kept:
+            return
+        if first == batch:
+            if group and not target.first_batch and self._first_batch(group, ranks=1) < batch:
+                parts = batch // target.ranks // group
+                self.one_batch = (
+                    f"a rank has {parts} micro-batch{'es' if parts > 1 else ''} of {group} a step; "
+                    "fewer ranks or a smaller --batch-size let it"
+                )
+            return
+        if recipe.one_batch:
+            self.one_batch = recipe.one_batch
             return
         rate = next(choice for choice in self.choices if choice.name == "optim.lr")
         self.choices.remove(rate)
@@ -378,7 +389,7 @@ class _Rule:
         self.set("optim.batch_schedule", f"{epoch:g}:{batch}", "then the batch that was asked for")
         self.set("optim.batch_rate", "sqrt", "rate and pace grow with the root of the batch")
 
-    def _first_batch(self, group: int | None) -> int:
+    def _first_batch(self, group: int | None, ranks: int) -> int:
         """About a quarter, not below the known-good batch, in whole micro-batches of all ranks; the
         whole batch where that is more than half, steps are many or the rate does not decay."""
         batch = self.target.batch
@@ -386,7 +397,7 @@ class _Rule:
         decays = self.recipe.optim.schedule in _DECAYING
         if group is None or self.factor <= 1 or not (few and decays):
             return batch
-        unit = group * self.target.ranks
+        unit = group * ranks
         units = max(math.ceil(batch / GROWTH / unit - 0.5), math.ceil(self.recipe.batch / unit))
         return units * unit if 2 * units * unit <= batch else batch
 
@@ -437,7 +448,7 @@ def _losses(name: str, recipe: Recipe, target: Target, grows: bool) -> list[str]
     if name in _LOST:
         return [f"{steps:.3g} steps an epoch with {name}: {_LOST[name]}"]
     if not target.is_short:
-        lost = "up to 0.5 points at 20, up to 1.5 at 5" if grows else "up to 2 points at 20 and 5"
+        lost = "up to 0.7 points at 20, up to 2 at 5" if grows else "up to 2.3 points at 5 to 20"
         return [f"{steps:.3g} steps an epoch: {lost}, more below{_WITH}"]
     of = f"{total} steps of the whole batch in all"
     if grows:

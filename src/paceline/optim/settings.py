@@ -191,8 +191,8 @@ class OptimSettings:
     `auto` (`all` where hidden linear layers have more weights than convolutions)."""
     muon_steps: str = "relative"
     """Muon and SOAP: length of a step of an orthogonalized matrix, `relative` to its norm, `fixed`
-    (relative to the norm with which it begins, shorter in deep nets), or `auto` (`fixed` in nets with
-    fewer norm layers than such matrices, the last linear layer aside)."""
+    (relative to the norm with which it begins), or `auto` (`fixed` in nets with fewer norm layers than
+    such matrices, the last linear layer aside; shorter where many have none)."""
     soap_interval: int = 10
     """SOAP: steps between two updates of the basis."""
     share_products: str = "auto"

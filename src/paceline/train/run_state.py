@@ -23,6 +23,7 @@ from paceline.core.errors import CheckpointError
 from paceline.core.settings import flatten
 from paceline.data import BatchPlan, DataSettings
 from paceline.optim.base import MasterOptimizer
+from paceline.optim.muon import keep_step_factors
 from paceline.optim.settings import OptimSettings
 from paceline.optim.state import MASTER
 from paceline.plan.fusion_plan import FusionPlan
@@ -214,6 +215,8 @@ class RunState:
         own = self.optimizer.state_dict()["param_groups"]
         if [group["params"] for group in saved["param_groups"]] != [g["params"] for g in own]:
             raise ValueError("the optimizer's parameter groups differ; see optim.layer_decay")
+        if keep_step_factors(own, saved["param_groups"]):
+            self.notes.append("steps of fixed length have the factor of the run's beginning")
         self.optimizer.load_state_dict({**saved, "param_groups": own})
 
     def _check(self, checkpoint: Checkpoint, path: Path) -> None:
