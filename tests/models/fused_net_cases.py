@@ -11,14 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import interpreted  # noqa: F401  (before any kernel)
+from paceline.models import fused_blocks
 from paceline.models.alexnet import NORM_NAMES, AlexNet
 from paceline.models.fused import as_map
+from paceline.models.fused_blocks import Pending
 from paceline.models.resnet import (
     BasicBlock,
     Bottleneck,
     FastResNet,
+    ResidualBlock,
     ResNet,
     SmallResNet,
+    Uses,
     fuse_norms,
     fuse_products,
     split_uses,
@@ -96,13 +100,22 @@ def away(ours: Tensor, theirs: Tensor) -> float:
      (small, 12, True), (pooled, 33, True), (fast, 20, True), (small_stem, 16, True)],
 )  # fmt: skip
 def test_a_fused_net_learns_what_a_plain_one_learns(
-    make: Callable[[], nn.Module], size: int, products: bool
+    make: Callable[[], nn.Module], size: int, products: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ran: list[nn.Module] = []
+    fused_block = fused_blocks.fused_block
+
+    def recorded(block: ResidualBlock, x: Uses) -> Pending:
+        ran.append(block)
+        return fused_block(block, x)
+
+    monkeypatch.setattr(fused_blocks, "fused_block", recorded)
     x = images(size)
     fused, statistics = prepared(make, True, products)
     plain, plain_statistics = prepared(make, fused=False)
     exact = copy.deepcopy(plain).double()
     logits, grads = run(fused, x)
+    assert bool(ran) == products
     plain_logits, plain_grads = run(plain, x)
     exact_logits, exact_grads = run(exact, x.double())
     # About as far from the exact values as torch's own operators.

@@ -308,6 +308,21 @@ def test_a_pending_map_is_passed_from_block_to_block_in_training_only(make: Make
     assert torch.equal(net.eval()(x), net(x))
 
 
+@pytest.mark.parametrize("place", ["conv1", "downsample"])
+def test_a_module_in_the_place_of_a_convolution_is_not_fused(place: str) -> None:
+    found = []
+    for fused in (True, False):
+        net = made(fused)
+        for block in net.blocks:
+            if place == "conv1":
+                block.conv1 = nn.Sequential(block.conv1)  # type: ignore[assignment]
+            elif block.downsample is not None:
+                block.downsample[0] = nn.Sequential(block.downsample[0])
+        found.append(run(net, images(torch.float32)))
+    for name, value in found[1].items():
+        assert away(found[0][name], value) < 1e-4, name
+
+
 def test_weights_of_another_type_are_not_fused() -> None:
     net = made(True)
     net.blocks[0].conv3.double()

@@ -278,7 +278,7 @@ _OURS: dict[str, dict[str, Any]] = {
     "ours muon": {"optim.name": "muon"},
     "ours no graphs": {"run.cuda_graphs": "off"},
     "ours recompute": {"run.recompute_norms": True},
-    # Bottlenecks only; by cuDNN, other residual blocks, too.
+    # `auto`: bottlenecks only; `cudnn`: all residual blocks.
     "ours fused convolutions": {"run.fused_convolutions": "auto"},
     "ours fused by cudnn": {"run.fused_convolutions": "cudnn"},
     "ours tf32": {"precision.amp_dtype": "fp32"},

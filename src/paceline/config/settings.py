@@ -73,7 +73,8 @@ class RunSettings:
     fixed order, so that repetitions agree within rounding only)."""
     recompute_norms: bool = False
     """Do not store outputs of batch norm and ReLU that convolutions read: backward computes them again.
-    Less memory, the same bits, a slower step. For ResNets and `alexnet_bn`, without torch.compile."""
+    Less memory, a slower step, the same bits unless convolutions are fused. For ResNets and
+    `alexnet_bn`, without torch.compile."""
     compile: str = "auto"
     """torch.compile: `off`, `blocks` (each residual block), `model`, or `auto` (`model` on a GPU
     for models without fused kernels). Batches of another size than the usual one, such as a run's last,

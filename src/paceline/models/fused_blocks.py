@@ -20,7 +20,7 @@ products of that convolution. So such a map has exactly one user, which this mod
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -114,13 +114,15 @@ def can_fuse_block(block: ResidualBlock, x: Uses) -> bool:
     which is half precision on a GPU."""
     maps = x.branch.x if isinstance(x, Pending) else split_uses(x)[0]
     return (maps.dtype in _HALF or not maps.is_cuda) and all(
-        can_fuse(maps, norm) and convolution.weight.dtype == maps.dtype and _is_plain(convolution)
+        can_fuse(maps, norm) and _is_plain(convolution, maps.dtype)
         for convolution, norm in block.branch()
     )
 
 
-def _is_plain(convolution: nn.Conv2d) -> bool:
-    """As ResNets have them; someone may have put another one in its place."""
+def _is_plain(convolution: nn.Module, kind: torch.dtype) -> TypeGuard[nn.Conv2d]:
+    """As ResNets have them; someone may have put another module in its place."""
+    if not isinstance(convolution, nn.Conv2d) or convolution.weight.dtype != kind:
+        return False
     sizes = convolution.kernel_size
     return (
         type(convolution).forward is nn.Conv2d.forward
@@ -170,10 +172,8 @@ def _shortcut(block: ResidualBlock, x: Uses) -> Normed | Tensor | RecomputedMap:
     if block.downsample is None:
         return x if isinstance(x, RecomputedMap) else as_map(maps)
     convolution, norm = block.downsample
-    assert isinstance(convolution, nn.Conv2d)
     assert isinstance(norm, nn.BatchNorm2d)
-    same = convolution.weight.dtype == maps.dtype
-    if not norm_can_fuse(norm) or not same or not _is_plain(convolution):
+    if not norm_can_fuse(norm) or not _is_plain(convolution, maps.dtype):
         return as_map(block.shortcut(x))
     link = Link()
     with not_stored(x):

@@ -175,7 +175,7 @@ def fused_norm_pool(x: Tensor, norm: nn.BatchNorm2d) -> Uses:
 
 
 def fuse_products(model: nn.Module, fused: bool = True, *, cudnn: bool = False) -> int:
-    """Switches the fused convolutions of every `Bottleneck` and, with `cudnn`, of every `BasicBlock`,
+    """Switches the fused convolutions of every `Bottleneck` and, with `cudnn`, of every other block,
     which only cuDNN has fused kernels for; returns the number of these blocks. They need the fused
     norms."""
     count = 0
