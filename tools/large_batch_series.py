@@ -41,7 +41,7 @@ from paceline.config import RunConfig
 from paceline.core.errors import PacelineError
 from paceline.core.events import Event, StepEvent
 from paceline.data import DataSettings, Source, SyntheticImages, open_source
-from paceline.optim.scaling import GROWTH, PACE
+from paceline.optim.scaling import PACE
 from paceline.train.batch_sizes import apply_scaling
 from paceline.train.components import Components
 from paceline.train.run import RunOutcome, run_training
@@ -167,33 +167,17 @@ def _group(config: RunConfig, cell: Cell) -> dict[str, Any]:
 
 
 def _growth(share: float) -> Callable[[RunConfig, Cell], dict[str, Any]]:
-    """The batch grows after another share of the run, or where the rule has one batch; with 0 it does
-    not grow."""
+    """A batch that grows by the rule does so after another share of the run; with 0 it does not grow."""
 
     def change(config: RunConfig, cell: Cell) -> dict[str, Any]:
         first, batch = config.run.global_batch_size, cell.global_batch
-        if first is None or config.optim.lr is None:
+        if first is None or config.optim.lr is None or not config.optim.batch_schedule:
             return {}
-        if config.optim.batch_schedule and not share:
-            return {
-                "run.global_batch_size": batch, "optim.batch_schedule": "",
-                "optim.batch_rate": "auto", "optim.lr": config.optim.lr * math.sqrt(batch / first),
-            }  # fmt: skip
-        if not share:
-            return {}
-        growth = {"optim.batch_schedule": f"{cell.epochs * share:g}:{batch}"}
-        if config.optim.batch_schedule:
-            return growth
-        group = config.run.batch_size or batch
-        units = max(
-            math.ceil(batch / GROWTH / group - 0.5), math.ceil(SETS[cell.set].small / group)
-        )
-        first = units * group
-        if 2 * first > batch:
-            raise PacelineError(f"{cell.key}: a batch of {batch} cannot grow", "leave it out")
-        return growth | {
-            "run.global_batch_size": first, "optim.batch_rate": "sqrt",
-            "optim.lr": config.optim.lr * math.sqrt(first / batch),
+        if share:
+            return {"optim.batch_schedule": f"{cell.epochs * share:g}:{batch}"}
+        return {
+            "run.global_batch_size": batch, "optim.batch_schedule": "", "optim.batch_rate": "auto",
+            "optim.lr": config.optim.lr * math.sqrt(batch / first),
         }  # fmt: skip
 
     return change
@@ -240,7 +224,6 @@ INGREDIENTS: dict[str, Callable[[RunConfig, Cell], dict[str, Any]]] = {
     "zero-gamma": lambda config, cell: {"model.zero_init_gamma": True},
     "no-smoothing": lambda config, cell: {"run.smoothing": 0.0},
     "growth-third": _growth(1 / 3),
-    "growth-half": _growth(1 / 2),
     "growth-two-thirds": _growth(2 / 3),
     "no-growth": _growth(0),
 }
