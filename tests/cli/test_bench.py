@@ -81,7 +81,7 @@ def test_input(call: Call, tmp_path: Path) -> None:
     done = call(
         *INPUT, "--seconds", "0.05", "--workers", "1,2", "--peers", "dataloader,webdataset",
         "--peer-workers", "1", "--train-step", "resnet_tiny", "--steps", "1", "--warm-up", "1",
-        "--json",
+        "--set", "optim.name=sgd", "--json",
     )  # fmt: skip
     assert done.code == 0, done.err
     report = json.loads(done.out)
@@ -93,12 +93,16 @@ def test_input(call: Call, tmp_path: Path) -> None:
     training = report["training"]
     rates = training["input_images_per_s"] / training["synthetic_images_per_s"]
     assert training["share"] == pytest.approx(rates)
+    assert "sgd" in training["what"]
     assert report["versions"]["torch"]
     plain = call(
         *INPUT, "--seconds", "0.01", "--workers", "1", "--peers", "", "--decoder", "pillow"
     )
     assert plain.code == 0, plain.err
     assert "ours × 1" in plain.out
+    alone = call(*INPUT, "--set", "optim.name=sgd")
+    assert (alone.code, alone.err.count("\n")) == (2, 1)
+    assert "add --train-step" in alone.err
 
 
 def test_input_memory_and_seek(call: Call) -> None:

@@ -160,9 +160,11 @@ def open_processes(row: InputRow) -> Iterator[InputStream]:
 
 
 def measure_training(
-    model: str, row: InputRow, *, rounds: int, steps: int, warm_up: int, on_progress: OnProgress
-) -> dict[str, Any]:
+    model: str, row: InputRow, switches: Mapping[str, Any], *, rounds: int, steps: int, warm_up: int,
+    on_progress: OnProgress,
+) -> dict[str, Any]:  # fmt: skip
     """Images/s of the training step with batches from the pipeline and with synthetic ones, in turns.
+    `switches`: settings of the step.
 
     One step, captured and warmed up once, serves both. Each round times `steps` steps of each input;
     `warm_up` steps come before the first round. Rates come from sums, not medians, so that a stall
@@ -179,7 +181,7 @@ def measure_training(
     source = open_repeated(settings, "train")
     step_row = StepRow(
         "training", "ours", model, row.batch_size, settings.image_size, len(source.classes),
-        row.device, total, 1, {},
+        row.device, total, 1, dict(switches),
     )  # fmt: skip
     try:
         with (

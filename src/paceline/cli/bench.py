@@ -215,7 +215,9 @@ def bench_input(
     peers: str = typer.Option("dataloader,webdataset", help="Also processes: our own in them."),
     peer_workers: str = typer.Option("1,2,3,4", help="The peers' processes, with commas."),
     decoder: str = typer.Option("", help="data.decoder of our rows."),
-    settings: list[str] = typer.Option([], "--set", help="data.KEY=VALUE of our rows."),
+    settings: list[str] = typer.Option(
+        [], "--set", help="data.KEY=VALUE; other sections: --train-step."
+    ),
     device: str = typer.Option("auto", help="auto, cpu or cuda: where the batches must be."),
     train_step: str = typer.Option("", help="A model: its training from these images, too."),
     steps: int = typer.Option(50, help="Steps of each round of --train-step."),
@@ -234,6 +236,10 @@ def bench_input(
         raise ConfigError("--split", split, "unknown", "use train or val")
     if decoder:
         settings = [*settings, f"data.decoder={decoder}"]
+    changed = dict(parse_assignment(text) for text in settings)
+    switches = {name: value for name, value in changed.items() if not name.startswith("data.")}
+    for name in switches if not train_step else ():
+        raise ConfigError("--set", name, "is a setting of a step", "add --train-step MODEL")
     ours, chosen = _counts("--workers", workers), chosen_device(device)
     found: dict[str, Any] = {}
     if synthetic_index:
@@ -247,7 +253,8 @@ def bench_input(
     else:
         rows, notes = _rows(
             data_dir, peer_dir or data_dir, split, batch_size, image_size, chosen, ours,
-            _counts("--peer-workers", peer_workers), _names(peers), settings,
+            _counts("--peer-workers", peer_workers), _names(peers),
+            {name: value for name, value in changed.items() if name not in switches},
         )  # fmt: skip
         results = measure_rows(rows, rounds=rounds, seconds=seconds, on_progress=_report_progress)
         found |= {
@@ -257,7 +264,7 @@ def bench_input(
         if train_step:
             fastest = max((r for r in results if r.row.kind == "ours"), key=lambda r: r.median)
             found["training"] = measure_training(
-                train_step, fastest.row, rounds=rounds, steps=steps, warm_up=warm_up,
+                train_step, fastest.row, switches, rounds=rounds, steps=steps, warm_up=warm_up,
                 on_progress=_report_progress,
             )  # fmt: skip
     if as_json:
@@ -273,12 +280,12 @@ def bench_input(
 
 def _rows(
     data_dir: str, peer_dir: str, split: str, batch_size: int, image_size: int, device: str,
-    ours: list[int], theirs: list[int], peers: list[str], changes: list[str],
+    ours: list[int], theirs: list[int], peers: list[str], changed: dict[str, Any],
 ) -> tuple[list[InputRow], list[str]]:  # fmt: skip
     """Our rows first; and notes on peers that cannot be measured."""
     from paceline.bench.input_pipelines import no_webdataset
     from paceline.bench.input_rows import InputRow, Kind
-    from paceline.config import RunConfig, parse_assignment
+    from paceline.config import RunConfig
 
     if not data_dir:
         raise ConfigError("--data-dir", None, "is needed", "give a folder of shards or classes")
@@ -286,7 +293,6 @@ def _rows(
         "data.image_size": image_size, "data.eval_resize": round(image_size * 8 / 7),
         "data.resident": "off",
     }  # fmt: skip
-    changed = dict(parse_assignment(text) for text in changes)
     our_data = RunConfig().with_values({**common, "data.dir": data_dir, **changed}).data
     peer_data = RunConfig().with_values({**common, "data.dir": peer_dir}).data
     of_split = cast(Literal["train", "val"], split)
