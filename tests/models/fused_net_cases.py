@@ -15,6 +15,7 @@ from paceline.models import fused_blocks
 from paceline.models.alexnet import NORM_NAMES, AlexNet
 from paceline.models.fused import as_map
 from paceline.models.fused_blocks import Pending
+from paceline.models.recompute import recompute_norms
 from paceline.models.resnet import (
     BasicBlock,
     Bottleneck,
@@ -134,12 +135,13 @@ def test_evaluation_uses_torchs_operators() -> None:
     assert torch.equal(fused(x), plain(x))
 
 
-def test_a_fast_net_takes_images_with_an_empty_channel() -> None:
-    model, _ = prepared(fast, fused=True)
+@pytest.mark.parametrize("make", [fast, small_stem])
+def test_a_small_stem_takes_images_with_an_empty_channel(make: Callable[[], nn.Module]) -> None:
     x = images(16)
-    plain, _ = run(model, x)
-    padded, _ = run(model, as_map(F.pad(x, (0, 0, 0, 0, 0, 1))))
+    plain, plain_grads = run(prepared(make, fused=True)[0], x)
+    padded, grads = run(prepared(make, fused=True)[0], as_map(F.pad(x, (0, 0, 0, 0, 0, 1))))
     assert away(padded, plain.double()) < 1e-4
+    assert away(grads["conv1.weight"], plain_grads["conv1.weight"].double()) < 1e-3
 
 
 def test_images_with_an_empty_channel_give_the_same() -> None:
@@ -157,16 +159,18 @@ def test_images_with_an_empty_channel_give_the_same() -> None:
         assert away(padded, plain) < 1e-4
 
 
-def test_the_fused_features_of_alexnet() -> None:
+@pytest.mark.parametrize(("padded", "recompute"), [(False, False), (True, False), (True, True)])
+def test_the_fused_features_of_alexnet(padded: bool, recompute: bool) -> None:
     torch.manual_seed(0)
     model = AlexNet(num_classes=5, norms=NORM_NAMES)
     model.classifier = nn.Identity()  # 59 million weights that are not used
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     exact, plain = copy.deepcopy(model).double(), copy.deepcopy(model)
-    assert fuse_norms(model) == 1
+    assert fuse_norms(model) == recompute_norms(model, recompute) == 1
     x = images(87, batch=3)
+    ours_x = as_map(F.pad(x, (0, 0, 0, 0, 0, 1))) if padded else x
     found = []
-    for net, given in ((exact, x.double()), (plain, x), (model, x)):
+    for net, given in ((exact, x.double()), (plain, x), (model, ours_x)):
         maps = net.fused_features(given) if net is model else net.features(given)
         (maps * torch.linspace(-1, 1, maps.numel()).view_as(maps)).sum().backward()
         found.append((maps.detach(), net))

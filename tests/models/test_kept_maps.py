@@ -13,8 +13,11 @@ from torch import nn
 
 from interpreter_run import needs_triton
 from models.live_bytes import LiveBytes
+from paceline.models import stem
 from paceline.models.recompute import recompute_norms
-from paceline.models.resnet import RESNET_LAYOUTS, ResNet, fuse_norms, fuse_products
+from paceline.models.registry import create_model
+from paceline.models.resnet import fuse_norms, fuse_products
+from paceline.models.settings import ModelSettings
 from paceline.plan.layers import network
 from paceline.plan.memory import step_memory
 
@@ -44,7 +47,7 @@ class OnGpu(LiveBytes):
 @pytest.fixture(params=["fused", "both", "separate"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of one form, without kernels."""
-    from paceline.models import kernels, product_kernels, products
+    from paceline.models import kernels, product_kernels, products, stem_kernels
 
     def choose(key: str, forms: dict[str, Callable[[], object]], *rest: object) -> str:
         wanted = [name for name in forms if name.split()[0] == request.param]
@@ -52,17 +55,19 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(products, "choose", choose)
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # for `can_launch`; the kernels are imported
-    for module in (kernels, product_kernels):
+    for module in (kernels, product_kernels, stem_kernels):
         for name in vars(module):
             if name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, _Unlaunched())
 
 
-def counted(fused: bool, recompute: bool, name: str = "resnet50") -> tuple[float, float]:
-    """GiB behind the forward pass, and the most of backward."""
+def counted(
+    fused: bool, recompute: bool, name: str = "resnet50", size: int = 224
+) -> tuple[float, float]:
+    """GiB behind the forward pass, and the most of backward, without the images."""
     with torch.device("meta"):
-        net = ResNet(*RESNET_LAYOUTS[name])
-        images = torch.empty(BATCH, 4, 224, 224, dtype=torch.float16)
+        net = create_model(ModelSettings(name), num_classes=1000, image_size=size)
+        images = torch.empty(BATCH, 4, size, size, dtype=torch.float16)
         labels = torch.zeros(BATCH, dtype=torch.int64)
     net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     for module in net.modules():
@@ -132,3 +137,20 @@ def test_fused_basic_blocks_keep_what_others_keep(
     separate, _ = counted(False, recompute, name)
     last = BATCH * 512 * 7**2 * 2 / GIB if recompute and left_out else 0
     assert kept - last == pytest.approx(separate, rel=1e-5)
+
+
+@pytest.mark.parametrize("form", ["separate"], indirect=True)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("alexnet_bn", 224), ("alexnet_bn", 99), ("resnet18", 32), ("resnet_fast", 32)],
+)
+def test_windows_of_images_are_kept(
+    name: str, size: int, form: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the planner counts them."""
+    kept, _ = counted(False, False, name, size)
+    monkeypatch.setattr(stem, "_MEASURED", {})
+    without, _ = counted(False, False, name, size)
+    windows = 2 * BATCH * network(name, size).layers[0].windows / GIB
+    assert windows > 0
+    assert kept - without == pytest.approx(windows, rel=0.01)

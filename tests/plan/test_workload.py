@@ -255,6 +255,29 @@ def test_the_tensors_are_the_models_own(name: str) -> None:
     assert found.pads_images == getattr(model, "pads_images", False)
 
 
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("resnet50", 224), ("resnet18", 32), ("resnet_fast", 32), ("resnet_fast", 65),
+     ("alexnet_bn", 224), ("alexnet_bn", 97)],
+)  # fmt: skip
+@pytest.mark.parametrize("channels", [1, 3])
+def test_windows_are_those_of_training(name: str, size: int, channels: int) -> None:
+    from torch import nn
+
+    from paceline.models.registry import create_model
+    from paceline.models.settings import ModelSettings
+    from paceline.models.stem import window_form
+
+    model = create_model(ModelSettings(name), num_classes=10, in_channels=channels, image_size=size)
+    first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
+    form = window_form(first)
+    wanted = 0 if form is None else form.width * form.windows(size) ** 2
+    layers = network(name, size, 10, channels=channels).layers
+    assert layers[0].windows == wanted
+    assert (wanted > 0) == (channels == 3 and name != "resnet50")
+    assert not any(layer.windows for layer in layers[1:])
+
+
 def test_the_products_of_known_networks() -> None:
     """Published: 4.1 and 0.71 billion multiply-adds."""
     assert network("resnet50").flops == pytest.approx(2 * 4.1e9, rel=0.02)

@@ -38,8 +38,8 @@ def test_a_traced_network_is_the_written_one(name: str) -> None:
 
 
 # How much more memory a trace counts at batch 256 than a step with our kernels takes, which keep no map
-# between a norm and the pool behind it, and a byte for the place of a maximum.
-FUSED = {"resnet50": 1.07, "resnet18": 1.27, "alexnet_bn": 1.20, "alexnet": 1.00}
+# between a norm and the pool behind it, and a byte for the place of a maximum, but windows of images.
+FUSED = {"resnet50": 1.07, "resnet18": 1.27, "alexnet_bn": 1.18, "alexnet": 1.00}
 
 
 @pytest.mark.parametrize("name", list(FUSED))

@@ -30,7 +30,14 @@ def peak_of(model: str, batch: int, **switches: object) -> int:
 
 
 @pytest.mark.parametrize(
-    ("model", "batch"), [("resnet18", 128), ("resnet50", 64), ("resnet50", 128)]
+    ("model", "batch"),
+    [
+        ("resnet18", 128),
+        ("resnet50", 64),
+        ("resnet50", 128),
+        ("alexnet_bn", 128),
+        ("alexnet_bn", 1024),
+    ],
 )
 def test_the_peak_of_a_step(model: str, batch: int) -> None:
     peak = peak_of(model, batch)

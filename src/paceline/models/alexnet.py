@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.models.recompute import RecomputedMap, not_stored
-from paceline.models.resnet import Uses, can_launch, norm_can_fuse, norm_relu, split_uses
+from paceline.models.resnet import Uses, norm_can_fuse, norm_relu, split_uses
+from paceline.models.stem import PADDED_CHANNELS, can_launch, convolve_images
 
 # Smaller images leave no window for the last of the three pools.
 MIN_PIXELS = 63
@@ -34,6 +35,8 @@ class AlexNet(nn.Module):
     weights of a plain AlexNet load into this one and vice versa.
     """
 
+    pads_images = False
+
     def __init__(
         self,
         *,
@@ -47,6 +50,7 @@ class AlexNet(nn.Module):
         if set(NORM_NAMES[:-1]) <= set(norms):
             self.fused = False  # has a fused form, see `fuse_norms`
             self.recompute = False  # has norms before convolutions, see `recompute_norms`
+            self.pads_images = in_channels == 3
         plain: list[nn.Module] = [
             nn.Conv2d(in_channels, 64, 11, stride=4, padding=2),
             nn.ReLU(inplace=True),
@@ -94,6 +98,8 @@ class AlexNet(nn.Module):
             maps = self.fused_features(x)
         elif getattr(self, "recompute", False) and torch.is_grad_enabled():
             maps = self.recomputed_features(x)
+        elif self._are_padded(x):
+            maps = self.features[1:](self._convolve_images(x))
         else:
             maps = self.features(x)
         logits: Tensor = self.classifier(self.avgpool(maps).flatten(1))
@@ -107,23 +113,32 @@ class AlexNet(nn.Module):
             and all(norm_can_fuse(module) for module in self.features)
         )
 
-    def fused_features(self, x: Tensor) -> Tensor:
+    def _are_padded(self, x: Tensor) -> bool:
+        """Whether images have the fourth channel that the fused form takes. Evaluation gets them, too."""
+        padded = getattr(self, "fused", False) and self.pads_images
+        return padded and x.shape[1] == PADDED_CHANNELS
+
+    def _convolve_images(self, x: Tensor) -> Tensor:
+        first = self.features[0]
+        assert isinstance(first, nn.Conv2d)
+        return convolve_images(first, x, padded=True)
+
+    def fused_features(self, images: Tensor) -> Tensor:
         """`features` with norm, ReLU and pool after each convolution in one kernel."""
         from paceline.models.fused import as_map, norm_act, norm_act_pool, norm_act_recomputed
 
         recompute = self.recompute and torch.is_grad_enabled()
-        maps: Uses = x
+        maps: Uses = images
         for number in CONVOLUTIONS:
             convolution = self.features.get_submodule(str(number))
             norm = self.features.get_submodule(f"bn{number}")
             assert isinstance(convolution, nn.Conv2d)
             assert isinstance(norm, nn.BatchNorm2d)
             bias = convolution.bias
+            given, _ = split_uses(maps)
+            padded = self.pads_images and given is images
             with not_stored(maps):
-                x = F.conv2d(
-                    split_uses(maps)[0], convolution.weight, None, convolution.stride,
-                    convolution.padding,
-                )  # fmt: skip
+                x = convolve_images(convolution, given, padded=padded, biased=False)
             x = as_map(x)
             if isinstance(self.features.get_submodule(str(number + 2)), nn.MaxPool2d):
                 maps = norm_act_pool(x, norm, padding=0, bias=bias)
@@ -138,8 +153,8 @@ class AlexNet(nn.Module):
     def recomputed_features(self, x: Tensor) -> Tensor:
         """`features` without stored maps between norm, ReLU and convolution."""
         layers = list(self.features.children())
-        maps: Uses = x
-        for index, layer in enumerate(layers):
+        maps: Uses = self._convolve_images(x) if self._are_padded(x) else layers[0](x)
+        for index, layer in enumerate(layers[1:], 1):
             if isinstance(layer, nn.ReLU) and isinstance(maps, RecomputedMap):
                 continue  # part of the norm
             given, _ = split_uses(maps)

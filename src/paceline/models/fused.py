@@ -21,7 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from paceline.models import kernels
 from paceline.models.recompute import MapSource, RecomputedMap
-from paceline.models.resnet import can_launch, norm_can_fuse
+from paceline.models.resnet import norm_can_fuse
+from paceline.models.stem import can_launch
 
 # Parts and channels per program of the kernels that join partial sums.
 _JOIN_PARTS, _JOIN_CHANNELS = 64, 16

@@ -9,14 +9,13 @@ and a fused form, our Triton kernels in training mode on a GPU.
 from __future__ import annotations
 
 import itertools
-import os
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.models.recompute import RecomputedMap, not_stored, recomputed_norm, switch_forms
+from paceline.models.stem import convolve_images
 
 if TYPE_CHECKING:
     from paceline.models.fused_blocks import Pending
@@ -27,7 +26,6 @@ Uses: TypeAlias = "Tensor | tuple[Tensor, Tensor] | RecomputedMap | Pending"
 STAGE_CHANNELS = (64, 128, 256, 512)
 # `FastResNet`: first convolution, then each stage.
 FAST_CHANNELS = (64, 64, 256, 256)
-PADDED_CHANNELS = 4
 
 
 def norm_can_fuse(module: nn.Module) -> bool:
@@ -41,11 +39,6 @@ def norm_can_fuse(module: nn.Module) -> bool:
         and module.track_running_stats
         and module.affine
     )
-
-
-def can_launch(x: Tensor) -> bool:
-    """Whether Triton kernels can run on `x`: on a GPU, or in Triton's interpreter."""
-    return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def split_uses(x: Uses) -> tuple[Tensor, Tensor]:
@@ -153,16 +146,6 @@ class ResidualBlock(nn.Module):
             x, norm, self.relu, self.shortcut(inputs),
             fused=self.fused, recompute=self.recompute and shortcut_is_stored, twice=True,
         )  # fmt: skip
-
-
-def convolve_images(convolution: nn.Conv2d, x: Tensor, *, padded: bool) -> Tensor:
-    """The first convolution. If `padded`, images may have a fourth channel of zeros, because
-    convolutions on GPUs are faster with four channels than with three."""
-    if padded and x.shape[1] == PADDED_CHANNELS:
-        weight = F.pad(convolution.weight, (0, 0, 0, 0, 0, 1))
-        return F.conv2d(x, weight, None, convolution.stride, convolution.padding)
-    maps: Tensor = convolution(x)
-    return maps
 
 
 def fused_norm_pool(x: Tensor, norm: nn.BatchNorm2d) -> Uses:

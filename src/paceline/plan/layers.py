@@ -14,6 +14,9 @@ from functools import partial
 
 from paceline.core.errors import ConfigError, nearest
 
+# By channels, kernel and stride of a first convolution, kernel and channels of its form on windows of
+# pixels (`models.stem`).
+_WINDOWS = {(3, 11, 4): (3, 64), (3, 3, 1): (1, 32)}
 # A place of a maximum as torch keeps it; our fused kernels keep a byte.
 INDEX_BYTES = 8
 
@@ -44,7 +47,8 @@ class Layer:
     where our fused kernels do not run, and the places of the maxima of a pool, `indices`. Of those kept,
     the norm's output in `again` can be computed again, which reads `again.inputs` maps of its size. Half
     precision keeps `half_kept` elements of two bytes where that is another number: autocast keeps inputs
-    of some operations in fp32, and copies."""
+    of some operations in fp32, and copies. Where our fused kernels run, a first convolution may keep
+    `windows` elements in place of the images: windows of pixels as channels."""
 
     name: str
     flops: float
@@ -57,6 +61,7 @@ class Layer:
     again: Again | None = None
     recomputed: bool = False
     half_kept: float | None = None
+    windows: float = 0.0
 
     @property
     def remade(self) -> float:
@@ -107,7 +112,7 @@ class Network:
     @property
     def pads_images(self) -> bool:
         """Whether the fused form takes images with a fourth channel."""
-        return self.has_fused_form and self.name in RESNETS
+        return self.has_fused_form
 
     @property
     def flops(self) -> float:
@@ -139,6 +144,8 @@ class Tracer:
         padding = kernel // 2 if padding is None else padding
         read = self.map_elements
         size = self._shrunk(kernel, stride, padding)
+        taps, width = _WINDOWS.get((self.channels, kernel, stride), (0, 0))
+        windows = 0.0 if self.layers else float(width * (size - 1 + taps) ** 2)
         depth = self.channels * kernel**2
         weights = out * depth
         self.channels, self.size = out, size
@@ -146,7 +153,7 @@ class Tracer:
         tensors = [NetTensor(f"{name}.weight", weights, half=True)]
         tensors += [NetTensor(f"{name}.bias", out, half=False)] if bias else []
         moved, kept = read + self.map_elements, self.map_elements
-        self.layers.append(Layer(name, flops, moved, tuple(tensors), depth, kept))
+        self.layers.append(Layer(name, flops, moved, tuple(tensors), depth, kept, windows=windows))
         self.again = False
 
     def norm(self, name: str, before: str = "product") -> None:

@@ -1,7 +1,7 @@
 """What a training step keeps in the memory of one GPU, and the largest batch that fits.
 
 In: the layers of a network (`paceline.plan.layers`), a batch, the number format. Out: bytes by purpose,
-at the moment of the backward pass that needs most. The model is a count, not a fit: weights in the
+at the moment of a step that needs most. The model is a count, not a fit: weights in the
 format of training, fp32 masters and momentum, the exchange's flat gradients and those that backward has
 made so far, the activations that are still kept, the gradients of the maps at hand, the images on the
 device, buffers of the matrix library and what the CUDA graph has of its own. Workspaces that cuDNN tries
@@ -20,7 +20,7 @@ from paceline.plan.layers import Network
 from paceline.plan.workload import LARGEST_BATCH
 
 _CHANNELS = 3
-# Of normalized images for fused residual nets: a channel of zeros, because GPUs convolve four faster.
+# Of normalized images where our fused kernels run: a channel of zeros, which GPUs convolve faster.
 _PADDED_CHANNELS = 4
 # Batches of uint8 images on the device: the one in use and those that are prefetched.
 _RESIDENT_BATCHES = 4
@@ -61,7 +61,10 @@ def step_memory(
     pixels = batch * net.image_size**2
     fused = fused and net.has_fused_form
     channels = _PADDED_CHANNELS if fused and net.pads_images else _CHANNELS
-    activations, made = _backward_peak(net, batch, half, fused)
+    images = float(pixels * channels * width)
+    windows = batch * net.layers[0].windows * width if fused else 0.0
+    # The images exist until the end of forward; backward has their windows in their place.
+    activations, made = _peak(net, batch, half, fused, images if windows else 0.0)
     flat = net.elements * width
     return MemoryEstimate(
         weights=float(net.elements * width),
@@ -69,7 +72,7 @@ def step_memory(
         masters=4.0 * net.elements if half else 0.0,
         momentum=4.0 * net.elements,
         activations=activations,
-        images=float(pixels * (_RESIDENT_BATCHES * _CHANNELS + channels * width)),
+        images=pixels * _RESIDENT_BATCHES * _CHANNELS + (windows or images),
         libraries=_LIBRARY_BYTES if on_gpu else 0.0,
         # The graph reads a copy of the batch.
         graph=_LIBRARY_BYTES + pixels * _CHANNELS if graphs and on_gpu else 0.0,
@@ -84,14 +87,15 @@ def memory_on(
     return step_memory(net, batch, half, fused=fused and gpu.runs_triton, on_gpu=gpu.is_gpu)
 
 
-def _backward_peak(net: Network, batch: int, half: bool, fused: bool) -> tuple[float, float]:
-    """Bytes of activations and of parameters' gradients where both together are most. Backward frees what
-    a layer has kept and makes its gradients, which are gathered into the flat ones when all are there;
-    meanwhile the gradients of the layer's input and output exist, and the input or output itself where it
-    is computed again."""
+def _peak(net: Network, batch: int, half: bool, fused: bool, forward: float) -> tuple[float, float]:
+    """Bytes of activations and of parameters' gradients where both together are most. At the end of
+    forward all activations are kept, and there are `forward` bytes that backward does not need. Backward
+    frees what a layer has kept and makes its gradients, which are gathered into the flat ones when all
+    are there; meanwhile the gradients of the layer's input and output exist, and the input or output
+    itself where it is computed again."""
     width = 2 if half else 4
     kept = sum(layer.kept_bytes(width, fused) for layer in net.layers)
-    made, most = 0.0, (0.0, 0.0)
+    made, most = 0.0, (batch * kept + forward, 0.0)
     for number, layer in reversed(list(enumerate(net.layers))):
         made += sum(t.elements * (width if t.half else 4) for t in layer.tensors)
         remade = max(layer.remade, net.layers[number - 1].remade if number else 0.0)

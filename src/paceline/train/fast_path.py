@@ -29,11 +29,11 @@ from paceline.core.imports import first_line
 from paceline.models import product_choice
 from paceline.models.recompute import recompute_norms
 from paceline.models.resnet import (
-    PADDED_CHANNELS,
     ResidualBlock,
     fuse_norms,
     fuse_products,
 )
+from paceline.models.stem import PADDED_CHANNELS
 from paceline.models.synced_norm import (
     NormGroup,
     check_norms,
@@ -100,7 +100,7 @@ def choose_fast_path(
     graphs = settings.cuda_graphs == "on" or (settings.cuda_graphs == "auto" and on_gpu)
     if graphs and not on_gpu:
         raise ConfigError("run.cuda_graphs", "on", f"needs a GPU, not {device}", "use 'auto'")
-    # The fused stem takes images with a fourth channel of zeros, which GPUs convolve faster than three.
+    # The fused stem takes images with a fourth channel of zeros (see `convolve_images`).
     channels = PADDED_CHANNELS if fused and getattr(model, "pads_images", False) else None
     remark = f" (Triton: {triton_problem})" if on_gpu and triton_problem else ""
     if on_gpu and shared_gpu and use_torch_norms(model):

@@ -268,6 +268,7 @@ class MicroStep:
             if mix is not None:
                 inputs, own = mixed(inputs, mix)
             outputs = self.forward(inputs)
+        del inputs  # the first convolution may keep a form of its own
         part = self.loss_function.total(outputs, labels, own) * self._share
         scaled, counted = part * self._scale.step_value, part.detach()
         if self._sign is not None:
