@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from paceline.models.recompute import RecomputedMap, not_stored
 from paceline.models.resnet import Uses, can_launch, norm_can_fuse, norm_relu, split_uses
+from paceline.models.weight_stream import WeightStream, conv2d
 
 # Smaller images leave no window for the last of the three pools.
 MIN_PIXELS = 63
@@ -47,6 +48,8 @@ class AlexNet(nn.Module):
         if set(NORM_NAMES[:-1]) <= set(norms):
             self.fused = False  # has a fused form, see `fuse_norms`
             self.recompute = False  # has norms before convolutions, see `recompute_norms`
+            # Of the fused form, see `use_weight_stream`.
+            self.weight_stream: WeightStream | None = None
         plain: list[nn.Module] = [
             nn.Conv2d(in_channels, 64, 11, stride=4, padding=2),
             nn.ReLU(inplace=True),
@@ -120,9 +123,10 @@ class AlexNet(nn.Module):
             assert isinstance(norm, nn.BatchNorm2d)
             bias = convolution.bias
             with not_stored(maps):
-                x = F.conv2d(
-                    split_uses(maps)[0], convolution.weight, None, convolution.stride,
-                    convolution.padding,
+                assert not isinstance(convolution.padding, str)
+                x = conv2d(
+                    split_uses(maps)[0], convolution.weight, convolution.stride, convolution.padding,
+                    self.weight_stream,
                 )  # fmt: skip
             x = as_map(x)
             if isinstance(self.features.get_submodule(str(number + 2)), nn.MaxPool2d):
