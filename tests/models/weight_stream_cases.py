@@ -58,7 +58,7 @@ def test_blocks_have_the_same_bits(
 
 def test_forms_that_are_timed_use_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     prefer(SEPARATE, 0, monkeypatch)
-    monkeypatch.setattr(choices, "open", True)
+    monkeypatch.setattr(choices, "timing", True)
     net, stream = made(True, make=basic), LateStream()
     use_weight_stream(net, stream)
     with stream.backward():

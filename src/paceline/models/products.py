@@ -274,7 +274,7 @@ def backward_product(
     the first product stores it for the second was slower than all of these.)
     """
     forms: dict[str, Callable[[], Gradients]] = {}
-    given = (gradient, weight, inputs, end, stride, wants_weight, _untimed(beside))
+    given = (gradient, weight, inputs, end, stride, wants_weight, beside)
     if is_product(weight, stride):
         forms["fused"] = partial(_fused_backward, *given)
     forms[SEPARATE] = partial(_separate_backward, *given)
@@ -293,11 +293,12 @@ def backward_product(
 
 
 def _untimed(beside: Beside | None) -> Beside | None:
-    """Forms that are timed do all their work on one stream."""
-    return beside if beside is not None and not choices.open and beside.ready() else None
+    """What there is of it while no form is timed."""
+    return beside if beside is not None and not choices.timing and beside.ready() else None
 
 
 def _launched(beside: Beside | None, compute: Callable[[], Tensor], *reads: Operand) -> Tensor:
+    beside = _untimed(beside)
     if beside is None:
         return compute()
     return beside(compute, *(tensor for operand in reads for tensor in operand.tensors()))
@@ -424,7 +425,7 @@ def _separate_backward(
 ) -> Gradients:  # fmt: skip
     stored = gradient.stored()
     # The gradient of the input needs only the shape of the input.
-    together = wants_weight and beside is None
+    together = wants_weight and _untimed(beside) is None
     source = inputs.stored() if together else end.like
     dx, found = _torch_backward(stored, source, weight, stride, (True, together))
     assert dx is not None
