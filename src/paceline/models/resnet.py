@@ -57,10 +57,16 @@ def split_uses(x: Uses) -> tuple[Tensor, Tensor]:
     return x if isinstance(x, tuple) else x.output()
 
 
-def convolve(convolution: nn.Module, x: Uses, stream: WeightStream | None) -> Tensor:
-    """The convolution of the branch."""
+def convolve(
+    convolution: nn.Module, x: Uses, stream: WeightStream | None, *, shortcut: bool = False
+) -> Tensor:
+    """The convolution of the branch, or that of the shortcut."""
+    maps = split_uses(x)[int(shortcut)]
     with not_stored(x):
-        return convolved(convolution, split_uses(x)[0], stream)
+        if stream is not None:
+            return convolved(convolution, maps, stream)
+        out: Tensor = convolution(maps)
+        return out
 
 
 def computed(x: Uses) -> Uses:
@@ -132,12 +138,10 @@ class ResidualBlock(nn.Module):
         return norm_relu(x, norm, self.relu, fused=self.fused, recompute=self.recompute)
 
     def shortcut(self, x: Uses) -> Tensor:
-        _, maps = split_uses(x)
         if self.downsample is None:
-            return maps
+            return split_uses(x)[1]
         convolution, norm = self.downsample
-        with not_stored(x):
-            maps = convolved(convolution, maps, self.weight_stream)
+        maps = convolve(convolution, x, self.weight_stream, shortcut=True)
         if self.fused:
             from paceline.models.fused import can_fuse, norm_act
 

@@ -191,9 +191,9 @@ def use_weight_stream(model: nn.Module, stream: WeightStream | None) -> int:
     return switch_forms(model, "weight_stream", stream)
 
 
-def convolved(convolution: nn.Module, x: Tensor, stream: WeightStream | None) -> Tensor:
+def convolved(convolution: nn.Module, x: Tensor, stream: WeightStream) -> Tensor:
     """convolution(x)."""
-    if stream is not None and _is_plain(convolution):
+    if _is_plain(convolution):
         padding = convolution.padding
         assert not isinstance(padding, str)
         return conv2d(x, convolution.weight, convolution.stride, padding, stream)
