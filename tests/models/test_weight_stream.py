@@ -6,7 +6,8 @@ from __future__ import annotations
 import copy
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,78 @@ def test_a_gradient_of_another_layout_is_waited_for() -> None:
         ones = weight_of(4, 3, 1, 1)
         stream.launch(ones, lambda: torch.randn(4, 3, 1, 1, dtype=torch.float64))
         assert stream.noted.log[3:] == ["fork", "mark 2"]
+
+
+@pytest.mark.parametrize(("size", "waits"), [(1, ["wait 1"]), (3, ["wait 1", "wait 1"])])
+def test_autograd_and_we_agree_on_layouts(
+    size: int, waits: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient in NCHW memory: that of a 1 × 1 weight is handed over, others are copied, and waited for
+    before. Copied too early, it would stay NaN."""
+    compute = weight_stream._gradients
+
+    def in_nchw(*given: Any) -> tuple[Any, Any]:
+        dx, found = compute(*given)
+        return dx, None if found is None else torch.empty(found.shape, dtype=found.dtype).copy_(
+            found
+        )
+
+    monkeypatch.setattr(weight_stream, "_gradients", in_nchw)
+    stream, weight, x = LateStream(), weight_of(4, 3, size, size), images()
+    backward(stream, conv2d(x, weight, (1, 1), (0, 0), stream).square().sum())
+    assert weight.grad is not None
+    assert weight.grad.isfinite().all()
+    assert stream.noted.log == ["fork", "mark 1", *waits]
+
+
+class FakeStream:
+    """Of CUDA, in name."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        self.log.append(f"event of {self.name}")
+        return f"an event of {self.name}"
+
+
+def test_calls_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    device, current = 0, [FakeStream(log, "main")]
+
+    @contextmanager
+    def entered(stream: FakeStream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda number: FakeStream(log, f"side {number}"))
+    stream = WeightStream()
+
+    def compute() -> Tensor:
+        log.append(f"computed on {current[-1].name}")
+        return torch.randn(3)
+
+    with stream.backward():
+        for _ in range(2):
+            stream.launch(nn.Parameter(torch.randn(3)), compute)
+    assert log == [
+        "side 0 waits for main", "computed on side 0", "event of side 0",
+        "side 0 waits for main", "computed on side 0", "event of side 0",
+        "main waits for an event of side 0",
+    ]  # fmt: skip
+    device = 1
+    with stream.side.fork():
+        assert current[-1].name == "side 1", "a stream for each device"
 
 
 Change = Callable[[nn.Parameter], object]
