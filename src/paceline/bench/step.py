@@ -281,6 +281,11 @@ _OURS: dict[str, dict[str, Any]] = {
     # `auto`: bottlenecks only; `cudnn`: all residual blocks.
     "ours fused convolutions": {"run.fused_convolutions": "auto"},
     "ours fused by cudnn": {"run.fused_convolutions": "cudnn"},
+    "ours weight stream": {"run.weight_stream": "on"},
+    "ours fused by cudnn, weight stream": {
+        "run.fused_convolutions": "cudnn",
+        "run.weight_stream": "on",
+    },
     "ours tf32": {"precision.amp_dtype": "fp32"},
     "ours fp32": {"precision.amp_dtype": "fp32", "precision.tf32": False},
 }
@@ -347,7 +352,9 @@ class RowProcess:
         return lines[-1][:300] if lines else f"exit code {self._process.returncode}"
 
 
-_FUSED = ("ours fused convolutions", "ours fused by cudnn")
+_FUSED = (
+    "ours fused convolutions", "ours fused by cudnn", "ours fused by cudnn, weight stream",
+)  # fmt: skip
 # As `train.fast_path` describes it.
 _NOT_FUSED = "convolutions: off ("
 
@@ -362,7 +369,13 @@ def choose_rows(names: Sequence[str], common: dict[str, Any]) -> list[StepRow]:
     if not names:
         net = known_network(common["model"], common["image_size"], common["classes"])
         if net is None or not net.can_recompute_norms:
-            known = tuple(name for name in known if name != "ours recompute")
+            # Neither are there fused norms.
+            left_out = (
+                "ours recompute",
+                "ours weight stream",
+                "ours fused by cudnn, weight stream",
+            )
+            known = tuple(name for name in known if name not in left_out)
     for name in names or known:
         kind = "ours" if name in _OURS else "plain"
         switches = dict(_OURS[name] if name in _OURS else _PLAIN[name])
@@ -424,7 +437,9 @@ def ratios(results: Sequence[Result]) -> dict[str, float]:
     ):
         if "ours" in speed and below in speed:
             found[name] = speed["ours"] / speed[below]
-    for name in ("ours N>1", "ours muon", "ours no graphs", "ours recompute", *fused):
+    for name in (
+        "ours N>1", "ours muon", "ours no graphs", "ours recompute", "ours weight stream", *fused,
+    ):  # fmt: skip
         if "ours" in speed and name in speed:
             found[f"{name} / ours"] = speed[name] / speed["ours"]
     return found

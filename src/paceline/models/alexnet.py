@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from paceline.models.recompute import RecomputedMap, not_stored
 from paceline.models.resnet import Uses, norm_can_fuse, norm_relu, split_uses
 from paceline.models.stem import PADDED_CHANNELS, can_launch, convolve_images
+from paceline.models.weight_stream import WeightStream, conv2d
 
 # Smaller images leave no window for the last of the three pools.
 MIN_PIXELS = 63
@@ -51,6 +52,8 @@ class AlexNet(nn.Module):
             self.fused = False  # has a fused form, see `fuse_norms`
             self.recompute = False  # has norms before convolutions, see `recompute_norms`
             self.pads_images = in_channels == 3
+            # Of the fused form, see `use_weight_stream`.
+            self.weight_stream: WeightStream | None = None
         plain: list[nn.Module] = [
             nn.Conv2d(in_channels, 64, 11, stride=4, padding=2),
             nn.ReLU(inplace=True),
@@ -136,9 +139,15 @@ class AlexNet(nn.Module):
             assert isinstance(norm, nn.BatchNorm2d)
             bias = convolution.bias
             given, _ = split_uses(maps)
-            padded = self.pads_images and given is images
             with not_stored(maps):
-                x = convolve_images(convolution, given, padded=padded, biased=False)
+                if given is images:
+                    x = convolve_images(convolution, given, padded=self.pads_images, biased=False)
+                else:
+                    assert not isinstance(convolution.padding, str)
+                    x = conv2d(
+                        given, convolution.weight, convolution.stride, convolution.padding,
+                        self.weight_stream,
+                    )  # fmt: skip
             x = as_map(x)
             if isinstance(self.features.get_submodule(str(number + 2)), nn.MaxPool2d):
                 maps = norm_act_pool(x, norm, padding=0, bias=bias)

@@ -32,6 +32,7 @@ from paceline.models.product_choice import CUDNN, choices
 from paceline.models.products import backward_product, forward_product
 from paceline.models.recompute import MapSource, RecomputedMap, not_stored
 from paceline.models.resnet import norm_can_fuse, split_uses
+from paceline.models.weight_stream import Beside, beside
 
 if TYPE_CHECKING:
     from paceline.models.resnet import ResidualBlock, Uses
@@ -40,9 +41,11 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Link:
-    """Passes the factors of a norm's gradient from the only user of its output to the convolution."""
+    """Passes the factors of a norm's gradient from the only user of its output to the convolution.
+    `beside`: how that launches its weight's gradient."""
 
-    def __init__(self) -> None:
+    def __init__(self, beside: Beside | None = None) -> None:
+        self.beside = beside
         self._given: tuple[int, Tensor] | None = None
 
     def put(self, dz: Tensor, factors: Tensor) -> None:
@@ -136,8 +139,8 @@ def _is_plain(convolution: nn.Module, kind: torch.dtype) -> TypeGuard[nn.Conv2d]
 
 
 def fused_block(block: ResidualBlock, x: Uses) -> Pending:
-    link = Link()
     (first, first_norm), *others = block.branch()
+    link = Link(beside(block.weight_stream, first.weight))
     given = (first.weight, first.stride[0], first_norm)
     if isinstance(x, Pending):
         raw, saved, x = x.reduced(*given, link)
@@ -149,20 +152,20 @@ def fused_block(block: ResidualBlock, x: Uses) -> Pending:
     branch = Normed(raw, saved, first_norm, link)
     for convolution, norm in others:
         relu = norm is not block.last_norm
-        branch = _convolve_normed(branch, convolution, norm, relu, block.recompute)
+        branch = _convolve_normed(block, branch, convolution, norm, relu)
     stored = block.downsample is None and not isinstance(x, RecomputedMap)
     recompute = block.recompute and stored and torch.is_grad_enabled()
     return Pending(branch, _shortcut(block, x), recompute)
 
 
 def _convolve_normed(
-    x: Normed, convolution: nn.Conv2d, norm: nn.BatchNorm2d, relu: bool, recompute: bool
+    block: ResidualBlock, x: Normed, convolution: nn.Conv2d, norm: nn.BatchNorm2d, relu: bool
 ) -> Normed:
     """`relu`: follows `norm`."""
-    link = Link()
+    link = Link(beside(block.weight_stream, convolution.weight))
     out, saved = _ConvolveNormed.apply(  # type: ignore[no-untyped-call]
         *x.tensors(), convolution.weight, convolution.stride[0], norm, (x.link, link), relu,
-        recompute,
+        block.recompute,
     )  # fmt: skip
     return Normed(out, saved, norm, link)
 
@@ -175,7 +178,7 @@ def _shortcut(block: ResidualBlock, x: Uses) -> Normed | Tensor | RecomputedMap:
     assert isinstance(norm, nn.BatchNorm2d)
     if not norm_can_fuse(norm) or not _is_plain(convolution, maps.dtype):
         return as_map(block.shortcut(x))
-    link = Link()
+    link = Link(beside(block.weight_stream, convolution.weight))
     with not_stored(x):
         out, saved = _Convolve.apply(  # type: ignore[no-untyped-call]
             maps, convolution.weight, convolution.stride[0], norm, link, False
@@ -208,6 +211,7 @@ class _Convolve(torch.autograd.Function):
         gradients = backward_product(
             Operand.gradient(dz, out, saved, ctx.link.take(dz), relu=ctx.relu), weight, Operand(x),
             Epilogue.plain(x), ctx.stride, wants_weight=ctx.needs_input_grad[1],
+            beside=ctx.link.beside,
         )  # fmt: skip
         return gradients.dx, gradients.weight, None, None, None, None
 
@@ -255,7 +259,7 @@ class _JoinReduce(torch.autograd.Function):
         gradients = backward_product(
             Operand.gradient(dz, out, saved, ctx.link.take(dz), relu=True), weight, Operand(y),
             Epilogue.merged(branch, y, add, shortcut), ctx.stride,
-            wants_weight=ctx.needs_input_grad[8],
+            wants_weight=ctx.needs_input_grad[8], beside=ctx.link.beside,
         )  # fmt: skip
         given, (link, residual_link) = gradients.dx, ctx.links
         factors = gradients.factors(branch)
@@ -303,6 +307,7 @@ class _ConvolveNormed(torch.autograd.Function):
             Operand.gradient(dz, out, next_saved, link.take(dz), relu=ctx.relu), weight,
             Operand(kept[0]) if kept else Operand.normalized(x, saved),
             Epilogue.masked(branch), ctx.stride, wants_weight=ctx.needs_input_grad[4],
+            beside=link.beside,
         )  # fmt: skip
         factors = gradients.factors(branch)
         # Separate products leave the ReLU to those of the convolution before.

@@ -65,6 +65,11 @@ class Operand:
     def rows(self) -> int:
         return self.x.numel() // self.x.shape[1]
 
+    def tensors(self) -> list[Tensor]:
+        """What it is computed from."""
+        given = (self.x, self.other, self.saved, self.found)
+        return [each for each in given if each is not None]
+
     def stored(self) -> Tensor:
         if self.form == PLAIN:
             return self.x

@@ -53,7 +53,8 @@ class Choices:
     products are timed. `used`: keys that were asked for since `begin`. `times` has the milliseconds of
     all forms that were timed by this process, `problems` the reasons of those that failed, and `missing`
     why cuDNN has none for a key; `without_cudnn`, why it cannot be used at all. `building`: a form
-    builds its kernels, and does not run them."""
+    builds its kernels, and does not run them. `timing`: a form is built or timed; it then does all its
+    work on one stream."""
 
     mode: str = "off"
     open: bool = False
@@ -66,6 +67,7 @@ class Choices:
     timed: int = 0
     path: Path | None = None
     building: bool = False
+    timing: bool = False
 
     def own(self) -> dict[str, str]:
         """Those of the trial, without what the file has for other shapes."""
@@ -157,17 +159,11 @@ def choose(
         return names[0]
     if not timing:
         return SEPARATE if device.type == "cuda" and SEPARATE in forms else names[0]
-    # Those of cuDNN and torch have nothing to build, and would run.
-    _build([forms[name] for name in names if not name.startswith((SEPARATE, CUDNN))])
-    times = {}
-    for name in names:
-        try:
-            times[name] = _milliseconds(_followed(forms[name], then))
-        except Exception as error:  # compilers raise what they like
-            if _is_fatal(error):
-                raise
-            lines = str(error).splitlines()
-            choices.problems[f"{key}: {name}"] = lines[0][:200] if lines else type(error).__name__
+    outer, choices.timing = choices.timing, True
+    try:
+        times = _times(key, {name: forms[name] for name in names}, then)
+    finally:
+        choices.timing = outer
     if times:
         best = min(times, key=lambda name: times[name])
         choices.times[key] = times
@@ -178,6 +174,24 @@ def choose(
         return names[0]  # raises its error for the product that is made of this one
     choices.chosen[key] = best
     return best
+
+
+def _times(
+    key: str, forms: Mapping[str, Callable[[], object]], then: Callable[[Any], object] | None
+) -> dict[str, float]:
+    """Milliseconds of those that work; the problems of the others are noted."""
+    # Those of cuDNN and torch have nothing to build, and would run.
+    _build([forms[name] for name in forms if not name.startswith((SEPARATE, CUDNN))])
+    times = {}
+    for name, form in forms.items():
+        try:
+            times[name] = _milliseconds(_followed(form, then))
+        except Exception as error:  # compilers raise what they like
+            if _is_fatal(error):
+                raise
+            lines = str(error).splitlines()
+            choices.problems[f"{key}: {name}"] = lines[0][:200] if lines else type(error).__name__
+    return times
 
 
 def _followed(

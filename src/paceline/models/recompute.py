@@ -85,11 +85,11 @@ def not_stored(x: object) -> AbstractContextManager[None]:
     return x.source.not_stored() if isinstance(x, RecomputedMap) else nullcontext()
 
 
-def switch_forms(model: nn.Module, name: str, on: bool) -> int:
-    """Sets the flag `name` of every module that has it; returns their number."""
+def switch_forms(model: nn.Module, name: str, value: object) -> int:
+    """Sets the attribute `name` of every module that has it; returns their number."""
     parts = _with_flag(model, name)
     for module in parts:
-        setattr(module, name, on)
+        setattr(module, name, value)
     return len(parts)
 
 
