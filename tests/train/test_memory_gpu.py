@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ pytestmark = [
 
 
 def peak_of(model: str, batch: int, **switches: object) -> int:
-    # Buffers of earlier tests, which this step would reuse.
+    # Buffers of earlier tests, which this step would reuse, or free while it is measured.
+    gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
