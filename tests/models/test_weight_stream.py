@@ -235,6 +235,10 @@ def test_a_weight_of_two_convolutions_and_one_that_is_computed() -> None:
     assert stream.noted.log[:3] == ["fork", "mark 1", "wait 1"]
 
     weight.grad = None
+    with stream.backward():
+        assert stream.takes(weight)
+        assert not stream.takes(weight), "also if the first gradient was not launched"
+
     backward(stream, conv2d(x, weight * 2, (1, 1), (1, 1), stream).square().sum())
     assert weight.grad is not None
     assert stream.noted.marks == 1
@@ -267,18 +271,37 @@ def test_an_error_in_backward_leaves_nothing_under_way() -> None:
     assert not Beside(stream, weight).ready()
 
 
+def test_a_gradient_that_fails_is_joined() -> None:
+    """A capture could not end otherwise."""
+    stream = LateStream()
+
+    def compute() -> Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    with pytest.raises(torch.OutOfMemoryError), stream.backward():
+        stream.launch(weight_of(4, 3, 3, 3), compute)
+    assert stream.noted.log == ["fork", "mark 1", "wait 1"]
+
+
 def test_modules_that_do_more_than_a_convolution_are_called() -> None:
     class Own(nn.Conv2d):
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
             return super().forward(x) * 2
 
+    class Standardized(nn.Conv2d):
+        def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return super()._conv_forward(x, weight - weight.mean(), bias)
+
     stream, x = LateStream(), images().float().detach().requires_grad_()
     hooked = nn.Conv2d(3, 3, 3, bias=False)
+    replaced = nn.Conv2d(3, 3, 3, bias=False)
+    replaced.forward = lambda x: x * 3  # type: ignore[method-assign, assignment]
     calls: list[str] = []
     hooked.register_forward_hook(lambda *given: calls.append("hook"))
     kinds = [
         Own(3, 3, 3, bias=False), nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3, bias=False, groups=3),
         nn.Conv2d(3, 3, 3, bias=False, dilation=2), nn.Identity(), hooked,
+        Standardized(3, 3, 3, bias=False), replaced,
         nn.Conv2d(3, 3, 3, bias=False, padding="same"),
         nn.Conv2d(3, 3, 3, bias=False, padding=1, padding_mode="circular"),
     ]  # fmt: skip

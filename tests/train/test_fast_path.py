@@ -270,8 +270,13 @@ def test_weight_gradients_go_to_a_second_stream_where_asked_for() -> None:
         assert path.weight_stream is None
         assert path.describe().endswith(f"weight gradients on the same stream ({problem})")
         assert streams(given[0]) <= {None}
-    with pytest.raises(ConfigError, match="a loss of your own may use the weights"):
-        choose_fast_path(RunSettings(weight_stream="on"), SmallResNet(), GPU, "", own_loss=True)
+
+    class Mine(SmallResNet):
+        """May use weights of its blocks twice."""
+
+    for mine, own_loss in ((SmallResNet(), True), (Mine(), False)):
+        with pytest.raises(ConfigError, match="of your own may use weights elsewhere"):
+            choose_fast_path(RunSettings(weight_stream="on"), mine, GPU, "", own_loss=own_loss)
 
 
 @pytest.mark.parametrize(

@@ -247,8 +247,11 @@ def test_a_size_that_comes_once_is_not_compiled() -> None:
     assert sizes == [12]
 
 
+@pytest.mark.parametrize("micro_batch", [12, 4])
 @pytest.mark.parametrize("overlapped", [False, True], ids=["one bucket", "a bucket each"])
-def test_weight_gradients_of_a_second_stream_are_there_when_they_are_read(overlapped: bool) -> None:
+def test_weight_gradients_of_a_second_stream_are_there_when_they_are_read(
+    overlapped: bool, micro_batch: int
+) -> None:
     """By the exchange, during backward where it overlaps. The stream shows its results late."""
     weights_after, waits = [], []
     for late in (False, True):
@@ -256,7 +259,7 @@ def test_weight_gradients_of_a_second_stream_are_there_when_they_are_read(overla
         model = SmallResNet(num_classes=4, in_channels=1, zero_init_gamma=False)
         group = alone()
         transport = Overlapping(group) if overlapped else None
-        step = make_step(group, model=model, made=Made(12, transport=transport))
+        step = make_step(group, model=model, made=Made(micro_batch, transport=transport))
         stream = LateStream()
         if late:
             use_weight_stream(model, stream)
@@ -270,7 +273,7 @@ def test_weight_gradients_of_a_second_stream_are_there_when_they_are_read(overla
         waits.append(stream.noted.marks)
     torch.testing.assert_close(weights_after[1], weights_after[0], rtol=1e-5, atol=1e-6)
     convolutions = sum(isinstance(part, nn.Conv2d) for part in model.modules())
-    assert waits == [0, 2 * (convolutions - 1)]
+    assert waits == [0, 2 * 12 // micro_batch * (convolutions - 1)]
 
 
 class Overlapping(DirectTransport):

@@ -74,7 +74,7 @@ class RunSettings:
     weight_stream: str = "off"
     """Gradients of convolution weights on a second CUDA stream, beside the rest of backward, for models
     with fused norms on a GPU: `on`, `off`, or `auto` (where the model and its loss allow it). The same
-    bits, and memory for a few more maps."""
+    kernels, and memory for a few more maps."""
     recompute_norms: bool = False
     """Do not store outputs of batch norm and ReLU that convolutions read: backward computes them again.
     Less memory, a slower step, the same bits unless convolutions are fused. For ResNets and

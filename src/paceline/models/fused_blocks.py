@@ -124,11 +124,11 @@ def can_fuse_block(block: ResidualBlock, x: Uses) -> bool:
 
 def _is_plain(convolution: nn.Module, kind: torch.dtype) -> TypeGuard[nn.Conv2d]:
     """As ResNets have them; someone may have put another module in its place."""
-    if not isinstance(convolution, nn.Conv2d) or convolution.weight.dtype != kind:
+    if type(convolution) is not nn.Conv2d or convolution.weight.dtype != kind:
         return False
     sizes = convolution.kernel_size
     return (
-        type(convolution).forward is nn.Conv2d.forward
+        "forward" not in vars(convolution)
         and convolution.padding == (sizes[0] // 2, sizes[1] // 2)
         and convolution.stride[0] == convolution.stride[1]
         and convolution.dilation == (1, 1)

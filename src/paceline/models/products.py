@@ -293,7 +293,7 @@ def backward_product(
 
 
 def _untimed(beside: Beside | None) -> Beside | None:
-    """What there is of it while no form is timed."""
+    """`beside`, unless forms are being timed or it does not take the weight."""
     return beside if beside is not None and not choices.timing and beside.ready() else None
 
 

@@ -7,7 +7,8 @@ that follow. The results have the same bits.
 
 A `WeightStream` belongs to one run: `use_weight_stream` gives it to the modules of a model, and whoever
 runs a backward pass inside `WeightStream.backward` gets gradients that are complete afterwards. Any other
-backward pass of that model computes everything on its own stream.
+backward pass of that model computes everything on its own stream. The model must not use a weight in
+other operators: autograd would add their gradients without waiting.
 
 Autograd knows nothing of the second stream. It must not touch the gradient on the main one, which
 `Beside.ready` and `WeightStream.launch` see to: autograd hands a gradient over as it is if the parameter
@@ -97,7 +98,8 @@ class WeightStream:
         # Marks, each with the tensors that the work before it reads. Instead of `record_stream`, which in
         # a capture would keep their memory to the end of it.
         self._under_way: deque[tuple[Any, tuple[Tensor, ...]]] = deque()
-        self._launched: set[int] = set()
+        # Weights of this pass that `takes` was asked about.
+        self._used: set[int] = set()
 
     def __reduce__(self) -> Any:
         """A copy of a model has one of its own, which no one switches on."""
@@ -107,7 +109,7 @@ class WeightStream:
     def backward(self) -> Iterator[None]:
         """Around a backward pass, whose gradients are complete afterwards."""
         self._active = True
-        self._launched.clear()
+        self._used.clear()
         try:
             yield
         finally:
@@ -118,10 +120,11 @@ class WeightStream:
         """Whether autograd only hands a gradient of `weight` over: no sum and no hook reads it."""
         if not self._active:
             return False
-        if id(weight) in self._launched:
+        if id(weight) in self._used:
             # Autograd adds the gradients of several uses on the main stream.
             self.wait()
             return False
+        self._used.add(id(weight))
         readers = len(weight._post_accumulate_grad_hooks or ())
         return (
             weight.is_leaf
@@ -136,11 +139,13 @@ class WeightStream:
         while len(self._under_way) >= WINDOW:
             self.side.wait(self._under_way[0][0])
             self._under_way.popleft()
-        with self.side.fork():
-            found = compute()
-        # Without a reference to `found`: autograd would copy it, and not wait before.
-        self._under_way.append((self.side.mark(), uses))
-        self._launched.add(id(weight))
+        try:
+            with self.side.fork():
+                found = compute()
+        finally:
+            # Without a reference to `found`: autograd would copy it, and not wait before. Also after an
+            # error: a capture cannot end while a stream is not joined.
+            self._under_way.append((self.side.mark(), uses))
         if not _same_layout(found, weight):
             self.wait()  # autograd copies it
         return found
@@ -204,8 +209,8 @@ def convolved(convolution: nn.Module, x: Tensor, stream: WeightStream) -> Tensor
 def _is_plain(convolution: nn.Module) -> TypeGuard[nn.Conv2d]:
     """Whether it does nothing but `conv2d`; someone may have put another module in its place."""
     return (
-        isinstance(convolution, nn.Conv2d)
-        and type(convolution).forward is nn.Conv2d.forward
+        type(convolution) is nn.Conv2d
+        and "forward" not in vars(convolution)
         and not isinstance(convolution.padding, str)
         and convolution.padding_mode == "zeros"
         and convolution.dilation == (1, 1)

@@ -28,6 +28,7 @@ from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.imports import first_line
 from paceline.models import product_choice
 from paceline.models.recompute import recompute_norms
+from paceline.models.registry import is_own
 from paceline.models.resnet import (
     ResidualBlock,
     fuse_norms,
@@ -64,7 +65,7 @@ class FastPath:
     can_fuse: bool = True
     # `run.fused_convolutions` as it applies to this model.
     products: str = "off"
-    # Where gradients of weights are computed on a second one.
+    # The second stream of weight gradients, if there is one.
     weight_stream: WeightStream | None = None
 
     def describe(self) -> str:
@@ -186,9 +187,9 @@ def _choose_weight_stream(
         problem = triton_problem
     elif not fused:
         problem = "needs run.fused_norm"
-    elif own_loss:
-        # Autograd would add the gradient of its use of a weight, and not wait for the other one.
-        problem = "a loss of your own may use the weights"
+    elif own_loss or not is_own(model):
+        # Autograd would add the gradient of another use of a weight, and not wait for the first one.
+        problem = "a model or a loss of your own may use weights elsewhere"
     if settings.weight_stream == "on" and problem:
         raise ConfigError("run.weight_stream", "on", problem, "use 'auto'")
     if settings.weight_stream == "off" or problem:
