@@ -100,9 +100,25 @@ def test_input(call: Call, tmp_path: Path) -> None:
     )
     assert plain.code == 0, plain.err
     assert "ours × 1" in plain.out
-    alone = call(*INPUT, "--set", "optim.name=sgd")
-    assert (alone.code, alone.err.count("\n")) == (2, 1)
-    assert "add --train-step" in alone.err
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--set", "optim.name=sgd"], "add --train-step MODEL"),
+        (["--set", "optim.name=sgd", "--synthetic-index", "9"], "leave out --synthetic-index"),
+        (["--train-step", "resnet_tiny", "--set", "run.nonsense=1"], "unknown setting"),
+        (["--train-step", "resnet_tiny", "--set", "model.name=resnet18"], "use --train-step"),
+        (["--train-step", "resnet_tiny", "--set", "run.batch_size=8"], "use --batch-size"),
+        (["--train-step", "resnet_ting"], "did you mean 'resnet_tiny'"),
+    ],
+)
+def test_settings_of_a_step_are_checked_before_anything_is_measured(
+    given: list[str], said: str, call: Call
+) -> None:
+    done = call("bench", "input", "--data-dir", "no-such-folder", *given)
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert said in done.err
 
 
 def test_input_memory_and_seek(call: Call) -> None:

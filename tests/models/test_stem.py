@@ -15,8 +15,8 @@ from models.window_reference import CASES, convolution, form_of, windows_of
 from paceline.models import AlexNet, alexnet
 from paceline.models.alexnet import NORM_NAMES
 from paceline.models.recompute import recompute_norms
-from paceline.models.resnet import fuse_norms
-from paceline.models.stem import convolve_images, window_form
+from paceline.models.resnet import BasicBlock, FastResNet, ResNet, fuse_norms
+from paceline.models.stem import TakesImages, convolve_images, describe_stem, window_form
 
 
 @needs_triton
@@ -115,3 +115,33 @@ def test_only_a_fused_alexnet_takes_padded_images(monkeypatch: pytest.MonkeyPatc
     unfused = AlexNet(num_classes=3, norms=NORM_NAMES).eval()
     with pytest.raises(RuntimeError, match="channels"):
         unfused(torch.zeros(1, 4, 64, 64))
+
+
+def nets() -> list[tuple[TakesImages, nn.Module, str]]:
+    """With the module that holds the first convolution, and its name there."""
+    found: list[TakesImages] = [
+        AlexNet(num_classes=3, norms=NORM_NAMES), FastResNet(num_classes=3),
+        ResNet(BasicBlock, (1, 1, 1, 1), num_classes=3, stem="small"),
+    ]  # fmt: skip
+    return [
+        (net, net.features, "0") if isinstance(net, AlexNet) else (net, net, "conv1")
+        for net in found
+    ]
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+def test_a_replaced_first_convolution_gets_images_as_they_are(
+    channels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alexnet, "HIDDEN_FEATURES", 16)
+    for net, holder, name in nets():
+        assert "windows of " in describe_stem(net)
+        fuse_norms(net)
+        first = net.first_convolution
+        assert isinstance(first, nn.Conv2d)
+        other = nn.Conv2d(channels, 64, first.kernel_size, first.stride, first.padding, bias=False)
+        for layer in (other, nn.Sequential(other)):
+            holder.register_module(name, layer)
+            assert not net.pads_images
+            assert describe_stem(net) == ""
+            assert net.eval()(torch.randn(2, channels, 71, 66)).shape == (2, 3)

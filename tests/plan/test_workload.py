@@ -253,6 +253,7 @@ def test_the_tensors_are_the_models_own(name: str) -> None:
     assert {t.name: (t.elements, t.half) for t in found.tensors} == wanted
     assert found.has_fused_form == (fuse_norms(model, False) > 0)
     assert found.pads_images == getattr(model, "pads_images", False)
+    assert not network(name, channels=1).pads_images
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from paceline.core.errors import ConfigError, PacelineError, RunError
 from paceline.core.topology import Topology
 from paceline.models import product_choice
 from paceline.models.product_choice import begin, choices
-from paceline.models.resnet import RESNET_LAYOUTS, ResidualBlock, ResNet, SmallResNet
+from paceline.models.resnet import RESNET_LAYOUTS, FastResNet, ResidualBlock, ResNet, SmallResNet
 from paceline.models.synced_norm import NormGroup, TorchNorm, use_torch_norms
 from paceline.train import fast_path
 from paceline.train.fast_path import (
@@ -107,6 +107,9 @@ def test_a_gpu_gets_fused_norms_and_graphs() -> None:
     path = choose(GPU, model)
     assert path.describe() == "NHWC, fused norms on, compile off, CUDA graphs on"
     assert parts(model) == {True}
+    windows = choose(GPU, FastResNet())
+    assert windows.describe().endswith("first convolution on windows of 32 channels")
+    assert windows.image_channels == 4
     assert torch.backends.cudnn.benchmark
     assert not choose(GPU, cuda_graphs="off").graphs
 

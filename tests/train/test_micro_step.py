@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +275,27 @@ def test_weight_gradients_of_a_second_stream_are_there_when_they_are_read(
     torch.testing.assert_close(weights_after[1], weights_after[0], rtol=1e-5, atol=1e-6)
     convolutions = sum(isinstance(part, nn.Conv2d) for part in model.modules())
     assert waits == [0, 2 * 12 // micro_batch * (convolutions - 1)]
+
+
+class Rearranging(nn.Module):
+    """Keeps a copy of the images, as a first convolution on windows of pixels does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(SIZE * SIZE, 4)
+        self.alive: list[bool] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = weakref.ref(x)
+        out: torch.Tensor = self.layer(x.flatten(1).clone())
+        out.register_hook(lambda grad: self.alive.append(given() is not None))
+        return out
+
+
+def test_backward_does_not_hold_images_that_the_model_does_not_keep() -> None:
+    model = Rearranging()
+    make_step(alone(), model=model).run(0, 0.1)
+    assert model.alive == [False]
 
 
 class Overlapping(DirectTransport):

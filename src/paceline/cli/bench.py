@@ -22,7 +22,7 @@ from paceline.cli.options import (
     environment,
     print_json,
 )
-from paceline.config import parse_assignment
+from paceline.config import RunConfig, parse_assignment
 from paceline.core.errors import ConfigError
 from paceline.core.units import format_duration, format_percent
 from paceline.models.settings import check_model_name
@@ -41,6 +41,15 @@ _FLAG_OF = {
     "run.batch_size": "--batch-size", "run.global_batch_size": "--batch-size",
     "model.num_classes": "--classes",
 }  # fmt: skip
+
+
+def _switches(settings: list[str], flags: dict[str, str] = _FLAG_OF) -> dict[str, Any]:
+    """Settings of a step. `flags`: names that have a flag instead."""
+    switches = dict(parse_assignment(text) for text in settings)
+    for name, flag in flags.items():
+        if name in switches:
+            raise ConfigError("--set", name, "has a flag here", f"use {flag}")
+    return switches
 
 
 @bench.command("step")
@@ -126,10 +135,7 @@ def kernels(
     check_model_name(model)
     counts = {"--batch-size": batch_size, "--steps": steps, "--warm-up": warm_up}
     check_at_least(1, counts | {"--classes": classes, "--top": top})
-    switches = dict(parse_assignment(text) for text in settings)
-    for name, flag in _FLAG_OF.items():
-        if name in switches:
-            raise ConfigError("--set", name, "has a flag here", f"use {flag}")
+    switches = _switches(settings)
     chosen = chosen_device(device)
     row = StepRow(
         name="kernels", kind="ours", model=model, batch_size=batch_size, image_size=image_size,
@@ -216,7 +222,7 @@ def bench_input(
     peer_workers: str = typer.Option("1,2,3,4", help="The peers' processes, with commas."),
     decoder: str = typer.Option("", help="data.decoder of our rows."),
     settings: list[str] = typer.Option(
-        [], "--set", help="data.KEY=VALUE; other sections: --train-step."
+        [], "--set", help="data.KEY=VALUE; others of the step of --train-step."
     ),
     device: str = typer.Option("auto", help="auto, cpu or cuda: where the batches must be."),
     train_step: str = typer.Option("", help="A model: its training from these images, too."),
@@ -236,10 +242,14 @@ def bench_input(
         raise ConfigError("--split", split, "unknown", "use train or val")
     if decoder:
         settings = [*settings, f"data.decoder={decoder}"]
-    changed = dict(parse_assignment(text) for text in settings)
+    changed = _switches(settings, _FLAG_OF | {"model.name": "--train-step"})
     switches = {name: value for name, value in changed.items() if not name.startswith("data.")}
-    for name in switches if not train_step else ():
-        raise ConfigError("--set", name, "is a setting of a step", "add --train-step MODEL")
+    for name in switches if synthetic_index or not train_step else ():
+        remedy = "leave out --synthetic-index" if synthetic_index else "add --train-step MODEL"
+        raise ConfigError("--set", name, "is a setting of a step", remedy)
+    RunConfig().with_values(switches)  # refused here, not after minutes of measuring
+    if train_step:
+        check_model_name(train_step)
     ours, chosen = _counts("--workers", workers), chosen_device(device)
     found: dict[str, Any] = {}
     if synthetic_index:
@@ -285,7 +295,6 @@ def _rows(
     """Our rows first; and notes on peers that cannot be measured."""
     from paceline.bench.input_pipelines import no_webdataset
     from paceline.bench.input_rows import InputRow, Kind
-    from paceline.config import RunConfig
 
     if not data_dir:
         raise ConfigError("--data-dir", None, "is needed", "give a folder of shards or classes")

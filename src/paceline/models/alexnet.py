@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline.models.recompute import RecomputedMap, not_stored
 from paceline.models.resnet import Uses, norm_can_fuse, norm_relu, split_uses
-from paceline.models.stem import PADDED_CHANNELS, can_launch, convolve_images
+from paceline.models.stem import PADDED_CHANNELS, TakesImages, can_launch, convolve_images
 from paceline.models.weight_stream import WeightStream, conv2d
 
 # Smaller images leave no window for the last of the three pools.
@@ -29,14 +29,12 @@ CONVOLUTIONS = (0, 3, 6, 8, 10)
 NORM_NAMES = ("bn0", "bn3", "bn6", "bn8", "bn10", "bn_pool5")
 
 
-class AlexNet(nn.Module):
+class AlexNet(TakesImages):
     """torchvision's AlexNet; `norms` lists the batch norms to add, out of `NORM_NAMES`.
 
     Batch norms have their own names inside `features`, and convolutions keep number and bias, so that
     weights of a plain AlexNet load into this one and vice versa.
     """
-
-    pads_images = False
 
     def __init__(
         self,
@@ -51,7 +49,6 @@ class AlexNet(nn.Module):
         if set(NORM_NAMES[:-1]) <= set(norms):
             self.fused = False  # has a fused form, see `fuse_norms`
             self.recompute = False  # has norms before convolutions, see `recompute_norms`
-            self.pads_images = in_channels == 3
             # Of the fused form, see `use_weight_stream`.
             self.weight_stream: WeightStream | None = None
         plain: list[nn.Module] = [
@@ -115,6 +112,14 @@ class AlexNet(nn.Module):
             and can_launch(x)
             and all(norm_can_fuse(module) for module in self.features)
         )
+
+    @property
+    def first_convolution(self) -> nn.Module:
+        return self.features[0]
+
+    @property
+    def pads_images(self) -> bool:
+        return hasattr(self, "fused") and super().pads_images
 
     def _are_padded(self, x: Tensor) -> bool:
         """Whether images have the fourth channel that the fused form takes. Evaluation gets them, too."""

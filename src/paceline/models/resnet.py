@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.models.recompute import RecomputedMap, not_stored, recomputed_norm, switch_forms
-from paceline.models.stem import convolve_images
+from paceline.models.stem import TakesImages, convolve_images
 from paceline.models.weight_stream import WeightStream, convolved
 
 if TYPE_CHECKING:
@@ -255,12 +255,11 @@ def init_residual(model: nn.Module, *, zero_init_gamma: bool) -> None:
             nn.init.zeros_(module.last_norm.weight)
 
 
-class ResNet(nn.Module):
+class ResNet(TakesImages):
     """The stems `imagenet` and `small` differ in the shape of conv1, not in the state-dict keys."""
 
     fused = False
     recompute = False
-    pads_images: bool
 
     def __init__(
         self,
@@ -273,7 +272,6 @@ class ResNet(nn.Module):
         zero_init_gamma: bool = True,
     ) -> None:
         super().__init__()
-        self.pads_images = in_channels == 3
         width = STAGE_CHANNELS[0]
         self.conv1: nn.Conv2d
         self.maxpool: nn.Module
@@ -294,6 +292,10 @@ class ResNet(nn.Module):
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(grown[3], num_classes)
         init_residual(self, zero_init_gamma=zero_init_gamma)
+
+    @property
+    def first_convolution(self) -> nn.Module:
+        return self.conv1
 
     def forward(self, x: Tensor) -> Tensor:
         maps, _ = split_uses(self.layer4(self.layer3(self.layer2(self.layer1(self.stem(x))))))
@@ -367,7 +369,7 @@ class PooledConv(nn.Module):
         return pooled
 
 
-class FastResNet(nn.Module):
+class FastResNet(TakesImages):
     """A residual net for images of 32 pixels that trains in seconds on a GPU.
 
     Three stages of a pooled convolution and a residual block. Only two convolutions see the full image,
@@ -388,7 +390,6 @@ class FastResNet(nn.Module):
         zero_init_gamma: bool = True,
     ) -> None:
         super().__init__()
-        self.pads_images = in_channels == 3
         self.conv1 = conv3x3(in_channels, channels[0])
         self.bn1 = nn.BatchNorm2d(channels[0])
         self.relu = nn.ReLU(inplace=True)
@@ -398,6 +399,10 @@ class FastResNet(nn.Module):
         )
         self.fc = nn.Linear(channels[-1], num_classes)
         init_residual(self, zero_init_gamma=zero_init_gamma)
+
+    @property
+    def first_convolution(self) -> nn.Module:
+        return self.conv1
 
     def forward(self, x: Tensor) -> Tensor:
         x = convolve_images(self.conv1, x, padded=self.fused and self.pads_images)

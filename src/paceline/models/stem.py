@@ -23,6 +23,20 @@ def can_launch(x: Tensor) -> bool:
     return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
 
+class TakesImages(nn.Module):
+    """Base of nets whose fused form takes images with a fourth channel of zeros."""
+
+    @property
+    def first_convolution(self) -> nn.Module:
+        raise NotImplementedError
+
+    @property
+    def pads_images(self) -> bool:
+        """Not where someone has put another layer in the place of a convolution of three channels."""
+        first = self.first_convolution
+        return type(first) is nn.Conv2d and first.in_channels == 3 and "forward" not in vars(first)
+
+
 @dataclass(frozen=True)
 class WindowForm:
     """Images as windows of `side` × `side` pixels, one every `stride` pixels, whose values are channels:
@@ -60,6 +74,16 @@ class WindowForm:
 _MEASURED = {(11, 4): (4, 4, 64), (3, 1): (3, 3, 32)}
 
 
+def describe_stem(model: nn.Module) -> str:
+    """How the fused form of `model` convolves images, if not as they are."""
+    if not isinstance(model, TakesImages) or not model.pads_images:
+        return ""
+    first = model.first_convolution
+    assert isinstance(first, nn.Conv2d)
+    form = window_form(first)
+    return "" if form is None else f"first convolution on windows of {form.width} channels"
+
+
 def window_form(convolution: nn.Conv2d) -> WindowForm | None:
     """The form of a convolution of three channels, or None where it has none."""
     (kernel, *kernels), (stride, *strides) = convolution.kernel_size, convolution.stride
@@ -83,12 +107,12 @@ def convolve_images(
 ) -> Tensor:
     """The first convolution, without its bias where it is not `biased`. If `padded`, images may have a
     fourth channel of zeros; these take the form of windows where there is one."""
-    bias = convolution.bias if biased else None
     if not padded or x.shape[1] != PADDED_CHANNELS:
-        if bias is convolution.bias:
+        if biased:
             maps: Tensor = convolution(x)
             return maps
         return F.conv2d(x, convolution.weight, None, convolution.stride, convolution.padding)
+    bias = convolution.bias if biased else None
     form = window_form(convolution)
     # The kernel has no backward pass.
     if form is not None and can_launch(x) and not x.requires_grad and len(x):

@@ -84,12 +84,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class Network:
-    """Layers in the order of the forward pass; `traced` where they were counted from a trace."""
+    """Layers in the order of the forward pass; `traced` where they were counted from a trace. `channels`:
+    of the images."""
 
     name: str
     image_size: int
     layers: tuple[Layer, ...]
     traced: bool = False
+    channels: int = 3
 
     @property
     def tensors(self) -> tuple[NetTensor, ...]:
@@ -112,7 +114,7 @@ class Network:
     @property
     def pads_images(self) -> bool:
         """Whether the fused form takes images with a fourth channel."""
-        return self.has_fused_form
+        return self.has_fused_form and self.channels == 3
 
     @property
     def flops(self) -> float:
@@ -256,7 +258,8 @@ def network(
         raise ConfigError("--model", name, "unknown to the planner", remedy)
     check_image_size(image_size, _LEAST_PIXELS)
     check_ends(num_classes, channels)
-    return Network(name, image_size, tuple(known[name](image_size, num_classes, stem, channels)))
+    layers = tuple(known[name](image_size, num_classes, stem, channels))
+    return Network(name, image_size, layers, channels=channels)
 
 
 def check_image_size(pixels: int, least: int = 1) -> None:

@@ -34,7 +34,7 @@ from paceline.models.resnet import (
     fuse_norms,
     fuse_products,
 )
-from paceline.models.stem import PADDED_CHANNELS
+from paceline.models.stem import PADDED_CHANNELS, describe_stem
 from paceline.models.synced_norm import (
     NormGroup,
     check_norms,
@@ -109,6 +109,8 @@ def choose_fast_path(
     # The fused stem takes images with a fourth channel of zeros (see `convolve_images`).
     channels = PADDED_CHANNELS if fused and getattr(model, "pads_images", False) else None
     remark = f" (Triton: {triton_problem})" if on_gpu and triton_problem else ""
+    if fused and describe_stem(model):
+        remark += f", {describe_stem(model)}"
     if on_gpu and shared_gpu and use_torch_norms(model):
         remark += ", no batch norm by cuDNN (shared GPU)"
     if recompute_norms(model, settings.recompute_norms) and settings.recompute_norms:
