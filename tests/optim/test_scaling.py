@@ -136,6 +136,24 @@ def test_rates_of_adam_follow_the_root_and_averages_the_samples() -> None:
     assert "optim.weight_decay" not in scale_recipe(lamb, Target(8192, 1_281_167, 90)).values
 
 
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
+def test_the_batch_of_adam_grows_where_an_epoch_has_few_steps(name: str) -> None:
+    optim = OptimSettings(name=name, lr=1e-3, weight_decay=0.01, schedule="cosine")
+    recipe, target = Recipe(optim, 128, name), Target(2000, 12_000, 15)
+    values = scale_recipe(recipe, target).values
+    assert values["run.global_batch_size"] == 500
+    assert values["optim.batch_schedule"] == "7.5:2000"
+    # By the root of each batch over the known-good one.
+    assert values["optim.lr"] == pytest.approx(1e-3 * math.sqrt(500 / 128), rel=1e-3)
+    one = scale_recipe(replace(recipe, one_batch="so"), target)
+    assert one.values["optim.lr"] == pytest.approx(1e-3 * math.sqrt(2000 / 128), rel=1e-3)
+    assert "the batch does not grow: so" in one.losses
+    # The rest is that of the whole batch.
+    for key in ("optim.beta2", "optim.adam_eps", "run.batch_size", "optim.warmup_epochs"):
+        assert values.get(key) == one.values.get(key)
+    assert "run.global_batch_size" not in scale_recipe(recipe, Target(400, 12_000, 15)).values
+
+
 def test_lars_is_kept_where_asked_for_with_a_long_warm_up() -> None:
     asked = replace(CIFAR, optim=replace(SGD, name="lars"), kept=frozenset({"optim.name"}))
     found = scale_recipe(asked, Target(10_000, 50_000, 90))
@@ -316,6 +334,8 @@ def test_optimizers_other_than_muon_say_what_they_lose(name: str) -> None:
     for batch in (10_000, 2500, 1000):
         (loss,) = scale_recipe(recipe, Target(batch, 50_000, 30)).losses
         assert f"{50_000 // batch} steps an epoch with {name}" in loss
+        grows = name in ("adamw", "lamb") and batch > 1000
+        assert ("to itself at the small batch" in loss) == grows
     assert not scale_recipe(recipe, Target(2500, 1_281_167, 90)).losses
 
 
