@@ -98,8 +98,7 @@ class WeightStream:
         # Marks, each with the tensors that the work before it reads. Instead of `record_stream`, which in
         # a capture would keep their memory to the end of it.
         self._under_way: deque[tuple[Any, tuple[Tensor, ...]]] = deque()
-        # Weights of this pass that `takes` was asked about.
-        self._used: set[int] = set()
+        self._launched: set[int] = set()
 
     def __reduce__(self) -> Any:
         """A copy of a model has one of its own, which no one switches on."""
@@ -109,7 +108,7 @@ class WeightStream:
     def backward(self) -> Iterator[None]:
         """Around a backward pass, whose gradients are complete afterwards."""
         self._active = True
-        self._used.clear()
+        self._launched.clear()
         try:
             yield
         finally:
@@ -120,11 +119,10 @@ class WeightStream:
         """Whether autograd only hands a gradient of `weight` over: no sum and no hook reads it."""
         if not self._active:
             return False
-        if id(weight) in self._used:
+        if id(weight) in self._launched:
             # Autograd adds the gradients of several uses on the main stream.
             self.wait()
             return False
-        self._used.add(id(weight))
         readers = len(weight._post_accumulate_grad_hooks or ())
         return (
             weight.is_leaf
@@ -146,6 +144,7 @@ class WeightStream:
             # Without a reference to `found`: autograd would copy it, and not wait before. Also after an
             # error: a capture cannot end while a stream is not joined.
             self._under_way.append((self.side.mark(), uses))
+        self._launched.add(id(weight))
         if not _same_layout(found, weight):
             self.wait()  # autograd copies it
         return found
