@@ -145,3 +145,29 @@ def test_a_replaced_first_convolution_gets_images_as_they_are(
             assert not net.pads_images
             assert describe_stem(net) == ""
             assert net.eval()(torch.randn(2, channels, 71, 66)).shape == (2, 3)
+
+
+def hooked(layer: nn.Conv2d) -> nn.Conv2d:
+    layer.register_forward_pre_hook(lambda *given: None)
+    return layer
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(3, 64, 3, padding=2, dilation=2, bias=False),
+        nn.Conv2d(3, 63, 3, padding=1, groups=3, bias=False),
+        nn.Conv2d(3, 64, 3, padding=1, padding_mode="reflect", bias=False),
+        nn.Conv2d(3, 64, 3, padding="same", bias=False),
+        hooked(nn.Conv2d(3, 64, 3, padding=1, bias=False)),
+    ],
+    ids=["dilation", "groups", "reflect", "same", "hook"],
+)
+def test_other_convolutions_of_three_channels_get_images_as_they_are(layer: nn.Conv2d) -> None:
+    net = FastResNet(num_classes=3, channels=(layer.out_channels, 8, 8, 8))
+    assert net.pads_images
+    net.conv1 = layer
+    assert not net.pads_images
+    images = torch.randn(2, 3, 9, 9)
+    for biased in (True, False):
+        assert convolve_images(layer, images, padded=False, biased=biased).equal(layer(images))

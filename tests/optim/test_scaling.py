@@ -148,6 +148,8 @@ def test_the_batch_of_adam_grows_where_an_epoch_has_few_steps(name: str) -> None
     one = scale_recipe(replace(recipe, one_batch="so"), target)
     assert one.values["optim.lr"] == pytest.approx(1e-3 * math.sqrt(2000 / 128), rel=1e-3)
     assert "the batch does not grow: so" in one.losses
+    assert "many samples, at the whole batch)" in scale_recipe(recipe, target).describe()
+    assert "many samples)" in one.describe()
     # The rest is that of the whole batch.
     for key in ("optim.beta2", "optim.adam_eps", "run.batch_size", "optim.warmup_epochs"):
         assert values.get(key) == one.values.get(key)
@@ -335,7 +337,7 @@ def test_optimizers_other_than_muon_say_what_they_lose(name: str) -> None:
         (loss,) = scale_recipe(recipe, Target(batch, 50_000, 30)).losses
         assert f"{50_000 // batch} steps an epoch with {name}" in loss
         grows = name in ("adamw", "lamb") and batch > 1000
-        assert ("to itself at the small batch" in loss) == grows
+        assert ("against the same optimizer at the small batch" in loss) == grows
     assert not scale_recipe(recipe, Target(2500, 1_281_167, 90)).losses
 
 

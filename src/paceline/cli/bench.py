@@ -35,7 +35,7 @@ bench.command("allreduce")(bench_ranks.allreduce)
 bench.command("exchange")(bench_ranks.exchange)
 bench.command("ddp")(bench_ranks.ddp)
 _PEERS = ("dataloader", "webdataset", "processes")
-# Settings that `bench kernels` takes as flags.
+# Settings of a step that have a flag in `bench`.
 _FLAG_OF = {
     "model.name": "--model", "data.image_size": "--image-size", "run.device": "--device",
     "run.batch_size": "--batch-size", "run.global_batch_size": "--batch-size",
@@ -242,14 +242,16 @@ def bench_input(
         raise ConfigError("--split", split, "unknown", "use train or val")
     if decoder:
         settings = [*settings, f"data.decoder={decoder}"]
-    changed = _switches(settings, _FLAG_OF | {"model.name": "--train-step"})
+    flags = {name: flag for name, flag in _FLAG_OF.items() if name != "model.num_classes"}
+    changed = _switches(settings, flags | {"model.name": "--train-step"})
+    if "model.num_classes" in changed:
+        raise ConfigError("--set", "model.num_classes", "comes from the data", "leave it out")
     switches = {name: value for name, value in changed.items() if not name.startswith("data.")}
     for name in switches if synthetic_index or not train_step else ():
         remedy = "leave out --synthetic-index" if synthetic_index else "add --train-step MODEL"
         raise ConfigError("--set", name, "is a setting of a step", remedy)
-    RunConfig().with_values(switches)  # refused here, not after minutes of measuring
-    if train_step:
-        check_model_name(train_step)
+    # Refused here, not after minutes of measuring.
+    RunConfig().with_values(({"model.name": train_step} if train_step else {}) | switches)
     ours, chosen = _counts("--workers", workers), chosen_device(device)
     found: dict[str, Any] = {}
     if synthetic_index:

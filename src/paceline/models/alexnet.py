@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from paceline.models.recompute import RecomputedMap, not_stored
 from paceline.models.resnet import Uses, norm_can_fuse, norm_relu, split_uses
-from paceline.models.stem import PADDED_CHANNELS, TakesImages, can_launch, convolve_images
+from paceline.models.stem import (
+    PADDED_CHANNELS,
+    TakesImages,
+    can_launch,
+    convolve_images,
+    is_plain,
+)  # fmt: skip
 from paceline.models.weight_stream import WeightStream, conv2d
 
 # Smaller images leave no window for the last of the three pools.
@@ -111,6 +117,7 @@ class AlexNet(TakesImages):
             and self.training
             and can_launch(x)
             and all(norm_can_fuse(module) for module in self.features)
+            and all(is_plain(self.features.get_submodule(str(number))) for number in CONVOLUTIONS)
         )
 
     @property

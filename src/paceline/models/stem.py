@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,6 +24,23 @@ def can_launch(x: Tensor) -> bool:
     return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def is_plain(module: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """Whether it does nothing but a convolution of one group without dilation, on zeros as padding, and
+    perhaps add a bias; someone may have put another module in its place."""
+    return (
+        type(module) is nn.Conv2d
+        and "forward" not in vars(module)
+        and not isinstance(module.padding, str)
+        and module.padding_mode == "zeros"
+        and module.dilation == (1, 1)
+        and module.groups == 1
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and not module._backward_hooks
+        and not module._backward_pre_hooks
+    )
+
+
 class TakesImages(nn.Module):
     """Base of nets whose fused form takes images with a fourth channel of zeros."""
 
@@ -34,7 +52,7 @@ class TakesImages(nn.Module):
     def pads_images(self) -> bool:
         """Not where someone has put another layer in the place of a convolution of three channels."""
         first = self.first_convolution
-        return type(first) is nn.Conv2d and first.in_channels == 3 and "forward" not in vars(first)
+        return is_plain(first) and first.in_channels == 3
 
 
 @dataclass(frozen=True)
@@ -108,7 +126,7 @@ def convolve_images(
     """The first convolution, without its bias where it is not `biased`. If `padded`, images may have a
     fourth channel of zeros; these take the form of windows where there is one."""
     if not padded or x.shape[1] != PADDED_CHANNELS:
-        if biased:
+        if biased or convolution.bias is None:
             maps: Tensor = convolution(x)
             return maps
         return F.conv2d(x, convolution.weight, None, convolution.stride, convolution.padding)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from paceline.models.recompute import switch_forms
+from paceline.models.stem import is_plain
 
 # Gradients under way. What they read is kept alive until the main stream has waited for them, so more of
 # them need more memory.
@@ -197,29 +198,12 @@ def use_weight_stream(model: nn.Module, stream: WeightStream | None) -> int:
 
 def convolved(convolution: nn.Module, x: Tensor, stream: WeightStream) -> Tensor:
     """convolution(x)."""
-    if _is_plain(convolution):
+    if is_plain(convolution) and convolution.bias is None:
         padding = convolution.padding
         assert not isinstance(padding, str)
         return conv2d(x, convolution.weight, convolution.stride, padding, stream)
     maps: Tensor = convolution(x)
     return maps
-
-
-def _is_plain(convolution: nn.Module) -> TypeGuard[nn.Conv2d]:
-    """Whether it does nothing but `conv2d`; someone may have put another module in its place."""
-    return (
-        type(convolution) is nn.Conv2d
-        and "forward" not in vars(convolution)
-        and not isinstance(convolution.padding, str)
-        and convolution.padding_mode == "zeros"
-        and convolution.dilation == (1, 1)
-        and convolution.groups == 1
-        and convolution.bias is None
-        and not convolution._forward_hooks
-        and not convolution._forward_pre_hooks
-        and not convolution._backward_hooks
-        and not convolution._backward_pre_hooks
-    )
 
 
 def conv2d(
