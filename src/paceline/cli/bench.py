@@ -242,16 +242,7 @@ def bench_input(
         raise ConfigError("--split", split, "unknown", "use train or val")
     if decoder:
         settings = [*settings, f"data.decoder={decoder}"]
-    flags = {name: flag for name, flag in _FLAG_OF.items() if name != "model.num_classes"}
-    changed = _switches(settings, flags | {"model.name": "--train-step"})
-    if "model.num_classes" in changed:
-        raise ConfigError("--set", "model.num_classes", "comes from the data", "leave it out")
-    switches = {name: value for name, value in changed.items() if not name.startswith("data.")}
-    for name in switches if synthetic_index or not train_step else ():
-        remedy = "leave out --synthetic-index" if synthetic_index else "add --train-step MODEL"
-        raise ConfigError("--set", name, "is a setting of a step", remedy)
-    # Refused here, not after minutes of measuring.
-    RunConfig().with_values(({"model.name": train_step} if train_step else {}) | switches)
+    data_values, switches = _input_settings(settings, train_step, synthetic_index)
     ours, chosen = _counts("--workers", workers), chosen_device(device)
     found: dict[str, Any] = {}
     if synthetic_index:
@@ -266,7 +257,7 @@ def bench_input(
         rows, notes = _rows(
             data_dir, peer_dir or data_dir, split, batch_size, image_size, chosen, ours,
             _counts("--peer-workers", peer_workers), _names(peers),
-            {name: value for name, value in changed.items() if name not in switches},
+            data_values,
         )  # fmt: skip
         results = measure_rows(rows, rounds=rounds, seconds=seconds, on_progress=_report_progress)
         found |= {
@@ -288,6 +279,23 @@ def bench_input(
     else:
         _print_input(found)
     return 0
+
+
+def _input_settings(
+    settings: list[str], train_step: str, synthetic_index: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those of the data, and those of the step that trains on it, which are refused here and not after
+    minutes of measuring."""
+    flags = {name: flag for name, flag in _FLAG_OF.items() if name != "model.num_classes"}
+    changed = _switches(settings, flags | {"model.name": "--train-step"})
+    if "model.num_classes" in changed:
+        raise ConfigError("--set", "model.num_classes", "comes from the data", "leave it out")
+    switches = {name: value for name, value in changed.items() if not name.startswith("data.")}
+    for name in switches if synthetic_index or not train_step else ():
+        remedy = "leave out --synthetic-index" if synthetic_index else "add --train-step MODEL"
+        raise ConfigError("--set", name, "is a setting of a step", remedy)
+    RunConfig().with_values(({"model.name": train_step} if train_step else {}) | switches)
+    return {name: value for name, value in changed.items() if name not in switches}, switches
 
 
 def _rows(
