@@ -26,18 +26,25 @@ def can_launch(x: Tensor) -> bool:
 
 def is_plain(module: nn.Module) -> TypeGuard[nn.Conv2d]:
     """Whether it does nothing but a convolution of one group without dilation, on zeros as padding, and
-    perhaps add a bias; someone may have put another module in its place."""
+    perhaps add a bias; someone may have put another module in its place. Hooks may come and go."""
     return (
         type(module) is nn.Conv2d
         and "forward" not in vars(module)
+        and "weight"
+        in module._parameters  # else a hook computes it, as torch's `spectral_norm` does
         and not isinstance(module.padding, str)
         and module.padding_mode == "zeros"
         and module.dilation == (1, 1)
         and module.groups == 1
-        and not module._forward_hooks
-        and not module._forward_pre_hooks
-        and not module._backward_hooks
-        and not module._backward_pre_hooks
+    )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
     )
 
 

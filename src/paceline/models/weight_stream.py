@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from paceline.models.recompute import switch_forms
-from paceline.models.stem import is_plain
+from paceline.models.stem import has_hooks, is_plain
 
 # Gradients under way. What they read is kept alive until the main stream has waited for them, so more of
 # them need more memory.
@@ -198,7 +198,7 @@ def use_weight_stream(model: nn.Module, stream: WeightStream | None) -> int:
 
 def convolved(convolution: nn.Module, x: Tensor, stream: WeightStream) -> Tensor:
     """convolution(x)."""
-    if is_plain(convolution) and convolution.bias is None:
+    if is_plain(convolution) and convolution.bias is None and not has_hooks(convolution):
         padding = convolution.padding
         assert not isinstance(padding, str)
         return conv2d(x, convolution.weight, convolution.stride, padding, stream)
