@@ -32,6 +32,7 @@ from paceline.models.product_choice import CUDNN, choices
 from paceline.models.products import backward_product, forward_product
 from paceline.models.recompute import MapSource, RecomputedMap, not_stored
 from paceline.models.resnet import norm_can_fuse, split_uses
+from paceline.models.stem import is_plain
 from paceline.models.weight_stream import Beside, beside
 
 if TYPE_CHECKING:
@@ -123,18 +124,14 @@ def can_fuse_block(block: ResidualBlock, x: Uses) -> bool:
 
 
 def _is_plain(convolution: nn.Module, kind: torch.dtype) -> TypeGuard[nn.Conv2d]:
-    """As ResNets have them; someone may have put another module in its place."""
-    if type(convolution) is not nn.Conv2d or convolution.weight.dtype != kind:
+    """As ResNets have them."""
+    if not is_plain(convolution) or convolution.bias is not None:
         return False
-    sizes = convolution.kernel_size
+    down, across = convolution.kernel_size
     return (
-        "forward" not in vars(convolution)
-        and convolution.padding == (sizes[0] // 2, sizes[1] // 2)
+        convolution.weight.dtype == kind
+        and convolution.padding == (down // 2, across // 2)
         and convolution.stride[0] == convolution.stride[1]
-        and convolution.dilation == (1, 1)
-        and convolution.groups == 1
-        and convolution.bias is None
-        and convolution.padding_mode == "zeros"
     )
 
 

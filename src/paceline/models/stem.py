@@ -116,12 +116,10 @@ def window_form(convolution: nn.Conv2d) -> WindowForm | None:
     found = _MEASURED.get((kernel, stride))
     if (
         found is None
+        or not is_plain(convolution)
         or isinstance(padding, str)
         or (kernels, strides, padding[1]) != ([kernel], [stride], padding[0])
         or convolution.in_channels != 3
-        or convolution.groups != 1
-        or convolution.dilation != (1, 1)
-        or convolution.padding_mode != "zeros"
     ):
         return None
     return WindowForm(kernel, stride, padding[0], *found)
