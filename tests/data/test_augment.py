@@ -16,13 +16,16 @@ from paceline.data import (
     BatchPlan,
     DataSettings,
     EvalTransform,
+    SyntheticImages,
     TrainTransform,
     create_train_loader,
     random_box,
 )
 from paceline.data.augment import _OPERATIONS, apply_extras, draws, extra_draws
+from paceline.data.decode.decoder import PillowDecoder
 from paceline.data.device.gpu_decoder import check_settings
 from paceline.data.order import uniform
+from paceline.data.prefetch import Progress
 
 Make = Callable[..., DataSettings]
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
@@ -48,6 +51,48 @@ def apply(transform: object, image: Image.Image, row: Sequence[float], size: int
     out = np.full((size, size, channels), 199, dtype=np.uint8)
     transform(image, row, out)
     return out
+
+
+# --- pixels in memory --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("channels", "augment", "more"),
+    [
+        (3, "pad_crop", {"crop_padding": 2, "cutout": 4}),
+        (1, "pad_crop", {"crop_padding": 2, "cutout": 4}),
+        (3, "none", {}),
+        (1, "none", {}),
+        (3, "none", {"randaugment": (1, 9)}),
+        (3, "random_resized_crop", {}),
+    ],
+)
+def test_arrays_of_the_right_size_become_what_their_images_become(
+    channels: int, augment: str, more: dict[str, Any]
+) -> None:
+    chosen = DataSettings(image_size=16, augment=augment, channels=channels, eval_resize=0, **more)
+    transform = TrainTransform(chosen)
+    decoder = PillowDecoder(SyntheticImages(4, 2, 16, channels), transform, channels=channels)
+    array = pixels(channels)
+    image = Image.fromarray(array if channels == 3 else array[..., 0])
+    for row in rows(24, transform.draws):
+        out = np.full_like(array, 199)
+        decoder.prepare(array, row, out, Progress())
+        assert np.array_equal(out, apply(transform, image, row, 16))
+
+
+def test_such_arrays_do_not_pass_through_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: object) -> None:
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr("paceline.data.decode.decoder.decode", refuse)
+    transform = EvalTransform(DataSettings(image_size=16, eval_resize=0))
+    decoder = PillowDecoder(SyntheticImages(4, 2, 16, 3), transform, channels=3)
+    out = np.empty((16, 16, 3), np.uint8)
+    decoder.prepare(pixels(), (), out, Progress())
+    assert np.array_equal(out, pixels())
+    with pytest.raises(AssertionError, match="decoded"):
+        decoder.prepare(pixels(size=17), (), out, Progress())
 
 
 # --- random resized crop -----------------------------------------------------------------------

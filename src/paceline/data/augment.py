@@ -65,9 +65,14 @@ class SquareTransform(ABC):
     def finish(self, row: Sequence[float], out: Pixels) -> None:  # noqa: B027  (most do nothing)
         """What is done to the square itself."""
 
+    def is_square(self, width: int, height: int, row: Sequence[float]) -> bool:
+        """Whether the whole image is the square, with nothing to resample."""
+        square = (0, 0, self.size, self.size)
+        return (width, height) == square[2:] and self.box(width, height, row) == square
+
     def __call__(self, image: Image.Image, row: Sequence[float], out: Pixels) -> None:
-        box = self.box(image.width, image.height, row)
-        if (*image.size, box) != (self.size, self.size, (0, 0, self.size, self.size)):
+        if not self.is_square(image.width, image.height, row):
+            box = self.box(image.width, image.height, row)
             image = image.resize((self.size, self.size), self._resampling, box)
         # Pillow turns four-byte pixels about, ten times as fast as NumPy does three bytes.
         turned = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if self.flips(row) else image

@@ -141,11 +141,28 @@ class PillowDecoder(Decoder):
     ) -> None:
         """Decodes and augments one sample. CorruptImage leaves `out` undefined."""
         start = perf_counter()
+        if self._copied(data, numbers, out):
+            progress.add("augment", perf_counter() - start)
+            return
         image = decode(data, self.channels)
         decoded = perf_counter()
         self.transform(image, numbers, out)
         progress.add("decode", decoded - start)
         progress.add("augment", perf_counter() - decoded)
+
+    def _copied(self, data: Stored, numbers: Sequence[float], out: Pixels) -> bool:
+        """Pixels in memory that need neither a decoder nor a resampler: without the way through Pillow,
+        whose calls cost more than the copy of a small image."""
+        transform = self.transform
+        if not isinstance(data, np.ndarray) or data.shape != out.shape:
+            return False
+        if not isinstance(transform, SquareTransform) or transform.flips(numbers):
+            return False
+        if not transform.is_square(data.shape[1], data.shape[0], numbers):
+            return False
+        out[...] = data
+        transform.finish(numbers, out)
+        return True
 
     def describe(self) -> str:
         workers = self.workers

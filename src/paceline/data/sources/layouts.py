@@ -63,7 +63,6 @@ class SyntheticImages(Source):
         self.classes = numbered_classes(classes)
         self.labels = np.arange(count, dtype=np.int64) % classes
         self._shape = (image_size, image_size, channels)
-        self._salt = salt
         # Stripes across are grey, stripes along have a phase in each channel: so every addition runs
         # over whole rows of bytes, ten times as fast as over pixels of three.
         self._across = _stripes(classes, 0, image_size, 1)
@@ -73,11 +72,14 @@ class SyntheticImages(Source):
         length = image_size * image_size * channels + _NOISE_STARTS
         strip = hash64(salt, SYNTHETIC_STREAM, 0, np.arange(length))
         self._noise = (to_unit(strip) * _NOISE_LEVELS).astype(np.uint8)
+        # All at once: a hash of one number costs more than the rest of a small image.
+        starts = hash64(salt, SYNTHETIC_STREAM, 1, np.arange(count))
+        self._starts = (starts % np.uint64(_NOISE_STARTS)).astype(np.int64)
 
     def read(self, i: int) -> npt.NDArray[np.uint8]:
         """Height × width × channels."""
         rows, columns, channels = self._shape
-        start = int(hash64(self._salt, SYNTHETIC_STREAM, 1, i)[0]) % _NOISE_STARTS
+        start = self._starts[i]
         noise = self._noise[start : start + rows * columns * channels].reshape(rows, -1)
         image: npt.NDArray[np.uint8] = noise + self._along[self.labels[i]].reshape(1, -1)
         image += self._across[self.labels[i]]
