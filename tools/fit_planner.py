@@ -29,12 +29,13 @@ import numpy as np
 import numpy.typing as npt
 import tomli_w
 
+from paceline.plan.analytic_workload import analytic_workload
 from paceline.plan.cluster import Accelerator, Cluster, StepConstants, accelerator, gpu_cluster
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.layers import network
 from paceline.plan.optimizer import best_plan
 from paceline.plan.prediction import predict, step_times
-from paceline.plan.workload import Workload, analytic_workload
+from paceline.plan.workload import Workload
 
 Vector = npt.NDArray[np.float64]
 CONSTANTS = Path(__file__).parents[1] / "src" / "paceline" / "plan" / "step_constants.toml"

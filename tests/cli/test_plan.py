@@ -16,6 +16,7 @@ from paceline.cli.app import app
 from paceline.core.errors import ConfigError
 from paceline.core.units import plural
 from paceline.models import MODEL_NAMES, ModelSettings, create_model
+from paceline.plan.analytic_workload import analytic_workload
 from paceline.plan.cluster import accelerator, gpu_cluster
 from paceline.plan.layers import TRACED, is_network, network
 from paceline.plan.optimizer import best_plan
@@ -28,7 +29,6 @@ from paceline.plan.plan_file import (
 )
 from paceline.plan.rehearsal import RehearseSettings, cluster_clock
 from paceline.plan.scaling import predict_scaling
-from paceline.plan.workload import analytic_workload
 
 KEYS = {
     "images_per_s", "images_per_s_per_gpu", "step_s", "compute_s", "exposed_comm_s",

@@ -18,6 +18,7 @@ from paceline.comm.settings import CommSettings
 from paceline.config import RECIPES, load_config, parse_assignment
 from paceline.core.topology import Topology
 from paceline.core.units import parse_bytes
+from paceline.plan.analytic_workload import analytic_workload
 from paceline.plan.answer import Answer, Question
 from paceline.plan.cluster import accelerator, gpu_cluster
 from paceline.plan.fusion_plan import FusionPlan, TensorSpec
@@ -36,7 +37,6 @@ from paceline.plan.prediction import predict
 from paceline.plan.recommend import Job, Limits, input_supply, limits_of
 from paceline.plan.schedules import algorithm_names
 from paceline.plan.size_table import MeasuredSize, SizeRow, SizeTable
-from paceline.plan.workload import analytic_workload
 from paceline.report import (
     Comparison,
     RunFiles,

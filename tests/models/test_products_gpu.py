@@ -362,6 +362,7 @@ def test_products_store_the_bits_that_backward_computes_again(
     from paceline.models import products
     from paceline.models.fused import statistics
     from paceline.models.operands import Epilogue, Operand
+    from paceline.models.product_launches import resident_programs
 
     torch.manual_seed(0)
     narrow, channels = width[0], 4 * width[0]
@@ -377,7 +378,7 @@ def test_products_store_the_bits_that_backward_computes_again(
     ran = 0
     for tile in products.TILES:
         fits = products.fits(tile, channels, narrow, reads=False, sums=True)
-        if not fits or not products._resident(tile, operand, Epilogue.plain(x)):
+        if not fits or not resident_programs(tile, operand, Epilogue.plain(x)):
             continue
         try:
             _, _, y = products._fused_forward(

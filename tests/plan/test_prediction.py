@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from paceline.plan.analytic_workload import analytic_workload
 from paceline.plan.answer import Question, advise, largest_ranks, node_counts, scaling_curve
 from paceline.plan.cluster import accelerator, catalogue, gpu_cluster, slowest_of
 from paceline.plan.layers import network
@@ -15,7 +16,6 @@ from paceline.plan.plan_file import Expected
 from paceline.plan.prediction import StepTimes, exchanges, exposed_s, predict
 from paceline.plan.recommend import Limits
 from paceline.plan.schedules import algorithm_names
-from paceline.plan.workload import analytic_workload
 
 P40 = accelerator("P40")
 

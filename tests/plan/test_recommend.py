@@ -11,6 +11,7 @@ import pytest
 from paceline.core.errors import ConfigError
 from paceline.optim.scaling import Recipe, Target, scale_recipe
 from paceline.optim.settings import OptimSettings
+from paceline.plan.analytic_workload import analytic_workload
 from paceline.plan.answer import Question
 from paceline.plan.cluster import accelerator, catalogue, gpu_cluster
 from paceline.plan.layers import network
@@ -31,7 +32,6 @@ from paceline.plan.recommend import (
     recommended_batch,
 )
 from paceline.plan.start_up import PROCESS_S
-from paceline.plan.workload import analytic_workload
 
 H100 = accelerator("H100")
 NET = network("resnet50")

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
+from paceline.plan.analytic_workload import analytic_workload
 from paceline.plan.cluster import Cluster, Link, accelerator, catalogue, gpu_cluster, slowest_of
 from paceline.plan.layers import network
 from paceline.plan.optimizer import best_plan
 from paceline.plan.plan_file import PlanFile
 from paceline.plan.prediction import predict
-from paceline.plan.workload import Affine, StepAnatomy, Workload, analytic_workload, fit_workload
+from paceline.plan.workload import Affine, StepAnatomy, Workload, fit_workload
 from plan.made import made_workload
 
 

@@ -15,11 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.plan.analytic_workload import analytic_workload
 from paceline.plan.answer import Answer, Question
 from paceline.plan.cluster import accelerator, gpu_cluster
 from paceline.plan.layers import network
 from paceline.plan.recommend import Job
-from paceline.plan.workload import Affine, analytic_workload
+from paceline.plan.workload import Affine
 from paceline.report import RunFiles
 from paceline.report.chart import (
     Axis,

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError
+from paceline.plan.analytic_workload import analytic_workload
 from paceline.plan.cluster import accelerator
 from paceline.plan.layers import network
 from paceline.plan.memory import largest_batch, step_memory
-from paceline.plan.workload import analytic_workload
 from paceline.train.layer_count import count_layers, count_module, count_trained
 
 

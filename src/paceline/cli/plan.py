@@ -17,6 +17,7 @@ from rich.text import Text
 from paceline.cli.options import AsJson
 from paceline.core.errors import ConfigError
 from paceline.core.untrusted import one_line
+from paceline.plan.analytic_workload import analytic_workload
 from paceline.plan.answer import Answer, Question
 from paceline.plan.cluster import (
     GPUS_PER_NODE,
@@ -47,12 +48,7 @@ from paceline.plan.recommend import (
     recommended_batch,
 )
 from paceline.plan.schedules import algorithm_names
-from paceline.plan.workload import (
-    LARGEST_BATCH,
-    Workload,
-    analytic_workload,
-    check_input_rate,
-)
+from paceline.plan.workload import LARGEST_BATCH, Workload, check_input_rate
 from paceline.report.plan_page import (
     FROM_BACKWARD,
     PAGE_NAME,

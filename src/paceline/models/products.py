@@ -1,25 +1,22 @@
 """Convolutions of a fused block with what is around them: forward, and both gradients.
 
-Each has several forms: the `TILES` of `product_kernels`, for 1 × 1 convolutions of stride 1; where asked
-for, kernels of cuDNN (`cudnn_forms`), in fp16; and the separate one, the norm's kernels around a
-convolution of torch. All give the same values within rounding; `product_choice` times them and keeps the
-fastest one for each shape and device.
+Each has several forms: the kernels of `product_launches`, one for each tile, for 1 × 1 convolutions of
+stride 1; where asked for, kernels of cuDNN (`cudnn_forms`), in fp16; and the separate one, the norm's
+kernels around a convolution of torch. All give the same values within rounding; `product_choice` times
+them and keeps the fastest one for each shape and device.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paceline.models import cudnn_forms
-from paceline.models import product_kernels as kernels
 from paceline.models.cudnn_graphs import CudnnError
 from paceline.models.fused import (
     Moments,
@@ -31,7 +28,6 @@ from paceline.models.fused import (
 )
 from paceline.models.operands import (
     FORMS,
-    MERGED,
     MOMENTS,
     NORMALIZED,
     PLAIN,
@@ -41,6 +37,12 @@ from paceline.models.operands import (
     out_dims,
 )
 from paceline.models.product_choice import CUDNN, SEPARATE, choices, choose
+from paceline.models.product_launches import (
+    launch_both_gradients,
+    launch_product,
+    launch_weight_gradient,
+    resident_programs,
+)
 from paceline.models.product_tiles import (
     BOTH_TILES,
     TILES,
@@ -51,110 +53,6 @@ from paceline.models.product_tiles import (
     weight_fits,
 )
 from paceline.models.weight_stream import Beside
-
-# Offsets inside a part are counted in 32 bits.
-_MOST_ELEMENTS = 2**31 - 1
-# Parts and elements per program that adds up partial products.
-_JOIN_PARTS, _JOIN_ELEMENTS = 32, 64
-# Without a GPU, in Triton's interpreter.
-_INTERPRETED_PROCESSORS = 3
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _INTERPRETED_PROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _span(rows: int, widest: int, block: int, programs: int) -> int:
-    """Rows of a part: about `programs` parts of whole tiles."""
-    tiles = -(-rows // block)
-    span = -(-tiles // max(min(programs, tiles), 1)) * block
-    return max(min(span, _MOST_ELEMENTS // widest // block * block), block)
-
-
-def _resident(tile: Tile, operand: Operand, end: Epilogue) -> int:
-    k, maps = operand.x.shape[1], 1 if operand.other is None else 2
-    return tile.resident(k, inputs=maps, computed=operand.form != PLAIN, ends=len(end.maps()))
-
-
-def _run(kernel: Any, programs: int, *given: object, **options: object) -> None:
-    if choices.building:
-        kernel.warmup(*given, grid=(programs,), **options)
-    else:
-        kernel[(programs,)](*given, **options)
-
-
-def _launch(
-    operand: Operand, weight: Tensor, tile: Tile, *, forward: bool, epilogue: int, side: bool,
-    centre: Tensor | None = None, end: Epilogue | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """The product, sums of its epilogue, and the operand if `side`."""
-    x, rows = operand.x, operand.rows
-    images, k, height, width = x.shape
-    n = weight.shape[0] if forward else weight.shape[1]
-    blocks = -(-n // tile.block_n)
-    end = end or Epilogue.plain(x)
-    programs = max(_resident(tile, operand, end), 1) * _processors(x.device)
-    span = _span(rows, max(k, n), tile.block_m, programs // blocks)
-    parts = -(-rows // span)
-    out = torch.empty(
-        (images, n, height, width), dtype=x.dtype, device=x.device,
-        memory_format=torch.channels_last,
-    )  # fmt: skip
-    sums, project = None, end.shortcut is not None
-    if epilogue != PLAIN:
-        sums = torch.empty((4 if project else 2, parts, n), dtype=torch.float32, device=x.device)
-    kept = torch.empty_like(x) if side else None
-    single = k <= tile.block_k
-    maps, described = _maps(tile, tile.block_n, out, end)
-    groups, lines = tile.rows(tile.block_n)
-    _run(
-        kernels.product_kernel, parts * blocks,
-        x, _or(operand.other, x), _or(operand.saved, x), _or(operand.found, x), _or(kept, x), weight,
-        *maps, *_saved(end, x), _or(centre, x), _or(sums, x), rows, span, k, n,
-        FORM=operand.form, RELU=operand.relu, SIDE=side, FORWARD=forward, EPILOGUE=epilogue,
-        ADD=end.add is not None, PROJECT=project, SINGLE=single, EVEN_K=k % tile.block_k == 0,
-        EVEN_N=n % tile.block_n == 0, STAGES=tile.stages, TURNED=tile.turned, DESCRIBED=described,
-        GROUPS=groups, LINES=lines, EVEN_M=rows % tile.block_m == 0,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    return out, sums, kept
-
-
-def _maps(
-    tile: Tile, block: int, out: Tensor, end: Epilogue
-) -> tuple[list[Tensor | TensorDescriptor], bool]:
-    """What an epilogue stores and reads, `block` columns at a time, and whether as descriptors: those of
-    Hopper's copy engine, which need rows of whole 16 bytes."""
-    n = out.shape[1]
-    other = None if end.shortcut is None else end.shortcut.x
-    maps = (out, end.like, end.y, end.add, other)
-    described = tile.turned and all(
-        given is None or (given.data_ptr() % 16 == 0 and n * given.element_size() % 16 == 0)
-        for given in maps
-    )
-    if not described:
-        return [_or(given, out) for given in maps], False
-    return [
-        TensorDescriptor(_or(given, out), [out.numel() // n, n], [n, 1], [tile.block_m, block])
-        for given in maps
-    ], True
-
-
-def _saved(end: Epilogue, unused: Tensor) -> tuple[Tensor, Tensor]:
-    """Statistics of the norms of an epilogue."""
-    return (
-        unused if end.branch is None else end.branch.saved,
-        unused if end.shortcut is None else end.shortcut.saved,
-    )
-
-
-def _or(tensor: Tensor | None, unused: Tensor) -> Tensor:
-    """A kernel takes some pointer also where it reads nothing."""
-    return unused if tensor is None else tensor
 
 
 def _key(what: str, operand: Operand, weight: Tensor, stride: int, *more: object) -> str:
@@ -185,7 +83,7 @@ def forward_product(
         tile.name: partial(_fused_forward, operand, weight, norm, tile, keep)
         for tile in (TILES if is_product(weight, stride) else ())
         if fits(tile, into, out, reads=False, sums=True)
-        and _resident(tile, operand, Epilogue.plain(operand.x))
+        and resident_programs(tile, operand, Epilogue.plain(operand.x))
     }
     cudnn = choices.mode == CUDNN
     # Only cuDNN's times depend on what is kept for backward.
@@ -243,7 +141,7 @@ def _weight_gradient_after(
 def _fused_forward(
     operand: Operand, weight: Tensor, norm: nn.BatchNorm2d, tile: Tile, keep: bool
 ) -> tuple[Tensor, Moments, Tensor | None]:
-    out, sums, kept = _launch(
+    out, sums, kept = launch_product(
         operand, weight, tile, forward=True, epilogue=MOMENTS, side=keep, centre=norm.running_mean
     )
     assert sums is not None
@@ -282,7 +180,7 @@ def backward_product(
         for tile in BOTH_TILES:
             if both_fits(tile, weight.shape[1], weight.shape[0]):
                 forms[f"both {tile.name}"] = partial(
-                    _both_gradients, gradient, weight, inputs, end, tile
+                    launch_both_gradients, gradient, weight, inputs, end, tile
                 )
     key = _key(
         "backward", gradient, weight, stride, end.describe(), FORMS[inputs.form], wants_weight
@@ -320,13 +218,12 @@ def input_gradient(
 ) -> tuple[Tensor, Tensor | None]:
     """gradient · weight behind `end`, and its partial sums."""
     out, into = weight.shape[:2]
+    launch = partial(launch_product, forward=False, epilogue=end.form, side=False, end=end)
     forms: dict[str, Callable[[], tuple[Tensor, Tensor | None, Tensor | None]]] = {
-        tile.name: partial(
-            _launch, gradient, weight, tile, forward=False, epilogue=end.form, side=False, end=end
-        )
+        tile.name: partial(launch, gradient, weight, tile)
         for tile in TILES
         if fits(tile, out, into, reads=bool(end.maps()), sums=end.form != PLAIN)
-        and _resident(tile, gradient, end)
+        and resident_programs(tile, gradient, end)
     }
     key = _key("input", gradient, weight, 1, end.describe())
     dx, parts, _ = forms[choose(key, forms, gradient.x.device)]()
@@ -337,74 +234,12 @@ def weight_gradient(gradient: Operand, weight: Tensor, inputs: Operand) -> Tenso
     """gradientᵀ · inputs, in the shape of `weight`."""
     out, into = weight.shape[:2]
     forms: dict[str, Callable[[], Tensor]] = {
-        tile.name: partial(_fused_weight, gradient, weight, inputs, tile)
+        tile.name: partial(launch_weight_gradient, gradient, weight, inputs, tile)
         for tile in WEIGHT_TILES
         if weight_fits(tile, into, out)
     }
     key = _key("weight", gradient, weight, 1, FORMS[inputs.form])
     return forms[choose(key, forms, gradient.x.device)]()
-
-
-def _fused_weight(gradient: Operand, weight: Tensor, inputs: Operand, tile: Tile) -> Tensor:
-    (out, into), rows = weight.shape[:2], gradient.rows
-    tiles = -(-out // tile.block_n) * -(-into // tile.block_k)
-    programs = tile.programs * _processors(weight.device) // tiles
-    span = _span(rows, max(out, into), tile.block_m, programs)
-    parts = -(-rows // span)
-    x, source = gradient.x, inputs.x
-    partial_products = torch.empty((parts, out, into), dtype=torch.float32, device=x.device)
-    _run(
-        kernels.weight_gradient_kernel, parts * tiles,
-        x, _or(gradient.other, x), _or(gradient.saved, x), _or(gradient.found, x),
-        source, _or(inputs.saved, source), partial_products, rows, span, out, into,
-        FORM=gradient.form, RELU=gradient.relu, INPUT_FORM=inputs.form,
-        EVEN=out % tile.block_n == 0 and into % tile.block_k == 0,
-        BLOCK_R=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    return _join_products(partial_products, weight)
-
-
-def _join_products(partial_products: Tensor, weight: Tensor) -> Tensor:
-    found = torch.empty_like(weight)
-    _run(
-        kernels.join_products_kernel, -(-weight.numel() // _JOIN_ELEMENTS),
-        partial_products, found, weight.numel(), len(partial_products),
-        BLOCK_P=_JOIN_PARTS, BLOCK_E=_JOIN_ELEMENTS,
-    )  # fmt: skip
-    return found
-
-
-def _both_gradients(
-    gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, tile: Tile
-) -> Gradients:
-    (out, into), rows = weight.shape[:2], gradient.rows
-    span = _span(rows, max(out, into), tile.block_m, tile.programs * _processors(weight.device))
-    parts = -(-rows // span)
-    x, source, project = gradient.x, inputs.x, end.shortcut is not None
-    assert end.form != MERGED or source is end.y
-    dx = torch.empty_like(end.like)
-    sums = None
-    if end.form != PLAIN:
-        sums = torch.empty((4 if project else 2, parts, into), dtype=torch.float32, device=x.device)
-    partial_products = torch.empty((parts, out, into), dtype=torch.float32, device=x.device)
-    maps, described = _maps(tile, tile.block_k, dx, end)
-    groups, lines = tile.rows(tile.block_k)
-    _run(
-        kernels.both_gradients_kernel, parts,
-        x, _or(gradient.other, x), _or(gradient.saved, x), _or(gradient.found, x), weight,
-        source, _or(inputs.saved, source), *maps, *_saved(end, x), _or(sums, x), partial_products,
-        rows, span, out, into,
-        FORM=gradient.form, RELU=gradient.relu, INPUT_FORM=inputs.form, EPILOGUE=end.form,
-        ADD=end.add is not None, PROJECT=project, STAGES=tile.stages,
-        TURNED=tile.turned, DESCRIBED=described, GROUPS=groups, LINES=lines,
-        # Without masks, the compiler does not load the gradient of other tiles ahead.
-        EVEN_M=tile.turned and rows % tile.block_m == 0,
-        EVEN=out == tile.block_n and into == tile.block_k,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    return Gradients(dx, sums, _join_products(partial_products, weight))
 
 
 def _torch_backward(

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from paceline.plan.analytic_workload import analytic_workload
 from paceline.plan.cluster import Accelerator, Cluster, Link, catalogue
 from paceline.plan.cost import is_priced
 from paceline.plan.fusion_plan import FusionPlan, keeps_float32
@@ -30,7 +31,7 @@ from paceline.plan.recommend import (
     start_up,
 )
 from paceline.plan.start_up import StartUp
-from paceline.plan.workload import Workload, analytic_workload
+from paceline.plan.workload import Workload
 
 MOST_RANKS = 65_536
 _INPUT = "an input that keeps up"

@@ -15,6 +15,7 @@ from typing import Any
 from paceline.core.errors import ConfigError
 from paceline.core.settings import SettingChecks
 from paceline.core.units import format_duration
+from paceline.plan.analytic_workload import analytic_workload
 from paceline.plan.cluster import (
     GPUS_PER_NODE,
     INTER_LATENCY_US,
@@ -31,7 +32,7 @@ from paceline.plan.memory import check_memory
 from paceline.plan.plan_file import PlanFile
 from paceline.plan.prediction import predict
 from paceline.plan.start_up import StartUp
-from paceline.plan.workload import Workload, analytic_workload, check_input_rate
+from paceline.plan.workload import Workload, check_input_rate
 
 # The order of additions is worked out in time and memory in proportion to the square of the ranks: for
 # 1,024, the most that were tried, 18 s and 0.9 GB with `ring` (records/2026-11-17_rehearse_2-core-cpu).

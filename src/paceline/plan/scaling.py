@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError
+from paceline.plan.analytic_workload import analytic_workload
 from paceline.plan.answer import Question, node_counts
 from paceline.plan.cluster import Cluster, gpu_cluster
 from paceline.plan.cluster import accelerator as find_accelerator
@@ -20,7 +21,7 @@ from paceline.plan.plan_file import PlanFile
 from paceline.plan.prediction import Prediction
 from paceline.plan.recommend import accurate_batch, limits_of, recommended_batch
 from paceline.plan.schedules import algorithm_names, check_name
-from paceline.plan.workload import Workload, analytic_workload, check_input_rate
+from paceline.plan.workload import Workload, check_input_rate
 
 # Names of the command line, which the planner's errors have, and ours.
 _ARGUMENTS = {"--gpu": "accelerator", "--wire": "wires", "--algorithm": "algorithms"}

@@ -1,16 +1,9 @@
 """`Workload`: one rank's step without communication, as a function of its batch.
 
-In: a measured step (`fit_workload`), or the layers of a network and a chip (`analytic_workload`). Out:
-forward, backward, update and input times, and for each gradient its size and the share of the backward
-pass after which it is ready. Times are affine in the batch: a fixed part for launches and latency, and a
-part for each image; small batches take longer where layers leave part of the chip idle.
-
-In the analysis a layer takes as long as the slower of its products and its memory traffic, and a latency
-that no batch hides. Products are computed in tiles; a batch too small to give every multiprocessor one
-takes as long as one that does. What share of the peaks a real step reaches, and the latency in cycles,
-are fitted to measured systems (`step_constants.toml`, `tools/fit_planner.py`) and are the same for all
-chips with tensor cores. For other chips one measured training of ResNet-50 says how many times as long as
-that it takes.
+In: a measured step (`fit_workload`); `analytic_workload` makes one of a network and a chip. Out: forward,
+backward, update and input times, and for each gradient its size and the share of the backward pass after
+which it is ready. Times are affine in the batch: a fixed part for launches and latency, and a part for
+each image; small batches take longer where layers leave part of the chip idle.
 """
 
 from __future__ import annotations
@@ -24,18 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.errors import ConfigError, nearest
+from paceline.core.errors import ConfigError
 from paceline.core.settings import from_table
 from paceline.core.untrusted import LONGEST_S, SHORTEST_S
-from paceline.plan.cluster import (
-    Accelerator,
-    Measured,
-    StepConstants,
-    accelerator,
-    slowest_of,
-    step_constants,
-)
-from paceline.plan.layers import MOST_PIXELS, Layer, Network, network
+from paceline.plan.layers import MOST_PIXELS
 
 # The planner prices every run of neighbouring gradients: its tables grow with the square of their number.
 _MOST_GRADIENTS = 4096
@@ -320,157 +305,3 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
         fixed, slope = 0.0, float(np.mean(seconds / batches))
     away = (fixed + slope * batches) / seconds - 1
     return float(fixed), float(slope), float(math.sqrt(float(np.mean(away**2))))
-
-
-# A step on hardware that is not here.
-
-# Outputs of one tile of a matrix product, the unit of work of a multiprocessor.
-_TILE = 128 * 128
-# Per weight: half gradient, fp32 master and momentum read and written, half weight written; in fp32
-# the gradient has twice the bytes, and there is no half weight.
-_UPDATE_BYTES = 20
-# Per weight and step: read forward, read backward, its gradient written.
-_WEIGHT_PASSES = 3
-# The batch at which the decay of the small-batch part is fitted.
-_FILL_AT = 16
-# Relative standard errors of times that one training on the chip, or on a sister, scales; and of the law
-# on a chip that it was not fitted to: it was 9 % too fast for the only one that could be compared (H200).
-_SPREAD = {"measured": 0.05, "like": 0.20, "own": 0.10, "rough": 0.30}
-# How many times as long as by its peaks a step can take; beyond it a figure is mistaken.
-_SCALES = (0.2, 20.0)
-
-
-def analytic_workload(
-    net: Network, gpu: Accelerator, software: str = "", constants: StepConstants | None = None
-) -> Workload:
-    """Compute only: input is taken to keep up. `software` is a round of MLPerf Training, such as `v0.7`,
-    whose libraries were slower on the chip; the newest by default."""
-    law = constants or step_constants()
-    scale, basis = _scale(gpu, law)
-    scale *= _software(gpu, law, software)
-    forward = [_forward(layer, gpu, law) for layer in net.layers]
-    # The gradients of the input and of the weights cost what the forward pass does; the first layer's
-    # input needs none.
-    memory = gpu.memory_bytes_per_s * law.memory_share
-    backward = [
-        t * (2 if number else 1) + layer.moved_again * _width(gpu) / memory
-        for number, (t, layer) in enumerate(zip(forward, net.layers, strict=True))
-    ]
-    total = sum(backward)
-    gradients, done = [], 0.0
-    for layer, seconds in zip(reversed(net.layers), reversed(backward), strict=True):
-        done += seconds
-        for tensor in reversed(layer.tensors):
-            share = min(1.0, done / total)
-            half = tensor.half and gpu.in_half
-            gradients.append(Gradient(tensor.name, tensor.elements, half, share))
-    latency = law.layer_cycles / gpu.clock_hz * len(net.layers)
-    weights = _width(gpu) * net.elements / memory
-    fill_s, fill_batch = _filling(net.layers, gpu, law)
-    # The sums behind a weight's gradient are as long as the batch, and can be cut: only the input's
-    # gradient leaves part of the chip idle.
-    fill = {"fill_s": scale * fill_s, "fill_batch": fill_batch}
-    return Workload(
-        model=net.name,
-        gradients=tuple(gradients),
-        forward=Affine(latency + weights, scale * sum(forward), **fill),
-        backward=Affine(2 * latency + (_WEIGHT_PASSES - 1) * weights, scale * total, **fill),
-        update_s=net.elements * _UPDATE_BYTES / memory,
-        spread=law.residual if basis == "law" else _SPREAD[basis],
-        source=_source(net, gpu, law, basis, software),
-        image_size=net.image_size,
-    )
-
-
-def _matrix_rate(gpu: Accelerator, law: StepConstants) -> float:
-    clock: float = (gpu.watts / gpu.reference_watts) ** law.power_exponent
-    return gpu.flops_per_s * law.matrix_share * clock
-
-
-def _width(gpu: Accelerator) -> int:
-    """Bytes of an activation and of a weight that is computed with."""
-    return 2 if gpu.in_half else 4
-
-
-def _forward(layer: Layer, gpu: Accelerator, law: StepConstants) -> float:
-    """Seconds for one image, forward, in a batch that fills the chip."""
-    memory = layer.moved * _width(gpu) / (gpu.memory_bytes_per_s * law.memory_share)
-    return max(layer.flops / _matrix_rate(gpu, law) if layer.depth else 0.0, memory)
-
-
-def _filling(layers: Sequence[Layer], gpu: Accelerator, law: StepConstants) -> tuple[float, float]:
-    """Of one pass: the time of products with one tile for every multiprocessor, and over which batch the
-    part of it that is idle decays. A layer adds floor · max(0, 1 − batch/full); the sum over a network's
-    layers falls as an exponential does."""
-    floors = []
-    for layer in layers:
-        if layer.depth and layer.flops:
-            floor = 2 * _TILE * layer.depth * gpu.processors / _matrix_rate(gpu, law)
-            floors.append((floor, floor / _forward(layer, gpu, law)))
-    # A product over few outputs, such as a classifier, is cut along its sums instead.
-    floors = [(floor, full) for floor, full in floors if full <= 8 * _FILL_AT]
-    start = sum(floor for floor, _ in floors)
-    left = sum(floor * max(0.0, 1 - _FILL_AT / full) for floor, full in floors)
-    if not 0 < left < start:
-        return 0.0, 1.0
-    return start, _FILL_AT / math.log(start / left)
-
-
-def _software(gpu: Accelerator, law: StepConstants, software: str) -> float:
-    if not software:
-        return 1.0
-    known = {
-        f"v{number}" for number in ("0.6", "0.7", "1.0", "1.1", "2.0", "2.1", "3.0", "3.1", "4.0")
-    }
-    if software not in known:
-        raise ConfigError(
-            "--software", software, "is no round of MLPerf Training with ResNet-50",
-            nearest(software, known),
-        )  # fmt: skip
-    return law.software.get(gpu.family, {}).get(software, 1.0)
-
-
-def _scale(gpu: Accelerator, law: StepConstants) -> tuple[float, str]:
-    """How many times as long as the law says a real step's work takes."""
-    if gpu.measured is not None:
-        return _measured_scale(gpu, gpu.measured, law), "measured"
-    if gpu.like:
-        sister = accelerator(gpu.like)
-        if sister.measured is None:
-            raise ConfigError("accelerators.toml", gpu.like, "has no measured training")
-        return _measured_scale(sister, sister.measured, law), "like"
-    if not gpu.is_gpu:
-        return 1.0, "rough"
-    return 1.0, "own" if gpu.is_own else "law"
-
-
-def _measured_scale(gpu: Accelerator, seen: Measured, law: StepConstants) -> float:
-    plain = analytic_workload(network("resnet50"), replace(gpu, measured=None, like=""), "", law)
-    # The step was as long as that of the slowest rank.
-    step = seen.batch / seen.images_per_s / slowest_of(seen.ranks)
-    fixed = plain.forward.fixed_s + plain.backward.fixed_s + plain.update_s
-    scale = (step - fixed) / (plain.compute_s(seen.batch) - fixed)
-    if not _SCALES[0] <= scale <= _SCALES[1]:
-        raise ConfigError(
-            f"{gpu.name}.measured", seen.images_per_s,
-            f"a step of {1e3 * step:.3g} ms for {seen.batch:,} images, where its peaks and clock allow "
-            f"{1e3 * plain.compute_s(seen.batch):.3g} ms",
-            "check the peaks, images_per_s (of one accelerator) and batch (of one accelerator)",
-        )  # fmt: skip
-    return scale
-
-
-def _source(net: Network, gpu: Accelerator, law: StepConstants, basis: str, software: str) -> str:
-    source = f"layers of the network{', counted from a trace,' if net.traced else ''} on {gpu.name}"
-    if basis == "measured" and gpu.measured is not None:
-        source += f", scaled to {gpu.measured.images_per_s:,.0f} images/s ({gpu.measured.source})"
-    elif basis == "like":
-        source += f", scaled as {gpu.like}"
-    elif basis == "own":
-        source += ", from its peaks as given: profile it for a better answer"
-    elif basis == "rough":
-        source += ", from rough peaks: profile it for a better answer"
-    if not software:
-        return source
-    slower = _software(gpu, law, software) > 1
-    return source + f", software of {software}" + ("" if slower else " (not known to be slower)")
