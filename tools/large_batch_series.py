@@ -184,7 +184,8 @@ def _growth(share: float) -> Callable[[RunConfig, Cell], dict[str, Any]]:
 
 
 def _small_growth(config: RunConfig, cell: Cell) -> dict[str, Any]:
-    """What the rule does with a large batch: a quarter of it for half of the run."""
+    """A quarter of the batch for half of the run, as the rule grows a large one; batch norm's group,
+    which the rule keeps, is that quarter here."""
     assert config.optim.lr is not None
     return {
         "run.global_batch_size": cell.global_batch // 4, "optim.lr": config.optim.lr / 2,

@@ -125,7 +125,10 @@ def test_a_finished_run_is_left_unchanged(tmp_path: Path, target: float | None) 
     first = run_small(tmp_path / "a", run__target_top1=target)
     before = content(tmp_path / "a")
     own: dict[str, Any] = {"run__target_top1": target, "run__resume": "auto"}
-    again = run_small(tmp_path / "a", **own, data__workers=0, checkpoint__interval_steps=3)
+    again = run_small(
+        tmp_path / "a", **own, data__workers=0, checkpoint__interval_steps=3,
+        run__fused_convolutions="auto",
+    )  # fmt: skip
     assert (first.already_finished, again.already_finished) == (False, True)
     assert again.summary == first.summary
     assert again.result.stopped_by == ("target" if target else "finished")

@@ -66,6 +66,22 @@ def test_auto_finds_the_newest_unfinished_run_of_this_configuration(restarted: b
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        {"run__fused_convolutions": "auto"},
+        {"run__recompute_norms": True},
+        {"run__cuda_graphs": "off"},
+        {"run__compile": "off", "run__fused_norm": "off"},
+    ],
+)
+def test_auto_finds_a_run_that_another_kernel_computed(change: dict[str, Any]) -> None:
+    folder = choose()
+    started(folder, step=5)
+    found = choose(run__resume="auto", **change)
+    assert found.resume_from == folder.path / "checkpoints/step-00000005.pt"
+
+
+@pytest.mark.parametrize(
     ("removed", "same", "other"),
     [
         (("mixup", "cutmix"), {}, {"run__mixup": 0.2}),

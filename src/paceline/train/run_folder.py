@@ -179,8 +179,14 @@ LOCAL_SETTINGS = frozenset(
     # Caches do not change batches.
     | {"data.cache", "data.cache_mib", "data.cache_dir", "data.cache_form"}
 )
+# How a step is computed: within rounding the results are the same. Where memory or a kernel fails, the
+# remedy is to change one of them and to resume, and a recipe may get another one with a new version.
+_KERNEL_SETTINGS = frozenset(
+    {"run.fused_norm", "run.fused_convolutions", "run.weight_stream", "run.recompute_norms"}
+    | {"run.compile", "run.cuda_graphs"}
+)
 # Settings that do not affect the results of a run: a finished run may be resumed with other values.
-NEUTRAL_SETTINGS = LOCAL_SETTINGS | {
+NEUTRAL_SETTINGS = LOCAL_SETTINGS | _KERNEL_SETTINGS | {
     "run.name", "run.device", "run.max_skipped_steps", "data.dir", "data.max_corrupt_share",
     "optim.trust_log_interval",
     "comm.timeout_s", "comm.rendezvous_timeout_s",
@@ -366,7 +372,8 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
 
 
 def _identity(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {name: value for name, value in flatten(tables).items() if name not in LOCAL_SETTINGS}
+    ignored = LOCAL_SETTINGS | _KERNEL_SETTINGS
+    return {name: value for name, value in flatten(tables).items() if name not in ignored}
 
 
 def _differences(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
