@@ -212,49 +212,19 @@ def _create(
     tiling = TILING
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     rank, ranks = (shared.rank, shared.ranks) if shared is not None else (0, 1)
-    owners = share_out(shapes, ranks)
-    padded = [
-        (_round_up(rows, tiling.depth), _round_up(columns, tiling.depth))
-        for rows, columns in shapes
-    ]
-    for shape, (rows, columns) in zip(shapes, padded, strict=True):
-        if rows * columns > _MOST_ELEMENTS:
-            raise PacelineError(
-                f"a matrix of shape {shape} is too large for the kernels of Muon",
-                "use products='torch'",
-            )
-    # Starts in the results by owner, and in the memory of this rank's own matrices.
-    lengths, starts, own, own_sizes, squares = [0] * ranks, [], [], 0, 0
-    for owner, (rows, columns) in zip(owners, padded, strict=True):
-        starts.append(lengths[owner])
-        lengths[owner] += rows * columns
-        own.append((own_sizes, squares) if owner == rank else None)
-        if owner == rank:
-            own_sizes += rows * columns
-            squares += min(rows, columns) ** 2
-    order = layout.order
-    shapes, padded = [shapes[row] for row in order], [padded[row] for row in order]
-    owners, starts = [owners[row] for row in order], [starts[row] for row in order]
-    own = [own[row] for row in order]
+    by_row, lengths, squares = _place_all(shapes, tiling.depth, ranks)
+    places = [by_row[row] for row in layout.order]
     # The padding of `sources` is zero for good: only the products write it, and they write zeros.
-    sources = torch.zeros(own_sizes, dtype=dtype, device=device)
-    symmetric = torch.empty(2, squares, dtype=dtype, device=device)
-    width = max(lengths)
+    sources = torch.zeros(lengths[rank], dtype=dtype, device=device)
+    symmetric = torch.empty(2, squares[rank], dtype=dtype, device=device)
     if shared is not None:
-        results = shared.rows(width, sources)
+        results = shared.rows(max(lengths), sources)
     else:
-        results = torch.empty(1, width, dtype=dtype, device=device)
-    fields = []
-    for shape, both, owner, start, mine in zip(shapes, padded, owners, starts, own, strict=True):
-        addresses = [0, _address(results, owner * width + start), 0, 0]
-        if mine is not None:
-            addresses[0] = _address(sources, mine[0])
-            addresses[2:] = [_address(symmetric, mine[1] + i * squares) for i in range(2)]
-        fields.append([*addresses, *both, *shape])
-    numbers = torch.zeros(3, len(shapes), device=device)
+        results = torch.empty(1, max(lengths), dtype=dtype, device=device)
+    fields = [_fields(it, it.owner == rank, sources, symmetric, results) for it in places]
+    numbers = torch.zeros(3, len(places), device=device)
     numbers[1].fill_(1.0)
-    mine_only = [i for i, owner in enumerate(owners) if owner == rank]
-    sides = {i: (min(padded[i]), max(padded[i])) for i in mine_only}
+    own = [(i, place.padded) for i, place in enumerate(places) if place.owner == rank]
     square = tiling.square
     return _Matrices(
         layout=layout,
@@ -263,13 +233,13 @@ def _create(
         stages=_stages(tiling, device),
         table=to_device(torch.tensor(fields, dtype=torch.int64).t().contiguous(), device),
         gram_tiles=_tiles(
-            [(i, low, low, high) for i, (low, high) in sides.items()], square, square, device, True
+            [(i, min(both), min(both), max(both)) for i, both in own], square, square, device, True
         ),
         polynomial_tiles=_tiles(
-            [(i, low, low, low) for i, (low, _) in sides.items()], square, square, device, True
+            [(i, min(both), min(both), min(both)) for i, both in own], square, square, device, True
         ),
         apply_tiles=_tiles(
-            [(i, *padded[i], sides[i][0]) for i in mine_only], tiling.height, tiling.width, device
+            [(i, *both, min(both)) for i, both in own], tiling.height, tiling.width, device
         ),
         partials=torch.zeros(4, len(layout.chunk_tensor), device=device),
         numbers=numbers,
@@ -277,6 +247,49 @@ def _create(
         results=results,
         lengths=tuple(lengths),
     )
+
+
+class _Place(NamedTuple):
+    """Where a matrix lies. `owner` is the rank that computes it, `start` its first element in the results
+    and in the sources of that rank, `square` that of its products in each half of the symmetric ones."""
+
+    shape: tuple[int, int]
+    padded: tuple[int, int]
+    owner: int
+    start: int
+    square: int
+
+
+def _place_all(
+    shapes: Sequence[tuple[int, int]], multiple: int, ranks: int
+) -> tuple[list[_Place], list[int], list[int]]:
+    """Matrices padded to `multiple`, in the order of `shapes`; and how many elements the results and the
+    symmetric matrices of each rank have."""
+    places, lengths, squares = [], [0] * ranks, [0] * ranks
+    for shape, owner in zip(shapes, share_out(shapes, ranks), strict=True):
+        rows, columns = padded = (_round_up(shape[0], multiple), _round_up(shape[1], multiple))
+        if rows * columns > _MOST_ELEMENTS:
+            raise PacelineError(
+                f"a matrix of shape {shape} is too large for the kernels of Muon",
+                "use products='torch'",
+            )
+        places.append(_Place(shape, padded, owner, lengths[owner], squares[owner]))
+        lengths[owner] += rows * columns
+        squares[owner] += min(rows, columns) ** 2
+    return places, lengths, squares
+
+
+def _fields(
+    place: _Place, own: bool, sources: Tensor, symmetric: Tensor, results: Tensor
+) -> list[int]:
+    """A matrix in the kernels' table: addresses, of another rank's matrix that of the result alone, and
+    both shapes."""
+    addresses = [0, _address(results, place.owner * results.shape[1] + place.start), 0, 0]
+    if own:
+        addresses[0] = _address(sources, place.start)
+        half = symmetric.shape[1]
+        addresses[2:] = [_address(symmetric, place.square + i * half) for i in range(2)]
+    return [*addresses, *place.padded, *place.shape]
 
 
 def _tiles(

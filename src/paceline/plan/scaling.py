@@ -143,27 +143,20 @@ def predict_scaling(
         limit = accurate_batch(max_global_batch, 0.0, _ANY_SAMPLES, epochs=90.0)
         images = {"image_size": image_size, "classes": classes, "channels": channels}
         if profile is not None:
-            for name, value in {**images, "software": software or None}.items():
-                if value is not None:
-                    raise ConfigError(name, value, "a profile has its own", "leave it out")
+            _refuse_with_profile({**images, "software": software or None})
         net = None if profile is not None else _network(model, images)
         work = _workload(model, accelerator, net, profile, input_images_per_s, software)
         place = _cluster(cluster, accelerator, nodes, {
             "gpus_per_node": gpus_per_node, "node_gbps": node_gbps, "latency_us": latency_us,
             "links": links, "oversubscription": oversubscription,
         })  # fmt: skip
-        for name in algorithms:
-            check_name(name, "algorithms")
-        known = place.probed.algorithms if place.probed else algorithm_names()
-        question = Question(work, batch_size or 1, tuple(algorithms) or known, wire_names(wires))
+        question = Question(work, batch_size or 1, _allowed(algorithms, place), wire_names(wires))
         net = net or known_network(model, work.image_size)
         if batch_size is None:
             # A profile may be of another format than is usual on the accelerator.
             half = None if profile is None else work.in_half
-            limits = limits_of(net, find_accelerator(accelerator), limit, half=half).near_timed(
-                work
-            )
-            batch_size = recommended_batch(question, place, limits)
+            limits = limits_of(net, find_accelerator(accelerator), limit, half=half)
+            batch_size = recommended_batch(question, place, limits.near_timed(work))
         elif net is not None and profile is None:
             check_memory(net, find_accelerator(accelerator), batch_size)
         question = replace(question, batch=batch_size)
@@ -172,6 +165,20 @@ def predict_scaling(
     return ScalingPrediction(
         model=work.model, source=work.source, batch_size=batch_size, rows=tuple(rows), **asdict(now)
     )
+
+
+def _refuse_with_profile(given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(name, value, "a profile has its own", "leave it out")
+
+
+def _allowed(algorithms: Sequence[str], place: Cluster) -> tuple[str, ...]:
+    """The given algorithms; else those measured on the cluster, or all where it was not probed."""
+    for name in algorithms:
+        check_name(name, "algorithms")
+    known = place.probed.algorithms if place.probed else algorithm_names()
+    return tuple(algorithms) or known
 
 
 def _cluster(

@@ -6,7 +6,7 @@ agreed among all ranks before the next begins, so that all ranks fail with the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +35,7 @@ from paceline.train.batch_sizes import (
     requested_batch,
     resolve_batch_sizes,
 )
-from paceline.train.callbacks import CallbackRunner
+from paceline.train.callbacks import Callback, CallbackRunner
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
 from paceline.train.checkpoint_writer import CheckpointWriter
 from paceline.train.components import Components
@@ -58,8 +58,10 @@ from paceline.train.model_checks import (
     share_weights,
 )
 from paceline.train.observers import RunTrace
+from paceline.train.run_folder import RunFolder
 from paceline.train.run_state import PinnedPlan, Progress, RunState, check_pinned
 from paceline.train.shares import with_shares
+from paceline.train.step import TrainStep
 from paceline.train.step_parts import StepParts, create_parts, create_step
 from paceline.train.stop_signals import StopSignals
 from paceline.train.training import Training, describe_run
@@ -130,28 +132,16 @@ def _assemble(
         optimizer=parts.optimizer, batch_norm=parts.batch_norm, scale=parts.scale,
         average=parts.average, group=group, memory=parts.exchange.memory,
     )  # fmt: skip
-    progress = Progress()
-
-    def make_loader(batches: BatchPlan, first_step: int) -> TrainBatches:
-        return create_train_loader(
-            source, batches, config.data, seed=config.run.seed, rank=_computed_ranks(parts, group),
-            first_step=first_step, device=group.device, augment=components.augment,
-        )  # fmt: skip
-
+    make_loader = _loader_factory(config, source, parts, group, components)
     with group.phase("loader"):
-        if checkpoint is not None and folder.resume_from is not None:
-            path, elsewhere = folder.resume_from, not folder.holds_its_checkpoint
-            progress = state.restore(checkpoint, path, elsewhere=elsewhere)
+        progress = _restored(state, checkpoint, folder)
         loader = make_loader(plan, progress.step)
     anchors = create_anchors(config, source, plan, parts.optimizer, group, components)
     startup.end("loader")
     step = create_step(
         config, parts, loader, plan, group, stop, components, built.norm_group, anchors
     )
-    buckets = parts.exchange.bucket_info()
-    group.name_buckets(buckets)
-    trace = RunTrace(config.run, group, buckets, folder.path, progress.step)
-    parts.exchange.observer, step.spans = trace.beside(group.board), trace.spans
+    trace = _create_trace(config, group, parts, step, folder, progress.step)
     training = Training(
         config=config, group=group, folder=folder, lock=inputs.lock, sizes=sizes, plan=plan,
         schedule=schedule, model=model, state=state, step=step, source=source,
@@ -166,11 +156,52 @@ def _assemble(
     )  # fmt: skip
     training.keeps_final_state = isinstance(components.model, nn.Module)
     if components.callbacks:
-        training.callbacks = CallbackRunner(components.callbacks, training)
-        training.state = replace(state, callbacks=training.callbacks.state)
-        if checkpoint is not None:
-            training.callbacks.restore(checkpoint.callbacks)
+        _add_callbacks(training, components.callbacks, checkpoint)
     return training
+
+
+def _loader_factory(
+    config: RunConfig, source: Source, parts: StepParts, group: Group, components: Components
+) -> Callable[[BatchPlan, int], TrainBatches]:
+    """What creates this rank's loader: at the start, and again when the shares of the ranks change."""
+
+    def make_loader(batches: BatchPlan, first_step: int) -> TrainBatches:
+        return create_train_loader(
+            source, batches, config.data, seed=config.run.seed, rank=_computed_ranks(parts, group),
+            first_step=first_step, device=group.device, augment=components.augment,
+        )  # fmt: skip
+
+    return make_loader
+
+
+def _restored(state: RunState, checkpoint: Checkpoint | None, folder: RunFolder) -> Progress:
+    """Restores the state of a resumed run; a new run begins at step 0."""
+    if checkpoint is None or folder.resume_from is None:
+        return Progress()
+    elsewhere = not folder.holds_its_checkpoint
+    return state.restore(checkpoint, folder.resume_from, elsewhere=elsewhere)
+
+
+def _create_trace(
+    config: RunConfig, group: Group, parts: StepParts, step: TrainStep, folder: RunFolder,
+    first_step: int,
+) -> RunTrace:  # fmt: skip
+    """Attaches the trace to the exchange and the step, and names the buckets for messages."""
+    buckets = parts.exchange.bucket_info()
+    group.name_buckets(buckets)
+    trace = RunTrace(config.run, group, buckets, folder.path, first_step)
+    parts.exchange.observer, step.spans = trace.beside(group.board), trace.spans
+    return trace
+
+
+def _add_callbacks(
+    training: Training, callbacks: Sequence[Callback], checkpoint: Checkpoint | None
+) -> None:
+    """Their state is saved in checkpoints, and restored here."""
+    training.callbacks = CallbackRunner(callbacks, training)
+    training.state = replace(training.state, callbacks=training.callbacks.state)
+    if checkpoint is not None:
+        training.callbacks.restore(checkpoint.callbacks)
 
 
 @dataclass(frozen=True, kw_only=True)

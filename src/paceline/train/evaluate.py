@@ -95,8 +95,9 @@ def evaluate(
     image are the mean of its own and those of its mirror image, and so is a loss that takes all outputs.
     """
     started = time.perf_counter()
-    loss_function = loss_function or CrossEntropy()
-    all_outputs = isinstance(loss_function, OwnLoss) and loss_function.in_evaluation
+    forward = _Forward(
+        model, normalize, group.device, loss_function or CrossEntropy(), classes, flip
+    )
     sums, failed = _Sums(group.device), False
     try:
         with _evaluation_mode(model), policy.compute():
@@ -106,18 +107,10 @@ def evaluate(
                 if stop.received is not None or group.stop_announced():
                     break
                 sums.batch_size = len(batch)
-                images = normalize(batch.images, group.device)
-                views = [_outputs(model, images)]
-                if flip:
-                    views.append(_outputs(model, images.flip(3)))
-                outputs = torch.stack([find_logits(v, classes).float() for v in views]).mean(0)
-                labels = batch.labels.to(group.device, non_blocking=True)
-                # Outputs of an own form have no mean; their losses have one.
-                judged = views if all_outputs else [outputs]
-                loss = torch.stack([loss_function.evaluated(v, labels) for v in judged]).mean(0)
-                sums.add(outputs, labels, loss, batch.corrupt)
+                logits, labels, loss = forward(batch)
+                sums.add(logits, labels, loss, batch.corrupt)
                 if details is not None:
-                    details.add(outputs, labels, batch.images)
+                    details.add(logits, labels, batch.images)
     except (PacelineError, RuntimeError, MemoryError) as error:
         # The other ranks wait in the sum below, where they learn of it.
         fault = (
@@ -149,6 +142,32 @@ def evaluate(
         corrupt_here=tuple(sums.corrupt),
         eval_s=time.perf_counter() - started,
     )
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """Evaluates one batch; with `flip`, each image and its mirror image."""
+
+    model: nn.Module
+    normalize: Normalizer
+    device: torch.device
+    loss_function: TrainingLoss
+    classes: int | None
+    flip: bool
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits, labels on the device, and the sum of the losses."""
+        images = self.normalize(batch.images, self.device)
+        views = [_outputs(self.model, images)]
+        if self.flip:
+            views.append(_outputs(self.model, images.flip(3)))
+        logits = torch.stack([find_logits(v, self.classes).float() for v in views]).mean(0)
+        labels = batch.labels.to(self.device, non_blocking=True)
+        own = isinstance(self.loss_function, OwnLoss) and self.loss_function.in_evaluation
+        # Outputs of an own form have no mean; their losses have one.
+        judged = views if own else [logits]
+        loss = torch.stack([self.loss_function.evaluated(v, labels) for v in judged]).mean(0)
+        return logits, labels, loss
 
 
 class _Sums:
