@@ -30,8 +30,8 @@ def is_plain(module: nn.Module) -> TypeGuard[nn.Conv2d]:
     return (
         type(module) is nn.Conv2d
         and "forward" not in vars(module)
-        and "weight"
-        in module._parameters  # else a hook computes it, as torch's `spectral_norm` does
+        # Else a hook computes it, as torch's `spectral_norm` does.
+        and "weight" in module._parameters
         and not isinstance(module.padding, str)
         and module.padding_mode == "zeros"
         and module.dilation == (1, 1)

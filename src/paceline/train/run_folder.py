@@ -185,7 +185,8 @@ _KERNEL_SETTINGS = frozenset(
     {"run.fused_norm", "run.fused_convolutions", "run.weight_stream", "run.recompute_norms"}
     | {"run.compile", "run.cuda_graphs"}
 )
-# Settings that do not affect the results of a run: a finished run may be resumed with other values.
+# Settings that do not affect the results of a run, but for rounding: a finished run may be resumed with
+# other values.
 NEUTRAL_SETTINGS = LOCAL_SETTINGS | _KERNEL_SETTINGS | {
     "run.name", "run.device", "run.max_skipped_steps", "data.dir", "data.max_corrupt_share",
     "optim.trust_log_interval",
@@ -347,11 +348,11 @@ def _resumed(folder: Path, config: RunConfig) -> RunFolder:
 
 
 def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
-    """The newest unfinished folder of this name and configuration; else None and a note that says in
-    what the newest unfinished one differs."""
+    """The newest unfinished folder of this name and configuration, else the newest that differs in
+    kernels alone; else None and a note that says in what the newest unfinished one differs."""
     wanted = _identity(config.to_tables())
     note = f"no unfinished run of this configuration in {ROOT}/; a new one starts"
-    other = ""
+    other, by_other_kernels = "", None
     for folder in sorted(ROOT.glob(f"{config.run.name}-[0-9]*"), reverse=True):
         if (folder / "summary.json").exists():
             continue
@@ -367,13 +368,14 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
             different = [name for name in different if name != "optim.warmup_max_share"]
         if not different:
             return folder, ""
+        if _KERNEL_SETTINGS.issuperset(different):
+            by_other_kernels = by_other_kernels or folder
         other = other or f" ({folder} differs in {', '.join(different[:3])})"
-    return None, note + other
+    return by_other_kernels, "" if by_other_kernels else note + other
 
 
 def _identity(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    ignored = LOCAL_SETTINGS | _KERNEL_SETTINGS
-    return {name: value for name, value in flatten(tables).items() if name not in ignored}
+    return {name: value for name, value in flatten(tables).items() if name not in LOCAL_SETTINGS}
 
 
 def _differences(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
