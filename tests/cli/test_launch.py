@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,17 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+import paceline.cli.app as command_line
 import paceline.cli.failure as watch
 from cli_runs import is_launchers
-from paceline.cli.failure import LAUNCHER_VARIABLE, Failure, Launcher, find_launcher, root_cause
+from paceline.cli.failure import (
+    LAUNCHER_VARIABLE,
+    Failure,
+    Launcher,
+    LauncherWatch,
+    find_launcher,
+    root_cause,
+)
 from paceline.cli.launch import ADDRESS, LaunchSignals, LocalRendezvous, register
 from paceline.comm.agreement import PeerError
 from paceline.core.errors import CommError, ConfigError, PacelineError
@@ -296,6 +305,107 @@ def test_a_rank_whose_launcher_is_gone_ends_with_one_line() -> None:
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("paceline: error: the launcher of this rank (")
+
+
+# One of two threads reports, slowly, and the other has something to report, too. The main thread may
+# then stay in an exit handler, which the watch has to end, or end the process itself.
+_BOTH_REPORT = """
+import os, sys, threading, time
+from paceline.cli import failure
+main_first = sys.argv[1] == "main"
+begun = threading.Event()
+def show(self):
+    begun.set()
+    time.sleep(0.5)
+    sys.stderr.write(f"{self.line}\\n")
+    sys.stderr.flush()
+failure.Failure.show = show
+failure.Launcher.is_gone = lambda self: not main_first or begun.is_set()
+failure._POLL_S, failure._REPORT_S = 0.01, 100
+watch = failure.LauncherWatch(os.environ)
+if not main_first:
+    begun.wait()
+code = failure.Failure("the store is gone", 1).report()
+if main_first:
+    time.sleep(600)
+os._exit(code)
+"""
+
+
+@on_linux
+@pytest.mark.parametrize(
+    ("first", "expected"), [("main", "the store is gone"), ("watch", "the launcher of this rank (")]
+)
+def test_main_thread_and_watch_report_once_together(first: str, expected: str) -> None:
+    command = [sys.executable, "-c", _BOTH_REPORT, first]
+    env = environment() | TORCHRUN
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(expected)
+    assert done.returncode == 1
+
+
+def test_a_failure_that_was_left_to_the_launcher_is_no_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The launcher may end before it shows it."""
+    LauncherWatch({})
+    monkeypatch.setenv(LAUNCHER_VARIABLE, str(os.getppid()))
+    assert Failure("optim.lr = 0: too small", 2).report() == 2
+    monkeypatch.setenv(LAUNCHER_VARIABLE, "0")
+    for _ in range(2):
+        assert Failure("the launcher is gone", 1).report() == 1
+    assert capsys.readouterr().err == "paceline: error: the launcher is gone\n"
+
+
+@on_linux
+@pytest.mark.parametrize("looks", [1, 3])
+def test_an_error_between_ranks_is_a_consequence_of_a_launcher_that_is_just_ending(
+    looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connections break a little before /proc shows it as ended."""
+    states = iter([False] * (looks - 1) + [True])
+    monkeypatch.setattr(LauncherWatch, "_watch", lambda self: None)
+    monkeypatch.setattr(watch, "find_launcher", lambda env: Launcher("torchrun", 7, "1"))
+    monkeypatch.setattr(watch, "_LAUNCHER_SEEN_S", 100.0)
+    monkeypatch.setattr(Launcher, "is_gone", lambda self: next(states))
+    cause = LauncherWatch({}).cause(Failure.of(CommError("rank 1 is gone", "see its log")))
+    assert "torchrun, process 7" in cause.line
+    assert cause.between_ranks, "our own launcher may still be the parent"
+
+
+@on_linux
+def test_a_mistake_of_the_user_does_not_wait_for_a_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LauncherWatch, "_watch", lambda self: None)
+    monkeypatch.setattr(watch, "find_launcher", lambda env: Launcher("torchrun", 7, "1"))
+    monkeypatch.setattr(Launcher, "is_gone", lambda self: False)
+    monkeypatch.setattr(watch.time, "sleep", lambda seconds: pytest.fail("waits"))
+    failure = Failure.of(ConfigError("optim.lr", 0, "too small", "give more"))
+    assert LauncherWatch({}).cause(failure) is failure
+
+
+@on_linux
+def test_a_run_that_ends_before_its_watch_looks_names_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other ranks saw it first, and asked this one to save and stop."""
+    ended = threading.Event()
+    monkeypatch.setattr(Launcher, "is_gone", lambda self: ended.is_set())
+    monkeypatch.setattr(LauncherWatch, "_watch", lambda self: None)
+    monkeypatch.setattr(watch, "find_launcher", lambda env: Launcher("torchrun", 7, "1"))
+
+    def stopped(standalone_mode: bool) -> int:
+        ended.set()
+        return 143
+
+    monkeypatch.setattr(command_line, "app", stopped)
+    assert command_line.run_command() == 143
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "paceline: error: the launcher of this rank (torchrun, process 7) is gone"
+    )
 
 
 @on_linux

@@ -106,38 +106,36 @@ def run_command() -> int:
     watch = LauncherWatch(os.environ)
     try:
         code = app(standalone_mode=False)
-        if code and watch.error is not None:  # the run saved and stopped because of it
-            _fail(Failure.of(watch.error))
+        if code and (loss := watch.loss()):  # the run saved and stopped because of it
+            loss.report()
         return code if isinstance(code, int) else 0
     except DeviceError as error:
         # Destructors and exit handlers would call CUDA, fail, and print pages of errors.
-        code = _fail(Failure.of(error))
+        code = Failure.of(error).report()
         sys.stdout.flush()
         os._exit(code)
     except PacelineError as error:
-        # The loss of the launcher, and of its store, is the cause of whatever fails after it.
-        return _fail(Failure.of(watch.error or error))
+        return watch.cause(Failure.of(error)).report()
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except ModuleNotFoundError as error:
         if error.name not in _TRAINING_PACKAGES:
-            return _fail(Failure(f"{type(error).__name__}: {error}", 1, traceback.format_exc()))
+            return _unexpected(error).report()
         command = " ".join(sys.argv[1:2])
-        remedy = "pip install 'paceline[train]'"
-        return _fail(Failure(f"paceline {command} needs the package {error.name}; {remedy}", 2))
+        needs = f"needs the package {error.name}; pip install 'paceline[train]'"
+        return Failure(f"paceline {command} {needs}", 2).report()
     except Exception as error:  # noqa: BLE001 - nothing above this can report it
         if type(error).__name__ == "NoArgsIsHelpError":
             sys.stderr.write(f"{error.format_message()}\n")  # type: ignore[attr-defined]
             return 2
         if hasattr(error, "format_message"):  # a mistake in the command line itself
             usage = f"{' '.join(error.format_message().split())}; see paceline --help"
-            return _fail(Failure(usage, int(getattr(error, "exit_code", 2))))
-        return _fail(Failure(f"{type(error).__name__}: {error}", 1, traceback.format_exc()))
+            return Failure(usage, int(getattr(error, "exit_code", 2))).report()
+        return _unexpected(error).report()
 
 
-def _fail(failure: Failure) -> int:
-    failure.report()
-    return failure.exit_code
+def _unexpected(error: Exception) -> Failure:
+    return Failure(f"{type(error).__name__}: {error}", 1, traceback.format_exc())
 
 
 def _check_output(code: int) -> int:
@@ -153,9 +151,8 @@ def _check_output(code: int) -> int:
         sys.stderr.write(f"paceline: note: standard output is incomplete: {problem}\n")
         return code
     if code == 0:
-        return _fail(
-            Failure(f"standard output cannot be written: {problem}; redirect it elsewhere", 1)
-        )
+        line = f"standard output cannot be written: {problem}; redirect it elsewhere"
+        return Failure(line, 1).report()
     return code
 
 

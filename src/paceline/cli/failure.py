@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -26,6 +26,8 @@ from paceline.core.untrusted import one_line, printable
 LAUNCHER_VARIABLE = "PACELINE_LAUNCHER"
 # The connections of a killed process break before its children can see that it has ended.
 _LAUNCHER_END_S = 1.0
+# The same under torchrun, which ends the other ranks a tenth of a second after the first one.
+_LAUNCHER_SEEN_S = 0.05
 # Exit codes of ranks that saved and stopped on request.
 _ASKED_TO_STOP = {
     128 + number
@@ -48,6 +50,17 @@ def _launcher_stays() -> bool:
     while is_child_of_launcher() and time.monotonic() < deadline:
         time.sleep(0.02)
     return is_child_of_launcher()
+
+
+class _Reports:
+    """Of this process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.shown = False
+
+
+_reports = _Reports()
 
 
 @dataclass(frozen=True)
@@ -75,12 +88,22 @@ class Failure:
         sys.stderr.write(f"paceline: error: {one_line(self.line)}\n")
         sys.stderr.flush()
 
-    def report(self) -> None:
-        """Records it, and shows it, unless our own launcher does: it shows the root cause only."""
-        self.record()
-        waits = self.consequence or self.between_ranks
-        if not (_launcher_stays() if waits else is_child_of_launcher()):
-            self.show()
+    def report(self) -> int:
+        """Records it, and shows it, unless our own launcher does: it shows the root cause only. Returns
+        the exit code.
+
+        Only the first failure that is shown counts: the main thread, the watch of the launcher and the
+        watchdog of the ranks may find the cause of one end at the same time. The others wait until it
+        is written, because they end the process next.
+        """
+        with _reports.lock:
+            if not _reports.shown:
+                self.record()
+                waits = self.consequence or self.between_ranks
+                if not (_launcher_stays() if waits else is_child_of_launcher()):
+                    self.show()
+                    _reports.shown = True
+        return self.exit_code
 
     def record(self) -> None:
         """Writes the error file that torch's agent has named, if any, in its format."""
@@ -110,6 +133,11 @@ class Failure:
             str(extra.get("trace", "")),
             extra.get("consequence") == "1",
         )
+
+
+def report_error(error: PacelineError) -> None:
+    """For the watchdog of the ranks, which ends this process next."""
+    Failure.of(error).report()
 
 
 class ChildFailure(Protocol):
@@ -261,35 +289,50 @@ class LauncherWatch:
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:
+        _reports.shown = False  # of the command before, in tests
         self._launcher = find_launcher(env)
-        # The error to report at the end: whatever fails after the launcher is a consequence.
-        self.error: LaunchError | None = None
         if self._launcher is not None:
             threading.Thread(target=self._watch, name="paceline-launcher", daemon=True).start()
 
-    def _watch(self) -> None:
-        assert self._launcher is not None
-        while not self._launcher.is_gone():
-            time.sleep(_POLL_S)
-        self.error = LaunchError(
+    def cause(self, failure: Failure) -> Failure:
+        """The loss of the launcher, and of its store, is the cause of whatever fails after it."""
+        # A launcher of our own lets `Failure.report` wait.
+        waits = failure.between_ranks and not is_child_of_launcher()
+        deadline = time.monotonic() + (_LAUNCHER_SEEN_S if waits else 0.0)
+        while (gone := self.loss()) is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return gone or failure
+
+    def loss(self) -> Failure | None:
+        """The failure of a rank whose launcher is gone."""
+        if self._launcher is None or not self._launcher.is_gone():
+            return None
+        error = LaunchError(
             f"the launcher of this rank ({self._launcher}) is gone",
             "the rank ends with it; go on with --resume auto",
         )
+        # Our own launcher may still be this process's parent.
+        return replace(Failure.of(error), between_ranks=True)
+
+    def _watch(self) -> None:
+        while (failure := self.loss()) is None:
+            time.sleep(_POLL_S)
         if not callable(signal.getsignal(signal.SIGTERM)):
-            self._end()  # there is no handler yet, and nothing to save
+            # Before the first step there is nothing to save; after the last one, all is saved, or is
+            # being saved after an error.
+            self._end(failure)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_STOP_S)
-        self._end()
+        self._end(failure)
 
-    def _end(self) -> None:
+    def _end(self, failure: Failure) -> None:
         """Without exit handlers, which may wait for ranks that have ended."""
-        assert self.error is not None
-        report = threading.Thread(target=self._report, args=(self.error,), daemon=True)
+        report = threading.Thread(target=self._report, args=(failure,), daemon=True)
         report.start()
         report.join(_REPORT_S)  # a pipe without a reader must not block the exit
-        os._exit(self.error.exit_code)
+        os._exit(failure.exit_code)
 
-    def _report(self, error: LaunchError) -> None:
+    def _report(self, failure: Failure) -> None:
         with suppress(OSError, ValueError):  # the launcher may have been the reader
-            Failure.of(error).report()
+            failure.report()
             sys.stdout.flush()

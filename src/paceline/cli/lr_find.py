@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from paceline.cli.failure import Failure
+from paceline.cli.failure import report_error
 from paceline.cli.options import AsJson, check_at_least
 from paceline.cli.train import (
     FLAGS,
@@ -113,7 +113,7 @@ def _run(config: RunConfig, steps: int, as_json: bool) -> int:
     console = Console(stderr=as_json)
     outcome = Trainer.from_config(config, Components(callbacks=(test,))).run(
         lambda: create_display(console, config.run.log_interval),
-        lambda error: Failure.of(error).report(),
+        report_error,
     )
     if outcome.result.stop_signal is not None:
         return 128 + int(outcome.result.stop_signal)

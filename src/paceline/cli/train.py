@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import typer
 from rich.console import Console
 
-from paceline.cli.failure import Failure
+from paceline.cli.failure import report_error
 from paceline.cli.options import MasterPort, NprocPerNode, check_at_least, without_options
 from paceline.config import RunConfig, load_config, parse_assignment, parse_value
 from paceline.core.errors import ConfigError
@@ -209,7 +209,7 @@ def train_here(config: RunConfig) -> int:
     console = Console(force_terminal=False if "OMPI_COMM_WORLD_RANK" in os.environ else None)
     outcome = Trainer.from_config(config).run(
         lambda: create_display(console, config.run.log_interval),
-        lambda error: Failure.of(error).report(),
+        report_error,
         startup,
     )
     stop_signal = outcome.result.stop_signal
