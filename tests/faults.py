@@ -33,6 +33,19 @@ def at_micro_batch(step: int, number: int, action: Action) -> None:
     module.seed_micro_batch = seed
 
 
+def at_start(action: Action) -> None:
+    """Before a rank chooses its device and meets the others."""
+    import paceline.train.run as module
+
+    real = module.choose_device
+
+    def choose_device(*given: Any) -> Any:
+        action()
+        return real(*given)
+
+    module.choose_device = choose_device
+
+
 def lag() -> None:
     """One step stays under way while the next is prepared, as on a GPU."""
     from paceline.train.step import TrainStep

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from functools import partial
 from pathlib import Path
@@ -121,9 +122,15 @@ def test_two_ranks_killed_together(tmp_path: Path, reference: Reference) -> None
     ), "each rank's own statistics are saved and restored"
 
 
-def _fail_the_device() -> None:
+def _fail_the_device(killed: Path) -> None:
+    faults.await_file(killed)
     faults.sleep(2.0)
     raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+def _mark_and_die(killed: Path) -> None:
+    killed.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -133,8 +140,8 @@ def test_a_killed_rank_that_broke_a_shared_gpu_is_named(tmp_path: Path, shared: 
         "--output", "run", "-b", "8", "--set", f"comm.share_gpus={str(shared).lower()}"
     )
     actions = [
-        partial(faults.at_micro_batch, 5, 0, _fail_the_device),
-        in_step(5, 1),
+        partial(faults.at_micro_batch, 5, 0, partial(_fail_the_device, tmp_path / "killed")),
+        partial(faults.at_micro_batch, 5, 1, partial(_mark_and_die, tmp_path / "killed")),
     ]
     survivor, _ = run_two(arguments, tmp_path, actions)
     assert "rank 0: cpu failed" in survivor.error_line()

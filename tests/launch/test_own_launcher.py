@@ -94,7 +94,8 @@ def test_a_request_to_save_reaches_the_ranks(tmp_path: Path, reference: dict[str
 
 
 def test_ctrl_c_while_the_ranks_start_ends_at_once(tmp_path: Path) -> None:
-    with started(training(tmp_path / "run", *TWO), tmp_path) as launcher:
+    waits = partial(faults.at_start, partial(faults.sleep, 600.0))
+    with started(training(tmp_path / "run", *TWO), tmp_path, waits) as launcher:
         launcher.wait_until(lambda: len(ranks_of(tmp_path)) == 2)
         launcher.send(signal.SIGINT)
         done = launcher.wait()
