@@ -18,14 +18,14 @@ from paceline.core.errors import CheckpointError, ConfigError
 from paceline.optim import OptimSettings
 from paceline.optim.scaling import (
     MOST_PACE,
+    MOST_RATE,
     PACE,
     SCALED,
     Recipe,
-    Scaling,
     Target,
-    describe_in_lines,
     scale_recipe,
 )
+from paceline.optim.scaling_report import Scaling, describe_in_lines
 from paceline.train.batch_sizes import apply_scaling
 from paceline.train.checkpoint import Checkpoint
 from ranks import run_ranks
@@ -130,7 +130,8 @@ def test_rates_of_adam_follow_the_root_and_averages_the_samples() -> None:
     # What decay takes an epoch, rate · decay · steps, is what it was.
     before, after = 1e-3 * 0.05 / 1024, values["optim.lr"] * values["optim.weight_decay"] / 4096
     assert after == pytest.approx(before)
-    far = scale_recipe(adam, Target(102_400, 1_281_167, 90)).values
+    asked = replace(adam, kept=frozenset({"optim.name"}))
+    far = scale_recipe(asked, Target(102_400, 1_281_167, 90)).values
     assert far["optim.beta2"] == 0.95
     lamb = Recipe(OptimSettings(name="lamb", lr=0.005), 2048, "lamb")
     assert "optim.weight_decay" not in scale_recipe(lamb, Target(8192, 1_281_167, 90)).values
@@ -139,7 +140,8 @@ def test_rates_of_adam_follow_the_root_and_averages_the_samples() -> None:
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
 def test_the_batch_of_adam_grows_where_an_epoch_has_few_steps(name: str) -> None:
     optim = OptimSettings(name=name, lr=1e-3, weight_decay=0.01, schedule="cosine")
-    recipe, target = Recipe(optim, 128, name), Target(2000, 12_000, 15)
+    recipe = Recipe(optim, 128, name, kept=frozenset({"optim.name"}))
+    target = Target(2000, 12_000, 15)
     values = scale_recipe(recipe, target).values
     assert values["run.global_batch_size"] == 500
     assert values["optim.batch_schedule"] == "7.5:2000"
@@ -154,6 +156,67 @@ def test_the_batch_of_adam_grows_where_an_epoch_has_few_steps(name: str) -> None
     for key in ("optim.beta2", "optim.adam_eps", "run.batch_size", "optim.warmup_epochs"):
         assert values.get(key) == one.values.get(key)
     assert "run.global_batch_size" not in scale_recipe(recipe, Target(400, 12_000, 15)).values
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
+def test_muon_takes_over_from_adam_where_an_epoch_has_few_steps(name: str) -> None:
+    optim = OptimSettings(name=name, lr=1e-3, weight_decay=0.05, schedule="cosine")
+    recipe, target = Recipe(optim, 128, name), Target(2000, 12_000, 15)
+    found = scale_recipe(recipe, target)
+    values = found.values
+    assert values["optim.name"] == "muon"
+    assert not {"optim.beta2", "optim.adam_eps"} & values.keys()
+    # All but the decay is as from a recipe for SGD with the rate of the CIFAR-10 recipe.
+    sgd = OptimSettings(name="sgd", lr=0.1, weight_decay=0.05, schedule="cosine")
+    as_sgd = scale_recipe(Recipe(sgd, 128, "sgd"), target)
+    assert values.pop("optim.weight_decay") * values["optim.lr"] * 2 == pytest.approx(
+        2000 / 128 * 1e-3 * 0.05, rel=1e-3
+    ), "of the whole batch, whose rate is twice the first; a step takes as much as the samples"
+    assert values == as_sgd.values
+    assert found.losses == as_sgd.losses
+    no_decay = replace(recipe, optim=replace(optim, weight_decay=0.0))
+    assert "optim.weight_decay" not in scale_recipe(no_decay, target).values
+    large = replace(recipe, batch=8192)
+    far = scale_recipe(large, Target(65_536, 1_281_167, 90)).values
+    assert far["optim.lr"] * 2 == pytest.approx(MOST_RATE, rel=1e-2), "not beyond what was measured"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"kept": frozenset({"optim.lr"})}, "optim.lr was given"),
+        ({"kept": frozenset({"optim.beta2"})}, "optim.beta2 was given"),
+        ({"kept": frozenset({"optim.name", "optim.lr"})}, None),
+        ({"pretrained": True}, "the run begins with given weights"),
+        ({"optim": OptimSettings("adamw", lr=5e-5)}, "a rate of 5e-05 is one for fine-tuning"),
+        (
+            {"optim": OptimSettings("adamw", lr=1e-3, layer_decay=0.75)},
+            "optim.layer_decay is for fine-tuning",
+        ),
+    ],
+)  # fmt: skip
+def test_adam_stays_where_muon_might_not_suit(changes: dict[str, Any], reason: str | None) -> None:
+    optim = OptimSettings(name="adamw", lr=1e-3, weight_decay=0.05, schedule="cosine")
+    recipe = replace(Recipe(optim, 128, "adamw"), **changes)
+    found = scale_recipe(recipe, Target(2000, 12_000, 15))
+    assert "optim.name" not in found.values
+    assert "optim.beta2" in found.values or "optim.beta2" in recipe.kept
+    assert "steps an epoch with adamw" in found.losses[0]
+    assert "muon loses less" in found.losses[0]
+    told = [] if reason is None else [f"adamw stays, because {reason}; --opt muon replaces it"]
+    assert list(found.losses[1:]) == told
+
+
+def test_muon_can_be_asked_for_with_a_recipe_for_adam_and_its_own_rate() -> None:
+    optim = OptimSettings(name="muon", lr=2.0, weight_decay=0.05, schedule="cosine")
+    asked = Recipe(
+        replace(optim, known_good_lr=1e-3), 128, "adamw", kept=frozenset({"optim.name", "optim.lr"})
+    )
+    values = scale_recipe(asked, Target(2000, 12_000, 15)).values
+    assert not {"optim.name", "optim.lr"} & values.keys()
+    pace = 2.0 * values["optim.trust_coefficient"] / 0.1
+    assert pace == pytest.approx(PACE["muon"] / math.sqrt(6), rel=1e-3)
+    assert values["optim.weight_decay"] * 2.0 == pytest.approx(2000 / 128 * 1e-3 * 0.05, rel=1e-3)
 
 
 def test_lars_is_kept_where_asked_for_with_a_long_warm_up() -> None:
@@ -292,8 +355,12 @@ def test_what_the_user_gives_stays_and_the_rest_follows_it() -> None:
         (replace(CIFAR, optimizer="torch.optim:RAdam"), Target(512, 50_000, 90), "optim.scaling"),
         (replace(CIFAR, optim=replace(SGD, name="adamw")), Target(512, 50_000, 90), "optim.name"),
         (replace(CIFAR, optimizer="muon"), Target(512, 50_000, 90), "optim.name"),
+        (replace(CIFAR, optimizer="adamw"), Target(512, 50_000, 90), "optim.name"),
     ],
-    ids=["too-few-steps", "half-an-epoch", "too-small", "unknown", "other-kind", "sgd-of-muon"],
+    ids=[
+        "too-few-steps", "half-an-epoch", "too-small", "unknown", "other-kind", "sgd-of-muon",
+        "sgd-of-adamw",
+    ],
 )  # fmt: skip
 def test_outside_of_the_range_it_refuses_in_one_line(
     recipe: Recipe, target: Target, field: str
@@ -487,6 +554,18 @@ def test_a_recipe_and_a_batch_are_enough() -> None:
     assert (scaled.optim.known_good_batch, scaled.optim.scaling_keeps) == (None, ())
     assert scaled.run.global_batch_size == 2000
     assert scaled.optim.batch_growth.stages == ((45.0, 10_000),)
+
+
+def test_a_recipe_for_adam_becomes_one_for_muon_unless_weights_are_given() -> None:
+    recipe = "cifar10-resnet18-2500-adamw"
+    scaled, described = apply_scaling(auto(recipe, run__global_batch_size=10_000), 50_000, 4)
+    assert scaled.optim.name == "muon"
+    assert "optim.name = muon (fewer than 100 steps an epoch)" in described
+    tuned, described = apply_scaling(
+        auto(recipe, run__global_batch_size=10_000, run__pretrained="weights.pt"), 50_000, 4
+    )
+    assert tuned.optim.name == "adamw"
+    assert "adamw stays, because the run begins with given weights" in described
 
 
 def test_flags_are_kept_and_an_optimizer_of_the_user_too() -> None:

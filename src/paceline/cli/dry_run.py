@@ -67,7 +67,7 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     rehearsal one process computes all virtual ranks, one after the other."""
     from paceline.comm.group import Group
     from paceline.data import BatchPlan
-    from paceline.optim.scaling import describe_in_lines
+    from paceline.optim.scaling_report import describe_in_lines
     from paceline.optim.settings import ANCHORED
     from paceline.train.batch_sizes import (
         apply_scaling,

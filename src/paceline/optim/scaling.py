@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from paceline.core.batch_range import (
     LEAST_STEPS,
@@ -17,9 +17,15 @@ from paceline.core.batch_range import (
     largest_batch_in_range,
 )
 from paceline.core.errors import ConfigError, nearest
+from paceline.optim.scaling_report import Choice, Scaling, expected_loss
 from paceline.optim.settings import OptimSettings
 
-KNOWN = ("adamw", "lamb", "lars", "muon", "sgd")
+OF_ADAM = ("adamw", "lamb")
+KNOWN = (*OF_ADAM, "lars", "muon", "sgd")
+# Who gives one of these for the new batch wants Adam there.
+_ADAMS_OWN = frozenset({"optim.lr", "optim.weight_decay", "optim.beta2", "optim.adam_eps"})
+# Lower rates of Adam are those of fine-tuning, whose small steps Muon's pace would not keep.
+LEAST_ADAM_RATE = 1e-4
 # What the rule may set; a setting that the user gives is kept.
 SCALED = (
     "optim.name", "optim.lr", "optim.trust_coefficient", "optim.orthogonal", "optim.muon_steps",
@@ -35,8 +41,10 @@ SGD_STEPS_PER_EPOCH = 100.0
 # Relative length of a layer's step at the peak, times the root of the steps an epoch.
 PACE = {"muon": 0.32, "lars": 0.7}
 MOST_PACE = {"muon": 0.2, "lars": 0.4}
-# Rate of biases and norms, which have no trust ratio.
+# Rate of biases and norms, which have no trust ratio; where the recipe is for Adam, whose rate says
+# nothing about it, that of the CIFAR-10 recipe for SGD.
 MOST_RATE = 4.0
+RATE_PER_SAMPLE = 0.2 / 256
 # Muon needs a short warm-up, LARS a third of the run.
 WARMUP_STEPS, MOST_WARMUP_SHARE, LARS_WARMUP_SHARE = 20, 0.2, 0.3
 # Weights are averaged over this share of the run where an epoch has few steps.
@@ -45,7 +53,7 @@ AVERAGE_SHARE, AVERAGED_STEPS_PER_EPOCH, LEAST_AVERAGED_STEPS = 1 / 15, 10.0, 4
 # accuracy.
 SHORT_STEPS, SHORT_EPOCHS = 1000, 60
 # With few steps an epoch, the batch of these begins at about a quarter, for half of the run.
-GROWN = ("adamw", "lamb", "muon")
+GROWN = (*OF_ADAM, "muon")
 GROWTH, GROWTH_SHARE, GROWN_STEPS_PER_EPOCH = 4, 1 / 2, 25.0
 _DECAYING = ("cosine", "poly")
 LEAST_BETA2 = 0.95
@@ -59,8 +67,8 @@ class Recipe:
     """`optim` is the recipe's section as the user may have overridden it; `optimizer` the one that is
     known to work at `batch`; `norm_group` the samples of one micro-batch there, None where the recipe
     leaves it open; `mixing` the settings of mixed images that are on; `kept` names settings that the
-    user gave; `averages` says whether weights can be averaged in the run, and `one_batch` why its batch
-    cannot grow."""
+    user gave; `averages` says whether weights can be averaged in the run, `one_batch` why its batch
+    cannot grow, and `pretrained` that it begins with given weights."""
 
     optim: OptimSettings
     batch: int
@@ -71,6 +79,7 @@ class Recipe:
     kept: frozenset[str] = frozenset()
     averages: bool = True
     one_batch: str = ""
+    pretrained: bool = False
 
     @property
     def rate(self) -> float:
@@ -113,47 +122,6 @@ class Target:
         return few and self.epochs < SHORT_EPOCHS
 
 
-class Choice(NamedTuple):
-    name: str
-    value: Any
-    reason: str
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """What the rule chose, which settings of the user it left as they are, and what it expects to be
-    lost."""
-
-    choices: tuple[Choice, ...]
-    losses: tuple[str, ...]
-    headline: str
-    kept: tuple[str, ...] = ()
-
-    @property
-    def values(self) -> dict[str, Any]:
-        return {choice.name: choice.value for choice in self.choices}
-
-    def describe(self) -> str:
-        """One line; `describe_in_lines` breaks it for the terminal."""
-        parts = [f"{c.name} = {c.value} ({c.reason})" for c in self.choices]
-        if not parts:
-            parts = [f"all {'other ' if self.kept else ''}settings as in the recipe"]
-        if self.kept:
-            parts.append(f"kept as given: {', '.join(self.kept)}")
-        parts += [f"expect a loss: {loss}" for loss in self.losses]
-        return f"{self.headline}: " + _BETWEEN.join(parts)
-
-
-_BETWEEN = "; "
-
-
-def describe_in_lines(described: str, indent: str) -> str:
-    """The description of a `Scaling`, with a line for each choice."""
-    headline, colon, choices = described.partition(": ")
-    lines = choices.split(_BETWEEN)
-    return headline + colon.rstrip() + "".join(f"\n{indent}{line}" for line in lines)
-
-
 def scale_recipe(recipe: Recipe, target: Target) -> Scaling:
     """Settings for `target`. Raises ConfigError for an optimizer that the rule does not know and for a
     batch or a length outside of its range."""
@@ -170,7 +138,7 @@ def scale_recipe(recipe: Recipe, target: Target) -> Scaling:
     name = rule.optimizer()
     if name == "sgd":
         rule.set("optim.lr", rule.rate * factor, "proportional to the batch")
-    elif name in ("adamw", "lamb"):
+    elif name in OF_ADAM:
         rule.scale_adam(name)
     else:
         rule.scale_pace(name)
@@ -181,11 +149,16 @@ def scale_recipe(recipe: Recipe, target: Target) -> Scaling:
         rule.grow(group)
     rule.average()
     rule.unmix()
-    losses = _losses(name, recipe, target, bool(rule.grown_steps))
+    losses = []
+    if target.batch > recipe.batch and steps < SGD_STEPS_PER_EPOCH:
+        grows = bool(rule.grown_steps)
+        losses.append(expected_loss(name, steps, target.total_steps, target.is_short, grows))
     if rule.grown_steps:
         headline += f" ({rule.grown_steps:,} with a batch that grows)"
     elif losses and rule.one_batch:
         losses.append(f"the batch does not grow: {rule.one_batch}")
+    if rule.adam_stays:
+        losses.append(f"{name} stays, because {rule.adam_stays}; --opt muon replaces it")
     return Scaling(tuple(rule.choices), tuple(losses), headline, kept)
 
 
@@ -196,10 +169,12 @@ def _check(recipe: Recipe, target: Target) -> None:
                 "optim.scaling", "auto", f"the rule does not know the optimizer {name!r}",
                 f"{nearest(name, KNOWN)}; or use optim.scaling = 'off' and give the rate",
             )  # fmt: skip
-    of_adam = [name in ("adamw", "lamb") for name in (recipe.optimizer, recipe.optim.name)]
+    known, name = recipe.optimizer, recipe.optim.name
+    to_adam = name in OF_ADAM and known not in OF_ADAM
+    from_adam = known in OF_ADAM and name in ("sgd", "lars")
     # The rate of a recipe for LARS or Muon is that of its biases and norms.
-    to_sgd = recipe.optim.name == "sgd" and recipe.optimizer in ("lars", "muon")
-    if of_adam[0] != of_adam[1] or to_sgd:
+    to_sgd = name == "sgd" and known in ("lars", "muon")
+    if to_adam or from_adam or to_sgd:
         raise ConfigError(
             "optim.name", recipe.optim.name,
             f"the rule cannot derive its rate from a recipe for {recipe.optimizer}",
@@ -233,7 +208,7 @@ class _Rule:
         self.factor = target.batch / recipe.batch
         self.rate = recipe.rate
         self.choices: list[Choice] = []
-        self.grown_steps, self.one_batch = 0, ""
+        self.grown_steps, self.one_batch, self.adam_stays = 0, "", ""
 
     def set(self, name: str, value: Any, reason: str) -> Any:
         """The value that the run will have: the user's where it was given."""
@@ -246,13 +221,24 @@ class _Rule:
         return value
 
     def optimizer(self) -> str:
-        """Muon in place of SGD and LARS where steps are few."""
-        given = self.recipe.optim.name
+        """Muon in place of others where steps are few; Adam stays where Muon might not suit."""
+        given, kept = self.recipe.optim.name, self.recipe.kept
         few = self.target.steps_per_epoch < SGD_STEPS_PER_EPOCH and self.factor > 1
-        if given in ("sgd", "lars") and few:
-            reason = f"fewer than {SGD_STEPS_PER_EPOCH:g} steps an epoch"
-            return str(self.set("optim.name", "muon", reason))
-        return given
+        if given == "muon" or not few:
+            return given
+        if given in OF_ADAM and "optim.name" not in kept:
+            if own := sorted(kept & _ADAMS_OWN):
+                self.adam_stays = f"{own[0]} was given"
+            elif self.recipe.pretrained:
+                self.adam_stays = "the run begins with given weights"
+            elif self.rate < LEAST_ADAM_RATE:
+                self.adam_stays = f"a rate of {self.rate:.2g} is one for fine-tuning"
+            elif self.recipe.optim.layer_decay < 1:
+                self.adam_stays = "optim.layer_decay is for fine-tuning"
+            if self.adam_stays:
+                return given
+        reason = f"fewer than {SGD_STEPS_PER_EPOCH:g} steps an epoch"
+        return str(self.set("optim.name", "muon", reason))
 
     def scale_adam(self, name: str) -> None:
         root, optim = math.sqrt(self.factor), self.recipe.optim
@@ -283,8 +269,9 @@ class _Rule:
             pace, why = PACE[name] / math.sqrt(steps), f"{PACE[name]} / √(steps an epoch)"
         if pace > MOST_PACE[name]:
             pace, why = MOST_PACE[name], "the largest that was measured"
-        linear = self.rate * self.factor
-        most = max(MOST_RATE, self.rate)
+        from_adam = self.recipe.optimizer in OF_ADAM
+        usual = RATE_PER_SAMPLE * self.recipe.batch if from_adam else self.rate
+        linear, most = usual * self.factor, max(MOST_RATE, 0.0 if from_adam else usual)
         limited = (
             f"grows with the batch, to at most {most:g}"
             if linear > most
@@ -293,6 +280,9 @@ class _Rule:
         rate = self.set("optim.lr", min(linear, most), f"of biases and norms: {limited}")
         eta = pace * (1 - optim.momentum) / rate
         self.set("optim.trust_coefficient", eta, f"a pace of {pace:.3g}: {why}")
+        if from_adam and optim.weight_decay:
+            decay = self.factor * self.rate * optim.weight_decay / rate
+            self.set("optim.weight_decay", decay, "rate · decay per epoch stays")
 
     def warm_up(self, name: str) -> None:
         optim, target = self.recipe.optim, self.target
@@ -430,41 +420,3 @@ def _norm_group(share: int, wanted: int) -> int:
 
 def _is_small(group: int, share: int, wanted: int) -> bool:
     return 4 * group < min(wanted, share)
-
-
-# Lost by optimizers other than Muon at few steps an epoch, against the best small batch, which is Muon's
-# with 93.6 % in 2026-11-17_field_h200, where each had three tries of its rate (also records
-# 2026-11-15_cifar10_h200 and 2026-11-17_large-batch_h200; 16 to 90 epochs).
-_LOST = {
-    "sgd": "up to 12 points at 20, 40 or more at 5 (muon loses less)",
-    "lars": "up to 5 points at 20, 1 to 40 at 5 (muon loses less)",
-    "adamw": "7 points at 20, 22 at 5 on CIFAR-10 in 16 epochs",
-    "lamb": "6 points at 20, 25 at 5 on CIFAR-10 in 16 epochs",
-}
-
-
-# Small nets against themselves at the small batch, one rate (2026-11-18_growth-with-adam_2-core-cpu).
-_GROWN_WITH = "more below, against the same optimizer at the small batch (small nets, 15 epochs)"
-_LOST_GROWN = {
-    "adamw": f"0.6 points at 20, 2.6 to 5.3 at 6, {_GROWN_WITH}",
-    "lamb": f"1.7 points at 6, {_GROWN_WITH}",
-}
-_WITH = " (with ResNets)"
-
-
-def _losses(name: str, recipe: Recipe, target: Target, grows: bool) -> list[str]:
-    """By what was measured, in points of top-1; docs/large-batch.md has the runs."""
-    steps, total = target.steps_per_epoch, target.total_steps
-    if target.batch <= recipe.batch or steps >= SGD_STEPS_PER_EPOCH:
-        return []
-    if name in _LOST:
-        lost = _LOST_GROWN[name] if grows else _LOST[name]
-        return [f"{steps:.3g} steps an epoch with {name}: {lost}"]
-    if not target.is_short:
-        lost = "up to 0.7 points at 20, up to 2 at 5" if grows else "up to 2.3 points at 5 to 20"
-        return [f"{steps:.3g} steps an epoch: {lost}, more below{_WITH}"]
-    of = f"{total} steps of the whole batch in all"
-    if grows:
-        return [f"{of}: up to 1.6 points at 600, up to 3 at 150, more below{_WITH}"]
-    lost = "1 to 5.5 points at 150, more below" if total < 450 else "up to 2.5 points at 600"
-    return [f"{of}: {lost}{_WITH}"]

@@ -108,7 +108,7 @@ def apply_scaling(
         mixing=tuple(f"run.{name}" for name in ("mixup", "cutmix") if getattr(config.run, name)),
         # Averages are refused where ranks have weights of their own.
         averages=config.comm.mode == "synchronous" and config.comm.hook != "post_local_sgd",
-        one_batch=_why_one_batch(config),
+        one_batch=_why_one_batch(config), pretrained=bool(config.run.pretrained),
     )  # fmt: skip
     target = Target(sizes.global_batch, samples, config.run.epochs, ranks)
     scaling = scale_recipe(recipe, target if resumed is None else _as_before(target, resumed))

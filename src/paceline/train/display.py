@@ -34,7 +34,7 @@ from paceline.core.events import (
 )
 from paceline.core.units import format_duration, format_percent
 from paceline.core.untrusted import one_line, printable
-from paceline.optim.scaling import describe_in_lines
+from paceline.optim.scaling_report import describe_in_lines
 from paceline.report import RunFiles, summary_rows, verdict
 
 # The rate is the median of this many steps, so that one slow step does not change it.
