@@ -101,8 +101,8 @@ class Failure:
                 self.record()
                 waits = self.consequence or self.between_ranks
                 if not (_launcher_stays() if waits else is_child_of_launcher()):
-                    self.show()
                     _reports.shown = True
+                    self.show()
         return self.exit_code
 
     def record(self) -> None:
@@ -289,7 +289,7 @@ class LauncherWatch:
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:
-        _reports.shown = False  # of the command before, in tests
+        _reports.shown = False  # one report of each command
         self._launcher = find_launcher(env)
         if self._launcher is not None:
             threading.Thread(target=self._watch, name="paceline-launcher", daemon=True).start()
@@ -318,8 +318,8 @@ class LauncherWatch:
         while (failure := self.loss()) is None:
             time.sleep(_POLL_S)
         if not callable(signal.getsignal(signal.SIGTERM)):
-            # Before the first step there is nothing to save; after the last one, all is saved, or is
-            # being saved after an error.
+            # Before the first step there is nothing to save; after the last one, all is saved. After an
+            # error, a checkpoint that is still being written is lost; the one before it is there.
             self._end(failure)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_STOP_S)
