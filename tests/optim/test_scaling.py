@@ -186,7 +186,9 @@ def test_muon_takes_over_from_adam_where_an_epoch_has_few_steps(name: str) -> No
     [
         ({"kept": frozenset({"optim.lr"})}, "optim.lr was given"),
         ({"kept": frozenset({"optim.beta2"})}, "optim.beta2 was given"),
+        ({"kept": frozenset({"optim.beta1"})}, "optim.beta1 was given"),
         ({"kept": frozenset({"optim.name", "optim.lr"})}, None),
+        ({"optim": OptimSettings("lamb", lr=1e-3, clip=True)}, "optim.clip has no form for muon"),
         ({"pretrained": True}, "the run begins with given weights"),
         ({"optim": OptimSettings("adamw", lr=5e-5)}, "a rate of 5e-05 is one for fine-tuning"),
         (
@@ -201,10 +203,25 @@ def test_adam_stays_where_muon_might_not_suit(changes: dict[str, Any], reason: s
     found = scale_recipe(recipe, Target(2000, 12_000, 15))
     assert "optim.name" not in found.values
     assert "optim.beta2" in found.values or "optim.beta2" in recipe.kept
-    assert "steps an epoch with adamw" in found.losses[0]
-    assert "muon loses less" in found.losses[0]
-    told = [] if reason is None else [f"adamw stays, because {reason}; --opt muon replaces it"]
-    assert list(found.losses[1:]) == told
+    (loss,) = found.losses
+    assert f"steps an epoch with {recipe.optim.name}" in loss
+    fine_tunes = reason is not None and ("fine-tuning" in reason or "weights" in reason)
+    assert ("muon loses less" in loss) != fine_tunes
+    if reason is None:
+        assert not found.notes
+    else:
+        (note,) = found.notes
+        assert note.startswith(f"{recipe.optim.name} stays: {reason} (")
+    # Each choice and each remark has a line of its own.
+    lines = describe_in_lines(found.describe(), indent="  ").splitlines()[1:]
+    assert len(lines) == len(found.choices) + len(found.notes) + 1 + bool(found.kept)
+
+
+def test_the_default_rate_of_adam_is_not_one_for_fine_tuning() -> None:
+    """However small the batch: it is linear in it."""
+    recipe = Recipe(OptimSettings(name="adamw", schedule="cosine"), 32, "adamw")
+    assert recipe.rate < 1e-4
+    assert scale_recipe(recipe, Target(2000, 12_000, 15)).values["optim.name"] == "muon"
 
 
 def test_muon_can_be_asked_for_with_a_recipe_for_adam_and_its_own_rate() -> None:
@@ -565,7 +582,38 @@ def test_a_recipe_for_adam_becomes_one_for_muon_unless_weights_are_given() -> No
         auto(recipe, run__global_batch_size=10_000, run__pretrained="weights.pt"), 50_000, 4
     )
     assert tuned.optim.name == "adamw"
-    assert "adamw stays, because the run begins with given weights" in described
+    assert "adamw stays: the run begins with given weights" in described
+
+
+@pytest.mark.parametrize("given", [{}, {"optim__name": "muon"}])
+def test_muon_has_the_decay_of_a_recipe_for_adam_without_a_rate(
+    tmp_path: Path, given: dict[str, str]
+) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        '[run]\nglobal_batch_size = 128\n[optim]\nname = "adamw"\nweight_decay = 0.05\n'
+        'schedule = "cosine"\n'
+    )
+    config = auto(str(recipe), run__global_batch_size=2000, run__epochs=15, **given)
+    optim = apply_scaling(config, 12_000, 1)[0].optim
+    assert optim.name == "muon"
+    assert optim.lr is not None
+    shrinks = 2 * optim.lr * optim.weight_decay  # at the whole batch, four times the first
+    assert shrinks == pytest.approx(2000 / 128 * 0.000125 * 0.05, rel=1e-2)
+    with pytest.raises(ConfigError, match="cannot derive its rate from a recipe for adamw"):
+        apply_scaling(auto(str(recipe), optim__name="muon"), 12_000, 1)
+
+
+def test_a_resumed_run_remembers_that_it_began_with_given_weights() -> None:
+    recipe, batch = "cifar10-resnet18-2500-adamw", 10_000
+    first = apply_scaling(
+        auto(recipe, run__global_batch_size=batch, run__pretrained="weights.pt"), 50_000, 4
+    )[0]
+    resumed = Checkpoint.__new__(Checkpoint)
+    object.__setattr__(resumed, "sampler", {"global_batch": first.run.global_batch_size})
+    object.__setattr__(resumed, "config", first.to_tables())
+    again = apply_scaling(auto(recipe, run__global_batch_size=batch), 50_000, 4, resumed=resumed)[0]
+    assert again.optim == first.optim
 
 
 def test_flags_are_kept_and_an_optimizer_of_the_user_too() -> None:

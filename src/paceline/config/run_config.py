@@ -21,7 +21,7 @@ from paceline.core.settings import flatten, from_table, to_table
 from paceline.core.untrusted import ParseError, parse_toml
 from paceline.data import DataSettings
 from paceline.models.settings import ModelSettings
-from paceline.optim.scaling import SCALED
+from paceline.optim.scaling import OF_ADAM, SCALED
 from paceline.optim.settings import CYCLES, OPTIMIZERS_OF_SGD, OPTIMIZERS_OF_SVRG, OptimSettings
 from paceline.plan.fusion_plan import EIGHT_BIT
 from paceline.plan.rehearsal import RehearseSettings
@@ -286,7 +286,10 @@ def _add_scaling_facts(recipe: Tables, overrides: Mapping[str, Any], optim: dict
         optim.setdefault("known_good_optimizer", name)
         own = from_table(OptimSettings, "optim", recipe.get("optim", {}))
         known = optim.get("known_good_batch")
-        if "optim.lr" in overrides and isinstance(known, int) and known > 0:
+        # A recipe without a rate has the default of its own optimizer.
+        to_muon = name in OF_ADAM and overrides.get("optim.name") == "muon"
+        given = "optim.lr" in overrides or to_muon
+        if given and isinstance(known, int) and known > 0:
             optim.setdefault("known_good_lr", own.peak_lr(known))
         if "optim.momentum" in overrides:
             optim.setdefault("known_good_momentum", own.momentum)

@@ -17,22 +17,25 @@ from paceline.core.batch_range import (
     largest_batch_in_range,
 )
 from paceline.core.errors import ConfigError, nearest
-from paceline.optim.scaling_report import Choice, Scaling, expected_loss
+from paceline.optim.scaling_report import MUON_LOSES_LESS, Choice, Scaling, expected_loss
 from paceline.optim.settings import OptimSettings
 
 OF_ADAM = ("adamw", "lamb")
 KNOWN = (*OF_ADAM, "lars", "muon", "sgd")
 # Who gives one of these for the new batch wants Adam there.
-_ADAMS_OWN = frozenset({"optim.lr", "optim.weight_decay", "optim.beta2", "optim.adam_eps"})
-# Lower rates of Adam are those of fine-tuning, whose small steps Muon's pace would not keep.
+_ADAMS_OWN = frozenset(
+    {"optim.lr", "optim.weight_decay", "optim.beta1", "optim.beta2", "optim.adam_eps"}
+)
+# Lower rates of Adam, but for its default, are those of fine-tuning, whose small steps Muon's pace would
+# not keep.
 LEAST_ADAM_RATE = 1e-4
-# What the rule may set; a setting that the user gives is kept.
+# What the rule may set, or has to know of; a setting that the user gives is kept.
 SCALED = (
     "optim.name", "optim.lr", "optim.trust_coefficient", "optim.orthogonal", "optim.muon_steps",
-    "optim.momentum", "optim.nesterov", "optim.beta2", "optim.adam_eps", "optim.weight_decay",
-    "optim.warmup_epochs", "optim.warmup_max_share", "optim.schedule", "optim.poly_power",
-    "optim.batch_schedule", "optim.batch_rate", "run.batch_size", "run.average_epochs", "run.cutmix",
-    "run.mixup",
+    "optim.momentum", "optim.nesterov", "optim.beta1", "optim.beta2", "optim.adam_eps",
+    "optim.weight_decay", "optim.warmup_epochs", "optim.warmup_max_share", "optim.schedule",
+    "optim.poly_power", "optim.batch_schedule", "optim.batch_rate", "run.batch_size",
+    "run.average_epochs", "run.cutmix", "run.mixup",
 )  # fmt: skip
 # A batch this many times smaller than the known-good one, or less, has not been measured.
 LEAST_FACTOR = 1 / 4
@@ -152,14 +155,14 @@ def scale_recipe(recipe: Recipe, target: Target) -> Scaling:
     losses = []
     if target.batch > recipe.batch and steps < SGD_STEPS_PER_EPOCH:
         grows = bool(rule.grown_steps)
-        losses.append(expected_loss(name, steps, target.total_steps, target.is_short, grows))
+        loss = expected_loss(name, steps, target.total_steps, target.is_short, grows)
+        losses.append(loss + (MUON_LOSES_LESS if name != "muon" and not rule.fine_tunes else ""))
     if rule.grown_steps:
         headline += f" ({rule.grown_steps:,} with a batch that grows)"
     elif losses and rule.one_batch:
         losses.append(f"the batch does not grow: {rule.one_batch}")
-    if rule.adam_stays:
-        losses.append(f"{name} stays, because {rule.adam_stays}; --opt muon replaces it")
-    return Scaling(tuple(rule.choices), tuple(losses), headline, kept)
+    notes = (f"{name} stays: {rule.adam_stays}",) if rule.adam_stays else ()
+    return Scaling(tuple(rule.choices), tuple(losses), headline, kept, notes)
 
 
 def _check(recipe: Recipe, target: Target) -> None:
@@ -171,7 +174,9 @@ def _check(recipe: Recipe, target: Target) -> None:
             )  # fmt: skip
     known, name = recipe.optimizer, recipe.optim.name
     to_adam = name in OF_ADAM and known not in OF_ADAM
-    from_adam = known in OF_ADAM and name in ("sgd", "lars")
+    # Muon's pace is known for larger batches.
+    larger = ("muon",) if target.batch > recipe.batch else ()
+    from_adam = known in OF_ADAM and name not in (*OF_ADAM, *larger)
     # The rate of a recipe for LARS or Muon is that of its biases and norms.
     to_sgd = name == "sgd" and known in ("lars", "muon")
     if to_adam or from_adam or to_sgd:
@@ -208,7 +213,8 @@ class _Rule:
         self.factor = target.batch / recipe.batch
         self.rate = recipe.rate
         self.choices: list[Choice] = []
-        self.grown_steps, self.one_batch, self.adam_stays = 0, "", ""
+        self.grown_steps, self.one_batch = 0, ""
+        self.adam_stays, self.fine_tunes = "", False
 
     def set(self, name: str, value: Any, reason: str) -> Any:
         """The value that the run will have: the user's where it was given."""
@@ -227,18 +233,28 @@ class _Rule:
         if given == "muon" or not few:
             return given
         if given in OF_ADAM and "optim.name" not in kept:
-            if own := sorted(kept & _ADAMS_OWN):
-                self.adam_stays = f"{own[0]} was given"
-            elif self.recipe.pretrained:
-                self.adam_stays = "the run begins with given weights"
-            elif self.rate < LEAST_ADAM_RATE:
-                self.adam_stays = f"a rate of {self.rate:.2g} is one for fine-tuning"
-            elif self.recipe.optim.layer_decay < 1:
-                self.adam_stays = "optim.layer_decay is for fine-tuning"
+            self.adam_stays = self._why_adam_stays()
             if self.adam_stays:
                 return given
         reason = f"fewer than {SGD_STEPS_PER_EPOCH:g} steps an epoch"
         return str(self.set("optim.name", "muon", reason))
+
+    def _why_adam_stays(self) -> str:
+        optim, own = self.recipe.optim, sorted(self.recipe.kept & _ADAMS_OWN)
+        if own:
+            return f"{own[0]} was given (without it, muon replaces {optim.name})"
+        if optim.clip:
+            return f"optim.clip has no form for muon (without it, muon replaces {optim.name})"
+        default = optim.lr is None and optim.has_default_base
+        fine = ""
+        if self.recipe.pretrained:
+            fine = "the run begins with given weights"
+        elif optim.layer_decay < 1:
+            fine = "optim.layer_decay is for fine-tuning"
+        elif self.rate < LEAST_ADAM_RATE and not default:
+            fine = f"a rate of {self.rate:.3g} is one for fine-tuning"
+        self.fine_tunes = bool(fine)
+        return fine and f"{fine} (--opt muon replaces it all the same)"
 
     def scale_adam(self, name: str) -> None:
         root, optim = math.sqrt(self.factor), self.recipe.optim
@@ -360,8 +376,8 @@ class _Rule:
             if group and not target.first_batch and self._first_batch(group, ranks=1) < batch:
                 parts = batch // target.ranks // group
                 self.one_batch = (
-                    f"a rank has {parts} micro-batch{'es' if parts > 1 else ''} of {group} a step; "
-                    "fewer ranks or a smaller --batch-size let it"
+                    f"a rank has {parts} micro-batch{'es' if parts > 1 else ''} of {group} a step "
+                    "(fewer ranks or a smaller --batch-size let it grow)"
                 )
             return
         if recipe.one_batch:

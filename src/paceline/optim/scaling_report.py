@@ -23,6 +23,7 @@ class Scaling:
     losses: tuple[str, ...]
     headline: str
     kept: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def values(self) -> dict[str, Any]:
@@ -35,7 +36,7 @@ class Scaling:
             parts = [f"all {'other ' if self.kept else ''}settings as in the recipe"]
         if self.kept:
             parts.append(f"kept as given: {', '.join(self.kept)}")
-        parts += [f"expect a loss: {loss}" for loss in self.losses]
+        parts += [*self.notes, *(f"expect a loss: {loss}" for loss in self.losses)]
         return f"{self.headline}: " + _BETWEEN.join(parts)
 
 
@@ -53,20 +54,19 @@ def describe_in_lines(described: str, indent: str) -> str:
 # with 93.6 % in 2026-11-17_field_h200, where each had three tries of its rate (also records
 # 2026-11-15_cifar10_h200 and 2026-11-17_large-batch_h200; 16 to 90 epochs).
 _LOST = {
-    "sgd": "up to 12 points at 20, 40 or more at 5 (muon loses less)",
-    "lars": "up to 5 points at 20, 1 to 40 at 5 (muon loses less)",
-    "adamw": "7 points at 20, 22 at 5 on CIFAR-10 in 16 epochs (muon loses less)",
-    "lamb": "6 points at 20, 25 at 5 on CIFAR-10 in 16 epochs (muon loses less)",
+    "sgd": "up to 12 points at 20, 40 or more at 5",
+    "lars": "up to 5 points at 20, 1 to 40 at 5",
+    "adamw": "7 points at 20, 22 at 5 on CIFAR-10 in 16 epochs",
+    "lamb": "6 points at 20, 25 at 5 on CIFAR-10 in 16 epochs",
 }
 
 
-# Small nets against themselves at the small batch, one rate (2026-11-18_growth-with-adam_2-core-cpu).
-_GROWN_WITH = (
-    "more below, against the same optimizer at the small batch "
-    "(small nets, 15 epochs; muon loses less)"
-)
+MUON_LOSES_LESS = " (muon loses less)"
+# Small nets against themselves at the small batch (2026-11-18_growth-with-adam_2-core-cpu, one rate;
+# 2026-11-18_muon-from-adam_2-core-cpu, another).
+_GROWN_WITH = "more below, against the same optimizer at the small batch of small nets in 15 epochs"
 _LOST_GROWN = {
-    "adamw": f"0.6 points at 20, 2.6 to 5.3 at 6, {_GROWN_WITH}",
+    "adamw": f"0.6 to 1.3 points at 20, 0.3 to 5.3 at 6, {_GROWN_WITH}",
     "lamb": f"1.7 points at 6, {_GROWN_WITH}",
 }
 _WITH = " (with ResNets)"

@@ -108,7 +108,7 @@ def apply_scaling(
         mixing=tuple(f"run.{name}" for name in ("mixup", "cutmix") if getattr(config.run, name)),
         # Averages are refused where ranks have weights of their own.
         averages=config.comm.mode == "synchronous" and config.comm.hook != "post_local_sgd",
-        one_batch=_why_one_batch(config), pretrained=bool(config.run.pretrained),
+        one_batch=_why_one_batch(config), pretrained=_pretrained(config, resumed),
     )  # fmt: skip
     target = Target(sizes.global_batch, samples, config.run.epochs, ranks)
     scaling = scale_recipe(recipe, target if resumed is None else _as_before(target, resumed))
@@ -138,6 +138,12 @@ def _as_before(target: Target, resumed: Checkpoint) -> Target:
     if last != target.batch:
         return target
     return replace(target, first_batch=first, grows_at=stages[0][0] if stages else None)
+
+
+def _pretrained(config: RunConfig, resumed: Checkpoint | None) -> bool:
+    """A run that is resumed may have begun with given weights, also where it is not told so again."""
+    before = flatten(resumed.config).get("run.pretrained") if resumed else ""
+    return bool(config.run.pretrained or before)
 
 
 def _why_one_batch(config: RunConfig) -> str:
