@@ -188,7 +188,21 @@ def test_muon_takes_over_from_adam_where_an_epoch_has_few_steps(name: str) -> No
         ({"kept": frozenset({"optim.beta2"})}, "optim.beta2 was given"),
         ({"kept": frozenset({"optim.beta1"})}, "optim.beta1 was given"),
         ({"kept": frozenset({"optim.name", "optim.lr"})}, None),
-        ({"optim": OptimSettings("lamb", lr=1e-3, clip=True)}, "optim.clip has no form for muon"),
+        (
+            {"kept": frozenset({"optim.lr", "optim.beta2"})},
+            "optim.beta2, optim.lr were given (without them",
+        ),
+        ({"optim": OptimSettings("lamb", lr=1e-3, clip=True)}, "optim.clip was given"),
+        # Fine-tuning is the stronger reason.
+        (
+            {"kept": frozenset({"optim.lr"}), "pretrained": True},
+            "the run begins with given weights",
+        ),
+        ({"kept": frozenset({"optim.name"}), "pretrained": True}, None),
+        (
+            {"optim": OptimSettings("adamw", known_good_lr=5e-5)},
+            "a rate of 5e-05 is one for fine-tuning",
+        ),
         ({"pretrained": True}, "the run begins with given weights"),
         ({"optim": OptimSettings("adamw", lr=5e-5)}, "a rate of 5e-05 is one for fine-tuning"),
         (
@@ -205,13 +219,13 @@ def test_adam_stays_where_muon_might_not_suit(changes: dict[str, Any], reason: s
     assert "optim.beta2" in found.values or "optim.beta2" in recipe.kept
     (loss,) = found.losses
     assert f"steps an epoch with {recipe.optim.name}" in loss
-    fine_tunes = reason is not None and ("fine-tuning" in reason or "weights" in reason)
+    fine_tunes = recipe.pretrained or (reason is not None and "fine-tuning" in reason)
     assert ("muon loses less" in loss) != fine_tunes
     if reason is None:
         assert not found.notes
     else:
         (note,) = found.notes
-        assert note.startswith(f"{recipe.optim.name} stays: {reason} (")
+        assert note.startswith(f"{recipe.optim.name} stays: {reason}")
     # Each choice and each remark has a line of its own.
     lines = describe_in_lines(found.describe(), indent="  ").splitlines()[1:]
     assert len(lines) == len(found.choices) + len(found.notes) + 1 + bool(found.kept)
@@ -585,21 +599,22 @@ def test_a_recipe_for_adam_becomes_one_for_muon_unless_weights_are_given() -> No
     assert "adamw stays: the run begins with given weights" in described
 
 
-@pytest.mark.parametrize("given", [{}, {"optim__name": "muon"}])
+@pytest.mark.parametrize("named", [{}, {"optim__name": "muon"}])
+@pytest.mark.parametrize(("base", "rate"), [({}, 0.000125), ({"optim__lr_base": 0.004}, 0.002)])
 def test_muon_has_the_decay_of_a_recipe_for_adam_without_a_rate(
-    tmp_path: Path, given: dict[str, str]
+    tmp_path: Path, named: dict[str, str], base: dict[str, float], rate: float
 ) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
         '[run]\nglobal_batch_size = 128\n[optim]\nname = "adamw"\nweight_decay = 0.05\n'
         'schedule = "cosine"\n'
     )
-    config = auto(str(recipe), run__global_batch_size=2000, run__epochs=15, **given)
+    config = auto(str(recipe), run__global_batch_size=2000, run__epochs=15, **named, **base)
     optim = apply_scaling(config, 12_000, 1)[0].optim
     assert optim.name == "muon"
     assert optim.lr is not None
     shrinks = 2 * optim.lr * optim.weight_decay  # at the whole batch, four times the first
-    assert shrinks == pytest.approx(2000 / 128 * 0.000125 * 0.05, rel=1e-2)
+    assert shrinks == pytest.approx(2000 / 128 * rate * 0.05, rel=1e-2)
     with pytest.raises(ConfigError, match="cannot derive its rate from a recipe for adamw"):
         apply_scaling(auto(str(recipe), optim__name="muon"), 12_000, 1)
 

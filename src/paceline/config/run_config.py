@@ -284,10 +284,12 @@ def _add_scaling_facts(recipe: Tables, overrides: Mapping[str, Any], optim: dict
     if recipe:
         name = recipe.get("optim", {}).get("name", OptimSettings.name)
         optim.setdefault("known_good_optimizer", name)
-        own = from_table(OptimSettings, "optim", recipe.get("optim", {}))
-        known = optim.get("known_good_batch")
         # A recipe without a rate has the default of its own optimizer.
         to_muon = name in OF_ADAM and overrides.get("optim.name") == "muon"
+        bases = [key for key in ("lr_base", "lr_base_batch") if f"optim.{key}" in overrides]
+        rates = {key: overrides[f"optim.{key}"] for key in bases if to_muon}
+        own = from_table(OptimSettings, "optim", recipe.get("optim", {}) | rates)
+        known = optim.get("known_good_batch")
         given = "optim.lr" in overrides or to_muon
         if given and isinstance(known, int) and known > 0:
             optim.setdefault("known_good_lr", own.peak_lr(known))

@@ -156,7 +156,7 @@ def scale_recipe(recipe: Recipe, target: Target) -> Scaling:
     if target.batch > recipe.batch and steps < SGD_STEPS_PER_EPOCH:
         grows = bool(rule.grown_steps)
         loss = expected_loss(name, steps, target.total_steps, target.is_short, grows)
-        losses.append(loss + (MUON_LOSES_LESS if name != "muon" and not rule.fine_tunes else ""))
+        losses.append(loss + (MUON_LOSES_LESS if name != "muon" and not rule.fine_tuning else ""))
     if rule.grown_steps:
         headline += f" ({rule.grown_steps:,} with a batch that grows)"
     elif losses and rule.one_batch:
@@ -214,7 +214,7 @@ class _Rule:
         self.rate = recipe.rate
         self.choices: list[Choice] = []
         self.grown_steps, self.one_batch = 0, ""
-        self.adam_stays, self.fine_tunes = "", False
+        self.adam_stays, self.fine_tuning = "", self._find_fine_tuning()
 
     def set(self, name: str, value: Any, reason: str) -> Any:
         """The value that the run will have: the user's where it was given."""
@@ -240,21 +240,29 @@ class _Rule:
         return str(self.set("optim.name", "muon", reason))
 
     def _why_adam_stays(self) -> str:
+        if self.fine_tuning:
+            return f"{self.fine_tuning} (--opt muon replaces it all the same)"
         optim, own = self.recipe.optim, sorted(self.recipe.kept & _ADAMS_OWN)
-        if own:
-            return f"{own[0]} was given (without it, muon replaces {optim.name})"
         if optim.clip:
-            return f"optim.clip has no form for muon (without it, muon replaces {optim.name})"
-        default = optim.lr is None and optim.has_default_base
-        fine = ""
+            own.append("optim.clip")
+        if not own:
+            return ""
+        they, them = ("was", "it") if len(own) == 1 else ("were", "them")
+        return f"{', '.join(own)} {they} given (without {them}, muon replaces {optim.name})"
+
+    def _find_fine_tuning(self) -> str:
+        """How Adam's recipe shows that it is for fine-tuning; empty where it does not."""
+        optim = self.recipe.optim
+        if optim.name not in OF_ADAM:
+            return ""
         if self.recipe.pretrained:
-            fine = "the run begins with given weights"
-        elif optim.layer_decay < 1:
-            fine = "optim.layer_decay is for fine-tuning"
-        elif self.rate < LEAST_ADAM_RATE and not default:
-            fine = f"a rate of {self.rate:.3g} is one for fine-tuning"
-        self.fine_tunes = bool(fine)
-        return fine and f"{fine} (--opt muon replaces it all the same)"
+            return "the run begins with given weights"
+        if optim.layer_decay < 1:
+            return "optim.layer_decay is for fine-tuning"
+        unset = optim.lr is None and optim.known_good_lr is None and optim.has_default_base
+        if self.rate < LEAST_ADAM_RATE and not unset:
+            return f"a rate of {self.rate:.3g} is one for fine-tuning"
+        return ""
 
     def scale_adam(self, name: str) -> None:
         root, optim = math.sqrt(self.factor), self.recipe.optim
