@@ -615,8 +615,9 @@ def test_muon_has_the_decay_of_a_recipe_for_adam_without_a_rate(
     assert optim.lr is not None
     shrinks = 2 * optim.lr * optim.weight_decay  # at the whole batch, four times the first
     assert shrinks == pytest.approx(2000 / 128 * rate * 0.05, rel=1e-2)
-    with pytest.raises(ConfigError, match="cannot derive its rate from a recipe for adamw"):
+    with pytest.raises(ConfigError, match="only for batches above 128; use --opt adamw") as caught:
         apply_scaling(auto(str(recipe), optim__name="muon"), 12_000, 1)
+    assert caught.value.field == "optim.name"
 
 
 def test_a_resumed_run_remembers_that_it_began_with_given_weights() -> None:

@@ -174,9 +174,7 @@ def _check(recipe: Recipe, target: Target) -> None:
             )  # fmt: skip
     known, name = recipe.optimizer, recipe.optim.name
     to_adam = name in OF_ADAM and known not in OF_ADAM
-    # Muon's pace is known for larger batches.
-    larger = ("muon",) if target.batch > recipe.batch else ()
-    from_adam = known in OF_ADAM and name not in (*OF_ADAM, *larger)
+    from_adam = known in OF_ADAM and name in ("sgd", "lars")
     # The rate of a recipe for LARS or Muon is that of its biases and norms.
     to_sgd = name == "sgd" and known in ("lars", "muon")
     if to_adam or from_adam or to_sgd:
@@ -184,6 +182,12 @@ def _check(recipe: Recipe, target: Target) -> None:
             "optim.name", recipe.optim.name,
             f"the rule cannot derive its rate from a recipe for {recipe.optimizer}",
             "use a recipe whose rate is known for it",
+        )  # fmt: skip
+    if known in OF_ADAM and name == "muon" and target.batch <= recipe.batch:
+        raise ConfigError(
+            "optim.name", name,
+            f"the rule derives it from a recipe for {known} only for batches above {recipe.batch}",
+            f"use --opt {known}, or a larger batch",
         )  # fmt: skip
     steps, total = target.steps_per_epoch, target.total_steps
     if steps < LEAST_STEPS_PER_EPOCH or total < LEAST_STEPS:
@@ -295,7 +299,7 @@ class _Rule:
             pace, why = MOST_PACE[name], "the largest that was measured"
         from_adam = self.recipe.optimizer in OF_ADAM
         usual = RATE_PER_SAMPLE * self.recipe.batch if from_adam else self.rate
-        linear, most = usual * self.factor, max(MOST_RATE, 0.0 if from_adam else usual)
+        linear, most = usual * self.factor, MOST_RATE if from_adam else max(MOST_RATE, usual)
         limited = (
             f"grows with the batch, to at most {most:g}"
             if linear > most
