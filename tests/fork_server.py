@@ -216,10 +216,10 @@ def _launcher(request: Request) -> Request:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     def popen(self: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]) -> AdoptedChild:
-        # `python -m paceline ARGUMENTS`
+        # `python -P -m paceline ARGUMENTS`
         name, obeys = f"rank{env['RANK']}", request.obeys_permissions
         rank = Request(
-            name, list(args[3:]), env, obeys_permissions=obeys, tears_down=request.tears_down,
+            name, list(args[4:]), env, obeys_permissions=obeys, tears_down=request.tears_down,
             fault=request.fault,
         )  # fmt: skip
         with _signals_later():

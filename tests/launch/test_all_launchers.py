@@ -47,7 +47,9 @@ def assert_same(
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The summary of `paceline train --nproc-per-node 2`, undisturbed, which all others must equal."""
     folder = tmp_path_factory.mktemp("reference")
-    command = [sys.executable, "-m", "paceline", *training(folder / "run")]
+    # No rank takes a module from the current directory, which may be a foreign run folder.
+    (folder / "json.py").write_text("raise SystemExit('json.py of the current directory')\n")
+    command = [sys.executable, "-P", "-m", "paceline", *training(folder / "run")]
     done = run([*command, "--nproc-per-node", "2"], folder)
     assert (done.code, done.err) == (0, ""), done.out
     found = summary(folder / "run")

@@ -315,7 +315,7 @@ class RowProcess:
         # A file, closed after reading: a full pipe would block the row.
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "paceline.bench.step", row.to_json()],
+            [sys.executable, "-P", "-m", "paceline.bench.step", row.to_json()],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
         )  # fmt: skip
         self._late = False

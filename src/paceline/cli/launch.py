@@ -92,7 +92,9 @@ def launch(
         own["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     try:
         with signals, _environment(own):
-            elastic_launch(config, sys.executable)("-m", "paceline", *arguments)
+            # -P: as with the command `paceline`, no module comes from the current directory, which may
+            # be a foreign run folder. `import_object` adds it for modules that the user names.
+            elastic_launch(config, sys.executable)("-P", "-m", "paceline", *arguments)
     except ChildFailedError as error:
         cause = root_cause(error.failures)
         if isinstance(cause, int):

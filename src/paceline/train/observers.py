@@ -232,7 +232,9 @@ class WatchProcess:
         with opened:
             self.url = url_of(opened)
             descriptor = opened.fileno()
-            command = [sys.executable, "-m", "paceline.report.server", str(descriptor), str(folder)]
+            # -P: no module comes from the current directory.
+            command = [sys.executable, "-P", "-m", "paceline.report.server"]
+            command += [str(descriptor), str(folder)]
             # It lives as long as its standard input, also after `kill -9` of this process.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, pass_fds=[descriptor], start_new_session=True
