@@ -90,7 +90,8 @@ class Trainer:
     source or dataset for evaluation, or `val_split` the share of `data` to hold out. `recipe` is a
     shipped name or a TOML file. `optimizer` is a name, `module:Class`, or a function that makes an
     optimizer of parameter groups. `loss` maps outputs and targets to one value per sample. `settings`
-    has any setting as `{"section.key": value}`.
+    has any setting as `{"section.key": value}`. `trust` allows the code that a recipe or a run in
+    `output` names; code that you name here needs none.
 
     Example:
         trainer = pl.Trainer("resnet18", "photos/", epochs=20, val_split=0.1)
@@ -124,6 +125,7 @@ class Trainer:
         output: str | Path | None = None,
         resume: str | Path | None = None,
         settings: Mapping[str, Any] | None = None,
+        trust: bool = False,
     ) -> None:
         named: dict[str, Any] = {
             "data.val_split": val_split, "optim.lr": lr, "run.epochs": epochs,
@@ -144,8 +146,8 @@ class Trainer:
         values = {**(settings or {}), **values}
         if recipe is None and not {"data.dir", "data.source"} & values.keys():
             recipe = "quickstart"
-        config = load_config(str(recipe) if recipe else None, values)
-        self._set_up(config, Components(**components))
+        config = load_config(str(recipe) if recipe else None, values, trust=trust)
+        self._set_up(config, Components(**components), trust)
 
     @classmethod
     def from_config(cls, config: RunConfig, components: Components | None = None) -> Trainer:
@@ -154,8 +156,10 @@ class Trainer:
         trainer._set_up(config, components or Components())
         return trainer
 
-    def _set_up(self, config: RunConfig, components: Components) -> None:
+    def _set_up(self, config: RunConfig, components: Components, trust: bool = False) -> None:
         self.config = config
+        # Checkpoints in the run folder may come from elsewhere: they may name what this program names.
+        self._trust = trust or config
         self._components = components
         self._folder: Path | None = None
 
@@ -190,7 +194,7 @@ class Trainer:
             source = as_source(data, "val", classes)
             components = replace(components, val_data=source)
         overrides = {"run.device": self.config.run.device}
-        found, _, _ = evaluate_file(path, overrides, batch_size, components, trust=True)
+        found, _, _ = evaluate_file(path, overrides, batch_size, components, trust=self._trust)
         if isinstance(found, signal.Signals):
             raise RunError(f"the evaluation was stopped by {found.name}", "call it again")
         return found
@@ -198,7 +202,10 @@ class Trainer:
     def predictor(self) -> Predictor:
         """The best checkpoint, ready to classify images and to be exported."""
         return Predictor.load(
-            self._trained(), device=self.config.run.device, components=self._components, trust=True
+            self._trained(),
+            device=self.config.run.device,
+            components=self._components,
+            trust=self._trust,
         )
 
     def predict(self, images: Iterable[ImageLike], *, top: int = 5) -> list[Prediction]:
@@ -208,7 +215,11 @@ class Trainer:
     def export(self, out: str | Path) -> str:
         """Writes the best checkpoint as `.onnx`, `.pt2` or `.safetensors`, and returns what was done."""
         cpu = Predictor.load(
-            self._trained(), device="cpu", precision="fp32", components=self._components, trust=True
+            self._trained(),
+            device="cpu",
+            precision="fp32",
+            components=self._components,
+            trust=self._trust,
         )
         return cpu.export(Path(out))
 

@@ -15,7 +15,6 @@ from torch import nn
 
 import paceline as pl
 from api.conftest import trainer
-from paceline.models.settings import ModelSettings, check_trust
 from ranks import run_ranks
 
 
@@ -170,14 +169,6 @@ def test_a_dataset_with_a_split_is_evaluated_again(tmp_path: Path) -> None:
     assert made.evaluate().samples == 8
     assert made.evaluate(Pixels(9, 3)).samples == 9
     assert len(made.predict([np.zeros((12, 12), np.uint8)], top=9)[0].labels) == 4
-
-
-def test_code_that_a_run_names_needs_trust() -> None:
-    for name, arguments in (("timm:x", '{checkpoint_path = "a.pth"}'), ("timm:hf-hub:a/b", "")):
-        settings = ModelSettings(name=name, arguments=arguments)
-        with pytest.raises(pl.ConfigError, match="--trust"):
-            check_trust(settings, "runs/x", trust=False)
-        check_trust(settings, "runs/x", trust=True)
 
 
 class RaisesLate(nn.Module):

@@ -131,18 +131,6 @@ def test_the_flags_of_train_are_taken(tmp_path: Path) -> None:
     assert config["run"]["seed"] == 3
 
 
-@pytest.mark.parametrize("command", [["lr-find"], ["tune", "--ranks", "1"]])
-def test_code_of_a_run_folder_needs_trust(tmp_path: Path, command: list[str]) -> None:
-    """As `paceline train` does: the folder may come from elsewhere."""
-    (tmp_path / "run/checkpoints").mkdir(parents=True)
-    (tmp_path / "run/config.toml").write_text('[model]\nname = "own_net:make"\n')
-    (tmp_path / "own_net.py").write_text("open('ran', 'w').close()\n")
-    line = run([*command, "run/config.toml"], tmp_path).error_line()
-    assert "own_net" in line
-    assert "--trust" in line
-    assert not (tmp_path / "ran").exists()
-
-
 @pytest.mark.parametrize(
     ("flags", "named"),
     [

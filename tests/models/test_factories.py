@@ -17,10 +17,8 @@ from paceline.core.errors import ConfigError
 from paceline.models import (
     ModelSettings,
     check_model_name,
-    check_trust,
     create_model,
     register_model,
-    requires_trust,
 )
 from paceline.models import settings as model_settings
 
@@ -213,7 +211,7 @@ def test_names_of_no_form(name: str) -> None:
     assert "timm:NAME" in caught.value.remedy
 
 
-def test_registered_names_and_trust(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_names(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_settings, "_registered", {})
     register_model("my_linear", lambda num_classes: nn.Linear(3, num_classes))
     assert create("my_linear").out_features == 7
@@ -226,21 +224,6 @@ def test_registered_names_and_trust(packages: Path, monkeypatch: pytest.MonkeyPa
     (info / "entry_points.txt").write_text("[paceline.models]\nmy_entry = my_nets:Net\n")
     monkeypatch.syspath_prepend(str(packages))
     assert create("my_entry").out_features == 7
-    for name, reason in {
-        "resnet18": "",
-        "timm:convnext_atto": "",
-        "my_linear": "",
-        "my_entry": "the package my-package",
-        "my_nets:Net": "the module my_nets",
-    }.items():
-        settings = ModelSettings(name=name)
-        assert requires_trust(settings).endswith(reason) if reason else not requires_trust(settings)
-        check_trust(settings, "run", trust=True)
-        if reason:
-            with pytest.raises(ConfigError, match="run: .*add --trust if you trust"):
-                check_trust(settings, "run", trust=False)
-        else:
-            check_trust(settings, "run", trust=False)
 
 
 def test_freezing(packages: Path) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.options import AsJson, Device, TrustRun
+from paceline.cli.options import AsJson, Device, Trust
 from paceline.config import parse_assignment
 from paceline.core.errors import ConfigError, DataError
 from paceline.core.units import format_duration, format_percent
@@ -30,7 +30,7 @@ def evaluate_checkpoint(
     device: str | None = typer.Option(None, help="auto, cpu or cuda."),
     settings: list[str] = typer.Option([], "--set", help="section.key=value of [data] or [comm]."),
     as_json: AsJson = False,
-    trust: TrustRun = False,
+    trust: Trust = False,
 ) -> int:
     """Evaluate a checkpoint on the validation images."""
     from paceline.train.checkpoint import find_checkpoint
@@ -87,7 +87,7 @@ def predict_images(
     device: Device = "auto",
     csv_file: Path | None = typer.Option(None, "--csv", help="Also write a CSV file."),
     as_json: bool = typer.Option(False, "--json", help="One JSON object for each image."),
-    trust: TrustRun = False,
+    trust: Trust = False,
 ) -> int:
     """Classify images."""
     from paceline.train.checkpoint import write_atomically
@@ -137,7 +137,7 @@ def _as_csv(predictions: Sequence[Prediction], top: int) -> bytes:
 def export_weights(
     checkpoint: Path = typer.Argument(help="A checkpoint, or a run folder (its best)."),
     out: Path = typer.Argument(help="The .onnx, .pt2 or .safetensors file to write."),
-    trust: TrustRun = False,
+    trust: Trust = False,
 ) -> int:
     """Write a checkpoint's model as ONNX, torch.export program or safetensors."""
     from paceline.train.inference import FORMATS, Predictor, export_stored_weights

@@ -18,7 +18,7 @@ from paceline.cli.train import (
     FLAGS,
     launch_ranks,
     parse_flags,
-    resolve_trusted,
+    resolve,
     take_signature,
     train,
 )
@@ -60,7 +60,7 @@ def find_rate(**given: Any) -> int:
     check_at_least(1, {"--nproc-per-node": ranks})
     # A class without a default rate needs one; the range replaces it.
     flags = {"optim.lr": high, **parse_flags(given, _FLAGS)}
-    config = resolve_trusted(given["recipe"], flags, given["settings"], given["trust"])
+    config = resolve(given["recipe"], flags, given["settings"], given["trust"])
     config = range_config(config, low, high, steps, ranks)
     if ranks > 1:
         return launch_ranks(config, ranks, given["master_port"], 0)

@@ -40,7 +40,9 @@ ShareGpus = Annotated[
     bool, typer.Option("--share-gpus", help="NCCL ranks may share a GPU, under MPS.")
 ]
 SizeFactor = Annotated[float, typer.Option(help="From one size to the next.")]
-TrustRun = Annotated[bool, typer.Option("--trust", help="Run code that the run folder names.")]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Run code that a recipe, run or checkpoint names.")
+]
 Workers = Annotated[int | None, typer.Option(min=0, help="Threads. Default: a core each.")]
 
 # Not passed on to ranks; --link-mbit is, to compute the share of the link.

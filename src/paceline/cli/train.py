@@ -9,19 +9,17 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import typer
 from rich.console import Console
 
 from paceline.cli.failure import report_error
-from paceline.cli.options import MasterPort, NprocPerNode, check_at_least, without_options
+from paceline.cli.options import MasterPort, NprocPerNode, Trust, check_at_least, without_options
 from paceline.config import RunConfig, load_config, parse_assignment, parse_value
 from paceline.core.errors import ConfigError
 from paceline.core.host import StartUp, process_age_s
 from paceline.core.topology import Topology
-from paceline.models.settings import check_trust
 from paceline.train.display import create_display, print_line, print_summary
 from paceline.train.stop_signals import (
     interrupted_at_once,
@@ -76,15 +74,14 @@ def train(
     nproc_per_node: NprocPerNode = 1,
     master_port: MasterPort = 0,
     max_restarts: int = typer.Option(0, help="Restarts, with --resume auto, after a failure."),
-    trust: bool = typer.Option(
-        False, "--trust", help="Run the code that the config.toml of a run names."),
+    trust: Trust = False,
     settings: list[str] = typer.Option([], "--set", help="section.key=value, any setting."),
 ) -> int:  # fmt: skip
     """Train a model."""
     given = locals()
     flags = parse_flags(given)
     flags |= {name: True for name, on in (("run.trace", trace), ("run.watch", watch)) if on}
-    config = resolve_trusted(recipe, flags, settings, trust)
+    config = resolve(recipe, flags, settings, trust)
     check_at_least(1, {"--nproc-per-node": nproc_per_node})
     check_at_least(0, {"--max-restarts": max_restarts})
     if dry:
@@ -122,17 +119,9 @@ def parse_flags(given: Mapping[str, Any], settings_of: Mapping[str, str] = FLAGS
     }
 
 
-def resolve_trusted(
+def resolve(
     recipe: str | None, flags: dict[str, Any], settings: list[str], trust: bool
 ) -> RunConfig:
-    """`resolve`; the code that a run folder names runs with `trust` only."""
-    config = resolve(recipe, flags, settings)
-    if not trust:
-        check_origin(config, recipe, flags | dict(parse_assignment(text) for text in settings))
-    return config
-
-
-def resolve(recipe: str | None, flags: dict[str, Any], settings: list[str]) -> RunConfig:
     """Defaults < recipe < flags, `--set` included."""
     overrides = flags | dict(parse_assignment(text) for text in settings)
     if "data.dir" in overrides:
@@ -140,29 +129,7 @@ def resolve(recipe: str | None, flags: dict[str, Any], settings: list[str]) -> R
         overrides.setdefault("data.source", "auto")
     elif recipe is None and "data.source" not in overrides:
         recipe = "quickstart"
-    return load_config(recipe, overrides)
-
-
-def check_origin(config: RunConfig, recipe: str | None, given: Collection[str]) -> None:
-    """Refuses foreign code that the configuration of a run names and this command line does not."""
-    if recipe is None or not is_run_config(recipe):
-        return
-    if "model.name" not in given:
-        check_trust(config.model, recipe, False)
-    for name, value in (("optim.name", config.optim.name), ("run.loss", config.run.loss)):
-        module = value.partition(":")[0]
-        if name not in given and ":" in value and not f"{module}.".startswith("torch."):
-            raise ConfigError(
-                "--trust", None, f"{recipe}: {name} = {value!r} runs code of the module {module}",
-                "add --trust if you trust this code",
-            )  # fmt: skip
-
-
-def is_run_config(recipe: str) -> bool:
-    """Whether `recipe` is the `config.toml` of a run folder, which may come from elsewhere."""
-    path = Path(recipe)
-    parts = (path.parent / name for name in ("checkpoints", "metrics.jsonl"))
-    return path.name == "config.toml" and any(part.exists() for part in parts)
+    return load_config(recipe, overrides, trust=trust)
 
 
 def launch_ranks(config: RunConfig, processes: int, port: int, max_restarts: int) -> int:
@@ -266,7 +233,7 @@ def _cluster_flags(
 def rehearse(**given: Any) -> int:
     """Train here as a cluster would: same sums, same batch norm, predicted time."""
     flags = parse_flags(given) | parse_flags(given, _CLUSTER)
-    config = resolve_trusted(given["recipe"], flags, given["settings"], given["trust"])
+    config = resolve(given["recipe"], flags, given["settings"], given["trust"])
     if not config.rehearse.ranks:
         raise ConfigError("--nodes", None, "says which cluster to rehearse", "try --nodes 64")
     with without_save_requests(config.checkpoint), interrupted_at_once():

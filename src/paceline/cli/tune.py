@@ -28,7 +28,6 @@ from paceline.cli.options import (
     parse_size_range,
     run_on_ranks,
 )
-from paceline.cli.train import check_origin
 from paceline.config import RunConfig, load_config, parse_assignment
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.topology import Topology
@@ -73,9 +72,7 @@ def tune(
     accept_noise: bool = typer.Option(
         False, "--accept-noise", help="Write it even where repeated samples differ widely."
     ),
-    trust: bool = typer.Option(
-        False, "--trust", help="Run the code that the config.toml of a run names."
-    ),
+    trust: options.Trust = False,
 ) -> int:
     """Measure this cluster, profile a model on it, and write the plan for training."""
     placement = Placement(hosts, ranks_per_host, link_mbit, ranks)
@@ -158,8 +155,7 @@ def _ignore(text: str) -> None:
 def _config(
     recipe: str | None, flags: dict[str, Any], settings: list[str], trust: bool
 ) -> RunConfig | None:
-    """What is to be trained; None where neither a recipe nor a model is given. The code that a run folder
-    names runs with `trust` only."""
+    """What is to be trained; None if neither a recipe nor a model is given."""
     overrides = flags | dict(parse_assignment(text) for text in settings)
     if recipe is None and "model.name" not in overrides:
         if overrides:
@@ -168,10 +164,7 @@ def _config(
         return None
     if overrides.get("data.image_size"):
         overrides.setdefault("data.eval_resize", 0)
-    config = load_config(recipe, overrides)
-    if not trust:
-        check_origin(config, recipe, overrides)
-    return config
+    return load_config(recipe, overrides, trust=trust)
 
 
 def _profile(config: RunConfig, here: RunConfig) -> tuple[Workload, int]:

@@ -15,6 +15,7 @@ from paceline.config.run_config import (
     parse_value,
     read_recipe,
     recipe_names,
+    stored_config,
     unflatten,
     with_defaults,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "parse_value",
     "read_recipe",
     "recipe_names",
+    "stored_config",
     "unflatten",
     "with_defaults",
 ]

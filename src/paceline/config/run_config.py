@@ -16,6 +16,7 @@ import tomli_w
 
 from paceline.comm.settings import CommSettings
 from paceline.config.settings import EQUAL_SHARES, CheckpointSettings, RunSettings
+from paceline.config.trust import check_trust
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.settings import flatten, from_table, to_table
 from paceline.core.untrusted import ParseError, parse_toml
@@ -256,8 +257,11 @@ def read_recipe(name: str) -> Tables:
     return tables
 
 
-def load_config(recipe: str | None, overrides: Mapping[str, Any]) -> RunConfig:
-    """Defaults < recipe < overrides (`{"section.key": value}`)."""
+def load_config(
+    recipe: str | None, overrides: Mapping[str, Any], *, trust: bool = False
+) -> RunConfig:
+    """Defaults < recipe < overrides (`{"section.key": value}`). Without `trust`, refuses code that the
+    recipe names."""
     tables = read_recipe(recipe) if recipe else {}
     RunConfig.from_tables(tables)  # a mistake in the recipe is reported before one in a flag
     merged = merge(_without_rates(tables, overrides.get("optim.name")), unflatten(overrides))
@@ -266,13 +270,37 @@ def load_config(recipe: str | None, overrides: Mapping[str, Any]) -> RunConfig:
     merged.setdefault("optim", {}).setdefault(
         "warmup_max_share", _warmup_share(tables, "optim.warmup_epochs" in overrides)
     )
-    config = RunConfig.from_tables(merged)
+    config = _from_file(merged, overrides, recipe, trust)
     if overrides.get("optim.warmup_epochs") and config.optim.schedule in CYCLES:
         raise ConfigError(
             "optim.warmup_epochs", config.optim.warmup_epochs,
             f"but optim.schedule = {config.optim.schedule!r} rises by itself",
             "leave it out, or use another schedule",
         )  # fmt: skip
+    return config
+
+
+def stored_config(
+    tables: Mapping[str, Any], overrides: Mapping[str, Any], origin: object, trust: bool | RunConfig
+) -> RunConfig:
+    """The settings in the checkpoint `origin`, changed by `overrides`. Code that the checkpoint names
+    needs `trust`: True, or a configuration of this program that names the same."""
+    # Overrides first: they may replace a value that this version does not have any more.
+    stored = flatten(tables)
+    known = {name: value for name, value in overrides.items() if name in stored}
+    return _from_file(merge(tables, unflatten(known)), overrides, origin, trust).with_values(
+        overrides
+    )
+
+
+def _from_file(
+    tables: Mapping[str, Any], named: Mapping[str, Any], origin: object, trust: bool | RunConfig
+) -> RunConfig:
+    """Makes every configuration that has values of a file. `named` are the values of other origin."""
+    config = RunConfig.from_tables(tables)
+    if trust is not True:
+        own = trust.flat() if isinstance(trust, RunConfig) else {}
+        check_trust(config.flat(), {**own, **named}, origin)
     return config
 
 

@@ -62,7 +62,9 @@ def import_object(field: str, text: str) -> Any:
     if module == PYTHON:
         raise python_object_error(field, text)
     here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
+    # Not for a package that is imported already, such as torch: the current directory may be a foreign
+    # run folder, from which later imports of that package would take modules.
+    if module.partition(".")[0] not in sys.modules and not {here, ""} & set(sys.path):
         sys.path.insert(0, here)
     try:
         importlib.invalidate_caches()

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
         MODEL_NAMES,
         ModelSettings,
         check_model_name,
-        check_trust,
         register_model,
-        requires_trust,
     )
 
 __all__ = [
@@ -26,14 +24,12 @@ __all__ = [
     "ModelSettings",
     "SmallResNet",
     "check_model_name",
-    "check_trust",
     "create_model",
     "fuse_norms",
     "load_pretrained",
     "named_roles",
     "parameter_groups",
     "register_model",
-    "requires_trust",
 ]
 __getattr__, __dir__ = lazy_exports(
     __name__,
@@ -43,13 +39,11 @@ __getattr__, __dir__ = lazy_exports(
         "ModelSettings": "settings",
         "SmallResNet": "resnet",
         "check_model_name": "settings",
-        "check_trust": "settings",
         "create_model": "registry",
         "fuse_norms": "resnet",
         "load_pretrained": "pretrained",
         "named_roles": "registry",
         "parameter_groups": "registry",
         "register_model": "settings",
-        "requires_trust": "settings",
     },
 )

@@ -17,7 +17,6 @@ from functools import lru_cache
 from typing import Any
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.core.imports import PYTHON
 from paceline.core.settings import SettingChecks, parse_arguments
 
 # Stems of each of our models, besides `auto`.
@@ -129,26 +128,11 @@ def nearest_of_many(name: str, known: Iterable[str], listing: str) -> str:
     return found if found.startswith("did you mean") else f"{listing} lists them"
 
 
-def foreign_code(name: str) -> str:
-    """What code creating the model `name` runs that neither Paceline nor this program has chosen;
-    empty for our models, timm's and torchvision's, and those that this process has registered."""
-    source, rest = split_name(name)
-    if source:
-        if source in ZOOS and (":" in rest or "/" in rest):
-            return f"{rest!r}, from a hub or a folder"
-        return "" if source in (*ZOOS, PYTHON) else f"the module {source}"
-    if name not in STEMS_OF_MODEL and name not in _registered and name in _points():
-        return f"the package {_points()[name][1]}"
-    return ""
-
-
-__all__ = ["MODEL_NAMES", "ModelSettings", "check_model_name", "check_trust", "requires_trust"]
+__all__ = ["MODEL_NAMES", "ModelSettings", "check_model_name"]
 
 # Images up to this size lose too much in a 7x7/2 convolution followed by a pool.
 SMALL_STEM_MAX_PIXELS = 64
 NORM_STATISTICS = ("average", "last")
-# Keyword arguments with which timm and torchvision read weights or configurations from elsewhere.
-_LOADING = ("checkpoint", "pretrained", "weights", "cache_dir", "url", "hf_")
 
 
 @dataclass(frozen=True)
@@ -228,25 +212,3 @@ class ModelSettings:
         if self.stem != "auto":
             return self.stem
         return "small" if image_size <= SMALL_STEM_MAX_PIXELS else "imagenet"
-
-
-def requires_trust(settings: ModelSettings) -> str:
-    """Why creating this model needs the user's consent where a file or folder names it: the code that
-    would run. Empty where none is needed."""
-    code = foreign_code(settings.name)
-    if code:
-        return f"the model {settings.name!r} runs code of {code}"
-    loads = [name for name in settings.arguments_table() if name.startswith(_LOADING)]
-    if loads:
-        return f"model.arguments has {loads[0]!r}, which reads a file or a hub, perhaps a pickle"
-    return ""
-
-
-def check_trust(settings: ModelSettings, origin: object, trust: bool) -> None:
-    """Before a model is created whose name comes from the file or folder `origin` and not from the
-    user: raises ConfigError if it would run foreign code and `trust` is False."""
-    reason = requires_trust(settings)
-    if reason and not trust:
-        raise ConfigError(
-            "--trust", None, f"{origin}: {reason}", "add --trust if you trust this code"
-        )

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from paceline.core.errors import ConfigError
 from paceline.core.imports import import_object
@@ -111,9 +112,12 @@ def _create_class(
     settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float
 ) -> MasterOptimizer:
     found = import_object("optim.name", settings.name)
-    if not callable(found):
+    # A file may name any class of torch.optim (config/trust.py), which contains more than optimizers.
+    of_torch = settings.name.startswith("torch.optim:")
+    is_optimizer = isinstance(found, type) and issubclass(found, Optimizer)
+    if not callable(found) or (of_torch and not is_optimizer):
         raise ConfigError(
-            "optim.name", settings.name, "is not a class", "name an optimizer's class"
+            "optim.name", settings.name, "is not an optimizer", "name an optimizer's class"
         )
     arguments = settings.arguments_table()
 

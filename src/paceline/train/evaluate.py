@@ -27,10 +27,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from paceline.comm.group import Group
-from paceline.config import RunConfig, merge, unflatten
+from paceline.config import RunConfig, stored_config
 from paceline.core.errors import CheckpointError, DataError, PacelineError, RunError
 from paceline.core.imports import PYTHON, python_object_error
-from paceline.core.settings import flatten
 from paceline.core.topology import Topology
 from paceline.core.untrusted import one_line
 from paceline.data import (
@@ -45,7 +44,6 @@ from paceline.data import (
     open_source,
 )
 from paceline.models.registry import is_own
-from paceline.models.settings import check_trust
 from paceline.precision.policy import Policy, allow_tf32, choose_policy
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.components import Components
@@ -253,15 +251,13 @@ def evaluate_file(
     batch_size: int,
     components: Components | None = None,
     *,
-    trust: bool = False,
+    trust: bool | RunConfig = False,
 ) -> tuple[EvalResult | signal.Signals, RunConfig, int]:
     """Evaluates a checkpoint with its own settings, changed by `overrides`. Returns the result or the
-    signal that ended it, the configuration and the rank. Without `trust`, refuses a checkpoint whose
-    model runs code of a module that it names."""
+    signal that ended it, the configuration and the rank. `trust` is as for `stored_config`."""
     components = components or Components()
     checkpoint = Checkpoint.read(path)
-    config = read_config(checkpoint, overrides)
-    check_trust(config.model, path, trust)
+    config = stored_config(checkpoint.config, overrides, path, trust)
     topology = Topology.from_env(os.environ)
     device = choose_device(config, topology)
     shared = {"program": "eval", **common_settings(config)}
@@ -308,15 +304,6 @@ def _open_validation(
         source = open_source(config.data, "val", checkpoint.classes)
     _check_classes(source.classes, checkpoint.classes, path)
     return source
-
-
-def read_config(checkpoint: Checkpoint, overrides: Mapping[str, Any]) -> RunConfig:
-    """The settings of a checkpoint, changed by `overrides`."""
-    # Overrides first: they may replace a value that this version does not have any more.
-    stored = flatten(checkpoint.config)
-    known = {name: value for name, value in overrides.items() if name in stored}
-    config = RunConfig.from_tables(merge(checkpoint.config, unflatten(known)))
-    return config.with_values(overrides)
 
 
 def restore_model(

@@ -26,15 +26,14 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from paceline.config import RunConfig
+from paceline.config import RunConfig, stored_config
 from paceline.core.errors import ConfigError, DataError, PacelineError, RunError
 from paceline.core.topology import Topology
 from paceline.data import Normalizer, Source, create_eval_loader, to_mode
-from paceline.models.settings import check_trust
 from paceline.precision.policy import Policy, allow_tf32, choose_policy
 from paceline.train.checkpoint import Checkpoint, find_checkpoint, write_atomically
 from paceline.train.components import Components
-from paceline.train.evaluate import read_config, restore_model
+from paceline.train.evaluate import restore_model
 from paceline.train.fast_path import triton_problem
 from paceline.train.machine import choose_device, out_of_memory
 from paceline.train.model_checks import find_logits, forward_error
@@ -130,19 +129,18 @@ class Predictor:
         precision: str | None = None,
         overrides: Mapping[str, Any] | None = None,
         components: Components | None = None,
-        trust: bool = False,
+        trust: bool | RunConfig = False,
     ) -> Predictor:
         """`run` is a run folder (its best checkpoint) or a checkpoint file. `components.model` is needed
         where the run's model was given as a Python object. `precision` is the run's own unless given.
-        `trust` allows code that the run names."""
+        `trust` allows the code that the run names; a configuration allows what it names itself."""
         path = find_checkpoint(Path(run))
         checkpoint = Checkpoint.read(path)
         wanted: dict[str, Any] = {"run.device": device, **(overrides or {})}
         if precision is not None:
             wanted["precision.amp_dtype"] = precision
-        config = read_config(checkpoint, wanted)
+        config = stored_config(checkpoint.config, wanted, path, trust)
         place = choose_device(config, Topology.from_env({}))
-        check_trust(config.model, path, trust)
         model = restore_model(config, checkpoint, path, components or Components())
         policy = choose_policy(config.precision, place)
         allow_tf32(config.precision)
@@ -273,7 +271,8 @@ def export_stored_weights(run: Path, out: Path) -> str:
     path = find_checkpoint(run)
     checkpoint = Checkpoint.read(path)
     state = checkpoint_weights(checkpoint)
-    about = preprocessing(read_config(checkpoint, {}), checkpoint.classes, checkpoint.step)
+    config = stored_config(checkpoint.config, {}, path, trust=True)  # nothing of it is created
+    about = preprocessing(config, checkpoint.classes, checkpoint.step)
     write_weights(state, out, as_metadata(about))
     averaged = ""
     if epochs := about.get("average_epochs"):
