@@ -128,7 +128,7 @@ def test_state_survives_a_checkpoint_exactly(name: str) -> None:
         ("nowhere.at_all:Best", "", "there is no module 'nowhere'"),
         ("torch.optim:RAdam", "{bets = [0.9, 0.9]}", "unexpected keyword argument 'bets'"),
         ("torch.nn:Linear", "", "cannot be used"),
-        ("torch.optim:lr_scheduler", "", "is not a class"),
+        ("torch.optim:lr_scheduler", "", "is not an optimizer"),
     ],
 )
 def test_what_cannot_train_is_refused_in_one_line(name: str, arguments: str, message: str) -> None:
