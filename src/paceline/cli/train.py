@@ -120,7 +120,7 @@ def parse_flags(given: Mapping[str, Any], settings_of: Mapping[str, str] = FLAGS
 
 
 def resolve(
-    recipe: str | None, flags: dict[str, Any], settings: list[str], trust: bool
+    recipe: str | None, flags: dict[str, Any], settings: list[str], trust: bool = False
 ) -> RunConfig:
     """Defaults < recipe < flags, `--set` included."""
     overrides = flags | dict(parse_assignment(text) for text in settings)
