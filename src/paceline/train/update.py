@@ -78,9 +78,7 @@ class Update:
         optimizer.grad_scale = self._divisor if clip_norm else scale.step_value
         # A wrapped optimizer reads flags on the host, and waits for the exchange there.
         self._waits = optimizer.path == "torch" and device.type == "cuda"
-        self._captured = Captured(
-            self._run, enabled=graphs and optimizer.path == "triton" and optimizer.capturable
-        )
+        self._captured = Captured(self._run, enabled=graphs and optimizer.path == "triton")
 
     def begin(self, step: int) -> None:
         """Before the first micro-batch of a step."""
