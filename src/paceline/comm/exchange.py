@@ -126,9 +126,6 @@ class GradientExchange:
         self.transport: Transport = transport or DirectTransport(group)
         # May be replaced between steps.
         self.observer = ExchangeObserver()
-        # Called before gradients are read, during backward and after it: they may be computed on another
-        # stream, which the current one then waits for.
-        self.before_read: Callable[[], None] = lambda: None
         self._exposed = ExposedTime(group.device)
         self._trained = {name: p for name, p in parameters if p.requires_grad}
         # Backward reaches the last layer first; for a chain this is the order of readiness.
@@ -340,7 +337,6 @@ class GradientExchange:
 
     def _fill(self, names: set[str]) -> None:
         """Copies the gradients of `names` into the buffers and adds them to the sums."""
-        self.before_read()
         for dtype, layout in self.layouts.items():
             slots = [slot for slot in layout if slot.name in names]
             found = [s.name for s in slots if self._trained[s.name].grad is not None]

@@ -124,7 +124,6 @@ def create_parts(
         shared = config.comm.share_gpus and group.world_size > 1
         fast = choose_fast_path(
             config.run, model, group.device, problem, shared_gpu=shared, dtype=policy.dtype,
-            own_loss=isinstance(loss, OwnLoss),
         )  # fmt: skip
         if group.world_size > 1:  # 0.1 s for the weights of a ResNet-50
             start = {"initial weights": fingerprint(model)}
@@ -258,7 +257,6 @@ def create_step(
         parts.fast.forward, parts.policy, parts.normalize, parts.exchange, parts.scale,
         config.run.smoothing, graphs=graphs, must_capture=config.run.cuda_graphs == "on",
         loss=parts.loss, augment=augment, signed=anchors is not None,
-        weight_stream=parts.fast.weight_stream,
     )  # fmt: skip
     update = _create_update(config, parts, group, components or Components())
     run = config.run
