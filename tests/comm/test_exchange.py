@@ -207,7 +207,6 @@ class Late:
 
     overlaps = True
     capturable = True
-    signals_apart = False
     memory = None
 
     def __init__(self, group: Group, log: list[str]) -> None:

@@ -324,11 +324,8 @@ def test_images_are_not_mixed_in_short_runs(batch: int, epochs: int, dropped: bo
     assert apply_scaling(config, 50_000, 1)[0].run.cutmix == (0.0 if dropped else 0.5)
 
 
-@pytest.mark.parametrize(
-    "own", [{"comm__mode": "asynchronous"}, {"comm__hook": "post_local_sgd"}], ids=str
-)
-def test_ranks_with_weights_of_their_own_are_not_averaged(own: dict[str, Any]) -> None:
-    config = auto("cifar10-resnet18", run__global_batch_size=10_000, **own)
+def test_asynchronous_weights_are_not_averaged() -> None:
+    config = auto("cifar10-resnet18", run__global_batch_size=10_000, comm__mode="asynchronous")
     assert apply_scaling(config, 50_000, 4)[0].run.average_epochs == 0
 
 

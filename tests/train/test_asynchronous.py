@@ -238,7 +238,7 @@ def test_without_momentum_and_staleness_it_follows_synchronous_sgd(tmp_path: Pat
     ("name", "value"),
     [
         ("comm.algorithm", "hierarchical"), ("comm.overlap", "on"), ("comm.wire", "int8"),
-        ("comm.hook", "powersgd"), ("comm.group_size", 2), ("comm.plan", "plan.toml"),
+        ("comm.group_size", 2), ("comm.plan", "plan.toml"),
         ("run.average_epochs", 1.0), ("optim.clip_norm", 1.0), ("comm.staleness", -1),
         ("optim.name", "rmsprop_warmup"), ("precision.loss_scale", 128.0),
     ],

@@ -17,7 +17,6 @@ from torch import nn
 
 from paceline.comm.exchange import GradientExchange
 from paceline.comm.group import Group, SharedFacts
-from paceline.comm.memory import Weights
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.data import BatchAugment, BatchPlan, Normalizer, TrainBatches
@@ -152,7 +151,6 @@ def create_parts(
     scale = LossScale(policy, config.precision, fp16_travels=planned.fp16_travels)
     if (memory := exchange.memory) is not None:
         memory.scale = scale.step_value
-        memory.bind(Weights(optimizer))
     # Refused alike on all ranks, which have agreed on the configuration.
     average = create_average(
         config.run.average_epochs, steps_per_epoch, model, optimizer, batch_norm,
@@ -219,7 +217,7 @@ def share_products(
     wanted = config.optim.share_products
     if not isinstance(optimizer, Muon) or group.world_size == 1 or wanted == "off":
         return False
-    if config.comm.mode == "asynchronous" or config.comm.hook == "post_local_sgd":
+    if config.comm.mode == "asynchronous":
         return False  # ranks have gradients and momenta of their own
     cuda = group.device.type == "cuda"
     if cuda and group.backend != "nccl" and graphs:

@@ -90,9 +90,8 @@ class Update:
         return 0 if memory is None else memory.state_bytes
 
     def step_bytes(self, gradient_bytes: float) -> float:
-        """What a rank sends in a step whose gradients have `gradient_bytes` in the wire format."""
-        memory = self._exchange.memory
-        return gradient_bytes if memory is None else memory.step_bytes(gradient_bytes)
+        """Returns the bytes that a rank sends for gradients of `gradient_bytes` in the wire format."""
+        return gradient_bytes
 
     def settle(self) -> None:
         """Before an evaluation and a checkpoint, when no step is under way."""
