@@ -268,7 +268,7 @@ def cell_config(
     if cell.model.startswith("resnet") and cell.model != "resnet_tiny":
         values["model.stem"] = "small"
     if cell.batch == "small":
-        if cell.optimizer in (*PACE, "soap"):
+        if cell.optimizer in PACE:
             steps, rate = images.samples / images.small, BASE["optim.lr_base"]
             pace = PACE["lars"] if cell.optimizer == "lars" else SMALL_PACE
             eta = pace / math.sqrt(steps) * (1 - 0.9) / rate
@@ -276,11 +276,9 @@ def cell_config(
         values["optim.name"] = cell.optimizer
     else:
         values["optim.scaling"] = "auto"
-        if cell.optimizer not in ("rule", "soap"):
+        if cell.optimizer != "rule":
             values |= {"optim.name": cell.optimizer, "optim.scaling_keeps": ["optim.name"]}
     config, chosen = apply_scaling(RunConfig().with_values(values | more), images.samples, 1)
-    if cell.optimizer == "soap" and cell.batch != "small":
-        config = config.with_values({"optim.name": "soap"})  # at the pace that the rule gives Muon
     return config.with_values(INGREDIENTS[cell.ingredient](config, cell) | more), chosen
 
 
@@ -319,7 +317,7 @@ def phase_cells(phase: str) -> list[Cell]:
         tuned += _grid(sets[:2], "resnet18", EXPLORED, large[1:], ingredients=few)
         others = _grid(
             sets[:2], "resnet18", EXPLORED,
-            [("20", "lars"), ("5", "lars"), ("20", "soap"), ("5", "soap")],
+            [("20", "lars"), ("5", "lars")],
         )  # fmt: skip
         # As many tries for the small batch.
         tries = ("no-cutmix", "no-cutmix-linear", "average", "linear-decay")
@@ -333,13 +331,6 @@ def phase_cells(phase: str) -> list[Cell]:
             sets[:2], "resnet18", EXPLORED, large[1:],
             ingredients=("decay-all", "pace-linear", "schedule-free"),
         )  # fmt: skip
-        rest += _grid(
-            sets[:2],
-            "resnet18",
-            EXPLORED,
-            [("5", "soap")],
-            ingredients=("pace-half", "pace-double"),
-        )
         return first + tuned + others + rest
     if phase == "few":
         changes = (

@@ -99,15 +99,14 @@ def test_rows_that_time_forms_start_alone() -> None:
         "ours",
         "ours no graphs",
         "ours fused convolutions",
-        "ours fused by cudnn, weight stream",
+        "ours fused by cudnn",
         "ours muon",
-        "ours weight stream",
     ]
     rows = choose_rows(names, common)
     assert [[row.name for row in batch] for batch in _batches(rows, 3)] == [
         names[:2], names[2:3], names[3:4], names[4:],
     ]  # fmt: skip
-    assert [len(batch) for batch in _batches(rows, 1)] == [1] * 6
+    assert [len(batch) for batch in _batches(rows, 1)] == [1] * 5
 
 
 def test_models_without_fused_norms_have_no_row_for_what_needs_them() -> None:
@@ -117,9 +116,7 @@ def test_models_without_fused_norms_have_no_row_for_what_needs_them() -> None:
         model: {row.name for row in choose_rows([], {**common, "model": model})}
         for model in ("resnet18", "alexnet")
     }
-    assert found["resnet18"] - found["alexnet"] == {
-        "ours recompute", "ours weight stream", "ours fused by cudnn, weight stream",
-    }  # fmt: skip
+    assert found["resnet18"] - found["alexnet"] == {"ours recompute"}
 
 
 def test_ratios_are_against_the_fastest_peer() -> None:

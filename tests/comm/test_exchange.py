@@ -207,7 +207,6 @@ class Late:
 
     overlaps = True
     capturable = True
-    signals_apart = False
     memory = None
 
     def __init__(self, group: Group, log: list[str]) -> None:
@@ -303,43 +302,6 @@ def test_full_buckets_are_sent_during_the_last_backward_pass(micro: int) -> None
     assert ways(log[last:]) == ["way2"], (
         "`idle` has no gradient: its bucket can only leave at the end"
     )
-
-
-@pytest.mark.parametrize("pools", [None, BACKWARD], ids=["after backward", "overlapped"])
-def test_gradients_that_are_late_are_waited_for_before_they_are_read(
-    pools: list[list[str]] | None,
-) -> None:
-    """Their values come with `before_read`, as those of another stream do with a wait."""
-    under_way: list[tuple[Tensor, Tensor]] = []
-
-    def hide(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        under_way.append((parameter.grad, parameter.grad.clone()))
-        parameter.grad.fill_(torch.nan)
-
-    def show() -> None:
-        while under_way:
-            place, values = under_way.pop()
-            place.copy_(values)
-
-    found = []
-    for late in (False, True):
-        model = Net([])
-        for parameter in model.parameters() if late else ():
-            parameter.register_post_accumulate_grad_hook(hide)  # before the exchange's own
-        exchange = GradientExchange(
-            model.named_parameters(), alone(), plan(pools) if pools else None,
-            transport=Late(alone(), []) if pools else None,
-        )  # fmt: skip
-        if late:
-            exchange.before_read = show
-        exchange.begin()
-        exchange.arm()
-        model(torch.linspace(-1, 1, 15).view(5, 3)).square().sum().backward()
-        exchange.gather()
-        agreed(exchange)
-        found.append(grads(model))
-    assert all(map(torch.equal, *found))
 
 
 def test_no_bucket_overtakes_another() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -10,12 +9,11 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
 import interpreted  # noqa: F401  (before any kernel)
 from models.graph_reference import ReferencePlan, assert_near_but_for_signs
-from models.late_stream import LateStream
 from models.norm_reference import as_map, assert_near, norm_for, random_map
 from models.product_cases import Make, away, basic, every_kind, exactly, images, made, run
 from paceline.models import cudnn_forms, products
@@ -24,7 +22,6 @@ from paceline.models.fused import Moments, apply, join_moments, moments
 from paceline.models.operands import Epilogue, Operand
 from paceline.models.product_choice import CUDNN, SEPARATE, choices
 from paceline.models.recompute import recompute_norms
-from paceline.models.weight_stream import use_weight_stream
 
 STATISTICS, WHOLE = "cudnn statistics", "cudnn reference"
 HALF = torch.float16
@@ -63,18 +60,6 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     yield wanted
     for function in cached():
         function.cache_clear()  # type: ignore[attr-defined]
-
-
-@every_kind
-def test_weight_gradients_on_a_second_stream_have_the_same_bits(make: Make, form: str) -> None:
-    theirs = made(True, make=make)
-    ours, stream = copy.deepcopy(theirs), LateStream()
-    use_weight_stream(ours, stream)
-    with stream.backward():
-        found = run(ours, images(torch.float32))
-    for name, value in run(theirs, images(torch.float32)).items():
-        assert found[name].equal(value), name
-    assert stream.noted.marks == sum(isinstance(part, nn.Conv2d) for part in ours.modules())
 
 
 @every_kind

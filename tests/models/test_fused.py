@@ -18,7 +18,7 @@ def test_in_tritons_interpreter() -> None:
 
 
 def test_graphs_of_cudnn_in_tritons_interpreter() -> None:
-    run_interpreted(HERE / "cudnn_cases.py", at_least=28)
+    run_interpreted(HERE / "cudnn_cases.py", at_least=25)
 
 
 def test_outputs_that_are_left_out_in_tritons_interpreter() -> None:

@@ -63,31 +63,6 @@ def test_what_follows_a_form_counts() -> None:
     assert choices.times["forward x"] == {"a": 6.0, SEPARATE: 2.5}
 
 
-def test_forms_know_when_they_are_timed() -> None:
-    """They then leave no work on another stream."""
-    seen: list[bool] = []
-
-    def inner() -> float:
-        seen.append(choices.timing)
-        return 1.0
-
-    def outer() -> float:
-        choose("weight x", {"a": inner}, GPU)
-        seen.append(choices.timing)
-        return 1.0
-
-    def lost() -> float:
-        raise torch.OutOfMemoryError("out of memory")
-
-    assert choose("backward x", {"a": outer}, GPU) == "a"
-    assert seen == [True, True]
-    outer()
-    assert seen[2:] == [False]
-    with pytest.raises(torch.OutOfMemoryError):
-        choose("backward y", {"a": lost}, GPU)
-    assert not choices.timing
-
-
 def test_cudnn_takes_part_in_its_mode_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn_graphs, "version", lambda: 91900)
     for mode in ("off", "on", "auto"):

@@ -37,10 +37,6 @@ BLOCK = 256
 OPTIONS: dict[str, dict[str, Any]] = {
     "int8": {"comm__wire": "int8", "comm__fusion_mib": 0.1},
     "fp8": {"comm__wire": "float8_e4m3", "comm__overlap": "off"},
-    "powersgd": {"comm__hook": "powersgd", "comm__powersgd_start_step": 2},
-    "post-local": {
-        "comm__hook": "post_local_sgd", "comm__local_start_step": 1, "comm__local_steps": 2,
-    },
     "central": {"comm__algorithm": "central", "comm__fusion_mib": 0.1},
     # The servers' loss scale would have to be agreed in every step.
     "asynchronous": {"comm__mode": "asynchronous", "precision__amp_dtype": "bf16"},
@@ -51,8 +47,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 CHOSEN = {
     "int8": ("exchange", "all_to_all, int8 wire"),
     "fp8": ("exchange", "all_to_all, float8_e4m3 wire, after backward"),
-    "powersgd": ("exchange", "torch's PowerSGD of rank 1"),
-    "post-local": ("exchange", "torch's post-local SGD"),
     "central": ("exchange", "central"),
     "asynchronous": ("exchange", "asynchronous, 2 parameter server(s)"),
     "norm-group": ("batch norm", "statistics over 1 group(s) of 2 ranks"),

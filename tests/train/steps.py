@@ -141,9 +141,7 @@ def snapshot(step: TrainStep) -> dict[str, Tensor]:
     found = {f"model {name}": value for name, value in step.model.state_dict().items()}
     found["masters"] = weights(step)
     for number, state in enumerate(step.update.optimizer.state.values()):
-        # SOAP's counter decides when it decomposes, and counts skipped steps too.
-        kept = {key: value for key, value in state.items() if key != "steps"}
-        found |= {f"{key} {number}": value for key, value in kept.items()}
+        found |= {f"{key} {number}": value for key, value in state.items()}
     found["tracked"] = step.batch_norm.tracked
     return {name: value.detach().clone() for name, value in found.items()}
 

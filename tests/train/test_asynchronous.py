@@ -166,18 +166,12 @@ def test_a_run_trains_evaluates_and_resumes(tmp_path: Path, values: dict[str, An
     assert summary["top1"] is not None
 
 
-def test_counts_and_norms_of_soap_come_back_from_the_servers(tmp_path: Path) -> None:
-    own = {"optim__name": "soap", "optim__muon_steps": "fixed", "run__epochs": 1}
-    values = ASYNC | {"comm__servers": 1} | own
-    run_ranks(2, _run, str(tmp_path), values)
-    saved = last(tmp_path)
-    counts = {int(s["steps"]) for s in saved.optimizer["state"].values() if "steps" in s}
-    # The servers count pushes, of which a short last batch may have one less.
-    assert counts
-    assert all(2 * saved.step - 1 <= count <= 2 * saved.step for count in counts)
-    states = saved.optimizer["state"].values()
+def test_norms_of_muon_come_back_from_the_servers(tmp_path: Path) -> None:
+    own = {"optim__name": "muon", "optim__muon_steps": "fixed", "run__epochs": 1}
+    run_ranks(2, _run, str(tmp_path), ASYNC | {"comm__servers": 1} | own)
+    states = last(tmp_path).optimizer["state"].values()
     references = [float(s["reference_norm"]) for s in states if "reference_norm" in s]
-    assert len(references) >= len(counts)
+    assert references
     assert min(references) > 0
 
 
@@ -244,7 +238,7 @@ def test_without_momentum_and_staleness_it_follows_synchronous_sgd(tmp_path: Pat
     ("name", "value"),
     [
         ("comm.algorithm", "hierarchical"), ("comm.overlap", "on"), ("comm.wire", "int8"),
-        ("comm.hook", "powersgd"), ("comm.group_size", 2), ("comm.plan", "plan.toml"),
+        ("comm.group_size", 2), ("comm.plan", "plan.toml"),
         ("run.average_epochs", 1.0), ("optim.clip_norm", 1.0), ("comm.staleness", -1),
         ("optim.name", "rmsprop_warmup"), ("precision.loss_scale", 128.0),
     ],

@@ -66,7 +66,7 @@ class Doubling:
     """Doubles what it carries, on a stream of its own that is late: whoever reads before the join, or
     sends before backward has filled the bucket, sees other numbers."""
 
-    overlaps, capturable, signals_apart, memory = True, True, False, None
+    overlaps, capturable, memory = True, True, None
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

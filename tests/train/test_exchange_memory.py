@@ -16,24 +16,6 @@ from small_runs import run_small
 EVERY_STEP: dict[str, Any] = {"checkpoint__interval_steps": 1, "checkpoint__keep": 99}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "int8": ("residuals", {"comm__wire": "int8", "comm__fusion_mib": 0.02}),
-    "powersgd": (
-        "PowerSGD errors",
-        {
-            "precision__amp_dtype": "fp16",
-            "comm__hook": "powersgd",
-            "comm__powersgd_rank": 2,
-            "comm__powersgd_start_step": 2,
-        },
-    ),
-    "post-local SGD": (
-        "weights of each rank",
-        {
-            "precision__amp_dtype": "bf16",
-            "comm__hook": "post_local_sgd",
-            "comm__local_start_step": 1,
-            "comm__local_steps": 3,
-        },
-    ),
 }
 
 
@@ -63,11 +45,10 @@ def test_a_resumed_run_is_bit_identical(tmp_path: Path, plain_run: Path, name: s
     assert {summary["weights_sha256"] for summary in again} == {whole["weights_sha256"]}
     assert "exchange state" not in again[0]["chosen"]
     for field in ("exchange_state_bytes", "exchange_state_bytes_per_parameter"):
-        assert (whole[field] > 0) == (name != "post-local SGD")
+        assert whole[field] > 0
         assert plain[field] == 0
     sent = whole["exchange_bytes_per_step"] / plain["exchange_bytes_per_step"]
-    expected = {"int8": (0.25, 0.3), "powersgd": (0.02, 0.1), "post-local SGD": (0.32, 0.34)}
-    assert expected[name][0] < sent < expected[name][1], "a rank sends less than its gradients"
+    assert 0.25 < sent < 0.3, "a rank sends less than its gradients"
 
     # Elsewhere: one rank exchanges nothing.
     alone = run_small(tmp_path / "c", run__resume=str(saved), **values).summary

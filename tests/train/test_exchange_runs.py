@@ -134,8 +134,8 @@ def test_blocks_that_are_compiled_overlap_too(tmp_path: Path) -> None:
     [
         ({"comm__wire": "float16"}, "comm.wire = 'float16'"),
         (
-            {"comm__hook": "powersgd", "run__shares": "probe", "run__rebalance": True},
-            "comm.hook = 'powersgd', run.shares = 'probe', run.rebalance = True",
+            {"run__shares": "probe", "run__rebalance": True},
+            "run.shares = 'probe', run.rebalance = True",
         ),
         # Buckets with an algorithm are rounded to their wire format on one rank, too.
         ({"comm__algorithm": "ring", "comm__wire": "float16"}, "comm.algorithm = 'ring'"),

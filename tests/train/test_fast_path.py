@@ -241,47 +241,6 @@ def test_norms_are_recomputed_where_asked_for_and_not_compiled() -> None:
     )
 
 
-def test_weight_gradients_go_to_a_second_stream_where_asked_for() -> None:
-    def streams(model: nn.Module) -> set[object]:
-        return {m.weight_stream for m in model.modules() if hasattr(m, "weight_stream")}
-
-    on = "weight gradients on a second stream"
-    for settings in ({}, {"fused_convolutions": "cudnn"}, {"recompute_norms": True}):
-        for value in ("auto", "on"):
-            model = bottlenecks()
-            path = choose(GPU, model, weight_stream=value, **settings)  # type: ignore[arg-type]
-            assert on in path.describe()
-            assert path.weight_stream is not None
-            assert streams(model) == {path.weight_stream}
-        again = choose(GPU, model, **settings)  # type: ignore[arg-type]
-        assert (again.weight_stream, streams(model)) == (None, {None})
-        assert "stream" not in again.describe()
-    own = choose(GPU, model, weight_stream="on"), choose(GPU, model, weight_stream="on")
-    assert own[0].weight_stream is not own[1].weight_stream, "each run has its own"
-
-    for given, other, problem in (
-        ((SmallResNet(), CPU, "needs a GPU"), {}, "needs a GPU"),
-        ((plain(), GPU, ""), {}, "this model has no fused form"),
-        ((SmallResNet(), GPU, "no C compiler"), {}, "no C compiler"),
-        ((SmallResNet(), GPU, ""), {"channels_last": False}, "needs run.fused_norm"),
-        ((SmallResNet(), GPU, ""), {"compile": "model"}, "needs run.fused_norm"),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            choose_fast_path(RunSettings(weight_stream="on", **other), *given)  # type: ignore[arg-type]
-        assert str(caught.value) == f"run.weight_stream = 'on': {problem}; use 'auto'"
-        path = choose_fast_path(RunSettings(weight_stream="auto", **other), *given)  # type: ignore[arg-type]
-        assert path.weight_stream is None
-        assert path.describe().endswith(f"weight gradients on the same stream ({problem})")
-        assert streams(given[0]) <= {None}
-
-    class Mine(SmallResNet):
-        """May use weights of its blocks twice."""
-
-    for mine, own_loss in ((SmallResNet(), True), (Mine(), False)):
-        with pytest.raises(ConfigError, match="of your own may use weights elsewhere"):
-            choose_fast_path(RunSettings(weight_stream="on"), mine, GPU, "", own_loss=own_loss)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -292,11 +251,6 @@ def test_weight_gradients_go_to_a_second_stream_where_asked_for() -> None:
         (
             {"fused_convolutions": "on", "fused_norm": "off"},
             "run.fused_convolutions = 'on': needs run.fused_norm; choose one of the two",
-        ),
-        ({"weight_stream": "yes"}, "run.weight_stream = 'yes': unknown; known: auto, off, on"),
-        (
-            {"weight_stream": "on", "fused_norm": "off"},
-            "run.weight_stream = 'on': needs run.fused_norm; choose one of the two",
         ),
         (
             {"recompute_norms": True, "compile": "model"},
@@ -446,10 +400,6 @@ def test_shared_norms_say_that_convolutions_are_not_fused() -> None:
     assert said.endswith("of 2 ranks; run.fused_convolutions is off for these")
     assert "convolutions" not in str(describe_norms(RunConfig(), ranks, shared))
     assert describe_norms(asked, ranks, None) == {}
-    asked = RunConfig().with_values({"run.weight_stream": "auto"})
-    (said,) = describe_norms(asked, ranks, shared).values()
-    assert said.endswith("of 2 ranks; run.weight_stream is off for these")
-    assert eager_norms(asked, shared).run.weight_stream == "off"
 
 
 # What each rank chooses in its trial. Ranks 0 and 1 have one kind of GPU, and different shapes.

@@ -18,12 +18,6 @@ pytestmark = [
 ]
 CASES: dict[str, dict[str, Any]] = {
     "int8": {"comm__wire": "int8"},
-    "powersgd": {"comm__hook": "powersgd", "comm__powersgd_start_step": 2},
-    "post-local": {
-        "comm__hook": "post_local_sgd",
-        "comm__local_start_step": 1,
-        "comm__local_steps": 2,
-    },
     "asynchronous": {"comm__mode": "asynchronous", "precision__amp_dtype": "bf16"},
     "shares": {"run__shares": "3:1"},
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,14 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-from models.late_stream import LateStream
-from paceline.comm.transport import DirectTransport
 from paceline.core.errors import ConfigError, DataError, RunError
 from paceline.models.recompute import recompute_norms
 from paceline.models.resnet import SmallResNet
-from paceline.models.weight_stream import use_weight_stream
 from paceline.train.loss import Mixing, mixed
 from paceline.train.micro_step import MicroStep, step_error
 from ranks import run_ranks
 from small_runs import run_small, small_config
-from train.steps import Made, alone, make_step, weights
+from train.steps import Made, alone, make_step
 
 SIZE = 12
 
@@ -248,35 +244,6 @@ def test_a_size_that_comes_once_is_not_compiled() -> None:
     assert sizes == [12]
 
 
-@pytest.mark.parametrize("micro_batch", [12, 4])
-@pytest.mark.parametrize("overlapped", [False, True], ids=["one bucket", "a bucket each"])
-def test_weight_gradients_of_a_second_stream_are_there_when_they_are_read(
-    overlapped: bool, micro_batch: int
-) -> None:
-    """By the exchange, during backward where it overlaps. The stream shows its results late."""
-    weights_after, waits = [], []
-    for late in (False, True):
-        torch.manual_seed(0)
-        model = SmallResNet(num_classes=4, in_channels=1, zero_init_gamma=False)
-        group = alone()
-        transport = Overlapping(group) if overlapped else None
-        step = make_step(group, model=model, made=Made(micro_batch, transport=transport))
-        stream = LateStream()
-        if late:
-            use_weight_stream(model, stream)
-            step.micro = MicroStep(
-                model, step.policy, step.normalize, step.exchange, step.scale, 0.1,
-                weight_stream=stream,
-            )  # fmt: skip
-        losses = [step.run(number, 0.1).loss for number in range(2)]
-        assert all(map(math.isfinite, losses))
-        weights_after.append(weights(step))
-        waits.append(stream.noted.marks)
-    torch.testing.assert_close(weights_after[1], weights_after[0], rtol=1e-5, atol=1e-6)
-    convolutions = sum(isinstance(part, nn.Conv2d) for part in model.modules())
-    assert waits == [0, 2 * 12 // micro_batch * (convolutions - 1)]
-
-
 class Rearranging(nn.Module):
     """Keeps a copy of the images, as a first convolution on windows of pixels does."""
 
@@ -296,7 +263,3 @@ def test_backward_does_not_hold_images_that_the_model_does_not_keep() -> None:
     model = Rearranging()
     make_step(alone(), model=model).run(0, 0.1)
     assert model.alive == [False]
-
-
-class Overlapping(DirectTransport):
-    overlaps = True

@@ -295,7 +295,6 @@ def test_without_figures_of_the_cluster_there_is_no_clock_and_the_run_says_so(
         ({"rehearse__gpu": "H100", "rehearse__nodes": 0}, "rehearse.gpu"),
         ({"run__trace": True}, "run.trace"),
         ({"comm__mode": "asynchronous"}, "comm.mode"),
-        ({"comm__hook": "post_local_sgd"}, "comm.hook"),
         ({"comm__wire": "int8"}, "comm.wire"),
         ({"model__norm_group": 2}, "model.norm_group"),
         ({"optim__batch_schedule": "1:2"}, "optim.batch_schedule"),

@@ -54,7 +54,6 @@ _COPIED_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}
 _NAME_LENGTH = 60
 # Settings of a run that `bench.step.build_step` leaves aside.
 _NOT_IN_STEP = (
-    "comm.hook",
     "comm.mode",
     "model.norm_group",
     "optim.batch_schedule",

@@ -281,11 +281,6 @@ _OURS: dict[str, dict[str, Any]] = {
     # `auto`: bottlenecks only; `cudnn`: all residual blocks.
     "ours fused convolutions": {"run.fused_convolutions": "auto"},
     "ours fused by cudnn": {"run.fused_convolutions": "cudnn"},
-    "ours weight stream": {"run.weight_stream": "on"},
-    "ours fused by cudnn, weight stream": {
-        "run.fused_convolutions": "cudnn",
-        "run.weight_stream": "on",
-    },
     "ours tf32": {"precision.amp_dtype": "fp32"},
     "ours fp32": {"precision.amp_dtype": "fp32", "precision.tf32": False},
 }
@@ -352,9 +347,7 @@ class RowProcess:
         return lines[-1][:300] if lines else f"exit code {self._process.returncode}"
 
 
-_FUSED = (
-    "ours fused convolutions", "ours fused by cudnn", "ours fused by cudnn, weight stream",
-)  # fmt: skip
+_FUSED = ("ours fused convolutions", "ours fused by cudnn")
 # As `train.fast_path` describes it.
 _NOT_FUSED = "convolutions: off ("
 
@@ -370,12 +363,7 @@ def choose_rows(names: Sequence[str], common: dict[str, Any]) -> list[StepRow]:
         net = known_network(common["model"], common["image_size"], common["classes"])
         if net is None or not net.can_recompute_norms:
             # Neither are there fused norms.
-            left_out = (
-                "ours recompute",
-                "ours weight stream",
-                "ours fused by cudnn, weight stream",
-            )
-            known = tuple(name for name in known if name not in left_out)
+            known = tuple(name for name in known if name != "ours recompute")
     for name in names or known:
         kind = "ours" if name in _OURS else "plain"
         switches = dict(_OURS[name] if name in _OURS else _PLAIN[name])
@@ -438,7 +426,7 @@ def ratios(results: Sequence[Result]) -> dict[str, float]:
         if "ours" in speed and below in speed:
             found[name] = speed["ours"] / speed[below]
     for name in (
-        "ours N>1", "ours muon", "ours no graphs", "ours recompute", "ours weight stream", *fused,
+        "ours N>1", "ours muon", "ours no graphs", "ours recompute", *fused,
     ):  # fmt: skip
         if "ours" in speed and name in speed:
             found[f"{name} / ours"] = speed[name] / speed["ours"]

@@ -270,7 +270,7 @@ _TAKEN_APART = 5
 # Settings of the run and of the data that the step depends on.
 _STEP = (
     "run.compile", "run.cuda_graphs", "run.channels_last", "run.fused_norm",
-    "run.fused_convolutions", "run.weight_stream", "run.recompute_norms",
+    "run.fused_convolutions", "run.recompute_norms",
 )  # fmt: skip
 _IMAGES = (
     "data.channels", "data.mean", "data.std", "data.augment", "data.crop_padding", "data.crop_scale",

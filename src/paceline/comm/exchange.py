@@ -47,13 +47,13 @@ class Message:
 
 
 def plan_messages(
-    plan: FusionPlan, layouts: Mapping[str, FlatLayout], tail: int, *, apart: bool = False
+    plan: FusionPlan, layouts: Mapping[str, FlatLayout], tail: int
 ) -> list[list[Message]]:
     """One list for each bucket of the plan, with one contiguous piece per number format in it.
 
     The tensors of `layouts` lie in the plan's order. `tail` elements of signals lie behind the float32
     tensors. They travel with the last bucket, always in fp32: inside its piece if that is fp32 too, else
-    as a piece of their own, as always where they must be `apart`.
+    as a piece of their own.
     """
     found: list[list[Message]] = []
     for bucket in plan.buckets:
@@ -70,12 +70,12 @@ def plan_messages(
         found.append(
             [p if p is bulk else replace(p, algorithm=bucket.beside_algorithm) for p in pieces]
         )
-    _add_tail(found[-1], layouts["float32"].length, tail, plan.buckets[-1].beside_algorithm, apart)
+    _add_tail(found[-1], layouts["float32"].length, tail, plan.buckets[-1].beside_algorithm)
     return found
 
 
-def _add_tail(last: list[Message], length: int, tail: int, algorithm: str, apart: bool) -> None:
-    for number, piece in enumerate(() if apart else last):
+def _add_tail(last: list[Message], length: int, tail: int, algorithm: str) -> None:
+    for number, piece in enumerate(last):
         if (piece.dtype, piece.stop) == ("float32", length) and piece.wire in ("auto", "float32"):
             last[number] = replace(piece, stop=length + tail)
             return
@@ -126,9 +126,6 @@ class GradientExchange:
         self.transport: Transport = transport or DirectTransport(group)
         # May be replaced between steps.
         self.observer = ExchangeObserver()
-        # Called before gradients are read, during backward and after it: they may be computed on another
-        # stream, which the current one then waits for.
-        self.before_read: Callable[[], None] = lambda: None
         self._exposed = ExposedTime(group.device)
         self._trained = {name: p for name, p in parameters if p.requires_grad}
         # Backward reaches the last layer first; for a chain this is the order of readiness.
@@ -139,9 +136,7 @@ class GradientExchange:
         tail = len(SIGNALS) + len(self.names) + squares
         self._squares = torch.zeros((), device=group.device) if squares else None
         self._allocate(tail, accumulate=accumulate)
-        apart = self.transport.signals_apart
-        self.messages = plan_messages(self.plan, self.layouts, tail, apart=apart)
-        self._places = {m: self._tensor_places(m) for row in self.messages for m in row if apart}
+        self.messages = plan_messages(self.plan, self.layouts, tail)
         # Of this step: tensors with a gradient, buckets sent, and how to wait for them.
         self._used: set[str] = set()
         self._next = 0
@@ -340,7 +335,6 @@ class GradientExchange:
 
     def _fill(self, names: set[str]) -> None:
         """Copies the gradients of `names` into the buffers and adds them to the sums."""
-        self.before_read()
         for dtype, layout in self.layouts.items():
             slots = [slot for slot in layout if slot.name in names]
             found = [s.name for s in slots if self._trained[s.name].grad is not None]
@@ -362,21 +356,6 @@ class GradientExchange:
             self._used.update(found)
         self._drop_grads(names)
 
-    def _tensor_places(self, message: Message) -> tuple[tuple[int, int, int], ...]:
-        """Start and stop of each tensor in a message, and the rows of a matrix: a weight's first
-        dimension, where that is the outermost in memory."""
-        found = []
-        for slot in self.layouts[message.dtype]:
-            if message.start <= slot.offset and slot.stop <= message.stop:
-                parameter = self._trained[slot.name]
-                matrix = parameter.dim() > 1 and parameter.numel() > 0
-                outermost = matrix and (
-                    _dense_strides(parameter)[0] * parameter.shape[0] == parameter.numel()
-                )
-                rows = parameter.shape[0] if outermost else 0
-                found.append((slot.offset - message.start, slot.stop - message.start, rows))
-        return tuple(found)
-
     def _drop_grads(self, names: Iterable[str]) -> None:
         """So that backward hands its own tensors over without adding."""
         for name in names:
@@ -394,8 +373,7 @@ class GradientExchange:
             if total is not None:
                 stop = min(message.stop, total.numel())
                 piece[: stop - message.start].copy_(total[message.start : stop])
-            places = self._places.get(message, ())
-            pieces.append(Piece(piece, message.algorithm, message.wire, places))
+            pieces.append(Piece(piece, message.algorithm, message.wire))
         return pieces
 
     def _send(self) -> None:

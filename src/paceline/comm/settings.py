@@ -12,15 +12,7 @@ from paceline.plan.schedules import algorithm_names
 BACKENDS = ("auto", "gloo", "nccl")
 OVERLAPS = ("auto", "on", "off")
 MODES = ("synchronous", "asynchronous")
-HOOKS = ("none", "powersgd", "post_local_sgd")
-# The mode or hook that a setting belongs to.
-_OWNERS = {
-    **dict.fromkeys(("staleness", "servers"), ("mode", "asynchronous")),
-    **dict.fromkeys(("powersgd_rank", "powersgd_start_step"), ("hook", "powersgd")),
-    **dict.fromkeys(
-        ("local_steps", "local_start_step", "local_group_size"), ("hook", "post_local_sgd")
-    ),
-}
+_OF_ASYNCHRONOUS = ("staleness", "servers")
 # What a plan file decides itself.
 _PLANNED = ("algorithm", "sizes", "eta_kib", "fusion_mib", "wire")
 # By how much torch's own timeout is longer than `timeout_s`. The watchdog enforces `timeout_s`: it can
@@ -60,19 +52,6 @@ class CommSettings:
     """Asynchronous mode: steps by which ranks may drift apart."""
     servers: int = 0
     """Asynchronous mode: the first ranks that serve a shard of the weights; 0 means all ranks."""
-    hook: str = "none"
-    """A communication hook of torch in place of the all-reduce: `powersgd`, `post_local_sgd`, or
-    `none`."""
-    powersgd_rank: int = 1
-    """PowerSGD: rank of the matrices that approximate the gradients."""
-    powersgd_start_step: int = 100
-    """PowerSGD: steps with whole gradients before it starts, at least 2."""
-    local_steps: int = 4
-    """Post-local SGD: steps that ranks train apart between two averages of their weights."""
-    local_start_step: int = 100
-    """Post-local SGD: synchronous steps before ranks train apart."""
-    local_group_size: int = 1
-    """Post-local SGD: ranks in a row that go on summing their gradients in every step."""
     group_size: int = 0
     """Ranks of a group in `hierarchical`, `torus2d` and `central`, whose groups have a server each; 0
     takes the ranks of a node."""
@@ -91,7 +70,6 @@ class CommSettings:
         check.known("algorithm", ("auto", "hybrid", *algorithm_names()))
         check.known("wire", WIRES)
         check.known("overlap", OVERLAPS)
-        check.known("hook", HOOKS)
         check.known("mode", MODES)
         for name in ("timeout_s", "rendezvous_timeout_s"):
             value = getattr(self, name)
@@ -105,35 +83,25 @@ class CommSettings:
             )
         if self.eta_kib is not None and not 1 <= self.eta_kib <= 2**30:
             raise ConfigError("comm.eta_kib", self.eta_kib, "must be 1 or more", "try 1024")
-        for name, least in (
-            ("powersgd_rank", 1), ("powersgd_start_step", 2), ("local_steps", 2),
-            ("local_start_step", 0), ("local_group_size", 1), ("staleness", 0), ("servers", 0),
-        ):  # fmt: skip
-            if getattr(self, name) < least:
-                raise ConfigError(f"comm.{name}", getattr(self, name), f"must be {least} or more")
-        self._check_owners()
+        for name in _OF_ASYNCHRONOUS:
+            if getattr(self, name) < 0:
+                raise ConfigError(f"comm.{name}", getattr(self, name), "must be 0 or more")
         self._check_mode()
-        self._check_hook()
         self._check_together()
 
-    def _check_owners(self) -> None:
-        """A setting of a mode or a hook means nothing without it."""
-        for field in fields(self):
-            owner, needed = _OWNERS.get(field.name, ("", ""))
-            value = getattr(self, field.name)
-            if owner and value != field.default and getattr(self, owner) != needed:
-                raise ConfigError(
-                    f"comm.{field.name}", value,
-                    f"has no meaning with comm.{owner} = {getattr(self, owner)!r}",
-                    f"leave it out, or set comm.{owner} = {needed!r}",
-                )  # fmt: skip
-
     def _check_mode(self) -> None:
-        """Asynchronous ranks have no all-reduce."""
+        """Checks the settings of asynchronous training, which has no all-reduce."""
         if self.mode == "synchronous":
+            for field in fields(self):
+                value = getattr(self, field.name)
+                if field.name in _OF_ASYNCHRONOUS and value != field.default:
+                    raise ConfigError(
+                        f"comm.{field.name}", value, "has no meaning with comm.mode = 'synchronous'",
+                        "leave it out, or set comm.mode = 'asynchronous'",
+                    )  # fmt: skip
             return
         for name, usual in (
-            ("algorithm", "auto"), ("wire", "auto"), ("plan", ""), ("hook", "none"), ("group_size", 0),
+            ("algorithm", "auto"), ("wire", "auto"), ("plan", ""), ("group_size", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value != usual:
@@ -145,23 +113,6 @@ class CommSettings:
         if self.overlap == "on":
             raise ConfigError(
                 "comm.overlap", "on", "comm.mode = 'asynchronous' pushes whole gradients, after backward",
-                "use 'auto' or 'off'",
-            )  # fmt: skip
-
-    def _check_hook(self) -> None:
-        """A hook decides itself how gradients travel."""
-        if self.hook == "none":
-            return
-        for name in ("algorithm", "wire", "plan"):
-            value = getattr(self, name)
-            if value not in ("auto", ""):
-                raise ConfigError(
-                    f"comm.{name}", value, f"but comm.hook = {self.hook!r} decides how gradients travel",
-                    "leave one of the two out",
-                )  # fmt: skip
-        if self.overlap == "on":
-            raise ConfigError(
-                "comm.overlap", "on", f"comm.hook = {self.hook!r} runs after the backward pass",
                 "use 'auto' or 'off'",
             )  # fmt: skip
 

@@ -2,8 +2,7 @@
 
 `create_transport` chooses one by the plan: `DirectTransport`, the backend's own all-reduce in the
 caller's thread, for a single bucket; `NativeTransport`, NCCL's all-reduce on NCCL's stream, where every
-algorithm is native; `HookTransport` for a hook of torch; else `ThreadTransport`, which runs the plan's
-algorithms on the communication thread.
+algorithm is native; else `ThreadTransport`, which runs the plan's algorithms on the communication thread.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from paceline.comm.memory import Memory
 from paceline.comm.process_groups import ProcessGroups
 from paceline.comm.quantized import Residuals
 from paceline.comm.settings import BACKEND_GRACE_S, CommSettings
-from paceline.comm.torch_hooks import HookReducer, Place, create_hook
 from paceline.core.errors import CommError
 from paceline.plan.fusion_plan import EIGHT_BIT, FusionPlan
 
@@ -36,8 +34,6 @@ class Piece(NamedTuple):
     tensor: Tensor
     algorithm: str
     wire: str
-    # Where the tensors lie in it; none in the message of the signals. For a hook of torch.
-    places: tuple[Place, ...] = ()
 
 
 class Transport(ABC):
@@ -47,8 +43,6 @@ class Transport(ABC):
     overlaps = False
     # A CUDA graph can hold `send` and the wait for it.
     capturable = False
-    # The signals must be a message of their own.
-    signals_apart = False
 
     @property
     def memory(self) -> Memory | None:
@@ -191,33 +185,10 @@ class LocalTransport(Transport):
         return lambda: None
 
 
-class HookTransport(Transport):
-    """A hook of torch (`paceline.comm.torch_hooks`), in the caller's thread."""
-
-    signals_apart = True
-
-    def __init__(self, reducer: HookReducer) -> None:
-        self._reducer = reducer
-
-    @property
-    def memory(self) -> Memory | None:
-        return self._reducer.hook.memory
-
-    def send(self, pieces: Sequence[Piece], begun: Notify, ended: Notify) -> Wait:
-        begun()
-        for piece in pieces:
-            self._reducer.run(piece.tensor, piece.places)
-        ended()
-        return lambda: None
-
-
 def create_transport(group: Group, settings: CommSettings, plan: FusionPlan) -> Transport:
     """The transport that a plan needs; where it makes process groups, all ranks make them at once."""
     if settings.mode == "asynchronous":
         return LocalTransport()
-    if settings.hook != "none" and group.world_size > 1:
-        hook = group.watched("the creation of process groups", lambda: create_hook(settings, group))
-        return HookTransport(HookReducer(group, hook))
     native = all(b.algorithm == b.beside_algorithm == "native" for b in plan.buckets)
     if native and len(plan.buckets) == 1 and plan.buckets[0].wire == "auto":
         return DirectTransport(group)

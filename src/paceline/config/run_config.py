@@ -72,14 +72,6 @@ class RunConfig:
                     "optim.name", self.optim.name, f"but with comm.mode = 'asynchronous' {why}",
                     "use another optimizer, such as 'sgd'",
                 )  # fmt: skip
-        if self.comm.hook == "post_local_sgd":
-            self._exclude("comm.hook = 'post_local_sgd' gives each rank weights of its own", (
-                *_OF_WHOLE_UPDATES, ("run.shares", EQUAL_SHARES),
-            ))  # fmt: skip
-        if self.comm.hook != "none":
-            self._exclude(f"comm.hook = {self.comm.hook!r} does not sum gradients exactly", (
-                ("run.noise_scale", False),
-            ))  # fmt: skip
         if self.comm.wire in EIGHT_BIT:
             self._exclude(f"comm.wire = {self.comm.wire!r} adds noise of its own", (
                 ("run.noise_scale", False),
@@ -90,7 +82,7 @@ class RunConfig:
             ))  # fmt: skip
         if self.rehearse.ranks:
             self._exclude("a rehearsal adds up the gradients of equal ranks, step by step", (
-                ("comm.mode", CommSettings.mode), ("comm.hook", CommSettings.hook),
+                ("comm.mode", CommSettings.mode),
                 ("run.shares", EQUAL_SHARES), ("model.norm_group", 1), ("optim.batch_schedule", ""),
                 ("run.trace", False),
             ))  # fmt: skip
@@ -104,16 +96,14 @@ class RunConfig:
                     "optim.name", self.optim.name, "cannot be rehearsed: it passes over all samples",
                     "use another optimizer",
                 )  # fmt: skip
-        alone = self.comm.mode == "asynchronous" or self.comm.hook == "post_local_sgd"
-        if alone and self.optim.share_products == "on":
+        asynchronous = self.comm.mode == "asynchronous"
+        if asynchronous and self.optim.share_products == "on":
             raise ConfigError(
                 "optim.share_products", "on", "but ranks have gradients of their own", "use 'auto'"
             )
-        anchored = self.optim.name in OPTIMIZERS_OF_SVRG
-        if anchored and (self.comm.mode == "asynchronous" or self.comm.hook != "none"):
-            field = "comm.hook" if self.comm.hook != "none" else "comm.mode"
+        if asynchronous and self.optim.name in OPTIMIZERS_OF_SVRG:
             raise ConfigError(
-                field, getattr(self.comm, field.partition(".")[2]),
+                "comm.mode", self.comm.mode,
                 f"but {self.optim.name} needs exact gradients of all ranks", "leave one of the two out",
             )  # fmt: skip
 

@@ -71,10 +71,6 @@ class RunSettings:
     faster; kept in `~/.cache/paceline/products`), or `cudnn` (as `auto`, with kernels of cuDNN's graph
     API in fp16, also for other convolutions and for ResNets without bottlenecks; their sums have no
     fixed order, so that repetitions agree within rounding only)."""
-    weight_stream: str = "off"
-    """Gradients of convolution weights on a second CUDA stream, beside the rest of backward, for models
-    with fused norms on a GPU: `on`, `off`, or `auto` (where the model and its loss allow it). The same
-    kernels, and memory for a few more maps."""
     recompute_norms: bool = False
     """Do not store outputs of batch norm and ReLU that convolutions read: backward computes them again.
     Less memory, a slower step, the same bits unless convolutions are fused. For ResNets and
@@ -172,7 +168,6 @@ class RunSettings:
         check.known("eval_details", SWITCHES)
         check.known("fused_norm", SWITCHES)
         check.known("fused_convolutions", (*SWITCHES, "cudnn"))
-        check.known("weight_stream", SWITCHES)
         check.known("compile", COMPILE_MODES)
         check.known("cuda_graphs", SWITCHES)
         if self.fused_norm == "on" and self.compile not in ("auto", "off"):
@@ -182,8 +177,6 @@ class RunSettings:
             )  # fmt: skip
         if self.fused_convolutions == "on" and self.fused_norm == "off":
             raise check.error("fused_convolutions", "needs run.fused_norm", "choose one of the two")
-        if self.weight_stream == "on" and self.fused_norm == "off":
-            raise check.error("weight_stream", "needs run.fused_norm", "choose one of the two")
         if self.recompute_norms and self.compile not in ("auto", "off"):
             raise check.error(
                 "recompute_norms", f"cannot be compiled by run.compile = {self.compile!r}",

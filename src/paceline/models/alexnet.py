@@ -23,7 +23,6 @@ from paceline.models.stem import (
     convolve_images,
     is_plain,
 )  # fmt: skip
-from paceline.models.weight_stream import WeightStream, conv2d
 
 # Smaller images leave no window for the last of the three pools.
 MIN_PIXELS = 63
@@ -55,8 +54,6 @@ class AlexNet(TakesImages):
         if set(NORM_NAMES[:-1]) <= set(norms):
             self.fused = False  # has a fused form, see `fuse_norms`
             self.recompute = False  # has norms before convolutions, see `recompute_norms`
-            # Of the fused form, see `use_weight_stream`.
-            self.weight_stream: WeightStream | None = None
         plain: list[nn.Module] = [
             nn.Conv2d(in_channels, 64, 11, stride=4, padding=2),
             nn.ReLU(inplace=True),
@@ -156,10 +153,9 @@ class AlexNet(TakesImages):
                     x = convolve_images(convolution, given, padded=self.pads_images, biased=False)
                 else:
                     assert not isinstance(convolution.padding, str)
-                    x = conv2d(
-                        given, convolution.weight, convolution.stride, convolution.padding,
-                        self.weight_stream,
-                    )  # fmt: skip
+                    x = nn.functional.conv2d(
+                        given, convolution.weight, None, convolution.stride, convolution.padding
+                    )
             x = as_map(x)
             if isinstance(self.features.get_submodule(str(number + 2)), nn.MaxPool2d):
                 maps = norm_act_pool(x, norm, padding=0, bias=bias)

@@ -33,7 +33,6 @@ from paceline.models.products import backward_product, forward_product
 from paceline.models.recompute import MapSource, RecomputedMap, not_stored
 from paceline.models.resnet import norm_can_fuse, split_uses
 from paceline.models.stem import is_plain
-from paceline.models.weight_stream import Beside, beside
 
 if TYPE_CHECKING:
     from paceline.models.resnet import ResidualBlock, Uses
@@ -42,11 +41,9 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Link:
-    """Passes the factors of a norm's gradient from the only user of its output to the convolution.
-    `beside`: how that launches its weight's gradient."""
+    """Passes the factors of a norm's gradient from the only user of its output to the convolution."""
 
-    def __init__(self, beside: Beside | None = None) -> None:
-        self.beside = beside
+    def __init__(self) -> None:
         self._given: tuple[int, Tensor] | None = None
 
     def put(self, dz: Tensor, factors: Tensor) -> None:
@@ -137,7 +134,7 @@ def _is_plain(convolution: nn.Module, kind: torch.dtype) -> TypeGuard[nn.Conv2d]
 
 def fused_block(block: ResidualBlock, x: Uses) -> Pending:
     (first, first_norm), *others = block.branch()
-    link = Link(beside(block.weight_stream, first.weight))
+    link = Link()
     given = (first.weight, first.stride[0], first_norm)
     if isinstance(x, Pending):
         raw, saved, x = x.reduced(*given, link)
@@ -159,7 +156,7 @@ def _convolve_normed(
     block: ResidualBlock, x: Normed, convolution: nn.Conv2d, norm: nn.BatchNorm2d, relu: bool
 ) -> Normed:
     """`relu`: follows `norm`."""
-    link = Link(beside(block.weight_stream, convolution.weight))
+    link = Link()
     out, saved = _ConvolveNormed.apply(  # type: ignore[no-untyped-call]
         *x.tensors(), convolution.weight, convolution.stride[0], norm, (x.link, link), relu,
         block.recompute,
@@ -175,7 +172,7 @@ def _shortcut(block: ResidualBlock, x: Uses) -> Normed | Tensor | RecomputedMap:
     assert isinstance(norm, nn.BatchNorm2d)
     if not norm_can_fuse(norm) or not _is_plain(convolution, maps.dtype):
         return as_map(block.shortcut(x))
-    link = Link(beside(block.weight_stream, convolution.weight))
+    link = Link()
     with not_stored(x):
         out, saved = _Convolve.apply(  # type: ignore[no-untyped-call]
             maps, convolution.weight, convolution.stride[0], norm, link, False
@@ -208,7 +205,6 @@ class _Convolve(torch.autograd.Function):
         gradients = backward_product(
             Operand.gradient(dz, out, saved, ctx.link.take(dz), relu=ctx.relu), weight, Operand(x),
             Epilogue.plain(x), ctx.stride, wants_weight=ctx.needs_input_grad[1],
-            beside=ctx.link.beside,
         )  # fmt: skip
         return gradients.dx, gradients.weight, None, None, None, None
 
@@ -256,7 +252,7 @@ class _JoinReduce(torch.autograd.Function):
         gradients = backward_product(
             Operand.gradient(dz, out, saved, ctx.link.take(dz), relu=True), weight, Operand(y),
             Epilogue.merged(branch, y, add, shortcut), ctx.stride,
-            wants_weight=ctx.needs_input_grad[8], beside=ctx.link.beside,
+            wants_weight=ctx.needs_input_grad[8],
         )  # fmt: skip
         given, (link, residual_link) = gradients.dx, ctx.links
         factors = gradients.factors(branch)
@@ -304,7 +300,6 @@ class _ConvolveNormed(torch.autograd.Function):
             Operand.gradient(dz, out, next_saved, link.take(dz), relu=ctx.relu), weight,
             Operand(kept[0]) if kept else Operand.normalized(x, saved),
             Epilogue.masked(branch), ctx.stride, wants_weight=ctx.needs_input_grad[4],
-            beside=link.beside,
         )  # fmt: skip
         factors = gradients.factors(branch)
         # Separate products leave the ReLU to those of the convolution before.

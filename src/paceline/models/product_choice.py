@@ -53,8 +53,7 @@ class Choices:
     products are timed. `used`: keys that were asked for since `begin`. `times` has the milliseconds of
     all forms that were timed by this process, `problems` the reasons of those that failed, and `missing`
     why cuDNN has none for a key; `without_cudnn`, why it cannot be used at all. `building`: a form
-    builds its kernels, and does not run them. `timing`: a form is built or timed; it then does all its
-    work on one stream."""
+    builds its kernels, and does not run them."""
 
     mode: str = "off"
     open: bool = False
@@ -67,7 +66,6 @@ class Choices:
     timed: int = 0
     path: Path | None = None
     building: bool = False
-    timing: bool = False
 
     def own(self) -> dict[str, str]:
         """Those of the trial, without what the file has for other shapes."""
@@ -159,11 +157,7 @@ def choose(
         return names[0]
     if not timing:
         return SEPARATE if device.type == "cuda" and SEPARATE in forms else names[0]
-    outer, choices.timing = choices.timing, True
-    try:
-        times = _times(key, {name: forms[name] for name in names}, then)
-    finally:
-        choices.timing = outer
+    times = _times(key, {name: forms[name] for name in names}, then)
     if times:
         best = min(times, key=lambda name: times[name])
         choices.times[key] = times

@@ -52,7 +52,6 @@ from paceline.models.product_tiles import (
     fits,
     weight_fits,
 )
-from paceline.models.weight_stream import Beside
 
 
 def _key(what: str, operand: Operand, weight: Tensor, stride: int, *more: object) -> str:
@@ -162,17 +161,16 @@ def _padding(weight: Tensor) -> tuple[int, int]:
 
 def backward_product(
     gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, stride: int = 1, *,
-    wants_weight: bool, beside: Beside | None = None,
+    wants_weight: bool,
 ) -> Gradients:  # fmt: skip
-    """Both gradients of a convolution of `inputs`. `beside` may compute that of the weight on a second
-    stream, if it does not come with the input's.
+    """Both gradients of a convolution of `inputs`.
 
     Either each product computes the gradient of the convolution's output for itself, or, with few
     channels, one kernel gives both, or that gradient is stored for kernels of cuDNN or of torch. (That
     the first product stores it for the second was slower than all of these.)
     """
     forms: dict[str, Callable[[], Gradients]] = {}
-    given = (gradient, weight, inputs, end, stride, wants_weight, beside)
+    given = (gradient, weight, inputs, end, stride, wants_weight)
     if is_product(weight, stride):
         forms["fused"] = partial(_fused_backward, *given)
     forms[SEPARATE] = partial(_separate_backward, *given)
@@ -190,26 +188,12 @@ def backward_product(
     return _fastest(key, forms, is_product(weight, stride), gradient.x.device)
 
 
-def _untimed(beside: Beside | None) -> Beside | None:
-    """`beside`, unless forms are being timed or it does not take the weight."""
-    return beside if beside is not None and not choices.timing and beside.ready() else None
-
-
-def _launched(beside: Beside | None, compute: Callable[[], Tensor], *reads: Operand) -> Tensor:
-    beside = _untimed(beside)
-    if beside is None:
-        return compute()
-    return beside(compute, *(tensor for operand in reads for tensor in operand.tensors()))
-
-
 def _fused_backward(
     gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, stride: int,
-    wants_weight: bool, beside: Beside | None,
+    wants_weight: bool,
 ) -> Gradients:  # fmt: skip
     dx, parts = input_gradient(gradient, weight, end)
-    found, compute = None, partial(weight_gradient, gradient, weight, inputs)
-    if wants_weight:
-        found = _launched(beside, compute, gradient, inputs)
+    found = weight_gradient(gradient, weight, inputs) if wants_weight else None
     return Gradients(dx, parts, found)
 
 
@@ -256,17 +240,13 @@ def _torch_backward(
 
 def _separate_backward(
     gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, stride: int,
-    wants_weight: bool, beside: Beside | None,
+    wants_weight: bool,
 ) -> Gradients:  # fmt: skip
     stored = gradient.stored()
     # The gradient of the input needs only the shape of the input.
-    together = wants_weight and _untimed(beside) is None
-    source = inputs.stored() if together else end.like
-    dx, found = _torch_backward(stored, source, weight, stride, (True, together))
+    source = inputs.stored() if wants_weight else end.like
+    dx, found = _torch_backward(stored, source, weight, stride, (True, wants_weight))
     assert dx is not None
-    if wants_weight and not together:
-        compute = partial(_torch_weight_gradient, stored, weight, inputs, stride)
-        found = _launched(beside, compute, Operand(stored), inputs)
     dx = as_map(dx)
     if end.branch is None:
         return Gradients(dx, None, found)
@@ -280,7 +260,7 @@ def _separate_backward(
 
 def _cudnn_backward_forms(
     gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, stride: int,
-    wants_weight: bool, beside: Beside | None, wanted: str,
+    wants_weight: bool, wanted: str,
 ) -> dict[str, Callable[[], Gradients]]:  # fmt: skip
     """One form; its two gradients have several each."""
     # In the place of the gradient's map, which is not stored yet: the same shape and memory.
@@ -288,7 +268,7 @@ def _cudnn_backward_forms(
     if wanted:
         chosen = choices.wanted_of_cudnn(key) or ""
     cudnn_forms.input_gradient(gradient.x, weight, end, stride, chosen)
-    call = partial(_cudnn_backward, gradient, weight, inputs, end, stride, wants_weight, beside)
+    call = partial(_cudnn_backward, gradient, weight, inputs, end, stride, wants_weight)
     return {CUDNN: call}
 
 
@@ -299,16 +279,16 @@ def _cudnn_input_key(gradient: Operand, weight: Tensor, end: Epilogue, stride: i
 
 def _cudnn_backward(
     gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, stride: int,
-    wants_weight: bool, beside: Beside | None,
+    wants_weight: bool,
 ) -> Gradients:  # fmt: skip
     stored = gradient.stored()
     key = _cudnn_input_key(gradient, weight, end, stride)
     wanted = choices.wanted_of_cudnn(key) or ""
     forms = cudnn_forms.input_gradient(stored, weight, end, stride, wanted)
     dz, factors = forms[choose(key, forms, stored.device)]()
-    found, compute = None, partial(_stored_weight_gradient, stored, weight, inputs, stride)
+    found = None
     if wants_weight:
-        found = _launched(beside, compute, Operand(stored), inputs)
+        found = _stored_weight_gradient(stored, weight, inputs, stride)
     return Gradients(dz, None, found, factors)
 
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from paceline.models.recompute import RecomputedMap, not_stored, recomputed_norm, switch_forms
 from paceline.models.stem import TakesImages, convolve_images
-from paceline.models.weight_stream import WeightStream, convolved
 
 if TYPE_CHECKING:
     from paceline.models.fused_blocks import Pending
@@ -50,14 +49,10 @@ def split_uses(x: Uses) -> tuple[Tensor, Tensor]:
     return x if isinstance(x, tuple) else x.output()
 
 
-def convolve(
-    convolution: nn.Module, x: Uses, stream: WeightStream | None, *, shortcut: bool = False
-) -> Tensor:
+def convolve(convolution: nn.Module, x: Uses, *, shortcut: bool = False) -> Tensor:
     """The convolution of the branch, or that of the shortcut."""
     maps = split_uses(x)[int(shortcut)]
     with not_stored(x):
-        if stream is not None:
-            return convolved(convolution, maps, stream)
         out: Tensor = convolution(maps)
         return out
 
@@ -97,13 +92,12 @@ def projection(in_channels: int, out_channels: int, stride: int) -> nn.Sequentia
 
 
 class ResidualBlock(nn.Module):
-    """Base of all blocks. `fuse_norms` sets `fused` on every block of a model or on none,
-    `fuse_products` sets `fused_products`, and `use_weight_stream` sets `weight_stream`."""
+    """Base of all blocks. `fuse_norms` sets `fused` on every block of a model or on none
+    and `fuse_products` sets `fused_products`."""
 
     fused = False
     fused_products = False
     recompute = False
-    weight_stream: WeightStream | None = None
     relu: nn.ReLU
     downsample: nn.Sequential | None
 
@@ -124,8 +118,8 @@ class ResidualBlock(nn.Module):
         maps = x = computed(x)
         *inner, (last, last_norm) = self.branch()
         for convolution, norm in inner:
-            maps = self.norm_relu(convolve(convolution, maps, self.weight_stream), norm)
-        return self.join(convolve(last, maps, self.weight_stream), last_norm, x)
+            maps = self.norm_relu(convolve(convolution, maps), norm)
+        return self.join(convolve(last, maps), last_norm, x)
 
     def norm_relu(self, x: Tensor, norm: nn.BatchNorm2d) -> Uses:
         return norm_relu(x, norm, self.relu, fused=self.fused, recompute=self.recompute)
@@ -134,7 +128,7 @@ class ResidualBlock(nn.Module):
         if self.downsample is None:
             return split_uses(x)[1]
         convolution, norm = self.downsample
-        maps = convolve(convolution, x, self.weight_stream, shortcut=True)
+        maps = convolve(convolution, x, shortcut=True)
         if self.fused:
             from paceline.models.fused import can_fuse, norm_act
 
@@ -352,7 +346,6 @@ class PooledConv(nn.Module):
     """A 3x3 convolution, norm, ReLU and a max-pool that halves the map."""
 
     fused = False
-    weight_stream: WeightStream | None = None
 
     def __init__(self, in_channels: int, channels: int) -> None:
         super().__init__()
@@ -362,7 +355,7 @@ class PooledConv(nn.Module):
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
 
     def forward(self, x: Uses) -> Uses:
-        maps = convolve(self.conv, x, self.weight_stream)
+        maps = convolve(self.conv, x)
         if self.fused:
             return fused_norm_pool(maps, self.bn)
         pooled: Tensor = self.maxpool(self.relu(self.bn(maps)))

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from paceline.optim.orthogonal import SharedProducts, is_matrix, orthogonalize, share_out
     from paceline.optim.schedule import LrSchedule, set_rate
     from paceline.optim.settings import OptimSettings
-    from paceline.optim.soap import SOAP
     from paceline.optim.svrg import SVRG, quantize
     from paceline.optim.wrapped import WrappedOptimizer
 
@@ -24,7 +23,6 @@ __all__ = [
     "LAMB",
     "LARS",
     "SGD",
-    "SOAP",
     "SVRG",
     "AdamW",
     "BatchGrowth",
@@ -49,7 +47,6 @@ __getattr__, __dir__ = lazy_exports(
         "LAMB": "adam",
         "LARS": "lars",
         "SGD": "lars",
-        "SOAP": "soap",
         "SVRG": "svrg",
         "AdamW": "adam",
         "BatchGrowth": "batch_growth",

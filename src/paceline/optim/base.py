@@ -64,8 +64,6 @@ class MasterOptimizer(_PlainOptimizer):
     active: Tensor | None = None
     # True: state is loaded into existing tensors, whose formats torch would not keep.
     loads_into_state = False
-    # Whether `step` can be captured in a CUDA graph.
-    capturable = True
 
     # fp32 state of each parameter beside its master, in its shape; then other state that is saved.
     BUFFERS: ClassVar[tuple[str, ...]]

@@ -23,8 +23,7 @@ from paceline.optim.base import MasterOptimizer
 from paceline.optim.fused import triton_unavailable
 from paceline.optim.lars import LARS, SGD, RMSpropWarmup
 from paceline.optim.muon import STEP_FACTOR, Muon, split_matrices
-from paceline.optim.settings import OPTIMIZERS_OF_SVRG, SOAP_BETA2, OptimSettings
-from paceline.optim.soap import SOAP
+from paceline.optim.settings import OPTIMIZERS_OF_SVRG, OptimSettings
 from paceline.optim.svrg import SVRG
 from paceline.optim.wrapped import wrap
 
@@ -74,11 +73,6 @@ def create_optimizer(
     if settings.name == "muon":
         muon_groups = _muon_groups(settings, groups, norms)
         return Muon(muon_groups, **common, products=settings.muon_products)
-    if settings.name == "soap":
-        beta2 = SOAP_BETA2 if settings.beta2 == OptimSettings.beta2 else settings.beta2
-        interval = settings.soap_interval
-        soap_groups = _muon_groups(settings, groups, norms)
-        return SOAP(soap_groups, **common, beta2=beta2, interval=interval)
     assert settings.name == "lars", settings.name
     return LARS(
         groups,

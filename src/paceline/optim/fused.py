@@ -171,7 +171,7 @@ class FusedStep(ABC):
 
 
 class LarsStep(FusedStep):
-    """Norms, trust ratios and update of LARS, of SGD and, along other directions, of SOAP."""
+    """Norms, trust ratios and update of LARS and SGD."""
 
     def launch(self, tables: Tables, hyper: Tensor, gates: Gates, outcome: Outcome) -> None:
         from paceline.optim import kernels

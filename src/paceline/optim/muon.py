@@ -283,7 +283,7 @@ class Muon(LARS):
                 found, none = self._averaged(own, self._own.values[number], gates.grad_scale)
                 wanted += found
                 still += none
-        found = self._with_lengths(chosen, self._directed(chosen, wanted, still, gates))
+        found = self._with_lengths(chosen, orthogonalize(wanted, still, self.shared))
         if gates.grad_scale is not None:
             # The kernels divide by the scale, a power of two, as they do with every gradient.
             torch._foreach_mul_(found, gates.grad_scale.reshape(()))
@@ -307,12 +307,6 @@ class Muon(LARS):
         for i, factor in zip(places, (etas * references / norms).unbind(), strict=True):
             directions[i] = directions[i] * factor
         return directions
-
-    def _directed(
-        self, rows: Sequence[Row], averages: list[Tensor], still: Sequence[Tensor], gates: Gates
-    ) -> list[Tensor]:
-        """The directions of rows with such averages; zero where `still` is set."""
-        return orthogonalize(averages, still, self.shared)
 
     def _averaged(
         self, rows: Sequence[Row], values: Tensor, scale: Tensor | None

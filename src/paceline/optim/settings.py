@@ -15,9 +15,7 @@ from paceline.optim.batch_growth import BATCH_RATES, BatchGrowth
 # SVRG and its relatives in low precision; the first three need gradients at an anchor.
 ANCHORED = ("halp", "lp_svrg", "svrg")
 OPTIMIZERS_OF_SVRG = (*ANCHORED, "lp_sgd")
-OPTIMIZERS_OF_SGD = ("lars", "muon", "rmsprop_warmup", "sgd", "soap", *OPTIMIZERS_OF_SVRG)
-ORTHOGONAL_OPTIMIZERS = ("muon", "soap")
-SOAP_BETA2 = 0.95
+OPTIMIZERS_OF_SGD = ("lars", "muon", "rmsprop_warmup", "sgd", *OPTIMIZERS_OF_SVRG)
 # Those without Triton kernels and without a form in half precision.
 WITHOUT_KERNELS = ("rmsprop_warmup", *OPTIMIZERS_OF_SVRG)
 OPTIMIZERS = ("adamw", "lamb", *OPTIMIZERS_OF_SGD)
@@ -32,16 +30,15 @@ PRODUCTS = ("auto", "kernels", "torch")
 CYCLES = ("one_cycle", "triangular")
 SCHEDULES = ("constant", "cosine", "piecewise", "poly", "range", "step", *CYCLES)
 # Settings that only some optimizers, or schedules, read.
-_WITH_TRUST_RATIO = ("lamb", "lars", "muon", "soap")
+_WITH_TRUST_RATIO = ("lamb", "lars", "muon")
 _OF_OPTIMIZERS = {
-    "momentum": OPTIMIZERS_OF_SGD, "nesterov": ("lars", "muon", "sgd", "soap"),
-    "beta1": ("adamw", "lamb"), "beta2": ("adamw", "lamb", "soap"),
+    "momentum": OPTIMIZERS_OF_SGD, "nesterov": ("lars", "muon", "sgd"),
+    "beta1": ("adamw", "lamb"), "beta2": ("adamw", "lamb"),
     "adam_eps": ("adamw", "lamb", "rmsprop_warmup"), "bits": ("halp", "lp_svrg", "lp_sgd"),
     "halp_mu": ("halp",), "lp_span": ("lp_svrg", "lp_sgd"), "center_epochs": ANCHORED,
-    "trust_coefficient": ("lars", "muon", "soap"), "eps": _WITH_TRUST_RATIO,
+    "trust_coefficient": ("lars", "muon"), "eps": _WITH_TRUST_RATIO,
     "adapt_bias_norm": _WITH_TRUST_RATIO, "lr_in_momentum": ("lars",), "clip": ("lars", "lamb"),
-    "orthogonal": ORTHOGONAL_OPTIMIZERS, "muon_steps": ORTHOGONAL_OPTIMIZERS,
-    "soap_interval": ("soap",), "muon_products": ("muon",),
+    "orthogonal": ("muon",), "muon_steps": ("muon",), "muon_products": ("muon",),
     **dict.fromkeys(("rms_rate", "rms_beta", "rms_center_epochs", "rms_width_epochs"),
                     ("rmsprop_warmup",)),
 }  # fmt: skip
@@ -59,7 +56,7 @@ class OptimSettings:
     """The update rule and the learning-rate schedule; docs/optimizers.md has the equations."""
 
     name: str = "sgd"
-    """`sgd`, `lars`, `muon`, `soap`, `adamw`, `lamb`, `rmsprop_warmup`, `svrg`, `halp`, `lp_svrg`,
+    """`sgd`, `lars`, `muon`, `adamw`, `lamb`, `rmsprop_warmup`, `svrg`, `halp`, `lp_svrg`,
     `lp_sgd`, or a class of torch.optim or of another module, as in `torch.optim:RAdam`."""
     arguments: str = ""
     """Keyword arguments for the class of `module:Class` beside the rate, as a TOML table:
@@ -94,8 +91,7 @@ class OptimSettings:
     beta1: float = 0.9
     """AdamW and LAMB: decay of the average of gradients."""
     beta2: float = 0.999
-    """AdamW, LAMB and SOAP: decay of the average of squared gradients; the default stands for 0.95 with
-    `soap`."""
+    """AdamW and LAMB: decay of the average of squared gradients."""
     adam_eps: float = 1e-8
     """AdamW, LAMB and `rmsprop_warmup`: added to the root of the average of squares."""
     bits: int = 8
@@ -190,13 +186,11 @@ class OptimSettings:
     """Muon: layers with orthogonalized momentum, `filters` (convolutions), `all` (linear layers too) or
     `auto` (`all` where hidden linear layers have more weights than convolutions)."""
     muon_steps: str = "relative"
-    """Muon and SOAP: length of a step of an orthogonalized matrix, `relative` to its norm, `fixed`
+    """Muon: length of a step of an orthogonalized matrix, `relative` to its norm, `fixed`
     (relative to the norm with which it begins), or `auto` (`fixed` in nets with fewer norm layers than
     such matrices, the last linear layer aside; shorter where many have none)."""
-    soap_interval: int = 10
-    """SOAP: steps between two updates of the basis."""
     share_products: str = "auto"
-    """Muon and SOAP: ranks share the matrix products out, each computes its part and all get the
+    """Muon: ranks share the matrix products out, each computes its part and all get the
     results: `on`, `off`, or `auto` (with several ranks, unless they share a GPU or use Gloo on GPUs)."""
     muon_products: str = "auto"
     """Muon on a GPU: matrix products by Triton's `kernels` or by `torch`; `auto`: kernels, unless ranks
@@ -400,7 +394,7 @@ def _check_svrg(optim: OptimSettings, check: SettingChecks) -> None:
 
 
 def _check_lars(optim: OptimSettings, check: SettingChecks) -> None:
-    if optim.trust_log_interval and optim.name not in ("lamb", "lars", "muon", "soap"):
+    if optim.trust_log_interval and optim.name not in ("lamb", "lars", "muon"):
         raise check.error(
             "trust_log_interval",
             f"{optim.name} has no trust ratios",
@@ -417,8 +411,7 @@ def _check_muon(optim: OptimSettings, check: SettingChecks) -> None:
     check.known("muon_steps", STEPS)
     check.known("share_products", SHARES)
     check.known("muon_products", PRODUCTS)
-    check.number("soap_interval", "at least 1")
-    if optim.name not in ORTHOGONAL_OPTIMIZERS:
+    if optim.name != "muon":
         if optim.share_products == "on":
             raise check.error(
                 "share_products", f"{optim.name} has no products to share",

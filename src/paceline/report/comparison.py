@@ -28,7 +28,7 @@ _UNSET = "unset"
 # speed alone. The rest comes between them, by section.
 _DESCRIPTIVE = (
     "optim.name", "model.name", GLOBAL_BATCH, "run.epochs", "optim.schedule", "optim.batch_schedule",
-    "comm.mode", "comm.hook", "comm.wire", "comm.algorithm", "run.shares", "model.norm_group",
+    "comm.mode", "comm.wire", "comm.algorithm", "run.shares", "model.norm_group",
 )  # fmt: skip
 _SECTIONS = (
     "optim", "precision", "model", "data", "run", "comm", REHEARSED, RANKS, "checkpoint", "rehearse",

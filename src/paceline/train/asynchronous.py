@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from paceline.comm.exchange import SIGNALS, GradientExchange
 from paceline.comm.group import Group
-from paceline.comm.memory import Weights
 from paceline.comm.parameter_server import (
     Clock,
     ParameterServer,
@@ -261,3 +260,41 @@ class _Mirror:
             state = self.optimizer.state[self._parameters[number]]
             found += [state[key] for key in sorted(state) if isinstance(state[key], Tensor)]
         return found
+
+
+class Weights:
+    """The trained weights of this rank: fp32 masters, and the parameters that the model computes with,
+    which may be rounded or the masters themselves."""
+
+    def __init__(self, optimizer: Any) -> None:
+        """Of a `paceline.optim.MasterOptimizer`."""
+        self._optimizer = optimizer
+
+    @property
+    def masters(self) -> list[Tensor]:
+        found: list[Tensor] = self._optimizer.masters()
+        return found
+
+    @torch.no_grad()
+    def copy(self) -> list[Tensor]:
+        return [master.detach().clone() for master in self.masters]
+
+    @torch.no_grad()
+    def load(self, values: Sequence[Tensor]) -> None:
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        for master, parameter, value in zip(self.masters, parameters, values, strict=True):
+            master.copy_(value)
+            if parameter is not master:
+                parameter.copy_(value)
+
+    def momenta(self) -> dict[Any, dict[str, Any]]:
+        """The optimizer's own state, by the number of the parameter, without masters."""
+        found: dict[Any, dict[str, Any]] = self._optimizer.state_dict()["state"]
+        return {
+            number: {key: value for key, value in entry.items() if key != "master"}
+            for number, entry in found.items()
+        }
+
+    def load_momenta(self, saved: Mapping[Any, dict[str, Any]]) -> None:
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": dict(saved), "param_groups": groups})

@@ -106,8 +106,8 @@ def apply_scaling(
         optim, known, optim.known_good_optimizer or optim.name, config.run.batch_size,
         config.run.average_epochs, kept=frozenset(optim.scaling_keeps),
         mixing=tuple(f"run.{name}" for name in ("mixup", "cutmix") if getattr(config.run, name)),
-        # Averages are refused where ranks have weights of their own.
-        averages=config.comm.mode == "synchronous" and config.comm.hook != "post_local_sgd",
+        # Asynchronous ranks have different weights.
+        averages=config.comm.mode == "synchronous",
         one_batch=_why_one_batch(config), pretrained=_pretrained(config, resumed),
     )  # fmt: skip
     target = Target(sizes.global_batch, samples, config.run.epochs, ranks)

@@ -253,7 +253,7 @@ def describe_idle(config: RunConfig, ranks: int) -> str:
 
 def _idle_on_one_rank(config: RunConfig) -> list[str]:
     comm, usual = config.comm, CommSettings()
-    names = ["mode", "hook", "algorithm", "group_size"]
+    names = ["mode", "algorithm", "group_size"]
     if comm.algorithm == "auto":
         # Others round buckets to the wire format, and send them during backward, on one rank as well.
         names += ["wire", *(["overlap"] if comm.overlap == "on" else [])]
@@ -277,16 +277,6 @@ def describe_option(settings: CommSettings, ranks: int) -> str:
         servers = min(settings.servers or ranks, ranks)
         return (
             f"asynchronous, {servers} parameter server(s), staleness of {settings.staleness} steps"
-        )
-    if settings.hook == "powersgd":
-        return (
-            f"torch's PowerSGD of rank {settings.powersgd_rank}, from step "
-            f"{settings.powersgd_start_step} on, after backward"
-        )
-    if settings.hook == "post_local_sgd":
-        return (
-            f"torch's post-local SGD, weights averaged every {settings.local_steps} steps, from step "
-            f"{settings.local_start_step} on"
         )
     return ""
 

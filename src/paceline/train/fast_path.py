@@ -28,7 +28,6 @@ from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.imports import first_line
 from paceline.models import product_choice
 from paceline.models.recompute import recompute_norms
-from paceline.models.registry import is_own
 from paceline.models.resnet import (
     ResidualBlock,
     fuse_norms,
@@ -43,7 +42,6 @@ from paceline.models.synced_norm import (
     synchronize_norms,
     use_torch_norms,
 )
-from paceline.models.weight_stream import WeightStream, use_weight_stream
 from paceline.train.machine import out_of_memory
 from paceline.train.micro_step import compile_reason, is_compile_error
 
@@ -65,8 +63,6 @@ class FastPath:
     can_fuse: bool = True
     # `run.fused_convolutions` as it applies to this model.
     products: str = "off"
-    # The second stream of weight gradients, if there is one.
-    weight_stream: WeightStream | None = None
 
     def describe(self) -> str:
         def switch(on: bool) -> str:
@@ -87,12 +83,10 @@ def choose_fast_path(
     *,
     shared_gpu: bool = False,
     dtype: torch.dtype = torch.float16,
-    own_loss: bool = False,
 ) -> FastPath:
     """Decides the switches and prepares `model` for them. `triton_problem`: why kernels cannot run.
     `dtype`: that of the model's maps and convolutions.
-    `shared_gpu`: other ranks use the same GPU; cuDNN's batch norm hangs beside their collectives.
-    `own_loss`: of the user, which may use the model's weights."""
+    `shared_gpu`: other ranks use the same GPU; cuDNN's batch norm hangs beside their collectives."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         # Shapes hardly ever change in training: the search for the fastest algorithm pays at once.
@@ -125,14 +119,8 @@ def choose_fast_path(
     products, problem = _choose_products(settings, model, fused, dtype, triton_problem)
     if problem and settings.fused_convolutions != "off":
         remark += f", convolutions: off ({problem})"
-    stream, problem = _choose_weight_stream(settings, model, fused, own_loss, triton_problem)
-    if stream is not None:
-        remark += ", weight gradients on a second stream"
-    elif problem and settings.weight_stream != "off":
-        remark += f", weight gradients on the same stream ({problem})"
     return FastPath(
         forward, settings.channels_last, fused, how, graphs, remark, channels, can_fuse, products,
-        stream,
     )  # fmt: skip
 
 
@@ -176,29 +164,6 @@ def _choose_products(
         return "off", problem
     fuse_products(model, True, cudnn=cudnn)
     return settings.fused_convolutions, ""
-
-
-def _choose_weight_stream(
-    settings: RunSettings, model: nn.Module, fused: bool, own_loss: bool, triton_problem: str
-) -> tuple[WeightStream | None, str]:
-    """The stream of `run.weight_stream`, or why there is none."""
-    problem = ""
-    if not use_weight_stream(model, None):
-        problem = "this model has no fused form"
-    elif triton_problem:
-        problem = triton_problem
-    elif not fused:
-        problem = "needs run.fused_norm"
-    elif own_loss or not is_own(model):
-        # Autograd would add the gradient of another use of a weight, and not wait for the first one.
-        problem = "a model or a loss of your own may use weights elsewhere"
-    if settings.weight_stream == "on" and problem:
-        raise ConfigError("run.weight_stream", "on", problem, "use 'auto'")
-    if settings.weight_stream == "off" or problem:
-        return None, problem
-    stream = WeightStream()
-    use_weight_stream(model, stream)
-    return stream, ""
 
 
 def compiled(model: nn.Module, how: str) -> Forward:
@@ -403,7 +368,7 @@ def check_norm_group(config: RunConfig, ranks: int) -> None:
             "model.norm_group", size, f"does not divide the {ranks} rank(s)",
             "use a divisor of the number of ranks, or 1",
         )  # fmt: skip
-    for name in ("fused_norm", "fused_convolutions", "weight_stream", "compile", "cuda_graphs"):
+    for name in ("fused_norm", "fused_convolutions", "compile", "cuda_graphs"):
         value = getattr(config.run, name)
         if size > 1 and value not in ("auto", "off"):
             raise ConfigError(
@@ -417,7 +382,7 @@ def eager_norms(config: RunConfig, norm_group: NormGroup | None) -> RunConfig:
     if norm_group is None:
         return config
     return config.with_values(
-        {"run.fused_norm": "off", "run.fused_convolutions": "off", "run.weight_stream": "off",
+        {"run.fused_norm": "off", "run.fused_convolutions": "off",
          "run.compile": "off", "run.cuda_graphs": "off"}
     )  # fmt: skip
 
@@ -429,8 +394,6 @@ def describe_norms(config: RunConfig, group: Group, norm_group: NormGroup | None
         notes.append(f"statistics over {count} group(s) of {norm_group.size} ranks")
         if config.run.fused_convolutions == "auto":
             notes.append("run.fused_convolutions is off for these")
-        if config.run.weight_stream == "auto":
-            notes.append("run.weight_stream is off for these")
     if config.model.norm_statistics == "last":
         notes.append("evaluation with the statistics of the last micro-batches")
     return {"batch norm": "; ".join(notes)} if notes else {}

@@ -26,7 +26,6 @@ from paceline.train.evaluate import EvalDetails, evaluate, wants_details
 from paceline.train.machine import command_line, hardware, versions
 from paceline.train.observers import InputReport
 from paceline.train.run_folder import RunFolderGoneError, RunFolderInUseError
-from paceline.train.run_state import shared_weights
 from paceline.train.shares import Rebalance
 from paceline.train.step import StepOutcome
 from paceline.train.step_records import StepRecords, check_divergence
@@ -253,8 +252,7 @@ class TrainingLoop:
         details = None
         if wants_details(t.config, len(t.validation), classes):
             details = EvalDetails(classes, t.group.device)
-        shared = shared_weights(t.state.memory)
-        with shared, applied(t.state.average), t.step.batch_norm.averaged(t.group), loader:
+        with applied(t.state.average), t.step.batch_norm.averaged(t.group), loader:
             found = evaluate(
                 t.model, loader, t.step.normalize, t.step.policy, t.group, t.stop,
                 corrupt_limit=limit, classes=classes, loss_function=t.step.micro.loss_function,

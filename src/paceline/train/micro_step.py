@@ -23,7 +23,6 @@ from paceline.core.imports import first_line
 from paceline.data import Normalizer
 from paceline.models.product_choice import choices
 from paceline.models.recompute import stores_norms
-from paceline.models.weight_stream import WeightStream
 from paceline.precision.policy import LossScale, Policy
 from paceline.train.loss import CrossEntropy, TrainingLoss, mixed
 from paceline.train.machine import out_of_memory, run_eagerly
@@ -167,12 +166,11 @@ class MicroStep:
         loss: TrainingLoss | None = None,
         augment: Callable[[Tensor], Tensor] | None = None,
         signed: bool = False,
-        weight_stream: WeightStream | None = None,
     ) -> None:
         """`graphs`: capture micro-steps; one that sends buckets only where the transport allows it.
         `must_capture`: raise where that fails, instead of going on without. Without a `loss` it is
         cross-entropy with `smoothing`. `augment` changes the normalized images. `signed`: gradients may
-        be subtracted. `weight_stream`: the one that the model's modules have."""
+        be subtracted."""
         self.forward = forward
         self._policy = policy
         self._normalize = normalize
@@ -190,10 +188,6 @@ class MicroStep:
         self._captured: _CapturedMicroSteps | None = None
         # On the device, so that one captured graph adds and subtracts.
         self._sign = torch.ones((), device=policy.device) if signed else None
-        self._weight_stream = weight_stream
-        if weight_stream is not None:
-            exchange.before_read = weight_stream.wait
-            weight_stream.hooks = int(exchange.overlaps)
 
     def begin(self, samples: int, global_batch: int) -> None:
         """Before the first micro-batch of a step over `samples` samples, those of all ranks; a full
@@ -279,9 +273,7 @@ class MicroStep:
         scaled, counted = part * self._scale.step_value, part.detach()
         if self._sign is not None:
             scaled, counted = scaled * self._sign, counted * (self._sign > 0)
-        stream = self._weight_stream
-        with contextlib.nullcontext() if stream is None else stream.backward():
-            scaled.backward()  # type: ignore[no-untyped-call]
+        scaled.backward()  # type: ignore[no-untyped-call]
         self.loss.add_(counted)
         self._exchange.gather()
 

@@ -257,8 +257,6 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
     """Checks that all ranks have the same weights; rank 0 writes weights, summary and report."""
     group, folder = training.group, training.folder.path
     average, optimizer = training.state.average, training.step.update.optimizer
-    if training.state.memory is not None:
-        training.state.memory.conclude()
     training.step.update.conclude()
     weights = fingerprint(master_weights(training.model, optimizer))
     facts = {"the final weights": weights}
@@ -377,9 +375,7 @@ def salvage(training: Training, loop: TrainingLoop, error: PeerError) -> None:
     the watchdog's deadline bounds the time. Failures here must not hide `error`, with which this rank
     ends.
     """
-    memory = training.state.memory
-    differ = training.step.update.asynchronous or (memory is not None and memory.ranks_differ)
-    if differ or not training.config.checkpoint.salvage:
+    if training.step.update.asynchronous or not training.config.checkpoint.salvage:
         return
     training.group.leaving(error)
     training.finish_save()

@@ -182,7 +182,7 @@ LOCAL_SETTINGS = frozenset(
 # How a step is computed: within rounding the results are the same. Where memory or a kernel fails, the
 # remedy is to change one of them and to resume, and a recipe may get another one with a new version.
 _KERNEL_SETTINGS = frozenset(
-    {"run.fused_norm", "run.fused_convolutions", "run.weight_stream", "run.recompute_norms"}
+    {"run.fused_norm", "run.fused_convolutions", "run.recompute_norms"}
     | {"run.compile", "run.cuda_graphs"}
 )
 # Settings that do not affect the results of a run, but for rounding: a finished run may be resumed with

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -282,15 +281,10 @@ class RunState:
         rows = self.batch_norm.rows(self.group, average=one)
         average = self.average.capture(self.group, average=one) if self.average else {}
         exchange = self._capture_exchange()
-        with shared_weights(self.memory):
-            if rows is None:
-                return None
-            before_content()
-            found = self._checkpoint(progress, rows, average, exchange=exchange)
-            if self.memory is None or not self.memory.ranks_differ:
-                return found
-            # Behind the context the model has this rank's own weights again.
-            return found.with_tensors(lambda value, _: value.detach().clone())
+        if rows is None:
+            return None
+        before_content()
+        return self._checkpoint(progress, rows, average, exchange=exchange)
 
     def _capture_exchange(self) -> dict[str, Any]:
         """The state of each rank's exchange, as bytes: it differs in size and meaning."""
@@ -354,11 +348,6 @@ class RunState:
             callbacks=self.callbacks(),
             exchange=exchange or {},
         )
-
-
-def shared_weights(memory: Memory | None) -> AbstractContextManager[None]:
-    """Inside the context the model has the weights that all ranks have in common. A collective."""
-    return nullcontext() if memory is None else memory.shared()
 
 
 def _without_masters(state: dict[str, Any]) -> dict[str, Any]:

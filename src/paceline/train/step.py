@@ -428,7 +428,7 @@ class TrainStep:
 
     def exchange_bytes(self) -> float:
         """Bytes that each rank gives to the all-reduces of one step; full gradients are spread over the
-        steps that use them, averages of weights over the steps between them."""
+        steps that use them."""
         plain = sum(bucket.bytes for bucket in self.exchange.bucket_info())
         once = self.update.step_bytes(plain)
         return once * (1 if self.anchors is None else 1 + 1 / self.anchors.interval)

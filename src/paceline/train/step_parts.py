@@ -17,7 +17,6 @@ from torch import nn
 
 from paceline.comm.exchange import GradientExchange
 from paceline.comm.group import Group, SharedFacts
-from paceline.comm.memory import Weights
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.data import BatchAugment, BatchPlan, Normalizer, TrainBatches
@@ -124,7 +123,6 @@ def create_parts(
         shared = config.comm.share_gpus and group.world_size > 1
         fast = choose_fast_path(
             config.run, model, group.device, problem, shared_gpu=shared, dtype=policy.dtype,
-            own_loss=isinstance(loss, OwnLoss),
         )  # fmt: skip
         if group.world_size > 1:  # 0.1 s for the weights of a ResNet-50
             start = {"initial weights": fingerprint(model)}
@@ -153,7 +151,6 @@ def create_parts(
     scale = LossScale(policy, config.precision, fp16_travels=planned.fp16_travels)
     if (memory := exchange.memory) is not None:
         memory.scale = scale.step_value
-        memory.bind(Weights(optimizer))
     # Refused alike on all ranks, which have agreed on the configuration.
     average = create_average(
         config.run.average_epochs, steps_per_epoch, model, optimizer, batch_norm,
@@ -220,7 +217,7 @@ def share_products(
     wanted = config.optim.share_products
     if not isinstance(optimizer, Muon) or group.world_size == 1 or wanted == "off":
         return False
-    if config.comm.mode == "asynchronous" or config.comm.hook == "post_local_sgd":
+    if config.comm.mode == "asynchronous":
         return False  # ranks have gradients and momenta of their own
     cuda = group.device.type == "cuda"
     if cuda and group.backend != "nccl" and graphs:
@@ -258,7 +255,6 @@ def create_step(
         parts.fast.forward, parts.policy, parts.normalize, parts.exchange, parts.scale,
         config.run.smoothing, graphs=graphs, must_capture=config.run.cuda_graphs == "on",
         loss=parts.loss, augment=augment, signed=anchors is not None,
-        weight_stream=parts.fast.weight_stream,
     )  # fmt: skip
     update = _create_update(config, parts, group, components or Components())
     run = config.run

@@ -78,9 +78,7 @@ class Update:
         optimizer.grad_scale = self._divisor if clip_norm else scale.step_value
         # A wrapped optimizer reads flags on the host, and waits for the exchange there.
         self._waits = optimizer.path == "torch" and device.type == "cuda"
-        self._captured = Captured(
-            self._run, enabled=graphs and optimizer.path == "triton" and optimizer.capturable
-        )
+        self._captured = Captured(self._run, enabled=graphs and optimizer.path == "triton")
 
     def begin(self, step: int) -> None:
         """Before the first micro-batch of a step."""
@@ -92,9 +90,8 @@ class Update:
         return 0 if memory is None else memory.state_bytes
 
     def step_bytes(self, gradient_bytes: float) -> float:
-        """What a rank sends in a step whose gradients have `gradient_bytes` in the wire format."""
-        memory = self._exchange.memory
-        return gradient_bytes if memory is None else memory.step_bytes(gradient_bytes)
+        """Returns the bytes that a rank sends for gradients of `gradient_bytes` in the wire format."""
+        return gradient_bytes
 
     def settle(self) -> None:
         """Before an evaluation and a checkpoint, when no step is under way."""
