@@ -1,9 +1,10 @@
 """Which batch, how many nodes, for how long and at what price: the choices behind `paceline plan`.
 
-In: a question without a batch, a cluster, limits (memory, the largest global batch, minutes, money). Out: a recommended batch and a table of nodes × batch with time, GPU-hours,
-cost, energy and efficiency; time is the start-up of the ranks and the training. Energy counts the
-boards at their power limit and nothing else; it is an estimate from above for the GPUs and leaves hosts
-and cooling out. No price is built in.
+In: a question without a batch, a cluster, limits (memory, the largest global batch, minutes, money).
+Out: a recommended batch and a table of nodes × batch with time, GPU-hours, cost, energy and efficiency;
+time is the start-up of the ranks and the training. Energy counts the boards at their power limit and
+nothing else; it is an estimate from above for the GPUs and leaves hosts and cooling out. No price is
+built in.
 """
 
 from __future__ import annotations
