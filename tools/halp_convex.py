@@ -3,8 +3,8 @@
     python tools/halp_convex.py FOLDER
 
 Writes `results.json` and `halp.svg` into FOLDER and prints a table. The problem is ℓ2-regularized
-logistic regression in fp64, whose strong convexity μ is the regularization; the optimizers are
-`paceline.optim.SVRG`.
+logistic regression in fp64, whose strong convexity μ is the regularization; its weights are several
+tensors. The optimizers are `paceline.optim.SVRG`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from paceline.report import chart_document
 from paceline.report.chart import HEIGHT, WIDTH, Chart, Line
 
 Float = npt.NDArray[np.float64]
-SAMPLES, DIMENSIONS, DECAY, BATCH = 1000, 50, 0.03, 20
+SAMPLES, DECAY, BATCH = 1000, 0.03, 20
+TENSORS = (1, 9, 40)
+DIMENSIONS = sum(TENSORS)
 CENTERINGS, STEPS, LR = 30, 400, 0.2
 SEEDS = (0, 1, 2)
 SPAN = 4.0  # of the fixed grid: no weight of the solution is larger
@@ -53,32 +55,42 @@ class Logistic:
         return found
 
 
-def train(problem: Logistic, form: str, bits: int, seed: int) -> list[float]:
-    """‖∇f‖ at each centering, relative to the first."""
-    weight = nn.Parameter(torch.zeros(DIMENSIONS, dtype=torch.float64))
+def train(problem: Logistic, form: str, bits: int, seed: int) -> tuple[list[float], float]:
+    """‖∇f‖ at each centering, relative to the first, and the share of integers at a bound before it."""
+    parameters = [nn.Parameter(torch.zeros(size, dtype=torch.float64)) for size in TENSORS]
     optimizer = SVRG(
-        [weight], lr=LR, weight_decay=DECAY, form=form, bits=bits, mu=DECAY, span=SPAN, seed=seed
+        parameters, lr=LR, weight_decay=DECAY, form=form, bits=bits, mu=DECAY, span=SPAN, seed=seed
     )
     chance = np.random.default_rng(seed)
-    values = weight.detach().numpy()  # the same memory
+    limit = 2 ** (bits - 1)
+
+    def weights() -> Float:
+        return np.concatenate([p.detach().numpy() for p in parameters])
+
+    def put(gradient: Float) -> None:
+        for p, part in zip(parameters, torch.from_numpy(gradient).split(TENSORS), strict=True):
+            p.grad = part
 
     def norm() -> float:
-        return float(np.linalg.norm(problem.gradient(values) + DECAY * values))
+        return float(np.linalg.norm(problem.gradient(weights()) + DECAY * weights()))
 
-    norms = [norm()]
+    norms, at_bound = [norm()], 0
     for _ in range(CENTERINGS):
-        weight.grad = torch.from_numpy(problem.gradient(values))
+        put(problem.gradient(weights()))
         optimizer.center()
         for _ in range(STEPS):
             rows = chance.integers(0, SAMPLES, BATCH)
             there = np.zeros(DIMENSIONS)
             if optimizer.anchored:
                 with optimizer.at_anchor():
-                    there = problem.gradient(values, rows)
-            weight.grad = torch.from_numpy(problem.gradient(values, rows) - there)
+                    there = problem.gradient(weights(), rows)
+            put(problem.gradient(weights(), rows) - there)
             optimizer.step()
         norms.append(norm())
-    return [value / norms[0] for value in norms]
+        if form != "svrg":
+            integers = torch.cat([optimizer.state[p]["offset"] for p in parameters])
+            at_bound += int(((integers == -limit) | (integers == limit - 1)).sum())
+    return [value / norms[0] for value in norms], at_bound / CENTERINGS / DIMENSIONS
 
 
 def main(folder: Path) -> None:
@@ -86,16 +98,19 @@ def main(folder: Path) -> None:
     conditions = [round(problem.condition, 2) for problem in problems.values()]
     print(f"condition numbers {conditions}, mu {DECAY}, d {DIMENSIONS}, n {SAMPLES}")
     found: dict[str, list[list[float]]] = {}
-    print("| optimizer | after 5 | after 10 | after 20 | after 30 centerings | lowest |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print(
+        "| optimizer | after 5 | after 10 | after 20 | after 30 centerings | lowest | at a bound |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for name, form, bits in RUNS:
-        runs = [train(problem, form, bits, seed) for seed, problem in problems.items()]
-        found[name] = runs
-        middle = np.median(runs, 0)
+        both = [train(problem, form, bits, seed) for seed, problem in problems.items()]
+        found[name] = [norms for norms, _ in both]
+        middle = np.median(found[name], 0)
+        share = 100 * float(np.mean([at_bound for _, at_bound in both]))
         cells = " | ".join(f"{middle[n]:.1e}" for n in (5, 10, 20, CENTERINGS))
-        print(f"| {name} | {cells} | {middle.min():.1e} |", flush=True)
+        print(f"| {name} | {cells} | {middle.min():.1e} | {share:.1f} % |", flush=True)
     settings = {
-        "samples": SAMPLES, "dimensions": DIMENSIONS, "mu": DECAY, "batch": BATCH, "lr": LR,
+        "samples": SAMPLES, "tensors": TENSORS, "mu": DECAY, "batch": BATCH, "lr": LR,
         "steps_per_centering": STEPS, "span": SPAN, "seeds": SEEDS, "conditions": conditions,
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ else
     # mpirun insists on a way to other nodes, even where there are none: most containers have no ssh.
     export OMPI_MCA_plm_rsh_agent=${OMPI_MCA_plm_rsh_agent:-sh}
 fi
-for name in NCCL_SOCKET_IFNAME NCCL_IB_HCA GLOO_SOCKET_IFNAME; do
+for name in "${!NCCL_@}" GLOO_SOCKET_IFNAME; do
     # Other nodes see none of this shell's variables unless they are named.
     [ -z "${!name:-}" ] || options+=(-x "$name")
 done

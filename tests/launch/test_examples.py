@@ -68,11 +68,12 @@ def test_torchrun_needs_a_head_node_for_several_nodes() -> None:
 
 
 def test_mpirun_on_several_nodes(tmp_path: Path) -> None:
-    place = {"HOSTS": "node0,node1", "RANKS_PER_NODE": "8", "NCCL_SOCKET_IFNAME": "ib0"}
+    nccl = {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_IB_GID_INDEX": "3"}
+    place = {"HOSTS": "node0,node1", "RANKS_PER_NODE": "8", **nccl}
     argv, env = called(tmp_path, "mpirun.sh", "mpirun", USERS, **place)
     assert (argv[argv.index("-n") + 1], argv[argv.index("--host") + 1]) == ("16", "node0:8,node1:8")
     exported = {argv[i + 1] for i, word in enumerate(argv) if word == "-x"}
-    assert exported == {"MASTER_ADDR", "MASTER_PORT", "NCCL_SOCKET_IFNAME"}
+    assert exported == {"MASTER_ADDR", "MASTER_PORT", *nccl}
     assert train_parameters(argv)["recipe"] == "imagenet-resnet50"
     ninth = {
         "OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_LOCAL_RANK": "1",

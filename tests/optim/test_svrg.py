@@ -166,6 +166,51 @@ def test_steps_follow_the_equations(form: str, bits: int) -> None:
         assert state["offset"].dtype == {8: torch.int8, 16: torch.int16}[bits]
 
 
+@pytest.mark.parametrize("start", [None, 0.0])
+def test_a_tensor_without_gradient_at_the_anchor_moves_before_the_next_one(
+    start: float | None,
+) -> None:
+    """½·xᵀHx − x₀ at 0: only the first tensor has a gradient there, the minimum is in both."""
+    curvature = torch.tensor([[1.0, 0.5], [0.5, 1.0]], dtype=torch.float64)
+    linear = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    mu = 0.5  # the smallest eigenvalue
+    tensors = [nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(2)]
+    optimizer = SVRG(tensors, lr=0.5, form="halp", bits=8, mu=mu)
+
+    def gradient() -> Tensor:
+        return curvature @ torch.cat([p.detach() for p in tensors]) - linear
+
+    def put(values: Tensor) -> None:
+        for p, value in zip(tensors, values, strict=True):
+            p.grad = value.reshape(1)
+
+    for center in range(6):
+        full = gradient()
+        put(full)
+        if center == 0:
+            tensors[1].grad = None if start is None else torch.full_like(tensors[1], start)
+        optimizer.center()
+        step = float(full.norm()) / (mu * 127)
+        for p in tensors:
+            assert float(optimizer.state[p]["step_size"]) == pytest.approx(step, rel=1e-12)
+        for _ in range(50):
+            put(gradient() - full)
+            optimizer.step()
+        if center == 0:
+            assert float(tensors[1].detach()) == pytest.approx(-2 / 3, abs=0.2)
+    assert float(gradient().norm()) < 1e-8
+
+
+def test_groups_with_different_mu_share_the_norm() -> None:
+    tensors = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    groups = [{"params": tensors[:1], "mu": 1.0}, {"params": tensors[1:], "mu": 2.0}]
+    optimizer = SVRG(groups, lr=0.1, form="halp", bits=8)
+    tensors[0].grad, tensors[1].grad = torch.tensor([3.0]), torch.tensor([4.0])
+    optimizer.center()
+    found = [float(optimizer.state[p]["step_size"]) * 127 for p in tensors]
+    assert found == pytest.approx([5.0, 2.5])
+
+
 def test_state_survives_a_checkpoint() -> None:
     def made() -> tuple[nn.Parameter, SVRG]:
         weight = nn.Parameter(torch.linspace(-1, 1, 8))
@@ -222,6 +267,18 @@ def test_a_full_gradient_that_is_not_finite_skips_steps_until_the_next(form: str
     optimizer.step()
     assert float(optimizer.overflow) == 0
     assert not torch.equal(weight.detach(), before)
+
+
+def test_one_tensor_that_is_not_finite_stops_the_others() -> None:
+    """Also in a step that does not use it."""
+    bad, good = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    optimizer = SVRG([bad, good], lr=0.1, form="halp", mu=1.0)
+    bad.grad, good.grad = torch.tensor([math.inf]), torch.ones(1)
+    optimizer.center()
+    bad.grad, good.grad = None, torch.ones(1)
+    optimizer.step()
+    assert float(optimizer.overflow) == 1
+    assert float(good.detach()) == 1
 
 
 @pytest.mark.parametrize("form", ["svrg", "halp"])

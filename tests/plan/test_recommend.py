@@ -22,11 +22,11 @@ from paceline.plan.recommend import (
     NVJPEG_IMAGES_PER_S,
     Job,
     Limits,
-    accurate_batch,
     candidate_batches,
     choose,
     fed_by,
     input_supply,
+    largest_global_batch,
     limits_of,
     options,
     recommended_batch,
@@ -181,18 +181,20 @@ def test_limits_hold() -> None:
 
 
 def test_a_noise_scale_lowers_the_largest_batch() -> None:
-    found = accurate_batch(None, 1000.0, *IMAGENET)
+    found = largest_global_batch(None, 1000.0, *IMAGENET)
     assert found.images == int(useful_batch(1000.0)) < 65_536
     assert "noise scale of 1000" in found.why
     for noise in (-1.0, float("nan")):
         with pytest.raises(ConfigError, match="--noise-scale"):
-            accurate_batch(None, noise, *IMAGENET)
+            largest_global_batch(None, noise, *IMAGENET)
     # It does not lift the limits of accuracy, nor the one that is given.
-    assert accurate_batch(None, 1e6, *IMAGENET) == accurate_batch(None, 0.0, *IMAGENET)
-    assert accurate_batch(None, 1e6, 50_000, 30).images == 16_666
-    assert accurate_batch(3200, 1000.0, *IMAGENET) == accurate_batch(3200, 0.0, *IMAGENET)
-    assert accurate_batch(8000, 1000.0, *IMAGENET).images == int(useful_batch(1000.0))
-    tiny = accurate_batch(None, 1e-4, *IMAGENET)
+    assert largest_global_batch(None, 1e6, *IMAGENET) == largest_global_batch(None, 0.0, *IMAGENET)
+    assert largest_global_batch(None, 1e6, 50_000, 30).images == 16_666
+    assert largest_global_batch(3200, 1000.0, *IMAGENET) == largest_global_batch(
+        3200, 0.0, *IMAGENET
+    )
+    assert largest_global_batch(8000, 1000.0, *IMAGENET).images == int(useful_batch(1000.0))
+    tiny = largest_global_batch(None, 1e-4, *IMAGENET)
     with pytest.raises(ConfigError, match="--noise-scale = 0.0001") as caught:
         recommended_batch(ASK, PLACE, limits_of(None, None, tiny))
     assert caught.value.remedy == "use fewer GPUs, or leave out --noise-scale"
@@ -214,7 +216,7 @@ IMAGENET = (1_281_167, 90.0)
 def test_the_largest_batch_is_in_the_range_of_the_large_batch_rule(
     samples: int, epochs: float, most: int, set_by: str | None
 ) -> None:
-    found = accurate_batch(None, 0.0, samples, epochs)
+    found = largest_global_batch(None, 0.0, samples, epochs)
     assert found.images == most
     assert (found.set_by and found.set_by[0]) == set_by
     assert ("large-batch rule" in found.why) == (most != 65_536)
@@ -229,12 +231,12 @@ def test_the_largest_batch_is_in_the_range_of_the_large_batch_rule(
 
 
 def test_a_limit_as_given_holds_unless_an_epoch_is_smaller() -> None:
-    assert accurate_batch(3200, 0.0, *IMAGENET).images == 3200
-    assert accurate_batch(3200, 0.0, 50_000, 1.0).images == 3200
-    small = accurate_batch(3200, 0.0, 1000, 1.0)
+    assert largest_global_batch(3200, 0.0, *IMAGENET).images == 3200
+    assert largest_global_batch(3200, 0.0, 50_000, 1.0).images == 3200
+    small = largest_global_batch(3200, 0.0, 1000, 1.0)
     assert (small.images, small.why) == (1000, "the images of an epoch")
     with pytest.raises(ConfigError, match="--max-global-batch"):
-        accurate_batch(0, 0.0, *IMAGENET)
+        largest_global_batch(0, 0.0, *IMAGENET)
 
 
 def test_a_slow_input_does_not_change_the_recommended_batch() -> None:

@@ -41,9 +41,9 @@ from paceline.plan.optimizer import best_plan
 from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
 from paceline.plan.recommend import (
     Job,
-    accurate_batch,
     fed_by,
     input_supply,
+    largest_global_batch,
     limits_of,
     recommended_batch,
 )
@@ -96,8 +96,7 @@ def plan(
     channels: int | None = typer.Option(None, help="Channels of an image; 3."),
     max_global_batch: int | None = typer.Option(
         None,
-        help="Largest batch of all GPUs together that keeps the accuracy; 65536, or less for a small "
-        "data set or few epochs.",
+        help="Largest batch of all GPUs together; 65536, or less for a small data set or few epochs.",
     ),
     noise_scale: float = typer.Option(
         0.0,
@@ -154,7 +153,7 @@ def plan(
     work = fed_by(work, supply, place.ranks_per_node).fed_at(input_images_per_s)
     known = place.probed.algorithms if place.probed else algorithm_names()
     question = Question(work, 1, tuple(algorithm) or known, wire_names(wire or ("auto",)))
-    most = accurate_batch(max_global_batch, noise_scale, dataset_size, epochs)
+    most = largest_global_batch(max_global_batch, noise_scale, dataset_size, epochs)
     # A profile may be of another format than is usual on the GPU.
     half = None if file.workload is None else work.in_half
     limits = limits_of(net, chip, most, target_minutes, budget, price_per_gpu_hour, half)

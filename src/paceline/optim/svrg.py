@@ -58,7 +58,7 @@ class SVRG(MasterOptimizer):
     `form`:
         svrg: as above.
         halp: z ← Q(z − lr·(…)), w = w̃ + z, with z in `bits`-bit integers of step
-            ‖∇f(w̃)‖ / (μ·(2^(b−1) − 1)), a step for each tensor.
+            ‖∇f(w̃)‖ / (μ·(2^(b−1) − 1)), with the norm over all tensors.
         lp_svrg: w ← Q(w − lr·(…)), with w in integers of a fixed step `span` / (2^(b−1) − 1).
         lp_sgd: w ← Q(w − lr·∇fᵢ(w)), likewise.
 
@@ -163,22 +163,37 @@ class SVRG(MasterOptimizer):
         """w̃ ← w, with the gradients, divided by `grad_scale`, as the full gradient there; z begins again
         at 0, in a new step. After one that is not finite every `step` is skipped until the next."""
         gates = self._gates(self._ready())
-        limit = 2 ** (self.bits - 1) - 1
+        if not self.anchored:
+            return
         for group in self.param_groups:
-            hyper = self._hyper_of(group)
+            decay = self._hyper_of(group).weight_decay
             for p in group["params"]:
                 state = self.state[p]
-                if not self.anchored or p.grad is None:
-                    continue
                 state[ANCHOR].copy_(p)
+                if p.grad is None:
+                    state[FULL].zero_()
+                    continue
                 state[FULL].copy_(p.grad)
                 if gates.grad_scale is not None:
                     state[FULL].mul_(gates.grad_scale.reshape(()).float().reciprocal())
-                state[FULL].add_(p.detach(), alpha=hyper.weight_decay)
-                if self.form == "halp":
-                    norm = torch.linalg.vector_norm(state[FULL], dtype=torch.float64)
-                    state[STEP_SIZE].copy_(norm / (hyper.mu * limit))
-                    state[OFFSET].zero_()
+                state[FULL].add_(p.detach(), alpha=decay)
+        if self.form == "halp":
+            self._set_steps()
+
+    def _set_steps(self) -> None:
+        """‖w* − w̃‖ ≤ ‖∇f(w̃)‖ / μ bounds the offset of all tensors together, so their step is the same:
+        a step per tensor would hold a tensor whose gradient is 0 at the anchor there."""
+        fulls = [self.state[p][FULL] for p in self.parameters()]
+        norms = [torch.linalg.vector_norm(full, dtype=torch.float64) for full in fulls]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        # If one tensor is not finite, all are skipped, also if a step does not use that tensor.
+        torch._foreach_mul_(fulls, torch.where(torch.isfinite(norm), 1.0, math.nan))
+        limit = 2 ** (self.bits - 1) - 1
+        for group in self.param_groups:
+            step = norm / (self._hyper_of(group).mu * limit)
+            for p in group["params"]:
+                self.state[p][STEP_SIZE].copy_(step)
+                self.state[p][OFFSET].zero_()
 
     @contextmanager
     def at_anchor(self) -> Iterator[None]:

@@ -1,10 +1,10 @@
 """Which batch, how many nodes, for how long and at what price: the choices behind `paceline plan`.
 
-In: a question without a batch, a cluster, limits (memory, the largest global batch that keeps the
-accuracy, minutes, money). Out: a recommended batch and a table of nodes × batch with time, GPU-hours,
-cost, energy and efficiency; time is the start-up of the ranks and the training. Energy counts the
-boards at their power limit and nothing else; it is an estimate from above for the GPUs and leaves hosts
-and cooling out. No price is built in.
+In: a question without a batch, a cluster, limits (memory, the largest global batch, minutes, money).
+Out: a recommended batch and a table of nodes × batch with time, GPU-hours, cost, energy and efficiency;
+time is the start-up of the ranks and the training. Energy counts the boards at their power limit and
+nothing else; it is an estimate from above for the GPUs and leaves hosts and cooling out. No price is
+built in.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ from paceline.plan.workload import LARGEST_BATCH, Workload, check_input_rate
 if TYPE_CHECKING:
     from paceline.plan.answer import Question
 
-# 64K is the largest batch at which ResNet-50 and AlexNet were trained without loss in the paper that
-# Paceline re-creates (LARS, no decay on biases and norms).
-ACCURATE_GLOBAL_BATCH = 65_536
-_ACCURATE_WHY = "the largest at which ResNet-50 and AlexNet are known to keep their accuracy"
+# The batch of the paper that Paceline re-creates (ResNet-50 and AlexNet on ImageNet, LARS).
+PUBLISHED_GLOBAL_BATCH = 65_536
+_PUBLISHED_WHY = (
+    "that of Jia et al. 2018 for ResNet-50 and AlexNet on ImageNet; its accuracy has not been "
+    "reproduced with Paceline"
+)
 _EPOCH_WHY = "the images of an epoch"
 # Larger figures cannot be meant; within it no time and no price overflows.
 _MOST = 1e12
@@ -59,11 +61,11 @@ class Limits:
     it with its value. `timed_batch`: the largest batch of one GPU that is recommended from a profile."""
 
     memory_batch: int | None = None
-    global_batch: int = ACCURATE_GLOBAL_BATCH
+    global_batch: int = PUBLISHED_GLOBAL_BATCH
     minutes: float = 0.0
     budget: float = 0.0
     price: float = 0.0
-    why: str = _ACCURATE_WHY
+    why: str = _PUBLISHED_WHY
     set_by: tuple[str, float] | None = None
     timed_batch: int | None = None
 
@@ -182,7 +184,7 @@ def candidate_batches(most: int) -> list[int]:
 
 
 def recommended_batch(question: Question, cluster: Cluster, limits: Limits) -> int:
-    """The smallest batch that is within 3 % of the fastest within memory and accuracy. The input is taken
+    """The smallest batch that is within 3 % of the fastest within the limits. The input is taken
     to keep up: one that caps the speed of every batch says nothing about which is best."""
     most = limits.largest(cluster.ranks)
     if most < 1:
@@ -253,20 +255,22 @@ class BatchLimit(NamedTuple):
     """The largest global batch, the reason, and the flag behind it with its value."""
 
     images: int
-    why: str = _ACCURATE_WHY
+    why: str = _PUBLISHED_WHY
     set_by: tuple[str, float] | None = None
 
 
-def accurate_batch(most: int | None, noise_scale: float, samples: int, epochs: float) -> BatchLimit:
-    """The largest global batch: as given, or the largest that is known to keep the accuracy and that the
-    large-batch rule covers for so many images and epochs. Less where a measured noise scale says that a
+def largest_global_batch(
+    most: int | None, noise_scale: float, samples: int, epochs: float
+) -> BatchLimit:
+    """Returns the largest global batch: as given, or the smaller of the paper's and the largest that the
+    large-batch rule covers for so many images and epochs. Less if a measured noise scale says that a
     doubling saves less than a tenth of the time. No batch is larger than an epoch."""
     if most is not None:
         if not 1 <= most <= _MOST:
             raise ConfigError("--max-global-batch", most, f"must be from 1 to {_MOST:g}")
         found = BatchLimit(most, "as given", ("--max-global-batch", most))
     else:
-        found = BatchLimit(ACCURATE_GLOBAL_BATCH)
+        found = BatchLimit(PUBLISHED_GLOBAL_BATCH)
         in_range = largest_batch_in_range(samples, epochs)
         if in_range < found.images:
             few = epochs * LEAST_STEPS_PER_EPOCH > LEAST_STEPS
@@ -300,7 +304,7 @@ def limits_of(
 ) -> Limits:  # fmt: skip
     """`half`: the number format of the step, where it is not the accelerator's usual one."""
     memory = None if net is None or gpu is None else largest_batch(net, gpu, half)
-    images, why, set_by = limit or BatchLimit(ACCURATE_GLOBAL_BATCH)
+    images, why, set_by = limit or BatchLimit(PUBLISHED_GLOBAL_BATCH)
     return Limits(memory, images, minutes, budget, price, why, set_by)
 
 

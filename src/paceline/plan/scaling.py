@@ -19,7 +19,7 @@ from paceline.plan.layers import TRACED, Network, known_network, network
 from paceline.plan.memory import check_memory
 from paceline.plan.plan_file import PlanFile
 from paceline.plan.prediction import Prediction
-from paceline.plan.recommend import accurate_batch, limits_of, recommended_batch
+from paceline.plan.recommend import largest_global_batch, limits_of, recommended_batch
 from paceline.plan.schedules import algorithm_names, check_name
 from paceline.plan.workload import Workload, check_input_rate
 
@@ -140,7 +140,7 @@ def predict_scaling(
         128
     """
     with _python_names():
-        limit = accurate_batch(max_global_batch, 0.0, _ANY_SAMPLES, epochs=90.0)
+        limit = largest_global_batch(max_global_batch, 0.0, _ANY_SAMPLES, epochs=90.0)
         images = {"image_size": image_size, "classes": classes, "channels": channels}
         if profile is not None:
             _refuse_with_profile({**images, "software": software or None})
