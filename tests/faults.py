@@ -7,6 +7,7 @@ They are plain functions, so that `functools.partial` objects of them can be pic
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import shutil
@@ -44,6 +45,24 @@ def at_start(action: Action) -> None:
         return real(*given)
 
     module.choose_device = choose_device
+
+
+def before_settings(action: Action) -> None:
+    """After the first imports of a training command, before it has read its settings."""
+    import paceline.cli.train as module
+
+    real = module.resolve_trusted
+
+    def resolve_trusted(*given: Any) -> Any:
+        action()
+        return real(*given)
+
+    module.resolve_trusted = resolve_trusted
+
+
+def at_exit(action: Action) -> None:
+    """When the interpreter ends, after the command."""
+    atexit.register(action)
 
 
 def lag() -> None:

@@ -353,7 +353,7 @@ if __name__ == "__main__":
     started = main()
     if started.fault and not started.launches:
         pickle.loads(started.fault)()
-    from paceline.cli.app import main as paceline
+    from paceline.__main__ import main as paceline
 
     try:
         paceline()

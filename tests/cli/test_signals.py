@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -186,9 +188,41 @@ def test_a_hang_up_under_nohup_changes_nothing(tmp_path: Path, reference: Refere
     assert_same_end(tmp_path, reference)
 
 
-def test_a_request_to_save_before_the_first_step_does_no_harm(tmp_path: Path) -> None:
-    fault = partial(faults.at_rename, "config.toml", 1, partial(faults.signal_self, USR1))
+def test_a_request_to_save_before_the_first_step_or_after_the_last_does_no_harm(
+    tmp_path: Path,
+) -> None:
+    sent = partial(faults.signal_self, USR1)
+    early = partial(faults.at_rename, "config.toml", 1, sent)
+    fault = partial(
+        faults.several, partial(faults.before_settings, sent), early, partial(faults.at_exit, sent)
+    )
     assert run(ARGUMENTS, tmp_path, fault).code == 0
+    assert saved_steps(tmp_path / "run") == [7, 13]
+
+
+def test_a_request_to_stop_before_the_settings_are_known_is_not_lost(tmp_path: Path) -> None:
+    fault = partial(faults.before_settings, partial(faults.signal_self, USR1))
+    done = run([*ARGUMENTS, "--set", "checkpoint.on_sigusr1=stop"], tmp_path, fault)
+    assert (done.code, done.out, done.err) == (-USR1, "", "")
+
+
+# Sends a signal to itself when a module is first imported, and runs the command line.
+_SIGNAL_AT_IMPORT = """
+import os, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "paceline.cli":
+            os.kill(os.getpid(), int(sys.argv.pop()))
+sys.meta_path.insert(0, Finder())
+from paceline.__main__ import main
+main()
+"""
+
+
+def test_the_command_line_is_safe_from_requests_to_save_before_its_imports() -> None:
+    command = [sys.executable, "-c", _SIGNAL_AT_IMPORT, "train", "--no-such-flag", f"{USR1:d}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
 
 
 def test_a_signal_that_comes_before_there_is_anything_to_save_ends_the_ranks(

@@ -89,7 +89,7 @@ def _root(
 
 
 def main() -> None:
-    """Entry point of the script and of `python -m paceline`."""
+    """Runs the command line of `sys.argv` and ends the process (called by `paceline.__main__`)."""
     # Torch's C++ code would print stack frames when a peer ends; we report that in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     make_streams_robust()

@@ -329,8 +329,8 @@ class SignalContext:
         return self
 
     def __exit__(self, *details: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        for number in reversed(self._numbers):
+            signal.signal(number, self._before[number])
 
 
 class SignalWakeup:
