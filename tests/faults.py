@@ -12,6 +12,7 @@ import errno
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -63,6 +64,18 @@ def before_settings(action: Action) -> None:
 def at_exit(action: Action) -> None:
     """When the interpreter ends, after the command."""
     atexit.register(action)
+
+
+def no_thread(part: str) -> None:
+    """The system starts no thread with `part` in its name."""
+    real = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if part in self.name:
+            raise RuntimeError("can't start new thread")
+        real(self)
+
+    threading.Thread.start = start  # type: ignore[method-assign]
 
 
 def lag() -> None:

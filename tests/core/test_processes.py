@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 
-from paceline.core.host import StartUp, process_age_s, process_ids, process_stat
+import pytest
+
+from paceline.core.host import StartUp, in_thread, process_age_s, process_ids, process_stat
 
 # The kernel cuts a name at 15 bytes, here within a letter.
 _NAMED = """
@@ -39,6 +42,20 @@ def test_the_age_of_a_process_begins_with_its_interpreter() -> None:
     age, passed = map(float, found.stdout.split())
     assert age >= passed - 0.02, "the kernel counts ticks of 10 ms"
     assert process_age_s() > age - passed, "this process is the older one"
+
+
+def test_an_action_is_done_also_if_the_system_starts_no_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+    in_thread(lambda: done.append(threading.current_thread().name))(100)
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    in_thread(lambda: done.append(threading.current_thread().name))(100)
+    assert done[0] != done[1] == "MainThread"
 
 
 def test_parts_of_a_start_follow_one_another() -> None:

@@ -14,11 +14,12 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from paceline.core.errors import CommError, LaunchError, PacelineError
-from paceline.core.host import process_ids, process_stat, started_with
+from paceline.core.host import in_thread, process_ids, process_stat, started_with
 from paceline.core.topology import Topology
 from paceline.core.untrusted import one_line, printable
 
@@ -327,9 +328,8 @@ class LauncherWatch:
 
     def _end(self, failure: Failure) -> None:
         """Without exit handlers, which may wait for ranks that have ended."""
-        report = threading.Thread(target=self._report, args=(failure,), daemon=True)
-        report.start()
-        report.join(_REPORT_S)  # a pipe without a reader must not block the exit
+        await_report = in_thread(partial(self._report, failure))
+        await_report(_REPORT_S)  # a pipe without a reader must not block the exit
         os._exit(failure.exit_code)
 
     def _report(self, failure: Failure) -> None:

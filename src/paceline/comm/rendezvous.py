@@ -43,6 +43,7 @@ from paceline.comm.job import (
 )
 from paceline.comm.store import forget_store, store_of_job
 from paceline.core.errors import CommError
+from paceline.core.host import no_thread
 from paceline.core.topology import Topology
 
 _LOBBY = "paceline-lobby"
@@ -373,6 +374,8 @@ def explain(
     where: str, topology: Topology, error: BaseException, timeout_s: float
 ) -> tuple[str, str]:
     """Cause and remedy of an error of torch's store."""
+    if known := no_thread(error):
+        return known.cause, known.remedy
     text = str(error).lower()
     if "in use" in text or "eaddrinuse" in text:
         return (

@@ -11,12 +11,15 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Self
+
+from paceline.core.errors import RunError
 
 # Threads of one process that decode and compute on the same cores wait for each other a little. Above
 # this share of the time in which they could run, waiting decides how long a step takes.
@@ -309,6 +312,28 @@ def _has_started() -> bool:
     except (OSError, AttributeError):  # no NVIDIA GPU
         return False
     return bool(count(ctypes.byref(ctypes.c_int())) != _NOT_STARTED)
+
+
+def no_thread(error: BaseException) -> RunError | None:
+    """The error to show if `error` says that the system starts no further thread; else None."""
+    # Python's own words, and those of C++.
+    if str(error) not in ("can't start new thread", "Resource temporarily unavailable"):
+        return None
+    return RunError(
+        "this process cannot start another thread",
+        "raise the limit (ulimit -u, the container's pids limit), or lower data.workers and run.threads",
+    )
+
+
+def in_thread(action: Callable[[], object]) -> Callable[[float], None]:
+    """Runs `action` in a thread, or here if the system starts none; returns what waits for its end."""
+    thread = threading.Thread(target=action, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        action()
+        return lambda limit_s: None
+    return thread.join
 
 
 class SignalContext:
