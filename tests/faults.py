@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import importlib
 import os
 import shutil
 import signal
@@ -33,6 +34,11 @@ def at_micro_batch(step: int, number: int, action: Action) -> None:
             action()
 
     module.seed_micro_batch = seed
+
+
+def constant(module: str, name: str, value: float) -> None:
+    """A constant of a module has another value."""
+    setattr(importlib.import_module(module), name, value)
 
 
 def at_start(action: Action) -> None:

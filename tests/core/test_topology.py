@@ -229,6 +229,17 @@ def test_a_world_that_no_system_has_fails(size: str) -> None:
     assert found.local_world_size == 4
 
 
+@pytest.mark.parametrize(
+    ("env", "together"),
+    [
+        ({}, True), (TORCHRUN, False), (TORCHRUN | {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "6"}, True),
+        (OPENMPI, True), (SLURM, False), (without(TORCHRUN, "TORCHELASTIC_RUN_ID"), False),
+    ],
+)  # fmt: skip
+def test_launchers_that_end_all_ranks_together(env: Env, together: bool) -> None:
+    assert Topology.from_env(env).ends_together == together
+
+
 def test_a_local_rank_outside_the_local_world_fails() -> None:
     assert "local rank 4 does not fit a local world of 4" in fails({**TORCHRUN, "LOCAL_RANK": "4"})
 

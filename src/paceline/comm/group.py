@@ -32,7 +32,7 @@ from paceline.comm.rendezvous import meet
 from paceline.comm.settings import BACKEND_GRACE_S, CommSettings
 from paceline.comm.watchdog import LostRanks, ShowError, Watchdog
 from paceline.core.errors import CommError, DeviceError, PacelineError, RunError
-from paceline.core.host import no_thread
+from paceline.core.host import DeferredEnd, no_thread
 from paceline.core.topology import Topology
 
 # How long the store's host stays for ranks that may still have to read; longer than they wait.
@@ -114,7 +114,8 @@ class Group(Collectives):
     ) -> Store:
         """Returns once all ranks have met, and have opened their watchdog's connection. Rank 0's store
         looks no names up until then."""
-        meeting = meet(self.topology, settings.rendezvous_timeout_s, shared, lookups)
+        with DeferredEnd(active=not self.topology.ends_together) as end:
+            meeting = meet(self.topology, settings.rendezvous_timeout_s, shared, lookups, end)
         store, self.restarted = meeting.store, meeting.restarted
         self._agreement = Agreement(store, self.topology, settings.rendezvous_timeout_s)
         failed: PacelineError | None = None

@@ -358,6 +358,70 @@ class SignalContext:
             signal.signal(number, self._before[number])
 
 
+# Signals that the command line holds back while it starts.
+_held: set[signal.Signals] = set()
+
+
+def hold_back(numbers: Iterable[signal.Signals]) -> None:
+    """Signals wait until `release`. Threads and processes that are started meanwhile do not get them."""
+    _held.update(numbers)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _held)
+
+
+def release(numbers: Iterable[signal.Signals]) -> set[signal.Signals]:
+    """Returns those of the signals that were held back."""
+    found = _held & set(numbers)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, found)
+    _held.difference_update(found)
+    return found
+
+
+def is_held_back(number: signal.Signals) -> bool:
+    return number in _held
+
+
+# The signals that ask a rank to end.
+END_SIGNALS = (
+    signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2,
+)  # fmt: skip
+# How long a process lives after one, at most.
+_DEFERRED_S = 8.0
+
+
+class DeferredEnd(SignalContext):
+    """A context in which a signal that ends the process by default is noted first; it ends the process
+    when the context is left, after some seconds, or if another one follows.
+
+    `active`: whether it does anything but release signals that were held back."""
+
+    def __init__(self, active: bool) -> None:
+        usable = active and threading.current_thread() is threading.main_thread()
+        ending = [n for n in END_SIGNALS if usable and signal.getsignal(n) is signal.SIG_DFL]
+        super().__init__(ending, self._note)
+        self.active = bool(ending)
+        self.received: signal.Signals | None = None
+        self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        release(END_SIGNALS)
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        super().__exit__(*details)
+        if self.received is not None:
+            signal.raise_signal(self.received)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            signal.signal(self.received, signal.SIG_DFL)
+            signal.raise_signal(self.received)
+        self.received = signal.Signals(number)
+        self._timer = threading.Timer(_DEFERRED_S, os.kill, (os.getpid(), number))
+        self._timer.daemon = True
+        self._timer.start()
+
+
 class SignalWakeup:
     """Tells other threads which signals have reached the process, also while the main thread is inside a
     wait in C and its Python handlers cannot run (`signal.set_wakeup_fd`)."""

@@ -52,6 +52,13 @@ class Topology:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def ends_together(self) -> bool:
+        """Returns True if the launcher ends all ranks once one has ended."""
+        if self.launcher == "torchrun":  # its agents watch the ranks of their node
+            return self.local_world_size == self.world_size
+        return self.world_size == 1 or self.launcher in ("openmpi", "mpi")
+
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Topology:
         """Reads the first launcher that left its mark; torchrun's names win over a scheduler's."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Protocol
 
-from paceline.core.host import SignalContext
+from paceline.core.host import SignalContext, is_held_back, release
 
 # Field of the exchange's signals for each stop request. If ranks received different signals, the
 # first in this order counts.
@@ -115,7 +115,9 @@ def without_save_requests(settings: SignalSettings) -> Iterator[None]:
     `paceline.__main__` holds these signals back until here. Those that it held stay ignored until the
     process ends."""
     before = {n: signal.signal(n, signal.SIG_IGN) for n in user_signals(settings, "save")}
-    held = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1, signal.SIGUSR2})
+    held = release(before)
+    if not is_held_back(signal.SIGTERM):  # else the ranks meet first
+        release(user_signals(settings, "stop"))
     try:
         yield
     finally:
