@@ -300,11 +300,13 @@ def test_a_process_that_ended_is_gone_also_as_a_zombie() -> None:
 
 
 @on_linux
-def test_a_rank_whose_launcher_is_gone_ends_with_one_line() -> None:
-    """Before the first step there is nothing to save."""
+@pytest.mark.parametrize("meets", [False, True])
+def test_a_rank_whose_launcher_is_gone_ends_with_one_line(meets: bool) -> None:
+    """Before the first step there is nothing to save, also while ranks meet."""
     code = (
         "import os, time; from paceline.cli.failure import LauncherWatch; "
-        "LauncherWatch(os.environ); time.sleep(600)"
+        "from paceline.core.host import DeferredEnd\n"
+        f"with DeferredEnd({meets}):\n  LauncherWatch(os.environ); time.sleep(600)"
     )
     gone = subprocess.Popen(["true"])
     gone.wait()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline.core.errors import CommError, LaunchError, PacelineError
-from paceline.core.host import in_thread, process_ids, process_stat, started_with
+from paceline.core.host import DeferredEnd, in_thread, process_ids, process_stat, started_with
 from paceline.core.topology import Topology
 from paceline.core.untrusted import one_line, printable
 
@@ -318,7 +318,8 @@ class LauncherWatch:
     def _watch(self) -> None:
         while (failure := self.loss()) is None:
             time.sleep(_POLL_S)
-        if not callable(signal.getsignal(signal.SIGTERM)):
+        handler = signal.getsignal(signal.SIGTERM)
+        if not callable(handler) or isinstance(getattr(handler, "__self__", None), DeferredEnd):
             # Before the first step there is nothing to save; after the last one, all is saved. After an
             # error, a checkpoint that is still being written is lost; the one before it is there.
             self._end(failure)
