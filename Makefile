@@ -1,6 +1,6 @@
 #: make train      set up .venv and train on the embedded images (ARGS="--epochs 3" adds flags)
-#: make test       set up .venv and run every check; as root on Debian it installs openmpi-bin and
-#:                 iproute2 too
+#: make test       set up .venv and run every check; as root on Debian it installs openmpi-bin, iproute2,
+#:                 gcc, g++ and libjpeg-dev too
 #: make cluster-test  the part of it that runs on hosts made of network namespaces
 #: make scale-test the control plane with 16 to 1,024 forked ranks on this machine (ARGS="--ranks 256
 #:                 --only healthy stall"), and its share of training steps with 4 and 64
@@ -48,11 +48,11 @@ $(VENV)/.installed-test: $(VENV)/.made pyproject.toml constraints.txt
 	$(PIP) -e '.[test]'
 	touch $(VENV)/.installed $@
 
-# A real mpirun for the launcher tests, ip and tc for the emulated cluster, where this user may install
-# them; their tests are skipped elsewhere.
+# A real mpirun for the launcher tests, ip and tc for the emulated cluster, compilers, if this user may
+# install them. Tried again until nothing is missing.
 $(VENV)/.system: $(VENV)/.made tools/install_system_packages.sh
 	sh tools/install_system_packages.sh
-	touch $@
+	test -n "$$(sh tools/install_system_packages.sh --missing)" || touch $@
 
 train: $(VENV)/.installed
 	$(BIN)/paceline train $(ARGS)
@@ -70,10 +70,13 @@ contracts: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 
 # Three at a time, since many wait more than they compute. Those that start real launchers, jobs of many
-# ranks or hosts come after them, file by file (tests/conftest.py).
+# ranks or hosts come after them, file by file (tests/conftest.py). The last line says what was skipped.
+unit: export PACELINE_SKIPS := $(VENV)/skips.jsonl
 unit: $(VENV)/.installed-test $(VENV)/.system
+	rm -f $(PACELINE_SKIPS)
 	$(BIN)/python -m pytest -m 'not slow' -n 3 --dist worksteal --ignore tests/cluster --ignore tests/launch --ignore tests/chaos --ignore tests/scale --ignore tests/watch $(ARGS)
 	$(BIN)/python -m pytest -m 'not slow' -n 3 --dist loadscope --no-loadscope-reorder tests/cluster tests/scale tests/launch tests/chaos $(ARGS)
+	$(BIN)/python tests/allowed_skips.py $(PACELINE_SKIPS)
 
 # A part of `unit`: hosts in network namespaces, with links of a chosen rate (docs/cluster.md).
 cluster-test: $(VENV)/.installed-test

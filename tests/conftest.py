@@ -10,10 +10,13 @@ never because of a draw or a busy host. `pytest --hypothesis-profile explore` dr
 
 import gc
 import os
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
+
+from allowed_skips import SkipRecorder
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -27,6 +30,12 @@ hypothesis.settings.register_profile(
     "explore", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set by `make test`. Not for the workers of xdist, nor for a pytest that a test starts."""
+    if file := os.environ.pop("PACELINE_SKIPS", ""):
+        config.pluginmanager.register(SkipRecorder(Path(file)))
 
 
 def pytest_collection_finish() -> None:

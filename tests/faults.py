@@ -7,10 +7,13 @@ They are plain functions, so that `functools.partial` objects of them can be pic
 
 from __future__ import annotations
 
+import atexit
 import errno
+import importlib
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +36,11 @@ def at_micro_batch(step: int, number: int, action: Action) -> None:
     module.seed_micro_batch = seed
 
 
+def constant(module: str, name: str, value: float) -> None:
+    """A constant of a module has another value."""
+    setattr(importlib.import_module(module), name, value)
+
+
 def at_start(action: Action) -> None:
     """Before a rank chooses its device and meets the others."""
     import paceline.train.run as module
@@ -44,6 +52,36 @@ def at_start(action: Action) -> None:
         return real(*given)
 
     module.choose_device = choose_device
+
+
+def before_settings(action: Action) -> None:
+    """After the first imports of a training command, before it has read its settings."""
+    import paceline.cli.train as module
+
+    real = module.resolve_trusted
+
+    def resolve_trusted(*given: Any) -> Any:
+        action()
+        return real(*given)
+
+    module.resolve_trusted = resolve_trusted
+
+
+def at_exit(action: Action) -> None:
+    """When the interpreter ends, after the command."""
+    atexit.register(action)
+
+
+def no_thread(part: str) -> None:
+    """The system starts no thread with `part` in its name."""
+    real = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if part in self.name:
+            raise RuntimeError("can't start new thread")
+        real(self)
+
+    threading.Thread.start = start  # type: ignore[method-assign]
 
 
 def lag() -> None:

@@ -49,7 +49,8 @@ _PRELOADED_WHERE_PRESENT = ("typer._adapters", "typer._click.decorators", "rich.
                             "torch.profiler._cupti_monitor", "pydantic.type_adapter")  # fmt: skip
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 _CLONE_NEWNET = 0x40000000
-_CAP_VERSION_3, _CAP_DAC_OVERRIDE = 0x20080522, 1
+_CAP_VERSION_3 = 0x20080522
+_PASS_OVER = 1 << 1 | 1 << 2  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -170,8 +171,8 @@ def prepare(request: Request) -> None:
     if request.namespace:
         with open(f"/run/netns/{request.namespace}") as namespace:  # noqa: PTH123
             _checked(_libc.setns(namespace.fileno(), _CLONE_NEWNET))
-    if request.obeys_permissions and os.geteuid() == 0:
-        _drop_override()
+    if request.obeys_permissions:
+        _obey_permissions(True)
 
 
 def _set_environment(values: dict[str, str]) -> None:
@@ -190,13 +191,24 @@ def _checked(result: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _drop_override() -> None:
-    """Root passes over the permissions of files by a capability of its own."""
+def _obey_permissions(obeyed: bool) -> None:
+    """Root ignores the permissions of files by two capabilities, which a thread may put down."""
     header = (ctypes.c_uint32 * 2)(_CAP_VERSION_3, 0)
     data = (ctypes.c_uint32 * 6)()
     _checked(_libc.capget(header, data))
-    data[0] &= ~(1 << _CAP_DAC_OVERRIDE)
+    effective, permitted = data[0], data[1]
+    data[0] = effective & ~_PASS_OVER if obeyed else effective | permitted & _PASS_OVER
     _checked(_libc.capset(header, data))
+
+
+@contextlib.contextmanager
+def permissions_obeyed() -> Iterator[None]:
+    """Within this context permissions of files count for this thread, also if the user is root."""
+    _obey_permissions(True)
+    try:
+        yield
+    finally:
+        _obey_permissions(False)
 
 
 def _launcher(request: Request) -> Request:
@@ -341,7 +353,7 @@ if __name__ == "__main__":
     started = main()
     if started.fault and not started.launches:
         pickle.loads(started.fault)()
-    from paceline.cli.app import main as paceline
+    from paceline.__main__ import main as paceline
 
     try:
         paceline()

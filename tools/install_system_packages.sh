@@ -1,9 +1,11 @@
 #!/bin/sh
 # Installs what pip cannot: mpirun (openmpi-bin), with which tests/launch starts ranks for real, ip and tc
-# (iproute2), with which tests/cluster makes hosts, and a compiler with libjpeg-turbo's header (gcc,
-# libjpeg-dev), with which the region decoder is built; by name, chromium and chromium-driver, with which
-# tests/watch looks at pages. Names of packages as arguments: only these.
-# One line says what was done or why nothing was. It never fails: without them their tests are skipped.
+# (iproute2), with which tests/cluster makes hosts, a compiler with libjpeg-turbo's header (gcc,
+# libjpeg-dev), with which the region decoder is built, and g++, which torch.compile needs on a CPU; by
+# name, chromium and chromium-driver, with which tests/watch looks at pages. Names of packages as
+# arguments: only these. `--missing` installs nothing and prints those that are not there, one per line.
+# One line says what was done or why nothing was. It never fails: tests/allowed_skips.py decides whether
+# tests may be skipped without them.
 set -u
 
 say() {
@@ -11,10 +13,13 @@ say() {
     exit 0
 }
 
+list_only=""
+[ "${1:-}" = --missing ] && list_only=yes && shift
+
 # Folders of administration are not on everybody's path.
 PATH="$PATH:/usr/sbin:/sbin"
 missing=""
-for package in ${*:-openmpi-bin iproute2 gcc libjpeg-dev}; do
+for package in ${*:-openmpi-bin iproute2 gcc g++ libjpeg-dev}; do
     case "$package" in
         openmpi-bin) program=mpirun ;;
         iproute2) program=tc ;;
@@ -30,6 +35,8 @@ for package in ${*:-openmpi-bin iproute2 gcc libjpeg-dev}; do
     command -v "$program" >/dev/null 2>&1 || missing="$missing $package"
 done
 missing="${missing# }"
+
+[ -z "$list_only" ] || { [ -z "$missing" ] || printf '%s\n' $missing; exit 0; }
 
 [ -n "$missing" ] || say "all are there"
 command -v apt-get >/dev/null 2>&1 || say "no apt-get here; for all tests install yourself: $missing"
@@ -48,4 +55,4 @@ install && say "installed $missing"
 timeout 120 apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20 update \
     >/dev/null 2>&1 </dev/null
 install && say "installed $missing"
-say "$missing could not be installed (apt-get failed); their tests are skipped"
+say "$missing could not be installed (apt-get failed)"

@@ -32,9 +32,16 @@ def same_line(done: list[Done], code: int | None = None) -> str:
     return lines.pop()
 
 
+@pytest.mark.parametrize("part", ["paceline-data", "paceline-watchdog"])
+def test_a_rank_whose_system_starts_no_thread_is_named(tmp_path: Path, part: str) -> None:
+    for done in run_two(small(), tmp_path, [None, partial(faults.no_thread, part)]):
+        assert "cannot start another thread" in done.error_line()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        ("--nproc-per-node 99999999999999999999", "--nproc-per-node"),
         ("--model resnet51", "model.name = 'resnet51'"),
         ("imagnet-resnet50", "did you mean 'imagenet-"),
         ("nowhere.toml", "recipe = 'nowhere.toml'"),

@@ -176,8 +176,10 @@ def test_an_emulated_cluster(tmp_path: Path) -> None:
         "--algorithms", "ring", "--iterations", "3", "--warm-up", "1",
     )  # fmt: skip
     assert (report["cluster"]["hosts"], report["cluster"]["ranks_per_host"]) == (2, [1, 1])
-    # The link is real: nothing is faster than its rate and its burst size allow.
-    assert all(0 < row["link_share"] < 1.3 for row in report["rows"])
+    # Two hosts: each sends all bytes once, as does a ring of two.
+    assert [row["link_share"] * row["s"] for row in report["rows"]] == pytest.approx(
+        [row["bytes"] * 8 / 100e6 for row in report["rows"]]
+    )
 
 
 def test_one_file_from_tune_to_the_run(tmp_path: Path) -> None:

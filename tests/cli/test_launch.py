@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,21 +179,28 @@ def test_nohup_is_respected() -> None:
 def test_a_request_to_save_goes_to_children_that_handle_it() -> None:
     ready = (
         "import signal, sys; signal.signal(10, lambda *_: sys.exit(print('asked', flush=True))); "
+        "signal.pthread_sigmask(signal.SIG_UNBLOCK, {10}); "
     )
     # `signal.pause` would miss a signal that comes just before it.
     waits = "import time; print('up', flush=True); [time.sleep(0.1) for _ in range(10_000)]"
     starting = "import time; print('up', flush=True); time.sleep(600)"
-    children = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-        for code in (ready + waits, starting)
-    ]
+    children = []
     try:
         with LaunchSignals(Asked, forwarded=[signal.SIGUSR1]) as signals:
+            for code in (ready + waits, starting):
+                command = [sys.executable, "-c", code]
+                children.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            # Sent to a rank itself while its interpreter starts, and to the launcher.
+            os.kill(children[1].pid, signal.SIGUSR1)
             assert [child.stdout and child.stdout.readline() for child in children] == ["up\n"] * 2
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert children[0].communicate(timeout=200)[0] == "asked\n"
+            while children[0].poll() is None:
+                time.sleep(0.01)  # as the agent does; another thread gets the signal
+            assert children[0].stdout is not None
+            assert children[0].stdout.readline() == "asked\n"
             assert children[1].poll() is None, "a child that is still starting was ended"
         assert signals.received is None
+        assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
     finally:
         for child in children:
             child.kill()
@@ -292,11 +300,13 @@ def test_a_process_that_ended_is_gone_also_as_a_zombie() -> None:
 
 
 @on_linux
-def test_a_rank_whose_launcher_is_gone_ends_with_one_line() -> None:
-    """Before the first step there is nothing to save."""
+@pytest.mark.parametrize("meets", [False, True])
+def test_a_rank_whose_launcher_is_gone_ends_with_one_line(meets: bool) -> None:
+    """Before the first step there is nothing to save, also while ranks meet."""
     code = (
         "import os, time; from paceline.cli.failure import LauncherWatch; "
-        "LauncherWatch(os.environ); time.sleep(600)"
+        "from paceline.core.host import DeferredEnd\n"
+        f"with DeferredEnd({meets}):\n  LauncherWatch(os.environ); time.sleep(600)"
     )
     gone = subprocess.Popen(["true"])
     gone.wait()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -186,19 +188,75 @@ def test_a_hang_up_under_nohup_changes_nothing(tmp_path: Path, reference: Refere
     assert_same_end(tmp_path, reference)
 
 
-def test_a_request_to_save_before_the_first_step_does_no_harm(tmp_path: Path) -> None:
-    fault = partial(faults.at_rename, "config.toml", 1, partial(faults.signal_self, USR1))
+def test_a_request_to_save_before_the_first_step_or_after_the_last_does_no_harm(
+    tmp_path: Path,
+) -> None:
+    sent = partial(faults.signal_self, USR1)
+    early = partial(faults.at_rename, "config.toml", 1, sent)
+    fault = partial(
+        faults.several, partial(faults.before_settings, sent), early, partial(faults.at_exit, sent)
+    )
     assert run(ARGUMENTS, tmp_path, fault).code == 0
+    assert saved_steps(tmp_path / "run") == [7, 13]
+
+
+def test_a_request_to_stop_before_the_settings_are_known_is_not_lost(tmp_path: Path) -> None:
+    fault = partial(faults.before_settings, partial(faults.signal_self, USR1))
+    done = run([*ARGUMENTS, "--set", "checkpoint.on_sigusr1=stop"], tmp_path, fault)
+    assert (done.code, done.out, done.err) == (-USR1, "", "")
+
+
+# Sends a signal to itself when a module is first imported, and runs the command line.
+_SIGNAL_AT_IMPORT = """
+import os, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "paceline.cli":
+            os.kill(os.getpid(), int(sys.argv.pop()))
+sys.meta_path.insert(0, Finder())
+from paceline.__main__ import main
+main()
+"""
+
+
+def test_the_command_line_is_safe_from_requests_to_save_before_its_imports() -> None:
+    command = [sys.executable, "-c", _SIGNAL_AT_IMPORT, "train", "--no-such-flag", f"{USR1:d}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
 
 
 def test_a_signal_that_comes_before_there_is_anything_to_save_ends_the_ranks(
     tmp_path: Path,
 ) -> None:
-    """Rank 1 never comes; rank 0, which waits for it, is not deaf."""
-    arguments = [*ARGUMENTS, "--set", "comm.rendezvous_timeout_s=30.0"]
-    with started_ranks([arguments, ["--version"]], tmp_path) as ranks:
+    """Rank 1 never comes; rank 0, which waits for it, is not deaf. The second signal ends it at once."""
+    with started_ranks([ARGUMENTS, ["--version"]], tmp_path) as ranks:
         assert ranks[1].wait().code == 0
-        time.sleep(0.5)
-        ranks[0].send(TERM)
-        assert ranks[0].wait().code == -TERM
+        while ranks[0].process.is_alive():
+            ranks[0].send(TERM)
+            time.sleep(0.2)
+        done = ranks[0].wait()
+        assert (done.code, done.err) == (-TERM, "")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("number", [TERM, INT, USR2])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_learn_that_one_was_ended_before_it_had_joined(
+    tmp_path: Path, rank: int, number: signal.Signals
+) -> None:
+    """Far sooner than the rendezvous times out, after which the line would be another."""
+    sent = partial(faults.before_settings, partial(faults.signal_self, number))
+    done = run_two(ARGUMENTS, tmp_path, [sent if rank == n else None for n in (0, 1)])
+    assert (done[rank].code, done[rank].err) == (-number, "")
+    assert f"was ended by {number.name} before all ranks had met" in done[1 - rank].error_line()
+
+
+def test_ranks_learn_that_one_was_ended_while_it_waited_for_a_third(tmp_path: Path) -> None:
+    never = partial(faults.at_start, partial(faults.sleep, 600.0))
+    soon = partial(faults.constant, "paceline.comm.rendezvous", "_EARLY_S", 1.0)
+    with started_ranks([ARGUMENTS] * 3, tmp_path, [soon, None, never]) as ranks:
+        time.sleep(1.0)
+        ranks[1].send(TERM)
+        done = [rank.wait() for rank in ranks[:2]]
+    assert (done[1].code, done[1].err) == (-TERM, "")
+    assert "rank 1 was ended by SIGTERM before all ranks had met" in done[0].error_line()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -15,9 +16,6 @@ from paceline.bench.cluster.network import bits_per_s, new_tag, owner_is_gone
 from paceline.core.errors import LaunchError
 
 KNOCK = "import socket, sys; socket.create_connection((sys.argv[1], 9), float(sys.argv[2]))"
-# A link may never be faster than its rate, but for its burst. How much slower it may seem is the busy
-# machine's affair, not the link's; the shares below only tell rates apart.
-ABOVE, BELOW = 1.1, 0.25
 
 
 @pytest.mark.parametrize(
@@ -29,15 +27,26 @@ def test_rates(text: str, bits: float) -> None:
 
 @pytest.mark.usefixtures("_machine")
 def test_both_directions_have_the_rate_which_may_change() -> None:
+    """The kernel's own account: a measured speed depends on what else the machine does."""
     with EmulatedCluster(2, rate=[None, "40mbit"]) as cluster:
+        host1, switch = cluster.namespaces[1:]
+
+        def rates() -> list[list[str]]:
+            found = []
+            for namespace in (host1, switch):
+                command = ["ip", "netns", "exec", namespace, "tc", "qdisc", "show"]
+                shown = subprocess.run(command, check=True, capture_output=True, text=True)
+                found.append(re.findall(r"qdisc tbf .* rate (\w+)", shown.stdout))
+            return found
+
+        assert rates() == [["40Mbit"], ["40Mbit"]]
         for sender, receiver in ((0, 1), (1, 0)):
             speed = cluster.measure_link(sender, receiver)
-            assert BELOW * 40e6 < speed.bits_per_s < ABOVE * 40e6
-            assert speed.round_trip_s > 0
+            assert min(speed.bits_per_s, speed.round_trip_s) > 0
         cluster.set_rate("80mbit", host=1)
-        assert BELOW * 80e6 < cluster.measure_link(0, 1).bits_per_s < ABOVE * 80e6
+        assert rates() == [["80Mbit"], ["80Mbit"]]
         cluster.set_rate(None)
-        assert cluster.measure_link(0, 1).bits_per_s > ABOVE * 80e6
+        assert rates() == [[], []]
 
 
 @pytest.mark.usefixtures("_machine")

@@ -136,6 +136,7 @@ def test_rank_0_may_come_later(capfd: pytest.CaptureFixture[str]) -> None:
     ("error", "message"),
     [
         (OSError("Permission denied"), "may not listen"),
+        (RuntimeError("can't start new thread"), "cannot start another thread"),
         (RuntimeError("getaddrinfo failed: Name or service not known"), "cannot be resolved"),
         (socket.gaierror(-3, "Temporary failure in name resolution"), "cannot be resolved"),
         (ValueError("port must have value"), "is not an address"),

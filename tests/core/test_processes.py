@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 
-from paceline.core.host import StartUp, process_age_s, process_ids, process_stat
+import pytest
+
+from paceline.core.host import StartUp, in_thread, process_age_s, process_ids, process_stat
 
 # The kernel cuts a name at 15 bytes, here within a letter.
 _NAMED = """
@@ -32,14 +35,27 @@ def test_a_name_that_is_no_text_hides_no_process() -> None:
 
 def test_the_age_of_a_process_begins_with_its_interpreter() -> None:
     code = "import time; begun = time.time(); from paceline.core.host import process_age_s as age; "
-    shown = "print(age(), time.time() - begun)"
+    shown = "passed = time.time() - begun; print(age(), passed)"
     found = subprocess.run(
         [sys.executable, "-c", code + shown], capture_output=True, text=True, check=True
     )
-    age, imported = map(float, found.stdout.split())
-    assert age > 0
-    assert age >= imported - 0.02, "the kernel counts ticks of 10 ms"
-    assert process_age_s() > age - imported, "this process is the older one"
+    age, passed = map(float, found.stdout.split())
+    assert age >= passed - 0.02, "the kernel counts ticks of 10 ms"
+    assert process_age_s() > age - passed, "this process is the older one"
+
+
+def test_an_action_is_done_also_if_the_system_starts_no_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+    in_thread(lambda: done.append(threading.current_thread().name))(100)
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    in_thread(lambda: done.append(threading.current_thread().name))(100)
+    assert done[0] != done[1] == "MainThread"
 
 
 def test_parts_of_a_start_follow_one_another() -> None:

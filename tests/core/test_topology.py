@@ -219,6 +219,27 @@ def test_a_rank_outside_the_world_fails(rank: str) -> None:
     assert f"rank {rank} does not fit a world of 8" in fails({**TORCHRUN, "RANK": rank})
 
 
+@pytest.mark.parametrize("size", ["99999999999999999999", "1048577"])
+def test_a_world_that_no_system_has_fails(size: str) -> None:
+    assert f"a world of {size} ranks" in fails(
+        {"RANK": "0", "WORLD_SIZE": size, "MASTER_ADDR": "a"}
+    )
+    tasks = f"4(x{size}),3"
+    found = Topology.from_env({**SLURM, "SLURM_STEP_TASKS_PER_NODE": tasks})
+    assert found.local_world_size == 4
+
+
+@pytest.mark.parametrize(
+    ("env", "together"),
+    [
+        ({}, True), (TORCHRUN, False), (TORCHRUN | {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "6"}, True),
+        (OPENMPI, True), (SLURM, False), (without(TORCHRUN, "TORCHELASTIC_RUN_ID"), False),
+    ],
+)  # fmt: skip
+def test_launchers_that_end_all_ranks_together(env: Env, together: bool) -> None:
+    assert Topology.from_env(env).ends_together == together
+
+
 def test_a_local_rank_outside_the_local_world_fails() -> None:
     assert "local rank 4 does not fit a local world of 4" in fails({**TORCHRUN, "LOCAL_RANK": "4"})
 

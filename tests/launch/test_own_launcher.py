@@ -49,10 +49,10 @@ def stop(folder: Path, *numbers: signal.Signals, more: tuple[str, ...] = ()) -> 
         return launcher.wait()
 
 
-def assert_saved_alike(folder: Path) -> int:
+def assert_saved_alike(folder: Path, number: signal.Signals) -> int:
     """The step at which all ranks stopped, and whose checkpoint is there."""
     stops = [events(folder / "run", "stop", rank)[-1] for rank in (0, 1)]
-    assert {record["reason"] for record in stops} == {"SIGTERM"}
+    assert {record["reason"] for record in stops} == {number.name}
     step = int(stops[0]["step"])
     assert stops[1]["step"] == step
     assert (folder / f"run/checkpoints/step-{step:08d}.pt").is_file()
@@ -64,7 +64,7 @@ def assert_saved_alike(folder: Path) -> int:
 def test_sigterm_again_and_again_and_resume(tmp_path: Path, reference: dict[str, Any]) -> None:
     done = stop(tmp_path, signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGTERM)
     assert (done.code, done.err) == (143, "")
-    step = assert_saved_alike(tmp_path)
+    step = assert_saved_alike(tmp_path, signal.SIGTERM)
     assert f"stopped after step {step}: SIGTERM" in done.out
 
     done = run(training(tmp_path / "run", *TWO, "--resume", "auto"), tmp_path)
@@ -75,12 +75,13 @@ def test_sigterm_again_and_again_and_resume(tmp_path: Path, reference: dict[str,
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR2])
-def test_signals_that_mean_stop_are_not_taken_for_failures(
+def test_signals_that_mean_stop_are_reported_by_name_and_are_no_failures(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     done = stop(tmp_path, number, more=("--max-restarts", "3"))
     assert (done.code, done.err) == (128 + number, "")
-    assert_saved_alike(tmp_path)
+    assert_saved_alike(tmp_path, number)
+    assert f": {number.name}" in done.out
 
 
 def test_a_request_to_save_reaches_the_ranks(tmp_path: Path, reference: dict[str, Any]) -> None:

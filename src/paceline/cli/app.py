@@ -32,6 +32,7 @@ from paceline.cli import (
 )
 from paceline.cli.failure import Failure, LauncherWatch
 from paceline.core.errors import DeviceError, PacelineError
+from paceline.core.host import no_thread
 from paceline.version import __version__
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def _root(
 
 
 def main() -> None:
-    """Entry point of the script and of `python -m paceline`."""
+    """Runs the command line of `sys.argv` and ends the process (called by `paceline.__main__`)."""
     # Torch's C++ code would print stack frames when a peer ends; we report that in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     make_streams_robust()
@@ -102,9 +103,9 @@ def main() -> None:
 
 def run_command() -> int:
     """Runs the command line of `sys.argv` and returns its exit code."""
-    # First of all: a launcher may end while a rank still imports torch.
-    watch = LauncherWatch(os.environ)
     try:
+        # First of all: a launcher may end while a rank still imports torch.
+        watch = LauncherWatch(os.environ)
         code = app(standalone_mode=False)
         if code and (loss := watch.loss()):  # the run saved and stopped because of it
             loss.report()
@@ -135,6 +136,8 @@ def run_command() -> int:
 
 
 def _unexpected(error: Exception) -> Failure:
+    if known := no_thread(error):
+        return Failure.of(known)
     return Failure(f"{type(error).__name__}: {error}", 1, traceback.format_exc())
 
 

@@ -14,11 +14,12 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from paceline.core.errors import CommError, LaunchError, PacelineError
-from paceline.core.host import process_ids, process_stat, started_with
+from paceline.core.host import DeferredEnd, in_thread, process_ids, process_stat, started_with
 from paceline.core.topology import Topology
 from paceline.core.untrusted import one_line, printable
 
@@ -317,7 +318,8 @@ class LauncherWatch:
     def _watch(self) -> None:
         while (failure := self.loss()) is None:
             time.sleep(_POLL_S)
-        if not callable(signal.getsignal(signal.SIGTERM)):
+        handler = signal.getsignal(signal.SIGTERM)
+        if not callable(handler) or isinstance(getattr(handler, "__self__", None), DeferredEnd):
             # Before the first step there is nothing to save; after the last one, all is saved. After an
             # error, a checkpoint that is still being written is lost; the one before it is there.
             self._end(failure)
@@ -327,9 +329,8 @@ class LauncherWatch:
 
     def _end(self, failure: Failure) -> None:
         """Without exit handlers, which may wait for ranks that have ended."""
-        report = threading.Thread(target=self._report, args=(failure,), daemon=True)
-        report.start()
-        report.join(_REPORT_S)  # a pipe without a reader must not block the exit
+        await_report = in_thread(partial(self._report, failure))
+        await_report(_REPORT_S)  # a pipe without a reader must not block the exit
         os._exit(failure.exit_code)
 
     def _report(self, failure: Failure) -> None:

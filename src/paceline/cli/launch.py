@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -19,6 +20,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
+from typing import Self
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
@@ -161,9 +163,12 @@ def _reason(error: BaseException) -> str:
 
 class LaunchSignals(SignalContext):
     """A context for the launcher. The first signal that requests a stop (SIGTERM, SIGINT, SIGHUP,
-    `stops`) raises `raised(text, SIGTERM)` in the agent's loop, which sends SIGTERM to the ranks and
-    waits for them; further ones are ignored while ranks save. The `forwarded` signals, which request a
-    checkpoint, go to the ranks."""
+    `stops`) goes to the ranks that handle it, which report it, and raises `raised(text, SIGTERM)` in the
+    agent's loop, which sends SIGTERM to the ranks and waits for them; further ones are ignored while
+    ranks save. The `forwarded` signals, which request a checkpoint, go to the ranks.
+
+    Ranks inherit the mask of the main thread, which holds the forwarded signals back: none can end a
+    rank whose interpreter is still starting. Another thread takes those for the launcher itself."""
 
     def __init__(
         self,
@@ -181,34 +186,51 @@ class LaunchSignals(SignalContext):
         self._raised = raised
         self._forwarded = frozenset(forwarded)
         self._handled_at = -_REPEAT_S
+        self._left = threading.Event()
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        if self._forwarded:
+            threading.Thread(target=self._listen, name="paceline-signals", daemon=True).start()
+            signal.pthread_sigmask(signal.SIG_BLOCK, self._forwarded)
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._forwarded)
+        self._left.set()
+        super().__exit__(*details)
+
+    def _listen(self) -> None:
+        """Python runs the handler in the main thread, whichever thread gets the signal."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._forwarded)
+        self._left.wait()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number in self._forwarded:
-            for rank in _ranks_that_handle(number):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(rank, number)
+            _send_to_ranks(number)
             return
         if time.monotonic() - self._handled_at < _REPEAT_S:
             return
         self._handled_at = time.monotonic()
         self.received = signal.Signals(number)
-        # Ranks always get SIGTERM: it makes them save, and ends an interpreter that is still starting
-        # without the traceback of SIGINT.
+        if number != signal.SIGTERM:
+            _send_to_ranks(
+                number, signal.SIGTERM
+            )  # the first that a rank gets is the one it reports
+        # Then all get SIGTERM: it ends an interpreter that is still starting without the traceback of
+        # SIGINT.
         raise self._raised(f"the launcher got {self.received.name}", signal.SIGTERM)
 
 
-def _ranks_that_handle(number: int) -> list[int]:
-    """Child processes that handle or ignore this signal. It would end one that is still starting, which
-    has nothing to save."""
-    found = []
+def _send_to_ranks(*numbers: int) -> None:
+    """Sends the first of these signals to the child processes that handle all of them. It would end one
+    that is still starting, which has nothing to save."""
     for child in _children():
         with contextlib.suppress(OSError, ValueError, KeyError):
             lines = Path(f"/proc/{child}/status").read_text().splitlines()
-            status = dict(line.split(":", 1) for line in lines)
-            handled = int(status["SigCgt"], 16) | int(status["SigIgn"], 16)
-            if handled >> (number - 1) & 1:
-                found.append(child)
-    return found
+            handled = int(dict(line.split(":", 1) for line in lines)["SigCgt"], 16)
+            if all(handled >> (number - 1) & 1 for number in numbers):
+                os.kill(child, numbers[0])
 
 
 def _children() -> list[int]:

@@ -33,9 +33,12 @@ ImageSize = Annotated[int, typer.Option(help="Edge of the images in pixels.")]
 LinkMbit = Annotated[float, typer.Option(help="Rate of each host's link; 0: no limit.")]
 MasterPort = Annotated[int, typer.Option(help="Port for the ranks to meet; 0 finds a free one.")]
 Model = Annotated[str, typer.Option(help="Which model (docs/models.md).")]
-NprocPerNode = Annotated[int, typer.Option(help="Ranks to start on this node.")]
-Ranks = Annotated[int, typer.Option(help="Ranks on this host, without a cluster or launcher.")]
-RanksPerHost = Annotated[int, typer.Option(help="Ranks on each of these hosts.")]
+_MOST_RANKS = 1024  # that one command starts on one host
+NprocPerNode = Annotated[int, typer.Option(max=_MOST_RANKS, help="Ranks to start on this node.")]
+Ranks = Annotated[
+    int, typer.Option(max=_MOST_RANKS, help="Ranks on this host, without a cluster or launcher.")
+]
+RanksPerHost = Annotated[int, typer.Option(max=_MOST_RANKS, help="Ranks on each of these hosts.")]
 ShareGpus = Annotated[
     bool, typer.Option("--share-gpus", help="NCCL ranks may share a GPU, under MPS.")
 ]

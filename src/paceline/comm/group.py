@@ -32,6 +32,7 @@ from paceline.comm.rendezvous import meet
 from paceline.comm.settings import BACKEND_GRACE_S, CommSettings
 from paceline.comm.watchdog import LostRanks, ShowError, Watchdog
 from paceline.core.errors import CommError, DeviceError, PacelineError, RunError
+from paceline.core.host import DeferredEnd, no_thread
 from paceline.core.topology import Topology
 
 # How long the store's host stays for ranks that may still have to read; longer than they wait.
@@ -113,16 +114,23 @@ class Group(Collectives):
     ) -> Store:
         """Returns once all ranks have met, and have opened their watchdog's connection. Rank 0's store
         looks no names up until then."""
-        meeting = meet(self.topology, settings.rendezvous_timeout_s, shared, lookups)
+        with DeferredEnd(active=not self.topology.ends_together) as end:
+            meeting = meet(self.topology, settings.rendezvous_timeout_s, shared, lookups, end)
         store, self.restarted = meeting.store, meeting.restarted
         self._agreement = Agreement(store, self.topology, settings.rendezvous_timeout_s)
+        failed: PacelineError | None = None
         if self.topology.world_size > 1:
-            with explain_lost_store(self.topology.rank, "join"):
-                self._hosts = RankHosts.read(store)
-                self._watchdog = Watchdog(
-                    store, self.topology, settings.timeout_s, self.board, show_error, self._hosts,
-                    before_exit=self._forced_exit,
-                )  # fmt: skip
+            try:
+                with explain_lost_store(self.topology.rank, "join"):
+                    self._hosts = RankHosts.read(store)
+                    self._watchdog = Watchdog(
+                        store, self.topology, settings.timeout_s, self.board, show_error,
+                        self._hosts, before_exit=self._forced_exit,
+                    )  # fmt: skip
+            except RuntimeError as error:
+                failed = no_thread(error)
+                if failed is None:
+                    raise
         self._lost = LostRanks(self.rank, self._agreement, self._watchdog, self._hosts)
         # Everyone is here before the backend connects: a late or dead rank is named, not waited for
         # in the backend's own, unnamed handshake.
@@ -137,7 +145,7 @@ class Group(Collectives):
             "use the same kind of device everywhere",
         )
         try:
-            self.agree("join", None, facts.values, facts.remedies)
+            self.agree("join", failed, facts.values, facts.remedies)
         except PacelineError:
             self._agreement.leave(_LEAVE_WAIT_S)
             if self._watchdog is not None:
@@ -294,7 +302,8 @@ class Group(Collectives):
         if isinstance(error, PacelineError) and not isinstance(error, PeerError):
             self.post_fault(error)
         elif isinstance(error, Exception) and not isinstance(error, PacelineError):
-            self.post_fault(RunError(f"{type(error).__name__}: {error}", "see its traceback"))
+            unknown = RunError(f"{type(error).__name__}: {error}", "see its traceback")
+            self.post_fault(no_thread(error) or unknown)
 
     def close(self) -> None:
         """Leaves the group. Waits for ranks that may be gone for seconds at most."""
@@ -318,7 +327,7 @@ class Group(Collectives):
         except torch.AcceleratorError:
             raise  # this rank's own device failed; no other rank is to blame
         except RuntimeError as error:
-            raise self._lost.broken(what, error) from error
+            raise no_thread(error) or self._lost.broken(what, error) from error
 
     def peer_error(self, error: CommError) -> PeerError:
         """For an exchange that broke: the error that the failed rank posted, else `error` itself."""

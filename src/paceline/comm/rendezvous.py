@@ -9,8 +9,9 @@ torchrun the agent hosts it, so it outlives a dying rank; elsewhere rank 0 does.
    another job; a rank that is refused ends at once and never joins.
 4. An accepted rank takes its place, which only one process can have. The rendezvous is complete when all
    places are taken, which the last rank publishes.
+5. A rank that a signal asks to end before that greets once more, to say so, and rank 0 tells the others.
 
-Each rank makes eight requests to the store, and rank 0 reads and answers greetings in bulk.
+Each rank makes nine requests to the store, and rank 0 reads and answers greetings in bulk.
 
 An agent keeps its store when it restarts the ranks, with everything the last attempt wrote, and agents
 on several nodes may count restarts differently. Greetings of dead ranks are answered too, but only live
@@ -30,6 +31,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from paceline.comm.agreement import ActiveClock, AgreedError, Agreement, PeerError, came, peek
@@ -43,6 +45,7 @@ from paceline.comm.job import (
 )
 from paceline.comm.store import forget_store, store_of_job
 from paceline.core.errors import CommError
+from paceline.core.host import DeferredEnd, no_thread
 from paceline.core.topology import Topology
 
 _LOBBY = "paceline-lobby"
@@ -51,6 +54,7 @@ _COUNT = f"{_LOBBY}/greetings"
 _POLL_S = 0.02
 # Torch may log a wait that ends without its key, so waits are long.
 _WAIT_S = 30.0
+_SIGNAL_WAIT_S = 1.0
 # Where no job id decides whether a rank with other settings belongs to this job, rank 0 waits so long for
 # the right one after refusing the wrong one.
 _REFUSED_S = 30.0
@@ -59,6 +63,8 @@ _LINGER_S = 1.0
 _REFUSAL_WAIT_S = 5.0
 # How long rank 0 stays after a rendezvous that failed, for ranks that have yet to read why.
 _DISMISS_S = 3.0
+# The same if a rank was asked to end while others may still start.
+_EARLY_S = 5.0
 _COMPLETE = "all of its ranks have joined already"
 
 
@@ -75,8 +81,10 @@ def meet(
     timeout_s: float,
     settings: Mapping[str, Any] | None = None,
     lookups: ExitStack | None = None,
+    end: DeferredEnd | None = None,
 ) -> Meeting:
-    """Returns when all ranks have come, or fails with a line that names address, port and remedy.
+    """Returns when all ranks have come, or fails with a line that names address, port and remedy. A rank
+    that `end` is asked to end tells the others first.
 
     The store looks no host names up until `lookups` is closed, for the connections that follow; without
     it until this returns (`names_from_files`).
@@ -85,29 +93,40 @@ def meet(
     agent_hosts = not rank_hosts_store()
     hosts = topology.is_main and not agent_hosts
     job = JobIdentity.from_env(os.environ, topology, settings)
+    end = end or DeferredEnd(active=False)
     try:
         with ActiveClock().ticking() as clock, ExitStack() as own_lookups:
             lookups = lookups if lookups is not None else own_lookups
             store, address = store_of_job(topology, hosts, timeout_s, clock, lookups)
             here = RankHost(job.host, address or topology.master_addr)
             if not topology.is_main:
-                joining = _JoiningRank(store, topology, job, here)
-                return Meeting(PrefixStore(joining.join(timeout_s, clock), store), False)
+                joining = _JoiningRank(store, topology, job, here, end)
+                meeting = Meeting(PrefixStore(joining.join(timeout_s, clock), store), False)
+                return _met(meeting, topology, end)
             # Only an agent's store can be older than this attempt.
             again = store.add(f"{_LOBBY}/attempts", 1) > 1 and agent_hosts
-            coordinator = _Coordinator(store, topology, job, here, agent_hosts)
+            coordinator = _Coordinator(store, topology, job, here, agent_hosts, end)
             try:
                 name = coordinator.admit_all(timeout_s, clock)
             except CommError as error:
                 coordinator.dismiss(error)
                 raise
-            return Meeting(PrefixStore(name, store), again or coordinator.restarts > 0)
+            restarted = again or coordinator.restarts > 0
+            return _met(Meeting(PrefixStore(name, store), restarted), topology, end)
     except CommError:
         forget_store(topology)
         raise
     except (RuntimeError, ValueError, OSError) as error:
         forget_store(topology)
         raise CommError(*explain(where, topology, error, timeout_s)) from error
+
+
+def _met(meeting: Meeting, topology: Topology, end: DeferredEnd) -> Meeting:
+    """A signal that has come just now: the others wait for this rank in their first phase."""
+    if end.received is not None:
+        first = Agreement(meeting.store, topology, _LINGER_S)
+        first.post_fault(ended_early(end.received.name))
+    return meeting
 
 
 def _restart_count() -> int:
@@ -118,18 +137,19 @@ def _restart_count() -> int:
 class _JoiningRank:
     """Any rank but 0."""
 
-    def __init__(self, store: Store, topology: Topology, job: JobIdentity, here: RankHost) -> None:
+    def __init__(
+        self, store: Store, topology: Topology, job: JobIdentity, here: RankHost, end: DeferredEnd
+    ) -> None:
         self._store, self._topology, self._job, self._here = store, topology, job, here
+        self._end = end
+        # A signal is seen between two waits.
+        self._wait_s = _SIGNAL_WAIT_S if end.active else _WAIT_S
 
     def join(self, timeout_s: float, clock: ActiveClock) -> str:
         """The attempt's name, from rank 0, once this rank has its place in it."""
-        token, rank = uuid.uuid4().hex, self._topology.rank
-        greeting = {
-            "token": token, "rank": rank, "restarts": _restart_count(),
-            "at": list(self._here), "job": self._job.to_table(),
-        }  # fmt: skip
-        number = self._store.add(_COUNT, 1)
-        self._store.set(f"{_LOBBY}/greeting/{number}", json.dumps(greeting))
+        rank = self._topology.rank
+        self._leave_if_asked()
+        token = self._greet()
         answer_key = f"{_LOBBY}/answer/{token}"
         try:
             self._check_job()
@@ -143,8 +163,9 @@ class _JoiningRank:
                     AgreedError(answer["failed"], refusal.exit_code)
                 ) from refusal
             raise
-        while not came(self._store, answer_key, min(_WAIT_S, timeout_s)):
+        while not came(self._store, answer_key, min(self._wait_s, timeout_s)):
             self._check_job()
+            self._leave_if_asked()
             if clock.now_s() > timeout_s:
                 raise TimeoutError("rank 0 did not answer")
         answer = json.loads(peek(self._store, answer_key))
@@ -158,7 +179,30 @@ class _JoiningRank:
             there = JobIdentity.from_table(json.loads(self._store.get(_JOB))["job"])
             raise self._refusal(there, f"it has another process as rank {rank}")
         _take_place(self._store, name, self._topology)
+        # What goes wrong from here on is found by the agreement that follows.
+        with suppress(DistNetworkError):
+            while self._end.active and clock.now_s() <= timeout_s:
+                if came(self._store, f"{_LOBBY}/in/{name}/all", min(self._wait_s, timeout_s)):
+                    break
+                self._leave_if_asked()
         return name
+
+    def _greet(self, **more: str) -> str:
+        """Returns the token of the greeting."""
+        token = uuid.uuid4().hex
+        greeting = {
+            "token": token, "rank": self._topology.rank, "restarts": _restart_count(),
+            "at": list(self._here), "job": self._job.to_table(), **more,
+        }  # fmt: skip
+        number = self._store.add(_COUNT, 1)
+        self._store.set(f"{_LOBBY}/greeting/{number}", json.dumps(greeting))
+        return token
+
+    def _leave_if_asked(self) -> None:
+        """Tells rank 0, which tells the others."""
+        if self._end.received is not None:
+            self._greet(leaves=self._end.received.name)
+            raise ended_early(self._end.received.name)
 
     def _check_job(self) -> None:
         """Fails where the store is another job's, also one whose rank 0 answers no more."""
@@ -210,7 +254,12 @@ class _Coordinator:
         job: JobIdentity,
         here: RankHost,
         agent_hosts: bool,
+        end: DeferredEnd,
     ) -> None:
+        self._end = end
+        # Ranks that were asked to end before they had met the others, with the signal.
+        self._leaving: dict[int, str] = {}
+        self._answered: set[int] = set()
         self._store, self._topology, self._job = store, topology, job
         self._agent_hosts = agent_hosts
         self._name = uuid.uuid4().hex
@@ -234,6 +283,8 @@ class _Coordinator:
         # The only rank that polls: it waits for greetings and for the last place at once.
         while not self._store.check([all_in]):
             self._answer_all(clock)
+            if self._end.received is not None:
+                raise ended_early(self._end.received.name)
             if clock.now_s() > timeout_s and (missing := self._missing()):
                 raise CommError(*self._absent(missing, timeout_s))
             if self._refused and clock.now_s() > self._refused_s + _REFUSED_S:
@@ -256,11 +307,20 @@ class _Coordinator:
         agreement = Agreement(PrefixStore(self._name, self._store), self._topology, _LINGER_S)
         with suppress(RuntimeError):
             agreement.post_fault(error)
-            joined = set(range(1, self._topology.world_size)) - set(self._missing())
-            started = time.monotonic()
-            while (passed_s := time.monotonic() - started) < _DISMISS_S:
+            # Ranks that have their place wait for this.
+            self._store.set(f"{_LOBBY}/in/{self._name}/all", "")
+            others = set(range(1, self._topology.world_size))
+            joined, started = others - set(self._missing()), time.monotonic()
+            early = isinstance(error, EndedEarlyError)
+            limit_s = _EARLY_S if early else _DISMISS_S
+            while (passed_s := time.monotonic() - started) < limit_s:
                 self._send(self._answers(ActiveClock()))
-                if passed_s > _LINGER_S and agreement.have_left(joined):
+                told = not early or others <= joined | self._answered
+                if (
+                    passed_s > _LINGER_S
+                    and told
+                    and agreement.have_left(joined - self._leaving.keys())
+                ):
                     return
                 time.sleep(_POLL_S)
 
@@ -275,6 +335,8 @@ class _Coordinator:
         self._send(self._answers(clock))
         if self._refuses:
             raise self._mismatch(self._refuses[0])
+        for rank, name in self._leaving.items():
+            raise ended_early(name, rank)
 
     def _answers(self, clock: ActiveClock) -> dict[str, str]:
         """To all greetings that have come since the last call, by key."""
@@ -299,6 +361,11 @@ class _Coordinator:
         """Key and answer."""
         theirs, rank = JobIdentity.from_table(greeting["job"]), greeting["rank"]
         conflict = self._job.conflict(theirs)
+        if not conflict:
+            self._answered.add(rank)
+            # An agent's store also has greetings of earlier attempts.
+            if "leaves" in greeting and greeting["restarts"] >= _restart_count():
+                self._leaving[rank] = str(greeting["leaves"])
         if self._complete and not conflict:
             conflict = _COMPLETE
         answer: dict[str, Any] = {"refused": conflict, "job": self._job.to_table()}
@@ -338,6 +405,18 @@ class _Coordinator:
         )
 
 
+class EndedEarlyError(CommError):
+    """A rank was asked to end before all ranks had met."""
+
+
+def ended_early(name: str, rank: int | None = None) -> EndedEarlyError:
+    """`rank`: None for this one, whose number is added for the others."""
+    who = "" if rank is None else f"rank {rank} "
+    return EndedEarlyError(
+        f"{who}was ended by {name} before all ranks had met", "start all ranks again"
+    )
+
+
 def _by_node(ranks: Sequence[int], topology: Topology) -> str:
     """`ranks 8 to 15 (all of node 1)`: hosts of ranks that never came are unknown, but ranks are
     numbered node by node, and nodes are alike where their size divides the number of ranks."""
@@ -373,6 +452,8 @@ def explain(
     where: str, topology: Topology, error: BaseException, timeout_s: float
 ) -> tuple[str, str]:
     """Cause and remedy of an error of torch's store."""
+    if known := no_thread(error):
+        return known.cause, known.remedy
     text = str(error).lower()
     if "in use" in text or "eaddrinuse" in text:
         return (

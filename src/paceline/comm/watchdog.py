@@ -28,6 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch.distributed.distributed_c10d import Store
 
@@ -43,6 +44,7 @@ from paceline.comm.progress import (
     unreachable_error,
 )
 from paceline.core.errors import CommError, PacelineError
+from paceline.core.host import in_thread
 from paceline.core.topology import Topology
 
 ShowError = Callable[[PacelineError], None]
@@ -264,16 +266,14 @@ class Watchdog:
 
     def _end(self, error: PacelineError) -> None:
         """Without destructors and exit handlers, which would wait for the lost rank."""
-        showing = threading.Thread(target=self._show, args=(error,), daemon=True)
-        showing.start()
-        freeing = threading.Thread(target=self._before_exit or (lambda: None), daemon=True)
-        freeing.start()
+        await_shown = in_thread(partial(self._show, error))
+        await_freed = in_thread(self._before_exit or (lambda: None))
         if self._topology.is_main and rank_hosts_store() and not self._channel.lost:
             ranks_s = self._topology.world_size / _RANKS_PER_S
             self._channel.linger(2 * self._beat_s + _LINGER_S + ranks_s)
         self._channel.close()  # the store's host waits until this rank has read the verdict
-        freeing.join(_FREE_WAIT_S)
-        showing.join(_SHOW_WAIT_S)
+        await_freed(_FREE_WAIT_S)
+        await_shown(_SHOW_WAIT_S)
         os._exit(error.exit_code)
 
     def _show(self, error: PacelineError) -> None:

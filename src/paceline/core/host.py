@@ -11,12 +11,15 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Self
+
+from paceline.core.errors import RunError
 
 # Threads of one process that decode and compute on the same cores wait for each other a little. Above
 # this share of the time in which they could run, waiting decides how long a step takes.
@@ -311,6 +314,28 @@ def _has_started() -> bool:
     return bool(count(ctypes.byref(ctypes.c_int())) != _NOT_STARTED)
 
 
+def no_thread(error: BaseException) -> RunError | None:
+    """The error to show if `error` says that the system starts no further thread; else None."""
+    # Python's own words, and those of C++.
+    if str(error) not in ("can't start new thread", "Resource temporarily unavailable"):
+        return None
+    return RunError(
+        "this process cannot start another thread",
+        "raise the limit (ulimit -u, the container's pids limit), or lower data.workers and run.threads",
+    )
+
+
+def in_thread(action: Callable[[], object]) -> Callable[[float], None]:
+    """Runs `action` in a thread, or here if the system starts none; returns what waits for its end."""
+    thread = threading.Thread(target=action, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        action()
+        return lambda limit_s: None
+    return thread.join
+
+
 class SignalContext:
     """To be entered in the main thread, as Python asks of whoever sets handlers."""
 
@@ -329,8 +354,72 @@ class SignalContext:
         return self
 
     def __exit__(self, *details: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        for number in reversed(self._numbers):
+            signal.signal(number, self._before[number])
+
+
+# Signals that the command line holds back while it starts.
+_held: set[signal.Signals] = set()
+
+
+def hold_back(numbers: Iterable[signal.Signals]) -> None:
+    """Signals wait until `release`. Threads and processes that are started meanwhile do not get them."""
+    _held.update(numbers)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _held)
+
+
+def release(numbers: Iterable[signal.Signals]) -> set[signal.Signals]:
+    """Returns those of the signals that were held back."""
+    found = _held & set(numbers)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, found)
+    _held.difference_update(found)
+    return found
+
+
+def is_held_back(number: signal.Signals) -> bool:
+    return number in _held
+
+
+# The signals that ask a rank to end.
+END_SIGNALS = (
+    signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2,
+)  # fmt: skip
+# How long a process lives after one, at most.
+_DEFERRED_S = 8.0
+
+
+class DeferredEnd(SignalContext):
+    """A context in which a signal that ends the process by default is noted first; it ends the process
+    when the context is left, after some seconds, or if another one follows.
+
+    `active`: whether it does anything but release signals that were held back."""
+
+    def __init__(self, active: bool) -> None:
+        usable = active and threading.current_thread() is threading.main_thread()
+        ending = [n for n in END_SIGNALS if usable and signal.getsignal(n) is signal.SIG_DFL]
+        super().__init__(ending, self._note)
+        self.active = bool(ending)
+        self.received: signal.Signals | None = None
+        self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        release(END_SIGNALS)
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        super().__exit__(*details)
+        if self.received is not None:
+            signal.raise_signal(self.received)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            signal.signal(self.received, signal.SIG_DFL)
+            signal.raise_signal(self.received)
+        self.received = signal.Signals(number)
+        self._timer = threading.Timer(_DEFERRED_S, os.kill, (os.getpid(), number))
+        self._timer.daemon = True
+        self._timer.start()
 
 
 class SignalWakeup:

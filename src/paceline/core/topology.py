@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from paceline.core.errors import CommError
 
 DEFAULT_PORT = 29500
+# Far more than there is. A larger number is a mistake; within it no count overflows, and loops end.
+RANKS_LIMIT = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,11 @@ class Topology:
     launcher: str = "single"
 
     def __post_init__(self) -> None:
+        if self.world_size > RANKS_LIMIT:
+            raise CommError(
+                f"a world of {self.world_size} ranks ({self.launcher}) is more than {RANKS_LIMIT:,}",
+                "check the launcher's environment variables",
+            )
         for field, value, limit in (
             ("rank", self.rank, self.world_size),
             ("local rank", self.local_rank, self.local_world_size),
@@ -44,6 +51,13 @@ class Topology:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def ends_together(self) -> bool:
+        """Returns True if the launcher ends all ranks once one has ended."""
+        if self.launcher == "torchrun":  # its agents watch the ranks of their node
+            return self.local_world_size == self.world_size
+        return self.world_size == 1 or self.launcher in ("openmpi", "mpi")
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Topology:
@@ -164,7 +178,8 @@ def _slurm_local_world(env: Mapping[str, str], world: int) -> int:
     try:
         for part in text.split(","):
             tasks, _, repeat = part.partition("(x")
-            counts += [int(tasks)] * (int(repeat.rstrip(")")) if repeat else 1)
+            nodes = int(repeat.rstrip(")")) if repeat else 1
+            counts += [int(tasks)] * min(nodes, RANKS_LIMIT)
         return counts[node]
     except (ValueError, IndexError):
         raise CommError(

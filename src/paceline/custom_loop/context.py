@@ -28,7 +28,7 @@ from paceline.comm.process_groups import (
 from paceline.comm.rendezvous import meet
 from paceline.comm.settings import CommSettings
 from paceline.core.errors import CommError, ConfigError, PacelineError
-from paceline.core.host import ask_for_connections
+from paceline.core.host import DeferredEnd, ask_for_connections
 from paceline.core.topology import Topology
 from paceline.train.machine import has_gpu_of_its_own
 
@@ -217,7 +217,8 @@ def _join(topology: Topology, wanted: str | torch.device | None, settings: CommS
     except PacelineError as caught:
         error = caught
     # A rank that failed meets the others all the same: then all raise its error.
-    store = meet(topology, settings.timeout_s, {"program": "own loop"}).store
+    with DeferredEnd(active=not topology.ends_together) as end:
+        store = meet(topology, settings.timeout_s, {"program": "own loop"}, end=end).store
     agreement = Agreement(store, topology, settings.timeout_s)
     facts = {"backend": backend, "device": device.type} if error is None else {}
     try:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.settings import from_table
+from paceline.core.topology import RANKS_LIMIT
 from paceline.core.untrusted import LONGEST_S, ParseError, one_line, parse_toml
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 # GPUs of one type and lot differ by some percent in clock and temperature, and each in itself from
 # step to step. One round number for all clusters, chosen knowing the systems of the planner's record.
 RANK_SPREAD = 0.02
-# Far more than there is; within it no count of the planner overflows.
-RANKS_LIMIT = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ import tomli_w
 
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.settings import convert, from_table
+from paceline.core.topology import RANKS_LIMIT
 from paceline.core.untrusted import (
     LONGEST_S,
     SHORTEST_S,
@@ -38,7 +39,7 @@ from paceline.core.untrusted import (
     parse_toml,
     short_repr,
 )
-from paceline.plan.cluster import RANKS_LIMIT, Cluster, Link
+from paceline.plan.cluster import Cluster, Link
 from paceline.plan.cost import ProbedTable
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.prediction import Prediction

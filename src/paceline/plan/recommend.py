@@ -21,8 +21,9 @@ from paceline.core.batch_range import (
     largest_batch_in_range,
 )
 from paceline.core.errors import ConfigError
+from paceline.core.topology import RANKS_LIMIT
 from paceline.core.untrusted import ParseError, parse_json
-from paceline.plan.cluster import RANKS_LIMIT, Accelerator, Cluster
+from paceline.plan.cluster import Accelerator, Cluster
 from paceline.plan.layers import Network
 from paceline.plan.memory import largest_batch
 from paceline.plan.noise import LEAST_SAVING, useful_batch

@@ -14,13 +14,13 @@ from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.core.settings import SettingChecks
+from paceline.core.topology import RANKS_LIMIT
 from paceline.core.units import format_duration
 from paceline.plan.analytic_workload import analytic_workload
 from paceline.plan.cluster import (
     GPUS_PER_NODE,
     INTER_LATENCY_US,
     NODE_GBPS,
-    RANKS_LIMIT,
     Cluster,
     accelerator,
     gpu_cluster,

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Protocol
 
-from paceline.core.host import SignalContext
+from paceline.core.host import SignalContext, is_held_back, release
 
 # Field of the exchange's signals for each stop request. If ranks received different signals, the
 # first in this order counts.
@@ -24,7 +24,8 @@ STOP_FIELDS = {
     "user1": signal.SIGUSR1,
     "interrupt": signal.SIGINT,
 }
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# SIGTERM last: who handles it handles all (`cli.launch`).
+STOPS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
 
 class SignalSettings(Protocol):
@@ -54,7 +55,7 @@ class StopSignals(SignalContext):
         """A SIGHUP that is ignored, as under nohup, stays ignored."""
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             stops = [number for number in stops if number is not signal.SIGHUP]
-        super().__init__([*stops, *saves], self._note)
+        super().__init__([*saves, *stops], self._note)
         self._saves = frozenset(saves)
         self.received: signal.Signals | None = None
         self.save_requested = False
@@ -64,7 +65,7 @@ class StopSignals(SignalContext):
     @classmethod
     def of(cls, settings: SignalSettings) -> StopSignals:
         """All signals of a training run."""
-        stops = [*STOPS, *user_signals(settings, "stop")]
+        stops = [*user_signals(settings, "stop"), *STOPS]
         return cls(stops, user_signals(settings, "save"))
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -109,10 +110,16 @@ def interrupted_at_once() -> Iterator[None]:
 @contextmanager
 def without_save_requests(settings: SignalSettings) -> Iterator[None]:
     """Inside the context, signals that request a save are ignored: by default they end the process, and
-    before the first and after the last step there is nothing to save."""
+    before the first and after the last step there is nothing to save.
+
+    `paceline.__main__` holds these signals back until here. Those that it held stay ignored until the
+    process ends."""
     before = {n: signal.signal(n, signal.SIG_IGN) for n in user_signals(settings, "save")}
+    held = release(before)
+    if not is_held_back(signal.SIGTERM):  # else the ranks meet first
+        release(user_signals(settings, "stop"))
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in before.keys() - held:
+            signal.signal(number, before[number])
