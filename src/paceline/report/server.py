@@ -12,12 +12,14 @@ import errno
 import hmac
 import ipaddress
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
@@ -49,13 +51,32 @@ _LOOK_S = 1.0
 # After each look and each rendering of a page the server rests for so many times its length, so that the
 # pages of long runs do not take a core from the training.
 _REST = 8.0
-# A client that sends or reads nothing for so long is disconnected.
-_CLIENT_S = 30.0
+# Open connections, each of which has a thread. Further clients get an error.
+_MOST_CLIENTS = 32
+# The time from the connection to the end of the answer, however fast the client sends and reads.
+_REQUEST_S = 30.0
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:/@\s]+))(?::\d*)?")
 _COOKIE = "paceline_token"
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+_HEADERS = {
+    "Content-Type": "text/plain; charset=utf-8",
+    # A page asks every two seconds; an idle connection would hold a thread.
+    "Connection": "close",
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+_BUSY = "".join(
+    [
+        "HTTP/1.1 503 Service Unavailable\r\n",
+        *(f"{name}: {value}\r\n" for name, value in _HEADERS.items()),
+        "\r\ntoo many clients\n",
+    ]
+).encode()
 # Charts of an overview with several runs: accuracy and loss.
 _OVERVIEW_CHARTS = 2
 
@@ -176,11 +197,16 @@ class _Handler(BaseHTTPRequestHandler):
     server: WatchServer
     server_version, sys_version = "paceline", ""
     protocol_version = "HTTP/1.1"
-    timeout = _CLIENT_S
+    # A request line without a version gets headers, too.
+    default_request_version = "HTTP/1.0"
 
     def do_GET(self) -> None:  # http.server's name
-        address = urlsplit(self.path)
-        query = parse_qs(address.query, max_num_fields=10)
+        try:
+            address = urlsplit(self.path)
+            query = parse_qs(address.query, max_num_fields=10)
+        except ValueError:
+            self._send(HTTPStatus.BAD_REQUEST, b"malformed address\n")
+            return
         if not self._host_is_ours():
             self._send(HTTPStatus.MISDIRECTED_REQUEST, b"unknown host\n")
         elif not self._may_read(query):
@@ -228,8 +254,9 @@ class _Handler(BaseHTTPRequestHandler):
         pointed to the loopback address."""
         if self.server.token:
             return True
-        host = self.headers.get("Host", "").rsplit(":", 1)[0].strip("[]")
-        return host in ("localhost", self.server.host) or is_loopback(host)
+        named = _HOST.fullmatch(self.headers.get("Host", ""))
+        host = (named[1] or named[2]).lower() if named else ""
+        return host == self.server.host or is_loopback(host)
 
     def _may_read(self, query: dict[str, list[str]]) -> bool:
         token = self.server.token
@@ -246,18 +273,13 @@ class _Handler(BaseHTTPRequestHandler):
             pass
         return any(hmac.compare_digest(text.encode(), token.encode()) for text in given)
 
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answers a request that http.server refuses, with the headers of every page."""
+        status = HTTPStatus(code)
+        self._send(status, f"{status.phrase.lower()}\n".encode())
+
     def _send(self, status: HTTPStatus, body: bytes, headers: dict[str, str] | None = None) -> None:
-        sent = {
-            "Content-Type": "text/plain; charset=utf-8",
-            "Content-Length": str(len(body)),
-            # A page asks every two seconds; an idle connection would hold a thread.
-            "Connection": "close",
-            "Cache-Control": "no-store",
-            "Content-Security-Policy": _POLICY,
-            "X-Content-Type-Options": "nosniff",
-            "Referrer-Policy": "no-referrer",
-            **(headers or {}),
-        }
+        sent = {**_HEADERS, "Content-Length": str(len(body)), **(headers or {})}
         if self.server.token and status == HTTPStatus.OK:
             # From the address of the first request, so that links need no token.
             sent["Set-Cookie"] = f"{_COOKIE}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
@@ -278,6 +300,9 @@ class WatchServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, runs: Sequence[Path], opened: socket.socket, token: str = "") -> None:
+        # The deadline of each open connection.
+        self._deadlines: dict[Any, float] = {}
+        self._lock = threading.Lock()
         self.host, port = opened.getsockname()[:2]
         super().__init__((self.host, port), _Handler, bind_and_activate=False)
         self.socket.close()
@@ -288,6 +313,33 @@ class WatchServer(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         return url_of(self.socket, self.token)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            is_full = len(self._deadlines) >= _MOST_CLIENTS
+            if not is_full:
+                self._deadlines[request] = time.monotonic() + _REQUEST_S
+        if is_full:
+            request.setblocking(False)
+            with suppress(OSError):
+                request.send(_BUSY)
+            self.shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._deadlines.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Ends the connections whose time is over: their threads read the end of the stream."""
+        now = time.monotonic()
+        with self._lock:
+            for request, deadline in self._deadlines.items():
+                if now > deadline:
+                    with suppress(OSError):
+                        request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that goes away in the middle of an answer is no error; anything else is one line."""
