@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.core.events import CheckpointEvent, NoteEvent
+from paceline.core.events import CheckpointEvent, MetricEvent, NoteEvent
 from paceline.report import server as module
 from paceline.report.server import WatchServer, open_socket
 from report.conftest import MakeRun
@@ -89,12 +89,16 @@ def test_a_page_is_renewed_without_a_reload(make_run: MakeRun) -> None:
         version = headers["X-Version"]
         assert client.get(f"/content?have={version}")[:2] == (204, "")
         append(folder, NoteEvent("a new note"), evaluation(99, 77.77))
+        append(folder, MetricEvent(98, {'g"p': 1.5}), MetricEvent(99, {'g"p': 0.25}))
         append(folder, CheckpointEvent(99, "checkpoints/step-00000099.pt", 1.0, stall_s=0.01))
         status, content, headers = client.get(f"/content?have={version}")
         assert status == 200
         assert headers["X-Version"] != version
         for part in ("a new note", "77.77 %", "step-00000099.pt", "10 ms", "T = S · N · e"):
             assert part in content
+        assert "Logged metrics" in content
+        sample = 'paceline_metric{run="run",name="g\\"p",rank="0"} 0.25\n'
+        assert sample in client.get("/metrics")[1]
         assert "innerHTML" in client.get("/watch.js")[1]
         assert client.get("/", "HEAD")[:2] == (200, "")
 

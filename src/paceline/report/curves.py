@@ -13,7 +13,7 @@ import numpy as np
 
 from paceline.core.units import count, format_percent, loss, number, rate
 from paceline.report.bottleneck import ExposedWaits
-from paceline.report.chart import XY, Chart, Line, Marker
+from paceline.report.chart import SERIES_COLOURS, XY, Chart, Line, Marker
 from paceline.report.records import Floats, finite
 from paceline.report.run_files import Curve, RunFiles
 
@@ -24,6 +24,7 @@ _MIN_SMOOTHED = 40
 # A loss that spans more than this has a logarithmic axis: else one spike flattens the rest.
 _LOG_SPAN = 100.0
 _MAX_SKIP_MARKERS = 200
+_MAX_LOGGED_CHARTS = 24
 
 
 def run_charts(run: RunFiles) -> list[Chart]:
@@ -75,6 +76,19 @@ def run_charts(run: RunFiles) -> list[Chart]:
                 "Gradient noise scale (samples)", lines, log=spans_decades(lines), show_value=count
             )
         )
+    return charts
+
+
+def logged_charts(run: RunFiles) -> list[Chart]:
+    """A chart for each metric of the user's callbacks, with a line for each rank."""
+    axis, charts = _XAxis(run), []
+    for name, of_ranks in list(run.logged().items())[:_MAX_LOGGED_CHARTS]:
+        lines = []
+        for rank, entries in list(of_ranks.items())[:SERIES_COLOURS]:
+            steps, values = zip(*entries, strict=True)
+            points = Curve(np.array(steps), axis.epochs(steps), np.array(values))
+            lines.append(axis.line(f"rank {rank}", points, len(lines) + 1))
+        charts.append(axis.chart(name, lines, log=spans_decades(lines)))
     return charts
 
 
@@ -172,11 +186,13 @@ class _XAxis:
         ]
 
     def _x(self, step: int) -> float:
-        """A step on the axis; its epoch is that of the last record up to it."""
-        if not self._by_epoch:
-            return float(step)
-        before = np.searchsorted(self._steps, step, side="right")
-        return float(self._epochs[before - 1]) if before else 0.0
+        """A step on the axis."""
+        return float(self.epochs([step])[0]) if self._by_epoch else float(step)
+
+    def epochs(self, steps: Sequence[int]) -> Floats:
+        """The epoch of each step is that of the last record up to it."""
+        before = np.searchsorted(self._steps, steps, side="right")
+        return np.concatenate([[0.0], self._epochs])[before]
 
 
 def spans_decades(lines: Sequence[Line]) -> bool:

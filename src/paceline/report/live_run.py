@@ -155,6 +155,7 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
 
 # Steps whose median is the current value of a time or a speed.
 _RECENT = 20
+_MOST_LOGGED = 200
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -228,7 +229,14 @@ def metrics(files: RunFiles | None) -> list[Metric]:
     ]  # fmt: skip
     text = "Share of the time that was lost, by cause"
     shares = [Metric("paceline_lost_share", text, lost[cause], {"cause": cause}) for cause in lost]
-    return [*(Metric(f"paceline_{name}", text, value) for name, text, value in found), *shares]
+    logged = [
+        Metric("paceline_metric", "Latest value that a callback logged", entries[-1][1],
+               {"name": name, "rank": str(rank)})
+        for name, of_ranks in list(files.logged().items())[:_MOST_LOGGED]
+        for rank, entries in of_ranks.items()
+    ]  # fmt: skip
+    known = (Metric(f"paceline_{name}", text, value) for name, text, value in found)
+    return [*known, *shares, *logged]
 
 
 def _escaped(text: str) -> str:

@@ -31,7 +31,9 @@ EVENTS_NAME = "metrics.jsonl"
 _RANK_NAME = re.compile(r"metrics\.rank(\d+)\.jsonl")
 _CHECKPOINT_NAME = re.compile(r"(best|step-\d{1,12})(\.salvaged)?\.pt(\.[a-z]+(-\d+)?)?")
 _STEP_NAME = re.compile(r"step-(\d{1,12})\.")
-_WITH_STEP = frozenset({"step", "eval", "checkpoint", "ranks", "start", "corrupt", "stop"})
+_WITH_STEP = frozenset(
+    {"step", "eval", "checkpoint", "ranks", "start", "corrupt", "stop", "metric"}
+)
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,18 @@ class RunFiles:
         )
         steps, epochs, values = zip(*points, strict=True) if points else ((), (), ())
         return Curve(np.array(steps, np.int64), np.array(epochs, float), np.array(values, float))
+
+    def logged(self) -> dict[str, dict[int, list[tuple[int, float]]]]:
+        """Metrics of the user's callbacks by name and rank: step and value of each entry."""
+        found: dict[str, dict[int, list[tuple[int, float]]]] = {}
+        for rank in self.ranks:
+            for record in self.of_kind("metric", rank):
+                values = record.get("values")
+                for name in values if isinstance(values, dict) else ():
+                    if (value := finite(values, name)) is not None:
+                        of_name = found.setdefault(text_of(name), {})
+                        of_name.setdefault(rank, []).append((record["step"], value))
+        return found
 
 
 def computed_once(

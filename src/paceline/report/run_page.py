@@ -17,7 +17,7 @@ from paceline.core.units import count, date, format_percent, markup, rate, text_
 from paceline.report import tables
 from paceline.report.bottleneck import InputStall, bound_by
 from paceline.report.chart import share_bar
-from paceline.report.curves import run_charts
+from paceline.report.curves import logged_charts, run_charts
 from paceline.report.evaluation import Evaluation
 from paceline.report.html import (
     card_section,
@@ -81,6 +81,7 @@ def run_parts(run: RunFiles) -> list[str]:
         definition_list([row for row in results if row[0] not in _LARGE], "facts"),
         figures(run_charts(run)),
         _loss_note(run),
+        _logged_section(run),
         section("Predicted and measured", [tables.expectation_table(run)]),
         section("Waiting for the input", [tables.stall_table(run)]),
         section("Staleness", [tables.staleness_table(run)]),
@@ -119,6 +120,12 @@ def efficiency_section(run: RunFiles, *, heading: bool = True) -> str:
         f'<section class="efficiency">{title}{definition_list(terms, "formula")}\n'
         f"{share_bar('where the time went', parts)}\n{told}</section>"
     )
+
+
+def _logged_section(run: RunFiles) -> str:
+    """What callbacks have logged."""
+    table = section("Logged metrics", [tables.logged_table(run)])
+    return table + figures(logged_charts(run)) if table else ""
 
 
 def _loss_note(run: RunFiles) -> str:

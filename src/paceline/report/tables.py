@@ -213,6 +213,18 @@ def epoch_table(run: RunFiles) -> Table:
     return Table.of("Evaluations", columns, rows[::-1], set())
 
 
+def logged_table(run: RunFiles) -> Table:
+    """Metrics of the user's callbacks: their latest, lowest and highest value on each rank."""
+    rows = []
+    for name, of_ranks in run.logged().items():
+        for rank, entries in of_ranks.items():
+            values = [value for _, value in entries]
+            shown = map(number, (values[-1], min(values), max(values)))
+            rows.append((name, str(rank), *shown, count(entries[-1][0]), count(len(entries))))
+    columns = ("metric", "rank", "latest", "lowest", "highest", "at step", "entries")
+    return Table.of("Logged metrics", columns, rows, {0})
+
+
 def corrupt_table(run: RunFiles) -> Table:
     """Samples that could not be decoded, each once, with the step that met it first."""
     found: dict[str, tuple[int, int, str]] = {}
