@@ -35,13 +35,11 @@ def run_charts(run: RunFiles) -> list[Chart]:
         *axis.smoothed("training", losses),
         axis.line("validation", run.eval_curve("loss"), 2),
     ]
+    accuracies = [("top-1", "top1"), ("top-5", "top5")][: 1 + run.shows_top5]
     charts = [
         axis.chart(
             "Accuracy (%)",
-            [
-                axis.line("top-1", run.eval_curve("top1"), 1),
-                axis.line("top-5", run.eval_curve("top5"), 2),
-            ],
+            [axis.line(name, run.eval_curve(key), n) for n, (name, key) in enumerate(accuracies, 1)],
             show_value=format_percent,
         ),
         *cluster_time_charts(run),
@@ -97,7 +95,7 @@ def cluster_time_charts(run: RunFiles) -> list[Chart]:
     top1, top5 = (over_cluster_time(run, name) for name in ("top1", "top5"))
     if not top1:
         return []
-    lines = [Line("top-1", top1, 1), Line("top-5", top5, 2)]
+    lines = [Line("top-1", top1, 1), Line("top-5", top5, 2)][: 1 + run.shows_top5]
     title, label = "Accuracy over the cluster's time (%)", "predicted minutes"
     return [Chart(title, label, lines, (0.0, top1[-1][0]), show_value=format_percent)]
 

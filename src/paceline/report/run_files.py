@@ -31,6 +31,8 @@ EVENTS_NAME = "metrics.jsonl"
 _RANK_NAME = re.compile(r"metrics\.rank(\d+)\.jsonl")
 _CHECKPOINT_NAME = re.compile(r"(best|step-\d{1,12})(\.salvaged)?\.pt(\.[a-z]+(-\d+)?)?")
 _STEP_NAME = re.compile(r"step-(\d{1,12})\.")
+# How a run describes its data ends with this.
+_CLASSES = re.compile(r"(\d{1,9}) classes$")
 _WITH_STEP = frozenset(
     {"step", "eval", "checkpoint", "ranks", "start", "corrupt", "stop", "metric"}
 )
@@ -105,6 +107,23 @@ class RunFiles:
             for i, start in enumerate(starts)
             if i > 0 or start.get("resumed_from") is not None
         ]
+
+    def chosen(self, name: str) -> str:
+        """How the run describes a choice; empty if it does not."""
+        chosen = self.start.get("chosen")
+        found = chosen.get(name) if isinstance(chosen, dict) else None
+        return found if isinstance(found, str) else ""
+
+    @property
+    def classes(self) -> int:
+        """The number of classes; 0 if unknown."""
+        described = _CLASSES.search(self.chosen("data"))
+        return int(described[1]) if described else 0
+
+    @property
+    def shows_top5(self) -> bool:
+        """With few classes top-5 says nothing."""
+        return not 0 < self.classes < 10
 
     def step_curve(self, field: str) -> Curve:
         """A field of the steps of rank 0; those in which it is not finite have no point."""

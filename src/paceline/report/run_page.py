@@ -43,6 +43,8 @@ _UNIT_GAP = re.compile(r"(?<=\d) (?=(?:%|s|min|h|images/s|ranks?)(?!\w))")
 _NOTABLE_SHARE = 0.02
 # Style classes of the causes in the bar.
 _LOOKS = ("c1", "c2", "c4", "c8", "c5", "c6", "rest")
+# A larger confusion matrix takes the whole width.
+_HALF_PAGE_CLASSES = 10
 _PAGE_SUFFIXES = (".html", ".htm")
 _PAGE_BEGINS = b"<!doctype html>"
 # The files of a run folder, including those that the run has yet to write.
@@ -170,18 +172,12 @@ def why_training_loss_is_higher(run: RunFiles) -> list[str]:
 def _smoothing_floor(smoothing: float, run: RunFiles) -> float | None:
     """The cross-entropy of a perfect prediction with smoothed labels: their entropy."""
     evaluation = Evaluation.read(run.path)
-    described = re.search(r"(\d+) classes", text_of(_chosen(run).get("data")))
-    classes = len(evaluation.classes) if evaluation else int(described[1]) if described else 0
+    classes = len(evaluation.classes) if evaluation else run.classes
     if not 2 <= classes <= 10**6:
         return None
     rest = smoothing / classes
     top = 1 - smoothing + rest
     return -top * math.log(top) - (classes - 1) * rest * math.log(rest)
-
-
-def _chosen(run: RunFiles) -> dict[str, Any]:
-    chosen = run.start.get("chosen")
-    return chosen if isinstance(chosen, dict) else {}
 
 
 def _mistakes_section(run: RunFiles) -> str:
@@ -191,8 +187,9 @@ def _mistakes_section(run: RunFiles) -> str:
     matrix, gallery = found.matrix(), found.gallery()
     pictures = ""
     if matrix:
-        caption = "Confusion matrix <span>a row for each class</span>"
-        pictures += f"<figure><figcaption>{caption}</figcaption>{matrix}</figure>"
+        caption = "Confusion matrix <span>images; a row for each class</span>"
+        whole = ' class="whole"' if len(found.classes) > _HALF_PAGE_CLASSES else ""
+        pictures += f"<figure{whole}><figcaption>{caption}</figcaption>{matrix}</figure>"
     if gallery:
         pictures += f"<figure><figcaption>Most confident mistakes</figcaption>{gallery}</figure>"
     shown = [found.class_table(), found.confusion_table()]
