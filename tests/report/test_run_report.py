@@ -412,3 +412,19 @@ def test_metrics_of_callbacks_are_tables_and_curves(make_run: MakeRun) -> None:
     ]
     assert "rank 0" in page.text
     assert any("gap by step: rank 0 from 1 to 0.125" in str(text) for _, text in page.attributes)
+
+
+@pytest.mark.parametrize(("classes", "shown"), [(9, False), (10, True)])
+def test_top5_of_few_classes_is_not_shown(make_run: MakeRun, classes: int, shown: bool) -> None:
+    chosen = {"data": f"ImageFolder, 5 classes, 90 training images, {classes} classes"}
+    folder = make_run([start(chosen=chosen), step(1), evaluation(1)])
+    assert ("top-5" in run_page(folder).text) == shown
+    assert ("top-5" in rows_of(folder)) == shown
+
+
+def test_a_wide_table_has_a_hint_for_phones(make_run: MakeRun) -> None:
+    saved = CheckpointEvent(1, "checkpoints/a.pt", 0.1)
+    narrow = make_run([start(), step(1), saved], name="narrow", config=None)
+    assert "scroll →" not in run_page(narrow).text
+    wide = make_run([start(), step(1), evaluation(1)], name="wide", config=None)
+    assert run_page(wide).text.count("scroll →") == 1

@@ -65,7 +65,9 @@ class LoadReading:
             remedy = f"set run.threads={max(1, min(self.cores // 2, threads - 1))}"
         else:
             remedy = "use fewer data.workers, or fewer ranks on this host"
-        shared = f"{plural(threads, 'compute thread')} and the loader share {plural(self.cores, 'core')}"
+        shared = (
+            f"{plural(threads, 'compute thread')} and the loader share {plural(self.cores, 'core')}"
+        )
         return f"{head}, {shared}; {remedy}"
 
 

@@ -272,7 +272,9 @@ def overloaded_host(run: RunFiles) -> str | None:
     has_one = isinstance(settings, dict) and settings.get("threads") == 1
     has_one = has_one or run.chosen("threads").partition(" ")[0] == "1"
     fewer = "" if has_one else ", or set run.threads=1"
-    return f"an overloaded host: {who} waited for cores {waited} of the time; stop other work{fewer}"
+    return (
+        f"an overloaded host: {who} waited for cores {waited} of the time; stop other work{fewer}"
+    )
 
 
 def _on_cpu(run: RunFiles, rank: int) -> bool:

@@ -39,7 +39,10 @@ def run_charts(run: RunFiles) -> list[Chart]:
     charts = [
         axis.chart(
             "Accuracy (%)",
-            [axis.line(name, run.eval_curve(key), n) for n, (name, key) in enumerate(accuracies, 1)],
+            [
+                axis.line(name, run.eval_curve(key), n)
+                for n, (name, key) in enumerate(accuracies, 1)
+            ],
             show_value=format_percent,
         ),
         *cluster_time_charts(run),

@@ -15,6 +15,7 @@ from typing import Any
 
 from paceline.core.units import count, format_percent, markup, text_of
 from paceline.core.untrusted import ParseError, is_count, is_finite, parse_json
+from paceline.report.html import scrolled
 from paceline.report.tables import Table
 
 EVALUATION_NAME = "evaluation.json"
@@ -139,19 +140,25 @@ class Evaluation:
         ]
         for n, label in enumerate(labels):
             x, y = left + (n + 0.5) * cell, top - 6
-            parts.append(f'<text transform="translate({x:g} {y:g}) rotate(-45)">{markup(label)}</text>')
+            parts.append(
+                f'<text transform="translate({x:g} {y:g}) rotate(-45)">{markup(label)}</text>'
+            )
             parts.append(_end_text(left - 6, top + n * _CELL + 16, label))
         for (row, column), n in sorted(self.counts.items()):
             if n:
                 x, y = left + column * cell, top + row * _CELL
                 parts.append(self._cell(row, column, x, y, cell))
         parts += _matrix_legend(left, foot + 14)
-        width, height = right + max(0.75 * longest, 150), foot + 14 + 3 * _CELL
-        return (
-            f'<div class="scroll"><svg class="chart matrix" width="{width:g}" height="{height:g}" '
-            f'role="img" aria-label="confusion matrix of {size} classes, a row for each class">'
-            f"{''.join(parts)}</svg></div>"
+        ends = (
+            left + (n + 0.5) * cell + 0.75 * _LETTER * len(name) for n, name in enumerate(labels)
         )
+        width, height = max(left + 240, right, *ends), foot + 14 + 3 * _CELL
+        drawn = (
+            f'<svg class="chart matrix" width="{width:g}" height="{height:g}" role="img" '
+            f'aria-label="confusion matrix of {size} classes, a row for each class">'
+            f"{''.join(parts)}</svg>"
+        )
+        return scrolled(drawn, width)
 
     def _cell(self, row: int, column: int, x: float, y: float, width: float) -> str:
         n, total = self.counts[row, column], self.totals[row]

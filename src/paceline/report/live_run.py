@@ -197,6 +197,7 @@ def metrics(files: RunFiles | None) -> list[Metric]:
     def recent(field: str) -> float | None:
         return middle(steps[field][-_RECENT:])
 
+    top5 = finite(evaluated, "top5") if files.shows_top5 else None
     whole, lost = (efficiency.e, efficiency.lost) if efficiency is not None else (None, {})
     found: list[tuple[str, str, float | None]] = [
         ("up", up, 1.0),
@@ -215,7 +216,7 @@ def metrics(files: RunFiles | None) -> list[Metric]:
         ("input_stall_seconds", "Wait of rank 0 for its input in a step", recent("input_stall_s")),
         ("efficiency", "e of T = S · N · e, over the whole run", whole),
         ("validation_top1_percent", "Top-1 accuracy of the latest evaluation", finite(evaluated, "top1")),
-        ("validation_top5_percent", "Top-5 accuracy of the latest evaluation", finite(evaluated, "top5") if files.shows_top5 else None),
+        ("validation_top5_percent", "Top-5 accuracy of the latest evaluation", top5),
         ("validation_loss", "Loss of the latest evaluation", finite(evaluated, "loss")),
         ("skipped_steps_total", "Steps skipped for gradients that are not finite", outcome.skipped_steps),
         ("corrupt_samples_total", "Training samples that could not be decoded", outcome.corrupt_samples),
