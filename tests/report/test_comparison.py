@@ -47,7 +47,7 @@ def compare(home: Path, *runs: dict[str, Any]) -> Comparison:
     return Comparison.of(read_runs([home]))
 
 
-SGD, LARS = "optimizer=sgd batch=250 lr_base=0.2", "optimizer=lars batch=2500 lr_base=3"
+SGD, LARS = "opt=sgd batch=250 lr_base=0.2", "opt=lars batch=2500 lr_base=3"
 
 
 def labels(comparison: Comparison) -> list[str]:
@@ -253,7 +253,7 @@ def test_settings_that_differ_and_that_name_rows() -> None:
         "optim.name", "optim.lr_base"
     ]  # fmt: skip
     assert short_names(["optim.name", "model.name", "optim.nesterov", "ranks"]) == {
-        "optim.name": "optimizer", "model.name": "model", "optim.nesterov": "nesterov",
+        "optim.name": "opt", "model.name": "model", "optim.nesterov": "nesterov",
         "ranks": "ranks",
     }  # fmt: skip
 

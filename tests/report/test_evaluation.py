@@ -40,7 +40,7 @@ def test_labels_and_numbers_fit_into_the_matrix(tmp_path: Path, classes: int) ->
     counts = [[n, n, 123_456] for n in range(classes)]
     matrix = evaluation_of(tmp_path, names, counts).matrix()
     width, height = (
-        float(re.search(rf' {side}="([\d.]+)"', matrix)[0]) for side in ("width", "height")
+        float(re.findall(rf' {side}="([\d.]+)"', matrix)[0]) for side in ("width", "height")
     )
     places = re.findall(r'<text[^>]* x="([\d.]+)" y="([\d.]+)"', matrix)
     assert len(places) > classes

@@ -38,7 +38,7 @@ _MINOR = (
 )  # fmt: skip
 # Every label has those of these in which rows differ.
 _ALWAYS = ("optim.name", GLOBAL_BATCH, "optim.lr", "optim.lr_base")
-_WORDS = {"optim.name": "optimizer", "model.name": "model", GLOBAL_BATCH: "batch"}
+_WORDS = {"optim.name": "opt", "model.name": "model", GLOBAL_BATCH: "batch"}
 # Where files are says little about a run.
 _PATHS = (
     "data.dir", "data.cache_dir", "run.pretrained", "run.output", "run.resume", "comm.plan", "comm.sizes",
@@ -405,8 +405,7 @@ def _is_number(value: Any) -> bool:
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:
-    """`optim.momentum` → `momentum`, unless another section has a setting of that name; `optim.name` →
-    `optimizer`."""
+    """`optim.name` → `opt`; `optim.momentum` → `momentum`, unless another section has one of its name."""
     known = list(dict.fromkeys(names))
     sections = Counter(name.rpartition(".")[2] for name in known)
     short = {name: key if sections[key := name.rpartition(".")[2]] == 1 else name for name in known}

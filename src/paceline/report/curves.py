@@ -84,7 +84,7 @@ def logged_charts(run: RunFiles) -> list[Chart]:
     """A chart for each metric of the user's callbacks, with a line for each rank."""
     axis, charts = _XAxis(run), []
     for name, of_ranks in list(run.logged().items())[:_MAX_LOGGED_CHARTS]:
-        lines = []
+        lines: list[Line] = []
         for rank, entries in list(of_ranks.items())[:SERIES_COLOURS]:
             steps, values = zip(*entries, strict=True)
             points = Curve(np.array(steps), axis.epochs(steps), np.array(values))

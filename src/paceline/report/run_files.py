@@ -147,7 +147,9 @@ class RunFiles:
         for rank in self.ranks:
             for record in self.of_kind("metric", rank):
                 values = record.get("values")
-                for name in values if isinstance(values, dict) else ():
+                if not isinstance(values, dict):
+                    continue
+                for name in values:
                     if (value := finite(values, name)) is not None:
                         of_name = found.setdefault(text_of(name), {})
                         of_name.setdefault(rank, []).append((record["step"], value))

@@ -29,10 +29,9 @@ from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
 from paceline.core.errors import ConfigError
-from paceline.core.units import markup, plural
+from paceline.core.units import markup
 from paceline.core.untrusted import one_line
-from paceline.report.curves import run_charts
-from paceline.report.html import document, figures, joined, list_section
+from paceline.report.html import document, joined, list_section
 from paceline.report.live_run import (
     CONTENT_TYPE,
     LiveRun,
@@ -40,8 +39,9 @@ from paceline.report.live_run import (
     metrics_text,
     run_folders,
 )
-from paceline.report.outcome import Outcome, verdict
-from paceline.report.run_page import efficiency_section, run_parts
+from paceline.report.outcome import verdict
+from paceline.report.run_page import run_parts
+from paceline.report.runs_page import overview
 
 LOOPBACK, PORT = "127.0.0.1", 8970
 # A folder of many runs would be a page that no browser shows at once.
@@ -77,8 +77,6 @@ _BUSY = "".join(
         "\r\ntoo many clients\n",
     ]
 ).encode()
-# Charts of an overview with several runs: accuracy and loss.
-_OVERVIEW_CHARTS = 2
 
 
 class Content:
@@ -112,7 +110,11 @@ class Content:
             known = self._pages.get(key)
             if known is None or (known[1] != version and time.monotonic() >= self._rest_until):
                 began = time.monotonic()
-                title, parts = self._overview() if number is None else _live_parts(shown[0])
+                title, parts = (
+                    overview(self._names, self.runs, self._left_out)
+                    if number is None
+                    else _live_parts(shown[0])
+                )
                 if number is not None and len(self.runs) > 1:
                     parts.insert(0, '<p class="note"><a href="/">all runs</a></p>')
                 known = (title, version, joined(parts))
@@ -155,37 +157,12 @@ class Content:
             now = time.monotonic()
             self._looked = now + _REST * (now - began)
 
-    def _overview(self) -> tuple[str, list[str]]:
-        title = f"{len(self.runs)} runs"
-        numbered = enumerate(zip(self._names, self.runs, strict=True))
-        cards = "\n".join(_card(number, name, run) for number, (name, run) in numbered)
-        head = f"<header><p>Paceline watch</p>\n<h1>{markup(title)}</h1></header>"
-        parts = [head, f'<section class="runs">{cards}</section>']
-        if self._left_out:
-            more = f"{plural(self._left_out, 'more run')} not shown; name the runs to watch"
-            parts.insert(1, f'<p class="note">{markup(more)}</p>')
-        return title, parts
-
 
 def _live_parts(run: LiveRun) -> tuple[str, list[str]]:
     if run.files is None:
         head = f"<header><p>{markup(run.name)}</p>\n<h1>Nothing to show</h1></header>"
         return run.name, [head, list_section("Problem", [run.problem])]
     return verdict(run.files), run_parts(run.files)
-
-
-def _card(number: int, name: str, run: LiveRun) -> str:
-    """One run of the overview."""
-    link = f'<h2><a href="/run/{number}">{markup(name)}</a></h2>'
-    if run.files is None:
-        return f'<article class="card">{link}<p class="note">{markup(run.problem)}</p></article>'
-    state = Outcome.of(run.files).state
-    charts = figures(run_charts(run.files)[:_OVERVIEW_CHARTS])
-    return (
-        f'<article class="card">{link}<p><span class="state {state}">{state}</span>'
-        f"{markup(verdict(run.files))}</p>"
-        f"{efficiency_section(run.files, heading=False)}{charts}</article>"
-    )
 
 
 @cache

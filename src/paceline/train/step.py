@@ -356,8 +356,6 @@ class TrainStep:
 
     def _update(self, step: int, rate: float, others: Mapping[str, float] | None) -> None:
         remedy = "free memory, or use a smaller --batch-size"
-        if self.update.average is not None:
-            remedy += ", or run.average_epochs=0"
         with explain_out_of_memory("in the update", remedy):
             try:
                 self.update.run(rate, others)
