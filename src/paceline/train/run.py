@@ -246,11 +246,10 @@ def _records(training: Training) -> Observer:
 
 
 def write_recent_events(training: Training) -> None:
-    """After an error; a disk that is full was reported before."""
+    """After an error."""
     for observer in training.observers:
         if isinstance(observer, RecentEvents):
-            with contextlib.suppress(OSError):
-                observer.write()
+            observer.write()
 
 
 def _conclude(training: Training, result: RunResult) -> RunOutcome:
