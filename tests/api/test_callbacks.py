@@ -48,6 +48,7 @@ def test_every_event_in_order_and_metrics_recorded(tmp_path: Path) -> None:
     losses = [record["loss"] for record in records(result.folder, "step")]
     logged = [record["values"]["double"] for record in records(result.folder, "metric")]
     assert logged == [2 * loss for loss in losses]
+    assert "double by " in (result.folder / "report.html").read_text()
 
 
 def test_early_stopping_and_continuing(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_in_a_pipe_each_row_is_one_line(call: Call, home: Path) -> None:
     assert lines[1].split()[:3] == ["row", "n", "top-1"]
     assert lines[2].startswith("[bold]SGD[/bold]"), "labels are not markup"
     assert "93.10 ± 0.10  93.00–93.20  -1.10 ± 0.21" in lines[3]
-    assert lines[4].startswith("optim.name=lars seed=3 *")
+    assert lines[4].startswith("opt=lars batch=2500 lr_base=3 seed=3 *")
     assert "\x1b" not in done.out
     assert not list(home.glob("**/*.html"))
 
@@ -37,13 +37,18 @@ def test_in_a_pipe_each_row_is_one_line(call: Call, home: Path) -> None:
 @pytest.mark.parametrize("width", [80, 160])
 def test_on_a_terminal_all_figures_fit(home: Path, width: int) -> None:
     for seed in range(2):
-        more = {"optim__name": "lars", "optim__decay_bias_norm": True, "run__seed": seed}
+        more = {
+            "optim__name": "lars",
+            "optim__lr_base": 3.0,
+            "optim__decay_bias_norm": True,
+            "run__seed": seed,
+        }
         write_run(home / f"runs/more-{seed}", 92.0, run__global_batch_size=2500, **more)
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=width, color_system=None)
     print_comparison(console, Comparison.of(read_runs([home / "runs"])))
     assert max(map(len, output.getvalue().splitlines())) <= width
-    for word in ("93.10 ± 0.10", "optim.name=lars", "decay_bias_norm=true", "min–max", "93.00–93.20",
+    for word in ("93.10 ± 0.10", "opt=lars", "decay_bias_norm=true", "min–max", "93.00–93.20",
                  "10 min 0 s", "2,000", "0.5000", "2 of 4", "± 0.21"):  # fmt: skip
         assert word in output.getvalue(), word
 
@@ -55,7 +60,7 @@ def test_json_markdown_and_the_page(call: Call, home: Path) -> None:
     assert found["baseline"] == "SGD"
     assert [run["path"] for run in found["rows"][2]["runs"]] == ["runs/sgd-0", "runs/sgd-1"]
     done = call("compare", "runs", "--markdown", "--html", "out/page.html")
-    assert "\n| optim.name=lars | 3 | 93.10 ± 0.10 |" in done.out
+    assert "\n| opt=lars batch=2500 lr_base=3 | 3 | 93.10 ± 0.10 |" in done.out
     assert done.err == "page: out/page.html\n"
     assert (home / "out/page.html").is_file()
     assert call("compare", "runs", "--html", ".").out.endswith("page: compare.html\n")

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -76,6 +78,55 @@ def test_what_json_cannot_hold_becomes_null(tmp_path: Path, value: float) -> Non
     assert "NaN" not in line
     assert "Infinity" not in line
     assert json.loads(line)["loss"] is None
+
+
+def cut_last_line(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 5)
+
+
+def extend_with_zeros(path: Path) -> None:
+    os.truncate(path, path.stat().st_size + 5)
+
+
+def replace_by_empty(path: Path) -> None:
+    other = path.with_suffix(".other")
+    other.write_text("")
+    other.replace(path)
+
+
+DAMAGE = {
+    "deleted": (Path.unlink, [0, 2]),
+    "emptied": (lambda path: os.truncate(path, 0), [0, 2]),
+    "replaced": (replace_by_empty, [0, 2]),
+    "cut": (cut_last_line, [0, 2]),
+    "extended": (extend_with_zeros, [0, 1, 2]),
+}
+
+
+@pytest.mark.parametrize(("damage", "left"), DAMAGE.values(), ids=DAMAGE)
+def test_a_file_that_changes_between_two_events(
+    tmp_path: Path, damage: Callable[[Path], object], left: list[int]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonlWriter(path)
+    writer.on_event(START)
+    writer.on_event(step(1))
+    damage(path)
+    writer.on_event(step(2))
+    writer.close()
+    assert [record["step"] for record in read_events(path)] == left
+
+
+def test_a_file_that_cannot_be_written_is_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    os.mkfifo(path)
+    writer = JsonlWriter(path)
+    with pytest.raises(OSError, match="No such device"):
+        writer.on_event(step(1))
+    path.unlink()
+    writer.on_event(step(2))
+    writer.close()
+    assert [record["step"] for record in read_events(path)] == [2]
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,10 @@ def test_a_system_without_accounts_reports_nothing(accounts: Accounts, content: 
         (LoadReading(0.6, 0.8, 0.0, 2), 2, "set run.threads=1"),
         (LoadReading(0.6, 0.8, 0.0, 2), 1, "stop other work"),
         (LoadReading(0.6, 0.0, 0.0, 2), 64, "run.threads=2"),
-        (LoadReading(0.6, 0.0, 0.5, 64), 64, "quota"),
+        (LoadReading(0.6, 0.0, 0.0, 4), 2, "set run.threads=1"),
+        (LoadReading(0.6, 0.0, 0.0, 2), 1, "data.workers"),
+        (LoadReading(0.6, 0.0, 0.5, 64), 64, "run.threads to the cores"),
+        (LoadReading(0.6, 0.0, 0.5, 64), 1, "raise the quota"),
     ],
 )
 def test_the_remedy_follows_the_cause(reading: LoadReading, threads: int, remedy: str) -> None:

@@ -25,7 +25,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.attributes += attrs
-        if tag != "meta":
+        if tag not in ("meta", "input"):
             self.open.append(tag)
         if tag in ("h2", "caption"):
             self.title = ""
@@ -47,7 +47,7 @@ class Page(HTMLParser):
             self.text += f"{data}\n"
         if tag in ("h2", "caption"):
             self.title += data
-        elif tag in ("td", "th"):
+        elif {"td", "th"} & set(self.open):
             *cells, last = self.tables[self.title][-1]
             self.tables[self.title][-1] = (*cells, last + data)
 

@@ -213,5 +213,8 @@ def test_an_overloaded_host_comes_first_where_it_computes(tmp_path: Path) -> Non
         run, lambda record: record.update(core_wait_share=0.62, hardware={"device": "cpu"})
     )
     assert str(bound_by(RunFiles.read(run))).startswith("an overloaded host: rank 0's threads")
+    assert "run.threads=1" in str(bound_by(RunFiles.read(run)))
+    edit_records(run, lambda record: record.update(chosen={"threads": "1 (as in the checkpoint)"}))
+    assert "run.threads" not in str(bound_by(RunFiles.read(run)))
     edit_records(run, lambda record: record.update(hardware={"device": "cuda:0"}))
     assert str(bound_by(RunFiles.read(run))).startswith("straggler")

@@ -13,6 +13,7 @@ from paceline.core.events import (
     CheckpointEvent,
     CorruptEvent,
     Event,
+    MetricEvent,
     NoteEvent,
     StepEvent,
     StopEvent,
@@ -395,3 +396,35 @@ def test_the_staleness_of_asynchronous_runs_is_counted(make_run: MakeRun) -> Non
     assert tables.staleness_table(plain).rows == ()
     odd = [replace(steps[0], staleness={"x": 1, "2": "y"})]  # type: ignore[dict-item]
     assert tables.staleness_table(RunFiles.read(make_run(odd, name="odd"))).rows == ()
+
+
+def test_metrics_of_callbacks_are_tables_and_curves(make_run: MakeRun) -> None:
+    events = [start(), *(step(n) for n in range(1, 9))]
+    events += [MetricEvent(n, {"gap": 1.0 / n, "<b>": math.nan}) for n in range(1, 9)]
+    other = [start(), MetricEvent(3, {"gap": 7.0, "<b>": 2.0})]
+    folder = make_run(events, ranks={1: other})
+    page = run_page(folder)
+    assert page.tables["Logged metrics"] == [
+        ("metric", "rank", "latest", "lowest", "highest", "at step", "entries"),
+        ("gap", "0", "0.125", "0.125", "1", "8", "8"),
+        ("gap", "1", "7", "7", "7", "3", "1"),
+        ("<b>", "1", "2", "2", "2", "3", "1"),
+    ]
+    assert "rank 0" in page.text
+    assert any("gap by step: rank 0 from 1 to 0.125" in str(text) for _, text in page.attributes)
+
+
+@pytest.mark.parametrize(("classes", "shown"), [(9, False), (10, True)])
+def test_top5_of_few_classes_is_not_shown(make_run: MakeRun, classes: int, shown: bool) -> None:
+    chosen = {"data": f"ImageFolder, 5 classes, 90 training images, {classes} classes"}
+    folder = make_run([start(chosen=chosen), step(1), evaluation(1)])
+    assert ("top-5" in run_page(folder).text) == shown
+    assert ("top-5" in rows_of(folder)) == shown
+
+
+def test_a_wide_table_has_a_hint_for_phones(make_run: MakeRun) -> None:
+    saved = CheckpointEvent(1, "checkpoints/a.pt", 0.1)
+    narrow = make_run([start(), step(1), saved], name="narrow", config=None)
+    assert "scroll →" not in run_page(narrow).text
+    wide = make_run([start(), step(1), evaluation(1)], name="wide", config=None)
+    assert run_page(wide).text.count("scroll →") == 1

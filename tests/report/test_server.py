@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.core.events import CheckpointEvent, NoteEvent
+from paceline.core.events import CheckpointEvent, MetricEvent, NoteEvent
 from paceline.report import server as module
 from paceline.report.server import WatchServer, open_socket
 from report.conftest import MakeRun
@@ -34,6 +34,18 @@ class Client:
 
     def __init__(self, server: WatchServer) -> None:
         self._port = server.socket.getsockname()[1]
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self._port), timeout=100)
+
+    def send(self, request: bytes) -> bytes:
+        """The whole answer to what need not be a request."""
+        answer = b""
+        with self.connect() as connection, contextlib.suppress(ConnectionError):
+            connection.sendall(request)
+            while more := connection.recv(65536):
+                answer += more
+        return answer
 
     def get(
         self, path: str = "/", method: str = "GET", **headers: str
@@ -77,12 +89,16 @@ def test_a_page_is_renewed_without_a_reload(make_run: MakeRun) -> None:
         version = headers["X-Version"]
         assert client.get(f"/content?have={version}")[:2] == (204, "")
         append(folder, NoteEvent("a new note"), evaluation(99, 77.77))
+        append(folder, MetricEvent(98, {'g"p': 1.5}), MetricEvent(99, {'g"p': 0.25}))
         append(folder, CheckpointEvent(99, "checkpoints/step-00000099.pt", 1.0, stall_s=0.01))
         status, content, headers = client.get(f"/content?have={version}")
         assert status == 200
         assert headers["X-Version"] != version
         for part in ("a new note", "77.77 %", "step-00000099.pt", "10 ms", "T = S · N · e"):
             assert part in content
+        assert "Logged metrics" in content
+        sample = 'paceline_metric{run="run",name="g\\"p",rank="0"} 0.25\n'
+        assert sample in client.get("/metrics")[1]
         assert "innerHTML" in client.get("/watch.js")[1]
         assert client.get("/", "HEAD")[:2] == (200, "")
 
@@ -133,8 +149,58 @@ def test_it_is_read_only(make_run: MakeRun, method: str) -> None:
 def test_another_host_name_is_refused_on_loopback(make_run: MakeRun) -> None:
     with serving([make_run([start()])]) as client:
         assert client.get("/", Host="rebound.example.com")[0] == 421
-        for host in ("localhost:1234", "127.0.0.1", "[::1]:80"):
+        for host in ("[::1", "::1]", "evil@localhost", "[::2]:80", "localhost/x", ""):
+            assert client.get("/", Host=host)[0] == 421
+        for host in ("localhost:1234", "LOCALHOST", "127.0.0.1", "[::1]:80", "[::1]"):
             assert client.get("/", Host=host)[0] == 200
+
+
+MALFORMED = {
+    "no version": (b"GET /\r\n\r\n", 421),
+    "no path": (b"GET\r\n\r\n", 400),
+    "other version": (b"GET / HTTP/9.9\r\n\r\n", 505),
+    "other method": (b"BREW / HTTP/1.1\r\n\r\n", 501),
+    "many fields": (b"GET /?" + b"a=1&" * 11 + b" HTTP/1.1\r\n\r\n", 400),
+    "bad host in the address": (b"GET http://[ HTTP/1.1\r\n\r\n", 400),
+    "long address": (b"GET /" + b"a" * 65_532, 414),
+    "many headers": (b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 200 + b"\r\n", 431),
+}
+
+
+@pytest.mark.parametrize(("request_", "status"), MALFORMED.values(), ids=MALFORMED)
+def test_every_answer_has_the_headers_of_a_page(
+    make_run: MakeRun, request_: bytes, status: int
+) -> None:
+    with serving([make_run([start()])]) as client:
+        head, _, body = client.send(request_).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    for name in (
+        b"Content-Security-Policy: default-src 'none'",
+        b"X-Content-Type-Options: nosniff",
+    ):
+        assert name in head
+    assert b"<" not in body
+
+
+def test_clients_are_limited_in_number_and_in_time(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MOST_CLIENTS", 3)
+    with serving([make_run([start()])]) as client, contextlib.ExitStack() as stack:
+        threads = threading.active_count()
+        slow = [stack.enter_context(client.connect()) for _ in range(3)]
+        for connection in slow:
+            connection.sendall(b"GET / HTTP/1.1\r\n")
+        assert client.get("/")[0] == 503
+        assert b"Content-Security-Policy" in client.send(b"")
+        assert threading.active_count() <= threads + 3
+        # Requests that begin now have no time; the earlier ones keep theirs.
+        slow[0].close()
+        monkeypatch.setattr(module, "_REQUEST_S", 0.0)
+        # Until the server sees that the first one has left.
+        while (answer := client.send(b"GET / HTTP/1.1\r\n")).startswith(b"HTTP/1.1 503"):
+            continue
+        assert answer == b"", "ended by the server"
 
 
 def test_a_token_is_needed_where_there_is_one(make_run: MakeRun) -> None:

@@ -222,6 +222,11 @@ def test_what_a_user_can_fix_is_one_line(error: Exception, message: str) -> None
     assert str(found) == message
 
 
+def test_advice_names_no_value_that_is_set() -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    assert "--batch-size" not in str(step_error(error, 3, 1))
+
+
 def test_our_own_errors_stay_and_a_defect_keeps_its_traceback() -> None:
     own = DataError("the shard is gone", "bring it back")
     assert step_error(own, 3, 8) is own

@@ -98,6 +98,13 @@ def test_recent_events_are_written_when_asked_for_and_notes_at_once(tmp_path: Pa
     assert times[1] >= times[-1], "an event has the time at which it happened"
 
 
+def test_recent_events_that_cannot_be_written_are_no_error(tmp_path: Path) -> None:
+    recent = RecentEvents(tmp_path)
+    recent.on_event(step(1))
+    recent.write()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_no_steps_are_written_where_the_user_wants_none(tmp_path: Path) -> None:
     path = tmp_path / "metrics.rank7.jsonl"
     recent = RecentEvents(path, keeps=False)

@@ -21,6 +21,7 @@ from paceline.comm.agreement import Agreement
 from paceline.core.errors import ConfigError, PacelineError, RunError
 from paceline.core.events import (
     EvalEvent,
+    Event,
     NoteEvent,
     StartEvent,
     StepEvent,
@@ -431,3 +432,44 @@ def test_a_plan_that_cannot_be_written_is_an_error_of_the_disk(tmp_path: Path) -
     with pytest.raises(PacelineError, match=r"cannot write the run's records.*--output") as caught:
         run_small(tmp_path / "run")
     assert caught.value.exit_code == 1
+
+
+def _garble(log: Path) -> None:
+    log.write_text("not a record\n")
+
+
+def _replace_by_folder(log: Path) -> None:
+    log.unlink()
+    log.mkdir()
+
+
+class Damage(Silent):
+    """Damages the log after step 3."""
+
+    def __init__(self, log: Path, damage: Callable[[Path], object]) -> None:
+        super().__init__()
+        self._log, self._damage = log, damage
+
+    def on_event(self, event: Event) -> None:
+        super().on_event(event)
+        if isinstance(event, StepEvent) and event.step == 3:
+            self._damage(self._log)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, _garble, _replace_by_folder])
+def test_a_log_blocks_neither_training_nor_resuming(
+    tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    output = tmp_path / "run"
+    display = Damage(output / "metrics.jsonl", damage)
+    outcome = run_training(small_config(output), lambda: display)
+    assert outcome.result.stopped_by == "finished"
+    assert json.loads((output / "summary.json").read_text())["steps"] == 7
+    notes = [event.text for event in display.events if isinstance(event, NoteEvent)]
+    assert any("metrics.jsonl" in note for note in notes) == (damage is not Path.unlink)
+    assert (outcome.report is None) == (damage is not Path.unlink)
+    again = small_config(output, run__resume="auto")
+    assert run_training(again, Silent).already_finished
+    (output / "summary.json").unlink()
+    resumed = run_training(again, Silent)
+    assert resumed.summary["weights_sha256"] == outcome.summary["weights_sha256"]

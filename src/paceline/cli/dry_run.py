@@ -185,7 +185,10 @@ def _show_memory(config: RunConfig, model: nn.Module, sizes: BatchSizes) -> None
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if not torch.cuda.is_available() and total > host:
         fits = max(1, (host // 2 - state) * sizes.micro_batch // max(1, total - state))
-        typer.echo(f"note: this host has {format_bytes(host)}; try --batch-size {fits}")
+        remedy = (
+            f"try --batch-size {fits}" if fits < sizes.micro_batch else "choose a smaller model"
+        )
+        typer.echo(f"note: this host has {format_bytes(host)}; {remedy}")
 
 
 def _exchange(config: RunConfig, model: nn.Module, ranks: int) -> dict[str, str]:

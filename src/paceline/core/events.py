@@ -7,8 +7,11 @@ appends; who reads takes the last record of a step. Every line has `event` and `
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -189,33 +192,70 @@ class Observer(Protocol):
 
 
 class JsonlWriter:
-    """Appends events to a file; each line is flushed whole, so a kill loses no earlier one."""
+    """Appends events to a file, each as a whole line at once, so that a kill loses no earlier one.
+
+    The file may be truncated, replaced or deleted between two events. The writer then opens it again,
+    and begins an empty file with the latest `StartEvent`. It keeps nothing that could not be written.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_cut_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        self._file: io.FileIO | None = None
+        # Device, inode and size after the last write.
+        self._left: tuple[int, int, int] | None = None
+        self._started: tuple[Event, float] | None = None
 
     def on_event(self, event: Event) -> None:
         self.write(event, time.time())
 
     def write(self, event: Event, moment: float) -> None:
-        """An event of an earlier moment."""
-        record = {**event.to_dict(), "time": round(moment, 6)}
-        try:
-            text = json.dumps(record, allow_nan=False)
-        except ValueError:
-            text = json.dumps(_finite(record), allow_nan=False)
-        self._file.write(text + "\n")
-        self._file.flush()
+        """An event of an earlier moment. Raises `OSError`; the next call tries again."""
+        data = _line(event, moment)
+        if self._file is None or self._left != _identity_and_size(self._path):
+            self._file = self._reopen()
+            if self._started is not None and not self._path.stat().st_size:
+                data = _line(*self._started) + data
+        if isinstance(event, StartEvent):
+            self._started = event, moment
+        self._left = None
+        if self._file.write(data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._left = _identity_and_size(self._path)
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _reopen(self) -> io.FileIO:
+        self.close()
+        self._file = None
+        _drop_cut_line(self._path)
+        # A pipe without a reader is an error instead of a wait.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+        return io.FileIO(os.open(self._path, flags, 0o666), "a")
+
+
+def _identity_and_size(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size
+
+
+def _line(event: Event, moment: float) -> bytes:
+    record = {**event.to_dict(), "time": round(moment, 6)}
+    try:
+        text = json.dumps(record, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(record), allow_nan=False)
+    return text.encode() + b"\n"
 
 
 def _drop_cut_line(path: Path) -> None:
     """Cuts off what a kill left without its line end: the next record must not grow onto it."""
-    if not path.exists():
+    if not path.is_file():
         return
     with path.open("rb+") as file:
         end = file.seek(0, 2)

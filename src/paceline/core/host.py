@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any, NamedTuple, Self
 
 from paceline.core.errors import RunError
+from paceline.core.units import plural
 
 # Threads of one process that decode and compute on the same cores wait for each other a little. Above
 # this share of the time in which they could run, waiting decides how long a step takes.
@@ -54,17 +55,22 @@ class LoadReading:
         waited = f"{self.waited:.0%} of the time"
         head = f"the host is overloaded: this rank's threads waited for cores {waited}"
         if self.throttled >= _NOTABLE_THROTTLING:
-            return (
-                f"{head}, stopped by the container's CPU quota; "
-                "raise the quota, or set run.threads to the cores that it grants"
-            )
+            fewer = "" if threads == 1 else ", or set run.threads to the cores that it grants"
+            return f"{head}, stopped by the container's CPU quota; raise the quota{fewer}"
         if self.others >= _NOTABLE_OTHERS:
             return f"{head}, other processes use {self.others:.0%} of its {self.cores} cores; " + (
                 "stop other work" if threads == 1 else "stop other work, or set run.threads=1"
             )
-        fewer = f"run.threads={max(1, self.cores // 2)}" if threads <= self.cores else ""
-        fewer = fewer or f"run.threads={self.cores} or fewer"
-        return f"{head}, {threads} compute threads and the loader share {self.cores} cores; set {fewer}"
+        if threads > self.cores:
+            remedy = f"set run.threads={self.cores} or fewer"
+        elif threads > 1:
+            remedy = f"set run.threads={max(1, min(self.cores // 2, threads - 1))}"
+        else:
+            remedy = "use fewer data.workers, or fewer ranks on this host"
+        shared = (
+            f"{plural(threads, 'compute thread')} and the loader share {plural(self.cores, 'core')}"
+        )
+        return f"{head}, {shared}; {remedy}"
 
 
 @dataclass(frozen=True)

@@ -267,9 +267,13 @@ def overloaded_host(run: RunFiles) -> str | None:
     if rank is None or waits[rank] < NOTABLE_WAIT:
         return None
     who = f"rank {rank}'s threads" if (finite(run.start, "world_size") or 1) > 1 else "threads"
+    waited = format_percent(100 * waits[rank], 0)
+    settings = run.config.get("run")
+    has_one = isinstance(settings, dict) and settings.get("threads") == 1
+    has_one = has_one or run.chosen("threads").partition(" ")[0] == "1"
+    fewer = "" if has_one else ", or set run.threads=1"
     return (
-        f"an overloaded host: {who} waited for cores {format_percent(100 * waits[rank], 0)} of the "
-        "time; stop other work, or set run.threads=1"
+        f"an overloaded host: {who} waited for cores {waited} of the time; stop other work{fewer}"
     )
 
 

@@ -28,7 +28,8 @@ XY = tuple[float, float]
 class Line:
     """One series. `colour` is the number of a series colour, from 1; a `faint` line is in the background.
 
-    A line without a name has neither a legend nor values on hover.
+    A line without a name has neither a legend nor values on hover. `run` is its run's number on a page of
+    several.
     """
 
     name: str
@@ -36,6 +37,11 @@ class Line:
     colour: int = 1
     faint: bool = False
     dashed: bool = False
+    run: int | None = None
+
+    @property
+    def attributes(self) -> str:
+        return "" if self.run is None else f' data-run="{self.run}"'
 
     @property
     def css_class(self) -> str:
@@ -155,13 +161,13 @@ def _line(chart: Chart, line: Line, x_axis: Axis, y_axis: Axis) -> list[str]:
         return []
     places = [(_x(x_axis, x), _y(y_axis, y)) for x, y in line.points]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    parts = [f'<polyline class="{line.css_class}" points="{path}"/>']
+    parts = [f'<polyline class="{line.css_class}"{line.attributes} points="{path}"/>']
     if line.faint or len(places) > _MAX_DOTS:
         return parts
     for (x, y), (x_value, y_value) in zip(places, line.points, strict=True):
         text = f"{chart.x_label} {number(x_value)}: {line.name} {chart.show_value(y_value)}"
         parts.append(
-            f'<circle class="c{line.colour}" cx="{x:.1f}" cy="{y:.1f}" r="3">'
+            f'<circle class="c{line.colour}"{line.attributes} cx="{x:.1f}" cy="{y:.1f}" r="3">'
             f"<title>{markup(text)}</title></circle>"
         )
     return parts

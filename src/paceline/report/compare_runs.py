@@ -18,7 +18,7 @@ from paceline.report.run_files import EVENTS_NAME, RunFiles
 from paceline.report.tables import flat
 
 # Settings in which the runs of one row may differ.
-_SEED = "run.seed"
+SEED = "run.seed"
 _NAMES_AND_PATHS = frozenset({"run.name", "run.output", "run.resume"})
 # Not a setting, but it changes speed and, through batch norm, the result.
 RANKS = "ranks"
@@ -73,22 +73,27 @@ class ComparedRun:
                 "restore the file, or leave that run out",
             )
         assert outcome.top1 is not None
-        settings = dict(flat(files.config))
-        planned = finite(settings, "run.epochs")
-        seed = integer(settings, _SEED)
-        known = {GLOBAL_BATCH: outcome.global_batch_size, RANKS: outcome.world_size}
-        settings |= {name: value for name, value in known.items() if value is not None}
-        settings[REHEARSED] = outcome.rehearsed is not None
+        given = dict(flat(files.config))
+        planned = finite(given, "run.epochs")
         return cls(
             path=path,
             files=files,
             outcome=outcome,
-            settings={k: v for k, v in settings.items() if k not in _NAMES_AND_PATHS | {_SEED}},
-            seed=seed,
+            settings=settings_of(files, outcome),
+            seed=integer(given, SEED),
             top1=outcome.top1,
             val_loss=_last_loss(files),
             epochs_planned=planned if planned is not None else _epochs_of_start(files),
         )
+
+
+def settings_of(files: RunFiles, outcome: Outcome) -> dict[str, Any]:
+    """What can make a row of its own: all settings but seed, name and paths."""
+    settings = dict(flat(files.config))
+    known = {GLOBAL_BATCH: outcome.global_batch_size, RANKS: outcome.world_size}
+    settings |= {name: value for name, value in known.items() if value is not None}
+    settings[REHEARSED] = outcome.rehearsed is not None
+    return {k: v for k, v in settings.items() if k not in _NAMES_AND_PATHS | {SEED}}
 
 
 def read_runs(paths: Sequence[Path], notes: list[str] | None = None) -> list[ComparedRun]:

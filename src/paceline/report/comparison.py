@@ -36,6 +36,9 @@ _SECTIONS = (
 _MINOR = (
     "run.batch_size", "run.rebalance", "run.threads", "data.workers", "data.prefetch_batches",
 )  # fmt: skip
+# Every label has those of these in which rows differ.
+_ALWAYS = ("optim.name", GLOBAL_BATCH, "optim.lr", "optim.lr_base")
+_WORDS = {"optim.name": "opt", "model.name": "model", GLOBAL_BATCH: "batch"}
 # Where files are says little about a run.
 _PATHS = (
     "data.dir", "data.cache_dir", "run.pretrained", "run.output", "run.resume", "comm.plan", "comm.sizes",
@@ -336,19 +339,24 @@ def differing_settings(rows: Sequence[Settings]) -> list[str]:
 
 
 def naming_settings(rows: Sequence[Settings], different: Sequence[str]) -> list[str]:
-    """As few of `different`, the most descriptive first, as distinguish the rows as well as all of them,
-    and say what is switched on in each row. No other setting replaces a descriptive one, and paths are
-    used where nothing else distinguishes the rows."""
+    """Optimizer, batch and rate, if rows differ in them, and as few others of `different`, the most
+    descriptive first, as distinguish the rows as well as all of them, and say what is switched on in
+    each row. No other setting replaces a descriptive one, and paths are used where nothing else
+    distinguishes the rows."""
     acting = {name for name in different if any(_acts(settings, name) for settings in rows)}
     described = [name for name in different if name in _DESCRIPTIVE and name in acting]
     switches = [name for name in different if _is_switch(rows, name)]
-    first = _fewest(rows, described, reversed(described), switches)
+    first = _fewest(rows, described, _droppable(reversed(described)), switches)
     # A text such as an optimizer's name says as much of its row as a switch.
     texts = [name for name in first if not _has_number(rows, name)]
     others = [name for name in different if name not in described]
     useful = [name for name in others if name in acting and name not in _PATHS]
     droppable = [*(name for name in others if name not in useful), *reversed(useful)]
-    return _fewest(rows, [*first, *others], droppable, [*switches, *texts])
+    return _fewest(rows, [*first, *others], _droppable(droppable), [*switches, *texts])
+
+
+def _droppable(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name not in _ALWAYS]
 
 
 def _fewest(
@@ -397,10 +405,11 @@ def _is_number(value: Any) -> bool:
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:
-    """`optim.momentum` → `momentum`, unless another section has a setting of that name."""
+    """`optim.name` → `opt`; `optim.momentum` → `momentum`, unless another section has one of its name."""
     known = list(dict.fromkeys(names))
     sections = Counter(name.rpartition(".")[2] for name in known)
-    return {name: key if sections[key := name.rpartition(".")[2]] == 1 else name for name in known}
+    short = {name: key if sections[key := name.rpartition(".")[2]] == 1 else name for name in known}
+    return short | {name: word for name, word in _WORDS.items() if name in short}
 
 
 def value_text(settings: Settings, name: str) -> str:

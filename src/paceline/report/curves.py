@@ -13,7 +13,7 @@ import numpy as np
 
 from paceline.core.units import count, format_percent, loss, number, rate
 from paceline.report.bottleneck import ExposedWaits
-from paceline.report.chart import XY, Chart, Line, Marker
+from paceline.report.chart import SERIES_COLOURS, XY, Chart, Line, Marker
 from paceline.report.records import Floats, finite
 from paceline.report.run_files import Curve, RunFiles
 
@@ -24,6 +24,7 @@ _MIN_SMOOTHED = 40
 # A loss that spans more than this has a logarithmic axis: else one spike flattens the rest.
 _LOG_SPAN = 100.0
 _MAX_SKIP_MARKERS = 200
+_MAX_LOGGED_CHARTS = 24
 
 
 def run_charts(run: RunFiles) -> list[Chart]:
@@ -34,12 +35,13 @@ def run_charts(run: RunFiles) -> list[Chart]:
         *axis.smoothed("training", losses),
         axis.line("validation", run.eval_curve("loss"), 2),
     ]
+    accuracies = [("top-1", "top1"), ("top-5", "top5")][: 1 + run.shows_top5]
     charts = [
         axis.chart(
             "Accuracy (%)",
             [
-                axis.line("top-1", run.eval_curve("top1"), 1),
-                axis.line("top-5", run.eval_curve("top5"), 2),
+                axis.line(name, run.eval_curve(key), n)
+                for n, (name, key) in enumerate(accuracies, 1)
             ],
             show_value=format_percent,
         ),
@@ -78,12 +80,25 @@ def run_charts(run: RunFiles) -> list[Chart]:
     return charts
 
 
+def logged_charts(run: RunFiles) -> list[Chart]:
+    """A chart for each metric of the user's callbacks, with a line for each rank."""
+    axis, charts = _XAxis(run), []
+    for name, of_ranks in list(run.logged().items())[:_MAX_LOGGED_CHARTS]:
+        lines: list[Line] = []
+        for rank, entries in list(of_ranks.items())[:SERIES_COLOURS]:
+            steps, values = zip(*entries, strict=True)
+            points = Curve(np.array(steps), axis.epochs(steps), np.array(values))
+            lines.append(axis.line(f"rank {rank}", points, len(lines) + 1))
+        charts.append(axis.chart(name, lines, log=spans_decades(lines)))
+    return charts
+
+
 def cluster_time_charts(run: RunFiles) -> list[Chart]:
     """Of a rehearsal: accuracy over the time that the cluster would have taken."""
     top1, top5 = (over_cluster_time(run, name) for name in ("top1", "top5"))
     if not top1:
         return []
-    lines = [Line("top-1", top1, 1), Line("top-5", top5, 2)]
+    lines = [Line("top-1", top1, 1), Line("top-5", top5, 2)][: 1 + run.shows_top5]
     title, label = "Accuracy over the cluster's time (%)", "predicted minutes"
     return [Chart(title, label, lines, (0.0, top1[-1][0]), show_value=format_percent)]
 
@@ -172,11 +187,13 @@ class _XAxis:
         ]
 
     def _x(self, step: int) -> float:
-        """A step on the axis; its epoch is that of the last record up to it."""
-        if not self._by_epoch:
-            return float(step)
-        before = np.searchsorted(self._steps, step, side="right")
-        return float(self._epochs[before - 1]) if before else 0.0
+        """A step on the axis."""
+        return float(self.epochs([step])[0]) if self._by_epoch else float(step)
+
+    def epochs(self, steps: Sequence[int]) -> Floats:
+        """The epoch of each step is that of the last record up to it."""
+        before = np.searchsorted(self._steps, steps, side="right")
+        return np.concatenate([[0.0], self._epochs])[before]
 
 
 def spans_decades(lines: Sequence[Line]) -> bool:

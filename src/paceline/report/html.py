@@ -15,6 +15,9 @@ from paceline.core.units import markup
 from paceline.report.chart import Chart, line_chart
 from paceline.report.tables import Table
 
+# Pixels inside of a card on a phone.
+_PHONE_WIDTH = 340
+
 
 def document(title: str, parts: Iterable[str], script: str = "") -> str:
     """The whole page; `parts` are markup, and empty ones are left out. Only live pages have a `script`,
@@ -136,7 +139,20 @@ def _table(table: Table, *, titled: bool) -> str:
         row("td", cells, link=link) for cells, link in zip(table.rows, links, strict=False)
     )
     note = f'<p class="note">{markup(table.note)}</p>' if table.note else ""
-    return (
-        f'<div class="scroll"><table>{caption}<thead>{head}</thead><tbody>{body}</tbody></table></div>'
-        + note
-    )
+    drawn = f"<table>{caption}<thead>{head}</thead><tbody>{body}</tbody></table>"
+    return scrolled(drawn, _width(table)) + note
+
+
+def _width(table: Table) -> float:
+    """About the least width in pixels: columns of text wrap, those of numbers do not."""
+    width = 0.0
+    for n, (head, *cells) in enumerate(zip(table.columns, *table.rows, strict=True)):
+        longest = max(6.6 * len(head), *(7.8 * len(cell) for cell in cells))
+        width += 10 + (min(longest, 105.0) if n in table.text_columns else longest)
+    return width
+
+
+def scrolled(content: str, width: float) -> str:
+    """What scrolls sideways on a narrow screen; there a hint says so if `width` is larger."""
+    hint = '<p class="hint">more to the right: scroll →</p>' if width > _PHONE_WIDTH else ""
+    return f'{hint}<div class="scroll">{content}</div>'

@@ -155,6 +155,7 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
 
 # Steps whose median is the current value of a time or a speed.
 _RECENT = 20
+_MOST_LOGGED = 200
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -196,6 +197,7 @@ def metrics(files: RunFiles | None) -> list[Metric]:
     def recent(field: str) -> float | None:
         return middle(steps[field][-_RECENT:])
 
+    top5 = finite(evaluated, "top5") if files.shows_top5 else None
     whole, lost = (efficiency.e, efficiency.lost) if efficiency is not None else (None, {})
     found: list[tuple[str, str, float | None]] = [
         ("up", up, 1.0),
@@ -214,7 +216,7 @@ def metrics(files: RunFiles | None) -> list[Metric]:
         ("input_stall_seconds", "Wait of rank 0 for its input in a step", recent("input_stall_s")),
         ("efficiency", "e of T = S · N · e, over the whole run", whole),
         ("validation_top1_percent", "Top-1 accuracy of the latest evaluation", finite(evaluated, "top1")),
-        ("validation_top5_percent", "Top-5 accuracy of the latest evaluation", finite(evaluated, "top5")),
+        ("validation_top5_percent", "Top-5 accuracy of the latest evaluation", top5),
         ("validation_loss", "Loss of the latest evaluation", finite(evaluated, "loss")),
         ("skipped_steps_total", "Steps skipped for gradients that are not finite", outcome.skipped_steps),
         ("corrupt_samples_total", "Training samples that could not be decoded", outcome.corrupt_samples),
@@ -228,7 +230,14 @@ def metrics(files: RunFiles | None) -> list[Metric]:
     ]  # fmt: skip
     text = "Share of the time that was lost, by cause"
     shares = [Metric("paceline_lost_share", text, lost[cause], {"cause": cause}) for cause in lost]
-    return [*(Metric(f"paceline_{name}", text, value) for name, text, value in found), *shares]
+    logged = [
+        Metric("paceline_metric", "Latest value that a callback logged", entries[-1][1],
+               {"name": name, "rank": str(rank)})
+        for name, of_ranks in list(files.logged().items())[:_MOST_LOGGED]
+        for rank, entries in of_ranks.items()
+    ]  # fmt: skip
+    known = (Metric(f"paceline_{name}", text, value) for name, text, value in found)
+    return [*known, *shares, *logged]
 
 
 def _escaped(text: str) -> str:

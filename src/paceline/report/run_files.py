@@ -31,7 +31,11 @@ EVENTS_NAME = "metrics.jsonl"
 _RANK_NAME = re.compile(r"metrics\.rank(\d+)\.jsonl")
 _CHECKPOINT_NAME = re.compile(r"(best|step-\d{1,12})(\.salvaged)?\.pt(\.[a-z]+(-\d+)?)?")
 _STEP_NAME = re.compile(r"step-(\d{1,12})\.")
-_WITH_STEP = frozenset({"step", "eval", "checkpoint", "ranks", "start", "corrupt", "stop"})
+# How a run describes its data ends with this.
+_CLASSES = re.compile(r"(\d{1,9}) classes$")
+_WITH_STEP = frozenset(
+    {"step", "eval", "checkpoint", "ranks", "start", "corrupt", "stop", "metric"}
+)
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,23 @@ class RunFiles:
             if i > 0 or start.get("resumed_from") is not None
         ]
 
+    def chosen(self, name: str) -> str:
+        """How the run describes a choice; empty if it does not."""
+        chosen = self.start.get("chosen")
+        found = chosen.get(name) if isinstance(chosen, dict) else None
+        return found if isinstance(found, str) else ""
+
+    @property
+    def classes(self) -> int:
+        """The number of classes; 0 if unknown."""
+        described = _CLASSES.search(self.chosen("data"))
+        return int(described[1]) if described else 0
+
+    @property
+    def shows_top5(self) -> bool:
+        """With few classes top-5 says nothing."""
+        return not 0 < self.classes < 10
+
     def step_curve(self, field: str) -> Curve:
         """A field of the steps of rank 0; those in which it is not finite have no point."""
         steps = self.steps()
@@ -119,6 +140,20 @@ class RunFiles:
         )
         steps, epochs, values = zip(*points, strict=True) if points else ((), (), ())
         return Curve(np.array(steps, np.int64), np.array(epochs, float), np.array(values, float))
+
+    def logged(self) -> dict[str, dict[int, list[tuple[int, float]]]]:
+        """Metrics of the user's callbacks by name and rank: step and value of each entry."""
+        found: dict[str, dict[int, list[tuple[int, float]]]] = {}
+        for rank in self.ranks:
+            for record in self.of_kind("metric", rank):
+                values = record.get("values")
+                if not isinstance(values, dict):
+                    continue
+                for name in values:
+                    if (value := finite(values, name)) is not None:
+                        of_name = found.setdefault(text_of(name), {})
+                        of_name.setdefault(rank, []).append((record["step"], value))
+        return found
 
 
 def computed_once(

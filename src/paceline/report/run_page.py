@@ -17,7 +17,7 @@ from paceline.core.units import count, date, format_percent, markup, rate, text_
 from paceline.report import tables
 from paceline.report.bottleneck import InputStall, bound_by
 from paceline.report.chart import share_bar
-from paceline.report.curves import run_charts
+from paceline.report.curves import logged_charts, run_charts
 from paceline.report.evaluation import Evaluation
 from paceline.report.html import (
     card_section,
@@ -43,6 +43,8 @@ _UNIT_GAP = re.compile(r"(?<=\d) (?=(?:%|s|min|h|images/s|ranks?)(?!\w))")
 _NOTABLE_SHARE = 0.02
 # Style classes of the causes in the bar.
 _LOOKS = ("c1", "c2", "c4", "c8", "c5", "c6", "rest")
+# A larger confusion matrix takes the whole width.
+_HALF_PAGE_CLASSES = 10
 _PAGE_SUFFIXES = (".html", ".htm")
 _PAGE_BEGINS = b"<!doctype html>"
 # The files of a run folder, including those that the run has yet to write.
@@ -81,6 +83,7 @@ def run_parts(run: RunFiles) -> list[str]:
         definition_list([row for row in results if row[0] not in _LARGE], "facts"),
         figures(run_charts(run)),
         _loss_note(run),
+        _logged_section(run),
         section("Predicted and measured", [tables.expectation_table(run)]),
         section("Waiting for the input", [tables.stall_table(run)]),
         section("Staleness", [tables.staleness_table(run)]),
@@ -119,6 +122,12 @@ def efficiency_section(run: RunFiles, *, heading: bool = True) -> str:
         f'<section class="efficiency">{title}{definition_list(terms, "formula")}\n'
         f"{share_bar('where the time went', parts)}\n{told}</section>"
     )
+
+
+def _logged_section(run: RunFiles) -> str:
+    """What callbacks have logged."""
+    table = section("Logged metrics", [tables.logged_table(run)])
+    return table + figures(logged_charts(run)) if table else ""
 
 
 def _loss_note(run: RunFiles) -> str:
@@ -163,18 +172,12 @@ def why_training_loss_is_higher(run: RunFiles) -> list[str]:
 def _smoothing_floor(smoothing: float, run: RunFiles) -> float | None:
     """The cross-entropy of a perfect prediction with smoothed labels: their entropy."""
     evaluation = Evaluation.read(run.path)
-    described = re.search(r"(\d+) classes", text_of(_chosen(run).get("data")))
-    classes = len(evaluation.classes) if evaluation else int(described[1]) if described else 0
+    classes = len(evaluation.classes) if evaluation else run.classes
     if not 2 <= classes <= 10**6:
         return None
     rest = smoothing / classes
     top = 1 - smoothing + rest
     return -top * math.log(top) - (classes - 1) * rest * math.log(rest)
-
-
-def _chosen(run: RunFiles) -> dict[str, Any]:
-    chosen = run.start.get("chosen")
-    return chosen if isinstance(chosen, dict) else {}
 
 
 def _mistakes_section(run: RunFiles) -> str:
@@ -184,8 +187,9 @@ def _mistakes_section(run: RunFiles) -> str:
     matrix, gallery = found.matrix(), found.gallery()
     pictures = ""
     if matrix:
-        caption = "Confusion matrix <span>a row for each class</span>"
-        pictures += f"<figure><figcaption>{caption}</figcaption>{matrix}</figure>"
+        caption = "Confusion matrix <span>images; a row for each class</span>"
+        whole = ' class="whole"' if len(found.classes) > _HALF_PAGE_CLASSES else ""
+        pictures += f"<figure{whole}><figcaption>{caption}</figcaption>{matrix}</figure>"
     if gallery:
         pictures += f"<figure><figcaption>Most confident mistakes</figcaption>{gallery}</figure>"
     shown = [found.class_table(), found.confusion_table()]

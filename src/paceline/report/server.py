@@ -12,12 +12,14 @@ import errno
 import hmac
 import ipaddress
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
@@ -27,10 +29,9 @@ from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
 from paceline.core.errors import ConfigError
-from paceline.core.units import markup, plural
+from paceline.core.units import markup
 from paceline.core.untrusted import one_line
-from paceline.report.curves import run_charts
-from paceline.report.html import document, figures, joined, list_section
+from paceline.report.html import document, joined, list_section
 from paceline.report.live_run import (
     CONTENT_TYPE,
     LiveRun,
@@ -38,8 +39,9 @@ from paceline.report.live_run import (
     metrics_text,
     run_folders,
 )
-from paceline.report.outcome import Outcome, verdict
-from paceline.report.run_page import efficiency_section, run_parts
+from paceline.report.outcome import verdict
+from paceline.report.run_page import run_parts
+from paceline.report.runs_page import overview
 
 LOOPBACK, PORT = "127.0.0.1", 8970
 # A folder of many runs would be a page that no browser shows at once.
@@ -49,15 +51,32 @@ _LOOK_S = 1.0
 # After each look and each rendering of a page the server rests for so many times its length, so that the
 # pages of long runs do not take a core from the training.
 _REST = 8.0
-# A client that sends or reads nothing for so long is disconnected.
-_CLIENT_S = 30.0
+# Open connections, each of which has a thread. Further clients get an error.
+_MOST_CLIENTS = 32
+# The time from the connection to the end of the answer, however fast the client sends and reads.
+_REQUEST_S = 30.0
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:/@\s]+))(?::\d*)?")
 _COOKIE = "paceline_token"
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-# Charts of an overview with several runs: accuracy and loss.
-_OVERVIEW_CHARTS = 2
+_HEADERS = {
+    "Content-Type": "text/plain; charset=utf-8",
+    # A page asks every two seconds; an idle connection would hold a thread.
+    "Connection": "close",
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+_BUSY = "".join(
+    [
+        "HTTP/1.1 503 Service Unavailable\r\n",
+        *(f"{name}: {value}\r\n" for name, value in _HEADERS.items()),
+        "\r\ntoo many clients\n",
+    ]
+).encode()
 
 
 class Content:
@@ -91,7 +110,11 @@ class Content:
             known = self._pages.get(key)
             if known is None or (known[1] != version and time.monotonic() >= self._rest_until):
                 began = time.monotonic()
-                title, parts = self._overview() if number is None else _live_parts(shown[0])
+                title, parts = (
+                    overview(self._names, self.runs, self._left_out)
+                    if number is None
+                    else _live_parts(shown[0])
+                )
                 if number is not None and len(self.runs) > 1:
                     parts.insert(0, '<p class="note"><a href="/">all runs</a></p>')
                 known = (title, version, joined(parts))
@@ -134,37 +157,12 @@ class Content:
             now = time.monotonic()
             self._looked = now + _REST * (now - began)
 
-    def _overview(self) -> tuple[str, list[str]]:
-        title = f"{len(self.runs)} runs"
-        numbered = enumerate(zip(self._names, self.runs, strict=True))
-        cards = "\n".join(_card(number, name, run) for number, (name, run) in numbered)
-        head = f"<header><p>Paceline watch</p>\n<h1>{markup(title)}</h1></header>"
-        parts = [head, f'<section class="runs">{cards}</section>']
-        if self._left_out:
-            more = f"{plural(self._left_out, 'more run')} not shown; name the runs to watch"
-            parts.insert(1, f'<p class="note">{markup(more)}</p>')
-        return title, parts
-
 
 def _live_parts(run: LiveRun) -> tuple[str, list[str]]:
     if run.files is None:
         head = f"<header><p>{markup(run.name)}</p>\n<h1>Nothing to show</h1></header>"
         return run.name, [head, list_section("Problem", [run.problem])]
     return verdict(run.files), run_parts(run.files)
-
-
-def _card(number: int, name: str, run: LiveRun) -> str:
-    """One run of the overview."""
-    link = f'<h2><a href="/run/{number}">{markup(name)}</a></h2>'
-    if run.files is None:
-        return f'<article class="card">{link}<p class="note">{markup(run.problem)}</p></article>'
-    state = Outcome.of(run.files).state
-    charts = figures(run_charts(run.files)[:_OVERVIEW_CHARTS])
-    return (
-        f'<article class="card">{link}<p><span class="state {state}">{state}</span>'
-        f"{markup(verdict(run.files))}</p>"
-        f"{efficiency_section(run.files, heading=False)}{charts}</article>"
-    )
 
 
 @cache
@@ -176,11 +174,16 @@ class _Handler(BaseHTTPRequestHandler):
     server: WatchServer
     server_version, sys_version = "paceline", ""
     protocol_version = "HTTP/1.1"
-    timeout = _CLIENT_S
+    # A request line without a version gets headers, too.
+    default_request_version = "HTTP/1.0"
 
     def do_GET(self) -> None:  # http.server's name
-        address = urlsplit(self.path)
-        query = parse_qs(address.query, max_num_fields=10)
+        try:
+            address = urlsplit(self.path)
+            query = parse_qs(address.query, max_num_fields=10)
+        except ValueError:
+            self._send(HTTPStatus.BAD_REQUEST, b"malformed address\n")
+            return
         if not self._host_is_ours():
             self._send(HTTPStatus.MISDIRECTED_REQUEST, b"unknown host\n")
         elif not self._may_read(query):
@@ -228,8 +231,9 @@ class _Handler(BaseHTTPRequestHandler):
         pointed to the loopback address."""
         if self.server.token:
             return True
-        host = self.headers.get("Host", "").rsplit(":", 1)[0].strip("[]")
-        return host in ("localhost", self.server.host) or is_loopback(host)
+        named = _HOST.fullmatch(self.headers.get("Host", ""))
+        host = (named[1] or named[2]).lower() if named else ""
+        return host == self.server.host or is_loopback(host)
 
     def _may_read(self, query: dict[str, list[str]]) -> bool:
         token = self.server.token
@@ -246,18 +250,13 @@ class _Handler(BaseHTTPRequestHandler):
             pass
         return any(hmac.compare_digest(text.encode(), token.encode()) for text in given)
 
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answers a request that http.server refuses, with the headers of every page."""
+        status = HTTPStatus(code)
+        self._send(status, f"{status.phrase.lower()}\n".encode())
+
     def _send(self, status: HTTPStatus, body: bytes, headers: dict[str, str] | None = None) -> None:
-        sent = {
-            "Content-Type": "text/plain; charset=utf-8",
-            "Content-Length": str(len(body)),
-            # A page asks every two seconds; an idle connection would hold a thread.
-            "Connection": "close",
-            "Cache-Control": "no-store",
-            "Content-Security-Policy": _POLICY,
-            "X-Content-Type-Options": "nosniff",
-            "Referrer-Policy": "no-referrer",
-            **(headers or {}),
-        }
+        sent = {**_HEADERS, "Content-Length": str(len(body)), **(headers or {})}
         if self.server.token and status == HTTPStatus.OK:
             # From the address of the first request, so that links need no token.
             sent["Set-Cookie"] = f"{_COOKIE}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
@@ -278,6 +277,9 @@ class WatchServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, runs: Sequence[Path], opened: socket.socket, token: str = "") -> None:
+        # The deadline of each open connection.
+        self._deadlines: dict[Any, float] = {}
+        self._lock = threading.Lock()
         self.host, port = opened.getsockname()[:2]
         super().__init__((self.host, port), _Handler, bind_and_activate=False)
         self.socket.close()
@@ -288,6 +290,33 @@ class WatchServer(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         return url_of(self.socket, self.token)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            is_full = len(self._deadlines) >= _MOST_CLIENTS
+            if not is_full:
+                self._deadlines[request] = time.monotonic() + _REQUEST_S
+        if is_full:
+            request.setblocking(False)
+            with suppress(OSError):
+                request.send(_BUSY)
+            self.shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._deadlines.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Ends the connections whose time is over: their threads read the end of the stream."""
+        now = time.monotonic()
+        with self._lock:
+            for request, deadline in self._deadlines.items():
+                if now > deadline:
+                    with suppress(OSError):
+                        request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that goes away in the middle of an answer is no error; anything else is one line."""

@@ -82,8 +82,9 @@ def result_rows(run: RunFiles) -> list[tuple[str, str]]:
     rows = [("top-1", format_percent(outcome.top1))]
     if outcome.best_top1 is not None and outcome.best_top1 > (outcome.top1 or 0.0) + 0.005:
         rows.append(("best top-1", format_percent(outcome.best_top1)))
+    if run.shows_top5:
+        rows.append(("top-5", format_percent(outcome.top5)))
     rows += [
-        ("top-5", format_percent(outcome.top5)),
         ("images/s", rate(outcome.images_per_s)),
         ("training time", format_duration(outcome.train_s)),
     ]
@@ -210,7 +211,21 @@ def epoch_table(run: RunFiles) -> Table:
         "epoch", "step", "top-1", "top-5", "validation loss", "training loss", "learning rate",
         "images/s", "evaluated in",
     )  # fmt: skip
-    return Table.of("Evaluations", columns, rows[::-1], set())
+    shown = [n for n, name in enumerate(columns) if name != "top-5" or run.shows_top5]
+    cells = [tuple(row[n] for n in shown) for row in reversed(rows)]
+    return Table.of("Evaluations", tuple(columns[n] for n in shown), cells, set())
+
+
+def logged_table(run: RunFiles) -> Table:
+    """Metrics of the user's callbacks: their latest, lowest and highest value on each rank."""
+    rows = []
+    for name, of_ranks in run.logged().items():
+        for rank, entries in of_ranks.items():
+            values = [value for _, value in entries]
+            shown = map(number, (values[-1], min(values), max(values)))
+            rows.append((name, str(rank), *shown, count(entries[-1][0]), count(len(entries))))
+    columns = ("metric", "rank", "latest", "lowest", "highest", "at step", "entries")
+    return Table.of("Logged metrics", columns, rows, {0})
 
 
 def corrupt_table(run: RunFiles) -> Table:

@@ -84,7 +84,7 @@ class RunControl:
         self._training.stop.save_requested = True
 
     def log(self, **values: float) -> None:
-        """Records metrics of this rank in `metrics.jsonl`, and on rank 0 in TensorBoard."""
+        """Records metrics of this rank in `metrics.jsonl`; pages, `/metrics` and trackers show them."""
         numbers = {name: float(value) for name, value in values.items()}
         self._training.emit(MetricEvent(step=self.step, values=numbers))
 

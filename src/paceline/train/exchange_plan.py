@@ -84,9 +84,10 @@ class ExchangeParts:
         cluster = self.rehearse
         groups = cluster_groups(cluster.nodes, cluster.gpus_per_node, self.settings.group_size)
         where = f"with the partial sums of {cluster.ranks:,} virtual ranks on {group.device}"
-        remedy = (
-            "use comm.algorithm=hierarchical, torus2d or tree, which keep fewer, or fewer ranks"
-        )
+        frugal = ("hierarchical", "torus2d", "tree")
+        remedy = "use fewer ranks"
+        if self.settings.algorithm not in frugal:
+            remedy += f", or comm.algorithm={', '.join(frugal)}, which keep fewer"
         with explain_out_of_memory(where, remedy):
             return RehearsedExchange(
                 self.trained.items(), group, self.plan, groups, accumulate=accumulate,

@@ -358,15 +358,14 @@ def step_error(
 
 
 def _memory_error(error: Exception, step: int, size: int, forward: object) -> RunError | None:
-    kept = (
-        "; --set run.recompute_norms=true needs less memory, too" if stores_norms(forward) else ""
-    )
-    return out_of_memory(
-        error,
-        f"at step {step + 1} with a batch size of {size} a process",
-        f"use a smaller one, such as --batch-size {max(1, size // 2)}; "
-        f"the global batch and the result stay the same{kept}",
-    )
+    remedies = ["free memory, or choose a smaller model"]
+    if size > 1:
+        smaller = f"use a smaller one, such as --batch-size {size // 2}"
+        remedies = [f"{smaller}; the global batch and the result stay the same"]
+    if stores_norms(forward):
+        remedies.append("--set run.recompute_norms=true needs less memory, too")
+    where = f"at step {step + 1} with a batch size of {size} a process"
+    return out_of_memory(error, where, "; ".join(remedies))
 
 
 def _single_value_error(error: Exception, step: int) -> RunError | None:

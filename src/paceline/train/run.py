@@ -23,7 +23,7 @@ from paceline.comm.agreement import PeerError
 from paceline.comm.group import Group
 from paceline.comm.watchdog import ShowError
 from paceline.config import RunConfig
-from paceline.core.errors import DeviceError, PacelineError
+from paceline.core.errors import DataError, DeviceError, PacelineError
 from paceline.core.events import JsonlWriter, NoteEvent, Observer, StopEvent
 from paceline.core.host import SignalWakeup, StartUp
 from paceline.core.topology import Topology
@@ -246,11 +246,10 @@ def _records(training: Training) -> Observer:
 
 
 def write_recent_events(training: Training) -> None:
-    """After an error; a disk that is full was reported before."""
+    """After an error."""
     for observer in training.observers:
         if isinstance(observer, RecentEvents):
-            with contextlib.suppress(OSError):
-                observer.write()
+            observer.write()
 
 
 def _conclude(training: Training, result: RunResult) -> RunOutcome:
@@ -284,7 +283,7 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
                 )
                 write_weights(state, folder / "weights.safetensors", as_metadata(about))
                 text = json.dumps(summary, indent=2) + "\n"
-                report = write_report(folder, summary=json.loads(text))
+                report = _write_report(training, json.loads(text))
                 # Last, because a run with a summary counts as finished.
                 write_atomically(folder / "summary.json", text.encode())
             except PacelineError as caught:
@@ -293,6 +292,15 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
     late = training.callbacks.error if training.callbacks else None
     group.agree("conclusion", error or late)
     return RunOutcome(folder, group.rank, result, summary, report)
+
+
+def _write_report(training: Training, summary: dict[str, Any]) -> Path | None:
+    """The report, or a note if the records cannot be read."""
+    try:
+        return write_report(training.folder.path, summary=summary)
+    except DataError as error:
+        training.emit(NoteEvent(f"no report: {error}"))
+        return None
 
 
 def _input_counters(training: Training) -> dict[str, int]:

@@ -355,7 +355,7 @@ class TrainStep:
             self.exchange.reduce(self.micro.loss, signals)
 
     def _update(self, step: int, rate: float, others: Mapping[str, float] | None) -> None:
-        remedy = "use a smaller --batch-size, or run.average_epochs=0"
+        remedy = "free memory, or use a smaller --batch-size"
         with explain_out_of_memory("in the update", remedy):
             try:
                 self.update.run(rate, others)

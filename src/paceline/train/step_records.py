@@ -11,6 +11,7 @@ layer; the last good checkpoint is kept.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
@@ -268,10 +269,11 @@ class RecentEvents:
             self._kept.append((event, time.time()))
 
     def write(self) -> None:
-        """Appends what is kept, and forgets it."""
-        while self._kept:
-            event, moment = self._kept.popleft()
-            self._open().write(event, moment)
+        """Appends what is kept, and forgets it. Events that cannot be written are lost."""
+        with contextlib.suppress(OSError):
+            while self._kept:
+                event, moment = self._kept.popleft()
+                self._open().write(event, moment)
 
     def close(self) -> None:
         if self._writer is not None:

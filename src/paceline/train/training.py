@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from paceline.comm.agreement import PeerError
 from paceline.comm.group import Group
 from paceline.config import RunConfig
-from paceline.core.errors import PacelineError
+from paceline.core.errors import CheckpointError, PacelineError
 from paceline.core.events import CheckpointEvent, Event, NoteEvent, Observer
 from paceline.core.host import StartUp
 from paceline.data import BatchPlan, Source, TrainBatches, describe_channels
@@ -75,21 +74,28 @@ class Training:
     keeps_final_state: bool = False
     final_state: dict[str, torch.Tensor] | None = None
     saved_step: int = -1
+    # Whether an event could not be written to `metrics.jsonl`.
+    records_incomplete: bool = False
 
     @property
     def is_main(self) -> bool:
         return self.group.rank == 0
 
     def emit(self, event: Event) -> None:
-        """Passes an event to all observers; a write error fails the run at the next step."""
+        """Passes an event to all observers. A log that cannot be written lacks it; one note says so."""
         for observer in self.observers:
             try:
                 observer.on_event(event)
             except OSError as error:
-                self.step.fault = PacelineError(
-                    f"cannot write the run's records in {self.folder.path}: {error.strerror}",
-                    "free space or choose another --output, then --resume auto",
-                )
+                if not self.records_incomplete:
+                    self.records_incomplete = True
+                    log = self.folder.metrics(self.group.rank)
+                    self.emit(
+                        NoteEvent(
+                            f"{log} cannot be written ({error.strerror}): it lacks events; "
+                            "training continues"
+                        )
+                    )
 
     def divide_again(self, plan: BatchPlan) -> None:
         """Goes on with other shares of the global batch. Between steps, on all ranks."""
@@ -136,15 +142,11 @@ class Training:
         return written.error
 
     def write_trace(self) -> None:
-        """All ranks send their spans, and rank 0 writes them. A write error fails the run at the next
-        step."""
+        """All ranks send their spans, and rank 0 writes them, or notes why it cannot."""
         try:
             note = self.trace.write()
-        except PeerError:
-            raise  # the error of another rank, which has published it
-        except PacelineError as error:
-            self.step.fault = error
-            return
+        except CheckpointError as error:
+            note = str(error)
         if note:
             self.emit(NoteEvent(note))
 
