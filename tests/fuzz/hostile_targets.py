@@ -76,7 +76,10 @@ _STORAGE = (
 )
 _NUMBERS = (
     b"K\x00",
+    b"K\x00",
     b"K\x01",
+    b"K\x01",
+    b"K\x04",
     b"K\x04",
     b"J\x00\x5e\xd0\xb2",
     b"J\xff\xff\xff\x7f",
@@ -148,7 +151,7 @@ def _file(rng: random.Random) -> bytes:
     if rng.random() < 0.2:  # the format before torch 1.6
         stream = io.BytesIO()
         torch.save(1, stream, _use_new_zipfile_serialization=False)
-        return stream.getvalue().replace(b"\x80\x02K\x01.", pickled, 1)
+        return stream.getvalue().replace(b"\x80\x02K\x01.", pickled.replace(b"tQ", b"NtQ"), 1)
     stream = io.BytesIO()
     torch.save(torch.zeros(4), stream)
     made = io.BytesIO()

@@ -169,7 +169,8 @@ class Report(NamedTuple):
         found = cls(**{name: table[name] for name in cls._fields if name in table})
         texts = (found.error, found.kind, found.digest)
         if (
-            not all(isinstance(part, str) and len(part) <= _LONGEST_TEXT for part in texts)
+            not table.keys() & {"error", "digest"}
+            or not all(isinstance(part, str) and len(part) <= _LONGEST_TEXT for part in texts)
             or not is_count(found.rank, 0, 1 << 20)
             or not is_count(found.code, 0, 255)
             or (found.error and not found.code)
@@ -301,7 +302,7 @@ class Agreement:
             first = min(failed, key=lambda report: report.rank)
             where = f"rank {first.rank}: " if self._topology.world_size > 1 else ""
             return {"error": where + first.error, "code": first.code, "kind": first.kind}
-        if not reports:
+        if not any(report.digest for report in reports):
             return {"error": "", "code": 0}
         common, holder = _digest_and_rank(peek(self._store, f"{base}/facts"))
         digests = {report.rank: report.digest for report in reports}
