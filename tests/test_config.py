@@ -197,7 +197,7 @@ def test_every_setting_that_the_source_names_exists() -> None:
     config = RunConfig()
     sections = {field.name: getattr(config, field.name) for field in fields(config)}
     known = {f"{name}.{key.name}" for name, part in sections.items() for key in fields(part)}
-    known |= {"run.lock"}  # a file of the run folder
+    known |= {"run.lock", "data.pkl"}  # files of the run folder, of torch.save
     named = re.compile(rf"(?<![\w./-])(?:{'|'.join(sections)})\.[a-z_0-9]+(?![\w(/.])")
     unknown = []
     for file in Path(paceline.__file__).parent.rglob("*.py"):

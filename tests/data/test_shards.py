@@ -318,7 +318,7 @@ def test_a_flaky_file_system_while_scanning(
                 raise OSError(failures.pop(), "some trouble")
             return real(self, size)
 
-    monkeypatch.setattr(Path, "open", lambda path, mode="rb": Flaky(io.FileIO(path, mode)))
+    monkeypatch.setattr(tar_index, "open_regular", lambda path: Flaky(io.FileIO(path)))
     retry = Retry(2, sleep=lambda wait_s: None)
     monkeypatch.setattr(tar_index, "_KEPT_FROM_BYTES", 64 << 20)
     assert len(IndexStore(retry).take(large_shards)) == 3

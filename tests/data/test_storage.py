@@ -206,8 +206,10 @@ def test_files_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "1.jpg").write_bytes(b"image")
     source = ImageFolder(tmp_path, retry=Retry(2, sleep=lambda wait_s: None))
-    real, flaky = Path.read_bytes, Flaky(2, errno.EIO)
-    monkeypatch.setattr(Path, "read_bytes", lambda path: flaky() and real(path))
+    flaky = Flaky(2, errno.EIO)
+    monkeypatch.setattr(
+        "paceline.data.sources.folders.read_regular", lambda path: flaky() and path.read_bytes()
+    )
     assert source.read(0) == b"image"
     assert source.retry.count == 2
     flaky.left = 3

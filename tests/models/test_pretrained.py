@@ -212,9 +212,9 @@ def test_damaged_files(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatc
     def ask_for_all(*_: Any, **__: Any) -> None:
         raise MemoryError
 
+    sound = saved(trained().state_dict(), tmp_path, "w.pt")
     monkeypatch.setattr(torch, "load", ask_for_all)
-    (tmp_path / "w.pt").write_bytes(b"x")
-    assert "more memory" in refused(fresh(), tmp_path / "w.pt")
+    assert "more memory" in refused(fresh(), sound)
     for missing in (tmp_path / "absent.pth", tmp_path):
         assert "is not a file" in refused(fresh(), missing)
 

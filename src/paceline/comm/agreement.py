@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import Store
@@ -29,6 +29,7 @@ from paceline.core.errors import (
     RunError,
 )
 from paceline.core.topology import Topology
+from paceline.core.untrusted import ParseError, is_count, parse_table
 
 _FAULT = "paceline/fault"
 _STOP = "paceline/stop"
@@ -42,6 +43,7 @@ _SLICE_S = 30.0
 # Rank 0 alone polls, because it has to give up in time.
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.01
 _GRACE_S = 15.0
+_LONGEST_TEXT = 100_000
 # No value is this text: to compare a key with it only reads the key.
 _NOTHING = "none"
 SAME_SETTINGS = "start every rank with the same recipe and flags"
@@ -98,7 +100,7 @@ def came(store: Store, key: str, wait_s: float) -> bool:
 
 def peek(store: Store, key: str) -> str:
     """The value of a key, empty where it is not there. One request; torch's `get` makes two."""
-    found = store.compare_set(key, _NOTHING, "").decode()
+    found = store.compare_set(key, _NOTHING, "").decode(errors="replace")
     return "" if found == _NOTHING else found
 
 
@@ -151,6 +153,43 @@ def _as_report(error: PacelineError) -> dict[str, Any]:
     return {"error": str(error), "code": error.exit_code, "kind": error_kind(error)}
 
 
+class Report(NamedTuple):
+    """What a rank, or the rank that decides, has found: an error, or the digest of other facts."""
+
+    rank: int = 0
+    error: str = ""
+    code: int = 0
+    kind: str = ""
+    digest: str = ""
+
+    @classmethod
+    def parse(cls, text: bytes | str) -> Report:
+        """Raises ParseError for a text that no rank has written."""
+        table = parse_table(text)
+        found = cls(**{name: table[name] for name in cls._fields if name in table})
+        texts = (found.error, found.kind, found.digest)
+        if (
+            not table.keys() & {"error", "digest"}
+            or not all(isinstance(part, str) and len(part) <= _LONGEST_TEXT for part in texts)
+            or not is_count(found.rank, 0, 1 << 20)
+            or not is_count(found.code, 0, 255)
+            or (found.error and not found.code)
+        ):
+            raise ParseError("is no report")
+        return found
+
+
+def _text(value: bytes) -> str:
+    return bytes(value).decode(errors="replace")[:_LONGEST_TEXT]
+
+
+def _digest_and_rank(value: str) -> list[str]:
+    found = value[:_LONGEST_TEXT].split()
+    if len(found) != 2 or not found[1].isdecimal():
+        raise ParseError("is no digest")
+    return found
+
+
 class PeerError(CommError):
     """Something failed because another process is gone: a consequence, not a cause."""
 
@@ -164,9 +203,15 @@ class PeerError(CommError):
 
 @contextmanager
 def explain_lost_store(rank: int, phase: str, error: PacelineError | None = None) -> Iterator[None]:
-    """Raises `error`, or a PeerError, where the store is gone with the process that served it."""
+    """Raises `error`, or a PeerError, where the store is gone with the process that served it, or
+    where it holds what no rank has written."""
     try:
         yield
+    except ParseError as strange:
+        raise error or PeerError(
+            f"rank {rank} has read a message at '{phase}' that no rank has written ({strange})",
+            "let only the ranks of the job reach MASTER_PORT",
+        ) from strange
     except DistNetworkError as lost:
         raise error or PeerError(
             f"rank {rank} lost the others at '{phase}': the launcher or rank 0 has ended",
@@ -202,8 +247,8 @@ class Agreement:
         facts, or one for each by name."""
         with explain_lost_store(self._topology.rank, phase, error):
             verdict = self._verdict(phase, error, facts, remedy)
-        if verdict["error"]:
-            raise AgreedError.of_kind(verdict.get("kind", ""), verdict["error"], verdict["code"])
+        if verdict.error:
+            raise AgreedError.of_kind(verdict.kind, verdict.error, verdict.code)
 
     def _verdict(
         self,
@@ -211,7 +256,7 @@ class Agreement:
         error: PacelineError | None,
         facts: Mapping[str, Any] | None,
         remedy: Remedies,
-    ) -> dict[str, Any]:
+    ) -> Report:
         """The one verdict about the reports of all ranks, on every rank."""
         self._number += 1
         base, rank = f"paceline/agree/{self.run}{self._number}/{phase}", self._topology.rank
@@ -233,7 +278,8 @@ class Agreement:
         text, rank = json.dumps(dict(facts)), self._topology.rank
         in_order = json.dumps(dict(facts), sort_keys=True)
         digest = hashlib.sha256(in_order.encode()).hexdigest()[:16]
-        first = self._store.compare_set(f"{base}/facts", "", f"{digest} {rank}").decode().split()
+        published = self._store.compare_set(f"{base}/facts", "", f"{digest} {rank}")
+        first = _digest_and_rank(_text(published))
         if rank == 0 or first == [digest, str(rank)] or first[0] != digest:
             self._store.set(f"{base}/facts/{rank}", text)
         return "" if first[0] == digest else digest
@@ -246,22 +292,31 @@ class Agreement:
     def _decide(self, base: str, remedy: Remedies) -> dict[str, Any]:
         """With all reports there: the error of the lowest rank, else the first difference."""
         if not self._store.check([f"{base}/reports"]):
-            return {"error": None, "code": 0}
-        reports = [json.loads(line) for line in self._store.get(f"{base}/reports").splitlines()]
-        failed = [report for report in reports if "error" in report]
+            return {"error": "", "code": 0}
+        reports = []
+        for line in self._store.get(f"{base}/reports").splitlines():
+            with suppress(ParseError):
+                reports.append(Report.parse(line))
+        failed = [report for report in reports if report.error]
         if failed:
-            first = min(failed, key=lambda report: report["rank"])
-            where = f"rank {first['rank']}: " if self._topology.world_size > 1 else ""
-            return {**first, "error": where + first["error"]}
-        common, holder = self._store.get(f"{base}/facts").decode().split()
-        digests = {report["rank"]: report["digest"] for report in reports}
+            first = min(failed, key=lambda report: report.rank)
+            where = f"rank {first.rank}: " if self._topology.world_size > 1 else ""
+            return {"error": where + first.error, "code": first.code, "kind": first.kind}
+        if not any(report.digest for report in reports):
+            return {"error": "", "code": 0}
+        common, holder = _digest_and_rank(peek(self._store, f"{base}/facts"))
+        digests = {report.rank: report.digest for report in reports}
         expected = digests.get(0, common)
         ranks = range(1, self._topology.world_size)
-        rank = next(rank for rank in ranks if digests.get(rank, common) != expected)
-        ours = json.loads(self._store.get(f"{base}/facts/0"))
-        theirs = json.loads(self._store.get(f"{base}/facts/{rank if rank in digests else holder}"))
+        rank = next((rank for rank in ranks if digests.get(rank, common) != expected), 0)
+        ours = parse_table(peek(self._store, f"{base}/facts/0"))
+        theirs = parse_table(
+            peek(self._store, f"{base}/facts/{rank if rank in digests else holder}")
+        )
         # The first in the order in which the phase compares them: later ones may follow from it.
-        name = next(n for n in (ours | theirs) if ours.get(n) != theirs.get(n))
+        name = next((n for n in (ours | theirs) if ours.get(n) != theirs.get(n)), None)
+        if name is None:
+            raise ParseError("is no difference")
         text = (
             f"ranks differ in {name}: {ours.get(name)!r} on rank 0, {theirs.get(name)!r} on rank "
             f"{rank}"
@@ -271,7 +326,7 @@ class Agreement:
 
     def _await_verdict(
         self, base: str, phase: str, attendance: Attendance, remedy: Remedies
-    ) -> dict[str, Any]:
+    ) -> Report:
         """Returns early where a rank fails instead of arriving (`post_fault`)."""
         key = f"paceline/verdict/{self._number}"
         # Rank 0 gives up first: its verdict names who is missing.
@@ -282,8 +337,7 @@ class Agreement:
                 self._publish_verdict(self._number, late)
         else:
             self._await_key(key, phase)
-        found: dict[str, Any] = json.loads(peek(self._store, key))
-        return found
+        return Report.parse(peek(self._store, key))
 
     def _polled(self, key: str) -> bool:
         clock, pause_s = ActiveClock(), _FIRST_PAUSE_S
@@ -334,15 +388,15 @@ class Agreement:
         phase too, for the ranks that wait in it for this one."""
         report = json.dumps({"rank": self._topology.rank, **_as_report(error)})
         # Where the store is gone with its host no rank can read it, and the error itself counts.
-        with suppress(RuntimeError):
-            first = self._agreed(json.loads(self._store.compare_set(_FAULT, "", report)))
+        with suppress(RuntimeError, ParseError):
+            first = self._agreed(self._store.compare_set(_FAULT, "", report))
             verdict = _as_report(first)
             self._publish_verdict(self._number + 1, verdict)
 
-    def _agreed(self, report: Mapping[str, Any]) -> AgreedError:
-        where = f"rank {report['rank']}: " if self._topology.world_size > 1 else ""
-        kind = report.get("kind", "")
-        return AgreedError.of_kind(kind, where + report["error"], report["code"])
+    def _agreed(self, text: bytes) -> AgreedError:
+        report = Report.parse(text)
+        where = f"rank {report.rank}: " if self._topology.world_size > 1 else ""
+        return AgreedError.of_kind(report.kind, where + report.error, report.code)
 
     def read_fault(self, wait_s: float = 0.0) -> AgreedError | None:
         """The error that some rank published, if any; waits up to `wait_s` for one."""
@@ -351,15 +405,15 @@ class Agreement:
                 self._store.wait([_FAULT], timedelta(seconds=wait_s))
             elif not self._store.check([_FAULT]):
                 return None
-            return self._agreed(json.loads(self._store.get(_FAULT)))
-        except RuntimeError:  # nothing came, or the store went away with its host
+            return self._agreed(self._store.get(_FAULT))
+        except (RuntimeError, ParseError):  # nothing came, or the store went away with its host
             return None
 
     def first_suspect(self, suspect: str) -> str:
         """Who is gone according to the first rank whose connection broke. Ranks that leave next break
         other connections in turn, and would be blamed for it."""
         try:
-            return bytes(self._store.compare_set(_SUSPECT, "", suspect)).decode() or suspect
+            return _text(self._store.compare_set(_SUSPECT, "", suspect)) or suspect
         except RuntimeError:
             return suspect
 
@@ -367,7 +421,7 @@ class Agreement:
         """What another rank has found already, or an empty string."""
         try:
             if self._store.check([_SUSPECT]):
-                return bytes(self._store.get(_SUSPECT)).decode()
+                return _text(self._store.get(_SUSPECT))
         except RuntimeError:
             pass
         return ""

@@ -13,12 +13,13 @@ import time
 
 from torch.distributed.distributed_c10d import Store
 
-from paceline.comm.agreement import AgreedError, Agreement
+from paceline.comm.agreement import AgreedError, Agreement, Report
 from paceline.comm.job import rank_hosts_store
 from paceline.comm.progress import RankProgress
 from paceline.comm.store import names_from_files
 from paceline.core.errors import CommError
 from paceline.core.topology import Topology
+from paceline.core.untrusted import ParseError
 
 _VERDICT = "paceline/watchdog/verdict"
 _READER = "paceline/watchdog/reader"
@@ -162,7 +163,9 @@ class HeartbeatChannel:
             self.unanswered = self._agreement.missing_in_roll()
         if self.reads and self.reads_progress:
             keys = [self._key(rank) for rank in range(self._size)]
-            self.heartbeats = dict(enumerate(map(_parse, self._store.multi_get(keys))))
+            read = enumerate(map(_parse, self._store.multi_get(keys)))
+            known = {rank: beat for rank, beat in read if beat is not None}
+            self.heartbeats = {**self.heartbeats, **known}
             self.left = self._agreement.left()
         if self.reads_fault:
             self.fault = self._agreement.read_fault()
@@ -175,10 +178,13 @@ class HeartbeatChannel:
             self._agreement.answer_roll()
             self._answered_roll = True
         if self._store.check([_VERDICT]):
-            found = json.loads(self._store.get(_VERDICT))
-            if found["error"] == f"rank {self._rank}: {self._proposal}":
+            try:
+                found = Report.parse(self._store.get(_VERDICT))
+            except ParseError:  # a stranger's
+                return
+            if found.error == f"rank {self._rank}: {self._proposal}":
                 self.verdict_here = self._proposal
-            self.verdict = AgreedError(found["error"], found["code"])
+            self.verdict = AgreedError(found.error, found.code)
             # Last: after this the store's host may end at once, and the store with it.
             self._store.set(self._read_key(self._rank), "")
 
@@ -189,7 +195,7 @@ class HeartbeatChannel:
         mine, now = f"{self._rank} {self.answers}", time.monotonic()
         stale = now - self._claim_seen_s > _STALE_BEATS * self._beat_s
         replaces = self._claim if self.reads or stale else ""
-        found = self._store.compare_set(_READER, replaces, mine).decode()
+        found = self._store.compare_set(_READER, replaces, mine).decode(errors="replace")
         if found != self._claim:
             self._claim, self._claim_seen_s = found, now
         return found == mine
@@ -205,7 +211,11 @@ class HeartbeatChannel:
         return f"paceline/watchdog/heard/{rank}"
 
 
-def _parse(heartbeat: bytes) -> tuple[int, RankProgress]:
-    """The number of the beat, which shows that the sender is alive, and its progress."""
-    number, _, text = heartbeat.decode().partition(" ")
-    return int(number), RankProgress.from_text(text)
+def _parse(heartbeat: bytes) -> tuple[int, RankProgress] | None:
+    """The number of the beat, which shows that the sender is alive, and its progress; None for what no
+    rank has written."""
+    number, _, text = heartbeat.decode(errors="replace").partition(" ")
+    try:
+        return int(number), RankProgress.from_text(text)
+    except ValueError:
+        return None

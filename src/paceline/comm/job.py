@@ -24,8 +24,13 @@ from typing import Any, NamedTuple
 from torch.distributed.distributed_c10d import Store
 
 from paceline.core.topology import Topology
+from paceline.core.untrusted import ParseError, is_count, parse_json
 
 _NAMED_SETTINGS = 3
+# Of what is read from the store: far more than any job has.
+_MOST_RANKS = 1 << 20
+_LONGEST_NAME = 1000
+_MOST_HOST_BYTES = 64 << 20
 # By launcher: the first of these variables that is set identifies the job.
 _ID_VARIABLES = {
     "torchrun": ("TORCHELASTIC_RUN_ID",),
@@ -70,8 +75,21 @@ class JobIdentity:
         return asdict(self)
 
     @classmethod
-    def from_table(cls, table: Mapping[str, Any]) -> JobIdentity:
-        return cls(**table)
+    def from_table(cls, table: object) -> JobIdentity:
+        """The inverse of `to_table`. Raises ParseError for anything else: others can write to the store
+        too."""
+        if not isinstance(table, dict) or table.keys() != cls.__dataclass_fields__.keys():
+            raise ParseError("is no job")
+        found = cls(**table)
+        texts = (found.launcher, found.job_id, found.host)
+        if (
+            not all(isinstance(text, str) and len(text) <= _LONGEST_NAME for text in texts)
+            or not is_count(found.world_size, 1, _MOST_RANKS)
+            or not is_count(found.pid)
+            or not isinstance(found.settings, dict)
+        ):
+            raise ParseError("is no job")
+        return found
 
     @property
     def digest(self) -> str:
@@ -145,12 +163,31 @@ class RankHost(NamedTuple):
     def __str__(self) -> str:
         return f"{self.name} ({self.address})"
 
+    @classmethod
+    def from_list(cls, found: object) -> RankHost | None:
+        """None for anything but two short texts."""
+        if not isinstance(found, list) or len(found) != 2:
+            return None
+        if not all(isinstance(text, str) and len(text) <= _LONGEST_NAME for text in found):
+            return None
+        return cls(*found)
+
 
 def post_hosts(store: Store, hosts: Mapping[int, RankHost]) -> None:
     """On rank 0, in order of rank and compressed: every rank reads it."""
     in_order = [hosts[rank] for rank in sorted(hosts)]
     runs = [[*host, len(list(ranks))] for host, ranks in itertools.groupby(in_order)]
     store.set(_HOSTS_KEY, base64.b64encode(zlib.compress(json.dumps(runs).encode())).decode())
+
+
+def _is_run(run: object) -> bool:
+    """Returns True for a host's name, its address and its number of ranks."""
+    return (
+        isinstance(run, list)
+        and len(run) == 3
+        and RankHost.from_list(run[:2]) is not None
+        and is_count(run[2], 1, _MOST_RANKS)
+    )
 
 
 class RankHosts:
@@ -164,7 +201,17 @@ class RankHosts:
     @classmethod
     def read(cls, store: Store) -> RankHosts:
         # Ranks that have their place may come before rank 0 has posted it: `get` waits.
-        runs = json.loads(zlib.decompress(base64.b64decode(store.get(_HOSTS_KEY))))
+        try:
+            unpacked = zlib.decompressobj().decompress(
+                base64.b64decode(store.get(_HOSTS_KEY)), _MOST_HOST_BYTES
+            )
+        except (ValueError, zlib.error):
+            raise ParseError("is no list of hosts") from None
+        runs = parse_json(unpacked)
+        if not isinstance(runs, list) or not all(map(_is_run, runs)):
+            raise ParseError("is no list of hosts")
+        if sum(n for *_, n in runs) > _MOST_RANKS:
+            raise ParseError("has too many ranks")
         return cls([RankHost(name, address) for name, address, n in runs for _ in range(n)])
 
     @classmethod

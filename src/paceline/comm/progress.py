@@ -18,6 +18,7 @@ from typing import Any
 from paceline.comm.job import RankHost, RankHosts, format_ranks
 from paceline.core.errors import CommError
 from paceline.core.units import format_bytes
+from paceline.core.untrusted import ParseError, is_count, parse_table
 
 _NAMED_TENSORS = 3
 _NAMED_RANKS = 8
@@ -118,7 +119,17 @@ class RankProgress:
 
     @classmethod
     def from_text(cls, text: str) -> RankProgress:
-        return cls(**json.loads(text))
+        """Raises ParseError for a text that no rank has written."""
+        table = parse_table(text)
+        numbers = ("step", "begun", "ended", "calls")
+        if (
+            table.keys() != cls.__dataclass_fields__.keys()
+            or not all(is_count(table[name], -1) for name in numbers)
+            or not isinstance(table["call"], str)
+            or type(table["computes"]) is not bool
+        ):
+            raise ParseError("is no progress")
+        return cls(**table)
 
 
 class ProgressBoard(ExchangeObserver):

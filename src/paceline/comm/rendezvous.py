@@ -17,19 +17,23 @@ An agent keeps its store when it restarts the ranks, with everything the last at
 on several nodes may count restarts differently. Greetings of dead ranks are answered too, but only live
 ranks take their places. In an agent's store the published job may be that of an earlier attempt with
 another number of ranks, so there only the job's id counts; a store hosted by rank 0 is always new.
+
+Anybody who reaches the port can write to the store. What is read from it is checked, and greetings that
+no rank has written are ignored; ranks without an answer greet again.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -47,6 +51,7 @@ from paceline.comm.store import forget_store, store_of_job
 from paceline.core.errors import CommError
 from paceline.core.host import DeferredEnd, no_thread
 from paceline.core.topology import Topology
+from paceline.core.untrusted import ParseError, is_count, parse_table
 
 _LOBBY = "paceline-lobby"
 _JOB = f"{_LOBBY}/job"
@@ -65,6 +70,11 @@ _REFUSAL_WAIT_S = 5.0
 _DISMISS_S = 3.0
 # The same if a rank was asked to end while others may still start.
 _EARLY_S = 5.0
+# Of a greeting: many times what all settings take.
+_LONGEST_GREETING = 1 << 20
+_TOKEN = re.compile(r"[0-9a-f]{32}")
+_SIGNAL = re.compile(r"(SIG[A-Z0-9]{1,12})?")
+_LARGEST_COUNT = 1 << 62
 _COMPLETE = "all of its ranks have joined already"
 
 
@@ -116,6 +126,12 @@ def meet(
     except CommError:
         forget_store(topology)
         raise
+    except ParseError as error:
+        forget_store(topology)
+        raise CommError(
+            f"rank {topology.rank} has read a message at {where} that no rank has written ({error})",
+            "let only the ranks of the job reach MASTER_PORT, or choose another port",
+        ) from error
     except (RuntimeError, ValueError, OSError) as error:
         forget_store(topology)
         raise CommError(*explain(where, topology, error, timeout_s)) from error
@@ -134,6 +150,39 @@ def _restart_count() -> int:
     return int(text) if text.isdecimal() else 0
 
 
+class Greeting(NamedTuple):
+    """What a rank writes to join."""
+
+    token: str
+    rank: int
+    restarts: int
+    at: RankHost
+    job: JobIdentity
+    # The signal that asked the rank to end, or "".
+    leaves: str
+
+    @classmethod
+    def parse(cls, text: bytes) -> Greeting:
+        """Raises ParseError for a text that no rank has written."""
+        if len(text) > _LONGEST_GREETING:
+            raise ParseError("is too long")
+        table = parse_table(text)
+        token, rank, restarts = (table.get(name) for name in ("token", "rank", "restarts"))
+        at, job = RankHost.from_list(table.get("at")), JobIdentity.from_table(table.get("job"))
+        leaves = table.get("leaves", "")
+        if (
+            not isinstance(token, str)
+            or not _TOKEN.fullmatch(token)
+            or not is_count(rank)
+            or not is_count(restarts)
+            or at is None
+            or not isinstance(leaves, str)
+            or not _SIGNAL.fullmatch(leaves)
+        ):
+            raise ParseError("is no greeting")
+        return cls(token, rank, restarts, at, job, leaves)
+
+
 class _JoiningRank:
     """Any rank but 0."""
 
@@ -147,9 +196,13 @@ class _JoiningRank:
 
     def join(self, timeout_s: float, clock: ActiveClock) -> str:
         """The attempt's name, from rank 0, once this rank has its place in it."""
-        rank = self._topology.rank
-        self._leave_if_asked()
-        token = self._greet()
+        token, rank = uuid.uuid4().hex, self._topology.rank
+        greeting = {
+            "token": token, "rank": rank, "restarts": _restart_count(),
+            "at": list(self._here), "job": self._job.to_table(),
+        }  # fmt: skip
+        self._leave_if_asked(greeting)
+        self._greet(greeting)
         answer_key = f"{_LOBBY}/answer/{token}"
         try:
             self._check_job()
@@ -157,26 +210,29 @@ class _JoiningRank:
             # Rank 0 fails for the same reason; then this rank has the line that all others have.
             if not came(self._store, answer_key, _REFUSAL_WAIT_S):
                 raise
-            answer = json.loads(peek(self._store, answer_key))
+            answer = parse_table(peek(self._store, answer_key))
             if "failed" in answer:
                 raise PeerError.from_agreed(
-                    AgreedError(answer["failed"], refusal.exit_code)
+                    AgreedError(str(answer["failed"]), refusal.exit_code)
                 ) from refusal
             raise
         while not came(self._store, answer_key, min(self._wait_s, timeout_s)):
             self._check_job()
-            self._leave_if_asked()
+            self._leave_if_asked(greeting)
             if clock.now_s() > timeout_s:
                 raise TimeoutError("rank 0 did not answer")
-        answer = json.loads(peek(self._store, answer_key))
+            self._greet(greeting)  # a stranger may have hidden the first one
+        answer = parse_table(peek(self._store, answer_key))
         if "failed" in answer:
-            raise PeerError.from_agreed(AgreedError(answer["failed"], CommError("").exit_code))
+            raise PeerError.from_agreed(AgreedError(str(answer["failed"]), CommError("").exit_code))
         if "refused" in answer:
-            raise self._refusal(JobIdentity.from_table(answer["job"]), answer["refused"])
-        name = str(answer["name"])
+            raise self._refusal(JobIdentity.from_table(answer.get("job")), str(answer["refused"]))
+        name = answer.get("name")
+        if not isinstance(name, str) or not _TOKEN.fullmatch(name):
+            raise ParseError("is no answer")
         place = f"{_LOBBY}/in/{name}/{rank}"
         if self._store.compare_set(place, "", token).decode() != token:
-            there = JobIdentity.from_table(json.loads(self._store.get(_JOB))["job"])
+            there = JobIdentity.from_table(parse_table(self._store.get(_JOB)).get("job"))
             raise self._refusal(there, f"it has another process as rank {rank}")
         _take_place(self._store, name, self._topology)
         # What goes wrong from here on is found by the agreement that follows.
@@ -184,24 +240,17 @@ class _JoiningRank:
             while self._end.active and clock.now_s() <= timeout_s:
                 if came(self._store, f"{_LOBBY}/in/{name}/all", min(self._wait_s, timeout_s)):
                     break
-                self._leave_if_asked()
+                self._leave_if_asked(greeting)
         return name
 
-    def _greet(self, **more: str) -> str:
-        """Returns the token of the greeting."""
-        token = uuid.uuid4().hex
-        greeting = {
-            "token": token, "rank": self._topology.rank, "restarts": _restart_count(),
-            "at": list(self._here), "job": self._job.to_table(), **more,
-        }  # fmt: skip
+    def _greet(self, greeting: Mapping[str, Any]) -> None:
         number = self._store.add(_COUNT, 1)
         self._store.set(f"{_LOBBY}/greeting/{number}", json.dumps(greeting))
-        return token
 
-    def _leave_if_asked(self) -> None:
-        """Tells rank 0, which tells the others."""
+    def _leave_if_asked(self, greeting: Mapping[str, Any]) -> None:
+        """Tells rank 0 about a signal, which tells the others."""
         if self._end.received is not None:
-            self._greet(leaves=self._end.received.name)
+            self._greet({**greeting, "leaves": self._end.received.name})
             raise ended_early(self._end.received.name)
 
     def _check_job(self) -> None:
@@ -209,17 +258,21 @@ class _JoiningRank:
         text = peek(self._store, _JOB)
         if not text:
             return
-        published = json.loads(text)
-        job = JobIdentity.from_table(published["job"])
-        if published["agent"]:
+        try:
+            published = parse_table(text)
+            job = JobIdentity.from_table(published.get("job"))
+        except ParseError:  # a stranger's; the answer decides
+            return
+        agent, complete = published.get("agent") is True, published.get("complete") is True
+        if agent:
             conflict = "their job ids differ" if job.same_id(self._job) is False else ""
         else:
             conflict = job.conflict(self._job)
-            if not conflict and published["complete"]:
+            if not conflict and complete:
                 conflict = _COMPLETE
         if conflict:
             refusal = self._refusal(job, conflict)
-            if not published["agent"] and not published["complete"] and _is_same(job, self._job):
+            if not agent and not complete and _is_same(job, self._job):
                 raise _StartedOtherwiseError(refusal.cause, refusal.remedy)
             raise refusal
 
@@ -285,8 +338,11 @@ class _Coordinator:
             self._answer_all(clock)
             if self._end.received is not None:
                 raise ended_early(self._end.received.name)
-            if clock.now_s() > timeout_s and (missing := self._missing()):
-                raise CommError(*self._absent(missing, timeout_s))
+            if clock.now_s() > timeout_s:
+                if missing := self._missing():
+                    raise CommError(*self._absent(missing, timeout_s))
+                # The last rank has not published it, or a stranger has changed the count.
+                self._store.set(all_in, "")
             if self._refused and clock.now_s() > self._refused_s + _REFUSED_S:
                 wrong = sorted(set(self._missing()) & self._refused.keys())
                 if wrong:
@@ -340,12 +396,28 @@ class _Coordinator:
 
     def _answers(self, clock: ActiveClock) -> dict[str, str]:
         """To all greetings that have come since the last call, by key."""
-        came = self._store.add(_COUNT, 0)
-        self._unread |= set(range(self._read + 1, came + 1))
-        self._read = came
-        return dict(self._answer(greeting, clock) for greeting in self._new_greetings())
+        self._note_new(self._count())
+        found = [self._answer(greeting, clock) for greeting in self._new_greetings()]
+        return dict(filter(None, found))
 
-    def _new_greetings(self) -> list[dict[str, Any]]:
+    def _count(self) -> int:
+        """How many greetings were announced. Repairs a counter that a stranger has overwritten."""
+        text = peek(self._store, _COUNT) or "0"
+        if re.fullmatch(r"-?[0-9]{1,19}", text) and abs(int(text)) < _LARGEST_COUNT:
+            return int(text)
+        self._store.set(_COUNT, "0")
+        return 0
+
+    def _note_new(self, count: int) -> None:
+        """If a stranger has moved the counter, looks at the numbers before and after the jump only."""
+        most = 2 * self._topology.world_size + 64
+        if count != self._read:
+            self._unread |= set(range(self._read + 1, min(count, self._read + most) + 1))
+            self._unread |= set(range(max(count - most, min(self._read, count - 1)) + 1, count + 1))
+            self._unread = set(sorted(self._unread)[-4 * most :])
+        self._read = count
+
+    def _new_greetings(self) -> list[bytes]:
         """In as few requests as possible. A greeting is counted first and written a moment later, or
         never, where its rank has died."""
         numbers = sorted(self._unread)
@@ -355,17 +427,21 @@ class _Coordinator:
         if not keys:
             return []
         self._unread -= {int(key.rpartition("/")[2]) for key in keys}
-        return [json.loads(text) for text in self._store.multi_get(keys)]
+        return list(self._store.multi_get(keys))
 
-    def _answer(self, greeting: dict[str, Any], clock: ActiveClock) -> tuple[str, str]:
-        """Key and answer."""
-        theirs, rank = JobIdentity.from_table(greeting["job"]), greeting["rank"]
+    def _answer(self, text: bytes, clock: ActiveClock) -> tuple[str, str] | None:
+        """Key and answer; None for a greeting that no rank has written."""
+        try:
+            greeting = Greeting.parse(text)
+        except ParseError:
+            return None
+        theirs, rank = greeting.job, greeting.rank
         conflict = self._job.conflict(theirs)
         if not conflict:
             self._answered.add(rank)
             # An agent's store also has greetings of earlier attempts.
-            if "leaves" in greeting and greeting["restarts"] >= _restart_count():
-                self._leaving[rank] = str(greeting["leaves"])
+            if greeting.leaves and greeting.restarts >= _restart_count():
+                self._leaving[rank] = greeting.leaves
         if self._complete and not conflict:
             conflict = _COMPLETE
         answer: dict[str, Any] = {"refused": conflict, "job": self._job.to_table()}
@@ -373,9 +449,11 @@ class _Coordinator:
             answer = {"failed": f"rank 0: {self._failure}"}
         elif self._complete or self._failure:
             pass
+        elif not conflict and not 0 < rank < self._topology.world_size:
+            return None
         elif not conflict:
-            self._hosts[rank] = RankHost(*greeting["at"])
-            self.restarts = max(self.restarts, greeting["restarts"])
+            self._hosts[rank] = greeting.at
+            self.restarts = max(self.restarts, greeting.restarts)
             answer = {"name": self._name}
         elif not self._agent_hosts and self._job.same_id(theirs) is not False:
             # Perhaps a rank of this job that was started with other settings. In an agent's store it may
@@ -384,7 +462,7 @@ class _Coordinator:
             if _is_same(self._job, theirs):
                 self._refuses.append(rank)
                 answer = {"failed": f"rank 0: {self._mismatch(self._refuses[0])}"}
-        return f"{_LOBBY}/answer/{greeting['token']}", json.dumps(answer)
+        return f"{_LOBBY}/answer/{greeting.token}", json.dumps(answer)
 
     def _send(self, answers: Mapping[str, str]) -> None:
         if answers:

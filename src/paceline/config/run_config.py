@@ -18,6 +18,7 @@ from paceline.comm.settings import CommSettings
 from paceline.config.settings import EQUAL_SHARES, CheckpointSettings, RunSettings
 from paceline.config.trust import check_trust
 from paceline.core.errors import ConfigError, nearest
+from paceline.core.files import read_regular
 from paceline.core.settings import flatten, from_table, to_table
 from paceline.core.untrusted import ParseError, parse_toml
 from paceline.data import DataSettings
@@ -229,16 +230,16 @@ def read_recipe(name: str) -> Tables:
     path = RECIPES / f"{name}.toml"
     if name not in recipe_names():
         path = Path(name)
-        if path.suffix != ".toml" and not path.is_file():
+        if path.suffix != ".toml" and not path.exists():
             raise ConfigError("recipe", name, "unknown", nearest(name, recipe_names()))
     try:
-        tables = parse_toml(path.read_bytes())
+        tables = parse_toml(read_regular(path))
     except FileNotFoundError:
         raise ConfigError(
             "recipe", name, "no such file", "shipped: " + ", ".join(recipe_names())
         ) from None
     except OSError as error:
-        raise ConfigError("recipe", name, f"cannot be read ({error})") from None
+        raise ConfigError("recipe", name, f"cannot be read ({error.strerror})") from None
     except ParseError as error:
         raise ConfigError("recipe", name, f"is not TOML: {error}", "fix that line") from None
     tables.setdefault("run", {})

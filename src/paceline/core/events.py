@@ -15,10 +15,12 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from paceline.core.errors import DataError
+from paceline.core.files import open_regular
 from paceline.core.untrusted import ParseError, parse_json
 
 
@@ -191,6 +193,10 @@ class Observer(Protocol):
     def close(self) -> None: ...
 
 
+# A longer one is damaged: no event comes near.
+_LONGEST_LINE = 64 << 20
+
+
 class JsonlWriter:
     """Appends events to a file, each as a whole line at once, so that a kill loses no earlier one.
 
@@ -287,8 +293,8 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
     Any other line that is not one JSON object with an `event` raises a `DataError` that names it.
     """
     # As bytes: only "\n" ends a line here, and a cut line may end inside a character.
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+    with open_regular(path) as lines:
+        for number, line in enumerate(iter(partial(lines.readline, _LONGEST_LINE), b""), start=1):
             if not line.endswith(b"\n"):
                 return
             yield parse_event(line, path, number)

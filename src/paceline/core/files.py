@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,8 +18,45 @@ from typing import BinaryIO
 _TOKEN_BYTES = 8
 # What whole files are called while they are written; a killed process leaves such.
 LEFTOVERS = f".*.{'[0-9a-f]' * 2 * _TOKEN_BYTES}.tmp"
+# No document and no encoded image is larger; reading one must not take all memory.
+LARGEST_BYTES = 1 << 30
 # A directory that may not be read, or a file system that cannot sync one: the rename is as good as it is.
 _NO_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EACCES})
+
+
+def regular_descriptor(path: Path | str) -> int:
+    """Opens a regular file to read; symbolic links are followed.
+
+    Raises OSError for anything else: reading a pipe waits for a writer, and a device may have no end.
+    """
+    # Without O_NONBLOCK, opening a pipe waits too.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def open_regular(path: Path | str, most_bytes: int | None = None) -> BinaryIO:
+    """Opens a regular file of at most `most_bytes`, as `regular_descriptor` does."""
+    file = os.fdopen(regular_descriptor(path), "rb")
+    if most_bytes is not None and os.fstat(file.fileno()).st_size > most_bytes:
+        file.close()
+        raise OSError(errno.EFBIG, f"larger than {most_bytes >> 20} MiB", str(path))
+    return file
+
+
+def read_regular(path: Path | str, most_bytes: int | None = LARGEST_BYTES) -> bytes:
+    """Reads a regular file of at most `most_bytes`. Raises OSError, with the reason in `strerror`, for
+    everything else, also for a file that is larger than memory."""
+    with open_regular(path, most_bytes) as file:
+        try:
+            return file.read()
+        except MemoryError:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), str(path)) from None
 
 
 @contextmanager

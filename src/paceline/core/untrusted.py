@@ -1,9 +1,10 @@
 """Text and documents that come from outside: file names, TOML, JSON.
 
-`printable` makes a name safe for a terminal and a page. `parse_toml` and `parse_json` raise `ParseError`,
-and nothing else, for bytes that are no such document: the libraries also raise `RecursionError` for deep
-nesting and a plain `ValueError` for integers of thousands of digits. `is_count` and `is_finite` reject
-what TOML and JSON allow but no setting means: NaN, infinities, booleans, numbers beyond 64 bits.
+`printable` makes a name safe for a terminal and a page. `parse_toml`, `parse_json` and `parse_table`
+raise `ParseError`, and nothing else, for bytes that are no such document: the libraries also raise
+`RecursionError` for deep nesting and a plain `ValueError` for integers of thousands of digits. `is_count`
+and `is_finite` reject what TOML and JSON allow but no setting means: NaN, infinities, booleans, numbers
+beyond 64 bits.
 """
 
 from __future__ import annotations
@@ -81,6 +82,15 @@ def parse_json(content: bytes) -> Any:
         raise ParseError(_NESTING) from None
     except ValueError as error:
         raise ParseError(_reason(error)) from None
+
+
+def parse_table(content: bytes | str) -> dict[str, Any]:
+    """Parses a JSON object of text keys, such as a message of another process."""
+    # A lone surrogate cannot be encoded, and stands for bytes that are no text.
+    found = parse_json(content.encode(errors="replace") if isinstance(content, str) else content)
+    if not isinstance(found, dict):
+        raise ParseError("is no table")
+    return found
 
 
 def _checked(tree: Any) -> Any:

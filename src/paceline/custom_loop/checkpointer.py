@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from paceline.comm.process_groups import all_gather_json
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError
-from paceline.core.files import open_part, part_path, sync_directory
+from paceline.core.files import open_part, part_path, read_regular, sync_directory
 from paceline.core.untrusted import ParseError, is_count, parse_json
 from paceline.custom_loop.context import agreed, several_ranks
 from paceline.custom_loop.state_tree import (
@@ -40,6 +40,7 @@ from paceline.custom_loop.state_tree import (
     reference,
     tensors_of,
 )
+from paceline.models import load_tensors
 from paceline.train.checkpoint import content_hash, set_aside
 
 _FORMAT = "paceline-own-loop"
@@ -266,7 +267,7 @@ def _read(path: Path, rank: int, world: int) -> tuple[int, dict[str, Any]]:
 
 def _manifest(path: Path) -> dict[str, Any]:
     try:
-        found = parse_json((path / "manifest.json").read_bytes())
+        found = parse_json(read_regular(path / "manifest.json"))
     except OSError as error:
         raise _DamagedError(f"{path} is damaged: manifest.json: {error.strerror}") from None
     except ParseError as error:
@@ -289,7 +290,7 @@ def _load_file(path: Path, manifest: dict[str, Any], rank: int) -> Any:
     name = f"rank-{rank}.pt"
     entry = manifest["files"].get(name)
     try:
-        content = (path / name).read_bytes()
+        content = read_regular(path / name, most_bytes=None)
     except OSError as error:
         raise _DamagedError(f"{path} is damaged: {name}: {error.strerror}") from None
     digest = hashlib.sha256(content).hexdigest()
@@ -298,7 +299,7 @@ def _load_file(path: Path, manifest: dict[str, Any], rank: int) -> Any:
     ):  # fmt: skip
         raise _DamagedError(f"{path} is damaged: {name} does not match its SHA-256")
     try:
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        return load_tensors(io.BytesIO(content))
     except Exception as error:  # noqa: BLE001  (unpickling foreign bytes can raise anything)
         reason = type(error).__name__
         raise _DamagedError(f"{path} is damaged: {name} cannot be read ({reason})") from None

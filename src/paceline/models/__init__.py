@@ -17,16 +17,19 @@ if TYPE_CHECKING:
         check_model_name,
         register_model,
     )
+    from paceline.models.tensor_file import TensorFileError, load_tensors
 
 __all__ = [
     "MODEL_NAMES",
     "AlexNet",
     "ModelSettings",
     "SmallResNet",
+    "TensorFileError",
     "check_model_name",
     "create_model",
     "fuse_norms",
     "load_pretrained",
+    "load_tensors",
     "named_roles",
     "parameter_groups",
     "register_model",
@@ -38,10 +41,12 @@ __getattr__, __dir__ = lazy_exports(
         "AlexNet": "alexnet",
         "ModelSettings": "settings",
         "SmallResNet": "resnet",
+        "TensorFileError": "tensor_file",
         "check_model_name": "settings",
         "create_model": "registry",
         "fuse_norms": "resnet",
         "load_pretrained": "pretrained",
+        "load_tensors": "tensor_file",
         "named_roles": "registry",
         "parameter_groups": "registry",
         "register_model": "settings",

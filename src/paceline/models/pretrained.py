@@ -13,13 +13,16 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from paceline.core.errors import CheckpointError
+from paceline.core.files import open_regular
 from paceline.models.alexnet import AlexNet
+from paceline.models.tensor_file import TensorFileError, load_tensors
 
 # Keys under which checkpoints of other programs hold the weights; averaged ones first, as timm does.
 _WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state", "weights")
@@ -79,12 +82,13 @@ def load_pretrained(model: nn.Module, path: Path) -> list[str]:
 def _read_wrapped(path: Path) -> tuple[StateDict, str]:
     """The tensors by key, without the prefixes of DDP and torch.compile, and the key under which the file
     holds them, if any."""
-    if not path.is_file():
+    try:
+        with open_regular(path) as file:
+            content = _read(path, file)
+    except (FileNotFoundError, IsADirectoryError):
         raise CheckpointError(
             f"{path} is not a file", "give the path of a .pth, .pt or .safetensors file"
-        )
-    try:
-        content = _read(path)
+        ) from None
     except Exception as problem:  # unpickling damaged bytes can raise anything
         raise CheckpointError(
             f"{path} cannot be read as weights: {_reason(path, problem)}",
@@ -99,6 +103,8 @@ def _reason(path: Path, problem: Exception) -> str:
     foreign = re.search(r"Unsupported global: GLOBAL (\S+)", str(problem))
     if foreign:
         return f"it contains objects of {foreign[1]} besides tensors"
+    if isinstance(problem, TensorFileError):
+        return str(problem)
     if isinstance(problem, MemoryError):
         return "it needs more memory than is available"
     if isinstance(problem, OSError) and problem.strerror:
@@ -106,14 +112,14 @@ def _reason(path: Path, problem: Exception) -> str:
     return "it is empty" if path.stat().st_size == 0 else "it is damaged or not a weights file"
 
 
-def _read(path: Path) -> object:
+def _read(path: Path, file: BinaryIO) -> object:
     if path.suffix == ".safetensors":
         return load_file(path, device="cpu")
     # torchvision's reference scripts store their argparse Namespace, which is safe to load.
     with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
         # Loading files from before torch 1.6 emits deprecation warnings.
         warnings.simplefilter("ignore")
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return load_tensors(file)
 
 
 def _unwrap(content: object, path: Path, wrapper: str = "") -> tuple[StateDict, str]:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from paceline.core.files import whole_file
+from paceline.core.files import read_regular, whole_file
 from paceline.core.untrusted import parse_json
 from paceline.models import cudnn_graphs
 from paceline.models.cudnn_graphs import CudnnError
@@ -263,7 +263,7 @@ def _times_file(path: Path) -> Path:
 def _read(path: Path) -> dict[str, Any]:
     """What can be read: choices that are lost are made again."""
     try:
-        found = parse_json(path.read_bytes())
+        found = parse_json(read_regular(path))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -19,6 +19,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.core.errors import ConfigError, nearest
+from paceline.core.files import read_regular
 from paceline.core.settings import from_table
 from paceline.core.topology import RANKS_LIMIT
 from paceline.core.untrusted import LONGEST_S, ParseError, one_line, parse_toml
@@ -317,7 +318,7 @@ def own_accelerator(path: Path) -> Accelerator:
     """The one accelerator of a user's file. ConfigError for a file that cannot be read, or that has
     figures which no chip has."""
     try:
-        tables = parse_toml(path.read_bytes())
+        tables = parse_toml(read_regular(path))
     except OSError as error:
         problem, remedy = f"cannot be read ({error.strerror})", "check the path"
         raise ConfigError("--gpu", str(path), problem, remedy) from None

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import tomli_w
 
 from paceline.core.errors import ConfigError, nearest
+from paceline.core.files import read_regular
 from paceline.core.settings import convert, from_table
 from paceline.core.topology import RANKS_LIMIT
 from paceline.core.untrusted import (
@@ -343,7 +344,7 @@ class PlanFile:
         """`setting` names the file in errors. Unreadable, foreign and incomplete files fail in one line
         each."""
         try:
-            tables = parse_toml(path.read_bytes())
+            tables = parse_toml(read_regular(path))
         except OSError as error:
             problem, remedy = f"cannot be read ({error.strerror})", "check the path"
             raise ConfigError(setting, str(path), problem, remedy) from None

@@ -21,6 +21,7 @@ from paceline.core.batch_range import (
     largest_batch_in_range,
 )
 from paceline.core.errors import ConfigError
+from paceline.core.files import read_regular
 from paceline.core.topology import RANKS_LIMIT
 from paceline.core.untrusted import ParseError, parse_json
 from paceline.plan.cluster import Accelerator, Cluster
@@ -344,7 +345,7 @@ def input_supply(
 def _bench_rate(path: Path) -> tuple[int, float]:
     """Workers and images/s of the fastest of our own rows in a file of `paceline bench input --json`."""
     try:
-        rows = parse_json(path.read_bytes())["rows"]
+        rows = parse_json(read_regular(path))["rows"]
         found = [
             (float(row["images_per_s"]), int(row["workers"]))
             for row in rows

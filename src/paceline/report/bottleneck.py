@@ -11,6 +11,7 @@ from statistics import median
 import numpy as np
 
 from paceline.core.errors import ConfigError
+from paceline.core.files import read_regular
 from paceline.core.host import NOTABLE_WAIT
 from paceline.core.units import format_duration, format_percent, text_of
 from paceline.core.untrusted import ParseError, is_count, is_finite, parse_json
@@ -295,7 +296,7 @@ def traced_buckets(path: Path) -> dict[int, float]:
     """Seconds of each bucket's exchange, from a trace: the median over steps of the time from the last
     rank's begin to the end. A rank that begins earlier only waits."""
     try:
-        events = parse_json(path.read_bytes())["traceEvents"]
+        events = parse_json(read_regular(path))["traceEvents"]
     except (OSError, ParseError, KeyError, TypeError):
         return {}
     begun: dict[tuple[int, int], float] = {}

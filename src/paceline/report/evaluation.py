@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from paceline.core.files import read_regular
 from paceline.core.units import count, format_percent, markup, text_of
 from paceline.core.untrusted import ParseError, is_count, is_finite, parse_json
 from paceline.report.html import scrolled
@@ -64,9 +65,7 @@ class Evaluation:
         """None where there is no such file, or none that can be used."""
         file = folder / EVALUATION_NAME
         try:
-            if file.stat().st_size > _LARGEST_FILE:
-                return None
-            found = parse_json(file.read_bytes())
+            found = parse_json(read_regular(file, _LARGEST_FILE))
         except (OSError, ParseError):
             return None
         if not isinstance(found, dict) or not is_count(found.get("step")):

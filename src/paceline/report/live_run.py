@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.core.errors import DataError, PacelineError
+from paceline.core.files import open_regular
 from paceline.core.untrusted import one_line
 from paceline.report.outcome import Efficiency, Outcome
 from paceline.report.records import RecordLog, finite, middle
@@ -37,7 +38,7 @@ class _Tail:
 
     def read_on(self) -> bool:
         """Whether there is anything new."""
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             status = os.fstat(file.fileno())
             identity, restarted = (status.st_dev, status.st_ino), False
             if identity != self.identity or status.st_size < self.offset:

@@ -20,6 +20,7 @@ import numpy as np
 
 from paceline.core.errors import DataError
 from paceline.core.events import parse_event, read_events
+from paceline.core.files import read_regular
 from paceline.core.units import text_of
 from paceline.core.untrusted import ParseError, is_count, parse_json, parse_toml
 from paceline.report.records import Floats, Ints, Record, Records, Steps, finite
@@ -276,7 +277,7 @@ def _read_summary(file: Path) -> Record | None:
     if not file.exists():
         return None
     try:
-        summary = parse_json(file.read_bytes())
+        summary = parse_json(read_regular(file))
     except ParseError as error:
         raise DataError(f"{file} is not JSON: {error}", "restore it, or delete it") from error
     if not isinstance(summary, dict):
@@ -288,6 +289,6 @@ def _read_config(file: Path) -> Record:
     if not file.exists():
         return {}
     try:
-        return parse_toml(file.read_bytes())
+        return parse_toml(read_regular(file))
     except ParseError as error:
         raise DataError(f"{file} is not TOML: {error}", "restore it, or delete it") from error

@@ -24,8 +24,15 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import CheckpointError
-from paceline.core.files import LEFTOVERS, part_path, sync_directory, whole_file
+from paceline.core.files import (
+    LEFTOVERS,
+    part_path,
+    read_regular,
+    sync_directory,
+    whole_file,
+)
 from paceline.core.untrusted import is_count
+from paceline.models import TensorFileError, load_tensors
 from paceline.version import __version__
 
 FORMAT = "paceline-checkpoint"
@@ -100,7 +107,8 @@ class Checkpoint:
 
     def to_bytes(self) -> memoryview:
         buffer = io.BytesIO()
-        table = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        whole = self.with_tensors(lambda value, _: _not_expanded(value))
+        table = {name: getattr(whole, name) for name in self.__dataclass_fields__}
         if not self.exchange:
             del table["exchange"]
         version = _WITH_EXCHANGE if self.exchange else VERSION
@@ -121,7 +129,7 @@ class Checkpoint:
         """Raises a CheckpointError that distinguishes damaged files, foreign files and later
         formats."""
         try:
-            table = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            table = load_tensors(io.BytesIO(content))
             table = table if isinstance(table, dict) else {}
             ours = bool(table.get("format") == FORMAT)
             parts = {name: table[name] for name in cls.__dataclass_fields__ if name in table}
@@ -156,6 +164,11 @@ def _changed(
         made = (_changed(item, change, (*where, n)) for n, item in enumerate(value))
         return list(made) if isinstance(value, list) else tuple(made)
     return value
+
+
+def _not_expanded(tensor: Tensor) -> Tensor:
+    """`load_tensors` refuses tensors that are larger than their storage."""
+    return tensor if tensor.nbytes <= tensor.untyped_storage().nbytes() else tensor.contiguous()
 
 
 def _check_types(parts: dict[str, Any], path: Path) -> None:
@@ -198,7 +211,7 @@ def _feed(digest: hashlib._Hash, value: Any) -> None:
 
 def read_file(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path, most_bytes=None)
     except FileNotFoundError:
         raise CheckpointError(f"no checkpoint at {path}", "check the path") from None
     except OSError as error:
@@ -214,6 +227,8 @@ def _unreadable(path: Path, content: bytes, error: Exception) -> CheckpointError
         cause = f"{path} is not a Paceline checkpoint: it contains objects of {foreign[1]}"
         return ForeignCheckpointError(cause, _FOREIGN)
     reason = "it is truncated or damaged" if content else "it is empty"
+    if isinstance(error, TensorFileError):
+        reason = str(error)
     return DamagedCheckpointError(f"{path} is damaged or not a checkpoint: {reason}", _OLDER)
 
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from paceline.config import RunConfig, stored_config
 from paceline.core.errors import ConfigError, DataError, PacelineError, RunError
+from paceline.core.files import open_regular, read_regular
 from paceline.core.topology import Topology
 from paceline.data import Normalizer, Source, create_eval_loader, to_mode
 from paceline.precision.policy import Policy, allow_tf32, choose_policy
@@ -84,7 +85,7 @@ class _Images(Source):
         image = self._images[i]
         if isinstance(image, str | Path):
             # What cannot be read is not an image either: the others are classified.
-            return b"" if _unreadable(Path(image)) else Path(image).read_bytes()
+            return b"" if _unreadable(Path(image)) else read_regular(image)
         if isinstance(image, Image.Image):
             mode = "L" if image.mode.startswith(("I", "F", "L", "1")) else "RGB"
             return _pixels(to_mode(image, mode))
@@ -97,7 +98,7 @@ class _Images(Source):
 def _unreadable(path: Path) -> str:
     """Why a file cannot be read; empty where it can."""
     try:
-        with path.open("rb"):
+        with open_regular(path):
             return ""
     except OSError as error:
         return f"cannot be read ({error.strerror})"

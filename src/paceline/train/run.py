@@ -25,8 +25,10 @@ from paceline.comm.watchdog import ShowError
 from paceline.config import RunConfig
 from paceline.core.errors import DataError, DeviceError, PacelineError
 from paceline.core.events import JsonlWriter, NoteEvent, Observer, StopEvent
+from paceline.core.files import read_regular
 from paceline.core.host import SignalWakeup, StartUp
 from paceline.core.topology import Topology
+from paceline.core.untrusted import parse_json
 from paceline.plan.noise import NoiseScale
 from paceline.report import write_report
 from paceline.train.build import build
@@ -188,7 +190,7 @@ def _finished_before(training: Training) -> RunOutcome | None:
 def _read_summary(folder: Path) -> dict[str, Any]:
     """The content of `summary.json`; empty if it cannot be read."""
     try:
-        found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        found = parse_json(read_regular(folder / "summary.json"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

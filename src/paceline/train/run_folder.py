@@ -20,7 +20,7 @@ from typing import Any
 
 from paceline.config import RunConfig, with_defaults
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError
-from paceline.core.files import LEFTOVERS
+from paceline.core.files import LEFTOVERS, open_regular, read_regular
 from paceline.core.settings import flatten
 from paceline.core.untrusted import ParseError, parse_toml
 from paceline.train.checkpoint import CheckpointStore, write_atomically
@@ -72,7 +72,7 @@ class RunLock:
         """Raises RunFolderInUseError if another process holds the lock. Writes nothing."""
         with (
             contextlib.suppress(FileNotFoundError, NotADirectoryError),
-            (folder / NAME).open("rb") as file,
+            open_regular(folder / NAME) as file,
         ):
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -162,7 +162,7 @@ def _holder(file: Path) -> str:
     deadline = time.monotonic() + _IDENTITY_WAIT_S
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            who = json.loads(file.read_bytes())
+            who = json.loads(read_regular(file))
             return f"process {int(who['pid'])} on {ascii(str(who['host'])[:64])[1:-1]}"
         time.sleep(_PAUSE_S)
     return "another process"
@@ -357,7 +357,7 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
         if (folder / "summary.json").exists():
             continue
         try:
-            there = parse_toml((folder / "config.toml").read_bytes())
+            there = parse_toml(read_regular(folder / "config.toml"))
         except (OSError, ParseError):
             continue
         if not all(isinstance(table, dict) for table in there.values()):

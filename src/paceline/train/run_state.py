@@ -21,6 +21,7 @@ from paceline.config import RunConfig, with_defaults
 from paceline.core.errors import CheckpointError
 from paceline.core.settings import flatten
 from paceline.data import BatchPlan, DataSettings
+from paceline.models import load_tensors
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.muon import keep_step_factors
 from paceline.optim.settings import OptimSettings
@@ -200,7 +201,7 @@ class RunState:
             try:
                 own = saved["ranks"][self.group.rank]
                 content = io.BytesIO(own.numpy().tobytes())
-                self.memory.load_state(torch.load(content, "cpu", weights_only=True))
+                self.memory.load_state(load_tensors(content))
             except CheckpointError as error:
                 raise CheckpointError(f"{path}: {error.cause}", error.remedy) from None
             except Exception as error:  # noqa: BLE001  (damaged bytes can raise anything)

@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from paceline.core.errors import DataError
+from paceline.core.files import open_regular
 from paceline.data.chunk import CorruptSample
 from paceline.data.image import CorruptImage, ImageFacts, decode, image_facts
 from paceline.data.order import PACK_STREAM, Int64, hash64
@@ -273,7 +274,7 @@ def _checksum_problems(
 
 def _checksum_problem(path: Path, shard: PackedShard) -> Iterator[str]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             found = file_digest(file)
     except OSError as error:
         yield str(unreadable(path, error))

@@ -12,6 +12,7 @@ from typing import Any
 from PIL import features
 
 from paceline.core.errors import ConfigError, DataError, nearest
+from paceline.core.files import read_regular
 from paceline.core.settings import from_table
 from paceline.core.untrusted import parse_json, short_repr
 from paceline.data.chunk import CorruptSample
@@ -136,7 +137,7 @@ class PackManifest:
         """The manifest of `directory`, None where there is none; one that is damaged fails."""
         path = directory / MANIFEST_FILE
         try:
-            content = parse_json(path.read_bytes())
+            content = parse_json(read_regular(path))
             if content["version"] != _VERSION:
                 raise DataError(
                     f"{path}: version {content['version']!r}, this Paceline reads {_VERSION}",

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import DataError
+from paceline.core.files import open_regular, read_regular
 from paceline.core.untrusted import ParseError, parse_json
 from paceline.data.image import CorruptImage, decode
 from paceline.data.order import Int64
@@ -103,7 +104,8 @@ def read_idx(path: Path, dimensions: int) -> npt.NDArray[np.uint8]:
     """The array of bytes in an idx file of so many dimensions."""
     header_bytes = 4 + 4 * dimensions
     try:
-        with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as file:
+        with open_regular(path) as raw:
+            file = gzip.GzipFile(fileobj=raw) if path.name.endswith(".gz") else raw
             header = file.read(header_bytes)
             if len(header) < header_bytes or header[:4] != bytes(
                 [0, 0, _UNSIGNED_BYTE, dimensions]
@@ -298,7 +300,7 @@ def _checked(values: list[int], path: Path) -> Int64:
 
 def _content(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except FileNotFoundError:
         raise DataError(
             f"{path}: is missing", "CIFAR-10 is complete or it is not CIFAR-10"

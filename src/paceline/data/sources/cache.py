@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from paceline.core.errors import ConfigError, DataError
-from paceline.core.files import open_part, part_path
+from paceline.core.files import open_part, part_path, read_regular
 from paceline.data.image import CorruptImage, decode
 from paceline.data.settings import DataSettings
 from paceline.data.sources.base import Source, Split, Stored, WrappedSource, source_identity
@@ -234,7 +234,7 @@ class DiskStore(CacheStore):
 
     def get(self, i: int) -> Stored | None:
         try:
-            entry = self._path(i).read_bytes()
+            entry = read_regular(self._path(i))
         except OSError:
             return None
         data = from_entry(i, entry)

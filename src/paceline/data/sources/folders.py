@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from paceline.core.errors import DataError
+from paceline.core.files import read_regular
 from paceline.data.order import Int64
 from paceline.data.sources.base import FileFacts, Source
 from paceline.data.sources.labels import (
@@ -88,7 +89,7 @@ class ImageFiles(Source):
     def read(self, i: int) -> bytes:
         """The encoded image; DataError where the file itself can no longer be read."""
         path = self._root / self._paths[i]
-        return self.retry.read(path, path.read_bytes)
+        return self.retry.read(path, partial(read_regular, path))
 
     def name(self, i: int) -> str:
         return str(self._root / self._paths[i])

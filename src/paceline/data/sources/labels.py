@@ -20,11 +20,13 @@ indices, or names of classes.
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import DataError
+from paceline.core.files import LARGEST_BYTES, open_regular, read_regular
 from paceline.core.untrusted import ParseError, parse_json
 
 CLASSES_FILE = "classes.json"
@@ -35,7 +37,7 @@ def read_classes(directory: Path) -> list[str] | None:
     """The classes that `directory` declares, or None where it has no such file."""
     path = directory / CLASSES_FILE
     try:
-        content = parse_json(path.read_bytes())
+        content = parse_json(read_regular(path))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -187,7 +189,7 @@ def _check_count(path: Path, lines: list[str], images: Sequence[str]) -> None:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        return read_regular(path).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({error})", "check the file") from None
 
@@ -197,10 +199,14 @@ _COLUMNS = ("file_name", "label")
 _METADATA_FORM = "its header has the columns file_name and label"
 
 
+def _csv_file(path: Path) -> io.TextIOWrapper:
+    return io.TextIOWrapper(open_regular(path, LARGEST_BYTES), encoding="utf-8-sig", newline="")
+
+
 def is_metadata(path: Path) -> bool:
     """Whether the file has the two columns; one without labels is of no use here."""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with _csv_file(path) as file:
             return set(_COLUMNS) <= set(next(csv.reader(file), ()))
     except (OSError, UnicodeDecodeError, csv.Error):
         return False
@@ -210,7 +216,7 @@ def read_metadata(path: Path) -> list[tuple[str, str]]:
     """File name and label of each row. DataError names the row that is wrong."""
     rows: list[tuple[str, str]] = []
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with _csv_file(path) as file:
             for row in csv.DictReader(file):
                 name, label = (row.get(column) for column in _COLUMNS)
                 line = len(rows) + 2

@@ -22,6 +22,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from paceline.core.errors import DataError
+from paceline.core.files import open_regular
 from paceline.data.order import Int64
 from paceline.data.sources.base import Extent, FileFacts, Source
 from paceline.data.sources.folders import is_image, known_classes, label_file
@@ -51,7 +52,7 @@ class UnpackedShard:
         try:
             # Piece by piece: a small file can unpack to any size.
             pieces, size = [], 0
-            with gzip.open(path) as file:
+            with open_regular(path) as raw, gzip.open(raw) as file:
                 while size <= limit_bytes and (piece := file.read(_PIECE_BYTES)):
                     pieces.append(piece)
                     size += len(piece)
@@ -354,7 +355,7 @@ def open_flat_tar(
 
 def _listed(path: Path, number: int, retry: Retry) -> list[_Place]:
     def scan() -> list[_Place]:
-        with path.open("rb") as content:
+        with open_regular(path) as content:
             if path.name != TRAIN_TAR:
                 found = _images(path, number, content, path.stem, 0)
                 if not found:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import DataError
-from paceline.core.files import whole_file
+from paceline.core.files import regular_descriptor, whole_file
 
 T = TypeVar("T")
 TRANSIENT = frozenset(
@@ -88,7 +88,7 @@ class ShardStamp:
     @classmethod
     def of(cls, path: Path) -> ShardStamp:
         """OSError where it cannot be read."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = regular_descriptor(path)
         try:
             found = os.fstat(descriptor)
             middle = found.st_size // 2 // 512 * 512
@@ -122,7 +122,7 @@ class _Handle:
 
     def __init__(self, path: Path, readers: int = 0, retired: bool = False) -> None:
         """One that is retired is closed by its last reader."""
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.descriptor = regular_descriptor(path)
         self.readers = readers
         self.retired = retired
 
@@ -176,7 +176,7 @@ class ShardFile:
 
     def _read(self, offset: int, size: int) -> bytes:
         if not self._keep_open:
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = regular_descriptor(self._path)
             try:
                 return self._checked(descriptor, offset, size)
             finally:

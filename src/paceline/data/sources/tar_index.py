@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import DataError
-from paceline.core.files import user_cache
+from paceline.core.files import open_regular, read_regular, user_cache
 from paceline.data.order import Int64
 from paceline.data.sources.storage import (
     TRANSIENT,
@@ -271,7 +271,7 @@ def scan_file(path: Path, retry: Retry) -> ShardIndex:
     """`scan_shard` of a plain shard; DataError where it cannot be read."""
 
     def scan() -> ShardIndex:
-        with path.open("rb") as content:
+        with open_regular(path) as content:
             return scan_shard(path, content)
 
     return retry.read(path, scan)
@@ -416,7 +416,7 @@ def write_index(path: Path, index: ShardIndex, stamp: ShardStamp) -> None:
 def read_index(path: Path, stamp: ShardStamp) -> ShardIndex | None:
     """The index at `path`, None where there is none."""
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -1,0 +1,192 @@
+"""Reads files of `torch.save` that anybody may have made.
+
+`torch.load(weights_only=True)` executes no code, but a small file can still ask it for any amount of
+memory or time: entries that decompress to gigabytes, nested lists that share their items, tensors that
+repeat one value, functions that allocate what their arguments say. `load_tensors` refuses these.
+"""
+
+from __future__ import annotations
+
+import os
+import pickletools
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+# Far more than any state has, and a second of work.
+_MOST_VALUES = 10_000_000
+_DEEPEST = 100
+# Tied weights occur under several names, and each occurrence is hashed or copied.
+_MOST_REPEATS = 100
+_SMALL_FILE = 1 << 20
+# Of torch's format before version 1.6: magic number, version, platform, the object, keys of storages.
+_OLD_FORMAT_PICKLES = 5
+# So many letters of a text count as one value.
+_LETTERS = 64
+
+
+class TensorFileError(ValueError):
+    """The file is valid for torch, but not one that a training writes; `str()` says why."""
+
+
+def load_tensors(file: IO[bytes]) -> Any:
+    """Reads a file of `torch.save` into host memory, with `weights_only=True`.
+
+    Takes time and memory in proportion to the size of the file. Raises TensorFileError for content that
+    would take more; other errors are those of torch, which are of any class if the file is damaged.
+    """
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    # As torch decides; Python's `is_zipfile` also accepts an archive that follows other content.
+    is_zip = file.read(4) == b"PK\3\4"
+    file.seek(0)
+    if is_zip:
+        with zipfile.ZipFile(file) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise TensorFileError("its entries are compressed")
+        file.seek(0)
+        # By torch's own reader, which could find other entries in a file made to deceive.
+        reader = torch._C.PyTorchFileReader(file)
+        records = reader.get_all_records()
+        if sum(map(reader.get_record_size, records)) > size:
+            raise TensorFileError("its entries are larger than the file")
+        _check_calls(reader.get_record("data.pkl"))
+    else:
+        for _ in range(_OLD_FORMAT_PICKLES):
+            _check_calls(file)
+    file.seek(0)
+    content = torch.load(file, map_location="cpu", weights_only=True)
+    _check_values(content, size)
+    return content
+
+
+@dataclass(slots=True)
+class _Item:
+    """A value on the stack of the unpickler: of how much it consists, the text of a constant or the name
+    of a function, and the items of a tuple."""
+
+    weight: int = 1
+    text: str = ""
+    items: tuple[_Item, ...] | None = None
+
+
+_ENCODED = "an encoded text"
+
+
+def _check_calls(pickle: bytes | IO[bytes]) -> None:
+    """Follows a pickle without executing it. Refuses calls that allocate memory, and values that share
+    so many parts that copying one, or hashing it as a key, does not end."""
+    stack: list[_Item] = []
+    marks: list[int] = []
+    memo: dict[Any, _Item] = {}
+    fetched = 0
+    for opcode, argument, _ in pickletools.genops(pickle):
+        name = opcode.name
+        if name in ("BINPUT", "LONG_BINPUT"):
+            memo[argument] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+            # Without these, there are no more values than bytes.
+            fetched += stack[-1].weight
+            if fetched > _MOST_VALUES:
+                raise TensorFileError("its values repeat one another without end")
+        elif name == "MARK":
+            marks.append(len(stack))
+        elif name == "GLOBAL":
+            stack.append(_Item(1, f"{argument} function"))
+        elif not opcode.stack_before:
+            text = argument if isinstance(argument, str) else ""
+            if opcode.stack_after:
+                stack.append(_Item(1 + len(text) // _LETTERS, text, ()))
+        else:
+            kinds = opcode.stack_before
+            has_mark = pickletools.markobject in kinds
+            first = marks.pop() - kinds.index(pickletools.markobject) if has_mark else -len(kinds)
+            items = tuple(stack[first:])
+            del stack[first:]
+            if opcode.stack_after:
+                stack.append(_result(name, items))
+
+
+def _result(name: str, items: tuple[_Item, ...]) -> _Item:
+    if name.startswith("TUPLE"):
+        return _Item(1 + sum(item.weight for item in items), items=items)
+    if name in ("REDUCE", "NEWOBJ"):
+        function, arguments = items
+        return _Item(arguments.weight, _call(function.text, arguments.items))
+    if name.startswith(("APPEND", "SETITEM", "BUILD")):
+        items[0].weight += sum(item.weight for item in items[1:])
+        return items[0]
+    return _Item()
+
+
+def _call(name: str, arguments: tuple[_Item, ...] | None) -> str:
+    """The text of the result."""
+    module, _, function = name.removesuffix(" function").partition(" ")
+    # None: the arguments are the result of a call, as no program writes them.
+    given = (_Item(),) if arguments is None else arguments
+    allowed = arguments is not None
+    if function == "encode":
+        allowed = allowed and [item.text for item in given[1:]] in (["latin1"], ["latin-1"])
+    elif function == "bytearray":
+        allowed = allowed and all(item.text == _ENCODED for item in given)
+    elif function == "_rebuild_from_type_v2":
+        # It calls its first argument with the items of the third.
+        parts = [*given, _Item(), _Item(), _Item()]
+        allowed = parts[0].text.startswith("torch._utils _rebuild_")
+    elif module.startswith("torch") and function.endswith(("Tensor", "Storage")):
+        allowed = not given
+    if not allowed:
+        raise TensorFileError(f"it calls {module}.{function} with unusual arguments")
+    return _ENCODED if function == "encode" else ""
+
+
+def _check_values(content: Any, size: int) -> None:
+    """Refuses what takes more time or memory than a file of `size` bytes should."""
+    stack = [(content, 0)]
+    values = total = 0
+    storages: dict[int, int] = {}
+    while stack:
+        value, depth = stack.pop()
+        values += 1
+        below: list[Any] = []
+        if isinstance(value, Tensor):
+            for part in _dense_parts(value):
+                total += part.nbytes
+                storage = part.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(value, str | bytes | bytearray):
+            total += len(value)
+        elif isinstance(value, Mapping):
+            below = [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple | set | frozenset):
+            below = list(value)
+        elif isinstance(value, torch.UntypedStorage | torch.TypedStorage):
+            raise TensorFileError("it contains a storage outside of a tensor")
+        if depth > _DEEPEST:
+            raise TensorFileError("its values are nested too deeply")
+        if values + len(stack) + len(below) > _MOST_VALUES:
+            raise TensorFileError(f"it has more than {_MOST_VALUES:,} values")
+        if total > max(size, _SMALL_FILE) * _MOST_REPEATS:
+            raise TensorFileError("its values repeat one another too often")
+        stack += [(item, depth + 1) for item in below]
+    stored = end = 0
+    for start, length in sorted(storages.items()):  # the old format has storages within others
+        stored += max(0, start + length - max(start, end))
+        end = max(end, start + length)
+    if stored > size:
+        raise TensorFileError("its tensors are larger than the file")
+
+
+def _dense_parts(tensor: Tensor) -> list[Tensor]:
+    if tensor.layout == torch.sparse_coo:
+        return [*_dense_parts(tensor._indices()), *_dense_parts(tensor._values())]
+    if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_nested:
+        raise TensorFileError("it contains a tensor of a special kind")
+    if tensor.nbytes > tensor.untyped_storage().nbytes():
+        raise TensorFileError("a tensor is larger than its storage")
+    return [tensor]
