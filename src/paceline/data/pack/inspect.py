@@ -84,6 +84,10 @@ def inspect_set(
         # Reported in full already, if it is about a shard.
         report.problems += [] if str(error) in report.problems else [str(error)]
         return report
+    if shards and (unnamed := _unnamed(directory)):
+        report.notes.append(
+            f"skipped tars whose names have no split: {', '.join(unnamed[:_NAMED])}"
+        )
     for name, source in sources.items():
         wanted = len(source) if look_at is None else min(look_at, len(source))
         facts = inspect_split(source, wanted, workers, on_progress, f"{name}: images")
@@ -112,6 +116,13 @@ def _shards(directory: str) -> list[Path]:
         return []
     inside = {path for split in SPLITS for path in shard_paths(root, split)}
     return sorted({*all_shards(root), *inside})
+
+
+def _unnamed(directory: str) -> list[str]:
+    """Tars that belong to no split, beside shards that do."""
+    root = data_root(directory)
+    used = {path for split in SPLITS for path in shard_paths(root, split)}
+    return [path.name for path in all_shards(root) if used and path not in used]
 
 
 @dataclass
