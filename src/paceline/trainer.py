@@ -187,13 +187,16 @@ class Trainer:
         return outcome
 
     def evaluate(self, data: Source | Any | None = None, *, batch_size: int = 256) -> EvalResult:
-        """Accuracy of the best checkpoint on the validation data, or on `data`. All ranks call it."""
+        """Accuracy of the best checkpoint on the validation data, or on `data`: of a directory its
+        validation set, or all images if it has none. All ranks call it."""
         components, path = self._components, find_checkpoint(self._trained())
-        if data is not None:
-            classes = Checkpoint.read(path).classes
-            source = as_source(data, "val", classes)
+        overrides: dict[str, Any] = {"run.device": self.config.run.device}
+        if isinstance(data, str | Path):
+            overrides |= {"data.dir": str(data), "data.source": "auto"}
+            components = replace(components, train_data=None, val_data=None)
+        elif data is not None:
+            source = as_source(data, "val", Checkpoint.read(path).classes)
             components = replace(components, val_data=source)
-        overrides = {"run.device": self.config.run.device}
         found, _, _ = evaluate_file(path, overrides, batch_size, components, trust=self._trust)
         if isinstance(found, signal.Signals):
             raise RunError(f"the evaluation was stopped by {found.name}", "call it again")

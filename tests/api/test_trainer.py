@@ -15,6 +15,9 @@ from torch import nn
 
 import paceline as pl
 from api.conftest import trainer
+from data_sets import write_folders
+from paceline.train.checkpoint import find_checkpoint
+from paceline.train.evaluate import evaluate_file
 from ranks import run_ranks
 
 
@@ -169,6 +172,31 @@ def test_a_dataset_with_a_split_is_evaluated_again(tmp_path: Path) -> None:
     assert made.evaluate().samples == 8
     assert made.evaluate(Pixels(9, 3)).samples == 9
     assert len(made.predict([np.zeros((12, 12), np.uint8)], top=9)[0].labels) == 4
+
+
+def threefold(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return 3 * nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def test_evaluation_has_the_loss_of_the_program(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = trainer(tmp_path / "run", loss=threefold, epochs=1)
+    made.fit()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    recorded = next(e["loss"] for e in map(json.loads, lines) if e["event"] == "eval")
+    assert made.evaluate().loss == pytest.approx(recorded, rel=1e-5)
+    assert "run.loss" not in capsys.readouterr().err
+    folder = write_folders(tmp_path / "images", train=8, val=4)
+    for name in ("train", "val"):
+        for number, letter in enumerate("abcd"):
+            (folder / name / letter).rename(folder / name / str(number))
+    assert made.evaluate(folder).samples == 4
+    assert made.evaluate(folder / "train").samples == 8
+    # Another program does not have it, and says so.
+    found, _, _ = evaluate_file(find_checkpoint(tmp_path / "run"), {"run.device": "cpu"}, 16)
+    assert found.loss == pytest.approx(recorded / 3, rel=1e-5)
+    assert "run.loss = python:threefold is not run here" in capsys.readouterr().err
 
 
 class RaisesLate(nn.Module):

@@ -183,8 +183,11 @@ def test_an_emulated_cluster(tmp_path: Path) -> None:
 
 
 def test_one_file_from_tune_to_the_run(tmp_path: Path) -> None:
-    """Links, times and a profiled step are measured; the same file trains, predicts and is kept."""
-    flags = ("tune", "quickstart", "--ranks", "2", "--max-bytes", "4KiB", "--algorithms", "ring,tree",
+    """Links, times and a profiled step are measured, with the classes of the data; the same file trains,
+    predicts and is kept."""
+    write_shards(tmp_path / "data", train=16)
+    flags = ("tune", "quickstart", "--data-dir", "data", "--ranks", "2", "--max-bytes", "4KiB",
+             "--algorithms", "ring,tree",
              "--iterations", "3", "--accept-noise", "-b", "4", "--set",
              "run.global_batch_size=8")  # fmt: skip
     assert "plan.toml" in on_ranks(tmp_path, *flags)
@@ -205,8 +208,7 @@ def test_one_file_from_tune_to_the_run(tmp_path: Path) -> None:
     assert predicted["step_s"] == pytest.approx(found.expected.step_s, rel=0.01)
     on_ranks(
         tmp_path, "train", "quickstart", "--plan", "plan.toml", "--nproc-per-node", "2", "-b", "4",
-        "--global-batch-size", "8", "--epochs", "1", "--set", "data.source=synthetic", "--set",
-        "data.synthetic_samples=16", "--set", "data.synthetic_classes=10", "--output", "run",
+        "--global-batch-size", "8", "--epochs", "1", "--data-dir", "data", "--output", "run",
     )  # fmt: skip
     kept = PlanFile.read(tmp_path / "run" / "plan.toml")
     assert (kept.plan, kept.expected) == (found.plan, found.expected)
@@ -258,10 +260,11 @@ def test_mistakes_are_one_line(call: Call, tmp_path: Path, arguments: str, words
         ("--margin 1", "--margin = 1.0"),
         ("--iterations 1", "--iterations = 1"),
         ("-o none/x.toml", "--output = 'none/x.toml'"),
+        ("quickstart --data-dir none", "none: no such directory"),
         (f"--min-bytes {'9' * 400}", "--min-bytes"),
     ],
 )
 def test_mistakes_of_tune_are_one_line(call: Call, arguments: str, words: str) -> None:
     done = call("tune", "--ranks", "2", *arguments.split())
     assert words in done.error_line()
-    assert done.code == 2
+    assert done.code == (1 if "--data-dir" in arguments else 2)

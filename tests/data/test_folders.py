@@ -79,7 +79,10 @@ def test_a_class_that_training_does_not_have(root: Path) -> None:
 
 
 def test_classes_without_images_are_left_out_with_a_note(root: Path) -> None:
-    assert ImageFolder(root).note == "train/: files that are no images were passed over (1 .txt)"
+    assert ImageFolder(root).note == (
+        "train/: skipped files that are not images: 1 .txt; "
+        "train/: skipped images outside of class folders: list.png"
+    )
     (root / "bee").mkdir()
     (root / "fox" / "deep").mkdir(parents=True)
     source = ImageFolder(root)
@@ -88,6 +91,19 @@ def test_classes_without_images_are_left_out_with_a_note(root: Path) -> None:
     for name in ("ant", "cat", "dog"):
         shutil.rmtree(root / name)
     with pytest.raises(DataError, match=r"no image .* in any of 2 class directories: bee, fox"):
+        ImageFolder(root)
+
+
+def test_tiff_is_named(root: Path) -> None:
+    for name in ("dog/1.tif", "cat/2.TIF", "cat/3.tiff"):
+        (root / name).write_bytes(b"II*\0")
+    note = ImageFolder(root).note
+    assert "2 .tif, 1 .tiff, 1 .txt (.tif, .tiff: convert to PNG or JPEG)" in note
+    for path in root.glob("*/*"):
+        if path.is_file() and path.suffix not in (".tif", ".TIF"):
+            path.unlink()
+    shutil.rmtree(root / "cat" / "x")
+    with pytest.raises(DataError, match=r"skipped files that are not images: 2 .tif \(.tif: conv"):
         ImageFolder(root)
 
 

@@ -148,6 +148,7 @@ def test_truncated(kind: str) -> None:
     ("data", "reason"),
     [
         (b"", "empty file"),
+        (b"II*\0 and more", "a TIFF image, which is not read: convert it to PNG"),
         (b"hello, world", r"not a JPEG, PNG, WebP, GIF or BMP image \(begins with 68 65 6c 6c\)"),
         (b"\x89PNG\r\n\x1a\n", "."),
     ],

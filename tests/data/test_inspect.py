@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,34 @@ def test_corrupt_images_in_any_source(tmp_path: Path) -> None:
     assert any("a/2.jpg (empty file)" in line for line in found)
     assert any("a/3.jpg (" in line for line in found)
     assert len(found) == 2
+
+
+def test_the_size_of_every_file_is_checked(
+    tmp_path: Path, write_tar: Callable[[Path, list[tuple[str, bytes]]], Path]
+) -> None:
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    (tmp_path / "train" / "b").mkdir()
+    for i in range(40):
+        Image.new("L", (4, 4)).save(tmp_path / "train" / "ab"[i % 2] / f"{i}.png")
+    (tmp_path / "train" / "a" / "0.png").write_bytes(b"")
+    (tmp_path / "train" / "b" / "1.png").unlink()
+    (tmp_path / "train" / "b" / "1.png").symlink_to("nowhere")
+    (tmp_path / "train" / "b" / "x.tif").write_bytes(b"II*\0")
+    report = inspect_set(str(tmp_path), look_at=2)
+    assert any("a/0.png (empty file)" in line for line in report.problems)
+    assert any("b/1.png (" in line for line in report.problems)
+    assert len(report.problems) == 2
+    assert any("1 .tif" in note for note in report.notes)
+    facts = report.table()["splits"]["train"]  # type: ignore[index]
+    there = [path.stat().st_size for path in tmp_path.glob("train/*/*.png") if path.exists()]
+    assert (facts["bytes"], facts["bytes_are"]) == (sum(there), "counted")
+    image = (tmp_path / "train" / "a" / "2.png").read_bytes()
+    members = [("a.jpg", b""), ("a.cls", b"0")]
+    for i in range(30):
+        members += [(f"{i}.jpg", image), (f"{i}.cls", b"0")]
+    write_tar(tmp_path / "train-0.tar", members)
+    found = problems(tmp_path, kind="shards", look_at=2)
+    assert found == ["train: corrupt: train-0.tar:a.jpg (empty file)"]
 
 
 def test_sampling_is_the_same_every_time(memory_source: type) -> None:

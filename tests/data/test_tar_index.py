@@ -195,12 +195,26 @@ def test_zeros_in_the_midst(whole: bytes) -> None:
         scan(whole + bytes(20_000))
 
 
-def test_samples_with_a_further_dot_are_not_passed_over() -> None:
+def test_keys_with_dots_as_webdataset_has_them() -> None:
     good = [("a.jpg", b"i"), ("a.cls", b"0")]
-    with pytest.raises(DataError, match=r"'d/img.v2': the key of a sample ends at its first dot"):
-        scan(archive(*good, ("d/img.v2.png", b"i"), ("d/img.v2.cls", b"1")))
-    # One without the other is a further field of the sample.
-    assert len(scan(archive(*good, ("a.coarse.cls", b"3"), ("a.mask.png", b"m")))) == 1
+    dotted = [("d/img.v2.png", b"j"), ("d/img.v2.cls", b"1")]
+    assert images(archive(*dotted, *good)) == {"d/img.v2.png": (b"j", 1), "a.jpg": (b"i", 0)}
+    # One without the other, or one of a sample that has its own, is a further field.
+    fields = [("a.coarse.cls", b"cat"), ("a.mask.png", b"m"), ("a.x.png", b"x"), ("a.x.cls", b"3")]
+    assert images(archive(*good, *fields)) == {"a.jpg": (b"i", 0)}
+    # webdataset takes these for one sample, and keeps one of them.
+    more = [("d/img.v3.png", b"k"), ("d/img.v3.cls", b"2")]
+    with pytest.raises(DataError, match=r"'d/img.v2' and 'd/img.v3' have the same key 'd/img'"):
+        scan(archive(*good, *dotted, *more))
+    with pytest.raises(DataError, match=r"'d/img.v2' is there twice"):
+        scan(archive(*dotted, dotted[0]))
+
+
+def test_labels_as_webdataset_decodes_them() -> None:
+    texts = (b"7", b"7\n", b" 007\r\n", b"+7")
+    members = [(f"{i}.{kind}", data) for i, text in enumerate(texts)
+               for kind, data in (("jpg", b"i"), ("CLS", text))]  # fmt: skip
+    assert scan(archive(*members)).labels.tolist() == [7] * 4
 
 
 def test_the_first_lonely_sample_is_named() -> None:

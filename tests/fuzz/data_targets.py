@@ -31,7 +31,7 @@ from paceline.data.sources.labels import (
     read_flat_labels,
     read_metadata,
 )
-from paceline.data.sources.layouts import open_layout
+from paceline.data.sources.layouts import kinds_of, open_layout
 from paceline.data.sources.storage import ShardStamp
 from paceline.data.sources.tar_index import (
     NameTable,
@@ -67,7 +67,7 @@ def data_targets() -> Sequence[Target]:
         Target("pack manifest", pack, _pack_manifest, 5, form="json"),
         Target("class list", classes, _class_list, 4, form="json"),
         Target("label files", _label_seeds(), _label_file, 4),
-        Target("metadata.csv", _metadata(), _metadata_file, 4),
+        Target("metadata", _metadata(), _metadata_file, 4),
     ]  # fmt: skip
 
 
@@ -110,6 +110,9 @@ def _read_all(source: Source) -> None:
 
 
 def _shard(content: bytes, name: str, folder: Path) -> None:
+    (folder / "train").mkdir(exist_ok=True)
+    (folder / "train" / "0.tar").write_bytes(content)
+    assert kinds_of(folder, "train")
     (folder / name).write_bytes(content)
     settings = DataSettings(source="shards", dir=str(folder))
     problems = shard_problems(folder, [folder / name], False, lambda what, done, total: None)
@@ -290,6 +293,9 @@ def _label_seeds() -> list[Seed]:
         + "".join(f"v{i},n0{i + 1} 1 2 3 4\n" for i in range(3)),
         "synset_labels.txt": "n01\nn02\nn03\n",
         "ILSVRC2012_validation_ground_truth.txt": "1\n2\n3\n",
+        "val_annotations.txt": "".join(
+            f"{name}\tn0{i + 1}\t0\t9\n" for i, name in enumerate(names)
+        ),
     }
     return [Seed(name, text.encode()) for name, text in texts.items()]
 
@@ -305,7 +311,9 @@ def _label_file(content: bytes, name: str, folder: Path) -> None:
 
 def _metadata() -> list[Seed]:
     rows = ('a.png,"cat, big"\nx/b.png,dog\n', "a.png,0\nb.png,2\n")
-    return [Seed("metadata.csv", f"file_name,label\n{text}".encode()) for text in rows]
+    lines = '{"file_name": "a.png", "label": "cat"}\n{"file_name": "x/b.png", "label": 2}\n'
+    seeds = [Seed("metadata.csv", f"file_name,label\n{text}".encode()) for text in rows]
+    return [*seeds, Seed("metadata.jsonl", lines.encode())]
 
 
 def _metadata_file(content: bytes, name: str, folder: Path) -> None:

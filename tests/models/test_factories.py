@@ -252,3 +252,19 @@ def test_the_command_lists_models(packages: Path, capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().out)["own"]["alexnet"] == 61_100_840
     with pytest.raises(ConfigError, match="did you mean"):
         list_models("resnt18", as_json=False)
+
+
+def test_a_package_that_cannot_be_imported_is_not_missing(
+    packages: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (packages / "site/timm/__init__.py").write_text("import torchvision.nothing")
+    with pytest.raises(ConfigError, match=r"importing timm failed: .*torchvision.nothing"):
+        list_models("timm:*", as_json=False)
+    list_models(None, as_json=False)
+    assert (
+        "cannot be imported: ModuleNotFoundError: No module named 'torchvision.nothing'"
+        in capsys.readouterr().out
+    )
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(ConfigError, match="pip install timm"):
+        list_models("timm:*", as_json=False)

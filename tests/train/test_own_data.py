@@ -17,7 +17,7 @@ from paceline.data import DatasetSource
 from paceline.data.sources.storage import ShardStamp
 from paceline.train import Checkpoint, run_training
 from paceline.train.components import Components
-from paceline.train.evaluate import evaluate_file
+from paceline.train.evaluate import EvalResult, evaluate_file
 from ranks import run_ranks
 from small_runs import Silent, run_small, small_config
 
@@ -116,6 +116,32 @@ def test_evaluation_finds_the_split_again(tmp_path: Path) -> None:
     result, _, _ = evaluate_file(saved, {}, 8)
     assert not isinstance(result, int)
     assert (result.samples, result.top1) == (12, outcome.summary["top1"])  # type: ignore[union-attr]
+
+
+def test_the_split_of_a_run_is_of_its_own_data_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photos = write_folders(tmp_path / "all", train=48).joinpath("train").rename(tmp_path / "photos")
+    run_training(small_config(tmp_path / "run", **SETTINGS, data__dir=str(photos)), Silent)
+    saved = tmp_path / "run/checkpoints/best.pt"
+
+    def samples(folder: Path, **more: object) -> tuple[int, str]:
+        overrides = {"data.dir": str(folder), "data.source": "auto", **more}
+        result, _, _ = evaluate_file(saved, overrides, 8)
+        assert isinstance(result, EvalResult)
+        return result.samples, capsys.readouterr().err
+
+    with_validation = write_folders(tmp_path / "other", train=20, val=8)
+    assert samples(with_validation) == (8, "")
+    count, said = samples(with_validation / "train")
+    assert count == 20
+    assert "no validation set: all of its 20 images are evaluated" in said
+    assert samples(with_validation / "train", **{"data.val_split": 0.4})[0] == 8
+    # The training data keeps its split, at its place and at another one.
+    assert samples(photos)[0] == 12
+    count, said = samples(photos.rename(tmp_path / "moved"))
+    assert count == 12
+    assert "is the training data: data.val_split = 0.25" in said
 
 
 @pytest.mark.gpu

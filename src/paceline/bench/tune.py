@@ -278,11 +278,10 @@ _IMAGES = (
 )  # fmt: skip
 
 
-def config_row(config: RunConfig, ranks: int, device: str) -> StepRow:
+def config_row(config: RunConfig, classes: int, ranks: int, device: str) -> StepRow:
     """The step that `config` trains on each of `ranks`, with a micro-batch of synthetic images."""
     first = config.optim.batch_growth.first_batch(config.run.global_batch_size)
     sizes = resolve_batch_sizes(first, config.run.batch_size, ranks)
-    known = 10 if config.data.source == "embedded" else 1000
     usual = RunConfig().flat()
     switches = {
         name: value
@@ -291,7 +290,7 @@ def config_row(config: RunConfig, ranks: int, device: str) -> StepRow:
     }
     return StepRow(
         "tune", "ours", config.model.name, sizes.micro_batch, config.data.image_size,
-        config.model.num_classes or known, device, 10, 3,
+        classes, device, 10, 3,
         {**switches, "optim.name": config.optim.name},
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ import typer
 from paceline.cli.options import AsJson
 from paceline.config import RECIPES, recipe_names
 from paceline.core.errors import ConfigError, nearest
+from paceline.core.imports import first_line
 from paceline.core.untrusted import one_line
 from paceline.models.settings import FORMS, MODEL_NAMES, ZOOS, registered_models, split_name
 
@@ -69,7 +70,8 @@ def list_models(
     parameters = {name: count_parameters(name) for name in ours}
     counts = {} if pattern else {zoo: _count(zoo) for zoo in ZOOS}
     if as_json:
-        table = {"own": parameters, "registered": others, **counts}
+        known = {zoo: count if isinstance(count, int) else None for zoo, count in counts.items()}
+        table = {"own": parameters, "registered": others, **known}
         typer.echo(json.dumps(table))
         return 0
     for name in ours:
@@ -77,10 +79,8 @@ def list_models(
     for name, where in others.items():
         typer.echo(one_line(f"{name:<14} {'':>12}  {where}"))
     for zoo, count in counts.items():
-        text = "not installed; pip install " + zoo if count is None else f"{count:,} models"
-        typer.echo(
-            f"{zoo + ':NAME':<27}  {text}" + (f"; paceline models '{zoo}:*'" if count else "")
-        )
+        text = count if isinstance(count, str) else f"{count:,} models; paceline models '{zoo}:*'"
+        typer.echo(f"{zoo + ':NAME':<27}  {one_line(text)}")
     if pattern is None:
         typer.echo(
             f"{'module:factory':<27}  any function that returns an nn.Module (docs/models.md)"
@@ -113,11 +113,15 @@ def _zoo(package: str, pattern: str) -> list[str]:
     return names
 
 
-def _count(package: str) -> int | None:
+def _count(package: str) -> int | str:
+    """How many models the package has, or why they are not available."""
     from paceline.models.factories import zoo_models
 
-    names = zoo_models(package)
-    return None if names is None else len(names)
+    try:
+        names = zoo_models(package)
+    except ConfigError as error:
+        return f"cannot be imported: {first_line(error.__cause__ or error)}"
+    return f"not installed; pip install {package}" if names is None else len(names)
 
 
 def _check_found(names: list[str], pattern: str | None) -> None:

@@ -43,12 +43,17 @@ if TYPE_CHECKING:
     from paceline.plan.workload import Workload
 
 
+# ImageNet's.
+_ASSUMED_CLASSES = 1000
+
+
 def tune(
     recipe: str | None = typer.Argument(None, help="A recipe whose model to profile and plan for."),
     model: str = typer.Option("", help="A model instead of a recipe (docs/models.md)."),
     batch_size: int = typer.Option(0, "--batch-size", "-b", help="Of one rank; else the recipe's."),
     image_size: int = typer.Option(0, help="Edge of the images in pixels; else the recipe's."),
-    classes: int = typer.Option(0, help="Number of classes; else the recipe's."),
+    classes: int = typer.Option(0, help="Number of classes; else that of the data."),
+    data_dir: str = typer.Option("", help="The data to train on, for its number of classes."),
     settings: list[str] = typer.Option([], "--set", help="section.key=value, as in training."),
     output: Path = typer.Option(Path("plan.toml"), "--output", "-o", help="The file to write."),
     force: bool = typer.Option(False, "--force", help="Overwrite it."),
@@ -78,7 +83,8 @@ def tune(
     placement = Placement(hosts, ranks_per_host, link_mbit, ranks)
     check_settings(device, backend, group_size)
     trained = {"model.name": model, "run.batch_size": batch_size, "data.image_size": image_size,
-               "model.num_classes": classes}  # fmt: skip
+               "model.num_classes": classes, "data.dir": data_dir,
+               "data.source": "auto" if data_dir else ""}  # fmt: skip
     given = {name: value for name, value in trained.items() if value}
     config = _config(recipe, given, settings, trust)
     names = parse_algorithms(algorithms) or tuned_names()
@@ -98,10 +104,11 @@ def tune(
 
     # Before the ranks join: a profiled step makes a group of its own.
     here = {"run.device": device, "comm.backend": backend, "comm.share_gpus": share_gpus}
-    profiled, failed = None, None
+    profiled, failed, assumed = None, None, ""
     if config is not None:
         try:
-            profiled = _profile(config, RunConfig().with_values(here))
+            found_classes, assumed = _classes(config)
+            profiled = _profile(config, found_classes, RunConfig().with_values(here))
         except PacelineError as error:
             failed = error
     job = TuneJob(choose_sizes(low, high, factor), names, iterations, limit_s, margin)
@@ -113,6 +120,7 @@ def tune(
         main = joined.rank == 0
         joined.group.agree_on("output", lambda: check_output(output, force) if main else output)
         show = _show if main else _ignore
+        show(assumed)
         found, noisy = _measure(Tuner(joined, job), accept_noise, show)
         if profiled is not None:
             found = _planned(found, profiled, joined, show)
@@ -167,13 +175,29 @@ def _config(
     return load_config(recipe, overrides, trust=trust)
 
 
-def _profile(config: RunConfig, here: RunConfig) -> tuple[Workload, int]:
+def _classes(config: RunConfig) -> tuple[int, str]:
+    """The number of classes that a training has, and a line if it had to be assumed."""
+    from paceline.data import open_source
+    from paceline.train.inputs import check_num_classes
+
+    declared = config.model.num_classes
+    if not config.data.dir and config.data.source == "auto":
+        line = f"no data given: {_ASSUMED_CLASSES:,} classes assumed (--data-dir or --classes)"
+        return declared or _ASSUMED_CLASSES, "" if declared else line
+    source = open_source(config.data, "train")
+    count = len(source.classes)
+    source.close()
+    check_num_classes(config, count)
+    return declared or count, ""
+
+
+def _profile(config: RunConfig, classes: int, here: RunConfig) -> tuple[Workload, int]:
     """The step of this rank, while the others profile theirs, as they will train; and its batch."""
     from paceline.bench.tune import config_row, profile_workload
     from paceline.train.machine import choose_device
 
     topology = Topology.from_env(os.environ)
-    row = config_row(config, topology.world_size, choose_device(here, topology).type)
+    row = config_row(config, classes, topology.world_size, choose_device(here, topology).type)
     return profile_workload(row, [row.batch_size]), row.batch_size
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         as_source,
         describe_channels,
         open_data,
+        open_other,
         open_source,
         open_splits,
     )
@@ -51,8 +52,8 @@ __all__ = [
     "TrainLoader",
     "TrainTransform", "allowed_corrupt", "as_source", "create_eval_loader", "create_train_loader",
     "describe_channels", "divide_wait", "inspect_set", "mark_stream", "numbered_classes",
-    "open_data", "open_source", "open_splits", "pack_splits", "random_box", "region_library",
-    "sum_by_stage", "to_mode",
+    "open_data", "open_other", "open_source", "open_splits", "pack_splits", "random_box",
+    "region_library", "sum_by_stage", "to_mode",
 ]  # fmt: skip
 _MODULES = {
     "augment": "EvalTransform TrainTransform random_box",
@@ -71,7 +72,7 @@ _MODULES = {
     "pack.inspect": "inspect_set",
     "pack.manifest": "PackOptions PackedSplit",
     "pack.pack": "pack_splits",
-    "pack.splits": "OpenedFiles as_source describe_channels open_data open_source open_splits",
+    "pack.splits": "OpenedFiles as_source describe_channels open_data open_other open_source open_splits",
     "prefetch": "divide_wait sum_by_stage",
     "settings": "DataSettings",
     "sources.base": "Source Split",

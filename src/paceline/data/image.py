@@ -86,6 +86,8 @@ def _upright(image: Image.Image) -> Image.Image:
 def _reason(data: bytes, error: Exception) -> str:
     if not data:
         return "empty file"
+    if data[:4] in (b"II*\0", b"MM\0*"):
+        return "a TIFF image, which is not read: convert it to PNG"
     if isinstance(error, UnidentifiedImageError):
         return f"not a JPEG, PNG, WebP, GIF or BMP image (begins with {data[:4].hex(' ')})"
     return " ".join(str(error).split()) or type(error).__name__

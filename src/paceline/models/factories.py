@@ -60,11 +60,18 @@ def call_factory(
 
 
 def zoo_models(package: str, pattern: str = "*") -> list[str] | None:
-    """Names of the models of timm or torchvision; None where the package is not installed."""
+    """Names of the models of timm or torchvision; None if the package is not installed. ConfigError if it
+    cannot be imported."""
     try:
         module = _zoo(package, f"{package}:")
-    except ConfigError:
-        return None
+    except ConfigError as error:
+        cause = error.__cause__
+        if (
+            isinstance(cause, ModuleNotFoundError)
+            and (cause.name or "").partition(".")[0] == package
+        ):
+            return None
+        raise
     where = module if package == "timm" else module.models
     return list(
         where.list_models(pattern) if package == "timm" else where.list_models(include=pattern)

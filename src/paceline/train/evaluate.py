@@ -22,6 +22,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -41,6 +43,7 @@ from paceline.data import (
     allowed_corrupt,
     create_eval_loader,
     open_data,
+    open_other,
     open_source,
 )
 from paceline.models.registry import is_own
@@ -48,8 +51,8 @@ from paceline.precision.policy import Policy, allow_tf32, choose_policy
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.components import Components
 from paceline.train.fast_path import triton_problem
-from paceline.train.inputs import common_settings, shared_versions
-from paceline.train.loss import LOSSES, CrossEntropy, OwnLoss, TrainingLoss
+from paceline.train.inputs import common_settings, labels_digest, shared_versions
+from paceline.train.loss import LOSSES, CrossEntropy, OwnLoss, TrainingLoss, create_loss
 from paceline.train.machine import choose_device, out_of_memory, run_eagerly
 from paceline.train.model_checks import find_logits, forward_error, make_model
 from paceline.train.stop_signals import StopSignals, agreed_stop
@@ -212,6 +215,25 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def takes_evaluation(
+    loss: TrainingLoss,
+    model: nn.Module,
+    normalize: Normalizer,
+    policy: Policy,
+    images: Sequence[int],
+) -> bool:
+    """Returns True if the loss takes what the model returns in evaluation mode. `images` is the shape of
+    a batch."""
+    zeros = torch.zeros(tuple(images), dtype=torch.uint8, device=policy.device)
+    labels = torch.zeros(len(zeros), dtype=torch.int64, device=policy.device)
+    try:
+        with _evaluation_mode(model), policy.compute():
+            loss.evaluated(model(normalize(zeros, policy.device)), labels)
+    except RunError:
+        return False
+    return True
+
+
 def _outputs(model: nn.Module, images: Tensor) -> object:
     try:
         outputs: object = model(images)
@@ -254,7 +276,8 @@ def evaluate_file(
     trust: bool | RunConfig = False,
 ) -> tuple[EvalResult | signal.Signals, RunConfig, int]:
     """Evaluates a checkpoint with its own settings, changed by `overrides`. Returns the result or the
-    signal that ended it, the configuration and the rank. `trust` is as for `stored_config`."""
+    signal that ended it, the configuration and the rank. `trust` is as for `stored_config`. A `data.dir`
+    among `overrides` is evaluated as `open_other` says, unless they have `data.val_split` too."""
     components = components or Components()
     checkpoint = Checkpoint.read(path)
     config = stored_config(checkpoint.config, overrides, path, trust)
@@ -263,7 +286,8 @@ def evaluate_file(
     shared = {"program": "eval", **common_settings(config)}
     with Group(topology, config.comm, device, shared=shared, versions=shared_versions()) as group:
         with group.phase("evaluation"):
-            source = _open_validation(config, checkpoint, path, components)
+            elsewhere = "data.dir" in overrides and "data.val_split" not in overrides
+            source, opened = _open_validation(config, checkpoint, path, components, elsewhere)
             model = restore_model(config, checkpoint, path, components).to(group.device)
             policy = choose_policy(config.precision, group.device)
             allow_tf32(config.precision)
@@ -279,31 +303,59 @@ def evaluate_file(
         )  # fmt: skip
         with loader, StopSignals() as stop:
             classes = config.model.num_classes or len(checkpoint.classes)
-            loss = LOSSES.get(config.run.loss, CrossEntropy)(0.0)
+            loss = _evaluation_loss(config, components, classes)
+            if isinstance(loss, OwnLoss):
+                size = config.data.image_size
+                shape = (1, size, size, config.data.channels)
+                loss.in_evaluation = takes_evaluation(loss, model, normalize, policy, shape)
             result = evaluate(
                 model, loader, normalize, policy, group, stop, corrupt_limit=limit,
                 classes=classes, loss_function=loss, flip=config.data.eval_flip,
             )  # fmt: skip
-        if config.run.loss not in LOSSES and group.rank == 0:
-            # It is code of whoever wrote the file.
-            note = f"run.loss = {config.run.loss} is not run here; the loss is cross_entropy"
-            sys.stderr.write(f"paceline: note: {one_line(note)}\n")
-        if note := loader.note():
-            sys.stderr.write(f"paceline: note: {one_line(note)}\n")
+        notes = [opened, loader.note()]
+        in_evaluation = (
+            loss.in_evaluation if isinstance(loss, OwnLoss) else config.run.loss in LOSSES
+        )
+        if not in_evaluation:
+            notes.append(f"run.loss = {config.run.loss} is not run here; the loss is cross_entropy")
+        for note in filter(None, notes):
+            if group.rank == 0:
+                sys.stderr.write(f"paceline: note: {one_line(note)}\n")
         return result, config, group.rank
 
 
+def _evaluation_loss(config: RunConfig, components: Components, classes: int) -> TrainingLoss:
+    """Returns the loss of the program, or the one that the settings name; cross-entropy if the latter was
+    a Python object of another program."""
+    if components.loss is None and config.run.loss.startswith(f"{PYTHON}:"):
+        return CrossEntropy()
+    return create_loss(config.run, components.loss, classes)
+
+
 def _open_validation(
-    config: RunConfig, checkpoint: Checkpoint, path: Path, components: Components
-) -> Source:
+    config: RunConfig, checkpoint: Checkpoint, path: Path, components: Components, elsewhere: bool
+) -> tuple[Source, str]:
+    """The images to evaluate, and a line if these are not the run's or a validation set. `elsewhere`:
+    `data.dir` is not that of the run."""
+
+    def is_training_data(labels: npt.NDArray[np.int64]) -> bool:
+        trained = str(checkpoint.config.get("data", {}).get("dir", ""))
+        same_place = bool(trained) and Path(trained).resolve() == Path(config.data.dir).resolve()
+        # Behind the digest of the labels may be that of the shards' sizes.
+        digest = str(checkpoint.sampler["labels"]).partition(",")[0]
+        return same_place or labels_digest(labels) == digest
+
+    note = ""
     if components.val_data is not None or components.train_data is not None:
         source = components.val_data
         if source is None:
             source = open_data(config.data, components.train_data)[1]
+    elif elsewhere:
+        source, note = open_other(config.data, checkpoint.classes, is_training_data)
     else:
         source = open_source(config.data, "val", checkpoint.classes)
     _check_classes(source.classes, checkpoint.classes, path)
-    return source
+    return source, note
 
 
 def restore_model(

@@ -33,9 +33,10 @@ from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
 from paceline.plan.rehearsal import RehearseSettings
 from paceline.precision.policy import Policy
 from paceline.train.batch_norm import BatchNormState
+from paceline.train.evaluate import takes_evaluation
 from paceline.train.fast_path import FastPath
 from paceline.train.loss import CrossEntropy, OwnLoss, TrainingLoss, check_gradient
-from paceline.train.machine import explain_out_of_memory, run_eagerly
+from paceline.train.machine import explain_out_of_memory
 from paceline.train.micro_step import step_error
 from paceline.train.model_checks import restored_buffers
 from paceline.train.run_state import PinnedPlan
@@ -381,22 +382,10 @@ class DryBackward:
                     "compute it from the outputs with differentiable operations",
                 ) from error
             if isinstance(self.loss, OwnLoss):
-                self.loss.in_evaluation = self._takes_evaluation(model, zeros)
+                self.loss.in_evaluation = takes_evaluation(
+                    self.loss, model, self.normalize, self.policy, self.images
+                )
         self.batch_norm.discard_if(torch.ones((), device=device))
-
-    def _takes_evaluation(self, model: nn.Module, zeros: Tensor) -> bool:
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        try:
-            with torch.no_grad(), run_eagerly(), self.policy.compute():
-                outputs = model(self.normalize(zeros, self.policy.device))
-                self.loss.evaluated(outputs, self._labels(len(zeros)))
-        except RunError:
-            return False
-        finally:
-            for module, training in modes:
-                module.training = training
-        return True
 
     def _total(self, outputs: Any, *, mixes: bool) -> Tensor:
         own = torch.ones(self.images[0], device=self.policy.device) if mixes else None

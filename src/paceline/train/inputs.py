@@ -154,15 +154,15 @@ def agree_on_inputs(config: RunConfig, group: Group, components: Components) -> 
             if found is None:
                 found = _open_data(config, components, _shared_files(config, group))
             source, validation = found
-            labels = _digest(source.labels)
+            labels = labels_digest(source.labels)
             if config.data.shuffle == "shards":
                 sizes = np.array(source.shard_sizes or (), dtype=np.int64)
-                labels += f", shards {_digest(sizes)}"
+                labels += f", shards {labels_digest(sizes)}"
             facts = {
                 "training images": len(source),
                 "training labels (digest)": labels,
                 "validation images": len(validation),
-                "validation labels (digest)": _digest(validation.labels),
+                "validation labels (digest)": labels_digest(validation.labels),
             }
             same.compare(facts, "use the same data")
         folder = _broadcast_folder(claimed[0] if claimed else None, group)
@@ -190,7 +190,8 @@ def _shared_files(config: RunConfig, group: Group) -> OpenedFiles | None:
     return OpenedFiles.read(Path(path), config.data) if path else None
 
 
-def _digest(values: npt.NDArray[np.int64]) -> str:
+def labels_digest(values: npt.NDArray[np.int64]) -> str:
+    """By which a run recognizes its data."""
     return hashlib.sha256(values.tobytes()).hexdigest()[:12]
 
 

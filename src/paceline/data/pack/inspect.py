@@ -22,9 +22,10 @@ from paceline.data.image import CorruptImage, ImageFacts, decode, image_facts
 from paceline.data.order import PACK_STREAM, Int64, hash64
 from paceline.data.pack.manifest import PackedShard, PackManifest
 from paceline.data.pack.pack import file_digest
-from paceline.data.pack.splits import all_shards, open_splits
+from paceline.data.pack.splits import SPLITS, open_splits
 from paceline.data.prefetch import map_ahead
 from paceline.data.sources.base import Source
+from paceline.data.sources.layouts import all_shards, data_root, kinds_of, shard_paths
 from paceline.data.sources.storage import Retry, ShardStamp, unreadable, write_file
 from paceline.data.sources.tar_index import (
     ShardIndex,
@@ -73,11 +74,9 @@ def inspect_set(
     """`look_at` None decodes every image. DataError where there is no data at all, or where the
     sheet (its path, and how many images are on it) cannot be written."""
     report = SetReport()
-    shards = all_shards(directory) if kind in ("auto", "shards") else []
+    shards = _shards(directory) if directory and kind in ("auto", "shards") else []
     if shards:
-        report.problems += shard_problems(
-            Path(directory).expanduser(), shards, checksums, on_progress
-        )
+        report.problems += shard_problems(data_root(directory), shards, checksums, on_progress)
     try:
         sources = open_splits(directory, kind, split, report.notes.append)
     except DataError as error:
@@ -86,6 +85,10 @@ def inspect_set(
         # Reported in full already, if it is about a shard.
         report.problems += [] if str(error) in report.problems else [str(error)]
         return report
+    if shards and (unnamed := _unnamed(directory)):
+        report.notes.append(
+            f"skipped tars whose names have no split: {', '.join(unnamed[:_NAMED])}"
+        )
     for name, source in sources.items():
         wanted = len(source) if look_at is None else min(look_at, len(source))
         facts = inspect_split(source, wanted, workers, on_progress, f"{name}: images")
@@ -95,6 +98,7 @@ def inspect_set(
         ]
         if len(facts.corrupt) > _NAMED:
             report.problems.append(f"{name}: {len(facts.corrupt) - _NAMED} more are corrupt")
+        report.notes += [source.note] if source.note else []
         if facts.empty_classes:
             report.notes.append(f"{name}: no sample of {facts.empty_classes} classes")
     if sheet is not None:
@@ -105,9 +109,27 @@ def inspect_set(
     return report
 
 
+def _shards(directory: str) -> list[Path]:
+    """Shards of all splits. None if the directory holds another kind of data: tars are archives then."""
+    root = data_root(directory)
+    kinds = {kind for split in SPLITS for kind in kinds_of(root, split)}
+    if kinds and "shards" not in kinds:
+        return []
+    inside = {path for split in SPLITS for path in shard_paths(root, split)}
+    return sorted({*all_shards(root), *inside})
+
+
+def _unnamed(directory: str) -> list[str]:
+    """Tars that belong to no split, beside shards that do."""
+    root = data_root(directory)
+    used = {path for split in SPLITS for path in shard_paths(root, split)}
+    return [path.name for path in all_shards(root) if used and path not in used]
+
+
 @dataclass
 class SplitFacts:
-    """Sizes, modes, formats and `looked_bytes` are those of the images looked at."""
+    """Widths, heights, modes, formats and `looked_bytes` are those of the images looked at.
+    `stored_bytes` is the size of all images, None if only reading tells."""
 
     samples: int
     classes: int
@@ -115,6 +137,7 @@ class SplitFacts:
     empty_classes: int
     looked_at: int = 0
     looked_bytes: int = 0
+    stored_bytes: int | None = None
     formats: Counter[str] = field(default_factory=Counter)
     modes: Counter[str] = field(default_factory=Counter)
     widths: list[int] = field(default_factory=list)
@@ -129,15 +152,23 @@ class SplitFacts:
             "samples_per_class": dict(zip(("min", "median", "max"), self.per_class, strict=True)),
             "empty_classes": self.empty_classes,
             "looked_at": self.looked_at,
-            "mean_bytes": self.looked_bytes / max(1, self.looked_at),
-            "bytes": round(self.looked_bytes * self.samples / max(1, self.looked_at)),
-            "bytes_are": "counted" if self.looked_at == self.samples else "estimated",
+            "mean_bytes": self._bytes() / max(1, self.samples),
+            "bytes": self._bytes(),
+            "bytes_are": "estimated" if self._is_estimated() else "counted",
             "formats": dict(self.formats.most_common()),
             "modes": dict(self.modes.most_common()),
             "width": _spread(self.widths),
             "height": _spread(self.heights),
             "corrupt": [{"name": s.name, "reason": s.reason} for s in self.corrupt],
         }
+
+    def _is_estimated(self) -> bool:
+        return self.stored_bytes is None and self.looked_at < self.samples
+
+    def _bytes(self) -> int:
+        if self.stored_bytes is not None:
+            return self.stored_bytes
+        return round(self.looked_bytes * self.samples / max(1, self.looked_at))
 
 
 def inspect_split(
@@ -147,7 +178,8 @@ def inspect_split(
     on_progress: OnProgress = lambda what, done, total: None,
     what: str = "images",
 ) -> SplitFacts:
-    """Decodes `look_at` images, all where there are fewer. Storage that fails counts as corrupt."""
+    """Decodes `look_at` images, all if there are fewer, and every image whose file is empty or cannot be
+    read. Storage that fails counts as corrupt."""
     counts = np.bincount(source.labels, minlength=len(source.classes))
     facts = SplitFacts(
         samples=len(source),
@@ -165,9 +197,11 @@ def inspect_split(
             return 0, CorruptSample(index, source.name(index), str(error))
         return len(data) if isinstance(data, bytes) else data.nbytes, found
 
-    for done, (size, found) in enumerate(
-        map_ahead(look, chosen(len(source), look_at).tolist(), workers), start=1
-    ):
+    indices, sizes = chosen(len(source), look_at), source.sizes()
+    if sizes is not None:
+        facts.stored_bytes = int(sizes.clip(min=0).sum())
+        indices = np.union1d(indices, np.flatnonzero(sizes <= 0))
+    for done, (size, found) in enumerate(map_ahead(look, indices.tolist(), workers), start=1):
         facts.looked_at = done
         facts.looked_bytes += size
         if isinstance(found, CorruptSample):
@@ -177,7 +211,7 @@ def inspect_split(
             facts.modes[found.mode] += 1
             facts.widths.append(found.width)
             facts.heights.append(found.height)
-        on_progress(what, done, look_at)
+        on_progress(what, done, len(indices))
     return facts
 
 

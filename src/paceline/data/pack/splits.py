@@ -20,20 +20,30 @@ import numpy as np
 
 from paceline.core.errors import ConfigError, DataError
 from paceline.data.image import CorruptImage, image_facts
+from paceline.data.order import Int64
 from paceline.data.pack.manifest import check_packed
 from paceline.data.settings import DataSettings
-from paceline.data.sources.base import FileFacts, Source, Split, checked_source, split_source
+from paceline.data.sources.base import (
+    FileFacts,
+    Source,
+    Split,
+    checked_source,
+    split_source,
+    validation_indices,
+)
 from paceline.data.sources.cache import CachedSource, cached
 from paceline.data.sources.folders import ImageFiles
 from paceline.data.sources.labels import read_classes
 from paceline.data.sources.layouts import (
+    all_shards,
+    data_root,
     has_validation,
     is_unsplit,
     kinds_of,
     open_layout,
     shard_paths,
 )
-from paceline.data.sources.shards import SHARD_SUFFIXES, TarredImages, TarShards
+from paceline.data.sources.shards import TarredImages, TarShards
 from paceline.data.sources.storage import Retry
 
 SPLITS: tuple[Split, ...] = ("train", "val")
@@ -53,6 +63,31 @@ def open_source(
     if sign := has_validation(settings):
         raise _not_split(settings, f"there is a validation set ({sign})")
     return cached(split_source(whole, settings.val_split, split), settings, split)
+
+
+def open_other(
+    settings: DataSettings, classes: Sequence[str], is_training_data: Callable[[Int64], bool]
+) -> tuple[Source, str]:
+    """Opens the images to evaluate on in a directory that is not that of the run: its validation set, or
+    else all of its images. The line says which.
+
+    `data.val_split` holds for the training data only, also if that is at another place now:
+    `is_training_data` recognizes it by the labels that were trained on.
+    """
+    unsplit = replace(settings, val_split=0.0)
+    if has_validation(unsplit):
+        return open_source(unsplit, "val", classes), ""
+    whole, share = _checked_layout(unsplit, "train", classes, None), settings.val_split
+    trained = whole.labels
+    if share:
+        trained = np.delete(trained, validation_indices(trained, share))
+    if not is_training_data(trained):
+        note = f"{settings.dir} has no validation set: all of its {len(whole)} images are evaluated"
+        return cached(whole, unsplit, "train"), note
+    if not share:
+        return open_source(unsplit, "val", classes), ""  # names the remedy
+    note = f"{settings.dir} is the training data: data.val_split = {share:g} of it is evaluated"
+    return cached(split_source(whole, share, "val"), settings, "val"), note
 
 
 def _checked_layout(
@@ -160,10 +195,10 @@ def open_splits(
     if not wanted:
         raise ConfigError("--split", split, "unknown", "known: all, train, val")
     if directory:
-        root = Path(directory).expanduser()
+        root = data_root(directory)
         there = {s: kinds_of(root, s) for s in SPLITS}
         if not any(there.values()) and kind in ("auto", "shards") and split != "val":
-            unnamed = all_shards(directory)
+            unnamed = all_shards(root)
             if unnamed:
                 on_note(f"{unnamed[0].name} … tell no split by their names: taken as train")
                 return {"train": TarShards(unnamed, read_classes(root), keep_index=False)}
@@ -183,23 +218,11 @@ def open_splits(
 
 def _check_pack(settings: DataSettings, split: Split) -> None:
     """DataError where the shards of a split are an unfinished or incomplete pack."""
-    directory = Path(settings.dir).expanduser()
+    directory = data_root(settings.dir)
     if not settings.dir or settings.source not in ("auto", "shards") or not directory.is_dir():
         return
     if settings.source == "shards" or shard_paths(directory, split):
         check_packed(directory, split)
-
-
-def all_shards(directory: str) -> list[Path]:
-    """Every shard in `directory`, whatever its split."""
-    root = Path(directory).expanduser()
-    if not directory or not root.is_dir():
-        return []
-    return sorted(
-        path
-        for path in root.iterdir()
-        if path.name.endswith(SHARD_SUFFIXES) and not path.name.startswith((".", "ILSVRC"))
-    )
 
 
 _SHARED_MEMORY = Path("/dev/shm")

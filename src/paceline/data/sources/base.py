@@ -87,6 +87,10 @@ class Source(ABC):
         """Where the encoded image lies in a file; None where it has to be read by `read`."""
         return None
 
+    def sizes(self) -> Int64 | None:
+        """Bytes of each encoded image, below 0 if its file cannot be read; None if only reading tells."""
+        return None
+
     def close(self) -> None:  # noqa: B027  (most hold nothing open)
         """Releases what is held open; no read may be in progress."""
 

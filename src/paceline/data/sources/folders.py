@@ -1,9 +1,9 @@
 """Images that are files of their own: class folders (`ImageFolder`), one folder with a label file
-(`FlatFolder`), or a folder with Hugging Face's `metadata.csv` (`MetadataFolder`).
+(`FlatFolder`), or a folder with Hugging Face's metadata (`MetadataFolder`).
 
 `ImageFolder` reads `DIR/<split>/<class>/…/name.jpg`: a class is a sub-directory, and its index is
-the place of its name among the sorted names of the training split. Hidden names are passed over;
-other files that are no images, and classes without any, are passed over with a note.
+the place of its name among the sorted names of the training split. Hidden names are skipped; other files
+that are not images, and classes without any, are skipped with a note.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,8 @@ from paceline.data.sources.base import FileFacts, Source
 from paceline.data.sources.labels import (
     FILE_NAMES,
     find_label_file,
+    find_metadata,
+    first_row,
     metadata_labels,
     read_flat_labels,
     read_metadata,
@@ -35,9 +37,11 @@ from paceline.data.sources.tar_index import IMAGE_EXTENSIONS, NameTable
 
 # Files, unlike members of shards, come from cameras, scanners and web pages.
 IMAGE_SUFFIXES = (*(f".{extension}" for extension in IMAGE_EXTENSIONS), ".jfif", ".bmp", ".gif")
-METADATA = "metadata.csv"
+# Images of other formats, which are converted rather than guessed at: TIFFs often have 12 or 16 bits.
+_UNREAD_SUFFIXES = (".tif", ".tiff", ".heic", ".avif", ".jp2")
 _FOLDERS_LOOKED_AT = 1000
 _NAMED = 5
+_KINDS = 20
 # A look at a file of a network file system takes a millisecond, nearly all of it waiting.
 _LOOKERS = 16
 _LOOKS = 1024
@@ -108,21 +112,36 @@ class ImageFiles(Source):
             return self._identity
         ends, letters = self._paths.parts
         digest = hashlib.sha256(ends.tobytes() + letters)
-        starts = range(0, len(self), _LOOKS)
-        with ThreadPoolExecutor(_LOOKERS, thread_name_prefix="paceline-data-look") as pool:
-            for looks in pool.map(self._looks, starts):
-                digest.update(looks)
+        for looks in self._looks(self._look):
+            digest.update(looks.tobytes())
         self._identity = digest.digest()
         return self._identity
 
-    def _looks(self, start: int) -> bytes:
-        """Size and time of the files from `start` on."""
-        found = []
-        for i in range(start, min(start + _LOOKS, len(self))):
-            path = f"{self._root}/{self._paths[i]}"
-            seen = self.retry.read(path, partial(os.stat, path))
-            found += [seen.st_size, seen.st_mtime_ns]
-        return np.array(found, dtype=np.int64).tobytes()
+    def sizes(self) -> Int64:
+        found: Int64 = np.concatenate(list(self._looks(self._look_or_none)))
+        return found[:, 0]
+
+    def _looks(self, look: Callable[[int], tuple[int, int]]) -> Iterator[Int64]:
+        """What `look` returns for every file, in order, some files at a time."""
+
+        def some(start: int) -> Int64:
+            ends = min(start + _LOOKS, len(self))
+            return np.array([look(i) for i in range(start, ends)], dtype=np.int64)
+
+        with ThreadPoolExecutor(_LOOKERS, thread_name_prefix="paceline-data-look") as pool:
+            yield from pool.map(some, range(0, len(self), _LOOKS))
+
+    def _look(self, i: int) -> tuple[int, int]:
+        """Size and time of a file."""
+        path = f"{self._root}/{self._paths[i]}"
+        seen = self.retry.read(path, partial(os.stat, path))
+        return seen.st_size, seen.st_mtime_ns
+
+    def _look_or_none(self, i: int) -> tuple[int, int]:
+        try:
+            return self._look(i)
+        except DataError:
+            return -1, 0
 
 
 def is_image(name: str) -> bool:
@@ -143,10 +162,11 @@ class ImageFolder(ImageFiles):
         passed_over: Counter[str] = Counter()
         images = {name: sorted(_images(root, name, passed_over)) for name in here}
         empty = [name for name in here if not images[name]]
+        skipped = _counts(passed_over)
         if len(empty) == len(here):
             raise DataError(
                 f"{root}: no image ({', '.join(IMAGE_SUFFIXES)}) in any of {len(here)} class "
-                f"directories: {_some(empty)}",
+                f"directories: {_some(empty)}{f'; skipped {skipped}' if skipped else ''}",
                 "put images into <class>/ beneath it",
             )
         filled = [name for name in here if images[name]]
@@ -164,12 +184,23 @@ class ImageFolder(ImageFiles):
             paths += images[name]
             labels += [number[name]] * len(images[name])
         notes = [f"{root.name}/: no image in {_some(empty)}"] if empty else []
-        if passed_over:
-            kinds = ", ".join(
-                f"{n} {kind or 'without suffix'}" for kind, n in passed_over.most_common(5)
-            )
-            notes.append(f"{root.name}/: files that are no images were passed over ({kinds})")
+        if skipped:
+            notes.append(f"{root.name}/: skipped {skipped}")
+        if loose := flat_images(root):
+            notes.append(f"{root.name}/: skipped images outside of class folders: {_some(loose)}")
         super().__init__(root, paths, labels, classes, retry, notes)
+
+
+def _counts(files: Counter[str]) -> str:
+    """Files that are not images, by suffix; empty if there are none."""
+    if not files:
+        return ""
+    ordered = sorted(files.items(), key=lambda item: (-item[1], item[0]))[:_KINDS]
+    kinds = ", ".join(f"{n} {suffix or 'without suffix'}" for suffix, n in ordered)
+    more = " …" if len(files) > _KINDS else ""
+    unread = ", ".join(suffix for suffix in _UNREAD_SUFFIXES if suffix in files)
+    hint = f" ({unread}: convert to PNG or JPEG)" if unread else ""
+    return f"files that are not images: {kinds}{more}{hint}"
 
 
 def _some(names: Sequence[str]) -> str:
@@ -240,15 +271,16 @@ class FlatFolder(ImageFiles):
 
 
 class MetadataFolder(ImageFiles):
-    """Hugging Face's `imagefolder` with `metadata.csv`: a file name and a label in each row."""
+    """Hugging Face's `imagefolder` with metadata: a file name and a label in each row."""
 
     def __init__(
         self, root: Path, classes: Sequence[str] | None, retry: Retry | None = None
     ) -> None:
-        path = root / METADATA
+        path = find_metadata(root)
+        assert path is not None
         rows = read_metadata(path)
         labels, names = metadata_labels(path, [label for _, label in rows], classes)
-        for number, (name, _) in enumerate(rows, start=2):
+        for number, (name, _) in enumerate(rows, start=first_row(path)):
             if not (root / name).is_file():
                 raise DataError(
                     f"{path}: row {number}: no file {name!r}", "add it, or remove the row"

@@ -10,18 +10,19 @@ ImageNet's is published, takes its labels from one of these files, beside `val/`
 | `LOC_val_solution.csv` (Kaggle) | image id, `wnid x y x y …` |
 | `imagenet_2012_validation_synset_labels.txt`, `synset_labels.txt` | wnid, by order of file name |
 | `ILSVRC2012_validation_ground_truth.txt` (devkit) | the devkit's class number, by order of file name |
+| `val_annotations.txt` (Tiny-ImageNet) | file name, wnid and box, separated by tabs |
 
 The devkit's numbers are not sorted, so they need `map_clsloc.txt` (wnid, number, name).
 
-Hugging Face's `metadata.csv` has a header with the columns `file_name` and `label`; labels are class
-indices, or names of classes.
+Hugging Face's `metadata.csv` has a header with the columns `file_name` and `label`, and `metadata.jsonl`
+an object with these keys in each line; labels are class indices, or names of classes.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,19 +76,28 @@ def _pairs(content: Any, path: Path) -> list[tuple[int, str]]:
 
 _GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 _NUMBER_MAP = "map_clsloc.txt"
+ANNOTATIONS = "val_annotations.txt"
 FILE_NAMES = (
     "val.txt",
     "LOC_val_solution.csv",
     "imagenet_2012_validation_synset_labels.txt",
     "synset_labels.txt",
     _GROUND_TRUTH,
+    ANNOTATIONS,
 )
+_DEVKIT = Path("ILSVRC2012_devkit_t12", "data")
+# Kaggle has the images of ImageNet in this folder, and the labels beside its first part.
+KAGGLE_FOLDER = Path("ILSVRC", "Data", "CLS-LOC")
 
 
 def find_label_file(root: Path) -> Path | None:
-    """The first of the known files, beside `root` or in it."""
+    """The first of the known files, beside `root` or in it, or at the place of Kaggle or the devkit."""
+    places = [root.parent, root, root.parent / _DEVKIT]
+    above = root.absolute().parents
+    if above[0].parts[-len(KAGGLE_FOLDER.parts) :] == KAGGLE_FOLDER.parts:
+        places.append(above[len(KAGGLE_FOLDER.parts)])
     for name in FILE_NAMES:
-        for place in (root.parent, root):
+        for place in places:
             if (place / name).is_file():
                 return place / name
     return None
@@ -100,6 +110,7 @@ def read_flat_labels(path: Path, images: Sequence[str], classes: Sequence[str]) 
         "val.txt": _by_name,
         "LOC_val_solution.csv": _by_kaggle_id,
         _GROUND_TRUTH: _by_devkit_number,
+        ANNOTATIONS: _by_annotation,
     }.get(path.name, _by_place)
     return reader(path, lines, images, known)
 
@@ -113,6 +124,16 @@ def _by_name(
         index = _class(path, number, text.strip(), classes, numbers=True)
         table[Path(name).name] = index
     return _looked_up(path, table, images, str)
+
+
+def _by_annotation(
+    path: Path, lines: list[str], images: Sequence[str], classes: Mapping[str, int]
+) -> list[int]:
+    table: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        name, *rest = line.split("\t")
+        table[name] = _class(path, number, rest[0] if rest else "", classes)
+    return _looked_up(path, table, images, lambda name: Path(name).name)
 
 
 def _by_kaggle_id(
@@ -140,7 +161,8 @@ def _by_devkit_number(
     if not map_path.is_file():
         raise DataError(
             f"{path}: numbers classes in the devkit's own order, and {_NUMBER_MAP} is not there",
-            f"put {_NUMBER_MAP} (wnid, number, name) or val.txt beside it",
+            f"put {_NUMBER_MAP} (wnid, number, name) or val.txt beside it"
+            + (" (docs/data.md makes it from meta.mat)" * (path.parent / "meta.mat").is_file()),
         )
     known: dict[str, int] = {}
     for number, line in enumerate(_lines(map_path), start=1):
@@ -195,20 +217,32 @@ def _lines(path: Path) -> list[str]:
 
 
 _MOST_CLASSES = 1_000_000
+_METADATA_FILES = ("metadata.csv", "metadata.jsonl")
 _COLUMNS = ("file_name", "label")
-_METADATA_FORM = "its header has the columns file_name and label"
+_METADATA_FORM = (
+    "it has file_name and label: columns of a csv file, keys of each line of a jsonl file"
+)
+_LONGEST_LINE = 1 << 20
 
 
-def _csv_file(path: Path) -> io.TextIOWrapper:
+def find_metadata(root: Path) -> Path | None:
+    """The metadata of `root` with file names and labels; without labels it is of no use here."""
+    return next((root / name for name in _METADATA_FILES if is_metadata(root / name)), None)
+
+
+def _text_file(path: Path) -> io.TextIOWrapper:
     return io.TextIOWrapper(open_regular(path, LARGEST_BYTES), encoding="utf-8-sig", newline="")
 
 
 def is_metadata(path: Path) -> bool:
-    """Whether the file has the two columns; one without labels is of no use here."""
+    """Returns True if the file has file names and labels."""
     try:
-        with _csv_file(path) as file:
-            return set(_COLUMNS) <= set(next(csv.reader(file), ()))
-    except (OSError, UnicodeDecodeError, csv.Error):
+        with _text_file(path) as file:
+            if path.suffix == ".csv":
+                return set(_COLUMNS) <= set(next(csv.reader(file), ()))
+            first = parse_json(file.readline(_LONGEST_LINE).encode())
+            return isinstance(first, dict) and set(_COLUMNS) <= first.keys()
+    except (OSError, UnicodeDecodeError, csv.Error, ParseError):
         return False
 
 
@@ -216,25 +250,45 @@ def read_metadata(path: Path) -> list[tuple[str, str]]:
     """File name and label of each row. DataError names the row that is wrong."""
     rows: list[tuple[str, str]] = []
     try:
-        with _csv_file(path) as file:
-            for row in csv.DictReader(file):
-                name, label = (row.get(column) for column in _COLUMNS)
-                line = len(rows) + 2
-                if not name or not label:
-                    raise DataError(
-                        f"{path}: row {line} has no file_name or no label", _METADATA_FORM
-                    )
-                place = Path(name)
-                if place.is_absolute() or ".." in place.parts or "\0" in name:
-                    raise DataError(
-                        f"{path}: row {line}: {name!r} is not below the folder", _METADATA_FORM
-                    )
-                rows.append((name, label.strip()))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        for name, label in _metadata_rows(path):
+            line = len(rows) + first_row(path)
+            if not name or not label:
+                raise DataError(f"{path}: row {line} has no file_name or no label", _METADATA_FORM)
+            place = Path(name)
+            if place.is_absolute() or ".." in place.parts or "\0" in name:
+                raise DataError(
+                    f"{path}: row {line}: {name!r} is not below the folder", _METADATA_FORM
+                )
+            rows.append((name, label.strip()))
+    except (OSError, UnicodeDecodeError, csv.Error, ParseError) as error:
         raise DataError(f"{path}: cannot be read ({error})", _METADATA_FORM) from None
     if not rows:
         raise DataError(f"{path}: has no row", _METADATA_FORM)
     return rows
+
+
+def first_row(path: Path) -> int:
+    """The number of the line with the first file name; a csv file has a header."""
+    return 2 if path.suffix == ".csv" else 1
+
+
+def _metadata_rows(path: Path) -> Iterator[tuple[str | None, str | None]]:
+    with _text_file(path) as file:
+        if path.suffix == ".csv":
+            for row in csv.DictReader(file):
+                yield row.get(_COLUMNS[0]), row.get(_COLUMNS[1])
+            return
+        for line in file:
+            if line.strip():
+                found = parse_json(line.encode())
+                name, label = (
+                    found.get(key) if isinstance(found, dict) else None for key in _COLUMNS
+                )
+                label = str(label) if type(label) is int else label
+                yield (
+                    name if isinstance(name, str) else None,
+                    label if isinstance(label, str) else None,
+                )
 
 
 def metadata_labels(
@@ -251,5 +305,5 @@ def metadata_labels(
     elif classes is None:
         classes = sorted(set(labels))
     known = {name: index for index, name in enumerate(classes)}
-    rows = enumerate(labels, start=2)
+    rows = enumerate(labels, start=first_row(path))
     return [_class(path, row, label, known, numbers=digits) for row, label in rows], classes

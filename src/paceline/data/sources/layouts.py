@@ -6,7 +6,9 @@ images. Anything that is missing fails here, with the path, what was looked for 
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -20,7 +22,6 @@ from paceline.data.settings import DataSettings
 from paceline.data.sources.array_sets import Cifar10, IdxFiles, find_idx, find_layout
 from paceline.data.sources.base import Source, Split
 from paceline.data.sources.folders import (
-    METADATA,
     FlatFolder,
     ImageFiles,
     ImageFolder,
@@ -29,7 +30,14 @@ from paceline.data.sources.folders import (
     flat_images,
     has_images,
 )
-from paceline.data.sources.labels import is_metadata, numbered_classes, read_classes
+from paceline.data.sources.formats import check_format, check_level, level_error
+from paceline.data.sources.labels import (
+    ANNOTATIONS,
+    KAGGLE_FOLDER,
+    find_metadata,
+    numbered_classes,
+    read_classes,
+)
 from paceline.data.sources.shards import (
     SHARD_SUFFIXES,
     TRAIN_TAR,
@@ -40,6 +48,7 @@ from paceline.data.sources.shards import (
     open_flat_tar,
 )
 from paceline.data.sources.storage import Retry
+from paceline.data.sources.tar_index import is_shard
 
 # Stripes along both sides and the noise together stay within 255, so no sum needs clipping.
 _STRIPE_LEVELS = 80
@@ -136,7 +145,7 @@ def open_layout(
     if not settings.dir:
         # Never the embedded set in place of somebody's forgotten --data-dir.
         raise DataError("no data: data.dir is not set", _LAYOUT)
-    directory = Path(settings.dir).expanduser()
+    directory = data_root(settings.dir)
     _check_directory(directory)
     kind = settings.source if settings.source != "auto" else detect(directory, split)
     retry = Retry(settings.read_retries)
@@ -155,11 +164,20 @@ Kind = Literal["shards", "folder", "cifar10", "idx", "imagenet"]
 _IMAGENET_TARS = {"train": TRAIN_TAR, "val": VAL_TAR}
 
 
+def data_root(directory: str) -> Path:
+    """The folder of the splits: `directory`, or the one that Kaggle's ImageNet has in it."""
+    root = Path(directory).expanduser()
+    return root / KAGGLE_FOLDER if (root / KAGGLE_FOLDER).is_dir() else root
+
+
 def kinds_of(directory: Path, split: Split) -> dict[Kind, str]:
     """What `directory` holds of `split`, and the sign by which that was seen."""
+    shards, folder = shard_paths(directory, split), split_folder(directory, split)
+    inside = bool(shards) and shards[0].parent == folder
+    shard_sign = f"{shards[0].parent.name}/*.tar" if inside else f"{split}-*.tar"
     signs: dict[Kind, tuple[str, bool]] = {
-        "shards": (f"{split}-*.tar", bool(shard_paths(directory, split))),
-        "folder": (f"{split}/", split_folder(directory, split) is not None),
+        "shards": (shard_sign, bool(shards)),
+        "folder": (f"{split}/", folder is not None and not inside),
         "cifar10": ("CIFAR-10", find_layout(directory, split) is not None),
         "idx": ("idx files", find_idx(directory, split, "images-idx3") is not None),
         "imagenet": (_IMAGENET_TARS[split], (directory / _IMAGENET_TARS[split]).is_file()),
@@ -181,7 +199,7 @@ def detect(directory: Path, split: Split) -> Kind:
         return "folder"
     missing_validation = split == "val" and (kinds_of(directory, "train") or is_unsplit(directory))
     if not missing_validation:
-        _check_class_folders(directory)
+        _check_found(directory)
     raise DataError(
         f"{directory}: neither {split}-*.tar[.gz] nor {split}/<class>/ nor CIFAR-10 nor idx files "
         "in it",
@@ -209,21 +227,37 @@ def split_folder(directory: Path, split: Split) -> Path | None:
 
 
 def is_unsplit(directory: Path) -> bool:
-    """Class folders without a folder for each split, or images with `metadata.csv`."""
+    """Class folders without a folder for each split, or images with metadata."""
     if any(split_folder(directory, split) for split in ("train", "val")):
         return False
-    if is_metadata(directory / METADATA):
+    if find_metadata(directory):
         return True
-    folders = iter(class_directories(directory))
+    folders = (name for name in class_directories(directory) if has_images(directory, name))
     # Two: any folder has folders, and a picture somewhere below one of them.
-    return sum(1 for name in folders if has_images(directory, name)) > 1
+    found = list(itertools.islice(folders, 2))
+    return len(found) > 1 and not any(map(_has_splits, (directory / name for name in found)))
 
 
-def _check_class_folders(directory: Path) -> None:
-    """DataError where `directory` is almost a folder of class folders: one class, or none."""
+def _has_splits(directory: Path) -> bool:
+    """Returns True for a data set of its own, which is not a class."""
+    return all(split_folder(directory, split) for split in ("train", "val"))
+
+
+def _check_found(directory: Path) -> None:
+    """DataError if `directory` is almost a data set: above one, of another format, or with class
+    folders of one class or none."""
     if any(split_folder(directory, split) for split in ("train", "val")):
         return
+    check_level(directory)
+    check_format(directory)
+    if unnamed := [path.name for path in all_shards(directory) if not path.name.endswith("gz")]:
+        raise DataError(
+            f"{directory}: the names of its tars do not name a split ({unnamed[0]})",
+            "name shards train-0000.tar and val-0000.tar, or put them into folders train/ and val/",
+        )
     classes = [name for name in class_directories(directory) if has_images(directory, name)]
+    if len(classes) == 1 and is_unsplit(directory / classes[0]):
+        raise level_error(directory, directory / classes[0])
     if len(classes) == 1:
         raise DataError(
             f"only one class ({classes[0]}) in {directory}",
@@ -240,7 +274,7 @@ def has_validation(settings: DataSettings) -> str:
     """The sign of a validation set, empty where there is none."""
     if settings.source in ("synthetic", "embedded"):
         return f"data.source = {settings.source}"
-    found = kinds_of(Path(settings.dir).expanduser(), "val")
+    found = kinds_of(data_root(settings.dir), "val")
     if settings.source == "auto":
         return " and ".join(found.values())
     return "".join(sign for kind, sign in found.items() if kind == settings.source)
@@ -259,10 +293,52 @@ def _check_directory(directory: Path) -> None:
         raise DataError(f"{directory}: is empty", _LAYOUT)
 
 
+# As in train-0000.tar, imagenet1k-validation-00.tar and set_train_0.tar. Something follows the name of
+# the split, so that train.tar, the archive of a folder train/, is not a shard.
+_SPLIT_IN_NAME = re.compile(r"(?:^|[-_.])(train|training|val|validation|valid|test)[-_.]", re.I)
+
+
 def shard_paths(directory: Path, split: Split) -> list[Path]:
-    return sorted(
-        path for path in directory.glob(f"{split}-*") if path.name.endswith(SHARD_SUFFIXES)
-    )
+    """Shards with the name of the split in theirs; else those in its folder. As of folders, those of
+    `test` are for validation if there are no others."""
+    named: dict[str, list[Path]] = {}
+    for path in all_shards(directory):
+        named.setdefault(_split_word(path), []).append(path)
+    found_here = [path for name in _FOLDERS[split] for path in named.get(name, ())]
+    if split == "val" and not found_here:
+        found_here = named.get(_TEST, [])
+    return sorted(found_here) or _shards_inside(split_folder(directory, split))
+
+
+def _split_word(path: Path) -> str:
+    """The name of the split in that of a shard; empty if there is none."""
+    suffix = next(suffix for suffix in SHARD_SUFFIXES if path.name.endswith(suffix))
+    found = _SPLIT_IN_NAME.search(path.name.removesuffix(suffix))
+    return found[1].lower() if found else ""
+
+
+def all_shards(directory: Path) -> list[Path]:
+    """Tars in `directory` that can be shards, whatever their split."""
+    try:
+        with os.scandir(directory) as entries:
+            names = [e.name for e in entries if e.name.endswith(SHARD_SUFFIXES)]
+    except OSError:
+        return []
+    return sorted(directory / name for name in names if not name.startswith((".", "ILSVRC")))
+
+
+def _shards_inside(folder: Path | None) -> list[Path]:
+    """Tars in the folder of a split, unless each has the images of one class."""
+    paths = [] if folder is None else all_shards(folder)
+    plain = [path for path in paths if not path.name.endswith("gz")]
+    if folder is None or not paths or class_directories(folder):
+        return []
+    for path in plain:
+        try:
+            return paths if is_shard(path, Retry(0)) else []
+        except DataError:
+            continue  # opening it reports what is wrong
+    return [] if plain else paths
 
 
 def _shards(
@@ -271,7 +347,14 @@ def _shards(
     paths = shard_paths(directory, split)
     if not paths:
         raise DataError(f"{directory}: no {split}-*.tar[.gz] in it", _LAYOUT)
-    return TarShards(paths, read_classes(directory) or classes, retry, keep_index)
+    known = read_classes(directory) or read_classes(paths[0].parent) or classes
+    source = TarShards(paths, known, retry, keep_index)
+    word = _split_word(paths[0]) if paths[0].parent == directory else paths[0].parent.name.lower()
+    if split == "val" and word == _TEST:
+        source.add_note(
+            "the shards of test are the validation set: there are none of val or validation"
+        )
+    return source
 
 
 def _folder(directory: Path, split: Split, classes: Sequence[str] | None, retry: Retry) -> Source:
@@ -281,7 +364,7 @@ def _folder(directory: Path, split: Split, classes: Sequence[str] | None, retry:
         root = directory
     if root is None:
         if split == "train":
-            _check_class_folders(directory)
+            _check_found(directory)
         remedy = _LAYOUT if split == "train" else _NO_VALIDATION
         raise DataError(f"{directory}: no {split}/<class>/ in it", remedy)
     if classes is None and split != "train":
@@ -296,9 +379,11 @@ def _folder(directory: Path, split: Split, classes: Sequence[str] | None, retry:
 def _split_source(
     directory: Path, root: Path, classes: Sequence[str] | None, retry: Retry
 ) -> Source:
-    if is_metadata(root / METADATA):
+    if find_metadata(root):
         return MetadataFolder(root, classes, retry)
     folders, tars = class_directories(root), _tars(root)
+    if folders == ["images"] and (root / ANNOTATIONS).is_file():
+        return FlatFolder(root / "images", classes or read_classes(directory), retry)
     # Tars kept beside what was extracted from them do no harm; one without its folder does.
     if folders and (lonely := [tar for tar in tars if tar.stem not in folders]):
         raise DataError(
@@ -311,6 +396,7 @@ def _split_source(
         return open_class_tars(tars, classes, retry)
     if flat_images(root):
         return FlatFolder(root, classes or read_classes(directory), retry)
+    check_format(root)
     return ImageFolder(root, classes, retry)
 
 
@@ -325,7 +411,7 @@ def _imagenet(
 
 def _training_classes(root: Path) -> list[str] | None:
     """What the training split calls its classes; folders without images are none."""
-    if is_metadata(root / METADATA):
+    if find_metadata(root):
         return list(MetadataFolder(root, None).classes)
     folders = [name for name in class_directories(root) if has_images(root, name)]
     return folders or [path.stem for path in _tars(root)] or None

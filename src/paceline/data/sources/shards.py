@@ -29,6 +29,7 @@ from paceline.data.sources.folders import is_image, known_classes, label_file
 from paceline.data.sources.labels import CLASSES_FILE, numbered_classes, read_flat_labels
 from paceline.data.sources.storage import Retry, ShardFile, ShardStamp, unreadable
 from paceline.data.sources.tar_index import (
+    LABEL_EXTENSION,
     FileWindow,
     IndexStore,
     NameTable,
@@ -97,6 +98,7 @@ class TarShards(Source):
         self._known = indexes
         self.retry = retry or Retry(0)
         self._store = IndexStore(self.retry, keep_index)
+        self._notes: list[str] = []
         self._contents: list[ShardFile | UnpackedShard] = []
         self._indexes: list[ShardIndex] = []
         self._digest = hashlib.sha256()
@@ -148,9 +150,13 @@ class TarShards(Source):
 
     @property
     def note(self) -> str:
-        """What was done about the indexes."""
+        """What was done about the indexes, and what `add_note` added."""
         notes = self._store.notes
-        return f"{notes[0]}{f' and {len(notes) - 1} more' if notes[1:] else ''}" if notes else ""
+        more = f" and {len(notes) - 1} more" if notes[1:] else ""
+        return "; ".join([*self._notes, *(f"{note}{more}" for note in notes[:1])])
+
+    def add_note(self, text: str) -> None:
+        self._notes.append(text)
 
     def file_facts(self) -> FileFacts | None:
         if len(self._stamps) < len(self._paths):
@@ -213,6 +219,9 @@ class TarShards(Source):
         if not isinstance(content, ShardFile):
             return None
         return content, int(index.offsets[place]), int(index.sizes[place])
+
+    def sizes(self) -> Int64:
+        return np.concatenate([index.sizes for index in self._indexes])
 
     def name(self, i: int) -> str:
         shard, place = self._locate(i)
@@ -286,6 +295,10 @@ class TarredImages(Source):
         """The encoded image; DataError where the tar itself can no longer be read."""
         file, offset, size = map(int, self._places[i])
         return self._files[file].read(offset, size)
+
+    def sizes(self) -> Int64:
+        found: Int64 = self._places[:, 2]
+        return found
 
     def name(self, i: int) -> str:
         return f"{self._paths[int(self._places[i, 0])].name}:{self._names[i]}"
@@ -383,6 +396,11 @@ def _images(
     places = []
     for member in tar_members(path, content):
         name = member.name.rpartition("/")[2]
+        if name.lower().endswith(f".{LABEL_EXTENSION}"):
+            raise DataError(
+                f"{path}: {name} is a label, so this is a shard and not the images of one class",
+                "set data.source = 'shards'",
+            )
         if is_image(name):
             place = _Place(number, start + member.offset_data, member.size, name, class_name)
             places.append(place)

@@ -2,7 +2,8 @@
 built once and kept on disk.
 
 A shard has the WebDataset layout: `key.jpg` (or .jpeg, .png, .webp) and `key.cls` with the class
-index in ASCII; the key ends at the first dot of the file name; other members are passed over.
+index in ASCII; the key ends at the first dot of the file name; other members are passed over. A key
+whose image and label have a further dot in common (`key.v2.jpg`, `key.v2.cls`) is a sample, too.
 Whatever would lose samples silently is an error instead.
 
 On disk an index is one small binary file: a header, four arrays of 64-bit numbers, the letters of the
@@ -20,8 +21,9 @@ import io
 import os
 import struct
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -40,7 +42,7 @@ from paceline.data.sources.storage import (
 )
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
-_LABEL_EXTENSION = "cls"
+LABEL_EXTENSION = "cls"
 _LABEL_BYTES = 32
 _BLOCK = tarfile.BLOCKSIZE
 # Two blocks of zeros end a tar, which is then filled up to a whole record: so much and no more.
@@ -72,48 +74,105 @@ def scan_shard(path: Path, content: BinaryIO) -> ShardIndex:
     """Indexes the uncompressed tar in `content`; `path` is for messages."""
     images: dict[str, tuple[str, int, int]] = {}
     labels: dict[str, int] = {}
-    # Names with a further dot, by kind: both of one name are a sample that we would pass over.
-    dotted: tuple[set[str], set[str]] = set(), set()
+    # Fields with a further dot, such as `key.v2.jpg`, by their name without the last extension.
+    dotted_images: dict[str, tuple[str, int, int]] = {}
+    dotted_labels: dict[str, tarfile.TarInfo] = {}
     for member in tar_members(path, content):
-        folder, _, file_name = member.name.rpartition("/")
-        stem, _, extension = file_name.partition(".")
-        extension = extension.lower()
-        # Hidden files, such as the `._name` twins that macOS puts into archives, have no stem.
-        if not stem or extension not in (*IMAGE_EXTENSIONS, _LABEL_EXTENSION):
-            longer, _, last = member.name.rpartition(".")
-            if stem and last.lower() in (*IMAGE_EXTENSIONS, _LABEL_EXTENSION):
-                dotted[last.lower() == _LABEL_EXTENSION].add(longer)
+        key, extension = split_name(member.name)
+        longer, _, last = member.name.rpartition(".")
+        is_label = last.lower() == LABEL_EXTENSION
+        # Hidden files, such as the `._name` twins that macOS puts into archives, have no key.
+        if not key or not (is_label or last.lower() in IMAGE_EXTENSIONS):
             continue
-        key = f"{folder}/{stem}" if folder else stem
-        if key in (labels if extension == _LABEL_EXTENSION else images):
-            raise DataError(f"{path}: sample {key!r} is there twice ({member.name})", _REBUILD)
-        if extension == _LABEL_EXTENSION:
-            labels[key] = _label(path, key, content, member)
-        else:
-            images[key] = (member.name, member.offset_data, member.size)
-    if passed_over := dotted[0] & dotted[1]:
-        raise DataError(
-            f"{path}: sample {min(passed_over)!r}: the key of a sample ends at its first dot",
-            "rename such samples, with no dot but the one before the extension",
+        has_dot = "." in extension
+        there: Mapping[str, object] = (
+            (dotted_labels if is_label else dotted_images)
+            if has_dot
+            else (labels if is_label else images)
         )
+        if longer in there:
+            raise DataError(f"{path}: sample {longer!r} is there twice ({member.name})", _REBUILD)
+        if not is_label:
+            place = (member.name, member.offset_data, member.size)
+            (dotted_images if has_dot else images)[longer] = place
+        elif has_dot:
+            dotted_labels[longer] = member
+        else:
+            labels[key] = _label(path, key, content, member)
     if lonely := images.keys() ^ labels.keys():
         key = min(lonely)
-        there, missing = ("an image", "label") if key in images else ("a label", "image")
+        there_is, missing = ("an image", "label") if key in images else ("a label", "image")
         raise DataError(
-            f"{path}: sample {key!r} has {there} but no {missing}",
+            f"{path}: sample {key!r} has {there_is} but no {missing}",
             f"each {'/'.join(IMAGE_EXTENSIONS)} needs a .cls of the same name; {_REBUILD}",
         )
+    # A sample with a plain image and label has these as further fields.
+    pairs = dotted_images.keys() & dotted_labels.keys()
+    for key, longer in _dotted_samples(path, pairs, images.keys()).items():
+        images[key] = dotted_images[longer]
+        labels[key] = _label(path, longer, content, dotted_labels[longer])
     if not images:
         raise DataError(
             f"{path}: no image in it",
             f"samples are key.jpg (jpeg, png, webp) and key.cls; remove it, or {_REBUILD}",
         )
+    found = sorted(((*place, labels[key]) for key, place in images.items()), key=itemgetter(1))
     return ShardIndex(
-        names=NameTable(name for name, _, _ in images.values()),
-        offsets=np.array([offset for _, offset, _ in images.values()], dtype=np.int64),
-        sizes=np.array([size for _, _, size in images.values()], dtype=np.int64),
-        labels=np.array([labels[key] for key in images], dtype=np.int64),
+        names=NameTable(name for name, *_ in found),
+        offsets=np.array([offset for _, offset, _, _ in found], dtype=np.int64),
+        sizes=np.array([size for _, _, size, _ in found], dtype=np.int64),
+        labels=np.array([label for *_, label in found], dtype=np.int64),
     )
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Key and field of a member, as webdataset has them: the key ends at the first dot of the file
+    name. The key is empty for hidden files."""
+    folder, slash, file_name = name.rpartition("/")
+    stem, _, extension = file_name.partition(".")
+    return (folder + slash + stem if stem else ""), extension.lower()
+
+
+def _dotted_samples(path: Path, names: Iterable[str], plain: Container[str]) -> dict[str, str]:
+    """The one of `names` with each key that is not among `plain`; DataError if two have one key, which
+    webdataset takes for one sample."""
+    found: dict[str, str] = {}
+    for longer in sorted(names):
+        key, _ = split_name(longer)
+        if key in plain:
+            continue
+        if (other := found.setdefault(key, longer)) != longer:
+            raise DataError(
+                f"{path}: samples {other!r} and {longer!r} have the same key {key!r}",
+                "a key ends at the first dot of the file name, as in webdataset: rename one of them",
+            )
+    return found
+
+
+# What webdataset shards have beside their images, and tars of one class have not.
+_FIELDS = (LABEL_EXTENSION, "json", "txt")
+
+
+def is_shard(path: Path, retry: Retry) -> bool:
+    """Returns True if the plain tar has `.cls` members, or images with another field of the same key."""
+
+    def look() -> bool:
+        images: set[str] = set()
+        others: set[str] = set()
+        with open_regular(path) as content:
+            for member in tar_members(path, content):
+                key, extension = split_name(member.name)
+                if key and extension == LABEL_EXTENSION:
+                    return True
+                if extension in IMAGE_EXTENSIONS:
+                    images.add(key)
+                elif extension in _FIELDS:
+                    others.add(key)
+                if key in images and key in others:
+                    return True
+        return False
+
+    return retry.read(path, look)
 
 
 class _Member(tarfile.TarInfo):
@@ -191,13 +250,16 @@ def _label(path: Path, key: str, content: BinaryIO, member: tarfile.TarInfo) -> 
     if len(raw) < min(member.size, _LABEL_BYTES):
         raise DataError(f"{path}: truncated within the label of sample {key!r}", _REBUILD)
     text = raw.strip()
-    # Eighteen digits fit 64 bits; more can be no class index either way.
-    if not text.isdigit() or len(text) > 18 or member.size > _LABEL_BYTES:
+    try:
+        label = int(text)  # as webdataset decodes it
+    except ValueError:
+        label = -1
+    if not 0 <= label <= np.iinfo(np.int64).max or member.size > _LABEL_BYTES:
         raise DataError(
             f"{path}: the label of sample {key!r} is {text.decode('ascii', 'replace')!r}",
-            "a .cls file holds one class index, 0 or more, in digits",
+            "a .cls file holds one class index, 0 or more, in digits; classes.json names the classes",
         )
-    return int(text)
+    return label
 
 
 class NameTable:

@@ -1,0 +1,244 @@
+"""Layouts of other tools: shards by the names of others, ImageNet's and Tiny-ImageNet's folders, formats
+that are not read, and directories above the data set."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data_sets import png, write_shards
+from paceline.core.errors import DataError
+from paceline.data import DataSettings, Source, inspect_set, open_data, open_source, open_splits
+
+Write = Callable[[Path, list[tuple[str, bytes]]], Path]
+Samples = Callable[..., list[tuple[str, bytes]]]
+WNIDS = ["n01", "n02"]
+
+
+def both(root: Path, **values: object) -> tuple[Source, Source]:
+    return open_data(DataSettings(dir=str(root), **values))  # type: ignore[arg-type]
+
+
+def images(folder: Path, *names: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, name in enumerate(names):
+        (folder / name).write_bytes(png(i))
+    return folder
+
+
+# --- shards ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".tar", ".tar.gz"])
+@pytest.mark.parametrize("source", ["auto", "shards"])
+def test_shards_in_the_folders_of_splits_keep_their_labels(
+    tmp_path: Path, write_tar: Write, samples: Samples, suffix: str, source: str
+) -> None:
+    for split, count in (("train", 6), ("val", 3)):
+        (tmp_path / split).mkdir()
+        for number in range(2):
+            write_tar(
+                tmp_path / split / f"{number:05d}{suffix}", samples(count, first=number * count)
+            )
+    train, val = both(tmp_path, source=source)
+    assert (train.kind, len(train), list(train.classes)) == ("TarShards", 12, ["0", "1", "2"])
+    assert (val.kind, val.labels.tolist()) == ("TarShards", [0, 1, 2, 0, 1, 2])
+    report = inspect_set(str(tmp_path))
+    assert report.problems == []
+    assert [report.splits[split].classes for split in ("train", "val")] == [3, 3]
+    (tmp_path / "train" / "classes.json").write_text(json.dumps(["a", "b", "c"]))
+    assert list(both(tmp_path)[0].classes) == ["a", "b", "c"]
+
+
+def test_a_damaged_shard_in_the_folder_of_a_split_is_a_problem(
+    tmp_path: Path, write_tar: Write, samples: Samples
+) -> None:
+    (tmp_path / "train").mkdir()
+    good = write_tar(tmp_path / "train" / "1.tar", samples(4))
+    (tmp_path / "train" / "0.tar").write_bytes(good.read_bytes()[:1500])
+    assert any("train/0.tar" in line for line in inspect_set(str(tmp_path)).problems)
+
+
+def test_shards_are_never_the_images_of_one_class(
+    tmp_path: Path, write_tar: Write, samples: Samples
+) -> None:
+    (tmp_path / "train").mkdir()
+    write_tar(tmp_path / "train" / "0.tar", [("a.jpg", b"i")])
+    write_tar(tmp_path / "train" / "1.tar", samples(3))
+    with pytest.raises(DataError, match=r"1\.tar: 000000\.cls is a label.*data.source = 'shards'"):
+        open_source(DataSettings(dir=str(tmp_path)), "train")
+    # Captions in place of labels: shards too, without the labels that training needs.
+    for name in ("0.tar", "1.tar"):
+        write_tar(
+            tmp_path / "train" / name, [("a.jpg", b"i"), ("a.txt", b"cat"), ("a.json", b"{}")]
+        )
+    with pytest.raises(DataError, match="has an image but no label"):
+        open_source(DataSettings(dir=str(tmp_path)), "train")
+
+
+@pytest.mark.parametrize(
+    ("train", "val"),
+    [
+        ("imagenet1k-train-0000.tar", "imagenet1k-validation-00.tar"),
+        ("Training_0.tar", "valid_0.tar"),
+        ("train-0.tar.gz", "my-val-0.tgz"),
+        ("cifar10-train-000000.tar", "cifar10-test-000000.tar"),
+    ],
+)
+def test_the_split_of_shards_is_in_their_names(
+    tmp_path: Path, write_tar: Write, samples: Samples, train: str, val: str
+) -> None:
+    write_tar(tmp_path / train, samples(6))
+    write_tar(tmp_path / val, samples(3))
+    first, second = both(tmp_path)
+    assert (len(first), len(second)) == (6, 3)
+    assert ("validation set" in second.note) == ("test" in val)
+    assert {name: len(s) for name, s in open_splits(str(tmp_path)).items()} == {
+        "train": 6,
+        "val": 3,
+    }
+    write_tar(tmp_path / "more-0.tar", samples(2))
+    assert any("no split: more-0.tar" in note for note in inspect_set(str(tmp_path)).notes)
+
+
+def test_archives_beside_class_folders_are_no_shards(tmp_path: Path, write_tar: Write) -> None:
+    for split in ("train", "val"):
+        images(tmp_path / split / "a", "1.png")
+        write_tar(tmp_path / f"{split}.tar", [(f"{split}/a/1.png", png(1))])
+    assert [source.kind for source in both(tmp_path)] == ["ImageFolder"] * 2
+    assert inspect_set(str(tmp_path)).problems == []
+
+
+def test_shards_that_name_no_split(tmp_path: Path, write_tar: Write, samples: Samples) -> None:
+    write_tar(tmp_path / "00000.tar", samples(3))
+    with pytest.raises(DataError, match=r"00000.tar\); name shards train-0000.tar"):
+        both(tmp_path)
+
+
+# --- ImageNet and its relatives --------------------------------------------------------------------
+
+
+def test_tiny_imagenet_as_published(tmp_path: Path) -> None:
+    for wnid in WNIDS:
+        images(tmp_path / "train" / wnid / "images", f"{wnid}_0.JPEG", f"{wnid}_1.JPEG")
+        (tmp_path / "train" / wnid / f"{wnid}_boxes.txt").write_text("")
+    images(tmp_path / "val" / "images", "val_0.JPEG", "val_1.JPEG", "val_10.JPEG")
+    images(tmp_path / "test" / "images", "test_0.JPEG")
+    lines = (
+        "val_0.JPEG\tn02\t0\t0\t9\t9\nval_10.JPEG\tn01\t0\t0\t9\t9\nval_1.JPEG\tn02\t0\t0\t9\t9\n"
+    )
+    (tmp_path / "val" / "val_annotations.txt").write_text(lines)
+    train, val = both(tmp_path)
+    assert (list(train.classes), train.labels.tolist()) == (WNIDS, [0, 0, 1, 1])
+    assert [Path(val.name(i)).name for i in range(3)] == ["val_0.JPEG", "val_1.JPEG", "val_10.JPEG"]
+    assert val.labels.tolist() == [1, 1, 0]
+    (tmp_path / "val" / "val_annotations.txt").write_text("val_0.JPEG n02\n")
+    with pytest.raises(DataError, match=r"val_annotations.txt:1: '' is none of the 2 classes"):
+        both(tmp_path)
+
+
+def test_imagenet_as_kaggle_has_it(tmp_path: Path) -> None:
+    root = tmp_path / "ILSVRC" / "Data" / "CLS-LOC"
+    for wnid in WNIDS:
+        images(root / "train" / wnid, f"{wnid}_0.JPEG")
+    images(root / "val", "ILSVRC2012_val_00000001.JPEG")
+    images(root / "test", "ILSVRC2012_test_00000001.JPEG")
+    (tmp_path / "LOC_val_solution.csv").write_text(
+        "ImageId,PredictionString\nILSVRC2012_val_00000001,n02 1 2 3 4 \n"
+    )
+    for place in (tmp_path, root):
+        train, val = both(place)
+        assert (len(train), val.labels.tolist()) == (2, [1])
+        assert list(open_splits(str(place))) == ["train", "val"]
+
+
+def test_the_devkits_own_folder(tmp_path: Path) -> None:
+    for wnid in WNIDS:
+        images(tmp_path / "train" / wnid, f"{wnid}_0.JPEG")
+    images(tmp_path / "val", "1.JPEG")
+    devkit = tmp_path / "ILSVRC2012_devkit_t12" / "data"
+    devkit.mkdir(parents=True)
+    (devkit / "ILSVRC2012_validation_ground_truth.txt").write_text("1\n")
+    (devkit / "meta.mat").write_bytes(b"MATLAB 5.0")
+    with pytest.raises(DataError, match=r"map_clsloc.txt is not there; .* from meta.mat"):
+        both(tmp_path)
+    (devkit / "map_clsloc.txt").write_text("n01 2 one\nn02 1 two\n")
+    assert both(tmp_path)[1].labels.tolist() == [1]
+
+
+def test_metadata_in_lines_of_json(tmp_path: Path) -> None:
+    for split, rows in (
+        ("train", [("1.png", "dog"), ("2.png", "a, b")]),
+        ("validation", [("1.png", "dog")]),
+    ):
+        folder = images(tmp_path / split, *(name for name, _ in rows))
+        lines = [json.dumps({"file_name": name, "label": text}) for name, text in rows]
+        (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n\n")
+    train, val = both(tmp_path)
+    assert (list(train.classes), train.labels.tolist()) == (["a, b", "dog"], [1, 0])
+    assert val.labels.tolist() == [1]
+    path = tmp_path / "train" / "metadata.jsonl"
+    path.write_text('{"file_name": "1.png", "label": 2}\n{"file_name": "2.png", "label": 0}\n')
+    assert open_source(DataSettings(dir=str(tmp_path)), "train").labels.tolist() == [2, 0]
+    for line, problem in (
+        ('{"file_name": "2.png", "label": true}', "row 2 has no file_name or no label"),
+        ('{"file_name": "../2.png", "label": 1}', "row 2: '../2.png' is not below"),
+        ('{"file_name": "3.png", "label": 1}', "row 2: no file '3.png'"),
+        ("[]", "row 2 has no file_name or no label"),
+        ("{", "metadata.jsonl: cannot be read"),
+    ):
+        path.write_text('{"file_name": "1.png", "label": 2}\n' + line)
+        with pytest.raises(DataError, match=problem):
+            open_source(DataSettings(dir=str(tmp_path)), "train")
+
+
+# --- what is not read ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("train-00000-of-00002.parquet", "parquet"),
+        ("data/train-00000-of-00002.parquet", "parquet"),
+        ("train-00000-of-01024", "TFRecord"),
+        ("set.tfrecord-00000-of-00001", "TFRecord"),
+        ("train/shard.00000.mds", "MDS"),
+        ("train/shard.00000.mds.zstd", "MDS"),
+        ("train/data-00000-of-00001.arrow", "Arrow"),
+        ("train.beton", "FFCV"),
+        ("train.lmdb/data.mdb", "LMDB"),
+    ],
+)
+def test_other_formats_are_named(tmp_path: Path, name: str, form: str) -> None:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(DataError, match=rf"{form}.* is not read; pass a Dataset .*pl.Trainer"):
+        both(tmp_path)
+
+
+@pytest.mark.parametrize("inner", ["dataset", "a/b"])
+@pytest.mark.parametrize("kind", ["folders", "shards", "unsplit"])
+def test_a_directory_above_the_data_set_names_it(tmp_path: Path, inner: str, kind: str) -> None:
+    root = tmp_path / inner
+    if kind == "folders":
+        images(root / "train" / "cat", "1.png")
+    elif kind == "shards":
+        write_shards(root)
+    else:
+        root = tmp_path / "dataset"
+        images(root / "cat", "1.png")
+        images(root / "dog", "1.png")
+    (tmp_path / "README.md").write_text("")
+    with pytest.raises(DataError, match=f"use --data-dir {root}$"):
+        open_source(DataSettings(dir=str(tmp_path)), "train")
+
+
+def test_data_sets_are_not_classes(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        for split in ("train", "val"):
+            images(tmp_path / name / split / "cat", "1.png")
+    with pytest.raises(DataError, match=f"use --data-dir {tmp_path / 'first'}$"):
+        both(tmp_path, val_split=0.5)
