@@ -35,21 +35,22 @@ __all__ = [
     "register_model",
     "requires_trust",
 ]
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "MODEL_NAMES": "settings",
-        "AlexNet": "alexnet",
-        "ModelSettings": "settings",
-        "SmallResNet": "resnet",
-        "check_model_name": "settings",
-        "check_trust": "settings",
-        "create_model": "registry",
-        "fuse_norms": "resnet",
-        "load_pretrained": "pretrained",
-        "named_roles": "registry",
-        "parameter_groups": "registry",
-        "register_model": "settings",
-        "requires_trust": "settings",
-    },
-)
+if not TYPE_CHECKING:  # a type checker would accept every name
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "MODEL_NAMES": "settings",
+            "AlexNet": "alexnet",
+            "ModelSettings": "settings",
+            "SmallResNet": "resnet",
+            "check_model_name": "settings",
+            "check_trust": "settings",
+            "create_model": "registry",
+            "fuse_norms": "resnet",
+            "load_pretrained": "pretrained",
+            "named_roles": "registry",
+            "parameter_groups": "registry",
+            "register_model": "settings",
+            "requires_trust": "settings",
+        },
+    )
