@@ -145,5 +145,9 @@ def test_commands_of_a_page(name: str, home: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_programs_of_a_page(page: Path, home: Path) -> None:
     for block in blocks(page.read_text(), "python"):
+        if "net.onnx" in block:
+            flags = ["--epochs", "1", "--output", "run1"]
+            for words in (["train", *flags], ["export", "run1", "net.onnx"]):
+                run(home, [sys.executable, "-m", "paceline", *words])
         if "EmulatedCluster" not in block or not why_unavailable():
             run(home, [sys.executable, "-c", block])

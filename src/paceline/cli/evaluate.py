@@ -137,15 +137,13 @@ def _as_csv(predictions: Sequence[Prediction], top: int) -> bytes:
 def export_weights(
     checkpoint: Path = typer.Argument(help="A checkpoint, or a run folder (its best)."),
     out: Path = typer.Argument(help="The .onnx, .pt2 or .safetensors file to write."),
+    opset: int | None = typer.Option(None, help="Version of ONNX's operators; that of torch."),
     trust: TrustRun = False,
 ) -> int:
     """Write a checkpoint's model as ONNX, torch.export program or safetensors."""
-    from paceline.train.inference import FORMATS, Predictor, export_stored_weights
+    from paceline.train.inference import Predictor, check_export, export_stored_weights
 
-    if out.suffix not in FORMATS:
-        raise ConfigError(
-            "OUT", str(out), "is not a format to export", f"end it in {', '.join(FORMATS)}"
-        )
+    check_export(out, opset)
     if out.suffix == ".safetensors":
         typer.echo(export_stored_weights(checkpoint, out))
         return 0
@@ -153,5 +151,5 @@ def export_weights(
     averaged = ""
     if epochs := predictor.config.run.average_epochs:
         averaged = f"weights averaged over {epochs:g} epochs, "
-    typer.echo(f"{predictor.export(out)}; {averaged}batch norm averaged over its ranks")
+    typer.echo(f"{predictor.export(out, opset)}; {averaged}batch norm averaged over its ranks")
     return 0
