@@ -76,11 +76,16 @@ def test_the_command_prints_and_writes_all_of_it(
     done = CliRunner().invoke(app, words, standalone_mode=False, catch_exceptions=False)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == 3
-    assert all(len(row["classes"]) == 2 for row in rows)
+    (predicted, *_) = trained.predict([rows[0]["name"]], top=2)
+    assert rows[0] == {
+        "name": predicted.name, "labels": list(predicted.labels), "error": "",
+        "confidences": pytest.approx(predicted.confidences),
+    }  # fmt: skip
+    assert all(len(row["labels"]) == 2 for row in rows)
     lines = table.read_text().splitlines()
-    assert lines[0] == "image,class1,confidence1,class2,confidence2,error"
+    assert lines[0] == "name,label1,confidence1,label2,confidence2,error"
     assert len(lines) == 4
-    assert rows[0]["classes"][0]["class"] in lines[1]
+    assert rows[0]["labels"][0] in lines[1]
 
 
 def test_safetensors_has_weights_and_preprocessing(trained: pl.Trainer, tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_the_flags_of_train_are_taken(tmp_path: Path) -> None:
     assert config["run"]["seed"] == 3
 
 
-@pytest.mark.parametrize("command", [["lr-find"], ["tune", "--ranks", "1"]])
+@pytest.mark.parametrize("command", [["lr-find"], ["tune", "--nproc-per-node", "1"]])
 def test_code_of_a_run_folder_needs_trust(tmp_path: Path, command: list[str]) -> None:
     """As `paceline train` does: the folder may come from elsewhere."""
     (tmp_path / "run/checkpoints").mkdir(parents=True)

@@ -37,7 +37,7 @@ NEEDS = {"RUN": "run1", "runs/quickstart-001": "run1"}
 CLUSTER = ("--hosts",)  # network namespaces, for root alone
 # Stands for `torchrun … tune`: two ranks of this machine, few sizes, a small model.
 TUNE = (
-    "tune --ranks 2 --model resnet_tiny --image-size 32 --classes 10 -b 4 --algorithms ring "
+    "tune --nproc-per-node 2 --model resnet_tiny --image-size 32 --classes 10 -b 4 --algorithms ring "
     "--max-bytes 16KiB --iterations 3 --limit-s 5 --accept-noise -o"
 )
 

@@ -7,6 +7,7 @@ import io
 import json
 import signal
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,14 +98,7 @@ def predict_images(
     found = predictor.predict(find_images(images), top=top, batch_size=batch_size)
     for image in found:
         if as_json:
-            pairs = zip(image.labels, image.confidences, strict=True)
-            row: dict[str, Any] = {
-                "image": image.name,
-                "classes": [{"class": label, "confidence": value} for label, value in pairs],
-            }
-            if image.error:
-                row["error"] = image.error
-            typer.echo(json.dumps(row))
+            typer.echo(json.dumps(asdict(image)))
         elif not image.error:
             pairs = zip(image.labels, image.confidences, strict=True)
             shown = ", ".join(f"{label} {format_percent(100 * c, 1)}" for label, c in pairs)
@@ -125,8 +119,8 @@ def predict_images(
 def _as_csv(predictions: Sequence[Prediction], top: int) -> bytes:
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
-    columns = [f"{what}{n}" for n in range(1, top + 1) for what in ("class", "confidence")]
-    rows.writerow(["image", *columns, "error"])
+    columns = [f"{what}{n}" for n in range(1, top + 1) for what in ("label", "confidence")]
+    rows.writerow(["name", *columns, "error"])
     for image in predictions:
         pairs = zip(image.labels, image.confidences, strict=True)
         cells: list[Any] = [cell for label, c in pairs for cell in (label, f"{c:.6f}")]
