@@ -99,7 +99,7 @@ def runnable(line: list[str], home: Path) -> list[str] | None:
     text = " ".join(words)
     if ("timm:" in text and find_spec("timm") is None) or any(flag in words for flag in CLUSTER):
         return None
-    if words[0] in ("report", "predict") and "run1" in words and not (home / "run1").exists():
+    if words[0] in ("report", "predict", "export") and "run1" in words and not (home / "run1").exists():
         run(home, [sys.executable, "-m", "paceline", "train", "--epochs", "1", "--output", "run1"])
     if "--cluster" in words and not (home / words[words.index("--cluster") + 1]).exists():
         measured = words[words.index("--cluster") + 1]
