@@ -6,6 +6,7 @@
 #:                 --only healthy stall"), and its share of training steps with 4 and 64
 #: make gpu-test   the tests that need one CUDA device, without those of nccl-test
 #: make nccl-test  NCCL with 2 and 4 ranks on one GPU, under NVIDIA MPS (docs/launching.md)
+#: make models-test  models of timm and torchvision, in .venv/models, which has them and the torch of .venv
 #: make test-slow  whole trainings, minutes each
 #: make docs-test  the commands and programs of README and docs, as they are written; an hour on a busy host
 #: make watch-test  pages in a real browser (chromium), W&B and MLflow offline; writes docs/images
@@ -27,7 +28,7 @@ ARGS ?=
 # Paceline anew, and three processes that collect the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test lint types contracts unit cluster-test scale-test gpu-test nccl-test test-slow docs-test watch-test fuzz mutants chaos planner-fit data docs clean
+.PHONY: help train test lint types contracts unit cluster-test scale-test gpu-test nccl-test models-test test-slow docs-test watch-test fuzz mutants chaos planner-fit data docs clean
 
 help:
 	@sed -n 's/^#: //p' Makefile
@@ -95,6 +96,13 @@ gpu-test: $(VENV)/.installed-test
 # One job after the other: ranks of two jobs on one MPS server can block each other.
 nccl-test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/nccl -m gpu $(ARGS)
+
+$(VENV)/models/.installed: $(VENV)/.installed-test tools/make_models_environment.sh
+	sh tools/make_models_environment.sh $(BIN)/python $(VENV)/models
+	touch $@
+
+models-test: $(VENV)/models/.installed
+	$(VENV)/models/bin/python -m pytest tests/models/test_zoo.py tests/models/test_torchvision.py 'tests/api/test_examples.py::test_examples_run[timm_model]' $(ARGS)
 
 # Whole trainings and other checks that take minutes.
 test-slow: $(VENV)/.installed-test

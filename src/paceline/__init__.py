@@ -72,7 +72,8 @@ __all__ = [
     "__version__", "create_model", "init", "parameter_groups", "predict_scaling", "prepare",
     "register_model",
 ]  # fmt: skip
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {name: module for module, names in _MODULES.items() for name in names.split()},
-)
+if not TYPE_CHECKING:  # a type checker would accept every name
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {name: module for module, names in _MODULES.items() for name in names.split()},
+    )

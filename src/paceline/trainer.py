@@ -215,8 +215,9 @@ class Trainer:
         """Classifies files, PIL images or uint8 arrays with the best checkpoint."""
         return self.predictor().predict(images, top=top)
 
-    def export(self, out: str | Path) -> str:
-        """Writes the best checkpoint as `.onnx`, `.pt2` or `.safetensors`, and returns what was done."""
+    def export(self, out: str | Path, *, opset: int | None = None) -> str:
+        """Writes the best checkpoint as `.onnx`, `.pt2` or `.safetensors`, and returns what was done.
+        `opset` is the version of ONNX's operators."""
         cpu = Predictor.load(
             self._trained(),
             device="cpu",
@@ -224,7 +225,7 @@ class Trainer:
             components=self._components,
             trust=self._trust,
         )
-        return cpu.export(Path(out))
+        return cpu.export(Path(out), opset)
 
     def _trained(self) -> Path:
         if self._folder is None and self.config.run.output:

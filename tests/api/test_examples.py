@@ -110,3 +110,22 @@ def test_users_code_type_checks(tmp_path: Path) -> None:
     done = subprocess.run(words, cwd=EXAMPLES.parent, env=env, capture_output=True, text=True,
                           timeout=250)  # fmt: skip
     assert done.returncode == 0, done.stdout
+
+
+def test_mistakes_in_users_code_are_found_by_the_type_checker(tmp_path: Path) -> None:
+    """Also names that do not exist, although they load on first use."""
+    packages = ("comm", "custom_loop", "data", "models", "optim", "precision", "train")
+    program = tmp_path / "wrong.py"
+    program.write_text(
+        "import paceline as pl\n"
+        "pl.Trianer('resnet18')\n"
+        "pl.Trainer('resnet18', epohs=3)\n"
+        "pl.Trainer('resnet18', epochs='3')\n"
+        + "".join(f"from paceline.{name} import Nothing as N{name}\n" for name in packages)
+    )
+    words = [sys.executable, "-m", "mypy", "--strict", str(program)]
+    env = environment() | {"MYPYPATH": "src"}
+    done = subprocess.run(words, cwd=EXAMPLES.parent, env=env, capture_output=True, text=True,
+                          timeout=250)  # fmt: skip
+    lines = {int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error: " in line}
+    assert lines == set(range(2, 5 + len(packages)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 
@@ -10,10 +11,13 @@ import pytest
 import torch
 from PIL import Image
 from safetensors import safe_open
+from torch import nn
 from typer.testing import CliRunner
 
 import paceline as pl
+from api.conftest import trainer
 from paceline.cli.app import app
+from tools.test_docs import blocks
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +76,16 @@ def test_the_command_prints_and_writes_all_of_it(
     done = CliRunner().invoke(app, words, standalone_mode=False, catch_exceptions=False)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == 3
-    assert all(len(row["classes"]) == 2 for row in rows)
+    (predicted, *_) = trained.predict([rows[0]["name"]], top=2)
+    assert rows[0] == {
+        "name": predicted.name, "labels": list(predicted.labels), "error": "",
+        "confidences": pytest.approx(predicted.confidences),
+    }  # fmt: skip
+    assert all(len(row["labels"]) == 2 for row in rows)
     lines = table.read_text().splitlines()
-    assert lines[0] == "image,class1,confidence1,class2,confidence2,error"
+    assert lines[0] == "name,label1,confidence1,label2,confidence2,error"
     assert len(lines) == 4
-    assert rows[0]["classes"][0]["class"] in lines[1]
+    assert rows[0]["labels"][0] in lines[1]
 
 
 def test_safetensors_has_weights_and_preprocessing(trained: pl.Trainer, tmp_path: Path) -> None:
@@ -110,6 +119,8 @@ def test_onnx_runtime_computes_what_the_run_computes(trained: pl.Trainer, tmp_pa
     out = tmp_path / "net.onnx"
     assert "in ONNX Runtime" in trained.export(out)
     session = onnxruntime.InferenceSession(str(out), providers=["CPUExecutionProvider"])
+    assert session.get_inputs()[0].shape == ["batch", 1, 12, 12]
+    assert session.get_outputs()[0].shape == ["batch", 4]
     properties = session.get_modelmeta().custom_metadata_map
     predictor = trained.predictor()
     assert json.loads(properties["paceline.classes"]) == list(predictor.classes)
@@ -119,6 +130,59 @@ def test_onnx_runtime_computes_what_the_run_computes(trained: pl.Trainer, tmp_pa
         torch.testing.assert_close(
             torch.from_numpy(scores), predictor.model(images), rtol=1e-3, atol=1e-4
         )
+
+
+class Net(nn.Sequential):
+    def __init__(self, num_classes: int, in_channels: int) -> None:
+        super().__init__(
+            nn.Conv2d(in_channels, 8, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+            nn.Linear(8, num_classes),
+        )  # fmt: skip
+
+
+def test_a_python_object_is_exported_and_the_documented_program_predicts(
+    tmp_path: Path,
+    photos: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """docs/models.md has the program. The model is exported again by another trainer with its object."""
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    colour = {"data.channels": 3, "data.mean": [0.5, 0.4, 0.3], "data.std": [0.25, 0.3, 0.2]}
+    settings = {**colour, "data.eval_resize": 15, "data.interpolation": "bicubic", "run.epochs": 1}
+    made = trainer(tmp_path / "run", model=Net, settings=settings)
+    made.fit()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(pl.ConfigError, match="python:Net"):
+        pl.Predictor.load("run", trust=True)
+    trainer(tmp_path / "run", model=Net, settings=settings).export("net.onnx", opset=18)
+    assert [entry.version for entry in onnx.load("net.onnx").opset_import if not entry.domain] == [
+        18
+    ]
+    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    (program,) = (block for block in blocks(page, "python") if "net.onnx" in block)
+    for photo in photos.glob("*.png"):
+        exif = Image.Exif()
+        exif[0x0112] = 6  # lies on its side
+        with Image.open(photo) as image:
+            image.resize((3 * image.width, 5 * image.height)).save("photo.jpg", exif=exif)
+        capsys.readouterr()
+        exec(program, {})
+        found = ast.literal_eval(capsys.readouterr().out)
+        (wanted,) = made.predict(["photo.jpg"], top=4)
+        confidences = dict(zip(wanted.labels, wanted.confidences, strict=True))
+        assert found == pytest.approx(confidences, abs=1e-5)
+
+
+@pytest.mark.parametrize(("name", "opset"), [("x.onnx", 17), ("x.onnx", 10**6), ("x.pt2", 18)])
+def test_an_opset_that_cannot_be_written_is_refused(
+    trained: pl.Trainer, tmp_path: Path, name: str, opset: int
+) -> None:
+    with pytest.raises(pl.ConfigError) as caught:
+        trained.export(tmp_path / name, opset=opset)
+    assert caught.value.field == "opset"
+    assert not (tmp_path / name).exists()
 
 
 def test_other_formats_are_refused(trained: pl.Trainer, tmp_path: Path) -> None:

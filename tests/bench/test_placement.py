@@ -12,7 +12,7 @@ from paceline.core.errors import ConfigError
     ("flags", "words"),
     [
         ({"hosts": -1}, "--hosts = -1: must be at least 1"),
-        ({"hosts": 2, "ranks": 2}, "--ranks = 2: cannot be given with --hosts"),
+        ({"hosts": 2, "ranks": 2}, "--nproc-per-node = 2: cannot be given with --hosts"),
         ({"ranks_per_host": 2}, "--ranks-per-host = 2: needs --hosts"),
         ({"hosts": 2, "ranks_per_host": 0}, "--ranks-per-host = 0: must be at least 1"),
         ({"hosts": 2, "link_mbit": -1.0}, "--link-mbit = -1.0: must be above 0"),

@@ -38,11 +38,14 @@ def test_the_version(call: Call) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("train --epoch 3", "--epoch"),
+        ("train --epoch 3", "see paceline train --help"),
+        ("bench step --epoch 3", "see paceline bench step --help"),
         ("train --epochs many", "run.epochs = 'many'"),
         ("train --lr -.1", "optim.lr = -0.1"),
         ("train -b 1.5", "run.batch_size = 1.5"),
-        ("trian", "trian"),
+        ("trian", "; see paceline --help"),
+        ("bench stpe", "see paceline bench --help"),
+        ("inspect a --data-dir b", "--data-dir = 'b'"),
         ("train --nproc-per-node 0", "--nproc-per-node = 0"),
         ("train --nproc-per-node 3", "use 126 or 129"),
         ("report nowhere", "nowhere"),

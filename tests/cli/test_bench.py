@@ -134,8 +134,8 @@ def test_input_memory_and_seek(call: Call) -> None:
 def test_allreduce_on_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "sizes.toml").write_text(TABLE)
     report = report_of(
-        tmp_path, "bench", "allreduce", "--ranks", "2", "--bytes", "4KiB,64KiB", "--wire", "float16",
-        "--algorithms", "ring,torus2d", "--sizes", "sizes.toml", "--iterations", "3",
+        tmp_path, "bench", "allreduce", "--nproc-per-node", "2", "--bytes", "4KiB,64KiB",
+        "--wire", "float16", "--algorithms", "ring,torus2d", "--sizes", "sizes.toml", "--iterations", "3",
         "--warm-up", "1",
     )  # fmt: skip
     rows = report["rows"]
@@ -157,7 +157,7 @@ def test_allreduce_on_two_ranks(tmp_path: Path) -> None:
 
 def test_exchange_on_two_ranks(tmp_path: Path) -> None:
     report = report_of(
-        tmp_path, "bench", "exchange", "--model", "resnet_tiny", "--ranks", "2",
+        tmp_path, "bench", "exchange", "--model", "resnet_tiny", "--nproc-per-node", "2",
         "--algorithm", "hierarchical", "--fusion-mib", "0.1", "--iterations", "2", "--warm-up", "1",
     )  # fmt: skip
     rows = {row["way"]: row for row in report["rows"]}
@@ -186,7 +186,7 @@ def test_one_file_from_tune_to_the_run(tmp_path: Path) -> None:
     """Links, times and a profiled step are measured, with the classes of the data; the same file trains,
     predicts and is kept."""
     write_shards(tmp_path / "data", train=16)
-    flags = ("tune", "quickstart", "--data-dir", "data", "--ranks", "2", "--max-bytes", "4KiB",
+    flags = ("tune", "quickstart", "--data-dir", "data", "--nproc-per-node", "2", "--max-bytes", "4KiB",
              "--algorithms", "ring,tree",
              "--iterations", "3", "--accept-noise", "-b", "4", "--set",
              "run.global_batch_size=8")  # fmt: skip
@@ -229,21 +229,21 @@ def test_one_file_from_tune_to_the_run(tmp_path: Path) -> None:
         ("input --data-dir data --decoder gif", "data.decoder = 'gif'"),
         ("input --data-dir data --device cpu --decoder nvjpeg", "nvjpeg"),
         ("input --data-dir none", "none"),
-        ("allreduce", "--ranks"),
-        ("allreduce --ranks 2 --algorithms rign", "--algorithms = 'rign'"),
+        ("allreduce", "--nproc-per-node"),
+        ("allreduce --nproc-per-node 2 --algorithms rign", "--algorithms = 'rign'"),
         ("allreduce --ranks 2 --bytes 4q", "--bytes = '4q'"),
-        ("allreduce --ranks 2 --factor 1", "--factor = 1.0"),
-        ("allreduce --ranks 2 --wire fp8", "--wire = 'fp8'"),
-        ("allreduce --ranks 2 --min-bytes 1M --max-bytes 1k", "--min-bytes = '1M'"),
-        ("allreduce --ranks 2 --iterations 0", "--iterations = 0"),
-        ("allreduce --ranks 2 --sizes none.toml", "none.toml"),
-        ("allreduce --ranks 2 --device gpu", "run.device = 'gpu'"),
-        ("allreduce --ranks 2 --backend mpi", "comm.backend = 'mpi'"),
-        ("exchange --ranks 2 --model resnet51", "model.name = 'resnet51'"),
-        ("exchange --ranks 2 --algorithm rign", "comm.algorithm = 'rign'"),
-        ("exchange --ranks 2 --plan a --sizes b", "--sizes"),
-        ("exchange --ranks 2 --plan a", "comm.plan = 'a'"),
-        ("ddp --ranks 2 --block 0", "--block = 0"),
+        ("allreduce --nproc-per-node 2 --factor 1", "--factor = 1.0"),
+        ("allreduce --nproc-per-node 2 --wire fp8", "--wire = 'fp8'"),
+        ("allreduce --nproc-per-node 2 --min-bytes 1M --max-bytes 1k", "--min-bytes = '1M'"),
+        ("allreduce --nproc-per-node 2 --iterations 0", "--iterations = 0"),
+        ("allreduce --nproc-per-node 2 --sizes none.toml", "none.toml"),
+        ("allreduce --nproc-per-node 2 --device gpu", "run.device = 'gpu'"),
+        ("allreduce --nproc-per-node 2 --backend mpi", "comm.backend = 'mpi'"),
+        ("exchange --nproc-per-node 2 --model resnet51", "model.name = 'resnet51'"),
+        ("exchange --nproc-per-node 2 --algorithm rign", "comm.algorithm = 'rign'"),
+        ("exchange --nproc-per-node 2 --plan a --sizes b", "--sizes"),
+        ("exchange --nproc-per-node 2 --plan a", "comm.plan = 'a'"),
+        ("ddp --nproc-per-node 2 --block 0", "--block = 0"),
     ],
 )
 def test_mistakes_are_one_line(call: Call, tmp_path: Path, arguments: str, words: str) -> None:
@@ -265,6 +265,6 @@ def test_mistakes_are_one_line(call: Call, tmp_path: Path, arguments: str, words
     ],
 )
 def test_mistakes_of_tune_are_one_line(call: Call, arguments: str, words: str) -> None:
-    done = call("tune", "--ranks", "2", *arguments.split())
+    done = call("tune", "--nproc-per-node", "2", *arguments.split())
     assert words in done.error_line()
     assert done.code == (1 if "--data-dir" in arguments else 2)

@@ -167,6 +167,19 @@ def test_the_last_checkpoint_exports_to_the_weights_of_the_run(
     assert (first["model"], first["step"], first["image_size"]) == ("resnet_tiny", "24", "28")
 
 
+def test_export_needs_trust_to_create_the_model_but_not_for_its_weights(
+    call: Call, home: Path, tmp_path: Path
+) -> None:
+    """As docs/models.md#trust says."""
+    checkpoint = Checkpoint.read(home / "run/checkpoints/best.pt")
+    model = {**checkpoint.config["model"], "name": "own_net:make"}
+    own = tmp_path / "own.pt"
+    replace(checkpoint, config={**checkpoint.config, "model": model}).write(own)
+    for name in ("net.onnx", "net.pt2"):
+        assert "--trust" in call("export", str(own), str(tmp_path / name)).error_line()
+    assert call("export", str(own), str(tmp_path / "net.safetensors")).code == 0
+
+
 def test_exported_weights_are_the_model(call: Call, home: Path, tmp_path: Path) -> None:
     """Loaded into a fresh model they score as in the run, by a count of our own."""
     assert call("export", "run", str(tmp_path / "best.safetensors")).code == 0

@@ -41,7 +41,7 @@ def test_from_folders_to_shards_and_back(call: Call, tmp_path: Path) -> None:
 
 def test_inspect_finds_what_is_wrong(call: Call, tmp_path: Path) -> None:
     write_shards(tmp_path / "set")
-    assert call("inspect", "set").code == 0
+    assert call("inspect", "--data-dir", "set").code == 0
     shard = next((tmp_path / "set").glob("train-*.tar"))
     os.truncate(shard, 3000)
     done = call("inspect", "set")

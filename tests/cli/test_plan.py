@@ -42,7 +42,7 @@ def ask(*flags: str) -> str:
 
 
 def test_a_noise_scale_says_which_ranks_save_time_not_only_images_per_s(tmp_path: Path) -> None:
-    flags = ("--gpu", "H100", "--nodes", "4", "-b", "64")
+    flags = ("--gpu", "H100", "--nodes", "4", "-b", "64", "--node-gbps", "100")
     plain = json.loads(ask(*flags, "--json"))
     found = json.loads(ask(*flags, "--noise-scale", "500", "--json"))
     assert (plain["noise_scale"], plain["largest_ranks_that_save_time"]) == (None, None)
@@ -520,9 +520,21 @@ def test_an_absurd_count_is_a_line(flag: str) -> None:
         assert caught.value.field == flag
 
 
+def test_what_is_assumed_of_the_cluster_is_said(tmp_path: Path) -> None:
+    found = ask("--gpu", "V100", "--nodes", "4", "-b", "64", "--latency-us", "5")
+    assert "8 × 100 Gb/s a node as in DGX-2H with 16 GPUs (--node-gbps)" in " ".join(found.split())
+    said = json.loads(ask("--gpu", "V100", "-b", "64", "--node-gbps", "100", "--json"))["assumed"]
+    assert set(said) == {"gpus_per_node", "latency_us", "links", "oversubscription"}
+    file, link = tmp_path / "tuned.toml", LinkFacts(1e-5, 1e-9)
+    probed = ProbedCluster((2, 2), "nccl", "cuda", link, link)
+    PlanFile(cluster=probed.facts, probed=probed).write(file)
+    measured = json.loads(ask("--gpu", "V100", "-b", "64", "--cluster", str(file), "--json"))
+    assert measured["assumed"] == {}
+
+
 def test_a_slow_input_is_the_first_advice() -> None:
     """Before twice the nodes, which gain more here; what it takes to keep up is worth trying first."""
-    flags = ("--gpu", "H100", "--nodes", "8", "-b", "64", "--cores-per-node", "32")
+    flags = ("--gpu", "H100", "--nodes", "8", "-b", "64", "--cores-per-node", "64")
     found = json.loads(ask(*flags, "--json"))
     first, *others = found["advice"]
     assert found["bound_by"] == "input"

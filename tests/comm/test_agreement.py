@@ -71,6 +71,17 @@ def test_rank_0_is_compared_with_the_lowest_rank_that_differs(odd: int, first: i
     assert line.startswith(f"ranks differ in lr: {values}; ")
 
 
+def _two_fail(rank: int) -> str:
+    agreement = joined()
+    error = raised(agreement, "data", error=DataError(f"{rank} images") if rank else None)
+    agreement.leave(100.0)
+    return str(error)
+
+
+def test_of_several_failed_ranks_the_lowest_is_named() -> None:
+    assert set(run_ranks(3, _two_fail)) == {"rank 1: 1 images"}
+
+
 def _used_twice(rank: int) -> str:
     agreement = joined()
     agreement.agree("again", facts={"step": 1})

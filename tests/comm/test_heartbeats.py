@@ -273,11 +273,12 @@ def test_a_rank_ends_only_after_it_has_marked_it(start: Start, other: HeartbeatC
     assert ended.read_at_exit
 
 
-@pytest.mark.parametrize("alive", [True, False], ids=["slow", "gone"])
+@pytest.mark.parametrize("state", ["slow", "gone", "left"])
 def test_a_stop_signal_ends_a_wait_only_where_a_rank_has_fallen_silent(
-    store: Store, alive: bool, monkeypatch: pytest.MonkeyPatch
+    store: Store, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that is merely slow may be saving, and is waited for as before. The clock and the beats are
+    """A rank that is merely slow may be saving, and is waited for as before; one that has left the job
+    is silent because it has ended. The clock and the beats are
     made here: on a busy host a thread that lives may be silent for longer than three beats."""
     proposed: list[str] = []
     monkeypatch.setattr(
@@ -292,11 +293,12 @@ def test_a_stop_signal_ends_a_wait_only_where_a_rank_has_fallen_silent(
         for second in range(60):
             watchdog._now_s, channel.answers = float(second), second
             if channel.reads_progress:
-                beat = second if alive else 0
+                beat = second if state == "slow" else 0
+                channel.left = {0} if state == "left" else set()
                 channel.reads = True
                 channel.heartbeats = {0: (beat, board.progress), 1: (second, board.progress)}
             assert watchdog._check() is None
-    assert bool(proposed) == (not alive)
+    assert bool(proposed) == (state == "gone")
     assert all("rank 0 gives no sign of life" in line for line in proposed)
 
 

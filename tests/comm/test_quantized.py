@@ -26,6 +26,7 @@ from ranks import run_ranks
 
 BLOCK = 256
 STEPS = 3
+SCALES = (64.0, 8.0, 16.0)
 CASES = [(wire, feedback) for wire in EIGHT_BIT for feedback in (True, False)]
 
 
@@ -114,7 +115,8 @@ def gradients(rank: int, step: int, length: int) -> np.ndarray:
 
 def _all_reduce(rank: int, lengths: tuple[int, ...]) -> dict[tuple[str, bool], list[Any]]:
     """By every format, with and without feedback: the sums of some steps over messages of several
-    lengths."""
+    lengths. Each step has a loss scale of its own, which the sums are divided by; with powers of two that
+    rounds nothing."""
     found: dict[tuple[str, bool], list[Any]] = {}
     with joined() as group:
         for wire, feedback in CASES:
@@ -124,11 +126,13 @@ def _all_reduce(rank: int, lengths: tuple[int, ...]) -> dict[tuple[str, bool], l
             assert (transport.memory is not None) == feedback
             buffers = {length: torch.zeros(length) for length in lengths}
             sums = found[wire, feedback] = []
-            for step in range(STEPS):
+            for step, scale in enumerate(SCALES):
+                if transport.memory is not None:
+                    transport.memory.scale = torch.tensor(scale)
                 for length, buffer in buffers.items():
-                    buffer.copy_(torch.from_numpy(gradients(rank, step, length)))
+                    buffer.copy_(torch.from_numpy(gradients(rank, step, length)) * scale)
                     transport.planned.carry(buffer, ALL_TO_ALL, wire)  # type: ignore[attr-defined]
-                    sums.append(buffer.numpy().copy())
+                    sums.append(buffer.numpy() / np.float32(scale))
                 if transport.memory is not None:
                     transport.memory.settle(torch.zeros(()))
             transport.close()

@@ -70,7 +70,8 @@ def test_predictions_need_no_torch() -> None:
     ranks, speed, table = json.loads(out)
     assert ranks == 32
     assert speed > 32 * 1000
-    assert len(table.splitlines()) == 7
+    assert len(table.splitlines()) == 8
+    assert "8 × 400 Gb/s a node as in DGX H100 (node_gbps)" in table
 
 
 def test_predictions_are_those_of_the_command() -> None:

@@ -201,6 +201,13 @@ def test_packages_that_are_missing_and_arguments_that_do_not_exist(packages: Pat
     refused("resnet18", "model.arguments", arguments="{width = 4}")
 
 
+def test_a_torchvision_of_another_build_of_torch_is_one_line(packages: Path) -> None:
+    module = packages / "site/timm/__init__.py"
+    module.write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
+    line = refused("timm:convnext_atto")
+    assert f"install the torchvision of torch {torch.__version__}" in line
+
+
 @pytest.mark.parametrize(
     "name", ["resnet51", "timm:", ":make", "my net:make", "a:b:c", "a-b:c", ""]
 )
@@ -222,7 +229,7 @@ def test_registered_names(packages: Path, monkeypatch: pytest.MonkeyPatch) -> No
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[paceline.models]\nmy_entry = my_nets:Net\n")
-    monkeypatch.syspath_prepend(str(packages))
+    sys.path.insert(0, str(packages))  # the fixture's copy
     assert create("my_entry").out_features == 7
 
 

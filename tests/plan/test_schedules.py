@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.plan.schedules import algorithm, algorithm_names, check_name, tuned_names
+from paceline.plan.schedules import (
+    FLOOD_BYTES,
+    algorithm,
+    algorithm_names,
+    check_name,
+    tuned_names,
+)
 from paceline.plan.steps import Groups, Receive, Rounds, Segment, Send, cut, interleave
 
 SCHEDULED = algorithm_names()[1:]
@@ -89,6 +95,21 @@ def test_rounds_come_out_even_and_wait_for_no_later_one(name: str, nodes: tuple[
                     for peer in step.peers if isinstance(step, Receive) else ():
                         assert sent[peer, rank].popleft() <= number
         assert not any(sent.values())
+
+
+@pytest.mark.parametrize("masters", [2, 3, 4, 8])
+def test_masters_send_everything_to_everybody_up_to_a_limit_for_all_messages(masters: int) -> None:
+    """The limit is of what a master sends and receives in that one round."""
+
+    def floods(elements: int) -> bool:
+        every = programs("hierarchical", (1,) * masters, Segment(elements, 4, 0))
+        sent = [step for rounds in every for steps in rounds for step in steps
+                if isinstance(step, Send)]  # fmt: skip
+        return all(step.span == (0, elements) for step in sent)
+
+    most = FLOOD_BYTES // (masters - 1) // 4
+    assert floods(most)
+    assert not floods(most + 1)
 
 
 def test_masters_take_turns() -> None:

@@ -6,12 +6,22 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.plan.analytic_workload import analytic_workload
-from paceline.plan.cluster import Cluster, Link, accelerator, catalogue, gpu_cluster, slowest_of
+from paceline.plan.cluster import (
+    Cluster,
+    Link,
+    NodeNetwork,
+    accelerator,
+    assumed,
+    catalogue,
+    gpu_cluster,
+    slowest_of,
+)
 from paceline.plan.layers import network
 from paceline.plan.optimizer import best_plan
 from paceline.plan.plan_file import PlanFile
@@ -362,12 +372,38 @@ def test_an_accelerator_of_ones_own(tmp_path: Path) -> None:
     """The figures of an H100 give its times; that the law was not fitted to them costs certainty."""
     found, known = accelerator(own(tmp_path / "own.toml")), accelerator("H100")
     assert found == replace(
-        known, name="Own GPU", family="Own GPU", source=found.source, is_own=True
-    )
+        known, name="Own GPU", family="Own GPU", source=found.source, is_own=True,
+        network=NodeNetwork(),
+    )  # fmt: skip
     ours, theirs = (analytic_workload(network("resnet50"), chip) for chip in (found, known))
     assert ours.compute_s(64) == theirs.compute_s(64)
     assert ours.spread > theirs.spread
     assert "Own GPU, from its peaks as given" in ours.source
+
+
+@pytest.mark.parametrize(
+    ("given", "gbps", "links", "words"),
+    [
+        ({}, 3200, 8, {"node_gbps": "8 × 400 Gb/s a node as in DGX H100"}),
+        ({"links": 4}, 3200, 4, {"node_gbps": "3200 Gb/s a node as in DGX H100"}),
+        ({"node_gbps": 50.0}, 50, 1, {"links": "one link a node"}),
+        ({"node_gbps": 800.0, "links": 2}, 800, 2, {}),
+    ],
+)
+def test_links_that_are_not_given_are_those_of_the_reference_system(
+    given: dict[str, Any], gbps: float, links: int, words: dict[str, str]
+) -> None:
+    chip = accelerator("H100")
+    assert gpu_cluster(chip, 4, **given) == gpu_cluster(chip, 4, node_gbps=gbps, links=links)
+    said = assumed(chip, {*given, "gpus_per_node", "latency_us", "oversubscription"})
+    assert said == words
+
+
+def test_an_own_accelerator_has_a_network(tmp_path: Path) -> None:
+    text = OWN + "network = { gbps = 1600, links = 4 }\n"
+    place = gpu_cluster(accelerator(own(tmp_path / "own.toml", text)), 2)
+    assert place.links == 4
+    assert place == gpu_cluster(accelerator("H100"), 2, node_gbps=1600, links=4)
 
 
 def test_an_own_accelerator_is_scaled_to_a_measured_training(tmp_path: Path) -> None:
@@ -403,6 +439,8 @@ def test_an_own_accelerator_is_scaled_to_a_measured_training(tmp_path: Path) -> 
         (OWN.replace("Own GPU", "  "), "the table has no name"),
         (OWN + "measured = { images_per_s = 0, batch = 8 }", "measured.images_per_s = 0"),
         (OWN + "measured = { images_per_s = 9 }", "measured.batch: is missing"),
+        (OWN + "network = { gbps = 0 }", "Own GPU.network.gbps = 0"),
+        (OWN + "network = { links = 0 }", "Own GPU.network.links = 0"),
     ],
 )
 def test_a_mistake_in_an_own_accelerator_is_one_line(tmp_path: Path, text: str, words: str) -> None:
@@ -434,5 +472,6 @@ def test_what_bounds_a_ring() -> None:
 def test_every_figure_of_the_catalogue_has_a_source() -> None:
     for gpu in catalogue().values():
         assert gpu.source
+        assert gpu.network.system
         assert gpu.measured is None or gpu.measured.source
         assert not gpu.like or accelerator(gpu.like).measured

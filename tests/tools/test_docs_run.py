@@ -37,7 +37,7 @@ NEEDS = {"RUN": "run1", "runs/quickstart-001": "run1"}
 CLUSTER = ("--hosts",)  # network namespaces, for root alone
 # Stands for `torchrun … tune`: two ranks of this machine, few sizes, a small model.
 TUNE = (
-    "tune --ranks 2 --model resnet_tiny --image-size 32 --classes 10 -b 4 --algorithms ring "
+    "tune --nproc-per-node 2 --model resnet_tiny --image-size 32 --classes 10 -b 4 --algorithms ring "
     "--max-bytes 16KiB --iterations 3 --limit-s 5 --accept-noise -o"
 )
 
@@ -99,7 +99,11 @@ def runnable(line: list[str], home: Path) -> list[str] | None:
     text = " ".join(words)
     if ("timm:" in text and find_spec("timm") is None) or any(flag in words for flag in CLUSTER):
         return None
-    if words[0] in ("report", "predict") and "run1" in words and not (home / "run1").exists():
+    if (
+        words[0] in ("report", "predict", "export")
+        and "run1" in words
+        and not (home / "run1").exists()
+    ):
         run(home, [sys.executable, "-m", "paceline", "train", "--epochs", "1", "--output", "run1"])
     if "--cluster" in words and not (home / words[words.index("--cluster") + 1]).exists():
         measured = words[words.index("--cluster") + 1]
@@ -145,5 +149,9 @@ def test_commands_of_a_page(name: str, home: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_programs_of_a_page(page: Path, home: Path) -> None:
     for block in blocks(page.read_text(), "python"):
+        if "net.onnx" in block:
+            flags = ["--epochs", "1", "--output", "run1"]
+            for words in (["train", *flags], ["export", "run1", "net.onnx"]):
+                run(home, [sys.executable, "-m", "paceline", *words])
         if "EmulatedCluster" not in block or not why_unavailable():
             run(home, [sys.executable, "-c", block])

@@ -5,10 +5,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from paceline.train import Checkpoint
+from paceline.core.events import StepEvent
+from paceline.train import Checkpoint, run_training
 from paceline.train.batch_norm import BatchNormState, pool
+from paceline.train.callbacks import Callback, RunControl
+from paceline.train.components import Components
 from ranks import run_ranks
-from small_runs import run_small
+from small_runs import Silent, run_small, small_config
 from train.runs import last
 from train.steps import alone, joined
 
@@ -33,6 +36,31 @@ def _average(rank: int) -> tuple[Tensor, Tensor, Tensor | None]:
             inside = state.flat.clone()
         assert torch.equal(state.flat, own)
         return own, inside, state.rows(group)
+
+
+class Tracked(Callback):
+    """Keeps how many batches a batch norm has seen after each step."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    def on_step(self, run: RunControl, event: StepEvent) -> None:
+        self.batches.append(int(run.model.bn1.num_batches_tracked))  # type: ignore[arg-type]
+
+
+def test_a_pass_over_all_samples_leaves_the_statistics_alone(tmp_path: Path) -> None:
+    """That of the full gradient of SVRG, before the first step of each epoch."""
+    watch = Tracked()
+    config = small_config(
+        tmp_path / "run",
+        optim__name="svrg",
+        optim__momentum=0.0,
+        run__batch_size=16,
+        data__augment="none",
+        data__flip=False,
+    )
+    run_training(config, Silent, None, Components(callbacks=(watch,)))
+    assert watch.batches == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_the_average_is_that_of_the_whole_population() -> None:

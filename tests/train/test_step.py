@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from paceline.bench.step import StepRow
 from paceline.bench.step import build_step as build
 from paceline.comm import CommSettings, Group
+from paceline.data import CorruptSample
 from paceline.precision.settings import PrecisionSettings
+from paceline.train.weights import master_weights
 from ranks import run_ranks
-from train.steps import Made, Net, alone, joined, make_step, train, weights
+from train.steps import OPTIM, Made, Net, alone, joined, make_step, train, weights
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # Of the norm of the whole update: gradients are rounded to 11 or 8 bits.
@@ -144,6 +146,51 @@ def test_the_loss_scale_leaves_no_trace_in_the_update() -> None:
     one, _ = train(alone(), made=made("fp16"))
     other, _ = train(alone(), made=made("fp16", precision=PrecisionSettings(loss_scale_init=256.0)))
     assert distance(one, other) < 1e-4  # subnormal gradients alone may differ
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("limit", [0.05, 1e3], ids=["clipped", "not clipped"])
+def test_clipping_is_of_the_gradient_of_the_mean_loss_also_in_a_short_step(
+    limit: float, dtype: str
+) -> None:
+    """A short step has a smaller loss scale than a full one."""
+    optim = replace(OPTIM, clip_norm=limit, momentum=0.0)
+    step, other = make_step(alone(), made=made(dtype, optim=optim)), make_step(alone())
+    mean = nn.CrossEntropyLoss(label_smoothing=0.1)
+    for number in range(3):
+        batch, before = next(other.loader), weights(step)
+        names = dict(other.model.named_parameters())
+        with torch.no_grad():
+            for name, master in master_weights(step.model, step.update.optimizer).items():
+                names[name].copy_(master)
+        other.model.zero_grad()
+        mean(other.model(other.normalize(batch.images, "cpu")), batch.labels).backward()
+        gradient = torch.cat([p.grad.flatten() for p in names.values()])
+        norm = float(gradient.norm())
+        assert norm > 0.05
+        assert step.run(number, 0.1).grad_norm == pytest.approx(norm, rel=TOLERANCE[dtype])
+        moved = (weights(step) - before) / -0.1
+        wanted = gradient * min(1.0, limit / norm)
+        assert (moved - wanted).norm() < 2 * TOLERANCE[dtype] * wanted.norm()
+
+
+def test_a_loss_is_that_of_its_own_step() -> None:
+    """Also after other steps; with a rate of 0 the weights stay."""
+    step, other = make_step(alone(), 6), make_step(alone(), 12)
+    mean = nn.CrossEntropyLoss(label_smoothing=0.1)
+    for number in range(3):
+        batch = next(other.loader)
+        wanted = mean(other.model(other.normalize(batch.images, "cpu")), batch.labels).item()
+        assert step.run(number, 0.0).loss == pytest.approx(wanted, rel=1e-5)
+
+
+def test_every_corrupt_image_of_a_step_is_counted() -> None:
+    step = make_step(alone(), 6)
+    broken = tuple(CorruptSample(number, f"{number}.png", "damaged") for number in range(3))
+    batches = [replace(next(step.loader), corrupt=part) for part in (broken[:1], broken[1:])]
+    step.loader = iter(batches)  # type: ignore[assignment]
+    outcome = step.run(0, 0.1)
+    assert (outcome.corrupt_count, outcome.corrupt_here) == (3, broken)
 
 
 @pytest.mark.parametrize("dtype", HALF)

@@ -14,7 +14,7 @@ import signal
 import stat
 import sys
 import traceback
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
@@ -130,9 +130,18 @@ def run_command() -> int:
             sys.stderr.write(f"{error.format_message()}\n")  # type: ignore[attr-defined]
             return 2
         if hasattr(error, "format_message"):  # a mistake in the command line itself
-            usage = f"{' '.join(error.format_message().split())}; see paceline --help"
+            usage = f"{' '.join(error.format_message().split())}; see {_command_of(error)} --help"
             return Failure(usage, int(getattr(error, "exit_code", 2))).report()
         return _unexpected(error).report()
+
+
+def _command_of(error: Any) -> str:
+    """The command that a mistake in the command line is about: `paceline bench step`."""
+    names, context = [], getattr(error, "ctx", None)
+    while context is not None and context.parent is not None:
+        names.append(context.info_name)
+        context = context.parent
+    return " ".join(["paceline", *reversed(names)])
 
 
 def _unexpected(error: Exception) -> Failure:

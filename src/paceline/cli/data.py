@@ -124,7 +124,8 @@ def _describe_split(name: str, split: PackedSplit) -> str:
 
 
 def inspect_data(
-    directory: str = typer.Argument("", help="A directory that --data-dir takes."),
+    directory: str = typer.Argument("", help="A directory that --data-dir of train takes."),
+    data_dir: str = typer.Option("", help="The same, in place of DIRECTORY."),
     source: str = typer.Option("auto", help="Kind of data, as data.source."),
     split: str = typer.Option("all", help="all, train or val."),
     sample: int = typer.Option(256, min=0, help="Images of each split to decode."),
@@ -138,12 +139,14 @@ def inspect_data(
     """Count and check a data set; exit code 1 where something is wrong with it."""
     from paceline.data import inspect_set
 
+    if directory and data_dir:
+        raise ConfigError("--data-dir", data_dir, "is given twice", f"leave out {directory}")
     if sheet is not None and (not sheet.name or sheet.is_dir()):
         shown = "" if str(sheet) == "." else str(sheet)
         raise ConfigError("--sheet", shown, "is not a file", "give the name of a PNG file")
     with ProgressBars() as bars:
         report = inspect_set(
-            directory,
+            directory or data_dir,
             source,
             split,
             look_at=None if everything else sample,

@@ -7,6 +7,7 @@ import io
 import json
 import signal
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,14 +98,7 @@ def predict_images(
     found = predictor.predict(find_images(images), top=top, batch_size=batch_size)
     for image in found:
         if as_json:
-            pairs = zip(image.labels, image.confidences, strict=True)
-            row: dict[str, Any] = {
-                "image": image.name,
-                "classes": [{"class": label, "confidence": value} for label, value in pairs],
-            }
-            if image.error:
-                row["error"] = image.error
-            typer.echo(json.dumps(row))
+            typer.echo(json.dumps(asdict(image)))
         elif not image.error:
             pairs = zip(image.labels, image.confidences, strict=True)
             shown = ", ".join(f"{label} {format_percent(100 * c, 1)}" for label, c in pairs)
@@ -125,8 +119,8 @@ def predict_images(
 def _as_csv(predictions: Sequence[Prediction], top: int) -> bytes:
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
-    columns = [f"{what}{n}" for n in range(1, top + 1) for what in ("class", "confidence")]
-    rows.writerow(["image", *columns, "error"])
+    columns = [f"{what}{n}" for n in range(1, top + 1) for what in ("label", "confidence")]
+    rows.writerow(["name", *columns, "error"])
     for image in predictions:
         pairs = zip(image.labels, image.confidences, strict=True)
         cells: list[Any] = [cell for label, c in pairs for cell in (label, f"{c:.6f}")]
@@ -137,15 +131,13 @@ def _as_csv(predictions: Sequence[Prediction], top: int) -> bytes:
 def export_weights(
     checkpoint: Path = typer.Argument(help="A checkpoint, or a run folder (its best)."),
     out: Path = typer.Argument(help="The .onnx, .pt2 or .safetensors file to write."),
+    opset: int | None = typer.Option(None, help="Version of ONNX's operators; that of torch."),
     trust: Trust = False,
 ) -> int:
     """Write a checkpoint's model as ONNX, torch.export program or safetensors."""
-    from paceline.train.inference import FORMATS, Predictor, export_stored_weights
+    from paceline.train.inference import Predictor, check_export, export_stored_weights
 
-    if out.suffix not in FORMATS:
-        raise ConfigError(
-            "OUT", str(out), "is not a format to export", f"end it in {', '.join(FORMATS)}"
-        )
+    check_export(out, opset)
     if out.suffix == ".safetensors":
         typer.echo(export_stored_weights(checkpoint, out))
         return 0
@@ -153,5 +145,5 @@ def export_weights(
     averaged = ""
     if epochs := predictor.config.run.average_epochs:
         averaged = f"weights averaged over {epochs:g} epochs, "
-    typer.echo(f"{predictor.export(out)}; {averaged}batch norm averaged over its ranks")
+    typer.echo(f"{predictor.export(out, opset)}; {averaged}batch norm averaged over its ranks")
     return 0

@@ -36,7 +36,10 @@ Model = Annotated[str, typer.Option(help="Which model (docs/models.md).")]
 _MOST_RANKS = 1024  # that one command starts on one host
 NprocPerNode = Annotated[int, typer.Option(max=_MOST_RANKS, help="Ranks to start on this node.")]
 Ranks = Annotated[
-    int, typer.Option(max=_MOST_RANKS, help="Ranks on this host, without a cluster or launcher.")
+    int,
+    typer.Option(
+        "--nproc-per-node", "--ranks", max=_MOST_RANKS, help="Ranks to start on this host."
+    ),
 ]
 RanksPerHost = Annotated[int, typer.Option(max=_MOST_RANKS, help="Ranks on each of these hosts.")]
 ShareGpus = Annotated[
@@ -49,14 +52,14 @@ Trust = Annotated[
 Workers = Annotated[int | None, typer.Option(min=0, help="Threads. Default: a core each.")]
 
 # Not passed on to ranks; --link-mbit is, to compute the share of the link.
-_START_OPTIONS = ("--hosts", "--ranks-per-host", "--ranks")
+_START_OPTIONS = ("--hosts", "--ranks-per-host", "--nproc-per-node", "--ranks")
 
 
 @dataclass(frozen=True)
 class Placement:
     """Where the ranks of a benchmark run. `hosts` > 0: on an emulated cluster (--hosts,
-    --ranks-per-host, --link-mbit); `ranks` > 0: as processes of this host (--ranks); otherwise as
-    started by a launcher."""
+    --ranks-per-host, --link-mbit); `ranks` > 0: as processes of this host (--nproc-per-node); otherwise
+    as started by a launcher."""
 
     hosts: int = 0
     ranks_per_host: int = 1
@@ -64,7 +67,7 @@ class Placement:
     ranks: int = 0
 
     def __post_init__(self) -> None:
-        for flag, value in (("--hosts", self.hosts), ("--ranks", self.ranks)):
+        for flag, value in (("--hosts", self.hosts), ("--nproc-per-node", self.ranks)):
             if value < 0:
                 raise ConfigError(flag, value, "must be at least 1")
         check_at_least(1, {"--ranks-per-host": self.ranks_per_host})
@@ -72,11 +75,14 @@ class Placement:
             raise ConfigError("--link-mbit", self.link_mbit, "must be above 0", "try 200")
         if self.hosts and self.ranks:
             raise ConfigError(
-                "--ranks", self.ranks, "cannot be given with --hosts", "use --ranks-per-host"
+                "--nproc-per-node",
+                self.ranks,
+                "cannot be given with --hosts",
+                "use --ranks-per-host",
             )
         if self.ranks_per_host > 1 and not self.hosts:
             raise ConfigError(
-                "--ranks-per-host", self.ranks_per_host, "needs --hosts", "or use --ranks"
+                "--ranks-per-host", self.ranks_per_host, "needs --hosts", "or use --nproc-per-node"
             )
 
     @property
@@ -89,7 +95,7 @@ class Placement:
         ranks, or if it is not and they do not."""
         topology = Topology.from_env(os.environ)
         launched = topology.launcher != "single"
-        flag = "--hosts" if self.hosts else "--ranks"
+        flag = "--hosts" if self.hosts else "--nproc-per-node"
         if launched and (self.hosts or self.ranks):
             raise ConfigError(
                 flag,
@@ -99,10 +105,10 @@ class Placement:
             )
         if not launched and not self.hosts and not self.ranks:
             raise ConfigError(
-                "--ranks",
+                "--nproc-per-node",
                 None,
                 "no ranks to measure between",
-                "give --ranks 8, or --hosts 4 --ranks-per-host 4, or start with torchrun",
+                "give --nproc-per-node 8, or --hosts 4 --ranks-per-host 4, or start with torchrun",
             )
         return launched
 
@@ -123,7 +129,7 @@ def run_on_ranks(placement: Placement) -> int | None:
     problem = why_unavailable()
     if problem:
         raise LaunchError(
-            f"no emulated cluster: {problem}", "use --ranks, or torchrun on real hosts"
+            f"no emulated cluster: {problem}", "use --nproc-per-node, or torchrun on real hosts"
         )
     with EmulatedCluster(placement.hosts, placement.rate) as cluster:
         return show(cluster.ranks(["-m", "paceline", *arguments], placement.ranks_per_host))

@@ -24,6 +24,7 @@ from paceline.plan.cluster import (
     Accelerator,
     Cluster,
     accelerator,
+    assumed,
     catalogue,
     gpu_cluster,
 )
@@ -84,9 +85,13 @@ def plan(
     batch_size: int | None = typer.Option(
         None, "--batch-size", "-b", help="Of one GPU; recommended where it is not given."
     ),
-    node_gbps: float | None = typer.Option(None, help="All links of a node, Gb/s; 100."),
+    node_gbps: float | None = typer.Option(
+        None, help="All links of a node, Gb/s; those of the GPU's reference system."
+    ),
     latency_us: float | None = typer.Option(None, help="Start of a message between nodes; 10."),
-    links: int | None = typer.Option(None, help="Links of a node; 1."),
+    links: int | None = typer.Option(
+        None, help="Links of a node; 1 with --node-gbps, else those of the reference system."
+    ),
     oversubscription: float | None = typer.Option(None, help="Between nodes; 1."),
     cluster: Path | None = typer.Option(None, help="What paceline tune wrote, instead of flags."),
     epochs: float = typer.Option(90.0, help="Epochs of the job."),
@@ -169,6 +174,7 @@ def plan(
     answer = Answer.of(
         question, place, chosen, job=job, limits=limits, net=net, gpu=chip, memory=memory,
         supply=supply, recommended=batch_size is None, noise_scale=noise_scale,
+        assumed={} if cluster is not None else assumed(chip or accelerator("CPU"), given),
     )  # fmt: skip
     if plan_out is not None:
         _write_plan(plan_out, file, chosen, answer)

@@ -215,10 +215,12 @@ def _cluster_flags(
         None, help="What paceline profile or tune wrote: the step of this model, for the clock."),
     cluster: str | None = typer.Option(
         None, help="What paceline tune wrote there: measured links, for the clock."),
-    node_gbps: str | None = typer.Option(None, help="All links of a node, Gb/s; 100.", metavar="X"),
+    node_gbps: str | None = typer.Option(
+        None, help="All links of a node, Gb/s; those of the GPU's reference system.", metavar="X"),
     latency_us: str | None = typer.Option(
         None, help="Start of a message between nodes; 10.", metavar="X"),
-    links: str | None = typer.Option(None, help="Links of a node; 1.", metavar="N"),
+    links: str | None = typer.Option(
+        None, help="Links of a node; 1 with --node-gbps, else the reference system's.", metavar="N"),
     oversubscription: str | None = typer.Option(None, help="Between nodes; 1.", metavar="X"),
     input_images_per_s: str | None = typer.Option(
         None, help="What a rank's input delivers; enough.", metavar="X"),

@@ -39,22 +39,23 @@ __all__ = [
     "create_transport",
 ]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "SIGNALS": "exchange",
-        "AgreedError": "agreement",
-        "CommSettings": "settings",
-        "ExchangeObserver": "progress",
-        "GradientExchange": "exchange",
-        "Group": "group",
-        "HybridAllReduce": "hybrid",
-        "PeerError": "agreement",
-        "ProcessGroups": "process_groups",
-        "Signals": "exchange",
-        "SizeTable": "paceline.plan.size_table",
-        "Timeline": "tracing",
-        "Transport": "transport",
-        "create_transport": "transport",
-    },
-)
+if not TYPE_CHECKING:  # a type checker would accept every name
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "SIGNALS": "exchange",
+            "AgreedError": "agreement",
+            "CommSettings": "settings",
+            "ExchangeObserver": "progress",
+            "GradientExchange": "exchange",
+            "Group": "group",
+            "HybridAllReduce": "hybrid",
+            "PeerError": "agreement",
+            "ProcessGroups": "process_groups",
+            "Signals": "exchange",
+            "SizeTable": "paceline.plan.size_table",
+            "Timeline": "tracing",
+            "Transport": "transport",
+            "create_transport": "transport",
+        },
+    )

@@ -16,14 +16,15 @@ if TYPE_CHECKING:
     from paceline.custom_loop.prepared import Prepared, prepare
 
 __all__ = ["Checkpointer", "Context", "DataParallel", "Prepared", "init", "prepare"]
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "Checkpointer": "checkpointer",
-        "Context": "context",
-        "DataParallel": "data_parallel",
-        "Prepared": "prepared",
-        "init": "context",
-        "prepare": "prepared",
-    },
-)
+if not TYPE_CHECKING:  # a type checker would accept every name
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "Checkpointer": "checkpointer",
+            "Context": "context",
+            "DataParallel": "data_parallel",
+            "Prepared": "prepared",
+            "init": "context",
+            "prepare": "prepared",
+        },
+    )

@@ -80,6 +80,7 @@ _MODULES = {
     "sources.labels": "numbered_classes",
     "sources.layouts": "SyntheticImages",
 }
-__getattr__, __dir__ = lazy_exports(
-    __name__, {name: module for module, names in _MODULES.items() for name in names.split()}
-)
+if not TYPE_CHECKING:  # a type checker would accept every name
+    __getattr__, __dir__ = lazy_exports(
+        __name__, {name: module for module, names in _MODULES.items() for name in names.split()}
+    )

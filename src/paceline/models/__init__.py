@@ -34,21 +34,22 @@ __all__ = [
     "parameter_groups",
     "register_model",
 ]
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "MODEL_NAMES": "settings",
-        "AlexNet": "alexnet",
-        "ModelSettings": "settings",
-        "SmallResNet": "resnet",
-        "TensorFileError": "tensor_file",
-        "check_model_name": "settings",
-        "create_model": "registry",
-        "fuse_norms": "resnet",
-        "load_pretrained": "pretrained",
-        "load_tensors": "tensor_file",
-        "named_roles": "registry",
-        "parameter_groups": "registry",
-        "register_model": "settings",
-    },
-)
+if not TYPE_CHECKING:  # a type checker would accept every name
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "MODEL_NAMES": "settings",
+            "AlexNet": "alexnet",
+            "ModelSettings": "settings",
+            "SmallResNet": "resnet",
+            "TensorFileError": "tensor_file",
+            "check_model_name": "settings",
+            "create_model": "registry",
+            "fuse_norms": "resnet",
+            "load_pretrained": "pretrained",
+            "load_tensors": "tensor_file",
+            "named_roles": "registry",
+            "parameter_groups": "registry",
+            "register_model": "settings",
+        },
+    )

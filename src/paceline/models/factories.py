@@ -152,7 +152,9 @@ def _zoo(package: str, name: str) -> Any:
 def _import_error(path: str, name: str, error: BaseException) -> ConfigError:
     return ConfigError(
         _FIELD, name, f"importing {path} failed: {first_line(error)}",
-        f"make `python -c 'import {path}'` work first",
+        f"install the torchvision of torch {torch.__version__}, from the same index as torch"
+        if "torchvision::" in str(error)
+        else f"make `python -c 'import {path}'` work first",
     )  # fmt: skip
 
 

@@ -257,6 +257,8 @@ class Answer:
     # Where a noise scale was given: up to which ranks a doubling saves time to the same loss.
     noise_scale: float = 0.0
     useful_ranks: int | None = None
+    # What was assumed of the cluster, by argument of `gpu_cluster`.
+    assumed: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -372,6 +374,7 @@ class Answer:
             "options": [option.to_table() for option in self.options],
             "chosen": None if self.chosen is None else self.chosen.to_table(),
             "cluster": asdict(replace(self.cluster, probed=None)),
+            "assumed": dict(self.assumed),
             "start_up": {
                 **self.start_up.to_table(),
                 "total_s": self.option.startup_s,

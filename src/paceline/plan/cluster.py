@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
@@ -195,6 +195,24 @@ class Measured:
     source: str = "as given"
 
 
+@dataclass(frozen=True)
+class NodeNetwork:
+    """The links that connect a node to others: `gbps` of all `links` together. `system` is the reference
+    system that has them."""
+
+    gbps: float = 100.0
+    links: int = 1
+    system: str = ""
+
+    def describe(self, *, with_links: bool = True) -> str:
+        """
+        >>> NodeNetwork(3200, 8, "DGX H100").describe(), NodeNetwork().describe(with_links=False)
+        ('8 × 400 Gb/s a node as in DGX H100', '100 Gb/s a node')
+        """
+        rate = f"{self.links:,} × {self.gbps / self.links:g}" if with_links else f"{self.gbps:g}"
+        return f"{rate} Gb/s a node" + (f" as in {one_line(self.system)}" if self.system else "")
+
+
 # Triton has no back end for earlier chips.
 TRITON_CAPABILITY = 7.0
 
@@ -204,8 +222,8 @@ class Accelerator:
     """Peaks in FLOP/s and bytes/s; `processors` (multiprocessors), `clock_hz`, `memory_bytes` and
     `watts` of the board, which has `reference_watts` where the peaks hold. `measured`, where the law of
     the step does not hold as it is, may be a sister chip's, then `like` names it. `family` is the chip
-    whose software it shares. `compute_capability` is CUDA's, 0 for a CPU. `is_own`: from a user's file,
-    so that the law of the step was not fitted to it."""
+    whose software it shares. `compute_capability` is CUDA's, 0 for a CPU. `network` is that of its
+    reference system. `is_own`: from a user's file, so that the law of the step was not fitted to it."""
 
     name: str
     flops_per_s: float
@@ -219,6 +237,7 @@ class Accelerator:
     reference_watts: float
     family: str
     compute_capability: float
+    network: NodeNetwork = NodeNetwork()
     like: str = ""
     measured: Measured | None = None
     is_own: bool = False
@@ -256,6 +275,7 @@ class _Table:
     clock_ghz: float
     watts: float
     compute_capability: float
+    network: NodeNetwork = NodeNetwork()
     source: str = ""
     reference_watts: float | None = None
     family: str = ""
@@ -276,6 +296,7 @@ class _Table:
             reference_watts=self.reference_watts or self.watts,
             family=self.family or name,
             compute_capability=self.compute_capability,
+            network=self.network,
             like=self.like,
             measured=self.measured,
             is_own=is_own,
@@ -309,6 +330,10 @@ _RANGES = {
     "reference_watts": (1, 1e6), "compute_capability": (0, 100),
 }  # fmt: skip
 _MEASURED_RANGES = {"images_per_s": (1e-3, 1e9), "batch": (1, 1 << 20), "ranks": (1, RANKS_LIMIT)}
+# Slower and faster links than there are; within them no time of a step overflows.
+_NODE_GBPS_RANGE = (1e-6, 1e9)
+_LATENCY_US_RANGE = (1e-6, 1e9)
+_NETWORK_RANGES = {"gbps": _NODE_GBPS_RANGE, "links": (1, RANKS_LIMIT)}
 _LONGEST_NAME = 60
 # Boards of one chip; the law of clocks by watts is not known to hold further out.
 _WATTS_RATIOS = (0.5, 2.0)
@@ -343,6 +368,7 @@ def own_accelerator(path: Path) -> Accelerator:
         _check_watts(name, found)
         if found.measured is not None:
             _check_ranges(f"{name}.measured", found.measured, _MEASURED_RANGES)
+        _check_ranges(f"{name}.network", found.network, _NETWORK_RANGES)
         _check_sisters(name, found)
         return found.accelerator(name, is_own=True)
     except ConfigError as error:
@@ -389,10 +415,6 @@ INTRA_LATENCY_US = 3.0
 INTER_LATENCY_US = 10.0
 # Of a cluster of which nothing else is said.
 GPUS_PER_NODE = 8
-NODE_GBPS = 100.0
-# Slower and faster links than there are; within them no time of a step overflows.
-_NODE_GBPS_RANGE = (1e-6, 1e9)
-_LATENCY_US_RANGE = (1e-6, 1e9)
 # Start of a collective: kernel launch and the ranks' handshake.
 LAUNCH_US = 20.0
 # A cast reads one format and writes the other, there and back: 2 · (4 + 2) bytes an element.
@@ -400,12 +422,17 @@ CAST_BYTES = 12
 
 
 def gpu_cluster(
-    gpu: Accelerator, nodes: int, gpus_per_node: int = GPUS_PER_NODE, node_gbps: float = NODE_GBPS,
-    latency_us: float = INTER_LATENCY_US, links: int = 1, oversubscription: float = 1.0,
+    gpu: Accelerator, nodes: int, gpus_per_node: int = GPUS_PER_NODE, node_gbps: float | None = None,
+    latency_us: float = INTER_LATENCY_US, links: int | None = None, oversubscription: float = 1.0,
     constants: StepConstants | None = None,
 ) -> Cluster:  # fmt: skip
-    """`node_gbps` is the sum over a node's links."""
+    """`node_gbps` is the sum over a node's links; without it, that of the GPU's reference system. `links`
+    of a given `node_gbps` is 1 by default."""
     constants = constants or step_constants()
+    if links is None:
+        links = gpu.network.links if node_gbps is None else 1
+    if node_gbps is None:
+        node_gbps = gpu.network.gbps
     for flag, value, least, most, usual in (
         ("--node-gbps", node_gbps, *_NODE_GBPS_RANGE, "100 Gb/s is usual for one link"),
         ("--latency-us", latency_us, *_LATENCY_US_RANGE, "10 us is usual between nodes"),
@@ -427,3 +454,16 @@ def gpu_cluster(
         hidden_cost=constants.hidden_cost if gpu.is_gpu else 0.0,
         depth_cost=constants.depth_cost,
     )
+
+
+def assumed(gpu: Accelerator, given: Collection[str]) -> dict[str, str]:
+    """Returns what `gpu_cluster` assumes for the arguments that are not `given`, by argument."""
+    network = gpu.network
+    words = {
+        "gpus_per_node": f"{GPUS_PER_NODE} GPUs a node",
+        "node_gbps": network.describe(with_links="links" not in given),
+        "latency_us": f"{INTER_LATENCY_US:g} µs a message between nodes",
+        "links": "one link a node" if "node_gbps" in given else "",
+        "oversubscription": "no oversubscription",
+    }
+    return {name: text for name, text in words.items() if text and name not in given}

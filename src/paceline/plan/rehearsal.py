@@ -20,9 +20,9 @@ from paceline.plan.analytic_workload import analytic_workload
 from paceline.plan.cluster import (
     GPUS_PER_NODE,
     INTER_LATENCY_US,
-    NODE_GBPS,
     Cluster,
     accelerator,
+    assumed,
     gpu_cluster,
     slowest_of,
 )
@@ -57,12 +57,12 @@ class RehearseSettings:
     predicted from its layers."""
     cluster: str = ""
     """File of `paceline tune` with the cluster's measured links, instead of the four settings below."""
-    node_gbps: float = NODE_GBPS
-    """All links of a node together, in Gb/s."""
+    node_gbps: float | None = None
+    """All links of a node together, in Gb/s; unset, those of the reference system of `gpu`."""
     latency_us: float = INTER_LATENCY_US
     """Start of a message between nodes, in microseconds."""
-    links: int = 1
-    """Links of a node."""
+    links: int | None = None
+    """Links of a node; unset, 1 with `node_gbps`, otherwise those of the reference system."""
     oversubscription: float = 1.0
     """By how much the rate between nodes falls when all of them send."""
     input_images_per_s: float = 0.0
@@ -273,6 +273,15 @@ class RehearseSettings:
             self.links, self.oversubscription,
         )  # fmt: skip
 
+    @property
+    def assumed_links(self) -> tuple[str, ...]:
+        """The bandwidth between nodes where the settings have none."""
+        if self.cluster or not self.gpu or self.nodes < 2:
+            return ()
+        given = {name for name in ("node_gbps", "links") if getattr(self, name) is not None}
+        words = assumed(accelerator(self.gpu), given)
+        return tuple(words[name] for name in ("node_gbps", "links") if name in words)
+
 
 @dataclass(frozen=True)
 class ClusterClock:
@@ -291,6 +300,8 @@ class ClusterClock:
     left_out: tuple[str, ...] = ()
     # Where the step comes from.
     source: str = ""
+    # Links between nodes that nothing has set.
+    assumed: tuple[str, ...] = ()
 
     def describe(self) -> str:
         without = f"; without {' and '.join(self.left_out)}" if self.left_out else ""
@@ -299,6 +310,7 @@ class ClusterClock:
             f"{format_duration(self.eval_s)}, the start {format_duration(self.startup_s)}; "
             f"{self.images_per_s:,.0f} images/s, efficiency {self.efficiency:.0%}{without}"
             f"{f'; from {self.source}' if self.source else ''}"
+            f"{'; assumed: ' if self.assumed else ''}{', '.join(self.assumed)}"
         )
 
     def totals(self, predicted_s: float) -> dict[str, Any]:
@@ -349,4 +361,5 @@ def cluster_clock(
         watts_per_gpu=settings.watts,
         left_out=left_out,
         source=work.source,
+        assumed=settings.assumed_links,
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from paceline.core.errors import ConfigError
 from paceline.plan.analytic_workload import analytic_workload
 from paceline.plan.answer import Question, node_counts
-from paceline.plan.cluster import Cluster, gpu_cluster
+from paceline.plan.cluster import Cluster, assumed, gpu_cluster
 from paceline.plan.cluster import accelerator as find_accelerator
 from paceline.plan.fusion_plan import wire_names
 from paceline.plan.layers import TRACED, Network, known_network, network
@@ -45,7 +45,8 @@ class ScalingRow:
 @dataclass(frozen=True)
 class ScalingPrediction:
     """Throughput in images/s, efficiency against one rank alone, time of a step, and the part of the
-    exchange that compute does not hide; `rows` has the same for other numbers of nodes.
+    exchange that compute does not hide; `rows` has the same for other numbers of nodes. `assumed` has
+    what was assumed of the cluster, by argument.
 
     >>> predict_scaling(nodes=2).describe().splitlines()[1].split()
     ['nodes', 'ranks', 'images/s', 'efficiency', 'step', 'ms', 'exposed', 'ms']
@@ -62,6 +63,7 @@ class ScalingPrediction:
     exposed_s: float
     uncertainty: float
     rows: tuple[ScalingRow, ...]
+    assumed: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
         """A table for the terminal."""
@@ -75,6 +77,8 @@ class ScalingPrediction:
             f"{1e3 * row.step_s:>9.2f} {1e3 * row.exposed_s:>11.2f}"
             for row in self.rows
         ]
+        if self.assumed:
+            lines.append("assumed: " + "; ".join(f"{v} ({k})" for k, v in self.assumed.items()))
         return "\n".join(lines)
 
 
@@ -119,9 +123,9 @@ def predict_scaling(
         classes: outputs of the model; 1,000.
         channels: of an image; 3.
         max_global_batch: largest batch of all ranks that is recommended; 65,536.
-        node_gbps: all links of a node, in Gb/s; 100.
+        node_gbps: all links of a node, in Gb/s; those of the accelerator's reference system.
         latency_us: start of a message between nodes; 10.
-        links: links of a node; 1.
+        links: links of a node; 1 with `node_gbps`, otherwise those of the reference system.
         oversubscription: of the network between nodes; 1.
         input_images_per_s: what the input of a rank delivers; 0 means enough.
         algorithms: allowed all-reduce algorithms; empty means all.
@@ -146,10 +150,12 @@ def predict_scaling(
             _refuse_with_profile({**images, "software": software or None})
         net = None if profile is not None else _network(model, images)
         work = _workload(model, accelerator, net, profile, input_images_per_s, software)
-        place = _cluster(cluster, accelerator, nodes, {
+        cluster_arguments = {
             "gpus_per_node": gpus_per_node, "node_gbps": node_gbps, "latency_us": latency_us,
             "links": links, "oversubscription": oversubscription,
-        })  # fmt: skip
+        }  # fmt: skip
+        given = {name: value for name, value in cluster_arguments.items() if value is not None}
+        place = _cluster(cluster, accelerator, nodes, given)
         question = Question(work, batch_size or 1, _allowed(algorithms, place), wire_names(wires))
         net = net or known_network(model, work.image_size)
         if batch_size is None:
@@ -163,7 +169,12 @@ def predict_scaling(
         rows = [_row(question, place.with_nodes(count)) for count in _counts(question, place)]
     now = next(row for row in rows if row.nodes == place.nodes)
     return ScalingPrediction(
-        model=work.model, source=work.source, batch_size=batch_size, rows=tuple(rows), **asdict(now)
+        model=work.model,
+        source=work.source,
+        batch_size=batch_size,
+        rows=tuple(rows),
+        **asdict(now),
+        assumed={} if cluster else assumed(find_accelerator(accelerator), given),
     )
 
 
@@ -182,9 +193,8 @@ def _allowed(algorithms: Sequence[str], place: Cluster) -> tuple[str, ...]:
 
 
 def _cluster(
-    path: str | PathLike[str] | None, gpu: str, nodes: int | None, network: dict[str, float | None]
+    path: str | PathLike[str] | None, gpu: str, nodes: int | None, given: dict[str, Any]
 ) -> Cluster:
-    given: dict[str, Any] = {name: it for name, it in network.items() if it is not None}
     if path is None:
         return gpu_cluster(find_accelerator(gpu), 1 if nodes is None else nodes, **given)
     for name, value in given.items():

@@ -24,14 +24,15 @@ __all__ = [
     "choose_policy",
     "matrix_weights",
 ]
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "LossScale": "policy",
-        "Policy": "policy",
-        "PrecisionSettings": "settings",
-        "allow_tf32": "policy",
-        "choose_policy": "policy",
-        "matrix_weights": "policy",
-    },
-)
+if not TYPE_CHECKING:  # a type checker would accept every name
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "LossScale": "policy",
+            "Policy": "policy",
+            "PrecisionSettings": "settings",
+            "allow_tf32": "policy",
+            "choose_policy": "policy",
+            "matrix_weights": "policy",
+        },
+    )

@@ -58,4 +58,5 @@ __all__ = [
     "run_training",
     "write_weights",
 ]
-__getattr__, __dir__ = lazy_exports(__name__, _MODULES)
+if not TYPE_CHECKING:  # a type checker would accept every name
+    __getattr__, __dir__ = lazy_exports(__name__, _MODULES)

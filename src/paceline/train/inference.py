@@ -47,6 +47,8 @@ METADATA = "paceline"
 _CHECKED_IMAGES = 3
 # Largest difference of an exported program's outputs, relative to the largest output.
 _TOLERANCE = 1e-3
+# The oldest version of ONNX's operators that torch's exporter writes.
+_FIRST_OPSET = 18
 
 Pixels = npt.NDArray[np.uint8]
 ImageLike = str | Path | Image.Image | Pixels
@@ -245,25 +247,35 @@ class Predictor:
             return outputs.sigmoid()
         return outputs.softmax(dim=1)
 
-    def export(self, out: Path) -> str:
+    def export(self, out: Path, opset: int | None = None) -> str:
         """Writes the model as `.safetensors` (weights), `.onnx` or `.pt2` (a program of `torch.export`),
         with classes, sizes, mean and std in the file; returns a line for the user. A program is run
-        and compared with the model before it is written."""
-        if out.suffix not in FORMATS:
-            raise ConfigError(
-                "OUT", str(out), "is not a format to export", f"end it in {', '.join(FORMATS)}"
-            )
+        and compared with the model before it is written. `opset` is the version of ONNX's operators;
+        None is that of torch's exporter."""
+        check_export(out, opset)
         if out.suffix == ".safetensors":
             state = self.model.state_dict()
             write_weights(state, out, as_metadata(self.preprocessing))
             return f"{out}: {len(state)} tensors of {self.path}"
-        return _export_onnx(self, out) if out.suffix == ".onnx" else _export_program(self, out)
+        if out.suffix == ".onnx":
+            return _export_onnx(self, out, opset)
+        return _export_program(self, out)
 
     def example_input(self, samples: int = _CHECKED_IMAGES) -> Tensor:
         """Random numbers with the shape of the model's input."""
         data = self.config.data
         shape = (samples, data.channels, data.image_size, data.image_size)
         return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def check_export(out: Path, opset: int | None) -> None:
+    """Raises ConfigError for a format or an opset that cannot be written."""
+    if out.suffix not in FORMATS:
+        raise ConfigError(
+            "OUT", str(out), "is not a format to export", f"end it in {', '.join(FORMATS)}"
+        )
+    if opset is not None and out.suffix != ".onnx":
+        raise ConfigError("opset", opset, f"is not for {out.suffix} files", "leave it out")
 
 
 def export_stored_weights(run: Path, out: Path) -> str:
@@ -350,20 +362,34 @@ def _export_program(predictor: Predictor, out: Path) -> str:
     return f"{out}: a torch.export program of {predictor.path}, equal to the run within {worst:.1e}"
 
 
-def _export_onnx(predictor: Predictor, out: Path) -> str:
+def _export_onnx(predictor: Predictor, out: Path, opset: int | None) -> str:
     for package in ("onnx", "onnxscript"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError("OUT", str(out), f"needs the package {package}",
                               "pip install 'paceline[onnx]', or export .pt2 or .safetensors")  # fmt: skip
+    import onnx
+
+    last = onnx.defs.onnx_opset_version()
+    if opset is not None and not _FIRST_OPSET <= opset <= last:
+        raise ConfigError("opset", opset, f"must be from {_FIRST_OPSET} to {last}", "leave it out")
     images, program = _exported(predictor)
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    for name in ("torch.onnx", "onnxscript"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own deprecations
         found = torch.onnx.export(
             program, (images,), dynamo=True, verbose=False, input_names=["images"],
-            output_names=["scores"],
+            output_names=["scores"], opset_version=opset, dynamic_shapes=({0: "batch"},),
         )  # fmt: skip
     assert found is not None
+    # The exporter keeps another version if it cannot convert an operator, and only logs that.
+    if opset is not None and (written := found.model.opset_imports[""]) != opset:
+        raise ConfigError(
+            "opset",
+            opset,
+            f"this model cannot be converted to it, only to {written}",
+            "leave it out",
+        )
     for name, text in as_metadata(predictor.preprocessing).items():
         found.model.metadata_props[f"{METADATA}.{name}"] = text
     content = found.model_proto.SerializeToString()
