@@ -253,7 +253,7 @@ def test_ranks_learn_that_one_was_ended_before_it_had_joined(
 
 def test_ranks_learn_that_one_was_ended_while_it_waited_for_a_third(tmp_path: Path) -> None:
     never = partial(faults.at_start, partial(faults.sleep, 600.0))
-    soon = partial(faults.constant, "paceline.comm.rendezvous", "_EARLY_S", 1.0)
+    soon = partial(faults.constant, "paceline.comm.coordinator", "_EARLY_S", 1.0)
     with started_ranks([ARGUMENTS] * 3, tmp_path, [soon, None, never]) as ranks:
         time.sleep(1.0)
         ranks[1].send(TERM)

@@ -215,7 +215,7 @@ def test_settings_tell_jobs_without_an_id_apart(no_job: None) -> None:
 def test_rank_0_does_not_wait_for_ever_for_a_rank_that_was_refused(
     no_job: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.comm.rendezvous._REFUSED_S", 0.2)
+    monkeypatch.setattr("paceline.comm.coordinator._REFUSED_S", 0.2)
     port = free_port()
     with waiting_rank_0(port, {"run.seed": 1}) as first:
         with pytest.raises(CommError):

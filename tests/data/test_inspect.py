@@ -13,8 +13,9 @@ from paceline.core.errors import DataError
 from paceline.data import PackOptions, inspect_set
 from paceline.data.pack.inspect import contact_sheet, inspect_split
 from paceline.data.pack.pack import pack_splits as pack
+from paceline.data.sources.index_store import index_path, write_index
 from paceline.data.sources.storage import ShardStamp
-from paceline.data.sources.tar_index import index_path, scan_shard, write_index
+from paceline.data.sources.tar_index import scan_shard
 
 
 @pytest.fixture

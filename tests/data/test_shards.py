@@ -18,28 +18,27 @@ import pytest
 from paceline.core.errors import DataError
 from paceline.data import DataSettings, inspect_set, open_source, open_splits
 from paceline.data.image import decode
+from paceline.data.sources import index_store, tar_index
 from paceline.data.sources import shards as tar_shards
-from paceline.data.sources import tar_index
-from paceline.data.sources.shards import TarShards
-from paceline.data.sources.storage import Retry, ShardStamp
-from paceline.data.sources.tar_index import (
+from paceline.data.sources.index_store import (
     IndexStore,
-    ShardIndex,
     UnfitIndexError,
     index_path,
     read_index,
-    scan_shard,
     write_index,
 )
+from paceline.data.sources.shards import TarShards
+from paceline.data.sources.storage import Retry, ShardStamp
+from paceline.data.sources.tar_index import ShardIndex, scan_shard
 
 Write = Callable[[Path, list[tuple[str, bytes]]], Path]
 Samples = Callable[..., list[tuple[str, bytes]]]
 BUILDER = """
 import sys, time
 from pathlib import Path
-from paceline.data.sources import tar_index
+from paceline.data.sources import index_store, tar_index
 from paceline.data.sources.shards import TarShards
-tar_index._KEPT_FROM_BYTES = 0
+index_store._KEPT_FROM_BYTES = 0
 real, count = tar_index.scan_shard, 0
 def scan(path, content):
     global count
@@ -197,7 +196,7 @@ def large_shards(
     tmp_path: Path, write_tar: Write, samples: Samples, monkeypatch: pytest.MonkeyPatch
 ) -> list[Path]:
     """Three shards, as if they were large ones, and a cache of the user's own."""
-    monkeypatch.setattr(tar_index, "_KEPT_FROM_BYTES", 0)
+    monkeypatch.setattr(index_store, "_KEPT_FROM_BYTES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "data").mkdir()
     return [
@@ -234,7 +233,7 @@ def test_built_once(large_shards: list[Path], monkeypatch: pytest.MonkeyPatch) -
 def test_a_small_set_leaves_nothing_behind(
     large_shards: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tar_index, "_KEPT_FROM_BYTES", 64 << 20)
+    monkeypatch.setattr(index_store, "_KEPT_FROM_BYTES", 64 << 20)
     before = sorted(large_shards[0].parent.iterdir())
     assert len(TarShards(large_shards)) == 12
     assert sorted(large_shards[0].parent.iterdir()) == before
@@ -271,14 +270,14 @@ def test_a_damaged_index(large_shards: list[Path]) -> None:
 
 def read_only(monkeypatch: pytest.MonkeyPatch, *places: str) -> None:
     """As on a read-only file system, which root could write to."""
-    real = tar_index.write_index
+    real = index_store.write_index
 
     def refuse(path: Path, *rest: object) -> None:
         if path.parent.name in places:
             raise DataError(f"{path}: cannot be written (Read-only file system)")
         real(path, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(tar_index, "write_index", refuse)
+    monkeypatch.setattr(index_store, "write_index", refuse)
 
 
 def test_shards_where_nothing_can_be_written(
@@ -320,7 +319,7 @@ def test_a_flaky_file_system_while_scanning(
 
     monkeypatch.setattr(tar_index, "open_regular", lambda path: Flaky(io.FileIO(path)))
     retry = Retry(2, sleep=lambda wait_s: None)
-    monkeypatch.setattr(tar_index, "_KEPT_FROM_BYTES", 64 << 20)
+    monkeypatch.setattr(index_store, "_KEPT_FROM_BYTES", 64 << 20)
     assert len(IndexStore(retry).take(large_shards)) == 3
     assert retry.count == 2
     failures += [errno.EIO] * 3

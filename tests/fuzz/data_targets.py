@@ -23,6 +23,7 @@ from paceline.data.pack.inspect import shard_problems
 from paceline.data.pack.manifest import check_packed
 from paceline.data.sources.array_sets import read_binary, read_labels, read_pickle, read_sheet
 from paceline.data.sources.cache import from_entry, to_entry
+from paceline.data.sources.index_store import UnfitIndexError, read_index, write_index
 from paceline.data.sources.labels import (
     FILE_NAMES,
     is_metadata,
@@ -33,13 +34,7 @@ from paceline.data.sources.labels import (
 )
 from paceline.data.sources.layouts import kinds_of, open_layout
 from paceline.data.sources.storage import ShardStamp
-from paceline.data.sources.tar_index import (
-    NameTable,
-    ShardIndex,
-    UnfitIndexError,
-    read_index,
-    write_index,
-)
+from paceline.data.sources.tar_index import NameTable, ShardIndex
 
 _STAMP = ShardStamp(10_240, 1, b"\1" * 32)
 _CLASSES = ["n01", "n02", "n03"]

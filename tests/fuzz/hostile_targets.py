@@ -23,9 +23,9 @@ from data_sets import png
 from fuzz.mutate import mutate_bytes, mutate_tree, to_json
 from fuzz.target import Seed, Target
 from paceline.comm.agreement import Agreement, Report
+from paceline.comm.coordinator import Greeting
 from paceline.comm.job import JobIdentity, RankHost, RankHosts, post_hosts
 from paceline.comm.progress import RankProgress
-from paceline.comm.rendezvous import Greeting
 from paceline.config import load_config
 from paceline.core.errors import CommError, PacelineError
 from paceline.core.topology import Topology

@@ -25,15 +25,10 @@ from paceline.data.pack.pack import file_digest
 from paceline.data.pack.splits import SPLITS, open_splits
 from paceline.data.prefetch import map_ahead
 from paceline.data.sources.base import Source
+from paceline.data.sources.index_store import UnfitIndexError, index_path, read_index
 from paceline.data.sources.layouts import all_shards, data_root, kinds_of, shard_paths
 from paceline.data.sources.storage import Retry, ShardStamp, unreadable, write_file
-from paceline.data.sources.tar_index import (
-    ShardIndex,
-    UnfitIndexError,
-    index_path,
-    read_index,
-    scan_file,
-)
+from paceline.data.sources.tar_index import ShardIndex, scan_file
 
 # What is being done, how much of it is done, and how much there is to do.
 OnProgress = Callable[[str, int, int], None]

@@ -37,6 +37,7 @@ from paceline.data.pack.manifest import (
 )
 from paceline.data.prefetch import map_ahead
 from paceline.data.sources.base import Source, source_identity
+from paceline.data.sources.index_store import index_path, write_index
 from paceline.data.sources.labels import CLASSES_FILE, read_classes
 from paceline.data.sources.storage import (
     ShardStamp,
@@ -45,7 +46,7 @@ from paceline.data.sources.storage import (
     write_file,
     written_file,
 )
-from paceline.data.sources.tar_index import NameTable, ShardIndex, index_path, write_index
+from paceline.data.sources.tar_index import NameTable, ShardIndex
 
 _BLOCK = tarfile.BLOCKSIZE
 _END = bytes(2 * _BLOCK)

@@ -26,12 +26,12 @@ from paceline.core.files import open_regular
 from paceline.data.order import Int64
 from paceline.data.sources.base import Extent, FileFacts, Source
 from paceline.data.sources.folders import is_image, known_classes, label_file
+from paceline.data.sources.index_store import IndexStore
 from paceline.data.sources.labels import CLASSES_FILE, numbered_classes, read_flat_labels
 from paceline.data.sources.storage import Retry, ShardFile, ShardStamp, unreadable
 from paceline.data.sources.tar_index import (
     LABEL_EXTENSION,
     FileWindow,
-    IndexStore,
     NameTable,
     ShardIndex,
     scan_shard,
