@@ -19,6 +19,7 @@ from torch import Tensor
 
 # Far more than any state has, and a second of work.
 _MOST_VALUES = 10_000_000
+_FEW_VALUES = 100_000
 _DEEPEST = 100
 # Tied weights occur under several names, and each occurrence is hashed or copied.
 _MOST_REPEATS = 100
@@ -149,6 +150,8 @@ def _check_values(content: Any, size: int) -> None:
     """Refuses what takes more time or memory than a file of `size` bytes should."""
     stack = [(content, 0)]
     values = total = 0
+    # A value takes at least a byte, unless it occurs several times.
+    most = min(_MOST_VALUES, 4 * size + _FEW_VALUES)
     storages: dict[int, int] = {}
     while stack:
         value, depth = stack.pop()
@@ -169,8 +172,8 @@ def _check_values(content: Any, size: int) -> None:
             raise TensorFileError("it contains a storage outside of a tensor")
         if depth > _DEEPEST:
             raise TensorFileError("its values are nested too deeply")
-        if values + len(stack) + len(below) > _MOST_VALUES:
-            raise TensorFileError(f"it has more than {_MOST_VALUES:,} values")
+        if values + len(stack) + len(below) > most:
+            raise TensorFileError(f"it has more than {most:,} values")
         if total > max(size, _SMALL_FILE) * _MOST_REPEATS:
             raise TensorFileError("its values repeat one another too often")
         stack += [(item, depth + 1) for item in below]
