@@ -58,13 +58,13 @@ def before_settings(action: Action) -> None:
     """After the first imports of a training command, before it has read its settings."""
     import paceline.cli.train as module
 
-    real = module.resolve_trusted
+    real = module.resolve
 
-    def resolve_trusted(*given: Any) -> Any:
+    def resolve(*given: Any) -> Any:
         action()
         return real(*given)
 
-    module.resolve_trusted = resolve_trusted
+    module.resolve = resolve
 
 
 def at_exit(action: Action) -> None:
