@@ -176,11 +176,14 @@ class DataParallel(DistributedDataParallel):
         trains = self.training and torch.is_grad_enabled()
         if self._alone:
             if trains and self._released:
-                raise CommError("the process group of this model is closed", "train before close()")
+                raise CommError(
+                    "the process group of this model is closed",
+                    "train before close(), or wrap its module again",
+                )
             if trains and several_ranks():
                 raise CommError(
                     "this model was wrapped before there was a process group, and would train alone",
-                    "call paceline.init() first, then DataParallel(model.module)",
+                    "call paceline.init() first, then wrap the module",
                 )
             return self._run_alone(*inputs, **named)
         if self._needs_hook and (trains or (self._hybrid and torch.is_grad_enabled())):
