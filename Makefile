@@ -11,6 +11,7 @@
 #: make docs-test  the commands and programs of README and docs, as they are written; an hour on a busy host
 #: make watch-test  pages in a real browser (chromium), W&B and MLflow offline; writes docs/images
 #: make fuzz       mutated inputs for every parser (ARGS="--seed 1 --count 100000")
+#: make ddp-conformance  PyTorch's tests of DistributedDataParallel, with pl.DataParallel in its place
 #: make mutants    deliberate bugs in the code, each of which some test must find
 #: make chaos      trainings that are killed and disturbed at random moments (ARGS="--trials 200 --seed 7
 #:                 --ranks 1 2 4"), and resumed
@@ -28,7 +29,7 @@ ARGS ?=
 # Paceline anew, and three processes that collect the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test lint types contracts unit cluster-test scale-test gpu-test nccl-test models-test test-slow docs-test watch-test fuzz mutants chaos planner-fit data docs clean
+.PHONY: help train test lint types contracts unit cluster-test scale-test gpu-test nccl-test models-test test-slow docs-test watch-test fuzz ddp-conformance mutants chaos planner-fit data docs clean
 
 help:
 	@sed -n 's/^#: //p' Makefile
@@ -123,6 +124,14 @@ watch-test: $(VENV)/.installed-watch
 # Seeded; a small part of it is in `unit`. Findings go to fuzz-findings/ (CONTRIBUTING.md).
 fuzz: $(VENV)/.installed-test
 	PYTHONPATH=tests $(BIN)/python -m fuzz $(ARGS)
+
+$(VENV)/.installed-ddp: $(VENV)/.installed-test
+	$(PIP) -e '.[ddp-conformance]'
+	touch $@
+
+# Natively and with algorithm="ring"; fails if a result differs from tests/ddp_conformance/known_failures.toml.
+ddp-conformance: $(VENV)/.installed-ddp
+	PYTHONPATH=tests $(BIN)/python -m ddp_conformance $(ARGS)
 
 # One bug at a time in a copy of the source (tests/mutants/mutants.toml).
 mutants: $(VENV)/.installed-test

@@ -247,6 +247,33 @@ def test_versions_of_modules_are_kept(tmp_path: Path) -> None:
     assert seen == [{"version": 1}]
 
 
+class Drawing:
+    """Its state dict draws random numbers, as that of a loader that shuffles its next epoch."""
+
+    def state_dict(self) -> Any:
+        return {"seed": random.random() + float(np.random.rand()) + float(torch.rand(()))}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def test_random_states_are_those_before_the_state_dicts(tmp_path: Path) -> None:
+    def draws() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    def seed() -> None:
+        for start in (torch.manual_seed, np.random.seed, random.seed):
+            start(7)
+
+    checkpointer = pl.Checkpointer(tmp_path)
+    seed()
+    checkpointer.save(1, loader=Drawing())
+    draws()
+    assert checkpointer.restore(loader=Drawing()) == 1
+    restored = draws()
+    seed()
+    assert restored == draws()
+
+
 class Odd:
     def state_dict(self) -> Any:
         return {"when": [Path("x")]}

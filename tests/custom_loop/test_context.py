@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -80,6 +81,36 @@ def _existing(rank: int) -> list[Any]:
 
 def test_an_existing_process_group_is_used_and_left_open() -> None:
     assert run_ranks(2, _existing) == [[0, 2, "gloo", True], [1, 2, "gloo", True]]
+
+
+def _contradicted(rank: int, variables: dict[str, str]) -> list[Any]:
+    """The program has started the ranks itself; the variables describe its parent."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    try:
+        with mock.patch.dict(os.environ, variables, clear=True):
+            model = pl.DataParallel(torch.nn.Linear(2, 2), algorithm="hierarchical")
+            model(torch.full((1, 2), 1.0 + rank)).sum().backward()
+            hook = pl.HybridAllReduce.from_env(pl.SizeTable.single("ring"))
+            hook.close()
+            with pl.init(device="cpu") as context:
+                found = [context.rank, context.world_size, context.local_rank]
+        return [*found, float(model.module.weight.grad[0, 0])]
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": "2"},
+        {"RANK": "3"},
+        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0",
+         "SLURM_STEP_NODELIST": "localhost"},
+    ],
+)  # fmt: skip
+def test_an_existing_process_group_wins_over_variables(variables: dict[str, str]) -> None:
+    assert run_ranks(2, _contradicted, variables) == [[0, 2, 0, 1.5], [1, 2, 1, 1.5]]
 
 
 def test_a_process_alone_creates_no_group() -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
+from torch.optim.swa_utils import AveragedModel
 
 import paceline as pl
 from custom_loop.nets import Net, batch, flat, gradients, make_net
@@ -34,7 +41,7 @@ def _compare(rank: int, options: dict[str, Any]) -> dict[str, Any]:
             if kind == "ddp":
                 model: nn.Module = DistributedDataParallel(net, bucket_cap_mb=0.001)
             else:
-                model = pl.DataParallel(net, bucket_mib=0.001, **options)
+                model = pl.DataParallel(net, bucket_cap_mb=0.001, **options)
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
             for step in range(3):
                 optimizer.zero_grad()
@@ -159,6 +166,202 @@ def test_names_have_no_prefix_also_inside_another_module() -> None:
     assert torch.equal(flat(copy), flat(net))
 
 
+def test_state_dicts_of_ddp_are_loaded() -> None:
+    net = make_net()
+    saved = nn.ModuleDict({"module": net}).state_dict()  # as DDP names the entries
+    model = pl.DataParallel(make_net(seed=1))
+    model.load_state_dict(saved)
+    assert torch.equal(flat(model), flat(net))
+    assert all(name.startswith("module.") for name in saved)
+    outer = nn.ModuleDict({"net": pl.DataParallel(make_net(seed=1))})
+    outer.load_state_dict({f"net.{name}": value for name, value in saved.items()})
+    assert torch.equal(flat(outer), flat(net))
+    # A module whose own names begin with the prefix keeps them.
+    own = nn.ModuleDict({"module": make_net(seed=1)})
+    pl.DataParallel(own).load_state_dict(saved)
+    assert torch.equal(flat(own), flat(net))
+
+
+def test_tools_see_the_module() -> None:
+    net = make_net()
+    model = pl.DataParallel(net)
+    assert inspect.signature(model.forward) == inspect.signature(net.forward)
+    # accelerate.unwrap_model and others unwrap by this.
+    assert isinstance(model, DistributedDataParallel)
+    assert model.module is net
+    with model.join():
+        _loss(model, 0, 0).backward()
+    other = pl.DataParallel(nn.Linear(2, 2, device="meta"), device_ids=["meta"])
+    assert other(torch.ones(1, 2)).device.type == "meta"
+
+
+def _differ_in_batches(rank: int, options: dict[str, Any], by_initial: bool) -> Any:
+    """Rank 1 has no batch at all, rank 0 has two; a copy of the model comes from the other rank."""
+    with pl.init(device="cpu", timeout_s=120):
+        model = copy.deepcopy(pl.DataParallel(make_net(), **options))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with model.join(divide_by_initial_world_size=by_initial):
+            for step in range(2 - 2 * rank):
+                optimizer.zero_grad()
+                _loss(model, 0, step).backward()
+                optimizer.step()
+        return flat(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"algorithm": "ring"}, {"wire": "fp16"}])
+def test_join_divides_by_all_ranks_or_by_those_that_train(options: dict[str, Any]) -> None:
+    for by_initial, divisor in ((True, 2), (False, 1)):
+        net = make_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1 / divisor)
+        for step in range(2):
+            optimizer.zero_grad()
+            _loss(net, 0, step).backward()
+            optimizer.step()
+        for weights in run_ranks(2, _differ_in_batches, options, by_initial):
+            torch.testing.assert_close(weights, flat(net), rtol=1e-2, atol=2e-3)
+
+
+def _copied(rank: int, path: str) -> Any:
+    with pl.init(device="cpu", timeout_s=120):
+        model = pl.DataParallel(make_net(), algorithm="ring")
+        _loss(model, rank, 0).backward()
+        wanted = gradients(model)
+        if rank == 0:  # not a collective
+            average = AveragedModel(model)
+            average.update_parameters(model)
+            torch.save(model, path)
+        torch.distributed.barrier()
+        found = []
+        for other in (copy.deepcopy(model), torch.load(path, weights_only=False)):
+            other.zero_grad()
+            _loss(other, rank, 0).backward()
+            assert other._hybrid is not None
+            found.append(all(torch.equal(wanted[n], g) for n, g in gradients(other).items()))
+        return found
+
+
+def test_copies_have_an_exchange_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    assert run_ranks(2, _copied, str(path)) == [[True, True]] * 2
+    alone = torch.load(path, weights_only=False)
+    _loss(alone, 0, 0).backward()
+    assert gradients(alone).keys() == gradients(make_net()).keys()
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.fc = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        found: Tensor = self.fc(self.table(indices))
+        return found
+
+
+def _sparse(rank: int) -> list[Tensor]:
+    with pl.init(device="cpu", timeout_s=120):
+        found = []
+        for options in ({}, {"algorithm": "ring"}):
+            torch.manual_seed(0)
+            model = pl.DataParallel(Sparse(), **options)
+            for _ in range(2):
+                model.zero_grad()
+                model(torch.tensor([rank, 3, 3])).square().sum().backward()
+            assert model.module.table.weight.grad.is_sparse
+            found.append(model.module.table.weight.grad.to_dense())
+        return found
+
+
+def test_sparse_gradients_travel() -> None:
+    for native, ring in run_ranks(2, _sparse):
+        assert float(native[:2].abs().min()) > 0
+        torch.testing.assert_close(ring, native)
+
+
+def _arguments(rank: int) -> list[str]:
+    """Arguments of DDP that are honoured, and those that are refused."""
+    with pl.init(device="cpu", timeout_s=120):
+        net = make_net()
+        net.fc.weight.data += rank
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            net, ["fc.weight", "norm.running_mean"]
+        )
+        own = net.fc.weight.detach().clone()
+        group = torch.distributed.new_group([0, 1])
+        model = pl.DataParallel(
+            net, None, None, 0, process_group=group, bucket_cap_mb=1, find_unused_parameters=True,
+            forward_sync_buffers=False,
+        )  # fmt: skip
+        assert torch.equal(net.fc.weight, own), "an ignored parameter was broadcast"
+        _loss(model, rank, 0, extra=False).backward()
+        local = make_net()
+        local.load_state_dict(net.state_dict())
+        assert model.process_group is group
+        assert not model.forward_sync_buffers
+        one = torch.distributed.new_group([rank], use_local_synchronization=True)
+        half = _MixedPrecision(param_dtype=torch.float16)
+        texts = []
+        for named in ({"process_group": one}, {"mixed_precision": half}):
+            with pytest.raises(ConfigError) as caught:
+                pl.DataParallel(make_net(), algorithm="ring", **named)
+            texts.append(str(caught.value))
+        with pytest.raises(TypeError):
+            pl.DataParallel(make_net(), bucket_mib=1)
+        return [*texts, str(float(net.fc.weight.grad.sum()))]
+
+
+def test_arguments_of_ddp_are_honoured_or_refused() -> None:
+    first, second = run_ranks(2, _arguments)
+    for texts in (first, second):
+        assert "process_group" in texts[0]
+        assert "mixed_precision" in texts[1]
+    assert first[2] != second[2], "the gradient of an ignored parameter travelled"
+
+
+def _hooked(rank: int) -> list[Any]:
+    calls: list[int] = []
+
+    def hook(state: object, bucket):  # type: ignore[no-untyped-def]
+        calls.append(bucket.buffer().numel())
+        return default_hooks.allreduce_hook(None, bucket)
+
+    with pl.init(device="cpu", timeout_s=120):
+        model = pl.DataParallel(make_net(), algorithm="ring")
+        with pytest.warns(UserWarning, match="replaces"):
+            model.register_comm_hook(None, hook)
+        _loss(model, rank, 0).backward()
+        return [sum(calls), model._hybrid]
+
+
+def test_a_hook_of_the_program_replaces_the_exchange() -> None:
+    elements = sum(p.numel() for p in make_net().parameters())
+    assert run_ranks(2, _hooked) == [[elements, None]] * 2
+    with pytest.raises(CommError):
+        pl.DataParallel(make_net()).register_comm_hook(None, _hooked)
+
+
+def _closed(rank: int) -> list[str]:
+    with mock.patch.dict(os.environ, clear=True):
+        early = pl.DataParallel(make_net())
+    with pl.init(device="cpu", timeout_s=120):
+        model = pl.DataParallel(make_net(), wire="fp16")
+        _loss(model, rank, 0).backward()
+        with pytest.raises(CommError) as alone:
+            _loss(early, rank, 0)
+    model.zero_grad()
+    with pytest.raises(CommError) as closed:
+        _loss(model, rank, 0).backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert _loss(model.eval(), rank, 0).ndim == 0
+    return [str(alone.value), str(closed.value)]
+
+
+def test_a_model_without_its_group_refuses_to_train() -> None:
+    for alone, closed in run_ranks(2, _closed):
+        assert "wrapped before there was a process group" in alone
+        assert "is closed" in closed
+
+
 def _planned(rank: int, path: str) -> str:
     with pl.init(device="cpu", timeout_s=120):
         try:
@@ -203,7 +406,7 @@ def test_ranks_that_differ_all_fail_with_one_line(what: str, words: str) -> None
 @pytest.mark.parametrize(
     ("options", "words"),
     [({"wire": "fp8"}, "wire"), ({"algorithm": "rign"}, "did you mean 'ring'"),
-     ({"bucket_mib": 0}, "bucket_mib"), ({"plan": "nowhere.toml"}, "cannot be read"),
+     ({"bucket_cap_mb": 0}, "bucket_cap_mb"), ({"plan": "nowhere.toml"}, "cannot be read"),
      ({"plan": "p.toml", "algorithm": "ring"}, "leave one of the two out")],
 )  # fmt: skip
 def test_mistakes_are_one_line(options: dict[str, Any], words: str) -> None:

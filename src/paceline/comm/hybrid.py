@@ -10,7 +10,6 @@ The sums or means are bit-identical on all ranks. They are computed on a communi
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with its classes.
 
-import os
 import queue
 import threading
 from collections.abc import Callable
@@ -18,15 +17,15 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined] # public, not in __all__
 from torch.futures import Future
 
 from paceline.comm.executor import Executor, check_buffer
-from paceline.comm.process_groups import ProcessGroups, backend_reason
+from paceline.comm.process_groups import ProcessGroups, backend_reason, current_topology
 from paceline.comm.quantized import QuantizedAllReduce, Residuals
 from paceline.core.errors import CommError, ConfigError, nearest
-from paceline.core.topology import Topology
 from paceline.plan.fusion_plan import ALL_TO_ALL, EIGHT_BIT, SHORT_WIRES
 from paceline.plan.size_table import SizeTable
 
@@ -280,6 +279,8 @@ class HybridAllReduce:
         WireFormat.named(wire)
         groups.check_same({"comm.wire": wire, "comm.sizes": table.to_table()})
         self._planned = PlannedAllReduce(groups)
+        # In DDP's `join` with means over the ranks that still have batches: whether this one has.
+        self.present: bool | None = None
         for name in table.algorithms:
             self._planned.prepare(name)
 
@@ -292,10 +293,9 @@ class HybridAllReduce:
         k: int | None = None,
         timeout_s: float = 600.0,
     ) -> "HybridAllReduce":
-        """With the topology that the launcher left in the environment; torch.distributed must be
-        initialised, and every rank calls this at the same point."""
-        topology = Topology.from_env(os.environ)
-        return cls(ProcessGroups(topology, k, timeout_s=timeout_s), table, wire)
+        """With the topology that the launcher left in the environment, if the process group agrees with
+        it; torch.distributed must be initialised, and every rank calls this at the same point."""
+        return cls(ProcessGroups(current_topology(), k, timeout_s=timeout_s), table, wire)
 
     def choose(self, buffer: Tensor) -> str:
         """The name of the algorithm for this buffer, by the bytes that will travel."""
@@ -319,7 +319,37 @@ class HybridAllReduce:
     @staticmethod
     def ddp_hook(state: "HybridAllReduce", bucket: GradBucket) -> Future[Tensor]:
         """A communication hook of DistributedDataParallel: the mean over ranks, as DDP expects."""
-        return state.submit(bucket.buffer(), mean=True)
+        buffer, present = bucket.buffer(), state.present
+        if buffer.layout != torch.strided:
+            return state._submit_sparse(buffer, present)
+        if present is None:
+            return state.submit(buffer, mean=True)
+        check_buffer(buffer)
+
+        def run() -> Tensor:
+            state.all_reduce(buffer)
+            return buffer.div_(state._count(buffer.device, present))
+
+        return state._planned.queue(run, buffer.device)
+
+    def _submit_sparse(self, buffer: Tensor, present: bool | None) -> Future[Tensor]:
+        """Sparse gradients travel by the backend's own all-reduce, in their own format."""
+        if self.groups.backend == "nccl":
+            raise CommError(
+                "sparse gradients cannot travel over NCCL", "use nn.Embedding(sparse=False)"
+            )
+
+        def run() -> Tensor:
+            dist.all_reduce(buffer, group=self.groups.world)
+            return buffer.div_(self._count(buffer.device, present))
+
+        return self._planned.queue(run, buffer.device)
+
+    def _count(self, device: torch.device, present: bool | None) -> Tensor:
+        """The number of ranks, or of those that are present."""
+        count = torch.full((1,), 1.0 if present is None else float(present), device=device)
+        dist.all_reduce(count, group=self.groups.world)
+        return count[0]
 
     @property
     def failure(self) -> BaseException | None:

@@ -196,6 +196,23 @@ class ProcessGroups:
         self.columns = {}
 
 
+def current_topology(known: Topology | None = None) -> Topology:
+    """Returns `known`, or else the place that the launcher's environment gives.
+
+    A process group that exists takes precedence: programs start ranks by other means
+    (torch.multiprocessing), also inside a job whose variables describe their parent. Such ranks count as
+    ranks of one node.
+    """
+    if not dist.is_initialized():
+        return known or Topology.from_env(os.environ)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with suppress(CommError):
+        found = known or Topology.from_env(os.environ)
+        if (found.rank, found.world_size) == (rank, world):
+            return found
+    return Topology(rank, world, rank, world, launcher="process group")
+
+
 def _agree(topology: Topology, k: int | None, timeout_s: float) -> tuple[tuple[int, ...], ...]:
     """The groups, from the reports of all ranks; each rank reads the same ones, so all fail alike."""
     place = Place(

@@ -22,6 +22,7 @@ from paceline.comm.process_groups import (
     abort_process_groups,
     all_gather_json,
     backend_reason,
+    current_topology,
     init_default_group,
     prepare_nccl,
 )
@@ -288,26 +289,17 @@ def _choose_device(
 
 
 def topology_here() -> Topology:
-    """Of the context, else of the launcher's environment and the process group that exists. Ranks that a
-    program started without a launcher (torch.multiprocessing) are on one node."""
-    if _current is not None:
-        return _current.topology
-    topology = Topology.from_env(os.environ)
-    if not dist.is_initialized() or topology.launcher != "single":
-        return topology
-    rank, world = dist.get_rank(), dist.get_world_size()
-    return replace(
-        topology, rank=rank, world_size=world, local_rank=rank, local_world_size=world,
-        launcher="process group",
-    )  # fmt: skip
+    """Returns the place of the context or else of the launcher's environment, unless an existing process
+    group contradicts it."""
+    return current_topology(None if _current is None else _current.topology)
 
 
 def timeout_here() -> float:
     return 600.0 if _current is None else _current.timeout_s
 
 
-def several_ranks() -> bool:
-    return dist.is_initialized() and dist.get_world_size() > 1
+def several_ranks(group: dist.ProcessGroup | None = None) -> bool:
+    return dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 def release_on_close(holder: Holder) -> None:
@@ -315,10 +307,14 @@ def release_on_close(holder: Holder) -> None:
     _holders.add(holder)
 
 
-def agree(error: PacelineError | None = None, facts: Mapping[str, Any] | None = None) -> None:
-    """All ranks continue, or all raise the same error: the first that a rank has, or a difference of
-    facts. A collective."""
-    if not several_ranks():
+def agree(
+    error: PacelineError | None = None,
+    facts: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """All ranks of the group continue, or all raise the same error: the first that a rank has, or a
+    difference of facts. A collective."""
+    if not several_ranks(group):
         if error is not None:
             raise error
         return
@@ -326,10 +322,10 @@ def agree(error: PacelineError | None = None, facts: Mapping[str, Any] | None = 
         "error": str(error) if error else "", "code": error.exit_code if error else 0,
         "kind": error_kind(error) if error else "",
     }  # fmt: skip
-    reports = all_gather_json({**mine, "facts": dict(facts or {})})
+    reports = all_gather_json({**mine, "facts": dict(facts or {})}, group)
     for rank, report in enumerate(reports):
         if report["error"]:
-            if error is not None and rank == dist.get_rank():
+            if error is not None and rank == dist.get_rank(group):
                 raise error
             raise AgreedError.of_kind(
                 report["kind"], f"rank {rank}: {report['error']}", report["code"]
@@ -345,13 +341,15 @@ def agree(error: PacelineError | None = None, facts: Mapping[str, Any] | None = 
 
 
 @contextmanager
-def agreed(facts: Callable[[], Mapping[str, Any]] = dict) -> Iterator[None]:
-    """All ranks leave the block, or all raise the first error that a rank met in it, or a difference of
-    `facts`, which are asked for at its end. A collective: a rank that fails meets the others all the
-    same."""
+def agreed(
+    facts: Callable[[], Mapping[str, Any]] = dict, group: dist.ProcessGroup | None = None
+) -> Iterator[None]:
+    """All ranks of the group leave the block, or all raise the first error that a rank met in it, or a
+    difference of `facts`, which are asked for at its end. A collective: a rank that fails meets the
+    others all the same."""
     met = None
     try:
         yield
     except PacelineError as error:
         met = error
-    agree(met, facts() if met is None else None)
+    agree(met, facts() if met is None else None, group)

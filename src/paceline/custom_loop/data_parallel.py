@@ -1,16 +1,20 @@
-"""`DataParallel`: DistributedDataParallel's contract, with the all-reduce algorithms of `paceline.comm`.
+"""`DataParallel`: DistributedDataParallel with the all-reduce algorithms of `paceline.comm`.
 
-It composes torch's DistributedDataParallel (DDP) and does not replace its reducer. DDP's hooks, buckets,
-unused-parameter search and overlap are the field's reference, and autocast, GradScaler and torch.compile
-are tested against them. What Paceline adds is what travels and how: `HybridAllReduce` as DDP's
-communication hook.
+It is a subclass of torch's DistributedDataParallel (DDP) and does not replace its reducer. DDP's hooks,
+buckets, unused-parameter search, `join` and overlap are the field's reference, and autocast, GradScaler
+and torch.compile are tested against them. What Paceline adds is what travels and how: `HybridAllReduce`
+as DDP's communication hook.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,7 +23,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
+from torch.utils._pytree import tree_map_only
 
 from paceline.comm.hybrid import HybridAllReduce, WireFormat
 from paceline.comm.plan_choice import checked_table
@@ -36,22 +44,50 @@ from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
 from paceline.plan.schedules import NATIVE, check_name
 from paceline.plan.size_table import SizeTable
 
+# The arguments of the installed torch.
+_DDP = inspect.signature(DistributedDataParallel)
+_PREFIX = "module."
+# Arguments that replace the communication hook or exchange beside it.
+_NO_HOOK = {
+    "mixed_precision": "has a communication hook, which plan, wire or algorithm replace",
+    "delay_all_reduce_named_params": "is exchanged without plan, wire and algorithm",
+}
 # Modules whose gradients are means over ranks when backward returns, with the wire format.
 _wrapped: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def wire_of(module: nn.Module) -> str | None:
-    """The wire format of the `DataParallel` around `module`; None where there is none."""
+    """The wire format of the `DataParallel` around `module`; None if there is none."""
     return _wrapped.get(module)
 
 
-class DataParallel(nn.Module):
+class _Forward(partial[Any]):
+    """The bound `forward` of a `DataParallel`, with the signature of the wrapped module's."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.args[0].module.forward)
+
+
+class _ForwardMethod:
+    """Binds `_Forward`. Programs that read the signature of a model (Trainer of transformers selects
+    the columns of a data set by it) see that of the wrapped module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __get__(self, model: nn.Module | None, owner: type) -> Callable[..., Any]:
+        return self.function if model is None else _Forward(self.function, model)
+
+
+class DataParallel(DistributedDataParallel):
     """Trains `module` on all ranks: every backward pass leaves the mean gradients of all ranks.
 
-    A replacement for DistributedDataParallel with the same contract: parameters and buffers of rank 0 at
-    the start, buffers of rank 0 at each forward pass, gradients complete when `backward` returns,
-    `no_sync()`, unused parameters, autocast and GradScaler. Beyond DDP, the state dict has no `module.`
-    prefix, attributes fall through to the module, and a process without a process group computes alone.
+    A subclass of DistributedDataParallel with its arguments and its contract: parameters and buffers of
+    rank 0 at the start, buffers of rank 0 at each forward pass, gradients complete when `backward`
+    returns, `no_sync()`, `join()`, `register_comm_hook()`, unused and ignored parameters, autocast and
+    GradScaler. In addition, the state dict has no `module.` prefix (one with it is loaded, too), other
+    attributes are those of the module, and a process without a process group computes alone.
 
     Args:
         module: on its device; its format and trained parameters do not change afterwards.
@@ -59,8 +95,8 @@ class DataParallel(nn.Module):
         wire: format in which fp32 gradients travel: `fp32`, `fp16` or `bf16`; takes precedence over the
             plan's. 16-bit gradients travel as they are.
         algorithm: all-reduce algorithm for all sizes, such as `ring` or `hierarchical`.
-        bucket_mib: size of DDP's buckets.
-        find_unused_parameters, static_graph, gradient_as_bucket_view: as in DDP.
+        *positional, **named: arguments of DistributedDataParallel. `gradient_as_bucket_view` is True by
+            default, and `device_ids` the GPU of the module.
 
     Without `plan`, `wire` and `algorithm` the backend's own all-reduce runs, with DDP's bits.
 
@@ -73,77 +109,159 @@ class DataParallel(nn.Module):
     """
 
     module: nn.Module
-    _ddp: DistributedDataParallel | None
-    _hybrid: HybridAllReduce | None
+    # True without a process group, and after `release`.
+    _alone = False
+    _released = False
+    _hybrid: HybridAllReduce | None = None
 
     def __init__(
         self,
         module: nn.Module,
-        *,
+        *positional: Any,
         plan: str | PathLike[str] | None = None,
         wire: str | None = None,
         algorithm: str | None = None,
-        bucket_mib: float = 25.0,
-        find_unused_parameters: bool = False,
-        static_graph: bool = False,
-        gradient_as_bucket_view: bool = True,
+        **named: Any,
     ) -> None:
-        super().__init__()
-        self.module = module
-        self._released = False
-        # Not as a submodule: DDP holds the same module under another name.
-        object.__setattr__(self, "_ddp", None)
-        object.__setattr__(self, "_hybrid", None)
-        self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
-        with agreed(lambda: _facts(module, exchange)):
+        given = _DDP.bind(module, *positional, **named).arguments
+        group = _group(given)
+        # Without `init_sync` DDP's constructor is no collective.
+        meets = given.get("init_sync", True)
+        with agreed(lambda: _facts(exchange, given), group) if meets else nullcontext():
             exchange = _Exchange.choose(plan, wire, algorithm)
-            _check(module, bucket_mib)
-        _wrapped[module] = exchange.wire
-        if not several_ranks():
-            return
+            _check(exchange, given, group)
+        given.setdefault("gradient_as_bucket_view", True)
         devices = {p.device for p in module.parameters()}
-        device = devices.pop() if len(devices) == 1 else None
-        ddp = DistributedDataParallel(
-            module,
-            # Where it is given, DDP moves inputs to the device.
-            device_ids=[device] if device is not None and device.type == "cuda" else None,
-            bucket_cap_mb=bucket_mib,
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-        )
-        object.__setattr__(self, "_ddp", ddp)
-        release_on_close(self)
-        if not exchange.is_native:
-            hybrid = exchange.create()
-            object.__setattr__(self, "_hybrid", hybrid)
-            ddp.register_comm_hook(hybrid, HybridAllReduce.ddp_hook)
+        if len(devices) == 1 and next(iter(devices)).type == "cuda":
+            given.setdefault("device_ids", list(devices))
+        self._exchange = exchange  # first, because DDP's constructor may register a hook
+        if group is None:
+            self._compute_alone(**given)
+        else:
+            super().__init__(**given)
+            if not exchange.is_native:
+                self._hybrid = exchange.create()
+        self._join_world()
+        self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
 
+    def _compute_alone(self, module: nn.Module, device_ids: Any = None, **_: Any) -> None:
+        """Replaces DDP's constructor, which needs a process group. The other arguments say what ranks
+        exchange, and when."""
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        self._alone = True
+        self.module = module
+        self.require_backward_grad_sync = True
+        self.device_ids = device_ids
+
+    def _join_world(self) -> None:
+        _wrapped[self.module] = self._exchange.wire
+        if not self._alone:
+            release_on_close(self)
+
+    def _connect(self) -> None:
+        """Registers the exchange as the communication hook before the first backward pass, not in the
+        constructor: a hook of the program's takes its place. A collective in a copy of a model, which one
+        rank alone may have made."""
+        self._hybrid = self._hybrid or self._exchange.create()
+        super().register_comm_hook(self._hybrid, HybridAllReduce.ddp_hook)
+
+    @property
+    def _needs_hook(self) -> bool:
+        return not (self._alone or self._exchange.is_native or self._comm_hooks)
+
+    @_ForwardMethod
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's outputs; on several ranks through DDP."""
-        if self._released and self.training and torch.is_grad_enabled():
-            raise CommError("the process group of this model is closed", "train before close()")
-        return (self.module if self._ddp is None else self._ddp)(*inputs, **named)
+        trains = self.training and torch.is_grad_enabled()
+        if self._alone:
+            if trains and self._released:
+                raise CommError(
+                    "the process group of this model is closed",
+                    "train before close(), or wrap its module again",
+                )
+            if trains and several_ranks():
+                raise CommError(
+                    "this model was wrapped before there was a process group, and would train alone",
+                    "call paceline.init() first, then wrap the module",
+                )
+            return self._run_alone(*inputs, **named)
+        if self._needs_hook and (trains or (self._hybrid and torch.is_grad_enabled())):
+            self._connect()
+        self._follow_join(present=True)
+        return super().forward(*inputs, **named)  # type: ignore[no-untyped-call]
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Inside the context gradients accumulate on this rank only; the first backward pass after it
-        exchanges the sums."""
-        return nullcontext() if self._ddp is None else self._ddp.no_sync()
+    def _run_alone(self, *inputs: Any, **named: Any) -> Any:
+        if self.device_ids:
+            device = torch.device(self.device_ids[0])  # to which DDP moves inputs, too
+            inputs, named = tree_map_only(Tensor, lambda t: t.to(device), (inputs, named))
+        return self.module(*inputs, **named)
+
+    def join(self, *arguments: Any, **named: Any) -> AbstractContextManager[Any]:
+        """As in DDP, a context for ranks with different numbers of batches."""
+        return nullcontext() if self._alone else super().join(*arguments, **named)
+
+    def join_hook(self, **named: Any) -> Any:
+        if self._needs_hook:
+            self._connect()  # a rank without batches has no forward pass
+        return super().join_hook(**named)  # type: ignore[no-untyped-call]
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        """Called by DDP on a rank that has no batches left."""
+        self._follow_join(present=False)
+        super()._match_all_reduce_for_bwd_pass()  # type: ignore[no-untyped-call]
+
+    def _follow_join(self, *, present: bool) -> None:
+        if self._hybrid is not None:
+            divides_by_present = self._join_config.enable and not self._divide_by_initial_world_size
+            self._hybrid.present = present if divides_by_present else None
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """As in DDP. Before the first training pass it replaces the exchange of `plan`, `wire` and
+        `algorithm`, with a warning."""
+        if self._alone:
+            raise CommError(
+                "a communication hook needs a process group",
+                "call paceline.init() under a launcher",
+            )
+        if self._needs_hook:
+            name = getattr(hook, "__qualname__", type(hook).__name__)
+            warnings.warn(f"{name} replaces plan, wire and algorithm", stacklevel=2)
+            if self._hybrid is not None:
+                self._hybrid.close()
+            self._hybrid, self._exchange = None, _Exchange()
+            _wrapped[self.module] = self._exchange.wire
+        super().register_comm_hook(state, hook)
 
     def release(self) -> None:
         """Leaves the process groups; `Context.close` calls it. The model then computes alone, and refuses
         to train."""
+        if self._alone:
+            return
         if self._hybrid is not None:
             self._hybrid.close()
-        self._released = self._released or self._ddp is not None
-        object.__setattr__(self, "_ddp", None)
-        object.__setattr__(self, "_hybrid", None)
+        self._hybrid, self._comm_hooks = None, []
+        for name in ("reducer", "logger", "process_group"):
+            self.__dict__.pop(name, None)
+        self._alone = self._released = True
 
-    def train(self, mode: bool = True) -> DataParallel:
-        super().train(mode)
-        if self._ddp is not None:
-            self._ddp.training = mode
-        return self
+    def __getstate__(self) -> dict[str, Any]:
+        """Without connections: a copy makes its own."""
+        if self._alone:
+            return dict(self.__dict__)
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        if state.pop("_hybrid", None) is not None:
+            state["_comm_hooks"] = []
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A model that was saved by several ranks computes alone if there is no process group."""
+        if state.get("_alone") or not dist.is_initialized():
+            nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
+            self._alone = True
+        else:
+            super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._join_world()
 
     def state_dict(self, *args: Any, **named: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's own, without a prefix."""
@@ -151,7 +269,13 @@ class DataParallel(nn.Module):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **named: Any) -> Any:
-        """Into the module. All ranks load the same state."""
+        """Into the module, also from a state dict of DDP. All ranks load the same state."""
+        if _of_ddp(state_dict, self.module):
+            # torch renames the entries and the versions of modules in place.
+            renamed = OrderedDict(state_dict)
+            vars(renamed)["_metadata"] = dict(getattr(state_dict, "_metadata", {}))
+            consume_prefix_in_state_dict_if_present(renamed, _PREFIX)
+            state_dict = renamed
         return self.module.load_state_dict(state_dict, *args, **named)
 
     def named_parameters(self, *args: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -175,10 +299,19 @@ class DataParallel(nn.Module):
             return getattr(module, name)
 
 
-def _add_prefix(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _of_ddp(keys: Iterable[str], module: nn.Module, prefix: str = "") -> bool:
+    """Returns True if the entries of a state dict under `prefix` have the prefix of DDP."""
+    found = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
+    prefixed = bool(found) and all(key.startswith(_PREFIX) for key in found)
+    return prefixed and module.state_dict().keys().isdisjoint(found)
+
+
+def _add_prefix(model: DataParallel, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """For a `DataParallel` inside another module, which loads the entries of each submodule by path."""
+    if _of_ddp(state, model.module, prefix):
+        return
     for key in [key for key in state if key.startswith(prefix)]:
-        state[f"{prefix}module.{key.removeprefix(prefix)}"] = state.pop(key)
+        state[f"{prefix}{_PREFIX}{key.removeprefix(prefix)}"] = state.pop(key)
 
 
 @dataclass(frozen=True)
@@ -265,33 +398,72 @@ def _planned_wire(file: PlanFile) -> str:
     return "float32" if wire == "auto" else wire
 
 
-def _check(module: nn.Module, bucket_mib: float) -> None:
-    if isinstance(module, DataParallel | DistributedDataParallel):
-        raise ConfigError("module", type(module).__name__, "is wrapped already", "wrap it once")
-    if not 0 < bucket_mib <= 65536:
-        raise ConfigError("bucket_mib", bucket_mib, "must be above 0, at most 65536", "25 is usual")
-    if not any(p.requires_grad for p in module.parameters()):
-        raise ConfigError(
-            "module", type(module).__name__, "has no parameter that requires a gradient",
-            "use it without DataParallel",
-        )  # fmt: skip
-    ranks = topology_here().world_size
-    if ranks > 1 and not dist.is_initialized():
-        raise CommError(
-            f"{ranks} ranks, but there is no process group", "call paceline.init() first"
-        )
+def _group(given: Mapping[str, Any]) -> dist.ProcessGroup | None:
+    """The process group that DDP will use; None without one."""
+    mesh = given.get("device_mesh")
+    if mesh is not None and mesh.ndim == 1:
+        found: dist.ProcessGroup = mesh.get_group(mesh_dim=0)
+        return found
+    default = dist.group.WORLD if dist.is_initialized() else None
+    return given.get("process_group") or default
 
 
-def _facts(module: nn.Module, exchange: _Exchange) -> dict[str, Any]:
+def _check(exchange: _Exchange, given: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
+    module = given["module"]
+    name = type(module).__name__
+    if isinstance(module, DistributedDataParallel):
+        raise ConfigError("module", name, "is wrapped already", "wrap it once")
+    if any(isinstance(p, UninitializedParameter) for p in module.parameters()):
+        raise ConfigError("module", name, "has parameters without a shape",
+                          "run one forward pass first")  # fmt: skip
+    mib = given.get("bucket_cap_mb")
+    if mib is not None and not 0 < mib <= 65536:
+        raise ConfigError("bucket_cap_mb", mib, "must be above 0, at most 65536", "25 is usual")
+    if group is None:
+        ranks = topology_here().world_size
+        if ranks > 1:
+            raise CommError(
+                f"{ranks} ranks, but there is no process group", "call paceline.init() first"
+            )
+        if not any(p.requires_grad for p in module.parameters()):
+            raise ConfigError("module", name, "has no parameter that requires a gradient",
+                              "use it without DataParallel")  # fmt: skip
+        if given.get("device_ids") and any(p.device.type == "cpu" for p in module.parameters()):
+            raise ConfigError("device_ids", given["device_ids"], "the module is on the CPU",
+                              "leave it out")  # fmt: skip
+        if given.get("mixed_precision") is not None:
+            raise ConfigError("mixed_precision", None, "needs a process group",
+                              "call paceline.init() under a launcher, or use torch.autocast")  # fmt: skip
+    if not exchange.is_native:
+        _check_hook(given, group)
+
+
+def _check_hook(given: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Refuses what does not work with the communication hook of an exchange."""
+    for argument, reason in _NO_HOOK.items():
+        if given.get(argument) is not None:
+            raise ConfigError(argument, None, reason, "leave out plan, wire and algorithm")
+    if group is not None and group.size() < dist.get_world_size():
+        raise ConfigError("process_group", None, "plan, wire and algorithm need all ranks",
+                          "leave them out, or use the default group")  # fmt: skip
+
+
+def _facts(exchange: _Exchange, given: Mapping[str, Any]) -> dict[str, Any]:
     table = exchange.table.to_table() if exchange.table else NATIVE
     return {
-        "the trained parameters": trained_parameters(module),
+        "the trained parameters": trained_parameters(given["module"]),
         "wire": exchange.wire,
         "algorithm": table,
     }
 
 
 def trained_parameters(module: nn.Module) -> str:
-    """Equal where the names and sizes of all trained parameters are."""
-    trained = ((n, p.numel()) for n, p in module.named_parameters() if p.requires_grad)
+    """Equal if the names and sizes of all trained parameters are. Ranks may differ in parameters that
+    DDP ignores."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    trained = (
+        (name, p.numel())
+        for name, p in module.named_parameters()
+        if p.requires_grad and name not in ignored
+    )
     return ModelFacts.of(trained).describe()

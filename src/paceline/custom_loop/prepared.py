@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from paceline.core.errors import CheckpointError, ConfigError, nearest
 from paceline.custom_loop.context import agreed, several_ranks
-from paceline.custom_loop.data_parallel import DataParallel, trained_parameters, wire_of
+from paceline.custom_loop.data_parallel import trained_parameters, wire_of
 from paceline.optim.schedule import set_rate
 from paceline.optim.settings import OptimSettings
 from paceline.precision.policy import LossScale, Policy, choose_policy
@@ -250,7 +250,7 @@ def _prepare(
     module: nn.Module, optimizer: str | Optimizer, lr: float | None, precision: str,
     weight_decay: float | None, clip_norm: float, arguments: dict[str, Any],
 ) -> Prepared:  # fmt: skip
-    if isinstance(module, DataParallel | DistributedDataParallel):
+    if isinstance(module, DistributedDataParallel):
         raise ConfigError(
             "module", type(module).__name__, "prepare changes formats that it has recorded",
             "prepare the module first, then wrap prepared.model",

@@ -63,9 +63,11 @@ class AdamW(MasterOptimizer):
         weight_decay: float = 0.01,
         *,
         fused: bool | None = None,
+        foreach: bool | None = None,
+        maximize: bool = False,
     ) -> None:
         values = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, values, fused=fused)
+        super().__init__(params, values, fused=fused, foreach=foreach, maximize=maximize)
 
     def _set_up(self) -> None:
         super()._set_up()
@@ -153,12 +155,17 @@ class LAMB(AdamW):
         adapt: bool = True,
         adapt_bias_norm: bool = False,
         fused: bool | None = None,
+        foreach: bool | None = None,
+        maximize: bool = False,
     ) -> None:
         values = {
             "lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay,
             "clip": clip, "trust_eps": trust_eps, "adapt": adapt,
         }  # fmt: skip
-        MasterOptimizer.__init__(self, params, values, fused=fused, adapt_bias_norm=adapt_bias_norm)
+        MasterOptimizer.__init__(
+            self, params, values, fused=fused, adapt_bias_norm=adapt_bias_norm, foreach=foreach,
+            maximize=maximize,
+        )  # fmt: skip
 
 
 def _run(

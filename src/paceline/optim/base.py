@@ -8,13 +8,16 @@ class alone.
 from __future__ import annotations
 
 import inspect
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import wraps
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from paceline.core.errors import PacelineError, RunError
@@ -34,6 +37,18 @@ from paceline.optim.state import (
 
 # Role of biases and normalization parameters in the groups of `paceline.models.parameter_groups`.
 BIAS_NORM = "bias_norm"
+
+
+def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps torch.compile away from `function`: its list operations are as fast, and a compiler that
+    stops in the middle of them loses attributes. Importing the compiler takes as long as torch itself."""
+    disabled: Callable[..., Any] = _disable_dynamo(function)
+
+    @wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        return (disabled if "torch._dynamo" in sys.modules else function)(*args, **named)
+
+    return call
 
 
 class _PlainOptimizer(Optimizer):
@@ -81,10 +96,23 @@ class MasterOptimizer(_PlainOptimizer):
         fused: bool | None = None,
         in_half: bool = False,
         adapt_bias_norm: bool = True,
+        foreach: bool | None = None,
+        maximize: bool = False,
     ) -> None:
         """`defaults`: hyper-parameters of groups that do not have their own. `in_half`: state in the
         parameters' own format, without masters. `adapt_bias_norm` False: groups of role `bias_norm`
-        have no trust ratio unless they say so."""
+        have no trust ratio unless they say so. `foreach` True is `fused` False."""
+        if foreach is False:
+            raise ValueError(
+                "foreach = False: there is no loop over parameters; leave foreach unset"
+            )
+        if foreach and fused:
+            raise ValueError(
+                "foreach = True: the kernels of fused=True do not use it; leave one unset"
+            )
+        fused = False if foreach else fused
+        if maximize:
+            defaults = {**defaults, "maximize": True}
         if in_half and fused:
             raise ValueError("in_half = True: there are no fused kernels for it; leave fused unset")
         self.fused, self.in_half, self.adapt_bias_norm = fused, in_half, adapt_bias_norm
@@ -212,10 +240,9 @@ class MasterOptimizer(_PlainOptimizer):
         """In group order."""
         return [p for group in self.param_groups for p in group["params"]]
 
+    @_not_compiled
     @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None
-    ) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One update. Parameters without a gradient stay unchanged: no decay, no momentum."""
         loss = None
         if closure is not None:
@@ -258,6 +285,8 @@ class MasterOptimizer(_PlainOptimizer):
                 state = self.state[p]
                 master = state.get(MASTER, p)
                 gradient = self._gradient(index, number, p, p.grad)
+                if group.get("maximize", False):
+                    gradient = -gradient
                 # A rule without buffers has the master in the place of the momentum.
                 buffers = [state[name] for name in self.BUFFERS] or [master]
                 rows.append(Row(index, number, p, gradient, master, *buffers))

@@ -68,13 +68,16 @@ class LARS(MasterOptimizer):
         adapt_bias_norm: bool = False,
         fused: bool | None = None,
         in_half: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
     ) -> None:
         defaults = Hyper(
             lr, momentum, weight_decay, trust_coefficient, eps, nesterov, lr_in_momentum, clip, adapt
         )._asdict()  # fmt: skip
         super().__init__(
-            params, defaults, fused=fused, in_half=in_half, adapt_bias_norm=adapt_bias_norm
-        )
+            params, defaults, fused=fused, in_half=in_half, adapt_bias_norm=adapt_bias_norm,
+            foreach=foreach, maximize=maximize,
+        )  # fmt: skip
 
     def _hyper_of(self, group: dict[str, Any]) -> Hyper:
         return check_hyper(read_hyper(Hyper, group))
@@ -104,6 +107,8 @@ class SGD(LARS):
         *,
         fused: bool | None = None,
         in_half: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -115,6 +120,8 @@ class SGD(LARS):
             adapt=False,
             fused=fused,
             in_half=in_half,
+            foreach=foreach,
+            maximize=maximize,
         )
 
 

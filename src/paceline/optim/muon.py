@@ -46,13 +46,14 @@ STEP_FACTOR = "step_factor"
 _TINY = 1e-15
 
 
-def split_matrices(group: dict[str, Any], least_dims: int) -> tuple[list[Tensor], list[Tensor]]:
+def split_matrices(group: dict[str, Any], least_dims: int) -> tuple[list[Any], list[Any]]:
     """The tensors of a group that are orthogonalized, and the others, each in their order."""
-    orthogonal: list[Tensor] = []
-    rest: list[Tensor] = []
-    for p in group["params"]:
+    orthogonal: list[Any] = []
+    rest: list[Any] = []
+    for entry in group["params"]:
+        p = entry[1] if isinstance(entry, tuple) else entry  # with its name, as torch accepts it
         chosen = group.get("role") != BIAS_NORM and is_matrix(p) and p.dim() >= least_dims
-        (orthogonal if chosen else rest).append(p)
+        (orthogonal if chosen else rest).append(entry)
     return orthogonal, rest
 
 
@@ -98,6 +99,8 @@ class Muon(LARS):
         adapt_bias_norm: bool = False,
         fused: bool | None = None,
         products: str = "auto",
+        foreach: bool | None = None,
+        maximize: bool = False,
     ) -> None:
         if products not in PRODUCTS:
             raise ValueError(f"products = {products!r}: use {', '.join(PRODUCTS)}")
@@ -113,7 +116,22 @@ class Muon(LARS):
             adapt=adapt,
             adapt_bias_norm=adapt_bias_norm,
             fused=fused,
+            foreach=foreach,
+            maximize=maximize,
         )
+
+    @classmethod
+    def groups(cls, params: ParamsT, **options: Any) -> list[dict[str, Any]]:
+        """Splits `params` as the constructor does with the same `options`; for optimizers that hold the
+        groups themselves, such as ZeroRedundancyOptimizer.
+
+        Example:
+            optimizer = ZeroRedundancyOptimizer(Muon.groups(model.parameters()), Muon, lr=4.0)
+        """
+        made = cls(params, 0.0, **options).param_groups
+        return [
+            {n: v for n, v in group.items() if n not in ("lr", "param_names")} for group in made
+        ]
 
     def _set_up(self) -> None:
         super()._set_up()
