@@ -12,7 +12,7 @@ from paceline.core.topology import Topology
 def main() -> None:
     """Holds back signals of a training, whose imports take a while, then runs the command: SIGUSR1 and
     SIGUSR2 until the settings say what they mean (`train.stop_signals.without_save_requests`), and those
-    that end a rank until it can tell the other ranks (`comm.group`)."""
+    that end a rank until it can tell the other ranks (`paceline.comm.group`)."""
     if sys.argv[1:2] in (["train"], ["rehearse"]):
         held = {signal.SIGUSR1, signal.SIGUSR2}
         if not _is_alone() and "--dry-run" not in sys.argv:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
-import os
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -17,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from paceline.config import RunConfig
-from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.errors import ConfigError, PacelineError, RunError
 from paceline.core.events import Event, StepEvent, read_events
 from paceline.data import BatchPlan
 from paceline.train import Checkpoint, RunOutcome, run_training, shares
@@ -199,18 +197,18 @@ def test_one_number_for_each_rank(tmp_path: Path) -> None:
     assert run_ranks(2, _refused, str(tmp_path)) == ["run.shares"] * 2
 
 
-class _FullDisk(Silent):
-    """The records of the fifth step cannot be written."""
+class _FailingDisplay(Silent):
+    """Fails at the fifth step."""
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, StepEvent) and event.step == 5:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise RunError("the display is gone", "bring it back")
 
 
 def _fails(rank: int, output: str, values: dict[str, Any]) -> str:
     config = small_config(output, **values)
     with pytest.raises(PacelineError) as caught:
-        with_slow_rank(rank, lambda: run_training(config, _FullDisk))
+        with_slow_rank(rank, lambda: run_training(config, _FailingDisplay))
     return str(caught.value)
 
 

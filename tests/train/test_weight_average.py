@@ -139,7 +139,7 @@ def test_running_out_of_memory_names_the_setting(monkeypatch: pytest.MonkeyPatch
 
     step = made_step()
     monkeypatch.setattr(torch, "_foreach_sub", none)
-    with pytest.raises(RunError, match=r"in the update; use .* run\.average_epochs=0"):
+    with pytest.raises(RunError, match=r"in the update; use run\.average_epochs=0"):
         step.run(0, 0.1)
     monkeypatch.setattr(Tensor, "clone", none)
     with pytest.raises(RunError, match=r"run\.average_epochs=0"):

@@ -187,7 +187,8 @@ class WeightAverage:
     def _approach(self, weights: list[Tensor], share: Tensor) -> None:
         """Moves the average towards `weights` and the current statistics by `share` of the way."""
         places = [*self.weights, self.statistics]
-        apart = torch._foreach_sub([*weights, self._batch_norm.kept], places)
+        with explain_out_of_memory("in the update", _REMEDY):
+            apart = torch._foreach_sub([*weights, self._batch_norm.kept], places)
         torch._foreach_mul_(apart, share)
         torch._foreach_add_(places, apart)
 
