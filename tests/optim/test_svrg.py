@@ -251,7 +251,6 @@ def test_a_scale_divides_the_full_gradient_too(form: str) -> None:
         ({"batch_schedule": "0:8,1:16"}, "optim.batch_schedule"),
         ({"schedule": "one_cycle"}, "optim.cycle_momentum"),
         ({"fused": "triton"}, "optim.fused"),
-        ({"in_half": True}, "optim.in_half"),
     ],
 )
 def test_refused_settings(values: dict[str, Any], field: str) -> None:

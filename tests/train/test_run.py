@@ -1,4 +1,4 @@
-"""Whole small runs: numeric contract 3, files, notes, the best checkpoint, divergence, trust ratios."""
+"""Whole small runs: numeric contract 3, files, notes, the best checkpoint, divergence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from paceline.core.events import (
     NoteEvent,
     StartEvent,
     StepEvent,
-    TrustEvent,
     read_events,
 )
 from paceline.core.host import LoadReading
@@ -56,7 +55,7 @@ def notes_of(folder: Path) -> list[str]:
 
 
 def test_the_files_of_a_run(tmp_path: Path) -> None:
-    outcome = run_small(tmp_path / "run", run__tensorboard=True)
+    outcome = run_small(tmp_path / "run", run__trackers=["tensorboard"])
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     promised = {
         "top1", "top5", "images_per_s", "epochs", "steps", "world_size", "global_batch_size",
@@ -223,36 +222,7 @@ def test_tensorboard_scalars_can_be_read_back(
         assert [(e.step, e.value) for e in read.Scalars(tag)] == [(3, value)]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'paceline\[tensorboard\]'"):
-        check_trackers(small_config(tmp_path / "run", run__tensorboard=True))
-
-
-LARS: dict[str, Any] = {"optim__name": "lars", "optim__trust_coefficient": 0.02}
-
-
-def test_no_trust_ratio_is_read_unless_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(step_records, "TrustEvent", None)  # reading them would synchronize
-    run_small(tmp_path / "a", **LARS)
-    assert '"event": "trust"' not in (tmp_path / "a/metrics.jsonl").read_text()
-
-
-@pytest.mark.parametrize(("dtype", "lag"), [("fp32", 0), ("bf16", 1)])
-def test_trust_ratios_are_logged_at_intervals(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, lag: int
-) -> None:
-    monkeypatch.setattr(TrainStep, "lag", lag)
-    values = {**LARS, "optim__trust_log_interval": 3, "precision__amp_dtype": dtype}
-    _, seen = watched(tmp_path / "a", **values)
-    events = [event for event in seen if isinstance(event, TrustEvent)]
-    assert [event.step for event in events] == [3, 6]
-    records = [e for e in read_events(tmp_path / "a/metrics.jsonl") if e["event"] == "trust"]
-    for event, record in zip(events, records, strict=True):
-        assert record["ratios"] == event.ratios
-        assert len(event.ratios) == 38
-        assert 0 < event.ratios["conv1.weight"] != 1.0
-        assert event.ratios["bn1.weight"] == event.ratios["fc.bias"] == 1.0
-    assert events[0].ratios["conv1.weight"] != events[1].ratios["conv1.weight"]
+        check_trackers(small_config(tmp_path / "run", run__trackers=["tensorboard"]))
 
 
 # --- the best checkpoint, and divergence -------------------------------------------------------

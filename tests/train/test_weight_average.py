@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import json
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +121,7 @@ def test_a_skipped_step_is_not_in_it() -> None:
 
 
 def test_it_is_in_full_precision_where_the_weights_are_not() -> None:
-    made = Made(epochs=4, dtype="bf16", optim=replace(OPTIM, in_half=True), average=64.0)
+    made = Made(epochs=4, dtype="bf16", optim=OPTIM, average=64.0)
     step = make_step(alone(), made=made, norm=True)
     expected: list[Tensor] = []
     for number in range(8):

@@ -95,8 +95,6 @@ class RunSettings:
     """Stop at the first evaluation that reaches this top-1 accuracy, in percent."""
     max_skipped_steps: int = 50
     """End the run as diverged after this many skipped steps in a row."""
-    tensorboard: bool = False
-    """Also write TensorBoard files (needs `paceline[tensorboard]`)."""
     trackers: tuple[str, ...] = ()
     """Experiment trackers that also receive all metrics: `csv` (`metrics.csv`), `tensorboard`, `wandb`,
     `mlflow`; each but `csv` needs the extra of its name."""

@@ -68,20 +68,12 @@ def create_optimizer(
         "lr": lr, "momentum": settings.momentum, "nesterov": settings.nesterov, "fused": fused,
     }  # fmt: skip
     if settings.name == "sgd":
-        return SGD(groups, **common, in_half=settings.in_half)
-    common |= {"trust_coefficient": settings.trust_coefficient, "eps": settings.eps}
+        return SGD(groups, **common)
+    common["trust_coefficient"] = settings.trust_coefficient
     if settings.name == "muon":
-        muon_groups = _muon_groups(settings, groups, norms)
-        return Muon(muon_groups, **common, products=settings.muon_products)
+        return Muon(_muon_groups(settings, groups, norms), **common)
     assert settings.name == "lars", settings.name
-    return LARS(
-        groups,
-        **common,
-        lr_in_momentum=settings.lr_in_momentum,
-        clip=settings.clip,
-        adapt_bias_norm=settings.adapt_bias_norm,
-        in_half=settings.in_half,
-    )
+    return LARS(groups, **common, clip=settings.clip, adapt_bias_norm=settings.adapt_bias_norm)
 
 
 def _create_adam(
@@ -96,7 +88,6 @@ def _create_adam(
         betas,
         settings.adam_eps,
         clip=settings.clip,
-        trust_eps=settings.eps,
         adapt_bias_norm=settings.adapt_bias_norm,
         fused=fused,
     )

@@ -16,7 +16,7 @@ from paceline.optim.batch_growth import BATCH_RATES, BatchGrowth
 ANCHORED = ("halp", "lp_svrg", "svrg")
 OPTIMIZERS_OF_SVRG = (*ANCHORED, "lp_sgd")
 OPTIMIZERS_OF_SGD = ("lars", "muon", "rmsprop_warmup", "sgd", *OPTIMIZERS_OF_SVRG)
-# Those without Triton kernels and without a form in half precision.
+# Those without Triton kernels.
 WITHOUT_KERNELS = ("rmsprop_warmup", *OPTIMIZERS_OF_SVRG)
 OPTIMIZERS = ("adamw", "lamb", *OPTIMIZERS_OF_SGD)
 # Peak rates at a batch of 256 where `lr_base` is not set: DeiT's, and that of "ResNet strikes back".
@@ -26,19 +26,16 @@ ORTHOGONALS = ("filters", "all", "auto")
 SCALINGS = ("off", "auto")
 SHARES = ("auto", "on", "off")
 STEPS = ("relative", "fixed", "auto")
-PRODUCTS = ("auto", "kernels", "torch")
 CYCLES = ("one_cycle", "triangular")
 SCHEDULES = ("constant", "cosine", "piecewise", "poly", "range", "step", *CYCLES)
 # Settings that only some optimizers, or schedules, read.
-_WITH_TRUST_RATIO = ("lamb", "lars", "muon")
 _OF_OPTIMIZERS = {
     "momentum": OPTIMIZERS_OF_SGD, "nesterov": ("lars", "muon", "sgd"),
     "beta1": ("adamw", "lamb"), "beta2": ("adamw", "lamb"),
     "adam_eps": ("adamw", "lamb", "rmsprop_warmup"), "bits": ("halp", "lp_svrg", "lp_sgd"),
     "halp_mu": ("halp",), "lp_span": ("lp_svrg", "lp_sgd"), "center_epochs": ANCHORED,
-    "trust_coefficient": ("lars", "muon"), "eps": _WITH_TRUST_RATIO,
-    "adapt_bias_norm": _WITH_TRUST_RATIO, "lr_in_momentum": ("lars",), "clip": ("lars", "lamb"),
-    "orthogonal": ("muon",), "muon_steps": ("muon",), "muon_products": ("muon",),
+    "trust_coefficient": ("lars", "muon"), "adapt_bias_norm": ("lamb", "lars", "muon"),
+    "clip": ("lars", "lamb"), "orthogonal": ("muon",), "muon_steps": ("muon",),
     **dict.fromkeys(("rms_rate", "rms_beta", "rms_center_epochs", "rms_width_epochs"),
                     ("rmsprop_warmup",)),
 }  # fmt: skip
@@ -174,10 +171,6 @@ class OptimSettings:
     / first batch), `sqrt`, or `auto` (`linear` with a rule such as `x4`, else `constant`)."""
     trust_coefficient: float = 0.001
     """Trust coefficient η of LARS and Muon; LAMB has none."""
-    eps: float = 0.0
-    """Added to the denominator of the trust ratio."""
-    lr_in_momentum: bool = True
-    """LARS: multiply by the learning rate before the momentum (MLPerf, TF2) instead of after it."""
     clip: bool = False
     """LARS and LAMB: limit the local learning rate to the global one, as in LARC."""
     adapt_bias_norm: bool = False
@@ -192,13 +185,6 @@ class OptimSettings:
     share_products: str = "auto"
     """Muon: ranks share the matrix products out, each computes its part and all get the
     results: `on`, `off`, or `auto` (with several ranks, unless they share a GPU or use Gloo on GPUs)."""
-    muon_products: str = "auto"
-    """Muon on a GPU: matrix products by Triton's `kernels` or by `torch`; `auto`: kernels, unless ranks
-    share the products out."""
-    trust_log_interval: int = 0
-    """Steps between two records of the trust ratios in `metrics.jsonl`; 0 records none."""
-    in_half: bool = False
-    """Ablation: compute the update in the parameters' own format, without master weights."""
     fused: str = "auto"
     """Implementation of the update: `triton`, `foreach`, or `auto` (Triton on a GPU where it is
     installed)."""
@@ -270,8 +256,8 @@ def check_optim(optim: OptimSettings) -> None:
     if optim.nesterov and optim.momentum == 0:
         raise check.error("nesterov", "needs momentum", "set optim.momentum = 0.9")
     for name in (
-        "weight_decay", "warmup_epochs", "warmup_start", "lr_end", "poly_power", "eps",
-        "trust_log_interval", "clip_norm", "adam_eps", "rms_rate", "rms_center_epochs", "lp_span",
+        "weight_decay", "warmup_epochs", "warmup_start", "lr_end", "poly_power", "clip_norm",
+        "adam_eps", "rms_rate", "rms_center_epochs", "lp_span",
     ):  # fmt: skip
         check.number(name, "0 or more")
     check.number("warmup_max_share", "in (0, 1]", "try 0.2")
@@ -290,11 +276,10 @@ def check_optim(optim: OptimSettings) -> None:
         check.number(name, "in [0, 1)")
     check.number("layer_decay", "in (0, 1]", "try 0.75, or 1 (off)")
     check.number("schedule_free", "in [0, 1)", "try 0.9")
-    if optim.schedule_free and (optim.schedule != "constant" or optim.in_half):
+    if optim.schedule_free and optim.schedule != "constant":
         raise check.error(
-            "in_half" if optim.in_half else "schedule", "does not go with optim.schedule_free",
-            "use optim.schedule = 'constant' and master weights",
-        )  # fmt: skip
+            "schedule", "does not go with optim.schedule_free", "use optim.schedule = 'constant'"
+        )
     _check_scaling(optim, check)
     _check_schedule(optim, check)
     _check_batches(optim, check)
@@ -394,23 +379,14 @@ def _check_svrg(optim: OptimSettings, check: SettingChecks) -> None:
 
 
 def _check_lars(optim: OptimSettings, check: SettingChecks) -> None:
-    if optim.trust_log_interval and optim.name not in ("lamb", "lars", "muon"):
-        raise check.error(
-            "trust_log_interval",
-            f"{optim.name} has no trust ratios",
-            "use optim.name = 'lars', or 0",
-        )
     check.number("trust_coefficient", "above 0", "try 0.001")
     check.known("fused", PATHS)
-    if optim.in_half and optim.fused == "triton":
-        raise check.error("fused", "has no kernels for optim.in_half", "use foreach")
 
 
 def _check_muon(optim: OptimSettings, check: SettingChecks) -> None:
     check.known("orthogonal", ORTHOGONALS)
     check.known("muon_steps", STEPS)
     check.known("share_products", SHARES)
-    check.known("muon_products", PRODUCTS)
     if optim.name != "muon":
         if optim.share_products == "on":
             raise check.error(
@@ -418,11 +394,10 @@ def _check_muon(optim: OptimSettings, check: SettingChecks) -> None:
                 "use optim.name = 'muon', or leave it out",
             )  # fmt: skip
         return
-    for name, wanted in (("clip", False), ("lr_in_momentum", True), ("in_half", False)):
-        if getattr(optim, name) != wanted:
-            raise check.error(
-                name, f"{optim.name} has no such form", "leave it out, or use optim.name = 'lars'"
-            )
+    if optim.clip:
+        raise check.error(
+            "clip", f"{optim.name} has no such form", "leave it out, or use optim.name = 'lars'"
+        )
 
 
 def _check_others(optim: OptimSettings, check: SettingChecks) -> None:
@@ -432,8 +407,6 @@ def _check_others(optim: OptimSettings, check: SettingChecks) -> None:
         )
     if optim.name in WITHOUT_KERNELS and optim.fused == "triton":
         raise check.error("fused", f"there are no kernels for {optim.name}", "use 'auto'")
-    if optim.in_half and (optim.name in WITHOUT_KERNELS or optim.name not in OPTIMIZERS_OF_SGD):
-        raise check.error("in_half", f"{optim.name} has no such form", "use optim.name = 'lars'")
     if optim.is_class and optim.lr is None and optim.has_default_base:
         check_module("optim.name", optim.name)
         raise check.error(

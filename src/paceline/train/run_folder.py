@@ -170,7 +170,7 @@ def _holder(file: Path) -> str:
 
 # Settings that a resumed run may change while it remains the same run.
 LOCAL_SETTINGS = frozenset(
-    {"run.output", "run.resume", "run.log_interval", "run.tensorboard", "run.threads"}
+    {"run.output", "run.resume", "run.log_interval", "run.threads"}
     | {"run.trace", "run.trace_steps", "run.trackers", "run.watch", "run.watch_port"}
     | {"run.eval_details"}
     | {"checkpoint.on_sigusr1", "checkpoint.on_sigusr2", "checkpoint.background"}
@@ -189,7 +189,6 @@ _KERNEL_SETTINGS = frozenset(
 # other values.
 NEUTRAL_SETTINGS = LOCAL_SETTINGS | _KERNEL_SETTINGS | {
     "run.name", "run.device", "run.max_skipped_steps", "data.dir", "data.max_corrupt_share",
-    "optim.trust_log_interval",
     "comm.timeout_s", "comm.rendezvous_timeout_s",
     "checkpoint.interval_epochs", "checkpoint.interval_steps", "checkpoint.keep_best",
 }  # fmt: skip

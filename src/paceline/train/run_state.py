@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.comm.memory import Memory
-from paceline.config import RunConfig, with_defaults
+from paceline.config import RunConfig, refuse_removed, with_defaults
 from paceline.core.errors import CheckpointError
 from paceline.core.settings import flatten
 from paceline.data import BatchPlan, DataSettings
@@ -81,6 +81,7 @@ class Progress:
 
 def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
     """Raises CheckpointError for a checkpoint of another run, before anything is built from it."""
+    refuse_removed(checkpoint.config)
     there, here = flatten(checkpoint.config), config.flat()
     for name in PINNED:
         _compare(path, name, there.get(name), here.get(name))
