@@ -199,8 +199,7 @@ def test_a_salvaged_checkpoint_counts_only_if_no_regular_one_is_as_new(tmp_path:
         put(store, step, best=step == 10)
     for step in (15, 20, 25):
         store.salvaged_path(step).write_text("alone")
-    assert store.candidates(salvaged=False) == [store.path(20), store.path(10), store.best]
-    assert store.candidates(salvaged=True) == [
+    assert store.candidates() == [
         store.salvaged_path(25), store.path(20), store.salvaged_path(20), store.salvaged_path(15),
         store.path(10), store.best,
     ]  # fmt: skip

@@ -30,7 +30,7 @@ from paceline.core.host import LoadReading
 from paceline.data import EvalLoader, TrainLoader
 from paceline.models import SmallResNet
 from paceline.plan.start_up import PHASES
-from paceline.precision import PrecisionSettings, choose_policy
+from paceline.precision import LossScale, PrecisionSettings, choose_policy
 from paceline.report import RunFiles, bound_by
 from paceline.train import (
     Checkpoint,
@@ -308,26 +308,35 @@ def test_exploding_weights_are_named(tmp_path: Path) -> None:
     assert "layer1.0.conv1" in line
 
 
-def test_an_overflow_at_the_lowest_loss_scale(tmp_path: Path) -> None:
-    scale = {"precision__loss_scale_max": 2.0**28, "precision__loss_scale_init": 2.0**28}
-    line, steps = diverge(tmp_path / "a", **FP16, **scale, precision__loss_scale_min=2.0**26)
+@pytest.fixture
+def large_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales up to 2**40, at which gradients overflow."""
+    monkeypatch.setattr(PrecisionSettings, "HIGHEST_SCALE", 2.0**40)
+
+
+def test_an_overflow_at_the_lowest_loss_scale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large_scales: None
+) -> None:
+    lowest = property(lambda scale: 2.0**26, lambda scale, value: None)
+    monkeypatch.setattr(LossScale, "floor", lowest, raising=False)
+    line, steps = diverge(tmp_path / "a", **FP16, precision__loss_scale_init=2.0**28)
     assert line.startswith("diverged at step 1: gradients overflow even at the lowest loss scale")
     assert [step.loss_scale for step in steps] == [2.0**28, 2.0**27, 2.0**26]
 
 
-def test_gradients_that_stay_non_finite_under_a_constant_scale(tmp_path: Path) -> None:
-    values = {**FP16, "precision__loss_scale": 2.0**40, "run__max_skipped_steps": 3}
+def test_gradients_that_stay_non_finite(tmp_path: Path, large_scales: None) -> None:
+    values = {**FP16, "precision__loss_scale_init": 2.0**40, "run__max_skipped_steps": 3}
     line, steps = diverge(tmp_path / "a", **values)
     assert line.startswith("diverged at step 1: gradients were not finite in 3 steps in a row")
     assert re.search(r"fc\.bias \(\d+ of 38 tensors\)", line)
     assert [step.skipped for step in steps] == [True] * 3
 
 
-def test_skipped_steps_count_only_in_a_row(tmp_path: Path) -> None:
+def test_skipped_steps_count_only_in_a_row(tmp_path: Path, large_scales: None) -> None:
     """A scale that grows every step overflows now and then; training continues."""
     outcome = run_small(
         tmp_path / "a", **FP16, run__max_skipped_steps=2, precision__loss_scale_interval=1,
-        precision__loss_scale_init=2.0**17, precision__loss_scale_max=2.0**40, run__epochs=4,
+        precision__loss_scale_init=2.0**17, run__epochs=4,
     )  # fmt: skip
     assert outcome.summary["skipped_steps"] >= 3
     assert outcome.result.stopped_by == "finished"
@@ -353,8 +362,8 @@ def test_the_last_good_checkpoint_is_kept_and_resumed(
 
 def test_a_postponed_save_comes_with_the_next_good_step(tmp_path: Path) -> None:
     """The loss scale overflows at first, so the saves of the first steps wait."""
-    scale = {"precision__loss_scale_max": 2.0**40, "precision__loss_scale_init": 2.0**22}
-    _, events = watched(tmp_path / "a", **FP16, **scale, **EVERY_STEP)
+    values = {**FP16, **EVERY_STEP, "precision__loss_scale_init": 2.0**22}
+    _, events = watched(tmp_path / "a", **values)
     skipped = [e.step for e in events if isinstance(e, StepEvent) and e.skipped]
     first_good = next(step for step in range(1, 8) if step not in skipped)
     assert first_good > 1

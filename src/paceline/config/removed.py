@@ -15,6 +15,7 @@ _ARGUMENT = "leave it out; in a loop of your own it is an argument of pl.LARS"
 _DEFAULT = "leave it out"
 
 REMOVED: Mapping[str, tuple[Any, str]] = {
+    "checkpoint.accept_salvaged": (True, "name another file with --resume FILE"),
     "comm.hook": (
         "none",
         "leave it out; in a loop of your own, pl.DataParallel has register_comm_hook",
@@ -24,12 +25,25 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
     "comm.local_steps": (4, _DEFAULT),
     "comm.local_start_step": (100, _DEFAULT),
     "comm.local_group_size": (1, _DEFAULT),
+    "data.crop_ratio": ([3 / 4, 4 / 3], _DEFAULT),
+    "data.prefetch_batches": (4, _DEFAULT),
+    "data.read_retries": (6, _DEFAULT),
+    "data.resident_max_mib": (4096, "use data.resident = 'on' or 'off'"),
+    "data.shuffle_run": (16, _DEFAULT),
+    "optim.cycle_floor": (0.1, _DEFAULT),
+    "optim.cycle_tail": (0.1, _DEFAULT),
     "optim.eps": (0.0, _ARGUMENT),
     "optim.in_half": (False, _DEFAULT),
     "optim.lr_in_momentum": (True, _ARGUMENT),
+    "optim.lp_span": (0.0, _DEFAULT),
     "optim.muon_products": ("auto", _DEFAULT),
+    "optim.rms_beta": (0.99, _DEFAULT),
+    "optim.rms_rate": (3e-4, _DEFAULT),
     "optim.soap_interval": (10, _DEFAULT),
     "optim.trust_log_interval": (0, "leave it out; optimizers have trust_ratios()"),
+    "precision.loss_scale": (None, "leave it out; use precision.loss_scale_init for the first one"),
+    "precision.loss_scale_max": (2.0**24, _DEFAULT),
+    "precision.loss_scale_min": (1.0, _DEFAULT),
     "run.tensorboard": (False, "use run.trackers = ['tensorboard']"),
     "run.weight_stream": ("off", _DEFAULT),
 }

@@ -56,7 +56,6 @@ class RunConfig:
             self._exclude("comm.mode = 'asynchronous' leaves no rank a whole update", (
                 *_OF_WHOLE_UPDATES, ("optim.clip_norm", 0.0),
                 ("optim.batch_schedule", ""), ("run.shares", EQUAL_SHARES),
-                ("precision.loss_scale", None),
             ))  # fmt: skip
             if self.optim.schedule in CYCLES and self.optim.cycle_momentum:
                 raise ConfigError(

@@ -231,8 +231,6 @@ class CheckpointSettings:
     """Action on SIGUSR2: `save` and continue, or `stop` after saving."""
     salvage: bool = True
     """After the loss of a rank, let the lowest surviving rank save its last completed step."""
-    accept_salvaged: bool = True
-    """Allow `--resume auto` to use such a salvaged checkpoint."""
 
     def __post_init__(self) -> None:
         check = SettingChecks("checkpoint", self)

@@ -159,7 +159,7 @@ class Prepared:
 
     def _follow_wire(self) -> None:
         """Gradients that travel in fp16 need a loss scale whatever the model computes in."""
-        if self._settings.loss_scale is not None or self._scale.dynamic:
+        if self._scale.dynamic:
             return
         if wire_of(self.model) == "float16" and several_ranks():
             self._scale = LossScale(self._policy, self._settings, fp16_travels=True)

@@ -54,14 +54,10 @@ def create_optimizer(
             raise ConfigError("optim.fused", settings.fused, problem, "use 'auto' or 'foreach'")
     if settings.name in OPTIMIZERS_OF_SVRG:
         return SVRG(
-            groups, lr, form=settings.name, bits=settings.bits, mu=settings.halp_mu,
-            span=settings.lp_span, seed=seed,
-        )  # fmt: skip
+            groups, lr, form=settings.name, bits=settings.bits, mu=settings.halp_mu, seed=seed
+        )
     if settings.name == "rmsprop_warmup":
-        return RMSpropWarmup(
-            groups, lr, settings.momentum, beta2=settings.rms_beta, eps=settings.adam_eps,
-            rms_rate=settings.rms_rate,
-        )  # fmt: skip
+        return RMSpropWarmup(groups, lr, settings.momentum, eps=settings.adam_eps)
     if settings.name in ("adamw", "lamb"):
         return _create_adam(settings, groups, lr, fused)
     common: dict[str, Any] = {

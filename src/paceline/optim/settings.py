@@ -33,17 +33,17 @@ _OF_OPTIMIZERS = {
     "momentum": OPTIMIZERS_OF_SGD, "nesterov": ("lars", "muon", "sgd"),
     "beta1": ("adamw", "lamb"), "beta2": ("adamw", "lamb"),
     "adam_eps": ("adamw", "lamb", "rmsprop_warmup"), "bits": ("halp", "lp_svrg", "lp_sgd"),
-    "halp_mu": ("halp",), "lp_span": ("lp_svrg", "lp_sgd"), "center_epochs": ANCHORED,
+    "halp_mu": ("halp",), "center_epochs": ANCHORED,
     "trust_coefficient": ("lars", "muon"), "adapt_bias_norm": ("lamb", "lars", "muon"),
     "clip": ("lars", "lamb"), "orthogonal": ("muon",), "muon_steps": ("muon",),
-    **dict.fromkeys(("rms_rate", "rms_beta", "rms_center_epochs", "rms_width_epochs"),
+    **dict.fromkeys(("rms_center_epochs", "rms_width_epochs"),
                     ("rmsprop_warmup",)),
 }  # fmt: skip
 _OF_SCHEDULES = {
     "decay_epochs": ("step", "piecewise"), "decay_factors": ("piecewise",), "decay_rate": ("step",),
     "poly_power": ("poly",), "lr_end": ("cosine", "poly", "one_cycle"),
-    "decay_over_epochs": ("cosine", "poly"), "cycle_floor": CYCLES, "cycle_momentum": CYCLES,
-    "cycle_tail": ("one_cycle",), "cycle_epochs": ("triangular",), "cycle_decay": ("triangular",),
+    "decay_over_epochs": ("cosine", "poly"), "cycle_momentum": CYCLES,
+    "cycle_epochs": ("triangular",), "cycle_decay": ("triangular",),
     "range_lr": ("range",), "range_steps": ("range",),
 }  # fmt: skip
 
@@ -96,15 +96,8 @@ class OptimSettings:
     16."""
     halp_mu: float = 0.1
     """`halp`: assumed strong convexity μ; the offset reaches ‖full gradient‖ / μ."""
-    lp_span: float = 0.0
-    """`lp_svrg` and `lp_sgd`: largest weight that the integers hold; 0 takes twice the largest initial
-    weight of each tensor."""
     center_epochs: float = 1.0
     """`svrg`, `halp` and `lp_svrg`: epochs from one full gradient to the next."""
-    rms_rate: float = 3e-4
-    """`rmsprop_warmup`: learning rate of its RMSprop part."""
-    rms_beta: float = 0.99
-    """`rmsprop_warmup`: decay of the average of squared gradients."""
     rms_center_epochs: float = 10.0
     """`rmsprop_warmup`: epoch at which SGD and RMSprop have equal shares."""
     rms_width_epochs: float = 5.0
@@ -137,13 +130,9 @@ class OptimSettings:
     decay_factors: tuple[float, ...] = (0.5, 0.075, 0.01, 0.001)
     """`piecewise`: shares of the peak rate, before the first of `decay_epochs` and from each of
     them on."""
-    cycle_floor: float = 0.1
-    """`one_cycle` and `triangular`: lowest rate of a cycle, as a share of the peak rate."""
     cycle_momentum: tuple[float, ...] = (0.85, 0.95)
     """`one_cycle` and `triangular`: momentum (β₁ of AdamW and LAMB) at the highest and at the lowest
     rate of a cycle; an empty list keeps `momentum`."""
-    cycle_tail: float = 0.1
-    """`one_cycle`: share of the run after the cycle, in which the rate falls on to `lr_end`."""
     cycle_epochs: float = 8.0
     """`triangular`: epochs of one cycle, up and down."""
     cycle_decay: float = 1.0
@@ -257,7 +246,7 @@ def check_optim(optim: OptimSettings) -> None:
         raise check.error("nesterov", "needs momentum", "set optim.momentum = 0.9")
     for name in (
         "weight_decay", "warmup_epochs", "warmup_start", "lr_end", "poly_power", "clip_norm",
-        "adam_eps", "rms_rate", "rms_center_epochs", "lp_span",
+        "adam_eps", "rms_center_epochs",
     ):  # fmt: skip
         check.number(name, "0 or more")
     check.number("warmup_max_share", "in (0, 1]", "try 0.2")
@@ -272,7 +261,7 @@ def check_optim(optim: OptimSettings) -> None:
             "leave it unset to decay over the whole run",
         )
     check.number("rms_width_epochs", "above 0", "try 5")
-    for name in ("beta1", "beta2", "rms_beta"):
+    for name in ("beta1", "beta2"):
         check.number(name, "in [0, 1)")
     check.number("layer_decay", "in (0, 1]", "try 0.75, or 1 (off)")
     check.number("schedule_free", "in [0, 1)", "try 0.9")
@@ -311,8 +300,6 @@ def _check_schedule(optim: OptimSettings, check: SettingChecks) -> None:
         )  # fmt: skip
     if any(not 0 <= factor < float("inf") for factor in factors):
         raise ConfigError("optim.decay_factors", factors, "must be 0 or more")
-    check.number("cycle_floor", "in [0, 1]", "try 0.1")
-    check.number("cycle_tail", "in [0, 1)", "try 0.1")
     check.number("cycle_decay", "in (0, 1]", "try 0.5")
     check.number("cycle_epochs", "above 0", "try 8")
     momenta = list(optim.cycle_momentum)

@@ -34,7 +34,7 @@ _SECTIONS = (
     "optim", "precision", "model", "data", "run", "comm", REHEARSED, RANKS, "checkpoint", "rehearse",
 )  # fmt: skip
 _MINOR = (
-    "run.batch_size", "run.rebalance", "run.threads", "data.workers", "data.prefetch_batches",
+    "run.batch_size", "run.rebalance", "run.threads", "data.workers",
 )  # fmt: skip
 # Where files are says little about a run.
 _PATHS = (

@@ -252,12 +252,11 @@ class CheckpointStore:
         found = (name.fullmatch(path.name) for path in self.folder.iterdir())
         return sorted(int(match[1]) for match in found if match)
 
-    def candidates(self, *, salvaged: bool) -> list[Path]:
+    def candidates(self) -> list[Path]:
         """Files to resume from, newest first; of one step, the regular checkpoint before the salvaged
         one. The best one is last, because its name has no step."""
         known = [(step, 1, self.path(step)) for step in self.steps()]
-        if salvaged:
-            known += [(step, 0, self.salvaged_path(step)) for step in self.salvaged_steps()]
+        known += [(step, 0, self.salvaged_path(step)) for step in self.salvaged_steps()]
         newest_first = [path for _, _, path in sorted(known, reverse=True)]
         return newest_first + [self.best] * self.best.is_file()
 

@@ -41,7 +41,7 @@ PINNED = (
 )  # fmt: skip
 # These as well; checkpoints older than the settings have their defaults.
 _PINNED_ORDER = ("shuffle", "val_split")
-_PINNED_SHARD_ORDER = ("shuffle_run", "shuffle_window_shards")
+_PINNED_SHARD_ORDER = ("shuffle_window_shards",)
 
 
 @dataclass

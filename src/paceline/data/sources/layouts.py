@@ -139,7 +139,7 @@ def open_layout(
     directory = Path(settings.dir).expanduser()
     _check_directory(directory)
     kind = settings.source if settings.source != "auto" else detect(directory, split)
-    retry = Retry(settings.read_retries)
+    retry = Retry()
     if kind == "shards":
         return _shards(directory, split, classes, retry, keep_index)
     if kind == "cifar10":
