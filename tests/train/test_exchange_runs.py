@@ -181,7 +181,7 @@ def test_settings_of_another_optimizer_or_schedule_are_named(
 
 def test_no_shipped_recipe_has_settings_without_effect() -> None:
     idle = {path.stem: load_config(path.stem, {}).optim.idle for path in RECIPES.glob("*.toml")}
-    assert len(idle) > 30
+    assert idle
     assert not {name: found for name, found in idle.items() if found}
 
 

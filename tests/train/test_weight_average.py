@@ -3,7 +3,6 @@ restored."""
 
 from __future__ import annotations
 
-import io
 import json
 import signal
 from pathlib import Path
@@ -22,7 +21,6 @@ from paceline.core.events import EvalEvent
 from paceline.precision import PrecisionSettings
 from paceline.train import Checkpoint, TrainStep, checkpoint_weights, fingerprint
 from paceline.train.batch_norm import pool
-from paceline.train.checkpoint import content_hash
 from paceline.train.weights import WeightAverage, applied, create_average
 from ranks import run_ranks
 from small_runs import run_small
@@ -240,18 +238,6 @@ def test_it_begins_with_the_weights_of_a_checkpoint_that_has_none(tmp_path: Path
     # And vice versa: a run without one uses the last step's weights.
     run_small(tmp_path / "again", run__resume=str(newest(tmp_path / "on")), **off)
     assert last(tmp_path / "again").average == {}
-
-
-def test_a_checkpoint_of_format_2_is_read(finished: Path) -> None:
-    table = torch.load(newest(finished), weights_only=True)
-    later = ("average", "exchange")
-    parts = {name: table[name] for name in Checkpoint.__dataclass_fields__ if name not in later}
-    head = {"format": table["format"], "version": 2, "sha256": content_hash(parts)}
-    buffer = io.BytesIO()
-    torch.save(head | parts, buffer)
-    before = Checkpoint.from_bytes(buffer.getvalue(), Path("before.pt"))
-    assert before.average == {}
-    assert before.step == 7
 
 
 def test_results_of_the_average_and_of_the_last_step_are_not_mixed(tmp_path: Path) -> None:

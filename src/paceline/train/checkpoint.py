@@ -29,11 +29,7 @@ from paceline.core.untrusted import is_count
 from paceline.version import __version__
 
 FORMAT = "paceline-checkpoint"
-VERSION = 3
-_WITH_EXCHANGE = 4  # a checkpoint with the state of an exchange, which other runs do not have
-_READABLE = (2, 3, 4)  # 2 has no average
-# Parts that a checkpoint may lack.
-_OPTIONAL = ("average", "exchange")
+VERSION = 4
 _FOREIGN = "load weights of other programs with --pretrained FILE"
 _OLDER = "resume from an older one with --resume FILE"
 _TYPES: dict[str, type] = {"world_size": int, "threads": int, "classes": list}
@@ -101,10 +97,7 @@ class Checkpoint:
     def to_bytes(self) -> memoryview:
         buffer = io.BytesIO()
         table = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        if not self.exchange:
-            del table["exchange"]
-        version = _WITH_EXCHANGE if self.exchange else VERSION
-        head = {"format": FORMAT, "version": version, "sha256": content_hash(table)}
+        head = {"format": FORMAT, "version": VERSION, "sha256": content_hash(table)}
         torch.save({**head, **table}, buffer)
         return buffer.getbuffer()
 
@@ -118,26 +111,27 @@ class Checkpoint:
 
     @classmethod
     def from_bytes(cls, content: bytes, path: Path) -> Checkpoint:
-        """Raises a CheckpointError that distinguishes damaged files, foreign files and later
+        """Raises a CheckpointError that distinguishes damaged files, foreign files and other
         formats."""
         try:
             table = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             table = table if isinstance(table, dict) else {}
             ours = bool(table.get("format") == FORMAT)
             parts = {name: table[name] for name in cls.__dataclass_fields__ if name in table}
+            complete = len(parts) == len(cls.__dataclass_fields__)
             intact = ours and bool(table.get("sha256") == content_hash(parts))
         except Exception as error:  # noqa: BLE001  (unpickling damaged bytes can raise anything)
             raise _unreadable(path, content, error) from None
         if not ours:
             raise ForeignCheckpointError(f"{path} is not a Paceline checkpoint", _FOREIGN)
-        if table.get("version") not in _READABLE and not intact:
+        version = table.get("version")
+        if version != VERSION and not (intact and complete):
             raise CheckpointError(
-                f"{path} has format {table.get('version')}; Paceline {__version__} reads "
-                f"{' and '.join(str(version) for version in _READABLE)}",
+                f"{path} has format {version}; Paceline {__version__} reads {VERSION}",
                 "use the Paceline version that wrote it",
             )
-        # A later format has other parts; if our parts match the SHA-256, the version number is damaged.
-        if not intact or table.get("version") not in _READABLE:
+        # Other formats have other parts: if ours are complete and intact, the version number is damaged.
+        if not intact or version != VERSION:
             raise DamagedCheckpointError(
                 f"{path} is damaged: its content does not match its SHA-256", _OLDER
             )
@@ -164,7 +158,7 @@ def _check_types(parts: dict[str, Any], path: Path) -> None:
     wrong = [
         name
         for name in Checkpoint.__dataclass_fields__
-        if type(parts.get(name, {} if name in _OPTIONAL else None)) is not _TYPES.get(name, dict)
+        if type(parts.get(name)) is not _TYPES.get(name, dict)
     ]
     if wrong or not is_count(step):
         what = wrong[0] if wrong else "progress.step"

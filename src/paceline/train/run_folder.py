@@ -356,9 +356,6 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
         if not all(isinstance(table, dict) for table in there.values()):
             continue
         different = _differences(_identity(with_defaults(there)), wanted)
-        if "warmup_max_share" not in there.get("optim", {}):
-            # The run is older than this setting, and continues with its own schedule.
-            different = [name for name in different if name != "optim.warmup_max_share"]
         if not different:
             return folder, ""
         if _KERNEL_SETTINGS.issuperset(different):
