@@ -27,12 +27,12 @@ SOURCE = ROOT / "src" / "paceline"
 # The number of modules that a training step executes is in test_call_path.py.
 LIMITS = {
     "lines of code in src/paceline": 45_033,
-    "lines of code that a training imports": 35_932,
+    "lines of code that a training imports": 35_863,
     "lines of code in tests": 44_161,
     "settings": 168,
     "lines of the longest function": 116,
     "lines of the longest module": 464,
-    "words in docs, README and DESIGN": 67_388,
+    "words in docs, README and DESIGN": 67_409,
 }
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
