@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.config import RunConfig, load_config, parse_assignment, read_recipe, recipe_names
+from paceline.config import (
+    REMOVED,
+    RunConfig,
+    load_config,
+    parse_assignment,
+    read_recipe,
+    recipe_names,
+)
 from paceline.core.errors import ConfigError
 from paceline.optim.schedule import LrSchedule
 from paceline.train.batch_sizes import batch_stages, requested_batch, resolve_batch_sizes
@@ -197,7 +204,8 @@ def test_every_setting_that_the_source_names_exists() -> None:
     config = RunConfig()
     sections = {field.name: getattr(config, field.name) for field in fields(config)}
     known = {f"{name}.{key.name}" for name, part in sections.items() for key in fields(part)}
-    known |= {"run.lock", "data.pkl"}  # files of the run folder, of torch.save
+    # Files of the run folder and of torch.save, and names that are refused.
+    known |= {"run.lock", "data.pkl", *REMOVED}
     named = re.compile(rf"(?<![\w./-])(?:{'|'.join(sections)})\.[a-z_0-9]+(?![\w(/.])")
     unknown = []
     for file in Path(paceline.__file__).parent.rglob("*.py"):

@@ -53,7 +53,7 @@ def test_a_rank_whose_system_starts_no_thread_is_named(tmp_path: Path, part: str
         ("--learning-rate 1", "--learning-rate"),
         ("--amp-dtype half", "precision.amp_dtype = 'half'"),
         ("--compile all", "run.compile = 'all'"),
-        ("--set precision.loss_scale=0", "precision.loss_scale = 0"),
+        ("--set precision.loss_scale_init=0", "precision.loss_scale_init = 0"),
         ("--device cpu --set run.cuda_graphs=on", "run.cuda_graphs = 'on'"),
         ("--device cpu --set run.fused_norm=on", "run.fused_norm = 'on'"),
         ("quickstart -b 100", "use 100 or 200, or --batch-size 64 or 128"),

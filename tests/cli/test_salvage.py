@@ -22,7 +22,6 @@ ARGUMENTS = small(
     "--output", "run", "-b", "4", "--set", "checkpoint.interval_steps=3", "--set",
     "comm.timeout_s=12", "--set", "checkpoint.background=false",
 )  # fmt: skip
-REFUSED = ("--set", "checkpoint.accept_salvaged=false")
 
 
 def in_step(step: int, number: int = 3) -> Any:
@@ -90,23 +89,6 @@ def test_its_statistics_are_those_of_the_last_completed_step(
     assert alone.batch_norm["tracked"].equal(regular.batch_norm["tracked"])
     for name, value in regular.model.items():
         assert alone.model[name].equal(value), name
-
-
-def test_a_setting_refuses_it(
-    tmp_path: Path, reference: Reference, lost: tuple[Path, Done]
-) -> None:
-    shutil.copytree(lost[0], tmp_path / "run")
-    file = "run/checkpoints/step-00000004.salvaged.pt"
-    named = run_two([*small("--resume", file, "-b", "4"), *REFUSED], tmp_path)
-    assert len({end.error_line() for end in named}) == 1
-    assert "salvaged by rank 0" in named[0].err
-    done = run_two([*ARGUMENTS, "--resume", "auto", *REFUSED], tmp_path)
-    assert "step-00000004.salvaged.pt" in done[0].out
-    ended = summary(tmp_path / "run")
-    assert ended["resumed_at_steps"] == [3]
-    for name in ("weights_sha256", "top1", "val_loss"):
-        assert ended[name] == undisturbed(reference)[name], name
-    assert salvaged(tmp_path) == [], "a regular checkpoint has taken its place"
 
 
 NOTHING: dict[str, tuple[Any, tuple[str, ...]]] = {

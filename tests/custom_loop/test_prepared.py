@@ -200,10 +200,6 @@ def test_an_optimizer_without_masters_is_refused() -> None:
     with pytest.raises(ConfigError, match="without fp32 masters"):
         pl.prepare(net, adam, precision="fp16")
     assert net.conv.weight.dtype == torch.float32
-    with pytest.raises(ConfigError, match="in_half"):
-        pl.prepare(net, pl.SGD(net.parameters(), 0.1, in_half=True), precision="fp16")
-    with pytest.raises(ConfigError, match="in_half"):
-        pl.prepare(net, "lars", lr=1.0, precision="fp16", in_half=True)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_threads_without_a_gpu(memory_source: Any, small_settings: Make, wanted:
 def test_resident_where_asked_for_and_decoded_once(
     memory_source: Any, small_settings: Make
 ) -> None:
-    source, chosen = memory_source(8), small_settings(resident="on", resident_max_mib=0)
+    source, chosen = memory_source(8), small_settings(resident="on")
     for _ in range(3):
         with train(source, chosen) as loader, evaluation(source, chosen) as passes:
             assert loader.describe() == passes.describe() == "resident on cpu, 0 MiB"
@@ -65,11 +65,13 @@ def test_resident_where_asked_for_and_decoded_once(
 
 @pytest.mark.parametrize("make", [train, evaluation])
 def test_a_large_set_stays_with_the_threads(
-    memory_source: Any, small_settings: Make, make: Callable[..., Any]
-) -> None:
-    chosen = small_settings(image_size=200, resident_max_mib=1, workers=2)
+    memory_source: Any, small_settings: Make, make: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("paceline.data.loaders.create.RESIDENT_MAX_MIB", 1)
+    chosen = small_settings(image_size=200, workers=2)
     described = make(memory_source(100), chosen, GPU).describe()
-    assert described == "2 threads (not resident: 4 MiB, over data.resident_max_mib)"
+    assert described == "2 threads (not resident: 4 MiB, over 1)"
 
 
 @pytest.mark.parametrize("make", [train, evaluation])

@@ -390,7 +390,7 @@ def test_on_a_gpu_batches_are_whole_whichever_stream_is_late(
     """With the copies late, a training that did not wait for them would read what was there before."""
     source, device = memory_source(12), torch.device("cuda", torch.cuda.current_device())
     plan = BatchPlan(samples=12, epochs=3, global_batch=4, micro_batch=4, world_size=1)
-    settings = small_settings(workers=2, resident="off", prefetch_batches=2)
+    settings = small_settings(workers=2, resident="off")
     made = create_train_loader(source, plan, settings, seed=4, rank=0, first_step=0, device=device)
     decoder = made._decoder
     assert isinstance(decoder, CopyingDecoder)

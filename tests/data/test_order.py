@@ -183,8 +183,8 @@ def test_it_reads_mostly_sequentially_and_still_mixes() -> None:
 
 def test_the_setting() -> None:
     assert shard_groups(DataSettings(), [3, 4]) is None
-    chosen = DataSettings(shuffle="shards", shuffle_window_shards=3, shuffle_run=5)
-    assert shard_groups(chosen, [3, 4]) == ShardGroups((3, 4), 3, 5)
+    chosen = DataSettings(shuffle="shards", shuffle_window_shards=3)
+    assert shard_groups(chosen, [3, 4]) == ShardGroups((3, 4), 3, 16)
     with pytest.raises(ConfigError, match=r"data.shuffle = 'shards': the data is not in shards"):
         shard_groups(chosen, None)
     with pytest.raises(ValueError, match="groups of 7 samples for 8"):
@@ -196,13 +196,13 @@ def test_ranks_and_resuming(
     write_tar: Callable[..., Path],
     samples: Callable[..., list[tuple[str, bytes]]],
     small_settings: Callable[..., DataSettings],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Any number of ranks, and a run that goes on in the middle, see the one stream."""
     for i in range(5):
         write_tar(tmp_path / f"train-{i}.tar", samples(8, first=8 * i, classes=40))
-    chosen = small_settings(
-        dir=str(tmp_path), shuffle="shards", shuffle_window_shards=2, shuffle_run=3
-    )
+    monkeypatch.setattr("paceline.data.order.SHUFFLE_RUN", 3)
+    chosen = small_settings(dir=str(tmp_path), shuffle="shards", shuffle_window_shards=2)
     source = open_source(chosen, "train")
 
     def labels(ranks: int, first_step: int = 0) -> list[list[int]]:

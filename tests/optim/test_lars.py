@@ -153,25 +153,6 @@ def test_repetition_gives_the_same_bits() -> None:
     assert bits_equal(made(), made())
 
 
-def test_in_half_has_no_masters_and_under_and_overflows() -> None:
-    halves = [nn.Parameter(torch.ones(64, dtype=torch.float16)) for _ in range(2)]
-    ablated, whole = LARS([halves[0]], 1.0, in_half=True), LARS([halves[1]], 1.0)
-    for p, optimizer in zip(halves, (ablated, whole), strict=True):
-        p.grad = torch.full_like(p, 1e-4)  # its square, 1e-8, underflows in fp16
-        optimizer.step()
-    assert set(ablated.state[halves[0]]) == {"momentum_buffer"}
-    assert ablated.state[halves[0]]["momentum_buffer"].dtype == torch.float16
-    assert ablated.masters()[0] is halves[0]
-    assert ablated.trust_ratios() == [1.0]
-    assert whole.trust_ratios() == pytest.approx([10.0], rel=1e-3)
-    assert torch.equal(halves[0].detach(), torch.ones(64).half())
-    assert not torch.equal(halves[1].detach(), torch.ones(64).half())
-    for p, optimizer in zip(halves, (ablated, whole), strict=True):
-        p.grad = torch.full_like(p, 300.0)  # its square, 9e4, overflows in fp16
-        optimizer.step()
-    assert (int(ablated.overflow), int(whole.overflow)) == (1, 0)
-
-
 # --- device switches and torch's protocols -----------------------------------------------------
 
 
@@ -349,8 +330,6 @@ def test_combinations_and_tensors_that_cannot_be_used(monkeypatch: pytest.Monkey
     (p,) = parameters(torch.float32)
     with pytest.raises(ValueError, match=r"nesterov = True: needs momentum"):
         LARS([p], 0.1, momentum=0.0, nesterov=True)
-    with pytest.raises(ValueError, match="in_half = True"):
-        LARS([p], 0.1, in_half=True, fused=True)
     with pytest.raises(PacelineError, match=r"torch.float64.*use dense float32"):
         LARS([nn.Parameter(torch.zeros(3, dtype=torch.float64))], 0.1)
     gaps = torch.zeros(4, 4)[:, ::2].detach().requires_grad_()

@@ -102,9 +102,6 @@ def test_a_run_resumes_bit_identically(tmp_path: Path) -> None:
     ("values", "field"),
     [
         ({"fused": "triton"}, "optim.fused"),
-        ({"in_half": True}, "optim.in_half"),
-        ({"rms_rate": -1.0}, "optim.rms_rate"),
-        ({"rms_beta": 1.0}, "optim.rms_beta"),
         ({"rms_width_epochs": 0.0}, "optim.rms_width_epochs"),
     ],
 )

@@ -22,10 +22,10 @@ def rates(schedule: LrSchedule, steps: int = 100) -> list[float]:
 
 
 def test_one_cycle_is_a_triangle_and_a_tail() -> None:
-    schedule = made("one_cycle", cycle_floor=0.1, cycle_tail=0.2, lr_end=0.002)
-    points = np.interp(np.arange(100), [0, 40, 80, 100], [0.2, 2.0, 0.2, 0.002])
+    schedule = made("one_cycle", lr_end=0.002)
+    points = np.interp(np.arange(100), [0, 45, 90, 100], [0.2, 2.0, 0.2, 0.002])
     assert rates(schedule) == pytest.approx(points.tolist(), rel=1e-12)
-    momenta = np.interp(np.arange(100), [0, 40, 80, 100], [0.95, 0.85, 0.95, 0.95])
+    momenta = np.interp(np.arange(100), [0, 45, 90, 100], [0.95, 0.85, 0.95, 0.95])
     found = [schedule.others(step)["momentum"] for step in range(100)]
     assert found == pytest.approx(momenta.tolist(), rel=1e-12)
 
@@ -36,9 +36,11 @@ def test_a_cycle_says_that_it_has_no_warm_up() -> None:
         assert made(name, warmup_epochs=0.0).describe_cut() == ""
 
 
-def test_one_cycle_without_a_tail_is_torchs_cyclic_rate() -> None:
+def test_one_cycle_without_a_tail_is_torchs_cyclic_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """One period of torch's CyclicLR, an implementation of Smith's triangle, with its momentum."""
-    schedule = made("one_cycle", cycle_floor=0.25, cycle_tail=0.0, cycle_momentum=(0.8, 0.9))
+    monkeypatch.setattr("paceline.optim.schedule.CYCLE_FLOOR", 0.25)
+    monkeypatch.setattr("paceline.optim.schedule.CYCLE_TAIL", 0.0)
+    schedule = made("one_cycle", cycle_momentum=(0.8, 0.9))
     weight = nn.Parameter(torch.zeros(1))
     peer = torch.optim.SGD([weight], lr=0.5, momentum=0.9)
     cyclic = torch.optim.lr_scheduler.CyclicLR(
@@ -54,7 +56,7 @@ def test_one_cycle_without_a_tail_is_torchs_cyclic_rate() -> None:
 
 @pytest.mark.parametrize(("decay", "mode"), [(1.0, "triangular"), (0.5, "triangular2")])
 def test_triangles_are_torchs(decay: float, mode: Any) -> None:
-    schedule = made("triangular", cycle_epochs=3, cycle_decay=decay, cycle_floor=0.1)
+    schedule = made("triangular", cycle_epochs=3, cycle_decay=decay)
     peer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.2)
     cyclic = torch.optim.lr_scheduler.CyclicLR(
         peer, 0.2, 2.0, step_size_up=15, mode=mode, cycle_momentum=False
@@ -91,7 +93,7 @@ def test_momentum_reaches_the_groups() -> None:
 
 def test_updates_with_cycled_momentum_follow_the_equation() -> None:
     """w and v of momentum SGD in NumPy, with the rate and momentum of each step."""
-    schedule = made("one_cycle", total=20, cycle_tail=0.1)
+    schedule = made("one_cycle", total=20)
     weight = nn.Parameter(torch.tensor([1.0, -2.0, 0.5]))
     optimizer = SGD([weight], lr=0.1)
     w, v = weight.detach().double().numpy().copy(), np.zeros(3)
@@ -112,8 +114,6 @@ def test_updates_with_cycled_momentum_follow_the_equation() -> None:
     [
         ({"schedule": "piecewise", "decay_factors": (1.0,)}, "optim.decay_factors"),
         ({"decay_factors": (1.0, -1.0, 0.0, 0.0)}, "optim.decay_factors"),
-        ({"cycle_floor": 1.5}, "optim.cycle_floor"),
-        ({"cycle_tail": 1.0}, "optim.cycle_tail"),
         ({"cycle_decay": 0.0}, "optim.cycle_decay"),
         ({"cycle_epochs": 0.0}, "optim.cycle_epochs"),
         ({"cycle_momentum": (0.95, 0.85)}, "optim.cycle_momentum"),

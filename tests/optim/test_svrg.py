@@ -303,12 +303,10 @@ def test_a_scale_divides_the_full_gradient_too(form: str) -> None:
         ({"bits": 4}, "optim.bits"),
         ({"halp_mu": 0.0}, "optim.halp_mu"),
         ({"center_epochs": 0.0}, "optim.center_epochs"),
-        ({"lp_span": -1.0}, "optim.lp_span"),
         ({"clip_norm": 1.0}, "optim.clip_norm"),
         ({"batch_schedule": "0:8,1:16"}, "optim.batch_schedule"),
         ({"schedule": "one_cycle"}, "optim.cycle_momentum"),
         ({"fused": "triton"}, "optim.fused"),
-        ({"in_half": True}, "optim.in_half"),
     ],
 )
 def test_refused_settings(values: dict[str, Any], field: str) -> None:

@@ -240,7 +240,7 @@ def test_without_momentum_and_staleness_it_follows_synchronous_sgd(tmp_path: Pat
         ("comm.algorithm", "hierarchical"), ("comm.overlap", "on"), ("comm.wire", "int8"),
         ("comm.group_size", 2), ("comm.plan", "plan.toml"),
         ("run.average_epochs", 1.0), ("optim.clip_norm", 1.0), ("comm.staleness", -1),
-        ("optim.name", "rmsprop_warmup"), ("precision.loss_scale", 128.0),
+        ("optim.name", "rmsprop_warmup"),
     ],
 )  # fmt: skip
 def test_what_excludes_asynchronous_training_is_refused(name: str, value: object) -> None:

@@ -64,7 +64,7 @@ def test_round_trip_and_plain_torch_can_read_it(tmp_path: Path) -> None:
     assert digest(found) == digest(saved)
     assert (found.step, found.salvaged_by) == (5, None)
     table = torch.load(tmp_path / PATH, weights_only=True)
-    assert (table["format"], table["version"]) == ("paceline-checkpoint", 3)
+    assert (table["format"], table["version"]) == ("paceline-checkpoint", 4)
 
 
 def test_the_hash_covers_every_part_but_not_strides() -> None:
@@ -122,6 +122,12 @@ def test_formats_and_missing_parts() -> None:
             Checkpoint.from_bytes(saved_as(table | change), PATH)
         assert type(caught.value) is kind
         assert remedy in caught.value.remedy
+    # Format 3 had no exchange.
+    old = {name: value for name, value in vars(checkpoint()).items() if name != "exchange"}
+    head = {"format": "paceline-checkpoint", "version": 3, "sha256": content_hash(old)}
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.from_bytes(saved_as(head | old), PATH)
+    assert (type(caught.value), caught.value.remedy) == (CheckpointError, later)
     del table["rng"]
     with pytest.raises(DamagedCheckpointError):
         Checkpoint.from_bytes(saved_as(table), PATH)
@@ -139,7 +145,7 @@ def test_other_types_with_a_correct_hash_are_refused(changes: dict[str, Any]) ->
 
 def test_a_missing_part_with_a_correct_hash_is_named() -> None:
     table = {name: value for name, value in vars(checkpoint()).items() if name != "threads"}
-    head = {"format": "paceline-checkpoint", "version": 3, "sha256": content_hash(table)}
+    head = {"format": "paceline-checkpoint", "version": 4, "sha256": content_hash(table)}
     with pytest.raises(CheckpointError, match="threads is missing"):
         Checkpoint.from_bytes(saved_as(head | table), PATH)
 
@@ -199,8 +205,7 @@ def test_a_salvaged_checkpoint_counts_only_if_no_regular_one_is_as_new(tmp_path:
         put(store, step, best=step == 10)
     for step in (15, 20, 25):
         store.salvaged_path(step).write_text("alone")
-    assert store.candidates(salvaged=False) == [store.path(20), store.path(10), store.best]
-    assert store.candidates(salvaged=True) == [
+    assert store.candidates() == [
         store.salvaged_path(25), store.path(20), store.salvaged_path(20), store.salvaged_path(15),
         store.path(10), store.best,
     ]  # fmt: skip

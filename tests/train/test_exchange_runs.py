@@ -161,8 +161,8 @@ def test_settings_for_several_ranks_are_named_on_one(
          "optim.momentum = 0.5, optim.nesterov = True: with optim.name = 'adamw'"),
         ({"optim__name": "torch.optim:RAdam", "optim__lr": 0.1, "optim__beta1": 0.5},
          "optim.beta1 = 0.5: with optim.name = 'torch.optim:RAdam'"),
-        ({"optim__cycle_momentum": (), "optim__rms_rate": 1.0},
-         "optim.rms_rate = 1.0: with optim.name = 'sgd'; "
+        ({"optim__cycle_momentum": (), "optim__rms_width_epochs": 1.0},
+         "optim.rms_width_epochs = 1.0: with optim.name = 'sgd'; "
          "optim.cycle_momentum = []: with optim.schedule = 'cosine'"),
         ({"optim__batch_rate": "sqrt"}, "optim.batch_rate = 'sqrt': with no optim.batch_schedule"),
         ({"optim__name": "lamb", "optim__clip": True, "optim__adam_eps": 1e-6}, ""),

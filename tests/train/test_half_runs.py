@@ -218,10 +218,9 @@ def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(dtype: str) -> 
 
 
 def test_a_run_with_muon_pins_what_is_orthogonal(tmp_path: Path) -> None:
-    done = run_small(tmp_path / "run", **RUN, optim__trust_log_interval=3)
+    done = run_small(tmp_path / "run", **RUN)
     assert done.summary["chosen"]["optimizer"] == "muon, foreach"
     assert done.summary["skipped_steps"] == 0
-    assert '"event": "trust"' in (tmp_path / "run/metrics.jsonl").read_text()
     with pytest.raises(CheckpointError, match=r"has optim\.orthogonal = 'filters'"):
         run_small(tmp_path / "run", **RUN, run__resume="auto", optim__orthogonal="all")
 

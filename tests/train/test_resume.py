@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,7 +14,7 @@ from paceline.core.events import StartEvent
 from paceline.data import PackOptions, SyntheticImages, pack_splits
 from paceline.train import Checkpoint, run_training
 from paceline.train.run_folder import LOCAL_SETTINGS
-from paceline.train.run_state import changes, check_pinned
+from paceline.train.run_state import changes
 from ranks import run_ranks
 from small_runs import Silent, run_small, small_config
 from train.runs import EVERY_STEP, stop_after, watched
@@ -205,21 +204,9 @@ def test_the_order_of_samples_is_pinned(tmp_path: Path) -> None:
     again: dict[str, Any] = {"run__resume": "auto"} | by_shards
     for values, name in (
         (first | {"data__shuffle": "global"}, r"data\.shuffle"),
-        (first | {"data__shuffle_run": 5}, r"data\.shuffle_run"),
         (first | {"data__shuffle_window_shards": 2}, r"data\.shuffle_window_shards"),
         (other, r"digest of the labels = '(\w+), shards \w+', this run '\1, shards"),
     ):
         with pytest.raises(CheckpointError, match=f"has {name}"):
             run_small(tmp_path / "run", **(again | values))
     assert run_small(tmp_path / "run", **again, **first).summary["resumed_at_steps"] == [2]
-
-
-def test_a_checkpoint_older_than_the_choice_of_order(tmp_path: Path) -> None:
-    now = small_config(tmp_path)
-    tables = now.to_tables()
-    for name in ("shuffle", "shuffle_run", "shuffle_window_shards"):
-        tables["data"].pop(name, None)
-    before = cast("Checkpoint", SimpleNamespace(config=tables))
-    check_pinned(before, now, tmp_path)
-    with pytest.raises(CheckpointError, match=r"has data\.shuffle = 'global'"):
-        check_pinned(before, small_config(tmp_path, data__shuffle="shards"), tmp_path)

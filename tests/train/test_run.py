@@ -1,4 +1,4 @@
-"""Whole small runs: numeric contract 3, files, notes, the best checkpoint, divergence, trust ratios."""
+"""Whole small runs: numeric contract 3, files, notes, the best checkpoint, divergence."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ from paceline.core.events import (
     NoteEvent,
     StartEvent,
     StepEvent,
-    TrustEvent,
     read_events,
 )
 from paceline.core.host import LoadReading
 from paceline.data import EvalLoader, TrainLoader
 from paceline.models import SmallResNet
 from paceline.plan.start_up import PHASES
-from paceline.precision import PrecisionSettings, choose_policy
+from paceline.precision import LossScale, PrecisionSettings, choose_policy
 from paceline.report import RunFiles, bound_by
 from paceline.train import (
     Checkpoint,
@@ -57,7 +56,7 @@ def notes_of(folder: Path) -> list[str]:
 
 
 def test_the_files_of_a_run(tmp_path: Path) -> None:
-    outcome = run_small(tmp_path / "run", run__tensorboard=True)
+    outcome = run_small(tmp_path / "run", run__trackers=["tensorboard"])
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     promised = {
         "top1", "top5", "images_per_s", "epochs", "steps", "world_size", "global_batch_size",
@@ -224,36 +223,7 @@ def test_tensorboard_scalars_can_be_read_back(
         assert [(e.step, e.value) for e in read.Scalars(tag)] == [(3, value)]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'paceline\[tensorboard\]'"):
-        check_trackers(small_config(tmp_path / "run", run__tensorboard=True))
-
-
-LARS: dict[str, Any] = {"optim__name": "lars", "optim__trust_coefficient": 0.02}
-
-
-def test_no_trust_ratio_is_read_unless_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(step_records, "TrustEvent", None)  # reading them would synchronize
-    run_small(tmp_path / "a", **LARS)
-    assert '"event": "trust"' not in (tmp_path / "a/metrics.jsonl").read_text()
-
-
-@pytest.mark.parametrize(("dtype", "lag"), [("fp32", 0), ("bf16", 1)])
-def test_trust_ratios_are_logged_at_intervals(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, lag: int
-) -> None:
-    monkeypatch.setattr(TrainStep, "lag", lag)
-    values = {**LARS, "optim__trust_log_interval": 3, "precision__amp_dtype": dtype}
-    _, seen = watched(tmp_path / "a", **values)
-    events = [event for event in seen if isinstance(event, TrustEvent)]
-    assert [event.step for event in events] == [3, 6]
-    records = [e for e in read_events(tmp_path / "a/metrics.jsonl") if e["event"] == "trust"]
-    for event, record in zip(events, records, strict=True):
-        assert record["ratios"] == event.ratios
-        assert len(event.ratios) == 38
-        assert 0 < event.ratios["conv1.weight"] != 1.0
-        assert event.ratios["bn1.weight"] == event.ratios["fc.bias"] == 1.0
-    assert events[0].ratios["conv1.weight"] != events[1].ratios["conv1.weight"]
+        check_trackers(small_config(tmp_path / "run", run__trackers=["tensorboard"]))
 
 
 # --- the best checkpoint, and divergence -------------------------------------------------------
@@ -339,26 +309,35 @@ def test_exploding_weights_are_named(tmp_path: Path) -> None:
     assert "layer1.0.conv1" in line
 
 
-def test_an_overflow_at_the_lowest_loss_scale(tmp_path: Path) -> None:
-    scale = {"precision__loss_scale_max": 2.0**28, "precision__loss_scale_init": 2.0**28}
-    line, steps = diverge(tmp_path / "a", **FP16, **scale, precision__loss_scale_min=2.0**26)
+@pytest.fixture
+def large_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales up to 2**40, at which gradients overflow."""
+    monkeypatch.setattr(PrecisionSettings, "HIGHEST_SCALE", 2.0**40)
+
+
+def test_an_overflow_at_the_lowest_loss_scale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large_scales: None
+) -> None:
+    lowest = property(lambda scale: 2.0**26, lambda scale, value: None)
+    monkeypatch.setattr(LossScale, "floor", lowest, raising=False)
+    line, steps = diverge(tmp_path / "a", **FP16, precision__loss_scale_init=2.0**28)
     assert line.startswith("diverged at step 1: gradients overflow even at the lowest loss scale")
     assert [step.loss_scale for step in steps] == [2.0**28, 2.0**27, 2.0**26]
 
 
-def test_gradients_that_stay_non_finite_under_a_constant_scale(tmp_path: Path) -> None:
-    values = {**FP16, "precision__loss_scale": 2.0**40, "run__max_skipped_steps": 3}
+def test_gradients_that_stay_non_finite(tmp_path: Path, large_scales: None) -> None:
+    values = {**FP16, "precision__loss_scale_init": 2.0**40, "run__max_skipped_steps": 3}
     line, steps = diverge(tmp_path / "a", **values)
     assert line.startswith("diverged at step 1: gradients were not finite in 3 steps in a row")
     assert re.search(r"fc\.bias \(\d+ of 38 tensors\)", line)
     assert [step.skipped for step in steps] == [True] * 3
 
 
-def test_skipped_steps_count_only_in_a_row(tmp_path: Path) -> None:
+def test_skipped_steps_count_only_in_a_row(tmp_path: Path, large_scales: None) -> None:
     """A scale that grows every step overflows now and then; training continues."""
     outcome = run_small(
         tmp_path / "a", **FP16, run__max_skipped_steps=2, precision__loss_scale_interval=1,
-        precision__loss_scale_init=2.0**17, precision__loss_scale_max=2.0**40, run__epochs=4,
+        precision__loss_scale_init=2.0**17, run__epochs=4,
     )  # fmt: skip
     assert outcome.summary["skipped_steps"] >= 3
     assert outcome.result.stopped_by == "finished"
@@ -384,8 +363,8 @@ def test_the_last_good_checkpoint_is_kept_and_resumed(
 
 def test_a_postponed_save_comes_with_the_next_good_step(tmp_path: Path) -> None:
     """The loss scale overflows at first, so the saves of the first steps wait."""
-    scale = {"precision__loss_scale_max": 2.0**40, "precision__loss_scale_init": 2.0**22}
-    _, events = watched(tmp_path / "a", **FP16, **scale, **EVERY_STEP)
+    values = {**FP16, **EVERY_STEP, "precision__loss_scale_init": 2.0**22}
+    _, events = watched(tmp_path / "a", **values)
     skipped = [e.step for e in events if isinstance(e, StepEvent) and e.skipped]
     first_good = next(step for step in range(1, 8) if step not in skipped)
     assert first_good > 1

@@ -106,7 +106,6 @@ def test_an_average_of_another_kind_is_refused(tmp_path: Path) -> None:
     [
         ({"schedule_free": 1.0, "schedule": "constant"}, "optim.schedule_free"),
         ({"schedule_free": 0.9}, "optim.schedule"),
-        ({"schedule_free": 0.9, "schedule": "constant", "in_half": True}, "optim.in_half"),
     ],
 )
 def test_settings_are_checked(values: dict[str, Any], field: str) -> None:

@@ -23,7 +23,6 @@ from paceline.core.events import (
     NoteEvent,
     RanksEvent,
     StepEvent,
-    TrustEvent,
     read_events,
 )
 from paceline.train import trackers
@@ -70,7 +69,6 @@ def test_every_number_of_an_event_has_a_name() -> None:
     spread = {"min": 1.0, "median": 2.0, "max": 3.0, "rank": 5}
     ranks = scalars(RanksEvent(3, 8, spread, spread, spread))
     assert (ranks["ranks/step_s/max"], ranks["ranks/ranks"]) == (3.0, 8.0)
-    assert scalars(TrustEvent(3, {"conv1.weight": 0.5})) == {"trust/conv1.weight": 0.5}
     assert scalars(MetricEvent(3, {"mine": 7.0})) == {"metric/mine": 7.0}
     assert scalars(CheckpointEvent(3, "p", 2.0, stall_s=0.1))["checkpoint/stall_s"] == 0.1
     assert scalars(EvalEvent(3, 0.5, 87.5, 99.0, 0.5, 2000, 0.7))["val/top1"] == 87.5
@@ -132,8 +130,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 
 def test_csv_of_a_run_and_of_the_run_that_resumes_it(tmp_path: Path) -> None:
-    values: dict[str, Any] = {"run__trackers": ["csv"], "optim__name": "lars"}
-    values |= {"optim__trust_log_interval": 2, "checkpoint__interval_steps": 3}
+    values: dict[str, Any] = {"run__trackers": ["csv"], "checkpoint__interval_steps": 3}
     stop_after(5, tmp_path / "run", **values)
     # As if it had been killed: a row that the resumed run repeats, and one that was cut.
     with (tmp_path / "run/metrics.csv").open("a") as file:
@@ -148,7 +145,6 @@ def test_csv_of_a_run_and_of_the_run_that_resumes_it(tmp_path: Path) -> None:
     ]
     names = {row["name"] for row in rows(tmp_path / "run/metrics-more.csv")}
     assert "checkpoint/stall_s" in names
-    assert any(name.startswith("trust/") for name in names)
 
 
 def test_a_name_with_a_comma_stays_one_cell(tmp_path: Path) -> None:

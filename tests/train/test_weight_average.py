@@ -3,10 +3,8 @@ restored."""
 
 from __future__ import annotations
 
-import io
 import json
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from paceline.core.events import EvalEvent
 from paceline.precision import PrecisionSettings
 from paceline.train import Checkpoint, TrainStep, checkpoint_weights, fingerprint
 from paceline.train.batch_norm import pool
-from paceline.train.checkpoint import content_hash
 from paceline.train.weights import WeightAverage, applied, create_average
 from ranks import run_ranks
 from small_runs import run_small
@@ -122,7 +119,7 @@ def test_a_skipped_step_is_not_in_it() -> None:
 
 
 def test_it_is_in_full_precision_where_the_weights_are_not() -> None:
-    made = Made(epochs=4, dtype="bf16", optim=replace(OPTIM, in_half=True), average=64.0)
+    made = Made(epochs=4, dtype="bf16", optim=OPTIM, average=64.0)
     step = make_step(alone(), made=made, norm=True)
     expected: list[Tensor] = []
     for number in range(8):
@@ -241,18 +238,6 @@ def test_it_begins_with_the_weights_of_a_checkpoint_that_has_none(tmp_path: Path
     # And vice versa: a run without one uses the last step's weights.
     run_small(tmp_path / "again", run__resume=str(newest(tmp_path / "on")), **off)
     assert last(tmp_path / "again").average == {}
-
-
-def test_a_checkpoint_of_format_2_is_read(finished: Path) -> None:
-    table = torch.load(newest(finished), weights_only=True)
-    later = ("average", "exchange")
-    parts = {name: table[name] for name in Checkpoint.__dataclass_fields__ if name not in later}
-    head = {"format": table["format"], "version": 2, "sha256": content_hash(parts)}
-    buffer = io.BytesIO()
-    torch.save(head | parts, buffer)
-    before = Checkpoint.from_bytes(buffer.getvalue(), Path("before.pt"))
-    assert before.average == {}
-    assert before.step == 7
 
 
 def test_results_of_the_average_and_of_the_last_step_are_not_mixed(tmp_path: Path) -> None:

@@ -59,7 +59,8 @@ from paceline.data import (
     random_box,
     sum_by_stage,
 )
-from paceline.data.augment import draws
+from paceline.data.augment import CROP_RATIO, draws
+from paceline.data.loaders.loader import PREFETCH_BATCHES
 from paceline.models.settings import check_model_name
 from paceline.train.step import TrainStep
 
@@ -115,7 +116,7 @@ def open_threads(row: InputRow) -> Iterator[InputStream]:
     try:
         with create_loader(replace(row, settings=settings), source) as loader:
             batches = normalized(endless(loader), row)
-            yield InputStream(batches, settings.prefetch_batches, loader.describe(), loader.note)
+            yield InputStream(batches, PREFETCH_BATCHES, loader.describe(), loader.note)
     finally:
         source.close()
 
@@ -172,7 +173,7 @@ def measure_training(
     """
     settings = replace(row.settings, workers=row.workers)
     row = replace(row, settings=settings, split="train")
-    stored = settings.prefetch_batches + _SETTLE
+    stored = PREFETCH_BATCHES + _SETTLE
     total = warm_up + 2 * rounds * (steps + 2 * stored + 8)
     device = torch.device(row.device)
     if device.type == "cuda":
@@ -361,7 +362,7 @@ def train_peer(settings: DataSettings, finish: Finish, data: bytes) -> torch.Ten
     cost."""
     image = _opened(data)
     row = [random.random() for _ in range(draws(settings))]
-    box = random_box(image.width, image.height, row, settings.crop_scale, settings.crop_ratio)
+    box = random_box(image.width, image.height, row, settings.crop_scale, CROP_RATIO)
     side = settings.image_size
     image = image.crop(box).resize((side, side), Image.Resampling.BILINEAR)
     if settings.flip and random.random() < 0.5:

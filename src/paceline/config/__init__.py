@@ -4,6 +4,7 @@ Values come from defaults, then a recipe (shipped, by name, or a TOML file), the
 fail.
 """
 
+from paceline.config.removed import REMOVED, refuse_removed
 from paceline.config.run_config import (
     RECIPES,
     SECTIONS,
@@ -30,6 +31,7 @@ __all__ = [
     "EQUAL_SHARES",
     "PROBED_SHARES",
     "RECIPES",
+    "REMOVED",
     "SECTIONS",
     "CheckpointSettings",
     "RunConfig",
@@ -41,6 +43,7 @@ __all__ = [
     "parse_value",
     "read_recipe",
     "recipe_names",
+    "refuse_removed",
     "stored_config",
     "unflatten",
     "with_defaults",

@@ -15,6 +15,7 @@ from typing import Any, get_type_hints
 import tomli_w
 
 from paceline.comm.settings import CommSettings
+from paceline.config.removed import refuse_removed, without_removed
 from paceline.config.settings import EQUAL_SHARES, CheckpointSettings, RunSettings
 from paceline.config.trust import check_trust
 from paceline.core.errors import ConfigError, nearest
@@ -55,8 +56,7 @@ class RunConfig:
         if self.comm.mode == "asynchronous":
             self._exclude("comm.mode = 'asynchronous' leaves no rank a whole update", (
                 *_OF_WHOLE_UPDATES, ("optim.clip_norm", 0.0),
-                ("optim.trust_log_interval", 0), ("optim.batch_schedule", ""),
-                ("run.shares", EQUAL_SHARES), ("precision.loss_scale", None),
+                ("optim.batch_schedule", ""), ("run.shares", EQUAL_SHARES),
             ))  # fmt: skip
             if self.optim.schedule in CYCLES and self.optim.cycle_momentum:
                 raise ConfigError(
@@ -121,7 +121,8 @@ class RunConfig:
     def from_tables(cls, tables: Mapping[str, Any]) -> RunConfig:
         """Builds the configuration; a section or key that does not exist fails by name."""
         values: dict[str, Any] = {}
-        for section, table in tables.items():
+        refuse_removed(tables)
+        for section, table in without_removed(tables).items():
             if not isinstance(table, dict):
                 raise ConfigError(section, table, "stands outside a section", _nearest_key(section))
             if section not in SECTIONS:
@@ -201,8 +202,8 @@ def changed_settings(config: RunConfig) -> list[str]:
 
 
 def with_defaults(tables: Mapping[str, Any]) -> Tables:
-    """A configuration as it was written, and the defaults of settings that came later."""
-    return merge(RunConfig().to_tables(), tables)
+    """Returns a stored configuration with the defaults of later settings and without removed ones."""
+    return merge(RunConfig().to_tables(), without_removed(tables))
 
 
 def unflatten(values: Mapping[str, Any]) -> Tables:

@@ -95,8 +95,6 @@ class RunSettings:
     """Stop at the first evaluation that reaches this top-1 accuracy, in percent."""
     max_skipped_steps: int = 50
     """End the run as diverged after this many skipped steps in a row."""
-    tensorboard: bool = False
-    """Also write TensorBoard files (needs `paceline[tensorboard]`)."""
     trackers: tuple[str, ...] = ()
     """Experiment trackers that also receive all metrics: `csv` (`metrics.csv`), `tensorboard`, `wandb`,
     `mlflow`; each but `csv` needs the extra of its name."""
@@ -233,8 +231,6 @@ class CheckpointSettings:
     """Action on SIGUSR2: `save` and continue, or `stop` after saving."""
     salvage: bool = True
     """After the loss of a rank, let the lowest surviving rank save its last completed step."""
-    accept_salvaged: bool = True
-    """Allow `--resume auto` to use such a salvaged checkpoint."""
 
     def __post_init__(self) -> None:
         check = SettingChecks("checkpoint", self)

@@ -112,15 +112,6 @@ class RanksEvent(Event):
 
 
 @dataclass(frozen=True)
-class TrustEvent(Event):
-    """The trust ratio (LARS, Muon) of each parameter in one step, by name."""
-
-    kind: ClassVar[str] = "trust"
-    step: int
-    ratios: dict[str, float]
-
-
-@dataclass(frozen=True)
 class EvalEvent(Event):
     """One pass over the validation images; counts are exact over all ranks."""
 

@@ -33,7 +33,7 @@ _SCALE_FIELDS = {f.name for f in fields(PrecisionSettings) if f.name.startswith(
 _NOT_TAKEN = {
     "name", "lr", "weight_decay", "clip_norm", "lr_base", "lr_base_batch", "warmup_epochs",
     "warmup_start", "warmup_max_share", "schedule", "decay_epochs", "decay_rate", "poly_power",
-    "lr_end", "decay_over_epochs", "trust_log_interval",
+    "lr_end", "decay_over_epochs",
 }  # fmt: skip
 _OPTIM_FIELDS = {f.name for f in fields(OptimSettings)} - _NOT_TAKEN
 
@@ -159,7 +159,7 @@ class Prepared:
 
     def _follow_wire(self) -> None:
         """Gradients that travel in fp16 need a loss scale whatever the model computes in."""
-        if self._settings.loss_scale is not None or self._scale.dynamic:
+        if self._scale.dynamic:
             return
         if wire_of(self.model) == "float16" and several_ranks():
             self._scale = LossScale(self._policy, self._settings, fp16_travels=True)
@@ -275,9 +275,6 @@ def _prepare(
         return Prepared(module, _adopt(module, optimizer, policy), policy, settings, clip_norm)
     if lr is None:
         raise ConfigError("lr", None, f"{optimizer!r} needs a learning rate", "give lr=")
-    if policy.is_half and update.get("in_half"):
-        raise ConfigError("in_half", True, "updates half-precision weights without masters",
-                          "leave it out")  # fmt: skip
     if weight_decay is not None:
         update["weight_decay"] = weight_decay
     chosen = OptimSettings(name=optimizer, lr=lr, **update)
@@ -335,11 +332,6 @@ def _adopt(module: nn.Module, optimizer: Any, policy: Policy) -> Any:
             f"has {len(held)} parameters, {len(held - trained)} of them not of the model, which "
             f"trains {len(trained)}",
             "create it from parameter_groups(module, weight_decay)",
-        )  # fmt: skip
-    if optimizer.in_half and policy.is_half:
-        raise ConfigError(
-            "optimizer", kind, "updates half-precision weights without masters (in_half=True)",
-            "create it without in_half",
         )  # fmt: skip
     drawn = {p: p.detach().clone() for p in held if p.dtype == torch.float32}
     policy.convert(module)

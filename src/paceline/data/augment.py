@@ -23,6 +23,8 @@ Pixels = npt.NDArray[np.uint8]
 Box = tuple[float, float, float, float]
 # Where in a row of uniform numbers each choice lies; a try of a box takes two.
 TRIES = 10
+# Smallest and largest aspect ratio of a random resized crop.
+CROP_RATIO = (3 / 4, 4 / 3)
 FLIP, TOP, LEFT, FIRST_TRY = 0, 1, 2, 3
 Change = Callable[[Image.Image, float], Image.Image]
 _ORDERS = list(itertools.permutations(range(4)))
@@ -92,7 +94,7 @@ class TrainTransform(SquareTransform):
     def box(self, width: int, height: int, row: Sequence[float]) -> Box:
         settings = self._settings
         if settings.augment == "random_resized_crop":
-            return random_box(width, height, row, settings.crop_scale, settings.crop_ratio)
+            return random_box(width, height, row, settings.crop_scale, CROP_RATIO)
         return fitted_box(width, height, self.size, self.size)
 
     def flips(self, row: Sequence[float]) -> bool:

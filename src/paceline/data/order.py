@@ -39,6 +39,9 @@ SHARD_ORDER_STREAM = 5
 RUN_ORDER_STREAM = 6
 SPLIT_STREAM = 7
 
+# Neighboring samples that stay together, for `data.shuffle = "shards"`.
+SHUFFLE_RUN = 16
+
 
 def hash64(seed: int, stream: int, *counters: npt.ArrayLike) -> UInt64:
     """Hashes `(seed, stream, counters…)`; counters broadcast against one another.
@@ -139,7 +142,7 @@ def shard_groups(settings: DataSettings, sizes: Sequence[int] | None) -> ShardGr
             "the data is not in shards",
             "set data.shuffle = 'global', or make shards with paceline pack",
         )
-    return ShardGroups(tuple(sizes), settings.shuffle_window_shards, settings.shuffle_run)
+    return ShardGroups(tuple(sizes), settings.shuffle_window_shards, SHUFFLE_RUN)
 
 
 def shard_permutation(seed: int, epoch: int, sizes: Sequence[int], window: int, run: int) -> Int64:

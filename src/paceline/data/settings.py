@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from paceline.core.settings import SettingChecks
@@ -61,8 +60,6 @@ class DataSettings:
     """Pixels of padding on each side, for `pad_crop`."""
     crop_scale: tuple[float, float] = (0.08, 1.0)
     """Smallest and largest share of the image's area, for `random_resized_crop`."""
-    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    """Smallest and largest aspect ratio, for `random_resized_crop`."""
     cutout: int = 0
     """Edge of a square that is blanked at a random place of each training image, in pixels; 0
     disables it."""
@@ -91,13 +88,9 @@ class DataSettings:
     GPU), or `auto` (`region` where available, else `pillow`)."""
     workers: int = 2
     """Threads that decode and augment, of each process; 0 does the work in the training thread."""
-    prefetch_batches: int = 4
-    """Micro-batches to prepare ahead."""
     resident: str = "auto"
     """Keep each split decoded on the training device: `on`, `off`, or `auto` (on a GPU, for splits
-    of at most `resident_max_mib`)."""
-    resident_max_mib: int = 4096
-    """Largest decoded split that `resident = auto` keeps on the device, in MiB."""
+    of at most 4,096 MiB)."""
     max_corrupt_share: float = 0.01
     """End the run when more than this share of the samples is corrupt."""
     shuffle: str = "global"
@@ -105,10 +98,6 @@ class DataSettings:
     samples and reads mostly sequentially."""
     shuffle_window_shards: int = 16
     """Shards that are mixed with one another, for `shuffle = shards`."""
-    shuffle_run: int = 16
-    """Neighboring samples that stay together, for `shuffle = shards`."""
-    read_retries: int = 6
-    """How often to retry a read that fails temporarily."""
     cache: str = "none"
     """Cache samples for later epochs: `none`, `memory` or `disk`."""
     cache_mib: int = 4096
@@ -123,7 +112,7 @@ class DataSettings:
     """Number of classes of `source = synthetic`."""
 
     def __post_init__(self) -> None:
-        for name in ("crop_scale", "crop_ratio", "color_jitter", "randaugment", "mean", "std"):
+        for name in ("crop_scale", "color_jitter", "randaugment", "mean", "std"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         self._set_dependent_defaults()
         check = SettingChecks("data", self)
@@ -131,19 +120,17 @@ class DataSettings:
         check.known("augment", AUGMENTATIONS)
         check.known("interpolation", INTERPOLATIONS)
         check.known("resident", RESIDENCE)
-        if self.decoder == "dali":
-            raise check.error("decoder", "was removed", "set data.decoder = 'nvjpeg'")
         check.known("decoder", DECODERS)
         check.known("shuffle", SHUFFLES)
         check.known("cache", CACHES)
         check.known("cache_form", CACHE_FORMS)
         for name in (
-            "image_size", "prefetch_batches", "synthetic_samples", "synthetic_classes",
-            "shuffle_window_shards", "shuffle_run", "cache_mib",
+            "image_size", "synthetic_samples", "synthetic_classes",
+            "shuffle_window_shards", "cache_mib",
         ):  # fmt: skip
             check.number(name, "at least 1", f"set data.{name} = 1")
         for name in (
-            "crop_padding", "cutout", "eval_resize", "workers", "resident_max_mib", "read_retries",
+            "crop_padding", "cutout", "eval_resize", "workers",
         ):  # fmt: skip
             check.number(name, "0 or more", f"set data.{name} = 0")
         if self.cache == "disk" and not self.cache_dir:
@@ -183,11 +170,9 @@ class DataSettings:
             raise check.error("dir", problem, "give --data-dir, or set data.source = 'embedded'")
 
     def _check_crops(self, check: SettingChecks) -> None:
-        for name, most in (("crop_scale", 1.0), ("crop_ratio", math.inf)):
-            value = getattr(self, name)
-            if len(value) != 2 or not 0 < value[0] <= value[1] <= most or math.isinf(value[1]):
-                limit = " ≤ 1" if most == 1 else ""
-                raise check.error(name, f"must be two numbers, 0 < low ≤ high{limit}")
+        scale = self.crop_scale
+        if len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1:
+            raise check.error("crop_scale", "must be two numbers, 0 < low ≤ high ≤ 1")
         below = f"must be below data.image_size = {self.image_size}"
         if self.augment == "pad_crop" and self.crop_padding >= self.image_size:
             raise check.error("crop_padding", below, "an eighth of the image is usual")

@@ -86,7 +86,7 @@ class MasterOptimizer(_PlainOptimizer):
     # Formats of parameters.
     FORMATS: ClassVar[tuple[torch.dtype, ...]] = FORMATS
     # Attributes from the constructor, beside the groups' defaults, that copies keep.
-    CHOICES: ClassVar[tuple[str, ...]] = ("fused", "in_half", "adapt_bias_norm")
+    CHOICES: ClassVar[tuple[str, ...]] = ("fused", "adapt_bias_norm")
 
     def __init__(
         self,
@@ -94,14 +94,13 @@ class MasterOptimizer(_PlainOptimizer):
         defaults: dict[str, Any],
         *,
         fused: bool | None = None,
-        in_half: bool = False,
         adapt_bias_norm: bool = True,
         foreach: bool | None = None,
         maximize: bool = False,
     ) -> None:
-        """`defaults`: hyper-parameters of groups that do not have their own. `in_half`: state in the
-        parameters' own format, without masters. `adapt_bias_norm` False: groups of role `bias_norm`
-        have no trust ratio unless they say so. `foreach` True is `fused` False."""
+        """`defaults`: hyper-parameters of groups that do not have their own. `adapt_bias_norm` False:
+        groups of role `bias_norm` have no trust ratio unless they say so. `foreach` True is `fused`
+        False."""
         if foreach is False:
             raise ValueError(
                 "foreach = False: there is no loop over parameters; leave foreach unset"
@@ -113,9 +112,7 @@ class MasterOptimizer(_PlainOptimizer):
         fused = False if foreach else fused
         if maximize:
             defaults = {**defaults, "maximize": True}
-        if in_half and fused:
-            raise ValueError("in_half = True: there are no fused kernels for it; leave fused unset")
-        self.fused, self.in_half, self.adapt_bias_norm = fused, in_half, adapt_bias_norm
+        self.fused, self.adapt_bias_norm = fused, adapt_bias_norm
         self._set_up()
         self._hyper_of(defaults)
         super().__init__(params, defaults)
@@ -183,7 +180,7 @@ class MasterOptimizer(_PlainOptimizer):
         """The implementation of the step: `triton` or `foreach`."""
         device = self._device()
         if self.fused is None:
-            usable = not self.in_half and device.type == "cuda" and triton_unavailable(device) == ""
+            usable = device.type == "cuda" and triton_unavailable(device) == ""
             return "triton" if usable else "foreach"
         if self.fused and (problem := triton_unavailable(device)):
             raise PacelineError(f"fused = True: {problem}", "use fused=False, or fused=None")
@@ -224,7 +221,7 @@ class MasterOptimizer(_PlainOptimizer):
             return self._outcome
         device, fused = self._device(), self.path == "triton"
         for p in self.parameters():
-            create_state(p, self.state[p], self.BUFFERS, self.in_half)
+            create_state(p, self.state[p], self.BUFFERS)
         if self._outcome is None or self._outcome.bad.numel() != len(self.parameters()):
             self._outcome = Outcome(len(self.parameters()), device)
             self.overflow = self._outcome.overflow
@@ -341,7 +338,7 @@ class MasterOptimizer(_PlainOptimizer):
 
         def restore(_: Optimizer) -> None:
             keys = (*self.BUFFERS, *self.NUMBERS)
-            restore_state(self.param_groups, seen, old, self.state, keys, self.in_half)
+            restore_state(self.param_groups, seen, old, self.state, keys)
 
         # Runs after the user's pre-hooks, which may change the state dict, and before their post-hooks.
         before = self.register_load_state_dict_pre_hook(remember)

@@ -54,34 +54,22 @@ def create_optimizer(
             raise ConfigError("optim.fused", settings.fused, problem, "use 'auto' or 'foreach'")
     if settings.name in OPTIMIZERS_OF_SVRG:
         return SVRG(
-            groups, lr, form=settings.name, bits=settings.bits, mu=settings.halp_mu,
-            span=settings.lp_span, seed=seed,
-        )  # fmt: skip
+            groups, lr, form=settings.name, bits=settings.bits, mu=settings.halp_mu, seed=seed
+        )
     if settings.name == "rmsprop_warmup":
-        return RMSpropWarmup(
-            groups, lr, settings.momentum, beta2=settings.rms_beta, eps=settings.adam_eps,
-            rms_rate=settings.rms_rate,
-        )  # fmt: skip
+        return RMSpropWarmup(groups, lr, settings.momentum, eps=settings.adam_eps)
     if settings.name in ("adamw", "lamb"):
         return _create_adam(settings, groups, lr, fused)
     common: dict[str, Any] = {
         "lr": lr, "momentum": settings.momentum, "nesterov": settings.nesterov, "fused": fused,
     }  # fmt: skip
     if settings.name == "sgd":
-        return SGD(groups, **common, in_half=settings.in_half)
-    common |= {"trust_coefficient": settings.trust_coefficient, "eps": settings.eps}
+        return SGD(groups, **common)
+    common["trust_coefficient"] = settings.trust_coefficient
     if settings.name == "muon":
-        muon_groups = _muon_groups(settings, groups, norms)
-        return Muon(muon_groups, **common, products=settings.muon_products)
+        return Muon(_muon_groups(settings, groups, norms), **common)
     assert settings.name == "lars", settings.name
-    return LARS(
-        groups,
-        **common,
-        lr_in_momentum=settings.lr_in_momentum,
-        clip=settings.clip,
-        adapt_bias_norm=settings.adapt_bias_norm,
-        in_half=settings.in_half,
-    )
+    return LARS(groups, **common, clip=settings.clip, adapt_bias_norm=settings.adapt_bias_norm)
 
 
 def _create_adam(
@@ -96,7 +84,6 @@ def _create_adam(
         betas,
         settings.adam_eps,
         clip=settings.clip,
-        trust_eps=settings.eps,
         adapt_bias_norm=settings.adapt_bias_norm,
         fused=fused,
     )

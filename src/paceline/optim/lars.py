@@ -40,9 +40,8 @@ class LARS(MasterOptimizer):
     `trust_coefficient` is η, `weight_decay` β. λ is 1 where a norm is 0 and in groups with
     `adapt=False`. `lr_in_momentum=False` keeps the rate out of v: v ← m·v + λ(g + βw); w ← w − lr·v.
     `clip` makes λ min(λ/lr, 1), so that the local rate never exceeds lr. Groups may override each of
-    these. Groups of role `bias_norm` are not adapted unless they or `adapt_bias_norm` say so. `in_half`
-    is an ablation: no masters, all arithmetic in the parameter's own format. `fused` and the switches
-    on the device are those of `MasterOptimizer`.
+    these. Groups of role `bias_norm` are not adapted unless they or `adapt_bias_norm` say so. `fused`
+    and the switches on the device are those of `MasterOptimizer`.
 
     Example:
         optimizer = LARS(parameter_groups(model, 5e-5), lr=11.0)
@@ -67,7 +66,6 @@ class LARS(MasterOptimizer):
         adapt: bool = True,
         adapt_bias_norm: bool = False,
         fused: bool | None = None,
-        in_half: bool = False,
         foreach: bool | None = None,
         maximize: bool = False,
     ) -> None:
@@ -75,7 +73,7 @@ class LARS(MasterOptimizer):
             lr, momentum, weight_decay, trust_coefficient, eps, nesterov, lr_in_momentum, clip, adapt
         )._asdict()  # fmt: skip
         super().__init__(
-            params, defaults, fused=fused, in_half=in_half, adapt_bias_norm=adapt_bias_norm,
+            params, defaults, fused=fused, adapt_bias_norm=adapt_bias_norm,
             foreach=foreach, maximize=maximize,
         )  # fmt: skip
 
@@ -91,7 +89,7 @@ class LARS(MasterOptimizer):
 
     def _run_foreach(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
         hypers = [self._hyper(group) for group in self.param_groups]
-        _run(rows, hypers, gates, outcome, self.in_half)
+        _run(rows, hypers, gates, outcome)
 
 
 class SGD(LARS):
@@ -106,7 +104,6 @@ class SGD(LARS):
         nesterov: bool = False,
         *,
         fused: bool | None = None,
-        in_half: bool = False,
         foreach: bool | None = None,
         maximize: bool = False,
     ) -> None:
@@ -119,20 +116,17 @@ class SGD(LARS):
             lr_in_momentum=False,
             adapt=False,
             fused=fused,
-            in_half=in_half,
             foreach=foreach,
             maximize=maximize,
         )
 
 
-def _run(
-    rows: Sequence[Row], hypers: Sequence[Hyper], gates: Gates, outcome: Outcome, in_half: bool
-) -> None:
+def _run(rows: Sequence[Row], hypers: Sequence[Hyper], gates: Gates, outcome: Outcome) -> None:
     """A step in torch's list operations: changes masters, momenta and parameters in place, or leaves them
     bit-identical. All norms come first, because one non-finite gradient skips all updates."""
     gradients = unscaled(rows, gates.grad_scale)
-    if in_half or any(hyper.adapt for hyper in hypers):
-        norms = norms_of(gradients, in_half)
+    if any(hyper.adapt for hyper in hypers):
+        norms = norms_of(gradients)
     else:  # used by the finite check only, which needs no accuracy
         norms = list(torch._foreach_norm(gradients, 2))
     allowed = check_finite(rows, norms, gates, outcome)
@@ -146,7 +140,7 @@ def _run(
         hyper = hypers[group]
         ratios: Tensor | None = None
         if hyper.adapt:
-            weights = torch.stack(norms_of([row.master for row in members], in_half))
+            weights = torch.stack(norms_of([row.master for row in members]))
             ratios = _trust_ratio(weights, torch.stack([norms[i] for i in positions]), hyper)
             put(outcome.ratios, members, ratios.float())
         pushes = _pushes(members, own, hyper, ratios)

@@ -22,7 +22,6 @@ from paceline.optim.fused import FusedStep, LarsStep
 from paceline.optim.fused_muon import MuonStep, products_unavailable, rows_are_outermost
 from paceline.optim.lars import LARS
 from paceline.optim.orthogonal import SharedProducts, is_matrix, orthogonalize
-from paceline.optim.settings import PRODUCTS
 from paceline.optim.state import (
     MASTER,
     MOMENTUM,
@@ -55,6 +54,9 @@ def split_matrices(group: dict[str, Any], least_dims: int) -> tuple[list[Any], l
         chosen = group.get("role") != BIAS_NORM and is_matrix(p) and p.dim() >= least_dims
         (orthogonal if chosen else rest).append(entry)
     return orthogonal, rest
+
+
+PRODUCTS = ("auto", "kernels", "torch")
 
 
 class Muon(LARS):

@@ -16,6 +16,11 @@ from paceline.optim.lars import SGD_SHARE, sgd_share
 from paceline.optim.settings import CYCLES, OPTIMIZERS_OF_SVRG, OptimSettings
 from paceline.optim.svrg import DRAW
 
+# Of `one_cycle` and `triangular`: lowest rate of a cycle, as a share of the peak rate.
+CYCLE_FLOOR = 0.1
+# Of `one_cycle`: share of the run after the cycle, in which the rate falls on to `lr_end`.
+CYCLE_TAIL = 0.1
+
 
 def set_rate(
     optimizer: torch.optim.Optimizer, rate: float, others: Mapping[str, float] | None = None
@@ -142,8 +147,8 @@ class LrSchedule:
         return end + (self.peak - end) * 0.5 * (1.0 + math.cos(math.pi * (1.0 - left)))
 
     def _cycled(self, time: float) -> float:
-        floor = self.peak * self.settings.cycle_floor
-        tail = self.settings.cycle_tail * self.total_steps
+        floor = self.peak * CYCLE_FLOOR
+        tail = CYCLE_TAIL * self.total_steps
         if self.settings.schedule == "one_cycle" and time > self.total_steps - tail:
             left = max((self.total_steps - time) / tail, 0.0)
             return self.settings.lr_end + (floor - self.settings.lr_end) * left
@@ -152,7 +157,7 @@ class LrSchedule:
     def _height(self, time: float) -> float:
         """Between the floor of a cycle, 0, and its peak, 1."""
         if self.settings.schedule == "one_cycle":
-            whole = max((1.0 - self.settings.cycle_tail) * self.total_steps, 1.0)
+            whole = max((1.0 - CYCLE_TAIL) * self.total_steps, 1.0)
             return max(1.0 - abs(2.0 * time / whole - 1.0), 0.0)
         cycles, share = divmod(time / (self.settings.cycle_epochs * self.steps_per_epoch), 1.0)
         return float(self.settings.cycle_decay**cycles) * (1.0 - abs(2.0 * share - 1.0))

@@ -16,7 +16,7 @@ from paceline.optim.batch_growth import BATCH_RATES, BatchGrowth
 ANCHORED = ("halp", "lp_svrg", "svrg")
 OPTIMIZERS_OF_SVRG = (*ANCHORED, "lp_sgd")
 OPTIMIZERS_OF_SGD = ("lars", "muon", "rmsprop_warmup", "sgd", *OPTIMIZERS_OF_SVRG)
-# Those without Triton kernels and without a form in half precision.
+# Those without Triton kernels.
 WITHOUT_KERNELS = ("rmsprop_warmup", *OPTIMIZERS_OF_SVRG)
 OPTIMIZERS = ("adamw", "lamb", *OPTIMIZERS_OF_SGD)
 # Peak rates at a batch of 256 where `lr_base` is not set: DeiT's, and that of "ResNet strikes back".
@@ -26,27 +26,24 @@ ORTHOGONALS = ("filters", "all", "auto")
 SCALINGS = ("off", "auto")
 SHARES = ("auto", "on", "off")
 STEPS = ("relative", "fixed", "auto")
-PRODUCTS = ("auto", "kernels", "torch")
 CYCLES = ("one_cycle", "triangular")
 SCHEDULES = ("constant", "cosine", "piecewise", "poly", "range", "step", *CYCLES)
 # Settings that only some optimizers, or schedules, read.
-_WITH_TRUST_RATIO = ("lamb", "lars", "muon")
 _OF_OPTIMIZERS = {
     "momentum": OPTIMIZERS_OF_SGD, "nesterov": ("lars", "muon", "sgd"),
     "beta1": ("adamw", "lamb"), "beta2": ("adamw", "lamb"),
     "adam_eps": ("adamw", "lamb", "rmsprop_warmup"), "bits": ("halp", "lp_svrg", "lp_sgd"),
-    "halp_mu": ("halp",), "lp_span": ("lp_svrg", "lp_sgd"), "center_epochs": ANCHORED,
-    "trust_coefficient": ("lars", "muon"), "eps": _WITH_TRUST_RATIO,
-    "adapt_bias_norm": _WITH_TRUST_RATIO, "lr_in_momentum": ("lars",), "clip": ("lars", "lamb"),
-    "orthogonal": ("muon",), "muon_steps": ("muon",), "muon_products": ("muon",),
-    **dict.fromkeys(("rms_rate", "rms_beta", "rms_center_epochs", "rms_width_epochs"),
+    "halp_mu": ("halp",), "center_epochs": ANCHORED,
+    "trust_coefficient": ("lars", "muon"), "adapt_bias_norm": ("lamb", "lars", "muon"),
+    "clip": ("lars", "lamb"), "orthogonal": ("muon",), "muon_steps": ("muon",),
+    **dict.fromkeys(("rms_center_epochs", "rms_width_epochs"),
                     ("rmsprop_warmup",)),
 }  # fmt: skip
 _OF_SCHEDULES = {
     "decay_epochs": ("step", "piecewise"), "decay_factors": ("piecewise",), "decay_rate": ("step",),
     "poly_power": ("poly",), "lr_end": ("cosine", "poly", "one_cycle"),
-    "decay_over_epochs": ("cosine", "poly"), "cycle_floor": CYCLES, "cycle_momentum": CYCLES,
-    "cycle_tail": ("one_cycle",), "cycle_epochs": ("triangular",), "cycle_decay": ("triangular",),
+    "decay_over_epochs": ("cosine", "poly"), "cycle_momentum": CYCLES,
+    "cycle_epochs": ("triangular",), "cycle_decay": ("triangular",),
     "range_lr": ("range",), "range_steps": ("range",),
 }  # fmt: skip
 
@@ -99,15 +96,8 @@ class OptimSettings:
     16."""
     halp_mu: float = 0.1
     """`halp`: assumed strong convexity μ; the offset reaches ‖full gradient‖ / μ."""
-    lp_span: float = 0.0
-    """`lp_svrg` and `lp_sgd`: largest weight that the integers hold; 0 takes twice the largest initial
-    weight of each tensor."""
     center_epochs: float = 1.0
     """`svrg`, `halp` and `lp_svrg`: epochs from one full gradient to the next."""
-    rms_rate: float = 3e-4
-    """`rmsprop_warmup`: learning rate of its RMSprop part."""
-    rms_beta: float = 0.99
-    """`rmsprop_warmup`: decay of the average of squared gradients."""
     rms_center_epochs: float = 10.0
     """`rmsprop_warmup`: epoch at which SGD and RMSprop have equal shares."""
     rms_width_epochs: float = 5.0
@@ -140,13 +130,9 @@ class OptimSettings:
     decay_factors: tuple[float, ...] = (0.5, 0.075, 0.01, 0.001)
     """`piecewise`: shares of the peak rate, before the first of `decay_epochs` and from each of
     them on."""
-    cycle_floor: float = 0.1
-    """`one_cycle` and `triangular`: lowest rate of a cycle, as a share of the peak rate."""
     cycle_momentum: tuple[float, ...] = (0.85, 0.95)
     """`one_cycle` and `triangular`: momentum (β₁ of AdamW and LAMB) at the highest and at the lowest
     rate of a cycle; an empty list keeps `momentum`."""
-    cycle_tail: float = 0.1
-    """`one_cycle`: share of the run after the cycle, in which the rate falls on to `lr_end`."""
     cycle_epochs: float = 8.0
     """`triangular`: epochs of one cycle, up and down."""
     cycle_decay: float = 1.0
@@ -174,10 +160,6 @@ class OptimSettings:
     / first batch), `sqrt`, or `auto` (`linear` with a rule such as `x4`, else `constant`)."""
     trust_coefficient: float = 0.001
     """Trust coefficient η of LARS and Muon; LAMB has none."""
-    eps: float = 0.0
-    """Added to the denominator of the trust ratio."""
-    lr_in_momentum: bool = True
-    """LARS: multiply by the learning rate before the momentum (MLPerf, TF2) instead of after it."""
     clip: bool = False
     """LARS and LAMB: limit the local learning rate to the global one, as in LARC."""
     adapt_bias_norm: bool = False
@@ -192,13 +174,6 @@ class OptimSettings:
     share_products: str = "auto"
     """Muon: ranks share the matrix products out, each computes its part and all get the
     results: `on`, `off`, or `auto` (with several ranks, unless they share a GPU or use Gloo on GPUs)."""
-    muon_products: str = "auto"
-    """Muon on a GPU: matrix products by Triton's `kernels` or by `torch`; `auto`: kernels, unless ranks
-    share the products out."""
-    trust_log_interval: int = 0
-    """Steps between two records of the trust ratios in `metrics.jsonl`; 0 records none."""
-    in_half: bool = False
-    """Ablation: compute the update in the parameters' own format, without master weights."""
     fused: str = "auto"
     """Implementation of the update: `triton`, `foreach`, or `auto` (Triton on a GPU where it is
     installed)."""
@@ -270,8 +245,8 @@ def check_optim(optim: OptimSettings) -> None:
     if optim.nesterov and optim.momentum == 0:
         raise check.error("nesterov", "needs momentum", "set optim.momentum = 0.9")
     for name in (
-        "weight_decay", "warmup_epochs", "warmup_start", "lr_end", "poly_power", "eps",
-        "trust_log_interval", "clip_norm", "adam_eps", "rms_rate", "rms_center_epochs", "lp_span",
+        "weight_decay", "warmup_epochs", "warmup_start", "lr_end", "poly_power", "clip_norm",
+        "adam_eps", "rms_center_epochs",
     ):  # fmt: skip
         check.number(name, "0 or more")
     check.number("warmup_max_share", "in (0, 1]", "try 0.2")
@@ -286,15 +261,14 @@ def check_optim(optim: OptimSettings) -> None:
             "leave it unset to decay over the whole run",
         )
     check.number("rms_width_epochs", "above 0", "try 5")
-    for name in ("beta1", "beta2", "rms_beta"):
+    for name in ("beta1", "beta2"):
         check.number(name, "in [0, 1)")
     check.number("layer_decay", "in (0, 1]", "try 0.75, or 1 (off)")
     check.number("schedule_free", "in [0, 1)", "try 0.9")
-    if optim.schedule_free and (optim.schedule != "constant" or optim.in_half):
+    if optim.schedule_free and optim.schedule != "constant":
         raise check.error(
-            "in_half" if optim.in_half else "schedule", "does not go with optim.schedule_free",
-            "use optim.schedule = 'constant' and master weights",
-        )  # fmt: skip
+            "schedule", "does not go with optim.schedule_free", "use optim.schedule = 'constant'"
+        )
     _check_scaling(optim, check)
     _check_schedule(optim, check)
     _check_batches(optim, check)
@@ -326,8 +300,6 @@ def _check_schedule(optim: OptimSettings, check: SettingChecks) -> None:
         )  # fmt: skip
     if any(not 0 <= factor < float("inf") for factor in factors):
         raise ConfigError("optim.decay_factors", factors, "must be 0 or more")
-    check.number("cycle_floor", "in [0, 1]", "try 0.1")
-    check.number("cycle_tail", "in [0, 1)", "try 0.1")
     check.number("cycle_decay", "in (0, 1]", "try 0.5")
     check.number("cycle_epochs", "above 0", "try 8")
     momenta = list(optim.cycle_momentum)
@@ -394,23 +366,14 @@ def _check_svrg(optim: OptimSettings, check: SettingChecks) -> None:
 
 
 def _check_lars(optim: OptimSettings, check: SettingChecks) -> None:
-    if optim.trust_log_interval and optim.name not in ("lamb", "lars", "muon"):
-        raise check.error(
-            "trust_log_interval",
-            f"{optim.name} has no trust ratios",
-            "use optim.name = 'lars', or 0",
-        )
     check.number("trust_coefficient", "above 0", "try 0.001")
     check.known("fused", PATHS)
-    if optim.in_half and optim.fused == "triton":
-        raise check.error("fused", "has no kernels for optim.in_half", "use foreach")
 
 
 def _check_muon(optim: OptimSettings, check: SettingChecks) -> None:
     check.known("orthogonal", ORTHOGONALS)
     check.known("muon_steps", STEPS)
     check.known("share_products", SHARES)
-    check.known("muon_products", PRODUCTS)
     if optim.name != "muon":
         if optim.share_products == "on":
             raise check.error(
@@ -418,11 +381,10 @@ def _check_muon(optim: OptimSettings, check: SettingChecks) -> None:
                 "use optim.name = 'muon', or leave it out",
             )  # fmt: skip
         return
-    for name, wanted in (("clip", False), ("lr_in_momentum", True), ("in_half", False)):
-        if getattr(optim, name) != wanted:
-            raise check.error(
-                name, f"{optim.name} has no such form", "leave it out, or use optim.name = 'lars'"
-            )
+    if optim.clip:
+        raise check.error(
+            "clip", f"{optim.name} has no such form", "leave it out, or use optim.name = 'lars'"
+        )
 
 
 def _check_others(optim: OptimSettings, check: SettingChecks) -> None:
@@ -432,8 +394,6 @@ def _check_others(optim: OptimSettings, check: SettingChecks) -> None:
         )
     if optim.name in WITHOUT_KERNELS and optim.fused == "triton":
         raise check.error("fused", f"there are no kernels for {optim.name}", "use 'auto'")
-    if optim.in_half and (optim.name in WITHOUT_KERNELS or optim.name not in OPTIMIZERS_OF_SGD):
-        raise check.error("in_half", f"{optim.name} has no such form", "use optim.name = 'lars'")
     if optim.is_class and optim.lr is None and optim.has_default_base:
         check_module("optim.name", optim.name)
         raise check.error(

@@ -239,18 +239,21 @@ class StagedGradients:
         return copy.copy_(gradient)
 
 
-def create_state(
-    parameter: Tensor, state: State, buffers: Sequence[str], in_half: bool = False
-) -> None:
+def _state_format(parameter: Tensor) -> torch.dtype:
+    """fp32, or the format of a parameter that is wider."""
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def create_state(parameter: Tensor, state: State, buffers: Sequence[str]) -> None:
     """Adds what `state` lacks: `buffers` of zeros, and the master as a copy of the parameter."""
     require_dense(parameter)
-    kind = parameter.dtype if in_half else torch.float32
+    kind = _state_format(parameter)
     for name in buffers:
         if state.get(name) is None:
             state[name] = torch.zeros_like(
                 parameter, dtype=kind, memory_format=torch.preserve_format
             )
-    if parameter.dtype in HALVES and not in_half and state.get(MASTER) is None:
+    if parameter.dtype in HALVES and state.get(MASTER) is None:
         state[MASTER] = parameter.detach().to(torch.float32, memory_format=torch.preserve_format)
 
 
@@ -260,7 +263,6 @@ def restore_state(
     old: Mapping[Tensor, State],
     new: dict[Tensor, State],
     keys: Sequence[str],
-    in_half: bool = False,
 ) -> None:
     """Replaces the state in `new`, which torch has cast to the parameters' formats, by the saved fp32
     values of the masters and of `keys`.
@@ -275,7 +277,7 @@ def restore_state(
         if source is None:
             continue
         state, kept = new[parameter], old.get(parameter, {})
-        own_master = in_half or parameter.dtype not in HALVES
+        own_master = parameter.dtype not in HALVES
         for key in (MASTER, *keys):
             value = source.get(key)
             if key == MASTER and value is None and not own_master and MASTER in kept:
@@ -286,11 +288,10 @@ def restore_state(
                 continue
             target = kept.get(key)
             if target is None:
-                kind = parameter.dtype if in_half else torch.float32
                 same = torch.as_tensor(value).shape == parameter.shape
                 like = parameter if same and key != STEP else parameter.new_empty(value.shape)
                 target = torch.empty_like(
-                    like, dtype=kind, memory_format=torch.preserve_format
+                    like, dtype=_state_format(parameter), memory_format=torch.preserve_format
                 ).detach()
             target.copy_(torch.as_tensor(value))
             state[key] = target
@@ -338,9 +339,7 @@ def put(vector: Tensor, rows: Sequence[Row], values: Tensor) -> None:
     vector.copy_(torch.stack(entries))
 
 
-def norms_of(tensors: Sequence[Tensor], in_half: bool = False) -> list[Tensor]:
-    if in_half:  # squares and sums overflow the half format: the point of the ablation
-        return [(tensor * tensor).sum().sqrt() for tensor in tensors]
+def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     if not tensors or not on_host(tensors[0].device):
         return list(torch._foreach_norm(list(tensors), 2))
     return accurate_norms(tensors)

@@ -104,7 +104,7 @@ class SVRG(MasterOptimizer):
             raise ValueError(f"span = {span}: must be 0 (automatic) or more")
         self.form, self.bits, self._span, self._seed = form, bits, span, seed
         defaults = {**SvrgHyper(lr, weight_decay, mu)._asdict(), DRAW: 0}
-        super().__init__(params, defaults, fused=False, in_half=True)
+        super().__init__(params, defaults, fused=False)
 
     @property
     def anchored(self) -> bool:

@@ -105,7 +105,7 @@ def _problem(dtype: torch.dtype, device: torch.device) -> str:
 
 
 class LossScale:
-    """Dynamic if the policy needs a scale and the settings give none, else constant.
+    """Dynamic if the policy needs a scale, else 1.
 
     The scale is updated on the device from a flag that is equal on all ranks, without
     synchronization. A step over fewer samples than the global batch divides its loss by fewer
@@ -119,12 +119,10 @@ class LossScale:
         """`fp16_travels`: gradients are exchanged in fp16, which has the same small range as
         computing in it."""
         scales = policy.scales_loss or fp16_travels
-        self.dynamic = scales and settings.loss_scale is None
+        self.dynamic = scales
         start = settings.loss_scale_init if scales else 1.0
-        if settings.loss_scale is not None:
-            start = settings.loss_scale
         self._interval = settings.loss_scale_interval
-        self.floor, self.ceiling = settings.loss_scale_min, settings.loss_scale_max
+        self.floor, self.ceiling = settings.LOWEST_SCALE, settings.HIGHEST_SCALE
         self.value = torch.tensor(start, device=policy.device)
         # Multiplies the loss of the current step and divides its gradients.
         self.step_value = self.value.clone()
@@ -155,18 +153,14 @@ class LossScale:
         self._quiet_steps.copy_(torch.where(free, restart, self._quiet_steps))
 
     def describe(self) -> str:
-        scale = float(self.value)
-        if self.dynamic:
-            return f"dynamic, from {scale:g}"
-        return f"constant {scale:g}" if scale != 1.0 else "none"
+        return f"dynamic, from {float(self.value):g}" if self.dynamic else "none"
 
     def state(self) -> dict[str, float]:
         quiet = float(self._quiet_steps) if self.dynamic else -1.0
         return {"scale": float(self.value), "quiet_steps": quiet}
 
     def restore(self, state: dict[str, float]) -> None:
-        """A constant scale keeps its settings, and a dynamic one ignores the state of a constant
-        one."""
+        """A dynamic scale ignores the state of a run without one."""
         if self.dynamic and state["quiet_steps"] >= 0:
             self.value.fill_(min(max(state["scale"], self.floor), self.ceiling))
             self._quiet_steps.fill_(state["quiet_steps"])

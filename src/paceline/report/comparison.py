@@ -34,7 +34,7 @@ _SECTIONS = (
     "optim", "precision", "model", "data", "run", "comm", REHEARSED, RANKS, "checkpoint", "rehearse",
 )  # fmt: skip
 _MINOR = (
-    "run.batch_size", "run.rebalance", "run.threads", "data.workers", "data.prefetch_batches",
+    "run.batch_size", "run.rebalance", "run.threads", "data.workers",
 )  # fmt: skip
 # Every label has those of these in which rows differ.
 _ALWAYS = ("optim.name", GLOBAL_BATCH, "optim.lr", "optim.lr_base")

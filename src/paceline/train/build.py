@@ -93,9 +93,6 @@ def build(
         sizes = resolve_batch_sizes(*asked, samples=samples)
         if scaling and checkpoint is not None and folder.resume_from is not None:
             check_pinned(checkpoint, config, folder.resume_from)
-        if checkpoint is not None and "warmup_max_share" not in checkpoint.config.get("optim", {}):
-            # The checkpoint is older than this setting, and continues with its own schedule.
-            config = config.with_values({"optim.warmup_max_share": 1.0})
         return _assemble(
             config, group, stop, sizes, replace(inputs, folder=folder), checkpoint, components,
             scaling, startup,

@@ -36,11 +36,7 @@ from paceline.models import TensorFileError, load_tensors
 from paceline.version import __version__
 
 FORMAT = "paceline-checkpoint"
-VERSION = 3
-_WITH_EXCHANGE = 4  # a checkpoint with the state of an exchange, which other runs do not have
-_READABLE = (2, 3, 4)  # 2 has no average
-# Parts that a checkpoint may lack.
-_OPTIONAL = ("average", "exchange")
+VERSION = 4
 _FOREIGN = "load weights of other programs with --pretrained FILE"
 _OLDER = "resume from an older one with --resume FILE"
 _TYPES: dict[str, type] = {"world_size": int, "threads": int, "classes": list}
@@ -109,10 +105,7 @@ class Checkpoint:
         buffer = io.BytesIO()
         whole = self.with_tensors(lambda value, _: _not_expanded(value))
         table = {name: getattr(whole, name) for name in self.__dataclass_fields__}
-        if not self.exchange:
-            del table["exchange"]
-        version = _WITH_EXCHANGE if self.exchange else VERSION
-        head = {"format": FORMAT, "version": version, "sha256": content_hash(table)}
+        head = {"format": FORMAT, "version": VERSION, "sha256": content_hash(table)}
         torch.save({**head, **table}, buffer)
         return buffer.getbuffer()
 
@@ -126,26 +119,27 @@ class Checkpoint:
 
     @classmethod
     def from_bytes(cls, content: bytes, path: Path) -> Checkpoint:
-        """Raises a CheckpointError that distinguishes damaged files, foreign files and later
+        """Raises a CheckpointError that distinguishes damaged files, foreign files and other
         formats."""
         try:
             table = load_tensors(io.BytesIO(content))
             table = table if isinstance(table, dict) else {}
             ours = bool(table.get("format") == FORMAT)
             parts = {name: table[name] for name in cls.__dataclass_fields__ if name in table}
+            complete = len(parts) == len(cls.__dataclass_fields__)
             intact = ours and bool(table.get("sha256") == content_hash(parts))
         except Exception as error:  # noqa: BLE001  (unpickling damaged bytes can raise anything)
             raise _unreadable(path, content, error) from None
         if not ours:
             raise ForeignCheckpointError(f"{path} is not a Paceline checkpoint", _FOREIGN)
-        if table.get("version") not in _READABLE and not intact:
+        version = table.get("version")
+        if version != VERSION and not (intact and complete):
             raise CheckpointError(
-                f"{path} has format {table.get('version')}; Paceline {__version__} reads "
-                f"{' and '.join(str(version) for version in _READABLE)}",
+                f"{path} has format {version}; Paceline {__version__} reads {VERSION}",
                 "use the Paceline version that wrote it",
             )
-        # A later format has other parts; if our parts match the SHA-256, the version number is damaged.
-        if not intact or table.get("version") not in _READABLE:
+        # Other formats have other parts: if ours are complete and intact, the version number is damaged.
+        if not intact or version != VERSION:
             raise DamagedCheckpointError(
                 f"{path} is damaged: its content does not match its SHA-256", _OLDER
             )
@@ -177,7 +171,7 @@ def _check_types(parts: dict[str, Any], path: Path) -> None:
     wrong = [
         name
         for name in Checkpoint.__dataclass_fields__
-        if type(parts.get(name, {} if name in _OPTIONAL else None)) is not _TYPES.get(name, dict)
+        if type(parts.get(name)) is not _TYPES.get(name, dict)
     ]
     if wrong or not is_count(step):
         what = wrong[0] if wrong else "progress.step"
@@ -267,12 +261,11 @@ class CheckpointStore:
         found = (name.fullmatch(path.name) for path in self.folder.iterdir())
         return sorted(int(match[1]) for match in found if match)
 
-    def candidates(self, *, salvaged: bool) -> list[Path]:
+    def candidates(self) -> list[Path]:
         """Files to resume from, newest first; of one step, the regular checkpoint before the salvaged
         one. The best one is last, because its name has no step."""
         known = [(step, 1, self.path(step)) for step in self.steps()]
-        if salvaged:
-            known += [(step, 0, self.salvaged_path(step)) for step in self.salvaged_steps()]
+        known += [(step, 0, self.salvaged_path(step)) for step in self.salvaged_steps()]
         newest_first = [path for _, _, path in sorted(known, reverse=True)]
         return newest_first + [self.best] * self.best.is_file()
 

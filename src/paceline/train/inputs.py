@@ -271,11 +271,6 @@ def read_checkpoint(
         found = Checkpoint.from_bytes(sent, path)
         if config.optim.scaling == "off":  # else the settings are not known yet
             check_pinned(found, config, path)
-        if found.salvaged_by is not None and not config.checkpoint.accept_salvaged:
-            raise CheckpointError(
-                f"{path} was salvaged by rank {found.salvaged_by} and is not bit-exact",
-                "resume from a regular one, or use checkpoint.accept_salvaged=true",
-            )
         return found
 
     checkpoint = group.agree_on("checkpoint content", parse)

@@ -158,9 +158,7 @@ class TrainingLoop:
         for number in range(progress.step, t.plan.total_steps):
             t.step.launch(number, t.schedule.rate(number), t.schedule.others(number))
             pause = self._evaluation_is_due(number + 1) or self._save_is_due(number + 1)
-            stop = self._collect(
-                0 if pause or self._records.trust_is_due(number + 1) else t.step.lag
-            )
+            stop = self._collect(0 if pause else t.step.lag)
             if stop is None and self._save_owed and not pause:
                 # Requested by a signal; steps in flight complete first.
                 stop, pause = self._collect(0), True

@@ -170,12 +170,11 @@ def _holder(file: Path) -> str:
 
 # Settings that a resumed run may change while it remains the same run.
 LOCAL_SETTINGS = frozenset(
-    {"run.output", "run.resume", "run.log_interval", "run.tensorboard", "run.threads"}
+    {"run.output", "run.resume", "run.log_interval", "run.threads"}
     | {"run.trace", "run.trace_steps", "run.trackers", "run.watch", "run.watch_port"}
     | {"run.eval_details"}
     | {"checkpoint.on_sigusr1", "checkpoint.on_sigusr2", "checkpoint.background"}
-    | {"checkpoint.salvage", "checkpoint.accept_salvaged"}
-    | {"data.workers", "data.prefetch_batches", "data.read_retries", "checkpoint.keep"}
+    | {"checkpoint.salvage", "checkpoint.keep", "data.workers"}
     # Caches do not change batches.
     | {"data.cache", "data.cache_mib", "data.cache_dir", "data.cache_form"}
 )
@@ -189,7 +188,6 @@ _KERNEL_SETTINGS = frozenset(
 # other values.
 NEUTRAL_SETTINGS = LOCAL_SETTINGS | _KERNEL_SETTINGS | {
     "run.name", "run.device", "run.max_skipped_steps", "data.dir", "data.max_corrupt_share",
-    "optim.trust_log_interval",
     "comm.timeout_s", "comm.rendezvous_timeout_s",
     "checkpoint.interval_epochs", "checkpoint.interval_steps", "checkpoint.keep_best",
 }  # fmt: skip
@@ -288,25 +286,24 @@ def _choose(config: RunConfig, restarted: bool) -> RunFolder:
     resume = config.run.resume or ("auto" if restarted else "")
     output = Path(config.run.output) if config.run.output else None
     if resume and resume != "auto":
-        return _from_file(Path(resume), output, config if restarted else None)
+        return _from_file(Path(resume), output, restarted=restarted)
     if output is None:
         found, note = _unfinished(config) if resume == "auto" else (None, "")
         if found is None:
             return RunFolder(_new_folder(config.run.name), None, note)
-        return _resumed(found, config)
+        return _resumed(found)
     if not (output / "config.toml").exists():
         _make(output, exist_ok=True)
         return RunFolder(output, None)
     if resume == "auto":
-        return _resumed(output, config)
+        return _resumed(output)
     raise _occupied(output)
 
 
-def _from_file(file: Path, output: Path | None, restarted: RunConfig | None) -> RunFolder:
+def _from_file(file: Path, output: Path | None, *, restarted: bool) -> RunFolder:
     """Resumes the run of a given checkpoint, in its own folder unless another is given.
 
-    After a restart by the launcher (`restarted` is then the configuration), the run resumes from what
-    it has saved itself since.
+    After a restart by the launcher (`restarted`), the run resumes from what it has saved itself since.
     """
     if file.is_dir():
         newest = CheckpointStore(file / "checkpoints", 1).newest()
@@ -321,7 +318,7 @@ def _from_file(file: Path, output: Path | None, restarted: RunConfig | None) -> 
     elif (output / "config.toml").exists() and output.resolve() != home and not restarted:
         raise _occupied(output)
     _make(output, exist_ok=True)
-    since = _resumed(output, restarted) if restarted else None
+    since = _resumed(output) if restarted else None
     if since is None or since.resume_from is None:
         return RunFolder(output, file)
     return replace(since, older=(*since.older, file))
@@ -334,17 +331,13 @@ def _occupied(output: Path) -> ConfigError:
     )  # fmt: skip
 
 
-def _resumed(folder: Path, config: RunConfig) -> RunFolder:
+def _resumed(folder: Path) -> RunFolder:
     """Resumes from the newest checkpoint, with older ones as fallbacks."""
-    store, accepted = CheckpointStore(folder / "checkpoints", 1), config.checkpoint.accept_salvaged
-    found = store.candidates(salvaged=accepted)
+    store = CheckpointStore(folder / "checkpoints", 1)
+    found = store.candidates()
     if found == [store.best]:
         found = []  # killed between writing and linking it: the run starts over
-    note = ""
-    if not accepted and max(store.salvaged_steps(), default=-1) > max(store.steps(), default=-1):
-        name = store.salvaged_path(store.salvaged_steps()[-1]).name
-        note = f"{name} is newer but ignored (checkpoint.accept_salvaged = false)"
-    return RunFolder(folder, found[0] if found else None, note, tuple(found[1:]))
+    return RunFolder(folder, found[0] if found else None, older=tuple(found[1:]))
 
 
 def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
@@ -363,9 +356,6 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
         if not all(isinstance(table, dict) for table in there.values()):
             continue
         different = _differences(_identity(with_defaults(there)), wanted)
-        if "warmup_max_share" not in there.get("optim", {}):
-            # The run is older than this setting, and continues with its own schedule.
-            different = [name for name in different if name != "optim.warmup_max_share"]
         if not different:
             return folder, ""
         if _KERNEL_SETTINGS.issuperset(different):

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.comm.memory import Memory
-from paceline.config import RunConfig, with_defaults
+from paceline.config import RunConfig, refuse_removed, with_defaults
 from paceline.core.errors import CheckpointError
 from paceline.core.settings import flatten
-from paceline.data import BatchPlan, DataSettings
+from paceline.data import BatchPlan
 from paceline.models import load_tensors
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.muon import keep_step_factors
-from paceline.optim.settings import OptimSettings
 from paceline.optim.state import MASTER
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.precision.policy import LossScale
@@ -37,12 +36,11 @@ from paceline.train.weights import WeightAverage, full_state, restore_masters
 # Settings that a resumed run must not change: sample order, shapes of the weights or the meaning of the
 # step count would differ.
 PINNED = (
-    "run.seed", "model.name", "model.num_classes", "model.stem", "data.image_size", "data.channels",
-    "optim.name",
+    "run.seed", "model.name", "model.arguments", "model.freeze", "model.num_classes", "model.stem",
+    "data.image_size", "data.channels", "data.shuffle", "data.val_split", "optim.name",
+    "optim.orthogonal",  # determines the meaning of the momentum
 )  # fmt: skip
-# These as well; checkpoints older than the settings have their defaults.
-_PINNED_ORDER = ("shuffle", "val_split")
-_PINNED_SHARD_ORDER = ("shuffle_run", "shuffle_window_shards")
+_PINNED_WITH_SHARDS = ("data.shuffle_window_shards",)
 
 
 @dataclass
@@ -82,18 +80,11 @@ class Progress:
 
 def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
     """Raises CheckpointError for a checkpoint of another run, before anything is built from it."""
+    refuse_removed(checkpoint.config)
     there, here = flatten(checkpoint.config), config.flat()
-    for name in PINNED:
-        _compare(path, name, there.get(name), here.get(name))
     by_shards = config.data.shuffle == "shards"
-    for key in _PINNED_ORDER + (_PINNED_SHARD_ORDER if by_shards else ()):
-        name = f"data.{key}"
-        _compare(path, name, there.get(name, getattr(DataSettings, key)), here.get(name))
-    for key in ("arguments", "freeze"):
-        name = f"model.{key}"
-        _compare(path, name, there.get(name) or None, here.get(name) or None)
-    name = "optim.orthogonal"  # determines the meaning of the momentum
-    _compare(path, name, there.get(name, OptimSettings.orthogonal), here.get(name))
+    for name in PINNED + (_PINNED_WITH_SHARDS if by_shards else ()):
+        _compare(path, name, there.get(name), here.get(name))
 
 
 def changes(checkpoint: Checkpoint, config: RunConfig, ignored: Collection[str]) -> str:
@@ -232,7 +223,7 @@ class RunState:
         ):  # fmt: skip
             _compare(path, name, before, now)
         expected = min(batches.position(checkpoint.step), batches.total_samples)
-        there = flatten(checkpoint.config).get("optim.batch_schedule", "")
+        there = flatten(checkpoint.config).get("optim.batch_schedule")
         grows = bool(there) or bool(batches.growth)
         if grows and sampler["position"] != expected:
             raise CheckpointError(
@@ -384,8 +375,6 @@ class PinnedPlan:
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: RunConfig, world_size: int) -> PinnedPlan:
         there, here = flatten(checkpoint.config), config.flat()
-        # A checkpoint from before these settings was made as by their defaults, and pins what it has.
-        usual = RunConfig().flat()
-        same = all(there.get(name, usual.get(name)) == here.get(name) for name in _MAKE_PLANS)
+        same = all(there.get(name) == here.get(name) for name in _MAKE_PLANS)
         plan = FusionPlan.from_table(checkpoint.plan)
         return cls(plan, same and checkpoint.world_size == world_size)

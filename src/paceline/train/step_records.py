@@ -35,7 +35,6 @@ from paceline.core.events import (
     RanksEvent,
     StartEvent,
     StepEvent,
-    TrustEvent,
 )
 from paceline.core.host import HostLoad
 from paceline.models.resnet import fuse_norms
@@ -104,20 +103,11 @@ class StepRecords:
             self._rank_times.note(event)
         if outcome.save:
             self._write_recent_events()
-        if t.is_main and self.trust_is_due(progress.step):
-            ratios = t.step.update.optimizer.trust_ratios()
-            names = t.step.update.names
-            t.emit(TrustEvent(progress.step, dict(zip(names, ratios, strict=True))))
 
     def gather_times(self) -> None:
         """In a pause, when no step is in flight: a collective between steps would cost time."""
         if self._rank_times is not None:
             self._rank_times.gather()
-
-    def trust_is_due(self, step: int) -> bool:
-        """Reading the ratios synchronizes with the device, so it happens at intervals only."""
-        interval = self._t.config.optim.trust_log_interval
-        return interval > 0 and step % interval == 0
 
     def _noise_estimate(self, outcome: StepOutcome, samples: int) -> NoiseEstimate | None:
         """The estimate of one step, added to the running averages; None where there is none."""

@@ -30,7 +30,6 @@ from paceline.core.events import (
     MetricEvent,
     RanksEvent,
     StepEvent,
-    TrustEvent,
 )
 from paceline.core.files import whole_file
 from paceline.core.untrusted import one_line
@@ -43,13 +42,13 @@ _CLOSE_S = 20.0
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 _PREFIXES: dict[type[Event], str] = {
     StepEvent: "train", EvalEvent: "val", CheckpointEvent: "checkpoint", RanksEvent: "ranks",
-    TrustEvent: "trust", MetricEvent: "metric",
+    MetricEvent: "metric",
 }  # fmt: skip
 
 
 def scalars(event: Event) -> dict[str, float]:
     """All numbers of an event by name: `train/loss`, `train/input_stall_causes/decode`, `val/top1`,
-    `ranks/step_s/max`, `trust/conv1.weight`, `metric/NAME`. Those that are not finite are left out."""
+    `ranks/step_s/max`, `metric/NAME`. Those that are not finite are left out."""
     prefix = _PREFIXES.get(type(event))
     if prefix is None:
         return {}
@@ -59,8 +58,8 @@ def scalars(event: Event) -> dict[str, float]:
         if field.name == "step":
             continue
         if isinstance(value, dict):
-            # The values of a callback, and trust ratios, are the event itself.
-            inner = prefix if field.name in ("values", "ratios") else f"{prefix}/{field.name}"
+            # The values of a callback are the event itself.
+            inner = prefix if field.name == "values" else f"{prefix}/{field.name}"
             found |= {f"{inner}/{name}": float(number) for name, number in value.items()}
         elif isinstance(value, int | float):
             found[f"{prefix}/{field.name}"] = float(value)
@@ -283,16 +282,14 @@ class TrackerThread:
 
 def check_trackers(config: RunConfig) -> list[str]:
     """The trackers of a run; a ConfigError where the package of one is not installed."""
-    names = [*config.run.trackers, *(["tensorboard"] if config.run.tensorboard else [])]
-    for name in names:
+    for name in config.run.trackers:
         package = _PACKAGES.get(name)
         if package is not None and importlib.util.find_spec(package) is None:
-            setting = "run.trackers" if name in config.run.trackers else "run.tensorboard"
             raise ConfigError(
-                setting, name if setting == "run.trackers" else True, f"{package} is not installed",
+                "run.trackers", name, f"{package} is not installed",
                 f"pip install 'paceline[{name}]', or leave it out",
             )  # fmt: skip
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(config.run.trackers))
 
 
 def open_trackers(

@@ -20,7 +20,16 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from paceline.data.augment import FIRST_TRY, FLIP, LEFT, TOP, TRIES, central_box, draws
+from paceline.data.augment import (
+    CROP_RATIO,
+    FIRST_TRY,
+    FLIP,
+    LEFT,
+    TOP,
+    TRIES,
+    central_box,
+    draws,
+)
 from paceline.data.batch import ReusedMemory
 from paceline.data.decode.library import down_first
 from paceline.data.order import Int64
@@ -58,7 +67,7 @@ class AugmentNumbers:
             out[-2:] = (rows[:, -2:].T * settings.image_size).astype(np.int64) - side // 2
         if self._boxes:
             height, width = self._sides
-            out[1:5] = random_boxes(width, height, rows, settings.crop_scale, settings.crop_ratio)
+            out[1:5] = random_boxes(width, height, rows, settings.crop_scale, CROP_RATIO)
             return
         padding = settings.crop_padding if settings.augment == "pad_crop" else 0
         for row, column in ((1, TOP), (2, LEFT)):

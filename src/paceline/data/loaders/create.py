@@ -36,6 +36,8 @@ from paceline.data.sources.base import Source
 
 _JPEG_NAMES = (".jpg", ".jpeg")
 _NAMES_LOOKED_AT = 64
+# Largest decoded split that `data.resident = "auto"` keeps on the device.
+RESIDENT_MAX_MIB = 4096
 
 
 def create_train_loader(
@@ -69,7 +71,6 @@ def create_train_loader(
         plan,
         rank=rank,
         first_step=first_step,
-        prefetch_batches=settings.prefetch_batches,
         max_corrupt_share=settings.max_corrupt_share,
     )
 
@@ -97,7 +98,6 @@ def create_eval_loader(
         rank=rank,
         world_size=world_size,
         batch_size=batch_size,
-        prefetch_batches=settings.prefetch_batches,
         max_corrupt_share=settings.max_corrupt_share,
     )
 
@@ -232,8 +232,8 @@ def _choose(
     if shape is None:
         return "not resident: no sample can be decoded"  # which the threads report
     size = mib(len(source), shape)
-    if wanted == "auto" and size > settings.resident_max_mib:
-        return f"not resident: {size:,.0f} MiB, over data.resident_max_mib"
+    if wanted == "auto" and size > RESIDENT_MAX_MIB:
+        return f"not resident: {size:,.0f} MiB, over {RESIDENT_MAX_MIB:,}"
     try:
         return resident_set(source, form, shape, settings.workers, device)
     except UnequalSizesError as error:

@@ -22,6 +22,9 @@ from paceline.data.decode.decoder import BatchInProgress, Decoder
 from paceline.data.order import BatchPlan, Int64, SampleOrder
 from paceline.data.prefetch import Job, Prefetcher, Progress
 
+# Micro-batches to prepare ahead.
+PREFETCH_BATCHES = 4
+
 _Job = Job[Chunk, Batch]
 # What says which samples a batch has: a position of the stream, or their indices.
 Samples = TypeVar("Samples")
@@ -127,7 +130,7 @@ class TrainLoader(_Base[int]):
         *,
         rank: int | Sequence[int],
         first_step: int = 0,
-        prefetch_batches: int = 4,
+        prefetch_batches: int = PREFETCH_BATCHES,
         max_corrupt_share: float = 0.01,
     ) -> None:
         super().__init__(decoder, order.count, prefetch_batches, max_corrupt_share)
@@ -177,7 +180,7 @@ class EvalLoader(_Base[Int64]):
         rank: int,
         world_size: int,
         batch_size: int,
-        prefetch_batches: int = 4,
+        prefetch_batches: int = PREFETCH_BATCHES,
         max_corrupt_share: float = 0.01,
     ) -> None:
         super().__init__(decoder, samples, prefetch_batches, max_corrupt_share)

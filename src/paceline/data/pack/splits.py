@@ -250,7 +250,7 @@ class OpenedFiles:
         facts = self._splits.get(split)
         if facts is None:
             return None
-        return _KINDS[facts.kind].from_facts(facts, Retry(self._settings.read_retries))
+        return _KINDS[facts.kind].from_facts(facts, Retry())
 
     def write(self) -> Path | None:
         """To a file that the processes of this host share and that the caller removes; None where there

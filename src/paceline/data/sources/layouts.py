@@ -148,7 +148,7 @@ def open_layout(
     directory = data_root(settings.dir)
     _check_directory(directory)
     kind = settings.source if settings.source != "auto" else detect(directory, split)
-    retry = Retry(settings.read_retries)
+    retry = Retry()
     if kind == "shards":
         return _shards(directory, split, classes, retry, keep_index)
     if kind == "cifar10":

@@ -29,6 +29,7 @@ TRANSIENT = frozenset(
         errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.ESHUTDOWN, errno.EREMOTEIO,
     }
 )  # fmt: skip
+READ_RETRIES = 6
 _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 5.0
 _PROBE_BYTES = 1024
@@ -42,7 +43,9 @@ class Retry:
     that lost its server; waits 0.1 s, 0.2 s, 0.4 s … at most 5 s between tries. Shared by all
     readers of a source."""
 
-    def __init__(self, retries: int, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(
+        self, retries: int = READ_RETRIES, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
         self.retries = retries
         self._sleep = sleep
         self._lock = threading.Lock()

@@ -1,0 +1,73 @@
+"""Settings that existed in earlier versions: the value that each always has now, and what to do instead.
+
+Configurations, run folders and checkpoints that name one with this value are read as before. Any other
+value is refused in one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.core.errors import ConfigError
+
+_ARGUMENT = "leave it out; in a loop of your own it is an argument of pl.LARS"
+_DEFAULT = "leave it out"
+
+REMOVED: Mapping[str, tuple[Any, str]] = {
+    "checkpoint.accept_salvaged": (True, "name another file with --resume FILE"),
+    "comm.hook": (
+        "none",
+        "leave it out; in a loop of your own, pl.DataParallel has register_comm_hook",
+    ),
+    "comm.powersgd_rank": (1, _DEFAULT),
+    "comm.powersgd_start_step": (100, _DEFAULT),
+    "comm.local_steps": (4, _DEFAULT),
+    "comm.local_start_step": (100, _DEFAULT),
+    "comm.local_group_size": (1, _DEFAULT),
+    "data.crop_ratio": ([3 / 4, 4 / 3], _DEFAULT),
+    "data.prefetch_batches": (4, _DEFAULT),
+    "data.read_retries": (6, _DEFAULT),
+    "data.resident_max_mib": (4096, "use data.resident = 'on' or 'off'"),
+    "data.shuffle_run": (16, _DEFAULT),
+    "optim.cycle_floor": (0.1, _DEFAULT),
+    "optim.cycle_tail": (0.1, _DEFAULT),
+    "optim.eps": (0.0, _ARGUMENT),
+    "optim.in_half": (False, _DEFAULT),
+    "optim.lr_in_momentum": (True, _ARGUMENT),
+    "optim.lp_span": (0.0, _DEFAULT),
+    "optim.muon_products": ("auto", _DEFAULT),
+    "optim.rms_beta": (0.99, _DEFAULT),
+    "optim.rms_rate": (3e-4, _DEFAULT),
+    "optim.soap_interval": (10, _DEFAULT),
+    "optim.trust_log_interval": (0, "leave it out; optimizers have trust_ratios()"),
+    "precision.loss_scale": (None, "leave it out; use precision.loss_scale_init for the first one"),
+    "precision.loss_scale_max": (2.0**24, _DEFAULT),
+    "precision.loss_scale_min": (1.0, _DEFAULT),
+    "run.tensorboard": (False, "use run.trackers = ['tensorboard']"),
+    "run.weight_stream": ("off", _DEFAULT),
+}
+
+
+def without_removed(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the sections without removed settings that have the value that applies now."""
+    kept: dict[str, Any] = {}
+    for section, table in tables.items():
+        kept[section] = table
+        if isinstance(table, Mapping):
+            kept[section] = {k: v for k, v in table.items() if not _is_usual(f"{section}.{k}", v)}
+    return kept
+
+
+def refuse_removed(tables: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a removed setting that has another value than the one that applies now."""
+    for section, table in without_removed(tables).items():
+        for key in table if isinstance(table, Mapping) else ():
+            if (name := f"{section}.{key}") in REMOVED:
+                usual, remedy = REMOVED[name]
+                problem = f"is no longer a setting; it is always {usual!r}"
+                raise ConfigError(name, table[key], problem, remedy)
+
+
+def _is_usual(name: str, value: Any) -> bool:
+    return name in REMOVED and bool(value == REMOVED[name][0])

@@ -1,0 +1,69 @@
+"""Settings that were removed, in flags, files, run folders and checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import tomli_w
+
+from paceline.config import (
+    REMOVED,
+    SECTIONS,
+    RunConfig,
+    load_config,
+    merge,
+    stored_config,
+    unflatten,
+    with_defaults,
+)
+from paceline.core.errors import ConfigError
+from paceline.train import Checkpoint
+from paceline.train.run_state import check_pinned
+
+USUAL = unflatten({name: value for name, (value, _) in REMOVED.items() if value is not None})
+# Of a number, a text, a switch and a pair.
+OTHERS = {float: 0.75, int: 7, str: "other", bool: True, list: [0.1, 0.2], type(None): 7.0}
+
+
+def other(name: str) -> Any:
+    usual = REMOVED[name][0]
+    return not usual if isinstance(usual, bool) else OTHERS[type(usual)]
+
+
+def checkpoint_of(tables: dict[str, Any]) -> Checkpoint:
+    return cast("Checkpoint", SimpleNamespace(config=tables))
+
+
+def test_removed_settings_do_not_exist() -> None:
+    known = {f"{name}.{f.name}" for name, kind in SECTIONS.items() for f in fields(kind)}
+    assert not known & set(REMOVED)
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_another_value_is_refused_with_a_remedy(name: str, tmp_path: Path) -> None:
+    tables = unflatten({name: other(name)})
+    file = tmp_path / "old.toml"
+    file.write_text(tomli_w.dumps(tables))
+
+    for refused in (
+        lambda: load_config(None, {name: other(name)}),
+        lambda: load_config(str(file), {}),
+        lambda: stored_config(tables, {}, file, True),
+        lambda: check_pinned(checkpoint_of(tables), RunConfig(), file),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            refused()
+        assert (caught.value.field, bool(caught.value.remedy)) == (name, True)
+
+
+def test_the_value_that_applies_now_is_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "old.toml"
+    file.write_text(tomli_w.dumps(USUAL))
+    assert load_config(str(file), {"run.name": "run"}) == load_config(None, {})
+    assert stored_config(USUAL, {}, file, True) == RunConfig()
+    assert with_defaults(USUAL) == RunConfig().to_tables()
+    check_pinned(checkpoint_of(merge(RunConfig().to_tables(), USUAL)), RunConfig(), file)
