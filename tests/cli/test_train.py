@@ -24,9 +24,9 @@ def test_recipe_and_data() -> None:
 
 
 def test_ranks_get_the_command_line_without_the_options_that_start_them() -> None:
-    given = ["train", "--ranks", "2", "-b", "8", "--hosts=3", "q", "--ranks-per-host", "1"]
-    assert without_options(given, ("--ranks", "--hosts")) == [
-        "train", "-b", "8", "q", "--ranks-per-host", "1"
+    given = ["train", "--ranks", "2", "-b", "8", "--nproc-per-node=3", "q", "--epochs", "1"]
+    assert without_options(given, ("--ranks", "--nproc-per-node")) == [
+        "train", "-b", "8", "q", "--epochs", "1"
     ]  # fmt: skip
 
 
