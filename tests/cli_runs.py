@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fork_server import Child, Request, shared_server
-from paceline.bench.cluster import EmulatedCluster
 from ranks import free_port
+
+if TYPE_CHECKING:
+    from benchmarks.cluster import EmulatedCluster
 
 _LAUNCHER_PREFIXES = ("SLURM_", "OMPI_", "PMI", "PRTE_", "TORCHELASTIC_", "PACELINE_", "PET_")
 _LAUNCHER_NAMES = {

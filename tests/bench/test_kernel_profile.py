@@ -1,4 +1,4 @@
-"""`paceline bench kernels`: the bytes of a call, kernels joined with the calls that launched them, and
+"""`benchmarks.kernels`: the bytes of a call, kernels joined with the calls that launched them, and
 the rows of a step."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline.bench.kernels import Call, CallCounter, Launched, attributed, grouped, profile_step
+from benchmarks.kernels import Call, CallCounter, Launched, attributed, grouped, profile_step
 from paceline.bench.step import StepRow
 from paceline.models.cudnn_graphs import Graph, Plan
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench import one_gpu
+from benchmarks import one_gpu
 
 
 def test_mps_restarts_once_for_each_attempt(

@@ -1,4 +1,4 @@
-"""`paceline bench step` and `optimizer`: rows, rows that cannot be measured, and what is timed."""
+"""`paceline bench step`: rows, rows that cannot be measured, and what is timed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-from paceline.bench.optimizer import measure_all
 from paceline.bench.step import (
     RowProcess,
     StepRow,
@@ -19,7 +17,7 @@ from paceline.bench.step import (
     measure_rows,
     ratios,
 )
-from paceline.bench.timing import Times, device_times, steady_times
+from paceline.bench.timing import Times, steady_times
 from paceline.core.errors import ConfigError
 from ranks import run_ranks
 
@@ -134,43 +132,10 @@ def test_ratios_are_against_the_fastest_peer() -> None:
     assert found["ours / plain tf32 default"] == pytest.approx(5.0)
 
 
-def test_all_ways_are_measured_and_the_bytes_are_those_of_one_update() -> None:
-    found = measure_all("resnet_tiny", torch.device("cpu"), amp_dtype="fp32", repeats=2, warm_up=1)
-    names = [row["name"] for row in found["rows"]]
-    assert names == [
-        "ours lars",
-        "ours sgd",
-        "ours muon",
-        "ours adamw",
-        "ours lamb",
-        "torch fused sgd",
-        "torch fused adamw",
-        "lars, a loop over tensors",
-    ]
-    assert all(row["ms"] > 0 for row in found["rows"])
-    assert found["bytes"] == found["elements"] * (4 + 4 + 4 * 5)
-    half = measure_all("resnet_tiny", torch.device("cpu"), amp_dtype="bf16", repeats=1, warm_up=1)
-    assert half["bytes"] == half["elements"] * (2 + 4 + 2 + 4 * 4 + 2)
-
-
 def test_median_and_spread_ignore_a_straggler() -> None:
     times = Times(tuple([1.0] * 19 + [50.0]))
     assert times.median == 1.0
     assert times.spread == (1.0, 1.0)
-
-
-def test_the_warm_up_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[float] = []
-    now = [0.0]
-    monkeypatch.setattr("paceline.bench.timing.time.perf_counter", lambda: now[0])
-
-    def work() -> None:
-        calls.append(now[0])
-        now[0] += 100.0 if len(calls) <= 2 else 1.0
-
-    times = device_times(work, torch.device("cpu"), repeats=3, warm_up=2)
-    assert len(calls) == 5
-    assert times.seconds == (1.0, 1.0, 1.0)
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])

@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cluster import EmulatedCluster, why_unavailable
 from chaos.job import INTERVAL_STEPS, Job, Place, Way
 from fork_server import ForkServer
-from paceline.bench.cluster import EmulatedCluster, why_unavailable
 from ranks import free_port
 
 # Of 100 disturbances of several ranks. Some are left out where they do not apply.

@@ -22,7 +22,7 @@ REFERENCE = Reference(1.0, 0.2, {"steps": 9}, {step: 1 / step for step in range(
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # processes by the dozen, on a machine that may be busy
 def test_a_few_trials(tmp_path: Path) -> None:
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), str(ROOT)])
     out = tmp_path / "trials.jsonl"
     command = [
         sys.executable,

@@ -10,7 +10,6 @@ import pytest
 
 from cli_runs import Call, run
 from data_sets import write_shards
-from paceline.bench.cluster import why_unavailable
 from paceline.plan import ClusterFacts, PlanFile
 
 TINY = ("--model", "resnet_tiny", "--device", "cpu")
@@ -42,62 +41,22 @@ def test_step(call: Call) -> None:
     assert report["settings"]["batch_size"] == 4
 
 
-def test_kernels(call: Call) -> None:
-    words = ("bench", "kernels", *TINY, "--image-size", "28", "--classes", "5", "-b", "2", "--steps",
-             "1", "--warm-up", "1", "--top", "2")  # fmt: skip
-    done = call(*words, "--set", "optim.name=sgd")
-    assert done.code == 0, done.err
-    assert "sgd, foreach" in done.out
-    # Which rows come first follows the load of the host.
-    assert done.out.count("%") == 2
-    found = json.loads(call(*words, "--json").out)
-    assert {"convolution", "convolution_backward"} < {row["call"] for row in found["rows"]}
-    assert found["settings"]["batch_size"] == 2
-    for wrong, message in (
-        (("--set", "optim.nmae=sgd"), "optim.nmae"),
-        (("--set", "sgd"), "--set"),
-        (("--set", "model.name=resnet18"), "use --model"),
-        (("--set", "run.cuda_graphs=on"), "run.cuda_graphs = 'on': kernels inside of a graph"),
-        (("--set", "run.compile=model"), "run.compile = 'model': compiled kernels"),
-        (("--set", "model.norm_group=2"), "'model.norm_group': is not part of"),
-        (("--set", "optim.name=svrg", "--set", "optim.momentum=0"), "optim.name = 'svrg'"),
-        (("--steps", "0"), "--steps"),
-        (("--classes", "0"), "--classes"),
-    ):
-        failed = call(*words, *wrong)
-        assert failed.code == 2
-        assert message in failed.err
-        assert failed.err.count("\n") == 1
-
-
-def test_optimizer(call: Call) -> None:
-    done = call("bench", "optimizer", *TINY, "--repeats", "2")
-    assert done.code == 0, done.err
-    assert "ours lars" in done.out
-
-
 def test_input(call: Call, tmp_path: Path) -> None:
     write_shards(tmp_path / "data")
     done = call(
-        *INPUT, "--seconds", "0.05", "--workers", "1,2", "--peers", "dataloader,webdataset",
-        "--peer-workers", "1", "--train-step", "resnet_tiny", "--steps", "1", "--warm-up", "1",
-        "--set", "optim.name=sgd", "--json",
+        *INPUT, "--seconds", "0.05", "--workers", "1,2", "--train-step", "resnet_tiny", "--steps", "1",
+        "--warm-up", "1", "--set", "optim.name=sgd", "--json",
     )  # fmt: skip
     assert done.code == 0, done.err
     report = json.loads(done.out)
-    names = [row["name"] for row in report["rows"]]
-    assert names[:3] == ["ours × 1", "ours × 2", "dataloader × 1"]
+    assert [row["name"] for row in report["rows"]] == ["ours × 1", "ours × 2"]
     assert all(len(row["rounds"]) == 1 for row in report["rows"])
-    assert any(name.endswith("/ dataloader × 1") for name in report["ratios"])
-    assert len(names) == 4 or "webdataset" in report["notes"][0]
     training = report["training"]
     rates = training["input_images_per_s"] / training["synthetic_images_per_s"]
     assert training["share"] == pytest.approx(rates)
     assert "sgd" in training["what"]
     assert report["versions"]["torch"]
-    plain = call(
-        *INPUT, "--seconds", "0.01", "--workers", "1", "--peers", "", "--decoder", "pillow"
-    )
+    plain = call(*INPUT, "--seconds", "0.01", "--workers", "1", "--decoder", "pillow")
     assert plain.code == 0, plain.err
     assert "ours × 1" in plain.out
 
@@ -106,7 +65,6 @@ def test_input(call: Call, tmp_path: Path) -> None:
     ("given", "said"),
     [
         (["--set", "optim.name=sgd"], "add --train-step MODEL"),
-        (["--set", "optim.name=sgd", "--synthetic-index", "9"], "leave out --synthetic-index"),
         (["--train-step", "resnet_tiny", "--set", "run.nonsense=1"], "unknown setting"),
         (["--train-step", "resnet_tiny", "--set", "model.name=resnet18"], "use --train-step"),
         (["--train-step", "resnet_tiny", "--set", "run.batch_size=8"], "use --batch-size"),
@@ -119,16 +77,10 @@ def test_input(call: Call, tmp_path: Path) -> None:
 def test_settings_of_a_step_are_checked_before_anything_is_measured(
     given: list[str], said: str, call: Call
 ) -> None:
-    done = call("bench", "input", "--data-dir", "no-such-folder", "--peers", "", *given)
+    done = call("bench", "input", "--data-dir", "no-such-folder", *given)
     assert done.code != 0
     assert done.err.count("\n") == 1
     assert said in done.err
-
-
-def test_input_memory_and_seek(call: Call) -> None:
-    done = call("bench", "input", "--synthetic-index", "3000", "--image-size", "8", "-b", "50")
-    assert done.code == 0, done.err
-    assert "3,000 samples" in done.out
 
 
 def test_allreduce_on_two_ranks(tmp_path: Path) -> None:
@@ -153,33 +105,6 @@ def test_allreduce_on_two_ranks(tmp_path: Path) -> None:
     assert [row["chosen"] for row in rows if "chosen" in row] == ["hierarchical", "ring"]
     assert report["cluster"]["ranks"] == 2
     assert report["versions"]["torch"]
-
-
-def test_exchange_on_two_ranks(tmp_path: Path) -> None:
-    report = report_of(
-        tmp_path, "bench", "exchange", "--model", "resnet_tiny", "--nproc-per-node", "2",
-        "--algorithm", "hierarchical", "--fusion-mib", "0.1", "--iterations", "2", "--warm-up", "1",
-    )  # fmt: skip
-    rows = {row["way"]: row for row in report["rows"]}
-    assert {"ddp", "ddp fp16 hook", "ours float32", "ours float16"} <= set(rows)
-    assert rows["ddp"]["speed_against_ddp"] == 1
-    assert "hierarchical" in rows["ours float16"]["about"]
-    assert all(len(row["samples_s"]) == 2 for row in rows.values())
-    assert report["bytes"] > 0
-
-
-def test_an_emulated_cluster(tmp_path: Path) -> None:
-    if reason := why_unavailable():
-        pytest.skip(f"no emulated cluster here: {reason}")
-    report = report_of(
-        tmp_path, "bench", "allreduce", "--hosts", "2", "--link-mbit", "100", "--bytes", "256KiB",
-        "--algorithms", "ring", "--iterations", "3", "--warm-up", "1",
-    )  # fmt: skip
-    assert (report["cluster"]["hosts"], report["cluster"]["ranks_per_host"]) == (2, [1, 1])
-    # Two hosts: each sends all bytes once, as does a ring of two.
-    assert [row["link_share"] * row["s"] for row in report["rows"]] == pytest.approx(
-        [row["bytes"] * 8 / 100e6 for row in report["rows"]]
-    )
 
 
 def test_one_file_from_tune_to_the_run(tmp_path: Path) -> None:
@@ -220,16 +145,15 @@ def test_one_file_from_tune_to_the_run(tmp_path: Path) -> None:
         ("step --model resnet51", "model.name = 'resnet51'"),
         ("step --row theirs", "--row = 'theirs'"),
         ("step --steps 0", "--steps = 0"),
-        ("optimizer --device gpu", "--device = 'gpu'"),
-        ("optimizer --amp-dtype fp8", "precision.amp_dtype = 'fp8'"),
-        ("input --peers dataloader", "--data-dir"),
+        ("step --device gpu", "--device = 'gpu'"),
+        ("input", "--data-dir"),
         ("input --data-dir data --split test", "--split = 'test'"),
         ("input --data-dir data --workers 0", "--workers = '0'"),
-        ("input --data-dir data --peers dali", "--peers = 'dali'"),
         ("input --data-dir data --decoder gif", "data.decoder = 'gif'"),
         ("input --data-dir data --device cpu --decoder nvjpeg", "nvjpeg"),
         ("input --data-dir none", "none"),
         ("allreduce", "--nproc-per-node"),
+        ("allreduce --nproc-per-node -1", "--nproc-per-node = -1"),
         ("allreduce --nproc-per-node 2 --algorithms rign", "--algorithms = 'rign'"),
         ("allreduce --ranks 2 --bytes 4q", "--bytes = '4q'"),
         ("allreduce --nproc-per-node 2 --factor 1", "--factor = 1.0"),
@@ -239,18 +163,11 @@ def test_one_file_from_tune_to_the_run(tmp_path: Path) -> None:
         ("allreduce --nproc-per-node 2 --sizes none.toml", "none.toml"),
         ("allreduce --nproc-per-node 2 --device gpu", "run.device = 'gpu'"),
         ("allreduce --nproc-per-node 2 --backend mpi", "comm.backend = 'mpi'"),
-        ("exchange --nproc-per-node 2 --model resnet51", "model.name = 'resnet51'"),
-        ("exchange --nproc-per-node 2 --algorithm rign", "comm.algorithm = 'rign'"),
-        ("exchange --nproc-per-node 2 --plan a --sizes b", "--sizes"),
-        ("exchange --nproc-per-node 2 --plan a", "comm.plan = 'a'"),
-        ("ddp --nproc-per-node 2 --block 0", "--block = 0"),
     ],
 )
 def test_mistakes_are_one_line(call: Call, tmp_path: Path, arguments: str, words: str) -> None:
     if "data-dir data" in arguments:
         write_shards(tmp_path / "data")
-    if arguments.startswith("input --data-dir"):
-        arguments = arguments.replace("input", "input --peers dataloader", 1)
     assert words in call("bench", *arguments.split()).error_line()
 
 

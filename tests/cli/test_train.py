@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from cli_runs import Call, events, small, summary
+from cli_runs import Call, events, is_launchers, small, summary
+from paceline.cli.options import is_rank
 from paceline.cli.train import resolve, without_options
+from paceline.core.errors import ConfigError
 
 
 def test_recipe_and_data() -> None:
@@ -24,10 +27,22 @@ def test_recipe_and_data() -> None:
 
 
 def test_ranks_get_the_command_line_without_the_options_that_start_them() -> None:
-    given = ["train", "--ranks", "2", "-b", "8", "--hosts=3", "q", "--ranks-per-host", "1"]
-    assert without_options(given, ("--ranks", "--hosts")) == [
-        "train", "-b", "8", "q", "--ranks-per-host", "1"
+    given = ["train", "--ranks", "2", "-b", "8", "--nproc-per-node=3", "q", "--epochs", "1"]
+    assert without_options(given, ("--ranks", "--nproc-per-node")) == [
+        "train", "-b", "8", "q", "--epochs", "1"
     ]  # fmt: skip
+
+
+def test_a_rank_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in filter(is_launchers, list(os.environ)):
+        monkeypatch.delenv(name)
+    assert not is_rank(2)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert is_rank(0)
+    with pytest.raises(ConfigError) as refused:
+        is_rank(2)
+    assert refused.value.field == "--nproc-per-node"
 
 
 def test_a_warm_up_that_would_fill_a_short_run_is_cut_and_shown(call: Call, tmp_path: Path) -> None:

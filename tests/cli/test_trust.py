@@ -96,8 +96,7 @@ RECIPE_COMMANDS = {
 CHECKPOINT_COMMANDS = {"eval": [], "predict": ["photo.png"], "export": ["net.onnx"]}
 OTHER_COMMANDS = {
     "recipes", "models", "report", "compare", "watch", "doctor", "plan", "profile", "pack", "inspect",
-    "bench allreduce", "bench ddp", "bench exchange", "bench input", "bench kernels", "bench optimizer",
-    "bench step",
+    "bench allreduce", "bench input", "bench step",
 }  # fmt: skip
 # Parameters of the public API that are paths; those of True are files that name code.
 PATHS = {

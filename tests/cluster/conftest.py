@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from benchmarks.cluster import why_unavailable
 from cluster.traces import hear_signals_as_usual
-from paceline.bench.cluster import why_unavailable
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,9 @@ import json
 import sys
 import time
 
+from benchmarks.cluster import EmulatedCluster
+from benchmarks.cluster.network import Namespace
 from cluster.traces import hear_signals_as_usual
-from paceline.bench.cluster import EmulatedCluster
-from paceline.bench.cluster.network import Namespace
 
 
 def main() -> None:

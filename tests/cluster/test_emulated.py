@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 
 import pytest
 
+from benchmarks.cluster import EmulatedCluster
+from benchmarks.cluster.network import Namespace
 from cluster.traces import PATIENCE_S, RANK_ENV, root_interfaces, traces
-from paceline.bench.cluster import EmulatedCluster
-from paceline.bench.cluster.network import Namespace
 from paceline.core.errors import ConfigError, LaunchError
 
 
@@ -92,7 +93,7 @@ def test_hosts_that_are_not_there() -> None:
 
 def call(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "paceline.bench.cluster", *arguments],
+        [sys.executable, "-m", "benchmarks.cluster", *arguments],
         env=os.environ | RANK_ENV, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
 
@@ -100,19 +101,32 @@ def call(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.usefixtures("_machine")
 def test_the_command_shows_rank_0_and_fails_with_any_rank() -> None:
     say = 'echo "rank $RANK of $WORLD_SIZE"; test $RANK = 0 && exit; sleep 1; echo bad >&2; exit 9'
-    done = call("--hosts", "1", "--ranks", "2", "--rate", "100mbit", "--", "sh", "-c", say)
+    flags = ["--torchrun", "--hosts", "1", "--ranks-per-host", "2", "--link-mbit", "100", "--"]
+    done = call(*flags, "sh", "-c", say)
     assert done.returncode == 1
     assert done.stdout == "rank 0 of 2\n"
     assert done.stderr == "rank 1: bad\npaceline: error: the exit codes are [1]\n"
 
 
 @pytest.mark.usefixtures("_machine")
+def test_a_benchmark_on_the_ranks_of_hosts() -> None:
+    flags = (
+        "--hosts 2 --link-mbit 100 -- -m paceline bench allreduce --bytes 256KiB --algorithms ring"
+    )
+    done = call(*flags.split(), "--iterations", "3", "--warm-up", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["cluster"]["hosts"], report["cluster"]["ranks_per_host"]) == (2, [1, 1])
+    assert [row["algorithm"] for row in report["rows"]] == ["native", "ring"]
+
+
+@pytest.mark.usefixtures("_machine")
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--ranks", "two"), "--ranks = 'two': is not a number"),
-        (("--rate", "200"), "rate = '200': is not a rate of a link"),
-        (("--hosts", "2", "--ranks", "1,1,1"), "ranks = [1, 1, 1]: does not fit 2 hosts"),
+        (("--ranks-per-host", "two"), "--ranks-per-host = 'two'"),
+        (("--link-mbit", "-1"), "rate = '-1.000000mbit'"),
+        (("--hosts", "2", "--ranks-per-host", "1,1,1"), "ranks = [1, 1, 1]"),
     ],
 )
 def test_bad_flags_of_the_command_are_one_line(flags: tuple[str, ...], words: str) -> None:

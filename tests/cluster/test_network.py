@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.cluster import EmulatedCluster, network, why_unavailable
+from benchmarks.cluster.network import bits_per_s, new_tag, owner_is_gone
 from cluster.traces import PATIENCE_S, RANK_ENV
-from paceline.bench.cluster import EmulatedCluster, network, why_unavailable
-from paceline.bench.cluster.network import bits_per_s, new_tag, owner_is_gone
 from paceline.core.errors import LaunchError
 
 KNOCK = "import socket, sys; socket.create_connection((sys.argv[1], 9), float(sys.argv[2]))"
@@ -66,7 +66,7 @@ def test_a_cut_link_loses_what_is_sent_until_it_is_mended() -> None:
         assert "ConnectionRefusedError" in knock(60)
 
 
-PRINT_A_TAG = "from paceline.bench.cluster.network import new_tag; print(new_tag(), end='')"
+PRINT_A_TAG = "from benchmarks.cluster.network import new_tag; print(new_tag(), end='')"
 
 
 def test_tags_differ() -> None:

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import faults
+from benchmarks.cluster import EmulatedCluster
+from benchmarks.cluster.network import Namespace
 from cli_runs import CliProcess, Done, small, started_ranks, steps
 from cluster.traces import PATIENCE_S, RANK_ENV, traces
-from paceline.bench.cluster import EmulatedCluster
-from paceline.bench.cluster.network import Namespace
 from paceline.comm.group import Group
 from paceline.comm.settings import CommSettings
 from paceline.core.errors import DataError

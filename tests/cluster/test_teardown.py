@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from benchmarks.cluster import EmulatedCluster
+from benchmarks.cluster.emulated import LiveClusters
+from benchmarks.cluster.network import Namespace
 from cluster.traces import PROGRAMS, RANK_ENV, assert_end, living, traces
-from paceline.bench.cluster import EmulatedCluster
-from paceline.bench.cluster.emulated import LiveClusters
-from paceline.bench.cluster.network import Namespace
 
 pytestmark = pytest.mark.usefixtures("_usual_signals")
 needs_machine = pytest.mark.usefixtures("_machine")

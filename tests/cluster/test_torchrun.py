@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.cluster import EmulatedCluster
 from cli_runs import small, started_ranks, summary
 from cluster.traces import PATIENCE_S, RANK_ENV, traces
-from paceline.bench.cluster import EmulatedCluster
 
 pytestmark = pytest.mark.usefixtures("_machine")
 PER_HOST = [2, 1]

@@ -12,13 +12,13 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from paceline.bench.cluster.network import Namespace
+from benchmarks.cluster.network import Namespace
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAMS = Path(__file__).parent
 # A machine that is busy with other things takes its time to import torch.
 PATIENCE_S = 200.0
-RANK_ENV = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])}
+RANK_ENV = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), str(ROOT)])}
 
 
 def traces(names: Iterable[str]) -> list[str]:

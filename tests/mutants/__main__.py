@@ -47,7 +47,7 @@ def main() -> int:
 def _copy(folder: Path) -> Path:
     """A tree of its own: ranks that tests start import what lies beside the tests."""
     ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("src", "tests"):
+    for name in ("src", "benchmarks", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder

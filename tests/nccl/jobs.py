@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.one_gpu import SharedGpuJob, start_mps, start_ranks, why_unavailable
+from benchmarks.one_gpu import SharedGpuJob, start_mps, start_ranks, why_unavailable
 
 ROOT = Path(__file__).parent.parent.parent
 needs_gpu = [
@@ -29,7 +29,7 @@ ERROR = "paceline: error: "
 
 
 def environment() -> dict[str, str]:
-    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
 
@@ -95,7 +95,7 @@ def torchrun(ranks: int, command: Sequence[str], *flags: str) -> subprocess.Pope
     start_mps()
     words = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-        str(ranks), *flags, "--no-python", sys.executable, "-m", "paceline.bench.one_gpu",
+        str(ranks), *flags, "--no-python", sys.executable, "-m", "benchmarks.one_gpu",
         "--wrap", "--", *command,
     ]  # fmt: skip
     return subprocess.Popen(

@@ -1,6 +1,6 @@
 """The options for several ranks, one after the other, in one job: a program for every rank.
 
-    python -m paceline.bench.one_gpu --ranks 2 -- tests/nccl/options.py --results FOLDER
+    python -m benchmarks.one_gpu --ranks 2 -- tests/nccl/options.py --results FOLDER
 
 Ranks start once. First the sum of an 8-bit format is compared with exact numbers, then every option of
 `OPTIONS` trains a small net for a few steps, as `paceline train` does. Each rank writes what its runs

@@ -1,6 +1,6 @@
 """The exchange of gradients case by case, on the ranks of one layout: a program for every rank.
 
-    python -m paceline.bench.one_gpu --ranks 2,2 -- tests/nccl/suite.py --results FILE
+    python -m benchmarks.one_gpu --ranks 2,2 -- tests/nccl/suite.py --results FILE
 
 Ranks start once and run every case of `cases.py`. Each case trains a small net for a few steps through
 the same parts as `paceline train` and checks, on every rank:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.one_gpu import SharedGpuJob, restart_mps
 from nccl.jobs import ROOT, check_ended, error_lines, finished, needs_gpu, start, torchrun, train
-from paceline.bench.one_gpu import SharedGpuJob, restart_mps
 
 pytestmark = [*needs_gpu, pytest.mark.timeout(180)]
 FAULTY = str(ROOT / "tests" / "nccl" / "faulty.py")

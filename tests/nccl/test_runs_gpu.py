@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.one_gpu import start_mps
 from nccl.jobs import (
     ROOT,
     check_quiet,
@@ -24,7 +25,6 @@ from nccl.jobs import (
     train,
     wait_for_steps,
 )
-from paceline.bench.one_gpu import start_mps
 
 pytestmark = [*needs_gpu, pytest.mark.timeout(180)]
 
@@ -109,7 +109,8 @@ def test_bench(what: str, tmp_path: Path) -> None:
         "allreduce": ["--bytes", "4KiB,4MiB", "--iterations", "5"],
         "exchange": ["--model", "resnet18", "--iterations", "3"],
     }
-    command = ["-m", "paceline", "bench", what, "--share-gpus", "--json", *flags[what]]
+    program = ["paceline", "bench", what] if what == "allreduce" else [f"benchmarks.{what}"]
+    command = ["-m", *program, "--share-gpus", "--json", *flags[what]]
     rows = json.loads(finished((2, 2), command, tmp_path))["rows"]
     assert len(rows) > 4
 

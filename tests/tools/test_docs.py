@@ -15,6 +15,7 @@ from paceline.config import SECTIONS, parse_assignment
 
 ROOT = Path(__file__).parents[2]
 TOP = [ROOT / name for name in ("README.md", "DESIGN.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+TOP.append(ROOT / "benchmarks/README.md")
 PAGES = [*TOP, *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 PRIVATE_TERMS = re.compile(
@@ -124,6 +125,13 @@ def test_tests_that_a_page_names_exist() -> None:
         named = row.split("|")[-2].strip().split(", ")
         assert all(re.fullmatch(r"tests/[\w/]+\.py", name) for name in named), row
         assert all((ROOT / name).is_file() for name in named), row
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_programs_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(r"\bbenchmarks\.(\w+)", page.read_text())
+    found = [ROOT / "benchmarks" / name for name in named]
+    assert all(path.is_dir() or path.with_suffix(".py").is_file() for path in found), named
 
 
 def test_call_paths_name_modules_that_exist() -> None:

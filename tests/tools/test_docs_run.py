@@ -1,8 +1,8 @@
 """The commands and programs of README and docs run as they are written, page by page: `make docs-test`.
 
 Commands that need data or packages that are not here (`DIR`, ImageNet recipes, timm) run with `--dry-run`
-on a few made-up photos, or are left out where they have no such flag. Commands with `--hosts` have tests
-of their own (tests/cluster); programs with an emulated cluster run where it can be created.
+on a few made-up photos, or are left out where they have no such flag. Programs of benchmarks/ run as they
+are, unless they start ranks; programs with an emulated cluster run where it can be created.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from benchmarks.cluster import why_unavailable
 from cli_runs import is_launchers
-from paceline.bench.cluster import why_unavailable
 from paceline.plan.plan_file import PlanFile
 from tools.test_docs import COMMANDS, PAGES, ROOT, blocks, shell_lines
 
@@ -34,7 +34,6 @@ MY_NET = (
 )
 # Without a run of the page itself.
 NEEDS = {"RUN": "run1", "runs/quickstart-001": "run1"}
-CLUSTER = ("--hosts",)  # network namespaces, for root alone
 # Stands for `torchrun … tune`: two ranks of this machine, few sizes, a small model.
 TUNE = (
     "tune --nproc-per-node 2 --model resnet_tiny --image-size 32 --classes 10 -b 4 --algorithms ring "
@@ -59,7 +58,7 @@ def home(tmp_path: Path) -> Path:
 
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not is_launchers(name)}
-ENVIRONMENT |= {"PYTHONPATH": str(ROOT / "src")}
+ENVIRONMENT |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
 
 
 def run(home: Path, words: list[str]) -> None:
@@ -97,7 +96,7 @@ def runnable(line: list[str], home: Path) -> list[str] | None:
     """The command with what is made up in place of placeholders; None where it cannot run here."""
     words = [word if (home / word).exists() else NEEDS.get(word, word) for word in line]
     text = " ".join(words)
-    if ("timm:" in text and find_spec("timm") is None) or any(flag in words for flag in CLUSTER):
+    if "timm:" in text and find_spec("timm") is None:
         return None
     if (
         words[0] in ("report", "predict", "export")
@@ -142,6 +141,8 @@ def test_commands_of_a_page(name: str, home: Path) -> None:
         if line.startswith("torchrun ") and " DIR" not in line:
             launched = shlex.split(line, comments=True)[1:]
             run(home, [sys.executable, "-m", "torch.distributed.run", *launched])
+        elif line.startswith("python -m benchmarks.") and " -- " not in line:
+            run(home, [sys.executable, *shlex.split(line, comments=True)[1:]])
 
 
 @pytest.mark.slow

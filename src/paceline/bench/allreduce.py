@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.bench.timing import RankGroup, Times, interleaved
 from paceline.comm.hybrid import HybridAllReduce, PlannedAllReduce, WireFormat
 from paceline.core.errors import CommError
-from paceline.plan.fusion_plan import ALL_TO_ALL, EIGHT_BIT, wire_bytes
+from paceline.plan.fusion_plan import ALL_TO_ALL, EIGHT_BIT
 from paceline.plan.size_table import SizeTable
 
 NATIVE = "native"
@@ -38,7 +38,6 @@ class AllReduceJob:
     iterations: int = 20
     warm_up: int = 3
     limit_s: float | None = None
-    link_mbit: float = 0.0
 
 
 class AllReduceBench:
@@ -84,21 +83,14 @@ class AllReduceBench:
 
     def _row(self, size: int, name: str, times: Times, native_s: float) -> dict[str, Any]:
         size = max(size // 4, 1) * 4
-        p, hosts = self._ranks.size, len(self._ranks.nodes)
-        median = times.median
-        row = {
+        p, median = self._ranks.size, times.median
+        return {
             "bytes": size, "algorithm": name, **times.to_row("s"),
             "algbw_gb_s": size / median / 1e9,
             "busbw_gb_s": size / median / 1e9 * 2 * (p - 1) / p,
             "speed_against_native": native_s / median,
             "samples_s": list(times.seconds),
         }  # fmt: skip
-        if self._job.link_mbit and hosts > 1:
-            wire = "float32" if name == NATIVE else self._job.wire
-            travels = wire_bytes(size // 4, "float32", wire)
-            least_s = 2 * (hosts - 1) / hosts * travels * 8 / (self._job.link_mbit * 1e6)
-            row["link_share"] = least_s / median
-        return row
 
 
 class _Quantized:

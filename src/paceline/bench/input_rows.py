@@ -1,4 +1,4 @@
-"""`paceline bench input`: rows (pipelines), how they are measured, and memory use of a long index.
+"""`paceline bench input`: rows (pipelines) and how they are measured.
 
 A row is measured in images/s that arrive as normalized tensors on the device. Prefetched batches are
 not counted, and the clock stops after the same number of batches from every worker.
@@ -6,47 +6,45 @@ not counted, and the clock stops after the same number of batches from every wor
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from paceline.data import (
+    Batch,
     BatchPlan,
     DataSettings,
-    Int64,
+    EvalBatches,
+    Normalizer,
     Source,
     Split,
     TrainBatches,
+    create_eval_loader,
     create_train_loader,
-    numbered_classes,
     open_source,
 )
+from paceline.data.loaders.loader import PREFETCH_BATCHES
 from paceline.data.sources.base import WrappedSource
 
-Kind = Literal["ours", "processes", "dataloader", "webdataset"]
 OnProgress = Callable[[str], None]
+_EPOCHS = 1_000_000
 # Samples of a pass at least.
 _LEAST = 20_000
-# Classes of the stubbed index, and how often memory is read in an epoch.
-_CLASSES = 1000
-_MARKS = 20
 
 
 @dataclass(frozen=True)
 class InputRow:
-    """`settings` are ours (directory, sizes, decoder); a peer does the same with its own means."""
+    """`settings` are ours (directory, sizes, decoder); a peer does the same with its own means. `kind`
+    selects what opens it."""
 
-    kind: Kind
+    kind: str
     workers: int
     settings: DataSettings
     split: Literal["train", "val"]
@@ -88,20 +86,62 @@ class RowSample:
     remark: str = ""
 
 
-def open_stream(row: InputRow) -> AbstractContextManager[InputStream]:
-    """Starts the row's workers, which end with the context."""
-    from paceline.bench import input_pipelines as pipelines
-
-    openers = {
-        "ours": pipelines.open_threads,
-        "processes": pipelines.open_processes,
-        "dataloader": pipelines.open_dataloader,
-        "webdataset": pipelines.open_webdataset,
-    }
-    return openers[row.kind](row)
+OpenStream = Callable[[InputRow], AbstractContextManager[InputStream]]
 
 
-def measure_row(row: InputRow, seconds: float) -> RowSample:
+def normalized(batches: Iterator[Batch], row: InputRow) -> Iterator[torch.Tensor]:
+    """Our batches, normalized on the device. None is held longer than that takes."""
+    settings = row.settings
+    normalize = Normalizer(settings.mean, settings.std, settings.channels, row.dtype)
+
+    def made(batch: Batch) -> torch.Tensor:
+        return normalize(batch.images, row.device)
+
+    return map(made, batches)
+
+
+def create_loader(
+    row: InputRow, source: Source, *, rank: int = 0, world_size: int = 1
+) -> TrainBatches | EvalBatches:
+    """The loader that training or evaluation would use."""
+    if row.split == "train":
+        return create_train_loader_of(row, source, rank=rank, world_size=world_size)
+    return create_eval_loader(
+        source, row.settings, rank=rank, world_size=world_size, batch_size=row.batch_size,
+        device=torch.device(row.device),
+    )  # fmt: skip
+
+
+def create_train_loader_of(
+    row: InputRow, source: Source, *, rank: int = 0, world_size: int = 1
+) -> TrainBatches:
+    step = row.batch_size * world_size
+    plan = BatchPlan(len(source), _EPOCHS, step, row.batch_size, world_size)
+    return create_train_loader(
+        source, plan, row.settings, seed=row.seed, rank=rank, first_step=0,
+        device=torch.device(row.device),
+    )  # fmt: skip
+
+
+def endless(loader: TrainBatches | EvalBatches) -> Iterator[Batch]:
+    """Repeats passes over validation images; the training stream never ends by itself."""
+    while True:
+        yield from loader
+
+
+@contextmanager
+def open_threads(row: InputRow) -> Iterator[InputStream]:
+    settings = replace(row.settings, workers=row.workers)
+    source = open_repeated(settings, row.split)
+    try:
+        with create_loader(replace(row, settings=settings), source) as loader:
+            batches = normalized(endless(loader), row)
+            yield InputStream(batches, PREFETCH_BATCHES, loader.describe(), loader.note)
+    finally:
+        source.close()
+
+
+def measure_row(row: InputRow, open_stream: OpenStream, seconds: float) -> RowSample:
     """Measures for at least `seconds`, after a warm-up."""
     with one_torch_thread(), open_stream(row) as stream:
         for _ in range(stream.stored + row.workers):
@@ -184,19 +224,21 @@ class RowRates:
 
 def measure_rows(
     rows: Sequence[InputRow],
+    openers: Mapping[str, OpenStream],
     *,
     rounds: int,
     seconds: float,
     on_progress: OnProgress,
-    measure: Callable[[InputRow, float], RowSample] = measure_row,
+    measure: Callable[[InputRow, OpenStream, float], RowSample] = measure_row,
 ) -> list[RowRates]:
     """All rounds of all rows. Each round measures every row once and starts with another one, so that
-    other load affects all alike. `on_progress` is called with a line for each sample."""
+    other load affects all alike. `openers`: by kind of row.
+    `on_progress` is called with a line for each sample."""
     samples: list[list[RowSample]] = [[] for _ in rows]
     for turn in range(rounds):
         for step in range(len(rows)):
             place = (turn + step) % len(rows)
-            sample = measure(rows[place], seconds)
+            sample = measure(rows[place], openers[rows[place].kind], seconds)
             samples[place].append(sample)
             on_progress(f"round {turn + 1}: {rows[place].name}: {sample.rate:,.0f} images/s")
     return [_together(row, found) for row, found in zip(rows, samples, strict=True)]
@@ -207,89 +249,3 @@ def _together(row: InputRow, samples: Sequence[RowSample]) -> RowRates:
     remarks = dict.fromkeys(sample.remark for sample in samples if sample.remark)
     rates = tuple(sample.rate for sample in samples)
     return RowRates(row, rates, tuple(described), tuple(remarks))
-
-
-def ratios(results: Sequence[RowRates]) -> dict[str, float]:
-    """Our fastest row over the fastest of each kind of peer: medians of the rounds' ratios."""
-    fastest: dict[str, RowRates] = {}
-    for result in results:
-        best = fastest.get(result.row.kind)
-        if best is None or result.median > best.median:
-            fastest[result.row.kind] = result
-    ours = fastest.pop("ours", None)
-    if ours is None:
-        return {}
-    return {
-        f"{ours.row.name} / {peer.row.name}": statistics.median(
-            mine / theirs for mine, theirs in zip(ours.rates, peer.rates, strict=True)
-        )
-        for peer in fastest.values()
-    }
-
-
-class StubbedImages(Source):
-    """Labels and offsets of `count` samples, like an index of shards, with one image for all."""
-
-    def __init__(self, count: int, image_size: int) -> None:
-        self.classes = numbered_classes(_CLASSES)
-        self.labels = np.arange(count, dtype=np.int64) % _CLASSES
-        self._offsets: Int64 = np.arange(count, dtype=np.int64) * 110_592
-        self._pixels = np.zeros((image_size, image_size, 3), dtype=np.uint8)
-
-    def read(self, i: int) -> npt.NDArray[np.uint8]:
-        return self._pixels
-
-    def name(self, i: int) -> str:
-        return f"stub:{self._offsets[i]}"
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
-def measure_memory(
-    samples: int, *, batch_size: int, image_size: int, workers: int, on_progress: OnProgress
-) -> dict[str, Any]:
-    """Resident memory in MiB, twenty times during an epoch of `samples` stubbed samples, and the time
-    to seek to its middle."""
-    settings = DataSettings(
-        source="synthetic", image_size=image_size, eval_resize=0, augment="none", flip=False,
-        workers=workers, resident="off",
-    )  # fmt: skip
-    before_mib = resident_mib()
-    started = time.perf_counter()
-    source = StubbedImages(samples, image_size)
-    middle = BatchPlan(samples, 1, batch_size, batch_size, 1).total_steps // 2
-    with _loader(source, settings, batch_size, middle) as loader:
-        next(loader)
-        seek_s = time.perf_counter() - started
-    on_progress(f"seek to step {middle:,}: {seek_s:.2f} s")
-    marks: list[float] = []
-    done, began = 0, time.perf_counter()
-    with _loader(source, settings, batch_size, 0) as loader:
-        for batch in loader:
-            done += len(batch)
-            if done * _MARKS >= samples * (len(marks) + 1):
-                marks.append(resident_mib())
-                on_progress(f"{done:,} samples: {marks[-1]:,.0f} MiB resident")
-    seconds = time.perf_counter() - began
-    return {
-        "samples": samples, "batch_size": batch_size, "image_size": image_size, "workers": workers,
-        "seek_s": seek_s, "before_mib": before_mib, "resident_mib": marks,
-        "most_mib": max(marks), "grown_mib": marks[-1] - marks[len(marks) // 10],
-        "samples_per_s": done / seconds,
-    }  # fmt: skip
-
-
-def _loader(
-    source: StubbedImages, settings: DataSettings, batch_size: int, first_step: int
-) -> TrainBatches:
-    plan = BatchPlan(len(source), 1, batch_size, batch_size, 1)
-    return create_train_loader(
-        source, plan, settings, seed=0, rank=0, first_step=first_step, device=torch.device("cpu")
-    )
-
-
-def resident_mib() -> float:
-    """Resident memory of this process; Linux only."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

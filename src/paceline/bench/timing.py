@@ -1,6 +1,6 @@
 """How benchmarks measure: times of repeated work after a warm-up, and the ranks of a benchmark.
 
-Times are device time between CUDA events, or wall time. Of several ranks the slowest counts; what is
+Of several ranks the slowest counts; what is
 compared takes turns, sample by sample (`interleaved`).
 """
 
@@ -26,9 +26,6 @@ from paceline.config import RunConfig
 from paceline.core.topology import Topology
 from paceline.train.machine import choose_device
 
-# Long enough for the host to queue a whole optimizer step before the GPU starts it.
-_HEAD_START_CYCLES = 20_000_000
-
 
 @dataclass(frozen=True)
 class Times:
@@ -52,36 +49,6 @@ class Times:
         parts = {name: self.median}
         parts[f"{name}_p10"], parts[f"{name}_p90"] = self.spread
         return {part: scale * seconds for part, seconds in parts.items()}
-
-
-def device_times(
-    work: Callable[[], object], device: torch.device, *, repeats: int, warm_up: int
-) -> Times:
-    """Time on the device alone: the host gets a head start, so that launch overhead does not count."""
-    for _ in range(warm_up):
-        work()
-    if device.type != "cuda":
-        return _host_times(work, repeats)
-    pairs = []
-    for _ in range(repeats):
-        torch.cuda.synchronize(device)
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
-        start.record()
-        work()
-        stop.record()
-        pairs.append((start, stop))
-    torch.cuda.synchronize(device)
-    return Times(tuple(start.elapsed_time(stop) / 1e3 for start, stop in pairs))
-
-
-def _host_times(work: Callable[[], object], repeats: int) -> Times:
-    seconds = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - started)
-    return Times(tuple(seconds))
 
 
 def steady_times(

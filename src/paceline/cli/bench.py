@@ -1,40 +1,44 @@
-"""`paceline bench`: training step, optimizer and input pipeline against peers, measured in the same run.
+"""`paceline bench`: checks of a machine: the training step, the input pipeline and all-reduces.
 
-The result is a table or, with `--json`, one object that includes the environment. `bench_ranks` has the
-benchmarks between ranks.
+The result is a table or, with `--json`, one object that includes the environment. Comparisons with other
+libraries are programs in benchmarks/, outside the package.
 """
 
 from __future__ import annotations
 
-import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import typer
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from paceline.cli import bench_ranks, options
+from paceline.cli import options
 from paceline.cli.options import (
     check_at_least,
+    check_settings,
     chosen_device,
     environment,
+    parse_algorithms,
+    parse_size_range,
     print_json,
+    run_on_ranks,
 )
 from paceline.config import RunConfig, parse_assignment
 from paceline.core.errors import ConfigError
-from paceline.core.units import format_duration, format_percent
+from paceline.core.units import format_percent, parse_bytes
 from paceline.models.settings import check_model_name
+from paceline.plan.fusion_plan import ALL_TO_ALL, EIGHT_BIT, WIRES
+from paceline.plan.size_table import SizeTable
 
 if TYPE_CHECKING:
+    from paceline.bench.allreduce import AllReduceJob
     from paceline.bench.input_rows import InputRow
+    from paceline.bench.timing import RankGroup
 
-bench = typer.Typer(help="Measure against peers.", no_args_is_help=True)
-bench.command("allreduce")(bench_ranks.allreduce)
-bench.command("exchange")(bench_ranks.exchange)
-bench.command("ddp")(bench_ranks.ddp)
-_PEERS = ("dataloader", "webdataset", "processes")
+bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 # Settings of a step that have a flag in `bench`.
 _FLAG_OF = {
     "model.name": "--model", "data.image_size": "--image-size", "run.device": "--device",
@@ -43,7 +47,7 @@ _FLAG_OF = {
 }  # fmt: skip
 
 
-def _switches(settings: list[str], flags: dict[str, str] = _FLAG_OF) -> dict[str, Any]:
+def parse_switches(settings: list[str], flags: dict[str, str] = _FLAG_OF) -> dict[str, Any]:
     """Settings of a step. `flags`: names that have a flag instead."""
     switches = dict(parse_assignment(text) for text in settings)
     for name, flag in flags.items():
@@ -81,7 +85,7 @@ def step(
     def on_row(result: dict[str, Any]) -> None:
         """Rows can take minutes: each is reported as soon as it is measured."""
         speed = f"{result['images_per_s']:,.0f} images/s" if "step_s" in result else result["error"]
-        _report_progress(f"{result['name']}: {speed}")
+        report_progress(f"{result['name']}: {speed}")
 
     results = measure_rows(choose_rows(rows, common), row_limit_s, together, on_row)
     found = ratios(results)
@@ -112,115 +116,16 @@ def _step_cells(result: dict[str, Any]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-@bench.command("kernels")
-def kernels(
-    model: options.Model = "resnet50",
-    batch_size: int = typer.Option(256, "--batch-size", "-b", help="Of one process."),
-    image_size: options.ImageSize = 224,
-    classes: options.Classes = 1000,
-    steps: int = typer.Option(3, help="Steps to profile."),
-    warm_up: int = typer.Option(3, help="Steps before."),
-    top: int = typer.Option(30, help="Rows to print; --json has all."),
-    shapes: bool = typer.Option(False, "--shapes", help="A row for each shape."),
-    settings: list[str] = typer.Option([], "--set", help="section.key=value of the step."),
-    device: options.Device = "auto",
-    as_json: options.AsJson = False,
-) -> int:
-    """Where a training step's time goes, kernel by kernel, against the memory's limit."""
-    # Before torch: its profiler would report its own start and end.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    from paceline.bench.kernels import profile_step
-    from paceline.bench.step import StepRow
-
-    check_model_name(model)
-    counts = {"--batch-size": batch_size, "--steps": steps, "--warm-up": warm_up}
-    check_at_least(1, counts | {"--classes": classes, "--top": top})
-    switches = _switches(settings)
-    chosen = chosen_device(device)
-    row = StepRow(
-        name="kernels", kind="ours", model=model, batch_size=batch_size, image_size=image_size,
-        classes=classes, device=chosen, steps=steps, warm_up=warm_up, switches=switches,
-    )  # fmt: skip
-    found = profile_step(row, shapes=shapes)
-    if as_json:
-        print_json({
-            "settings": {"model": model, "batch_size": batch_size, "image_size": image_size,
-                         "changed": switches}, **found, **environment(chosen),
-        })  # fmt: skip
-        return 0
-    console = Console(highlight=False)
-    table = Table("ms", "share", "calls", "MB", "of copy", "TFLOP/s")
-    for name in ("call", "kernels"):
-        table.add_column(name, overflow="fold")
-    for each in found["rows"][:top]:
-        table.add_row(*_kernel_cells(each, found["device_ms"]))
-    console.print(table)
-    console.print(
-        f"a step: {found['device_ms']:.2f} ms in {len(found['rows'])} rows, "
-        f"{found['unknown_ms']:.2f} ms by calls without known bytes; a copy of the known ones takes "
-        f"{found['limit_ms']:.2f} ms at {found['copy_bytes_per_s'] / 1e9:,.0f} GB/s"
-    )
-    console.print(found["step"], markup=False)
-    return 0
-
-
-def _kernel_cells(row: dict[str, Any], whole_ms: float) -> tuple[str | Text, ...]:
-    def shown(name: str, form: str) -> str:
-        return "–" if row[name] is None else format(row[name], form)
-
-    return (
-        f"{row['ms']:.3f}", format_percent(100 * row["ms"] / whole_ms, 1), f"{row['calls']:g}",
-        shown("mb", ",.1f"), shown("share_of_copy", ".2f"), shown("tflops_per_s", ",.3g"),
-        Text(" ".join(filter(None, (row["call"], row["shape"])))), Text(row["kernels"]),
-    )  # fmt: skip
-
-
-@bench.command("optimizer")
-def optimizer(
-    model: str = typer.Option("resnet50", help="Whose parameters."),
-    amp_dtype: options.AmpDtype = "auto",
-    repeats: int = typer.Option(50, help="Updates to time; the median counts."),
-    device: options.Device = "auto",
-    as_json: options.AsJson = False,
-) -> int:
-    """One update of all weights: ours against PyTorch's optimizers."""
-    import torch
-
-    from paceline.bench.optimizer import measure_all
-
-    check_model_name(model)
-    check_at_least(1, {"--repeats": repeats})
-    chosen = torch.device(chosen_device(device))
-    found = measure_all(model, chosen, amp_dtype=amp_dtype, repeats=repeats, warm_up=5)
-    if as_json:
-        print_json({**found, **environment(chosen)})
-        return 0
-    console = Console()
-    table = Table("update", "ms", "p10–p90", "what")
-    for row in found["rows"]:
-        spread = f"{row['ms_p10']:.3f}–{row['ms_p90']:.3f}"
-        table.add_row(row["name"], f"{row['ms']:.3f}", spread, row["note"])
-    console.print(table)
-    console.print(
-        f"{model}, {found['elements']:,} weights, {found['dtype']}: {found['bytes'] / 1e6:,.0f} MB "
-        f"to move; a plain copy of that takes {found['floor_ms']:.3f} ms", highlight=False,
-    )  # fmt: skip
-    return 0
-
-
 @bench.command("input")
 def bench_input(
-    data_dir: str = typer.Option("", help="Our images: shards or class folders (docs/data.md)."),
-    peer_dir: str = typer.Option("", help="The peers' images, where they are others."),
+    data_dir: str = typer.Option("", help="Images: shards or class folders (docs/data.md)."),
     split: str = typer.Option("train", help="train (random crops) or val (centre crops)."),
     batch_size: int = typer.Option(64, "--batch-size", "-b", help="Images of a batch."),
     image_size: int = typer.Option(224, help="Edge of the crops in pixels."),
     rounds: int = typer.Option(5, help="Each measures every row once; the median counts."),
     seconds: float = typer.Option(5.0, help="For each row of a round."),
-    workers: str = typer.Option("2", help="Our threads; several counts with commas."),
-    peers: str = typer.Option("dataloader,webdataset", help="Also processes: our own in them."),
-    peer_workers: str = typer.Option("1,2,3,4", help="The peers' processes, with commas."),
-    decoder: str = typer.Option("", help="data.decoder of our rows."),
+    workers: str = typer.Option("2", help="Threads; several counts with commas."),
+    decoder: str = typer.Option("", help="data.decoder."),
     settings: list[str] = typer.Option(
         [], "--set", help="data.KEY=VALUE; others of the step of --train-step."
     ),
@@ -228,110 +133,87 @@ def bench_input(
     train_step: str = typer.Option("", help="A model: its training from these images, too."),
     steps: int = typer.Option(50, help="Steps of each round of --train-step."),
     warm_up: int = typer.Option(20, help="Steps before the first round of --train-step."),
-    synthetic_index: int = typer.Option(0, help="Instead: memory and seek on so many samples."),
     as_json: options.AsJson = False,
 ) -> int:
-    """Images/s as normalised tensors: ours against torch's DataLoader with Pillow, and webdataset."""
-    from paceline.bench.input_pipelines import measure_training
-    from paceline.bench.input_rows import measure_memory, measure_rows, one_torch_thread, ratios
+    """Images/s as normalised tensors, and of a training from real and synthetic images."""
+    from paceline.bench.input_rows import measure_rows, open_threads
+    from paceline.bench.input_training import measure_training
 
     check_at_least(
         1, {"--batch-size": batch_size, "--rounds": rounds, "--steps": steps, "--warm-up": warm_up}
     )
-    if split not in ("train", "val"):
-        raise ConfigError("--split", split, "unknown", "use train or val")
     if decoder:
         settings = [*settings, f"data.decoder={decoder}"]
-    data_values, switches = _input_settings(settings, train_step, synthetic_index)
-    ours, chosen = _counts("--workers", workers), chosen_device(device)
-    found: dict[str, Any] = {}
-    if synthetic_index:
-        if synthetic_index < batch_size:
-            raise ConfigError("--synthetic-index", synthetic_index, "is less than a batch")
-        with one_torch_thread():
-            found["memory"] = measure_memory(
-                synthetic_index, batch_size=batch_size, image_size=image_size, workers=ours[0],
-                on_progress=_report_progress,
-            )  # fmt: skip
-    else:
-        rows, notes = _rows(
-            data_dir, peer_dir or data_dir, split, batch_size, image_size, chosen, ours,
-            _counts("--peer-workers", peer_workers), _names(peers),
-            data_values,
+    data_values, switches = _input_settings(settings, train_step)
+    chosen = chosen_device(device)
+    rows = input_rows(
+        "ours", parse_counts("--workers", workers), data_dir, split, batch_size, image_size, chosen,
+        data_values,
+    )  # fmt: skip
+    results = measure_rows(
+        rows, {"ours": open_threads}, rounds=rounds, seconds=seconds, on_progress=report_progress
+    )
+    found: dict[str, Any] = {"rows": [result.to_dict() for result in results]}
+    if train_step:
+        fastest = max(results, key=lambda result: result.median)
+        found["training"] = measure_training(
+            train_step, fastest.row, switches, rounds=rounds, steps=steps, warm_up=warm_up,
+            on_progress=report_progress,
         )  # fmt: skip
-        results = measure_rows(rows, rounds=rounds, seconds=seconds, on_progress=_report_progress)
-        found |= {
-            "rows": [result.to_dict() for result in results], "ratios": ratios(results),
-            "notes": notes,
-        }  # fmt: skip
-        if train_step:
-            fastest = max((r for r in results if r.row.kind == "ours"), key=lambda r: r.median)
-            found["training"] = measure_training(
-                train_step, fastest.row, switches, rounds=rounds, steps=steps, warm_up=warm_up,
-                on_progress=_report_progress,
-            )  # fmt: skip
     if as_json:
         asked = {
             "split": split, "batch_size": batch_size, "image_size": image_size, "rounds": rounds,
             "seconds": seconds, "device": chosen, "set": settings,
         }  # fmt: skip
         print_json({"settings": asked, **found, **environment(chosen)})
-    else:
-        _print_input(found)
+        return 0
+    print_input_rows(found["rows"])
+    if training := found.get("training"):
+        sys.stdout.write(
+            f"training {training['model']} from these images: "
+            f"{training['input_images_per_s']:,.0f} images/s, "
+            f"{format_percent(100 * training['share'], 1)} of "
+            f"{training['synthetic_images_per_s']:,.0f} synthetic\n"
+        )
     return 0
 
 
-def _input_settings(
-    settings: list[str], train_step: str, synthetic_index: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _input_settings(settings: list[str], train_step: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Those of the data, and those of the step that trains on it, which are refused here and not after
     minutes of measuring."""
     flags = {name: flag for name, flag in _FLAG_OF.items() if name != "model.num_classes"}
-    changed = _switches(settings, flags | {"model.name": "--train-step"})
+    changed = parse_switches(settings, flags | {"model.name": "--train-step"})
     if "model.num_classes" in changed:
         raise ConfigError("--set", "model.num_classes", "comes from the data", "leave it out")
     switches = {name: value for name, value in changed.items() if not name.startswith("data.")}
-    for name in switches if synthetic_index or not train_step else ():
-        remedy = "leave out --synthetic-index" if synthetic_index else "add --train-step MODEL"
-        raise ConfigError("--set", name, "is a setting of a step", remedy)
+    for name in () if train_step else switches:
+        raise ConfigError("--set", name, "is a setting of a step", "add --train-step MODEL")
     RunConfig().with_values(({"model.name": train_step} if train_step else {}) | switches)
     return {name: value for name, value in changed.items() if name not in switches}, switches
 
 
-def _rows(
-    data_dir: str, peer_dir: str, split: str, batch_size: int, image_size: int, device: str,
-    ours: list[int], theirs: list[int], peers: list[str], changed: dict[str, Any],
-) -> tuple[list[InputRow], list[str]]:  # fmt: skip
-    """Our rows first; and notes on peers that cannot be measured."""
-    from paceline.bench.input_pipelines import no_webdataset
-    from paceline.bench.input_rows import InputRow, Kind
+def input_rows(
+    kind: str, workers: list[int], data_dir: str, split: str, batch_size: int, image_size: int,
+    device: str, changed: dict[str, Any],
+) -> list[InputRow]:  # fmt: skip
+    """A row of this kind for each number of workers. `changed`: settings of the data."""
+    from paceline.bench.input_rows import InputRow
 
+    if split not in ("train", "val"):
+        raise ConfigError("--split", split, "unknown", "use train or val")
     if not data_dir:
         raise ConfigError("--data-dir", None, "is needed", "give a folder of shards or classes")
     common: dict[str, Any] = {
         "data.image_size": image_size, "data.eval_resize": round(image_size * 8 / 7),
-        "data.resident": "off",
+        "data.resident": "off", "data.dir": data_dir,
     }  # fmt: skip
-    our_data = RunConfig().with_values({**common, "data.dir": data_dir, **changed}).data
-    peer_data = RunConfig().with_values({**common, "data.dir": peer_dir}).data
+    data = RunConfig().with_values({**common, **changed}).data
     of_split = cast(Literal["train", "val"], split)
-    rows = [InputRow("ours", count, our_data, of_split, batch_size, device) for count in ours]
-    notes = []
-    for peer in peers:
-        problem = no_webdataset(peer_dir, split) if peer == "webdataset" else None
-        if problem:
-            notes.append(f"webdataset: not measured: {problem}")
-            _report_progress(notes[-1])
-            continue
-        data = our_data if peer == "processes" else peer_data
-        rows += [
-            InputRow(cast(Kind, peer), count, data, of_split, batch_size, device)
-            for count in theirs
-        ]
-    return rows, notes
+    return [InputRow(kind, count, data, of_split, batch_size, device) for count in workers]
 
 
-def _counts(flag: str, text: str) -> list[int]:
+def parse_counts(flag: str, text: str) -> list[int]:
+    """`1,2,4` → [1, 2, 4]."""
     try:
         counts = [int(word) for word in text.split(",")]
     except ValueError:
@@ -341,42 +223,114 @@ def _counts(flag: str, text: str) -> list[int]:
     return counts
 
 
-def _names(text: str) -> list[str]:
-    names = [name for name in text.split(",") if name]
-    for name in names:
-        if name not in _PEERS:
-            raise ConfigError("--peers", name, "unknown", f"use {', '.join(_PEERS)}")
-    return names
-
-
-def _print_input(found: dict[str, Any]) -> None:
+def print_input_rows(rows: Sequence[dict[str, Any]]) -> None:
+    """A table of `RowRates.to_dict`, and the notes on each row."""
     console = Console(highlight=False)
-    if rows := found.get("rows"):
-        table = Table("row", "images/s", "lowest–highest", "from")
-        for row in rows:
-            spread = f"{row['lowest']:,.0f}–{row['highest']:,.0f}"
-            table.add_row(row["name"], f"{row['images_per_s']:,.0f}", spread, row["directory"])
-        console.print(table)
-        for row in rows:
-            # The remarks of rounds differ in counts only: the last is enough.
-            for note in filter(None, (row["input"], *row["remarks"][-1:])):
-                console.print(f"{row['name']}: {note}", markup=False)
-    for name, value in found.get("ratios", {}).items():
-        console.print(f"{name}: {value:.2f} ×")
-    if training := found.get("training"):
-        console.print(
-            f"training {training['model']} from these images: "
-            f"{training['input_images_per_s']:,.0f} images/s, "
-            f"{format_percent(100 * training['share'], 1)} of "
-            f"{training['synthetic_images_per_s']:,.0f} synthetic"
-        )
-    if memory := found.get("memory"):
-        console.print(
-            f"{memory['samples']:,} samples: at most {memory['most_mib']:,.0f} MiB resident, "
-            f"{memory['grown_mib']:+.1f} MiB from a tenth of the epoch to its end; "
-            f"seek to its middle in {format_duration(memory['seek_s'])}"
-        )
+    table = Table("row", "images/s", "lowest–highest", "from")
+    for row in rows:
+        spread = f"{row['lowest']:,.0f}–{row['highest']:,.0f}"
+        table.add_row(row["name"], f"{row['images_per_s']:,.0f}", spread, row["directory"])
+    console.print(table)
+    for row in rows:
+        # The remarks of rounds differ in counts only: the last is enough.
+        for note in filter(None, (row["input"], *row["remarks"][-1:])):
+            console.print(f"{row['name']}: {note}", markup=False)
 
 
-def _report_progress(text: str) -> None:
+def report_progress(text: str) -> None:
     sys.stderr.write(text + "\n")
+
+
+@bench.command("allreduce")
+def allreduce(
+    ranks: options.Ranks = 0,
+    algorithms: str = typer.Option(
+        "all", help="Names, separated by commas (docs/communication.md)."
+    ),
+    sizes: Path | None = typer.Option(None, help="A size table (paceline tune): adds hybrid."),
+    byte_list: str = typer.Option("", "--bytes", help="Sizes, with commas: 4096,64KiB,16MiB."),
+    min_bytes: str = typer.Option("1KiB", help="First size, where --bytes is not given."),
+    max_bytes: str = typer.Option("16MiB", help="Last size."),
+    factor: options.SizeFactor = 4.0,
+    wire: str = typer.Option(
+        "float32", help="float32, float16, bfloat16, int8, float8_e4m3 or float8_e5m2."
+    ),
+    group_size: options.GroupSize = 0,
+    iterations: int = typer.Option(20, help="Samples of each; the median counts."),
+    warm_up: int = typer.Option(3, help="Samples before."),
+    size_limit_s: float = typer.Option(0.0, help="Seconds for each size at most; 0: no limit."),
+    device: options.Device = "auto",
+    backend: options.Backend = "auto",
+    share_gpus: options.ShareGpus = False,
+    as_json: options.AsJson = False,
+) -> int:
+    """All-reduce: every size by every algorithm, against the backend's own."""
+    check_settings(device, backend, group_size)
+    if wire not in WIRES or wire == "auto":
+        raise ConfigError("--wire", wire, "unknown", f"use one of {', '.join(WIRES[1:])}")
+    names = parse_algorithms(algorithms)
+    if wire in EIGHT_BIT and (algorithms != "all" or sizes is not None):
+        name, value = ("--sizes", str(sizes)) if sizes is not None else ("--algorithms", algorithms)
+        raise ConfigError(
+            name, value, f"cannot sum {wire} numbers", f"leave it out: {ALL_TO_ALL} does"
+        )
+    table = None if sizes is None else SizeTable.read(sizes)
+    check_at_least(1, {"--iterations": iterations})
+    check_at_least(0, {"--warm-up": warm_up})
+    parts = [part for part in byte_list.split(",") if part.strip()]
+    given = tuple(parse_bytes("--bytes", part) for part in parts)
+    low, high = parse_size_range(min_bytes, max_bytes, factor)
+    if (code := run_on_ranks(ranks)) is not None:
+        return code
+
+    from paceline.bench.allreduce import AllReduceJob, choose_sizes
+    from paceline.bench.timing import RankGroup
+
+    job = AllReduceJob(
+        given or choose_sizes(low, high, factor), names, table, wire, iterations, warm_up,
+        size_limit_s or None,
+    )  # fmt: skip
+    with RankGroup(
+        backend=backend, device=device, group_size=group_size or None, share_gpus=share_gpus
+    ) as joined:
+        rows = _measure_sizes(joined, job, print_lines=joined.rank == 0 and not as_json)
+        settings = vars(job) | {"table": None if table is None else table.to_table()}
+        if joined.rank == 0 and as_json:
+            print_json({
+                "settings": settings, "cluster": joined.describe(), "rows": rows,
+                **environment(joined.device),
+            })  # fmt: skip
+    return 0
+
+
+def _measure_sizes(
+    joined: RankGroup, job: AllReduceJob, *, print_lines: bool
+) -> list[dict[str, Any]]:
+    """A size can take minutes: its lines are printed as soon as it is measured."""
+    from paceline.bench.allreduce import AllReduceBench
+
+    measuring, rows = AllReduceBench(joined, job), []
+    if print_lines:
+        sys.stdout.write(_ALLREDUCE_HEAD)
+    for size in job.sizes:
+        found = measuring.measure(size)
+        rows += found
+        if print_lines:
+            sys.stdout.writelines(map(_allreduce_line, found))
+            sys.stdout.flush()
+    return rows
+
+
+_ALLREDUCE_HEAD = (
+    f"{'bytes':>10}  {'algorithm':<17}{'time ms':>10}{'p10':>10}{'p90':>10}{'algbw GB/s':>12}"
+    f"{'busbw GB/s':>12}{'× native':>10}\n"
+)
+
+
+def _allreduce_line(row: dict[str, Any]) -> str:
+    name = f"hybrid: {row['chosen']}" if "chosen" in row else row["algorithm"]
+    return (
+        f"{row['bytes']:>10}  {name:<17}{1e3 * row['s']:>10.3f}{1e3 * row['s_p10']:>10.3f}"
+        f"{1e3 * row['s_p90']:>10.3f}{row['algbw_gb_s']:>12.4f}{row['busbw_gb_s']:>12.4f}"
+        f"{row['speed_against_native']:>10.2f}\n"
+    )

@@ -1,4 +1,4 @@
-"""Options that several commands share, checks of their values, and where the ranks of a command run."""
+"""Options that several commands share, checks of their values, and the start of their ranks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import json
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline.config import RunConfig
-from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.errors import ConfigError
 from paceline.core.topology import Topology
 from paceline.core.units import parse_bytes
 from paceline.plan.schedules import algorithm_names, check_name
@@ -26,11 +25,7 @@ Backend = Annotated[str, typer.Option(help="auto, gloo or nccl.")]
 Classes = Annotated[int, typer.Option(help="Number of classes.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 GroupSize = Annotated[int, typer.Option(help="Ranks of a group; 0: those of a node.")]
-Hosts = Annotated[
-    int, typer.Option(help="Hosts of an emulated cluster (root on Linux; docs/cluster.md).")
-]
 ImageSize = Annotated[int, typer.Option(help="Edge of the images in pixels.")]
-LinkMbit = Annotated[float, typer.Option(help="Rate of each host's link; 0: no limit.")]
 MasterPort = Annotated[int, typer.Option(help="Port for the ranks to meet; 0 finds a free one.")]
 Model = Annotated[str, typer.Option(help="Which model (docs/models.md).")]
 _MOST_RANKS = 1024  # that one command starts on one host
@@ -41,7 +36,6 @@ Ranks = Annotated[
         "--nproc-per-node", "--ranks", max=_MOST_RANKS, help="Ranks to start on this host."
     ),
 ]
-RanksPerHost = Annotated[int, typer.Option(max=_MOST_RANKS, help="Ranks on each of these hosts.")]
 ShareGpus = Annotated[
     bool, typer.Option("--share-gpus", help="NCCL ranks may share a GPU, under MPS.")
 ]
@@ -51,88 +45,45 @@ Trust = Annotated[
 ]
 Workers = Annotated[int | None, typer.Option(min=0, help="Threads. Default: a core each.")]
 
-# Not passed on to ranks; --link-mbit is, to compute the share of the link.
-_START_OPTIONS = ("--hosts", "--ranks-per-host", "--nproc-per-node", "--ranks")
+_START_OPTIONS = ("--nproc-per-node", "--ranks")  # not passed on to ranks
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Where the ranks of a benchmark run. `hosts` > 0: on an emulated cluster (--hosts,
-    --ranks-per-host, --link-mbit); `ranks` > 0: as processes of this host (--nproc-per-node); otherwise
-    as started by a launcher."""
+def is_rank(ranks: int) -> bool:
+    """Returns True if a launcher has started this process as a rank; `ranks` is --nproc-per-node.
 
-    hosts: int = 0
-    ranks_per_host: int = 1
-    link_mbit: float = 0.0
-    ranks: int = 0
-
-    def __post_init__(self) -> None:
-        for flag, value in (("--hosts", self.hosts), ("--nproc-per-node", self.ranks)):
-            if value < 0:
-                raise ConfigError(flag, value, "must be at least 1")
-        check_at_least(1, {"--ranks-per-host": self.ranks_per_host})
-        if self.link_mbit < 0:
-            raise ConfigError("--link-mbit", self.link_mbit, "must be above 0", "try 200")
-        if self.hosts and self.ranks:
-            raise ConfigError(
-                "--nproc-per-node",
-                self.ranks,
-                "cannot be given with --hosts",
-                "use --ranks-per-host",
-            )
-        if self.ranks_per_host > 1 and not self.hosts:
-            raise ConfigError(
-                "--ranks-per-host", self.ranks_per_host, "needs --hosts", "or use --nproc-per-node"
-            )
-
-    @property
-    def rate(self) -> str | None:
-        """Rate of the links of an emulated cluster; None: unlimited."""
-        return f"{self.link_mbit:g}mbit" if self.link_mbit else None
-
-    def is_launched(self) -> bool:
-        """Whether this process is a rank. Raises ConfigError if it is and the flags ask to start
-        ranks, or if it is not and they do not."""
-        topology = Topology.from_env(os.environ)
-        launched = topology.launcher != "single"
-        flag = "--hosts" if self.hosts else "--nproc-per-node"
-        if launched and (self.hosts or self.ranks):
-            raise ConfigError(
-                flag,
-                self.hosts or self.ranks,
-                f"this process is a rank of a launcher already ({topology.launcher})",
-                "leave the flag out under torchrun, srun and mpirun",
-            )
-        if not launched and not self.hosts and not self.ranks:
-            raise ConfigError(
-                "--nproc-per-node",
-                None,
-                "no ranks to measure between",
-                "give --nproc-per-node 8, or --hosts 4 --ranks-per-host 4, or start with torchrun",
-            )
-        return launched
-
-
-def run_on_ranks(placement: Placement) -> int | None:
-    """Runs this command line on the ranks of `placement` and returns the exit code; None in a process
-    that is a rank itself, and continues."""
-    if placement.is_launched():
-        return None
-    arguments = without_options(sys.argv[1:], _START_OPTIONS)
-    if placement.ranks:
-        from paceline.cli.launch import launch
-
-        return launch(placement.ranks, arguments, port=0, max_restarts=0)
-    from paceline.bench.cluster import EmulatedCluster, why_unavailable
-    from paceline.bench.cluster.job import show
-
-    problem = why_unavailable()
-    if problem:
-        raise LaunchError(
-            f"no emulated cluster: {problem}", "use --nproc-per-node, or torchrun on real hosts"
+    Raises:
+        ConfigError: If both a launcher and `ranks` start ranks, or neither does.
+    """
+    topology = Topology.from_env(os.environ)
+    launched = topology.launcher != "single"
+    if ranks < 0:
+        raise ConfigError("--nproc-per-node", ranks, "must be at least 1")
+    if launched and ranks:
+        raise ConfigError(
+            "--nproc-per-node",
+            ranks,
+            f"this process is a rank of a launcher already ({topology.launcher})",
+            "leave the flag out under torchrun, srun and mpirun",
         )
-    with EmulatedCluster(placement.hosts, placement.rate) as cluster:
-        return show(cluster.ranks(["-m", "paceline", *arguments], placement.ranks_per_host))
+    if not launched and not ranks:
+        raise ConfigError(
+            "--nproc-per-node",
+            None,
+            "no ranks to measure between",
+            "give --nproc-per-node 8, or start with torchrun",
+        )
+    return launched
+
+
+def run_on_ranks(ranks: int) -> int | None:
+    """Runs this command line on `ranks` ranks of this host and returns the exit code; None in a
+    process that is a rank itself, and continues."""
+    if is_rank(ranks):
+        return None
+    from paceline.cli.launch import launch
+
+    arguments = without_options(sys.argv[1:], _START_OPTIONS)
+    return launch(ranks, arguments, port=0, max_restarts=0)
 
 
 def without_options(arguments: Sequence[str], options: Collection[str]) -> list[str]:

@@ -20,10 +20,10 @@ import typer
 
 from paceline.cli import options
 from paceline.cli.options import (
-    Placement,
     check_at_least,
     check_settings,
     chosen_device,
+    is_rank,
     parse_algorithms,
     parse_size_range,
     run_on_ranks,
@@ -57,9 +57,6 @@ def tune(
     settings: list[str] = typer.Option([], "--set", help="section.key=value, as in training."),
     output: Path = typer.Option(Path("plan.toml"), "--output", "-o", help="The file to write."),
     force: bool = typer.Option(False, "--force", help="Overwrite it."),
-    hosts: options.Hosts = 0,
-    ranks_per_host: options.RanksPerHost = 1,
-    link_mbit: options.LinkMbit = 0.0,
     ranks: options.Ranks = 0,
     algorithms: str = typer.Option(
         "", help="Names, with commas; native always is one. All but central."
@@ -80,7 +77,6 @@ def tune(
     trust: options.Trust = False,
 ) -> int:
     """Measure this cluster, profile a model on it, and write the plan for training."""
-    placement = Placement(hosts, ranks_per_host, link_mbit, ranks)
     check_settings(device, backend, group_size)
     trained = {"model.name": model, "run.batch_size": batch_size, "data.image_size": image_size,
                "model.num_classes": classes, "data.dir": data_dir,
@@ -93,9 +89,9 @@ def tune(
     if not 0 <= margin < 1:
         raise ConfigError("--margin", margin, "must be 0 or more and below 1", "try 0.05")
     low, high = parse_size_range(min_bytes, max_bytes, factor)
-    if not placement.is_launched():
+    if not is_rank(ranks):
         check_output(output, force)
-    if (code := run_on_ranks(placement)) is not None:
+    if (code := run_on_ranks(ranks)) is not None:
         return code
 
     from paceline.bench.allreduce import choose_sizes

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from paceline.bench.cluster.network import INTERFACE, Namespace, host_address
+from benchmarks.cluster.network import INTERFACE, Namespace, host_address
 from paceline.core.errors import LaunchError
 
 _FOREIGN = ("SLURM_", "OMPI_", "PMI_", "PRTE_", "TORCHELASTIC_", "PACELINE_", "PET_")

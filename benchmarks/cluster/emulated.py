@@ -22,8 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
-from paceline.bench.cluster import link_probe
-from paceline.bench.cluster.job import (
+from benchmarks.cluster import link_probe
+from benchmarks.cluster.job import (
     ClusterJob,
     Start,
     as_program,
@@ -31,8 +31,8 @@ from paceline.bench.cluster.job import (
     plain_starts,
     torchrun_starts,
 )
-from paceline.bench.cluster.link_probe import LinkSpeed
-from paceline.bench.cluster.network import (
+from benchmarks.cluster.link_probe import LinkSpeed
+from benchmarks.cluster.network import (
     MAX_HOSTS,
     HostLink,
     Namespace,

@@ -1,6 +1,6 @@
 """Time of Muon's update on a GPU, against LARS and against products by torch.
 
-    python tools/muon_bench.py [--models resnet50,resnet18,alexnet_bn] [--tilings] [--out FILE]
+    python -m benchmarks.muon [--models resnet50,resnet18,alexnet_bn] [--tilings] [--out FILE]
 
 Prints one JSON line per row. Each update is captured in a CUDA graph; times are medians of 50 replays
 between CUDA events. Rows of a model: LARS; Muon; Muon with directions computed by torch (`torch`, what
@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -53,10 +53,10 @@ class TorchMuon(Muon):
 
 def model_of(name: str) -> nn.Module:
     torch.manual_seed(0)
-    stem = {"stem": "small"} if name == "resnet18" else {}
-    classes = 10 if name == "resnet18" else 1000
-    model = create_model(ModelSettings(name=name, **stem), num_classes=classes)
-    return model.cuda().to(memory_format=torch.channels_last)
+    small = name == "resnet18"
+    settings = ModelSettings(name=name, stem="small") if small else ModelSettings(name=name)
+    model = create_model(settings, num_classes=10 if small else 1000).cuda()
+    return cast(nn.Module, model.to(memory_format=torch.channels_last))  # type: ignore[call-overload]
 
 
 def optimizer_of(name: str, of: type[MasterOptimizer]) -> tuple[MasterOptimizer, nn.Module]:
@@ -68,13 +68,13 @@ def optimizer_of(name: str, of: type[MasterOptimizer]) -> tuple[MasterOptimizer,
             p.data = p.data.half()
         p.grad = torch.empty_like(p)
         p.grad.copy_(torch.randn(p.shape, generator=draw, device="cuda") * 1e-3)
-    optimizer = of(parameter_groups(model, 5e-5), 0.1)  # type: ignore[call-arg, arg-type]
+    optimizer = of(parameter_groups(model, 5e-5), 0.1)  # type: ignore[arg-type]
     optimizer.grad_scale = torch.tensor(1.0, device="cuda")
     return optimizer, model
 
 
 def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
         work()
@@ -89,14 +89,14 @@ def median_ms(work: Callable[[], object]) -> float:
         graph.replay()
     pairs = []
     for _ in range(REPEATS):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(100_000)
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(100_000)  # type: ignore[no-untyped-call]
         start.record()
         graph.replay()
         stop.record()
         pairs.append((start, stop))
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(stop) for start, stop in pairs)
+    return float(statistics.median(start.elapsed_time(stop) for start, stop in pairs))
 
 
 def engine_of(optimizer: MasterOptimizer) -> tuple[MuonStep, Any]:
@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("tools/muon_bench.py needs a CUDA device")
+        sys.exit("benchmarks.muon needs a CUDA device")
     names = options.models.split(",")
     if options.compile is not None:
         fused_muon.TILING = TILINGS[options.compile]

@@ -1,4 +1,6 @@
-"""`paceline bench exchange`: one exchange of all gradients of a model, ours and DDP's.
+"""One exchange of all gradients of a model, ours and DDP's.
+
+    torchrun --nproc-per-node 2 -m benchmarks.exchange --model resnet_tiny
 
 Ways are DDP with its default buckets, DDP with its fp16 compression hook, and our exchange with each
 wire format, all with the same backward that computes nothing. Results are checked in the warm-up.
@@ -8,25 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import typer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.program import check_launched, run, show_ranks
 from paceline.bench.timing import RankGroup, Times, interleaved
+from paceline.cli import options
+from paceline.cli.options import check_at_least, check_settings
 from paceline.comm.exchange import GradientExchange, Signals
 from paceline.comm.plan_choice import PlanChoice
 from paceline.comm.settings import CommSettings
 from paceline.comm.transport import create_transport
-from paceline.core.errors import CommError
+from paceline.core.errors import CommError, ConfigError
 from paceline.models.registry import create_model
-from paceline.models.settings import ModelSettings
+from paceline.models.settings import ModelSettings, check_model_name
 from paceline.plan.fusion_plan import TensorSpec
-from paceline.plan.plan_file import ClusterFacts
+from paceline.plan.plan_file import ClusterFacts, PlanFile
+from paceline.plan.size_table import SizeTable
 
 DDP = "ddp"
 DDP_FP16 = "ddp fp16 hook"
@@ -198,3 +206,68 @@ def model_weights(name: str, device: torch.device) -> list[tuple[str, Tensor]]:
     """Names and tensors of all that is trained; never changed, so that all may share them."""
     model = create_model(ModelSettings(name=name), num_classes=1000)
     return [(n, p.detach().to(device)) for n, p in model.named_parameters() if p.requires_grad]
+
+
+def main(
+    model: str = typer.Option("resnet50", help="Whose gradients (docs/models.md)."),
+    algorithm: str = typer.Option("", help="An all-reduce algorithm, where no table is given."),
+    sizes: Path | None = typer.Option(None, help="A size table (paceline tune)."),
+    plan: Path | None = typer.Option(None, help="A plan file, which decides everything."),
+    fusion_mib: float = typer.Option(16.0, help="Size at which a bucket is closed."),
+    group_size: options.GroupSize = 0,
+    iterations: int = typer.Option(10, help="Samples of each; the median counts."),
+    warm_up: int = typer.Option(2, help="Samples before."),
+    device: options.Device = "auto",
+    backend: options.Backend = "auto",
+    share_gpus: options.ShareGpus = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """One whole gradient exchange of a model: ours against DDP's."""
+    check_settings(device, backend, group_size)
+    check_model_name(model)
+    check_at_least(1, {"--iterations": iterations})
+    check_at_least(0, {"--warm-up": warm_up})
+    given = [flag for flag, value in (("--algorithm", algorithm), ("--sizes", sizes),
+             ("--plan", plan)) if value]  # fmt: skip
+    if len(given) > 1:
+        raise ConfigError(given[0], None, f"cannot be given with {given[1]}", "leave out one")
+    if plan is not None:
+        PlanFile.read(plan)
+        comm = CommSettings(plan=str(plan), group_size=group_size)
+    else:
+        if sizes is not None:
+            SizeTable.read(sizes)
+        comm = CommSettings(
+            algorithm="hybrid" if sizes else algorithm or "auto", sizes=str(sizes or ""),
+            fusion_mib=fusion_mib, group_size=group_size,
+        )  # fmt: skip
+    check_launched()
+    job = ExchangeJob(model, comm, iterations=iterations, warm_up=warm_up)
+    with RankGroup(
+        backend=backend, device=device, group_size=group_size or None, share_gpus=share_gpus
+    ) as joined:
+        measuring = ExchangeBench(joined, job)
+        rows = measuring.measure()
+        measuring.close()
+        settings = {**vars(job), "comm": vars(comm)}
+        report = {"settings": settings, "rows": rows, "bytes": measuring.bytes}
+        show_ranks(joined, report, as_json, _table)
+
+
+def _table(report: dict[str, Any]) -> str:
+    head = f"{'way':<16}{'time ms':>10}{'p10':>10}{'p90':>10}{'× ddp':>8}{'× ddp fp16':>12}  what"
+    lines = [
+        f"{row['way']:<16}{1e3 * row['s']:>10.1f}{1e3 * row['s_p10']:>10.1f}"
+        f"{1e3 * row['s_p90']:>10.1f}{row['speed_against_ddp']:>8.2f}"
+        f"{row['speed_against_ddp_fp16']:>12.2f}  {row['about']}"
+        for row in report["rows"]
+    ]
+    model = report["settings"]["model"]
+    end = (
+        f"{model}: {report['bytes'] / 1e6:,.1f} MB of gradients, {report['cluster']['ranks']} ranks"
+    )
+    return "\n".join([head, *lines, end]) + "\n"
+
+
+if __name__ == "__main__":
+    run(main)

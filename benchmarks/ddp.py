@@ -1,4 +1,6 @@
-"""`paceline bench ddp`: whole training steps on several ranks, ours and DistributedDataParallel.
+"""Whole training steps on several ranks, ours and DistributedDataParallel.
+
+    torchrun --nproc-per-node 2 -m benchmarks.ddp --model resnet_tiny --image-size 32 -b 4
 
 Every way trains the same network on synthetic images on the device. DDP runs with fp16 autocast and
 GradScaler (bf16 without), channels_last, cudnn.benchmark, fused SGD and gradients as bucket views;
@@ -22,17 +24,22 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import typer
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.program import check_launched, run, show_ranks
 from paceline.bench.step import StepRow, build_step
 from paceline.bench.timing import RankGroup, Times, interleaved
+from paceline.cli import options
+from paceline.cli.options import check_at_least, check_settings
 from paceline.comm.group import Group
 from paceline.config import RunConfig
+from paceline.core.errors import ConfigError, nearest
 from paceline.core.topology import Topology
 from paceline.models.registry import create_model
-from paceline.models.settings import ModelSettings
+from paceline.models.settings import ModelSettings, check_model_name
 from paceline.models.synced_norm import use_torch_norms
 
 Way = Callable[[], None]
@@ -215,3 +222,58 @@ def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if fastest is not None:
             row["speed_against_ddp"] = fastest / row["step_s"]
     return rows
+
+
+def main(
+    model: options.Model = "resnet50",
+    batch_size: int = typer.Option(64, "--batch-size", "-b", help="Of one rank."),
+    image_size: options.ImageSize = 224,
+    classes: options.Classes = 1000,
+    ways: list[str] = typer.Option([], "--way", help="Only this way; may be repeated."),
+    block: int = typer.Option(10, help="Steps of one sample."),
+    iterations: int = typer.Option(7, help="Samples of each; the median counts."),
+    norm: str = typer.Option(
+        "auto", help="DDP's batch-norm kernels: cudnn or torch; auto: torch where GPUs are shared."
+    ),
+    device: options.Device = "auto",
+    backend: options.Backend = "auto",
+    share_gpus: options.ShareGpus = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Whole training steps on several ranks: ours against DistributedDataParallel."""
+    check_settings(device, backend)
+    check_model_name(model)
+    check_at_least(1, {"--iterations": iterations, "--batch-size": batch_size, "--block": block})
+    if norm not in ("auto", "cudnn", "torch"):
+        raise ConfigError("--norm", norm, "unknown", "use auto, cudnn or torch")
+
+    if norm == "auto":
+        norm = "torch" if share_gpus else "cudnn"
+    for name in ways:
+        if name not in NAMES:
+            raise ConfigError("--way", name, "unknown", nearest(name, NAMES))
+    check_launched()
+    chosen = tuple(dict.fromkeys(ways)) or NAMES
+    job = DdpJob(model, batch_size, image_size, classes, block, iterations, chosen, norm)
+    with RankGroup(backend=backend, device=device, share_gpus=share_gpus) as joined:
+        measuring = DdpBench(joined, job)
+        rows = measuring.measure()
+        measuring.close()  # after an error the group releases the CUDA graphs itself
+        show_ranks(joined, {"settings": vars(job), "rows": rows}, as_json, _table)
+
+
+def _table(report: dict[str, Any]) -> str:
+    head = f"{'way':<24}{'images/s':>10}{'ms a step':>11}{'p10':>8}{'p90':>8}{'exposed':>9}{'× ddp':>7}"
+    lines = [head]
+    for row in report["rows"]:
+        exposed = f"{1e3 * row['exposed_s']:.2f}" if "exposed_s" in row else "–"
+        ratio = f"{row['speed_against_ddp']:.3f}" if "speed_against_ddp" in row else "–"
+        lines.append(
+            f"{row['way']:<24}{row['images_per_s']:>10,.0f}{1e3 * row['step_s']:>11.2f}"
+            f"{1e3 * row['step_s_p10']:>8.2f}{1e3 * row['step_s_p90']:>8.2f}{exposed:>9}{ratio:>7}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,6 +1,6 @@
 """Fused convolutions of ResNet-50 against separate ones, on one GPU.
 
-    python tools/fused_convolutions_bench.py [--batch 256] [--steps 40] [--fresh]
+    python -m benchmarks.fused_convolutions [--batch 256] [--steps 40] [--fresh]
         [--only shapes|large|steps|profile] [--modes off auto cudnn recompute cudnn-recompute]
 
 Prints one JSON object a line. First every kind of convolution with its norms, forward and backward:
@@ -377,7 +377,7 @@ def build(part: int, of: int, dtype: torch.dtype, layers: list[Layer]) -> None:
             forms[SEPARATE] = lambda: weight if end is None else (end.like, sums, gradient.x)
         return SEPARATE
 
-    products.choose = build_some  # type: ignore[assignment]
+    products.choose = build_some  # type: ignore[assignment, attr-defined]
     for layer in layers:
         if layer.kernel > 1 or layer.stride > 1:
             continue  # no kernels of Triton
@@ -444,7 +444,7 @@ def profile_step(mode: str, batch: int, dtype: str) -> None:
         found.start()
         steps = 0  # more follow than `row.steps`: the rest of the warm-up, and those in flight
 
-    TrainStep.launch = counted  # type: ignore[method-assign]
+    TrainStep.launch = counted  # type: ignore[method-assign, assignment]
     measured = measure(row, ready)
     torch.cuda.synchronize()
     found.stop()
@@ -487,7 +487,8 @@ def main() -> None:
     large = [layer for layer in LAYERS if layer.side >= SMALLEST_LARGE_SIDE]
     layers = large if given.only == "large" else list(LAYERS)
     if given.build:
-        build(*given.build, dtype, layers)
+        part, of = given.build
+        build(part, of, dtype, layers)
         return
     if given.profiled:
         profile_step(given.profiled, given.batch, given.dtype)
@@ -501,7 +502,8 @@ def main() -> None:
         return
     emit(
         device=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
-        cudnn=torch.backends.cudnn.version(), batch=given.batch, modes=given.modes,
+        cudnn=torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        batch=given.batch, modes=given.modes,
     )  # fmt: skip
     if given.fresh:
         for each in {"auto", mode}:

@@ -1,8 +1,8 @@
 """Several NCCL ranks on one GPU, for tests and benchmarks of multi-GPU code.
 
-    python -m paceline.bench.one_gpu --ranks 2 -- -m paceline train --set comm.share_gpus=true …
-    python -m paceline.bench.one_gpu --ranks 3,1 -- script.py              # two nodes, 3 + 1 ranks
-    torchrun --nproc-per-node 2 --no-python python -m paceline.bench.one_gpu --wrap -- \\
+    python -m benchmarks.one_gpu --ranks 2 -- -m paceline train --set comm.share_gpus=true …
+    python -m benchmarks.one_gpu --ranks 3,1 -- script.py              # two nodes, 3 + 1 ranks
+    torchrun --nproc-per-node 2 --no-python python -m benchmarks.one_gpu --wrap -- \\
         -m paceline train --set comm.share_gpus=true …                     # under torchrun
 
 The first two start the ranks with torchrun's environment variables and one log file per rank; after a
@@ -34,7 +34,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.bench.cluster.job import as_program
+from benchmarks.cluster.job import as_program
 from paceline.core.errors import ConfigError, LaunchError, PacelineError
 from paceline.core.host import process_ids, process_stat, started_with
 
@@ -211,7 +211,7 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m paceline.bench.one_gpu",
+        prog="python -m benchmarks.one_gpu",
         description="Runs COMMAND on several NCCL ranks that share one GPU under NVIDIA MPS.",
         allow_abbrev=False,
     )

@@ -1,5 +1,7 @@
-"""`paceline bench kernels`: where the time of a training step goes, kernel by kernel, against the least
-time in which the memory could move the bytes.
+"""Where the time of a training step goes, kernel by kernel, against the least time in which the memory
+could move the bytes.
+
+    python -m benchmarks.kernels --device cpu --model resnet_tiny --image-size 32 -b 16
 
 The step is that of training, without CUDA graphs and torch.compile, so that every kernel has an operator
 of torch, a Triton kernel or a graph of cuDNN that launched it. `CallCounter` notes each call with the
@@ -16,6 +18,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import json
+import os
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,20 +27,33 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+# Before torch, whose profiler would report its own start and end.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
 import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from paceline.bench.optimizer import copy_seconds
+from benchmarks.optimizer import copy_seconds
+from benchmarks.program import run
 from paceline.bench.step import StepRow, build_step
+from paceline.cli import options
+from paceline.cli.bench import parse_switches
+from paceline.cli.options import check_at_least, chosen_device, environment, print_json
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.topology import Topology
+from paceline.core.units import format_percent
 from paceline.models.cudnn_graphs import Plan
+from paceline.models.settings import check_model_name
 from paceline.optim.settings import ANCHORED
 
 _MARK = "paceline call "
@@ -52,7 +68,7 @@ _KERNELS = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 _LAUNCHES = frozenset(("cuda_runtime", "cuda_driver"))
 _COPIED_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}
 _NAME_LENGTH = 60
-# Settings of a run that `bench.step.build_step` leaves aside.
+# Settings of a run that `bench.step.build_step` does not use.
 _NOT_IN_STEP = (
     "comm.mode",
     "model.norm_group",
@@ -385,3 +401,63 @@ def _trace(profiled: profile) -> list[dict[str, Any]]:
         profiled.export_chrome_trace(str(path))
         events: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))["traceEvents"]
     return events
+
+
+def main(
+    model: options.Model = "resnet50",
+    batch_size: int = typer.Option(256, "--batch-size", "-b", help="Of one process."),
+    image_size: options.ImageSize = 224,
+    classes: options.Classes = 1000,
+    steps: int = typer.Option(3, help="Steps to profile."),
+    warm_up: int = typer.Option(3, help="Steps before."),
+    top: int = typer.Option(30, help="Rows to print; --json has all."),
+    shapes: bool = typer.Option(False, "--shapes", help="A row for each shape."),
+    settings: list[str] = typer.Option([], "--set", help="section.key=value of the step."),
+    device: options.Device = "auto",
+    as_json: options.AsJson = False,
+) -> None:
+    """Where a training step's time goes, kernel by kernel, against the memory's limit."""
+    check_model_name(model)
+    counts = {"--batch-size": batch_size, "--steps": steps, "--warm-up": warm_up}
+    check_at_least(1, counts | {"--classes": classes, "--top": top})
+    switches = parse_switches(settings)
+    chosen = chosen_device(device)
+    row = StepRow(
+        name="kernels", kind="ours", model=model, batch_size=batch_size, image_size=image_size,
+        classes=classes, device=chosen, steps=steps, warm_up=warm_up, switches=switches,
+    )  # fmt: skip
+    found = profile_step(row, shapes=shapes)
+    if as_json:
+        print_json({
+            "settings": {"model": model, "batch_size": batch_size, "image_size": image_size,
+                         "changed": switches}, **found, **environment(chosen),
+        })  # fmt: skip
+        return
+    console = Console(highlight=False)
+    table = Table("ms", "share", "calls", "MB", "of copy", "TFLOP/s")
+    for name in ("call", "kernels"):
+        table.add_column(name, overflow="fold")
+    for each in found["rows"][:top]:
+        table.add_row(*_cells(each, found["device_ms"]))
+    console.print(table)
+    console.print(
+        f"a step: {found['device_ms']:.2f} ms in {len(found['rows'])} rows, "
+        f"{found['unknown_ms']:.2f} ms by calls without known bytes; a copy of the known ones takes "
+        f"{found['limit_ms']:.2f} ms at {found['copy_bytes_per_s'] / 1e9:,.0f} GB/s"
+    )
+    console.print(found["step"], markup=False)
+
+
+def _cells(row: dict[str, Any], whole_ms: float) -> tuple[str | Text, ...]:
+    def shown(name: str, form: str) -> str:
+        return "–" if row[name] is None else format(row[name], form)
+
+    return (
+        f"{row['ms']:.3f}", format_percent(100 * row["ms"] / whole_ms, 1), f"{row['calls']:g}",
+        shown("mb", ",.1f"), shown("share_of_copy", ".2f"), shown("tflops_per_s", ",.3g"),
+        Text(" ".join(filter(None, (row["call"], row["shape"])))), Text(row["kernels"]),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    run(main)

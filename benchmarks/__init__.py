@@ -1,0 +1,1 @@
+"""Programs that compare Paceline with its peers, and the emulated cluster (README.md)."""
