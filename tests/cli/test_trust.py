@@ -83,7 +83,7 @@ READS_CONFIG = {
     "cli/train.py load_config", "cli/tune.py load_config", "config/run_config.py RunConfig.from_tables",
     "config/run_config.py parse_toml", "config/run_config.py read_recipe",
     "core/settings.py parse_toml",  # the text of one setting
-    "plan/cluster.py parse_toml", "plan/plan_file.py parse_toml",
+    "plan/plan_file.py parse_toml", "planner/accelerators.py parse_toml",
     "report/run_files.py parse_toml", "train/run_folder.py parse_toml",  # shown, compared
     "train/evaluate.py stored_config", "train/inference.py stored_config", "trainer.py load_config",
 }  # fmt: skip

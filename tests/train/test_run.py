@@ -31,7 +31,7 @@ from paceline.core.events import (
 from paceline.core.host import LoadReading
 from paceline.data import EvalLoader, TrainLoader
 from paceline.models import SmallResNet
-from paceline.plan.start_up import PHASES
+from paceline.planner.start_up import PHASES
 from paceline.precision import PrecisionSettings, choose_policy
 from paceline.report import RunFiles, bound_by
 from paceline.train import (

@@ -34,7 +34,7 @@ from paceline.core.topology import Topology
 from paceline.data import Batch, BatchPlan, CorruptSample
 from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings
-from paceline.plan.layers import known_network
+from paceline.planner.layers import known_network
 from paceline.train.step import TrainStep
 from paceline.train.step_parts import create_parts, create_step
 from paceline.train.stop_signals import StopSignals

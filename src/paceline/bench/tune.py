@@ -35,11 +35,12 @@ from paceline.core.topology import Topology
 from paceline.plan.cluster import Cluster
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.optimizer import best_plan, threshold_plan
-from paceline.plan.plan_file import Expected, LinkFacts, ModelFacts, PlanFile, ProbedCluster
-from paceline.plan.prediction import Prediction, predict
+from paceline.plan.plan_file import LinkFacts, ModelFacts, PlanFile, ProbedCluster
 from paceline.plan.schedules import NATIVE
 from paceline.plan.size_table import MeasuredSize, SizeTable, choose_algorithms, table_of
-from paceline.plan.workload import StepAnatomy, Workload, fit_workload
+from paceline.planner.plan_parts import planned_cluster
+from paceline.planner.prediction import Prediction, predict
+from paceline.planner.workload import StepAnatomy, Workload, fit_workload
 from paceline.train.batch_sizes import resolve_batch_sizes
 from paceline.train.step import TrainStep
 
@@ -146,7 +147,7 @@ class Tuner:
 
 def plan_model(tuned: PlanFile, work: Workload, batch: int) -> PlanFile:
     """With the best plan for this model, what it is expected to take, and why it was chosen."""
-    cluster = tuned.planned_cluster()
+    cluster = planned_cluster(tuned)
     names = cluster.probed.algorithms if cluster.probed else None
     plan = best_plan(work, cluster, batch, names)
     now = predict(work, cluster, plan, batch)
@@ -155,8 +156,8 @@ def plan_model(tuned: PlanFile, work: Workload, batch: int) -> PlanFile:
         tuned,
         fusion=plan,
         model=ModelFacts.of((gradient.name, gradient.elements) for gradient in work.gradients),
-        expected=Expected.of(now),
-        workload=work,
+        expected=now.expected(),
+        workload=work.to_section(),
         why=(*tuned.why, *_reasons(work, cluster, plan, now, usual)),
     )
 

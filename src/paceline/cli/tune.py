@@ -40,7 +40,7 @@ from paceline.plan.size_table import MARGIN, MeasuredSize, check_noise
 if TYPE_CHECKING:
     from paceline.bench.timing import RankGroup
     from paceline.bench.tune import Tuner
-    from paceline.plan.workload import Workload
+    from paceline.planner.workload import Workload
 
 
 # ImageNet's.
@@ -206,7 +206,7 @@ def _planned(
 ) -> PlanFile:
     """With the plan of the model; rank 0's step counts."""
     from paceline.bench.tune import plan_model
-    from paceline.plan.workload import Workload
+    from paceline.planner.workload import Workload
 
     assert tuned.probed is not None
     counts, (work, batch) = tuned.probed.ranks_per_node, profiled
@@ -250,7 +250,7 @@ def profile(
     row = StepRow("profile", "ours", model, max(batches), image_size, classes, place, steps, warm_up,
                   switches)  # fmt: skip
     work = profile_workload(row, batches)
-    PlanFile(workload=work).write(output)
+    PlanFile(workload=work.to_section()).write(output)
     if as_json:
         typer.echo(json.dumps(work.to_table()))
         return 0
