@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from paceline.core.errors import ConfigError
 
@@ -15,7 +17,7 @@ def missing_extension(error: ImportError) -> str:
 
 
 @contextmanager
-def needed_by(field: str, value: object, remedy: str = "") -> Iterator[None]:
+def needed_by(field: str, value: object) -> Iterator[None]:
     """Raises ConfigError if an import inside of it needs an extension package that was removed."""
     try:
         yield
@@ -25,5 +27,12 @@ def needed_by(field: str, value: object, remedy: str = "") -> Iterator[None]:
             raise
         raise ConfigError(
             field, value, f"needs the package {package}, which is not part of this installation",
-            remedy or f"install Paceline with it, or leave {field} out",
+            f"install Paceline with it, or leave {field} out",
         ) from None  # fmt: skip
+
+
+def load_extension(name: str, field: str, value: object) -> Any:
+    """Imports the extension package or module `paceline.NAME`, which the setting `field` asks for. Raises
+    ConfigError if it was removed."""
+    with needed_by(field, value):
+        return importlib.import_module(f"paceline.{name}")

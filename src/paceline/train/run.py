@@ -34,14 +34,18 @@ from paceline.report import write_report
 from paceline.train.build import build
 from paceline.train.checkpoint import Checkpoint, set_aside, write_atomically
 from paceline.train.components import Components
-from paceline.train.inputs import common_settings, shared_versions
+from paceline.train.inputs import (
+    common_settings,
+    load_trackers,
+    shared_versions,
+    tracker_names,
+)
 from paceline.train.loop import RunResult, TrainingLoop
 from paceline.train.machine import choose_device, hardware, versions
 from paceline.train.observers import watch_run
 from paceline.train.run_folder import RunLock
 from paceline.train.step_records import RecentEvents, each_rank_writes
 from paceline.train.stop_signals import STOPS, StopSignals, user_signals
-from paceline.train.trackers import open_trackers
 from paceline.train.training import Training
 from paceline.train.weights import (
     applied,
@@ -204,10 +208,11 @@ def _open_records(training: Training, display: Callable[[], Observer]) -> None:
         if training.is_main:
             folder.sweep()
             # First, so that at the end their last notes still reach the others.
-            training.observers += open_trackers(
-                config, folder.path, training.progress.step,
-                lambda text: training.emit(NoteEvent(text)),
-            )  # fmt: skip
+            if names := tracker_names(config):
+                training.observers += load_trackers(names).open_trackers(
+                    names, folder.path, training.progress.step, config.flat(),
+                    lambda text: training.emit(NoteEvent(text)),
+                )  # fmt: skip
         training.observers.append(_records(training))
         training.group.before_forced_exit(lambda: write_recent_events(training))
         if training.is_main:
