@@ -12,15 +12,15 @@ import torch
 from paceline.bench.optimizer import measure_all
 from paceline.bench.step import (
     RowProcess,
-    StepRow,
     _batches,
     choose_rows,
     measure,
     measure_rows,
     ratios,
 )
-from paceline.bench.timing import Times, device_times, steady_times
 from paceline.core.errors import ConfigError
+from paceline.tune.step import StepRow
+from paceline.tune.timing import Times, device_times, steady_times
 from ranks import run_ranks
 
 COMMON: dict[str, Any] = {
@@ -162,7 +162,7 @@ def test_median_and_spread_ignore_a_straggler() -> None:
 def test_the_warm_up_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[float] = []
     now = [0.0]
-    monkeypatch.setattr("paceline.bench.timing.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("paceline.tune.timing.time.perf_counter", lambda: now[0])
 
     def work() -> None:
         calls.append(now[0])

@@ -26,14 +26,14 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.bench.step import StepRow, build_step
-from paceline.bench.timing import RankGroup, Times, interleaved
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.topology import Topology
 from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings
 from paceline.models.synced_norm import use_torch_norms
+from paceline.tune.step import StepRow, build_step
+from paceline.tune.timing import RankGroup, Times, interleaved
 
 Way = Callable[[], None]
 OURS: dict[str, dict[str, Any]] = {

@@ -17,7 +17,6 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.bench.timing import RankGroup, Times, interleaved
 from paceline.comm.exchange import GradientExchange, Signals
 from paceline.comm.plan_choice import PlanChoice
 from paceline.comm.settings import CommSettings
@@ -27,6 +26,7 @@ from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings
 from paceline.plan.fusion_plan import TensorSpec
 from paceline.plan.plan_file import ClusterFacts
+from paceline.tune.timing import RankGroup, Times, interleaved
 
 DDP = "ddp"
 DDP_FP16 = "ddp fp16 hook"

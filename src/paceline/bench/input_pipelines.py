@@ -38,9 +38,6 @@ from torch.utils.data import (
 )
 
 from paceline.bench.input_rows import InputRow, InputStream, OnProgress, open_repeated
-from paceline.bench.step import StepRow, SyntheticBatches
-from paceline.bench.step import build_step as build
-from paceline.bench.timing import steady_times
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import DataError, RunError
@@ -62,6 +59,9 @@ from paceline.data import (
 from paceline.data.augment import draws
 from paceline.models.settings import check_model_name
 from paceline.train.step import TrainStep
+from paceline.tune.step import StepRow, SyntheticBatches
+from paceline.tune.step import build_step as build
+from paceline.tune.timing import steady_times
 
 _EPOCHS = 1_000_000
 # Warm-up steps of each turn, in addition to those with prefetched batches.

@@ -32,13 +32,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from paceline.bench.optimizer import copy_seconds
-from paceline.bench.step import StepRow, build_step
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.topology import Topology
 from paceline.models.cudnn_graphs import Plan
 from paceline.optim.settings import ANCHORED
+from paceline.tune.step import StepRow, build_step
 
 _MARK = "paceline call "
 # Operators that move nothing, or that write without reading what they are given.
@@ -52,7 +52,7 @@ _KERNELS = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 _LAUNCHES = frozenset(("cuda_runtime", "cuda_driver"))
 _COPIED_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}
 _NAME_LENGTH = 60
-# Settings of a run that `bench.step.build_step` leaves aside.
+# Settings of a run that `tune.step.build_step` leaves aside.
 _NOT_IN_STEP = (
     "comm.mode",
     "model.norm_group",

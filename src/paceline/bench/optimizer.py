@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.bench.timing import device_times
 from paceline.models.registry import create_model, parameter_groups
 from paceline.models.settings import ModelSettings
 from paceline.optim.adam import LAMB, AdamW
@@ -23,6 +22,7 @@ from paceline.optim.lars import LARS, SGD
 from paceline.optim.settings import OptimSettings
 from paceline.precision.policy import Policy, choose_policy
 from paceline.precision.settings import PrecisionSettings
+from paceline.tune.timing import device_times
 
 
 def measure_all(

@@ -130,7 +130,7 @@ def kernels(
     # Before torch: its profiler would report its own start and end.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     from paceline.bench.kernels import profile_step
-    from paceline.bench.step import StepRow
+    from paceline.tune.step import StepRow
 
     check_model_name(model)
     counts = {"--batch-size": batch_size, "--steps": steps, "--warm-up": warm_up}

@@ -34,7 +34,7 @@ from paceline.plan.size_table import SizeTable
 
 if TYPE_CHECKING:
     from paceline.bench.allreduce import AllReduceJob
-    from paceline.bench.timing import RankGroup
+    from paceline.tune.timing import RankGroup
 
 
 def allreduce(
@@ -83,7 +83,7 @@ def allreduce(
         return code
 
     from paceline.bench.allreduce import AllReduceJob, choose_sizes
-    from paceline.bench.timing import RankGroup
+    from paceline.tune.timing import RankGroup
 
     job = AllReduceJob(
         given or choose_sizes(low, high, factor), names, table, wire, iterations, warm_up,
@@ -160,7 +160,7 @@ def exchange(
         return code
 
     from paceline.bench.exchange import ExchangeBench, ExchangeJob
-    from paceline.bench.timing import RankGroup
+    from paceline.tune.timing import RankGroup
 
     job = ExchangeJob(model, comm, iterations=iterations, warm_up=warm_up)
     with RankGroup(
@@ -207,7 +207,7 @@ def ddp(
         return code
 
     from paceline.bench.ddp import NAMES, DdpBench, DdpJob
-    from paceline.bench.timing import RankGroup
+    from paceline.tune.timing import RankGroup
 
     if norm == "auto":
         norm = "torch" if share_gpus else "cudnn"
