@@ -12,6 +12,7 @@ from cli_runs import Call, run
 from data_sets import write_shards
 from paceline.bench.cluster import why_unavailable
 from paceline.plan import ClusterFacts, PlanFile
+from paceline.planner.plan_parts import required_profile
 
 TINY = ("--model", "resnet_tiny", "--device", "cpu")
 INPUT = ("bench", "input", "--data-dir", "data", "--image-size", "28", "-b", "4", "--rounds", "1",

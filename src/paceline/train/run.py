@@ -23,14 +23,14 @@ from paceline.comm.agreement import PeerError
 from paceline.comm.group import Group
 from paceline.comm.watchdog import ShowError
 from paceline.config import RunConfig
-from paceline.core.errors import DataError, DeviceError, PacelineError
+from paceline.core.errors import ConfigError, DataError, DeviceError, PacelineError
 from paceline.core.events import JsonlWriter, NoteEvent, Observer, StopEvent
+from paceline.core.extensions import load_extension
 from paceline.core.files import read_regular
 from paceline.core.host import SignalWakeup, StartUp
 from paceline.core.topology import Topology
 from paceline.core.untrusted import parse_json
 from paceline.plan.noise import NoiseScale
-from paceline.report import write_report
 from paceline.train.build import build
 from paceline.train.checkpoint import Checkpoint, set_aside, write_atomically
 from paceline.train.components import Components
@@ -302,10 +302,12 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
 
 
 def _write_report(training: Training, summary: dict[str, Any]) -> Path | None:
-    """The report, or a note if the records cannot be read."""
+    """The report, or a note if the records cannot be read or the package `report` was removed."""
     try:
-        return write_report(training.folder.path, summary=summary)
-    except DataError as error:
+        report = load_extension("report", "report", "report.html")
+        page: Path = report.write_report(training.folder.path, summary=summary)
+        return page
+    except (ConfigError, DataError) as error:
         training.emit(NoteEvent(f"no report: {error}"))
         return None
 
