@@ -68,6 +68,8 @@ RUNNING = (
     r"|runpy\.\w+|\S*add_safe_globals|\S*spec_from_file_location|\S*load_library|marshal\.\w+"
 )
 RUNS_CODE = {
+    "cli/app.py importlib.import_module",
+    "core/extensions.py importlib.import_module",  # our own
     "core/__init__.py importlib.import_module",  # names of this package
     "core/imports.py importlib.import_module",
     "data/sources/array_sets.py _Unpickler",  # has stand-ins for three names, and no others
