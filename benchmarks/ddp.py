@@ -30,8 +30,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.program import check_launched, run, show_ranks
-from paceline.bench.step import StepRow, build_step
-from paceline.bench.timing import RankGroup, Times, interleaved
 from paceline.cli import options
 from paceline.cli.options import check_at_least, check_settings
 from paceline.comm.group import Group
@@ -41,6 +39,8 @@ from paceline.core.topology import Topology
 from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings, check_model_name
 from paceline.models.synced_norm import use_torch_norms
+from paceline.tune.step import StepRow, build_step
+from paceline.tune.timing import RankGroup, Times, interleaved
 
 Way = Callable[[], None]
 OURS: dict[str, dict[str, Any]] = {

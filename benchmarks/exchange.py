@@ -22,7 +22,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.program import check_launched, run, show_ranks
-from paceline.bench.timing import RankGroup, Times, interleaved
 from paceline.cli import options
 from paceline.cli.options import check_at_least, check_settings
 from paceline.comm.exchange import GradientExchange, Signals
@@ -35,6 +34,7 @@ from paceline.models.settings import ModelSettings, check_model_name
 from paceline.plan.fusion_plan import TensorSpec
 from paceline.plan.plan_file import ClusterFacts, PlanFile
 from paceline.plan.size_table import SizeTable
+from paceline.tune.timing import RankGroup, Times, interleaved
 
 DDP = "ddp"
 DDP_FP16 = "ddp fp16 hook"

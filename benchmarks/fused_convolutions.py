@@ -32,13 +32,14 @@ import torch
 import triton
 from torch import Tensor, nn
 
-from paceline.bench.step import RowProcess, StepRow, measure
+from paceline.bench.step import RowProcess, measure
 from paceline.models import product_choice, products
 from paceline.models.fused import join_moments, moments
 from paceline.models.operands import MERGED, PLAIN, Epilogue, Gradients, NormedMap, Operand
 from paceline.models.product_choice import CUDNN, SEPARATE, choices
 from paceline.models.products import backward_product, forward_product
 from paceline.train.step import TrainStep
+from paceline.tune.step import StepRow
 
 COPY_BYTES_PER_S = 4.26e12
 BUILDERS = 16

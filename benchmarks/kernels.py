@@ -43,7 +43,6 @@ from torch.utils.flop_counter import flop_registry
 
 from benchmarks.optimizer import copy_seconds
 from benchmarks.program import run
-from paceline.bench.step import StepRow, build_step
 from paceline.cli import options
 from paceline.cli.bench import parse_switches
 from paceline.cli.options import check_at_least, chosen_device, environment, print_json
@@ -55,6 +54,7 @@ from paceline.core.units import format_percent
 from paceline.models.cudnn_graphs import Plan
 from paceline.models.settings import check_model_name
 from paceline.optim.settings import ANCHORED
+from paceline.tune.step import StepRow, build_step
 
 _MARK = "paceline call "
 # Operators that move nothing, or that write without reading what they are given.
@@ -68,7 +68,7 @@ _KERNELS = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 _LAUNCHES = frozenset(("cuda_runtime", "cuda_driver"))
 _COPIED_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}
 _NAME_LENGTH = 60
-# Settings of a run that `bench.step.build_step` does not use.
+# Settings of a run that `tune.step.build_step` does not use.
 _NOT_IN_STEP = (
     "comm.mode",
     "model.norm_group",

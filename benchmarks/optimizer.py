@@ -20,7 +20,6 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks.program import run
-from paceline.bench.timing import Times
 from paceline.cli import options
 from paceline.cli.options import check_at_least, chosen_device, environment, print_json
 from paceline.models.registry import create_model, parameter_groups
@@ -32,6 +31,7 @@ from paceline.optim.lars import LARS, SGD
 from paceline.optim.settings import OptimSettings
 from paceline.precision.policy import Policy, choose_policy
 from paceline.precision.settings import PrecisionSettings
+from paceline.tune.timing import Times
 
 # Long enough for the host to queue a whole optimizer step before the GPU starts it.
 _HEAD_START_CYCLES = 20_000_000

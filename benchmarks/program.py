@@ -9,10 +9,10 @@ from typing import Any, NoReturn
 
 import typer
 
-from paceline.bench.timing import RankGroup
 from paceline.cli.options import environment, print_json
 from paceline.core.errors import LaunchError, PacelineError
 from paceline.core.topology import Topology
+from paceline.tune.timing import RankGroup
 
 
 def run(main: Callable[..., None]) -> NoReturn:

@@ -39,6 +39,9 @@ NAME = "fork-server"
 STACKS_SIGNAL = signal.SIGRTMIN + 5
 _PRELOADED = (
     "paceline.cli.app", "paceline.train.display", "paceline.cli.launch", "paceline.train.run",
+    "paceline.cli.train", "paceline.cli.lr_find", "paceline.cli.evaluate", "paceline.cli.listings",
+    "paceline.cli.summary", "paceline.cli.doctor", "paceline.cli.tune", "paceline.cli.plan",
+    "paceline.cli.data", "paceline.cli.bench",
     "paceline.train.evaluate", "numpy.random", "torch._dynamo", "torch.distributed.launcher.api",
     "torch.distributed.elastic.multiprocessing.errors", "paceline.trainer",
     "torch.utils.serialization.config", "numpy.ma", "numpy.ctypeslib",

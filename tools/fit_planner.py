@@ -4,7 +4,7 @@
 
 In: a CSV of MLPerf Training results for ResNet-50, one system a row, with the columns `round, gpu,
 accelerator, nodes, acc_per_node, N, gbs, step_ms, network, framework`. Out: the constants of
-`src/paceline/plan/step_constants.toml` (written with `--write`) and the errors on systems that were
+`src/paceline/planner/step_constants.toml` (written with `--write`) and the errors on systems that were
 left out of the fit: one at a time, one submitter at a time, and all systems of more than 16 GPUs.
 
 The fit is a Gauss-Newton iteration on the logarithms of step times and constants, with a normal prior
@@ -29,16 +29,22 @@ import numpy as np
 import numpy.typing as npt
 import tomli_w
 
-from paceline.plan.analytic_workload import analytic_workload
-from paceline.plan.cluster import Accelerator, Cluster, StepConstants, accelerator, gpu_cluster
+from paceline.plan.cluster import Cluster
 from paceline.plan.fusion_plan import FusionPlan
-from paceline.plan.layers import network
 from paceline.plan.optimizer import best_plan
-from paceline.plan.prediction import predict, step_times
-from paceline.plan.workload import Workload
+from paceline.planner.accelerators import (
+    Accelerator,
+    StepConstants,
+    accelerator,
+    gpu_cluster,
+)
+from paceline.planner.analytic_workload import analytic_workload
+from paceline.planner.layers import network
+from paceline.planner.prediction import predict, step_times
+from paceline.planner.workload import Workload
 
 Vector = npt.NDArray[np.float64]
-CONSTANTS = Path(__file__).parents[1] / "src" / "paceline" / "plan" / "step_constants.toml"
+CONSTANTS = Path(__file__).parents[1] / "src" / "paceline" / "planner" / "step_constants.toml"
 UNEXPLAINED = 0.15
 SMALL_GPUS = 16
 # Constant → prior and its relative standard error. Shares and hidden cost: what is usual. Cycles: 2.55 ms

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from paceline.data import CorruptImage, DatasetSource, ImageLoader, Source
     from paceline.models import ModelSettings, create_model, parameter_groups, register_model
     from paceline.optim import LAMB, LARS, SGD, AdamW, Muon
-    from paceline.plan.scaling import ScalingPrediction, predict_scaling
     from paceline.plan.size_table import SizeTable
+    from paceline.planner.scaling import ScalingPrediction, predict_scaling
     from paceline.train.callbacks import Callback, EarlyStopping, RunControl
     from paceline.train.inference import Prediction, Predictor
     from paceline.trainer import Result, Trainer
@@ -57,7 +57,7 @@ _MODULES = {
     "paceline.data": "CorruptImage DatasetSource ImageLoader Source",
     "paceline.models": "ModelSettings create_model parameter_groups register_model",
     "paceline.optim": "AdamW LAMB LARS Muon SGD",
-    "paceline.plan.scaling": "ScalingPrediction predict_scaling",
+    "paceline.planner.scaling": "ScalingPrediction predict_scaling",
     "paceline.plan.size_table": "SizeTable",
     "paceline.train.callbacks": "Callback EarlyStopping RunControl",
     "paceline.train.inference": "Prediction Predictor",

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.bench import tune as module
-from paceline.bench.tune import hidden_cost
+from paceline.tune import tuner as module
+from paceline.tune.tuner import hidden_cost
 
 
 class Clock:

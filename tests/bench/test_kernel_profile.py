@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels import Call, CallCounter, Launched, attributed, grouped, profile_step
-from paceline.bench.step import StepRow
 from paceline.models.cudnn_graphs import Graph, Plan
+from paceline.tune.step import StepRow
 
 
 def calls_of(work: Any) -> list[Call]:

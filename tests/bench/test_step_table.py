@@ -10,15 +10,15 @@ import pytest
 
 from paceline.bench.step import (
     RowProcess,
-    StepRow,
     _batches,
     choose_rows,
     measure,
     measure_rows,
     ratios,
 )
-from paceline.bench.timing import Times, steady_times
 from paceline.core.errors import ConfigError
+from paceline.tune.step import StepRow
+from paceline.tune.timing import Times, steady_times
 from ranks import run_ranks
 
 COMMON: dict[str, Any] = {

@@ -11,6 +11,7 @@ import pytest
 from cli_runs import Call, run
 from data_sets import write_shards
 from paceline.plan import ClusterFacts, PlanFile
+from paceline.planner.plan_parts import required_profile
 
 TINY = ("--model", "resnet_tiny", "--device", "cpu")
 INPUT = ("bench", "input", "--data-dir", "data", "--image-size", "28", "-b", "4", "--rounds", "1",
@@ -123,7 +124,7 @@ def test_one_file_from_tune_to_the_run(tmp_path: Path) -> None:
     assert found.probed.intra is not None
     assert (found.probed.facts, found.probed.inter) == (ClusterFacts(2, 1), None)
     assert found.probed.hidden_cost is not None
-    assert found.profile.model == "resnet_tiny"
+    assert required_profile(found).model == "resnet_tiny"
     assert found.expected is not None
     assert {line.partition(":")[0] for line in found.why} == {"measured", "chosen", "expected"}
     assert "--output = 'plan.toml'" in run(flags, tmp_path).error_line()

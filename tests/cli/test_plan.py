@@ -16,9 +16,6 @@ from paceline.cli.app import app
 from paceline.core.errors import ConfigError
 from paceline.core.units import plural
 from paceline.models import MODEL_NAMES, ModelSettings, create_model
-from paceline.plan.analytic_workload import analytic_workload
-from paceline.plan.cluster import accelerator, gpu_cluster
-from paceline.plan.layers import TRACED, is_network, network
 from paceline.plan.optimizer import best_plan
 from paceline.plan.plan_file import (
     ClusterFacts,
@@ -27,8 +24,12 @@ from paceline.plan.plan_file import (
     PlanFile,
     ProbedCluster,
 )
-from paceline.plan.rehearsal import RehearseSettings, cluster_clock
-from paceline.plan.scaling import predict_scaling
+from paceline.plan.rehearsal import RehearseSettings
+from paceline.planner.accelerators import accelerator, gpu_cluster
+from paceline.planner.analytic_workload import analytic_workload
+from paceline.planner.layers import TRACED, is_network, network
+from paceline.planner.scaling import predict_scaling
+from paceline.rehearsal.cluster_clock import RehearsedCluster, cluster_clock
 
 KEYS = {
     "images_per_s", "images_per_s_per_gpu", "step_s", "compute_s", "exposed_comm_s",
@@ -127,7 +128,7 @@ def test_recomputed_norms_need_less_memory_and_take_longer(tmp_path: Path) -> No
     assert caught.value.field == "--recompute-norms"
     profile = tmp_path / "p.toml"
     work = analytic_workload(network("resnet50"), accelerator("H100"))
-    PlanFile(workload=work).write(profile)
+    PlanFile(workload=work.to_section()).write(profile)
     with pytest.raises(ConfigError, match="a profile has") as caught:
         ask(*flags, "--profile", str(profile), "--recompute-norms")
     assert caught.value.field == "--recompute-norms"
@@ -204,7 +205,7 @@ def test_a_profile_has_memory_for_its_own_images(tmp_path: Path) -> None:
     flags = ("--gpu", "H100", "-b", "64", "--profile", str(path))
 
     def memory(size: int) -> dict[str, float] | None:
-        PlanFile(workload=replace(work, image_size=size)).write(path)
+        PlanFile(workload=replace(work, image_size=size).to_section()).write(path)
         found: dict[str, float] | None = json.loads(ask(*flags, "--json"))["memory"]
         return found
 
@@ -226,7 +227,7 @@ def profiled(path: Path, model: str = "resnet50", pixels: int = 224, device: str
     net = network("resnet18" if model == "resnet_tiny" else model, pixels)
     work = analytic_workload(net, accelerator("CPU" if device == "cpu" else "H100"))
     work = replace(work, model=model, source="profiled", batches=(4, 8), device=device, spread=0.02)
-    PlanFile(workload=work).write(path)
+    PlanFile(workload=work.to_section()).write(path)
     return str(path)
 
 
@@ -339,7 +340,7 @@ def test_a_gpu_of_ones_own(tmp_path: Path) -> None:
     assert this["energy_kwh"] == pytest.approx(this["gpu_hours"] * 0.5)
     told = predict_scaling(accelerator=str(chip), nodes=4, batch_size=found["batch_size"])
     assert told.step_s == pytest.approx(found["step_s"])
-    clock = RehearseSettings(nodes=4, gpu=str(chip))
+    clock = RehearsedCluster(RehearseSettings(nodes=4, gpu=str(chip)))
     assert clock.watts == 500
     assert clock.place().intra == gpu_cluster(accelerator(str(chip)), 4).intra
     plan = best_plan(
@@ -353,7 +354,7 @@ def test_start_up_as_given_or_as_in_a_rehearsal() -> None:
     found = json.loads(ask(*flags, "--json"))
     settings = RehearseSettings(nodes=4, gpu="H100")
     work = analytic_workload(network("resnet50"), accelerator("H100"))
-    plan = best_plan(work, settings.place(), 64)
+    plan = best_plan(work, RehearsedCluster(settings).place(), 64)
     clock = cluster_clock(
         settings, plan, work, batch=64, accumulation=1, validation=1000, eval_batch=64
     )
@@ -385,8 +386,9 @@ def test_a_cluster_starts_over_the_backend_it_was_probed_with(
     found = json.loads(ask("--cluster", str(path), "--gpu", "H100", "-b", "64", "--json"))
     assert (found["start_up"]["backend_s"] > 0) == is_nccl
     settings = RehearseSettings(nodes=2, gpus_per_node=2, gpu="H100", cluster=str(path))
+    there = RehearsedCluster(settings)
     work = analytic_workload(network("resnet50"), accelerator("H100"))
-    rehearsed = settings.start_up(best_plan(work, settings.place(), 64))
+    rehearsed = there.start_up(best_plan(work, there.place(), 64))
     assert (rehearsed.backend_s > 0) == is_nccl
 
 

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError
 from paceline.plan import PlanFile
+from paceline.planner.plan_parts import required_profile
 
 
 def ask(*flags: str) -> str:
@@ -23,7 +24,7 @@ def test_a_step_is_measured_and_planned_with(tmp_path: Path) -> None:
     flags = ("--model", "resnet_tiny", "--image-size", "32", "--classes", "10", "--device", "cpu",
              "--steps", "2", "--warm-up", "1", "-b", "8", "--output", str(file))  # fmt: skip
     assert "Written" in ask(*flags)
-    work = PlanFile.read(file).profile
+    work = required_profile(PlanFile.read(file))
     assert work.model == "resnet_tiny"
     ready = [gradient.ready for gradient in work.gradients]
     assert 0 < ready[0] < ready[-1] <= 1
@@ -63,7 +64,7 @@ def test_a_step_on_a_gpu(tmp_path: Path) -> None:
     file = tmp_path / "p.toml"
     ask("--model", "resnet18", "--image-size", "64", "--classes", "10", "--device", "cuda", "--steps",
         "5", "--warm-up", "3", "-b", "64", "-b", "256", "--output", str(file))  # fmt: skip
-    work = PlanFile.read(file).profile
+    work = required_profile(PlanFile.read(file))
     ready = [gradient.ready for gradient in work.gradients]
     assert ready == sorted(ready)
     assert 0 < ready[0] < ready[-1] <= 1

@@ -68,6 +68,8 @@ RUNNING = (
     r"|runpy\.\w+|\S*add_safe_globals|\S*spec_from_file_location|\S*load_library|marshal\.\w+"
 )
 RUNS_CODE = {
+    "cli/app.py importlib.import_module",
+    "core/extensions.py importlib.import_module",  # our own
     "core/__init__.py importlib.import_module",  # names of this package
     "core/imports.py importlib.import_module",
     "data/sources/array_sets.py _Unpickler",  # has stand-ins for three names, and no others
@@ -83,7 +85,7 @@ READS_CONFIG = {
     "cli/train.py load_config", "cli/tune.py load_config", "config/run_config.py RunConfig.from_tables",
     "config/run_config.py parse_toml", "config/run_config.py read_recipe",
     "core/settings.py parse_toml",  # the text of one setting
-    "plan/cluster.py parse_toml", "plan/plan_file.py parse_toml",
+    "plan/plan_file.py parse_toml", "planner/accelerators.py parse_toml",
     "report/run_files.py parse_toml", "train/run_folder.py parse_toml",  # shown, compared
     "train/evaluate.py stored_config", "train/inference.py stored_config", "trainer.py load_config",
 }  # fmt: skip

@@ -14,8 +14,8 @@ from paceline.comm.settings import CommSettings
 from paceline.comm.transport import create_transport
 from paceline.plan import ClusterFacts, FusionPlan, ModelFacts, PlanFile
 from paceline.plan.cluster import Cluster, Link
-from paceline.plan.optimizer import best_plan
-from paceline.plan.workload import Affine, Gradient, Workload
+from paceline.plan.optimizer import Gradient, best_plan
+from paceline.planner.workload import Affine, Workload
 from ranks import run_ranks
 
 WIDE = Cluster(2, 1, Link(0, 0), Link(1e-5, 1e-8), cast_s=1e-10)

@@ -20,8 +20,8 @@ from paceline.core.errors import ConfigError
 from paceline.plan import ClusterFacts, FusionPlan, ModelFacts, PlanFile
 from paceline.plan.cluster import Cluster, Link
 from paceline.plan.fusion_plan import ALL_TO_ALL, EIGHT_BIT, FusionBucket
-from paceline.plan.optimizer import best_plan
-from paceline.plan.workload import Affine, Gradient, Workload
+from paceline.plan.optimizer import Gradient, best_plan
+from paceline.planner.workload import Affine, Workload
 from ranks import run_ranks
 
 BLOCK = 256

@@ -13,30 +13,38 @@ from typing import Any
 
 from fuzz.mutate import to_toml
 from fuzz.target import Seed, Target
+from paceline.cli.plan_page import (
+    advice_rows,
+    bucket_rows,
+    curve_rows,
+    fact_rows,
+    option_rows,
+    plan_page,
+)
 from paceline.comm.plan_choice import PlanChoice
 from paceline.comm.settings import CommSettings
 from paceline.config import RECIPES, load_config, parse_assignment
 from paceline.core.topology import Topology
 from paceline.core.units import parse_bytes
-from paceline.plan.analytic_workload import analytic_workload
-from paceline.plan.answer import Answer, Question
-from paceline.plan.cluster import accelerator, gpu_cluster
 from paceline.plan.fusion_plan import FusionPlan, TensorSpec
-from paceline.plan.layers import network
-from paceline.plan.memory import step_memory
 from paceline.plan.optimizer import best_plan
 from paceline.plan.plan_file import (
     ClusterFacts,
-    Expected,
     LinkFacts,
     ModelFacts,
     PlanFile,
     ProbedCluster,
 )
-from paceline.plan.prediction import predict
-from paceline.plan.recommend import Job, Limits, input_supply, limits_of
 from paceline.plan.schedules import algorithm_names
 from paceline.plan.size_table import MeasuredSize, SizeRow, SizeTable
+from paceline.planner.accelerators import accelerator, gpu_cluster
+from paceline.planner.analytic_workload import analytic_workload
+from paceline.planner.answer import Answer, Question
+from paceline.planner.layers import network
+from paceline.planner.memory import step_memory
+from paceline.planner.plan_parts import planned_cluster, required_profile
+from paceline.planner.prediction import predict
+from paceline.planner.recommend import Job, Limits, input_supply, limits_of
 from paceline.report import (
     Comparison,
     RunFiles,
@@ -47,14 +55,6 @@ from paceline.report import (
     verdict,
 )
 from paceline.report.live_run import LiveRun, metrics_text
-from paceline.report.plan_page import (
-    advice_rows,
-    bucket_rows,
-    curve_rows,
-    fact_rows,
-    option_rows,
-    plan_page,
-)
 from plan.made import made_cluster, made_workload
 from report.made_up_runs import CONFIG, SUMMARY, finished_events
 
@@ -108,7 +108,7 @@ def _plans() -> list[Seed]:
     work, place = made_workload(), made_cluster(1, 2)
     model = ModelFacts.of((spec.name, spec.length) for spec in _TENSORS)
     plan = best_plan(work, place, 8)
-    expected = Expected.of(predict(work, place, plan, 8))
+    expected = predict(work, place, plan, 8).expected()
     single = FusionPlan.single([spec.name for spec in _TENSORS])
     return [
         _document("plan.toml", {
@@ -151,10 +151,10 @@ def _planner(cluster: Any) -> Callable[[bytes, str, Path], None]:
     def drive(content: bytes, name: str, folder: Path) -> None:
         path = folder / name
         path.write_bytes(content)
-        place = cluster or PlanFile.read(path, "--cluster").planned_cluster()
+        place = cluster or planned_cluster(PlanFile.read(path, "--cluster"))
         work = made_workload(half=True)
         if cluster is not None:
-            work = PlanFile.read(path, "--profile").profile
+            work = required_profile(PlanFile.read(path, "--profile"))
         algorithms = place.probed.algorithms if place.probed else algorithm_names()
         question = Question(work, 16, algorithms)
         plan = best_plan(work, place, 16, algorithms)
@@ -167,9 +167,7 @@ def _planner(cluster: Any) -> Callable[[bytes, str, Path], None]:
             assert all(isinstance(cell, str) for row in rows(answer) for cell in row)
         _check_page(plan_page(answer))
         model = ModelFacts.of((gradient.name, gradient.elements) for gradient in work.gradients)
-        made = PlanFile(
-            plan, model, ClusterFacts(place.ranks, place.nodes), Expected.of(answer.now)
-        )
+        made = PlanFile(plan, model, ClusterFacts(place.ranks, place.nodes), answer.now.expected())
         made.write(folder / "plan.toml")
         assert PlanFile.read(folder / "plan.toml").plan == plan
 
@@ -178,7 +176,9 @@ def _planner(cluster: Any) -> Callable[[bytes, str, Path], None]:
 
 def _accelerators() -> list[Seed]:
     text = (
-        resources.files("paceline.plan").joinpath("accelerators.toml").read_text(encoding="utf-8")
+        resources.files("paceline.planner")
+        .joinpath("accelerators.toml")
+        .read_text(encoding="utf-8")
     )
     chips = tomllib.loads(text)
     return [_document("chip.toml", {name: chips[name]}) for name in ("A100", "P100", "H200", "CPU")]

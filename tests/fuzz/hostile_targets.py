@@ -37,8 +37,8 @@ from paceline.data.sources.array_sets import read_idx, read_labels
 from paceline.data.sources.labels import read_classes, read_metadata
 from paceline.data.sources.layouts import open_layout
 from paceline.models import load_pretrained
-from paceline.plan.cluster import own_accelerator
 from paceline.plan.plan_file import PlanFile
+from paceline.planner.accelerators import own_accelerator
 from paceline.report import RunFiles
 from paceline.train.checkpoint import FORMAT, Checkpoint
 from paceline.train.inference import find_images

@@ -18,8 +18,8 @@ from paceline.models.recompute import recompute_norms
 from paceline.models.registry import create_model
 from paceline.models.resnet import fuse_norms, fuse_products
 from paceline.models.settings import ModelSettings
-from paceline.plan.layers import network
-from paceline.plan.memory import step_memory
+from paceline.planner.layers import network
+from paceline.planner.memory import step_memory
 
 pytestmark = needs_triton
 

@@ -19,7 +19,7 @@ from paceline.models.registry import create_model
 from paceline.models.resnet import BasicBlock, Bottleneck, FastResNet, ResNet, SmallResNet
 from paceline.models.settings import ModelSettings
 from paceline.models.synced_norm import NormGroup, synchronize_norms, use_torch_norms
-from paceline.plan.layers import network
+from paceline.planner.layers import network
 
 CLASSES = 5
 

@@ -9,21 +9,24 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.plan.cluster import accelerator
 from paceline.plan.fusion_plan import FusionPlan
-from paceline.plan.layers import Network, network
-from paceline.plan.memory import largest_batch
 from paceline.plan.plan_file import PlanFile
-from paceline.plan.rehearsal import ClusterClock, RehearseSettings, cluster_clock
-from paceline.plan.workload import Affine, Workload
+from paceline.plan.rehearsal import ClusterClock, RehearseSettings
+from paceline.planner.accelerators import accelerator
+from paceline.planner.layers import Network, network
+from paceline.planner.memory import largest_batch
+from paceline.planner.workload import Affine, Workload
+from paceline.rehearsal.cluster_clock import RehearsedCluster, cluster_clock
 from plan.made import made_workload
 
 PLACE = RehearseSettings(nodes=2, gpus_per_node=2, gpu="H100")
+HERE = RehearsedCluster(PLACE)
 
 
 def resnet(settings: RehearseSettings = PLACE, stem: str = "auto", **values: Any) -> Workload:
     """The step of a ResNet-18 on small images."""
-    work = settings.workload("resnet18", 32, settings.network("resnet18", 32, 10, stem), **values)
+    there = RehearsedCluster(settings)
+    work = there.workload("resnet18", 32, there.network("resnet18", 32, 10, stem), **values)
     assert work is not None
     return work
 
@@ -54,19 +57,19 @@ def test_the_input_bounds_all_micro_steps_of_a_step(accumulation: int) -> None:
 def test_power_is_the_board_s_unless_it_is_given() -> None:
     assert clock().watts_per_gpu == 700
     assert clock(replace(PLACE, watts_per_gpu=900.0)).watts_per_gpu == 900
-    assert RehearseSettings(nodes=2).watts == 0
+    assert RehearsedCluster(RehearseSettings(nodes=2)).watts == 0
 
 
 def test_what_the_times_leave_out_is_said() -> None:
     work = resnet()
-    assert PLACE.left_out(work, "lars", half=True) == ()
+    assert HERE.left_out(work, "lars", half=True) == ()
     assert "without" not in clock().describe()
     assert "; from layers of the network on H100; assumed: 8 × 400 Gb/s" in clock().describe()
     assert "assumed" not in clock(replace(PLACE, node_gbps=100.0, links=1)).describe()
-    found = PLACE.left_out(work, "muon", half=False)
+    found = HERE.left_out(work, "muon", half=False)
     assert "without fp32" in clock(left_out=found).describe()
     assert "the update of muon" in clock(left_out=found).describe()
-    measured = replace(PLACE, profile="p.toml")
+    measured = RehearsedCluster(replace(PLACE, profile="p.toml"))
     full = work.with_tensors({g.name: (g.elements, False) for g in work.gradients})
     assert measured.left_out(full, "muon", half=False) == ()
     assert measured.left_out(full, "muon", half=True) == ("half precision (the times are of fp32)",)
@@ -80,7 +83,7 @@ def test_frozen_layers_are_not_sent_and_a_foreign_model_is_refused() -> None:
     trained = {g.name: (g.elements, True) for g in work.gradients if g.name != "conv1.weight"}
     assert resnet(tensors=trained) == work
     assert {g.name for g in work.with_tensors(trained).gradients} == set(trained)
-    assert "frozen layers" in PLACE.left_out(work, "sgd", half=True, trained=trained)[0]
+    assert "frozen layers" in HERE.left_out(work, "sgd", half=True, trained=trained)[0]
     with pytest.raises(ConfigError, match="lacks tensors") as caught:
         resnet(tensors={**trained, "mine.weight": (3, True)})
     assert caught.value.field == "rehearse.gpu"
@@ -91,8 +94,9 @@ def test_a_cpu_is_timed_in_fp32() -> None:
     place = replace(PLACE, gpu="CPU")
     work = resnet(place)
     assert not work.in_half
-    assert place.left_out(work, "sgd", half=False) == ()
-    assert place.left_out(work, "sgd", half=True) == ("half precision (the times are of fp32)",)
+    there = RehearsedCluster(place)
+    assert there.left_out(work, "sgd", half=False) == ()
+    assert there.left_out(work, "sgd", half=True) == ("half precision (the times are of fp32)",)
 
 
 @pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf"), 1e-310])
@@ -103,25 +107,27 @@ def test_an_input_without_a_speed_is_refused(rate: float) -> None:
 
 
 def test_a_batch_that_does_not_fit_is_refused() -> None:
-    net = PLACE.network("resnet50", 224, 1000)
-    PLACE.check_batch(net, batch=1_000, half=True)
-    PLACE.check_batch(None, batch=1_000_000, half=True)  # its layers are not known
-    small = PLACE.network("resnet18", 224, 1000)
+    net = HERE.network("resnet50", 224, 1000)
+    HERE.check_batch(net, batch=1_000, half=True)
+    HERE.check_batch(None, batch=1_000_000, half=True)  # its layers are not known
+    small = HERE.network("resnet18", 224, 1000)
     assert small is not None
     most = largest_batch(small, accelerator(PLACE.gpu))
-    PLACE.check_batch(small, batch=most, half=True)
+    HERE.check_batch(small, batch=most, half=True)
     with pytest.raises(ConfigError, match="at most"):  # as with run.fused_norm = "off"
-        PLACE.check_batch(small, batch=most, half=True, fused=False)
+        HERE.check_batch(small, batch=most, half=True, fused=False)
     for batch, half in ((1_000_000, True), (1_000, False)):
         with pytest.raises(ConfigError, match="at most") as caught:
-            PLACE.check_batch(net, batch=batch, half=half)
+            HERE.check_batch(net, batch=batch, half=half)
         assert caught.value.field == "run.batch_size"
 
 
 def test_a_cluster_file_without_a_step_names_what_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
-    PlanFile(workload=made_workload()).write(path)
-    with_step = RehearseSettings(nodes=2, cluster=str(path), input_images_per_s=10.0)
+    PlanFile(workload=made_workload().to_section()).write(path)
+    with_step = RehearsedCluster(
+        RehearseSettings(nodes=2, cluster=str(path), input_images_per_s=10.0)
+    )
     assert with_step.workload("m", 32) == replace(made_workload(), input=Affine(0.0, 0.1))
     PlanFile().write(path)
     with pytest.raises(ConfigError, match=r"no \[workload\]"):
@@ -135,19 +141,22 @@ def test_layers_are_counted_only_where_the_planner_needs_them() -> None:
         counts.append(Network("mine", 32, network("resnet18", 32).layers))
         return counts[-1]
 
-    assert PLACE.network("mine", 32, 10, count=count) is counts[0]
-    assert PLACE.network("resnet18", 28, 10, count=count) is counts[1]  # too small for the built-in
-    assert PLACE.network("resnet18", 32, 10, count=count) == network("resnet18", 32, 10)
-    grey = PLACE.network("resnet18", 32, 10, channels=1)
+    assert HERE.network("mine", 32, 10, count=count) is counts[0]
+    assert HERE.network("resnet18", 28, 10, count=count) is counts[1]  # too small for the built-in
+    assert HERE.network("resnet18", 32, 10, count=count) == network("resnet18", 32, 10)
+    grey = HERE.network("resnet18", 32, 10, channels=1)
     assert grey == network("resnet18", 32, 10, channels=1) != network("resnet18", 32, 10)
-    assert replace(PLACE, profile="p.toml").network("mine", 32, 10, count=count) is None
-    assert RehearseSettings(nodes=2).network("mine", 32, 10, count=count) is None
+    assert (
+        RehearsedCluster(replace(PLACE, profile="p.toml")).network("mine", 32, 10, count=count)
+        is None
+    )
+    assert RehearsedCluster(RehearseSettings(nodes=2)).network("mine", 32, 10, count=count) is None
     assert len(counts) == 2
 
     def refuse() -> Network:
         raise ConfigError("--model", "mine", "does not run on the meta device", "profile it")
 
     with pytest.raises(ConfigError, match="mine does not run on the meta device") as caught:
-        PLACE.network("mine", 32, 10, count=refuse)
+        HERE.network("mine", 32, 10, count=refuse)
     assert caught.value.field == "rehearse.gpu"
     assert "--profile FILE" in caught.value.remedy

@@ -17,7 +17,6 @@ from paceline.comm import SIGNALS
 from paceline.comm.exchange import Message, plan_messages
 from paceline.core.errors import ConfigError
 from paceline.plan import FusionBucket, FusionPlan, PlanFile
-from paceline.plan.answer import Question, advise
 from paceline.plan.cluster import Cluster, Link
 from paceline.plan.cost import all_reduce_s
 from paceline.plan.fusion_plan import (
@@ -29,13 +28,15 @@ from paceline.plan.fusion_plan import (
     wire_names,
 )
 from paceline.plan.optimizer import (
+    Gradient,
     best_plan,
     limited_cuts,
     optimal_cuts,
     threshold_plan,
 )
-from paceline.plan.prediction import exchanges, predict, score_plan, step_times
-from paceline.plan.workload import Affine, Gradient, Workload
+from paceline.planner.answer import Question, advise
+from paceline.planner.prediction import exchanges, predict, score_plan, step_times
+from paceline.planner.workload import Affine, Workload
 from plan.made import made_cluster, made_workload, merged_plan
 
 
@@ -161,7 +162,8 @@ def test_only_what_is_exposed_is_rounded() -> None:
 
 def test_the_command_chooses_among_the_formats_that_it_is_given(tmp_path: Path) -> None:
     profile, out = tmp_path / "profile.toml", tmp_path / "plan.toml"
-    PlanFile(workload=made_workload((100_000, 4_000_000), ready=(0.1, 1.0))).write(profile)
+    work = made_workload((100_000, 4_000_000), ready=(0.1, 1.0))
+    PlanFile(workload=work.to_section()).write(profile)
     flags = ["plan", "--profile", str(profile), "--nodes", "4", "--gpus-per-node", "1",
              "--node-gbps", "10", "-b", "64", "--plan-out", str(out)]  # fmt: skip
     for wires, wanted in (

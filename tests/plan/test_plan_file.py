@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,11 @@ from paceline.plan import ClusterFacts, FusionBucket, FusionPlan, ModelFacts, Pl
 from paceline.plan.cluster import Link
 from paceline.plan.plan_file import Expected, LinkFacts, ProbedCluster
 from paceline.plan.size_table import MeasuredSize, choose_algorithms, table_of
+from paceline.planner.plan_parts import (
+    planned_cluster,
+    profile_of,
+    required_profile,
+)
 from plan.made import made_workload
 
 SIZES = [("fc.weight", 40), ("fc.bias", 4), ("conv.weight", 27)]
@@ -41,10 +47,10 @@ FILES = {
     "plan": PlanFile(PLAN, MODEL, CLUSTER, EXPECTED),
     "tuned": TUNED,
     "sizes": PlanFile(sizes=SizeTable.two_way(64)),
-    "profile": PlanFile(workload=made_workload(half=True)),
+    "profile": PlanFile(workload=made_workload(half=True).to_section()),
     "all": PlanFile(
-        PLAN, MODEL, PROBED.facts, EXPECTED, TUNED.sizes, MEASURED, CHOSEN, PROBED, made_workload(),
-        ("why",),
+        PLAN, MODEL, PROBED.facts, EXPECTED, TUNED.sizes, MEASURED, CHOSEN, PROBED,
+        made_workload().to_section(), ("why",),
     ),
     "alone": PlanFile(cluster=ClusterFacts(1, 1), probed=ProbedCluster((1,), "nccl", "cuda")),
 }  # fmt: skip
@@ -68,7 +74,7 @@ def test_it_can_be_read_by_people(tmp_path: Path) -> None:
 
 
 def test_the_planner_sees_the_cluster_as_probed() -> None:
-    found = TUNED.planned_cluster()
+    found = planned_cluster(TUNED)
     assert (found.nodes, found.ranks_per_node, found.hidden_cost) == (2, 2, 0.4)
     # Probed with all ranks sending, a link inside a node is as slow as in a real exchange.
     assert found.intra == Link(1e-5, 2e-9)
@@ -81,14 +87,17 @@ def test_the_planner_sees_the_cluster_as_probed() -> None:
 @pytest.mark.parametrize(
     ("name", "part", "field"),
     [
-        ("tuned", "plan", "comm.plan"), ("profile", "table", "comm.sizes"),
-        ("sizes", "profile", "--profile"), ("plan", "planned_cluster", "--cluster"),
-        ("alone", "planned_cluster", "cluster.ranks"),
+        ("tuned", lambda file: file.plan, "comm.plan"),
+        ("profile", lambda file: file.table, "comm.sizes"),
+        ("sizes", required_profile, "--profile"), ("plan", planned_cluster, "--cluster"),
+        ("alone", planned_cluster, "cluster.ranks"),
     ],
 )  # fmt: skip
-def test_a_part_that_is_missing_is_named(name: str, part: str, field: str) -> None:
+def test_a_part_that_is_missing_is_named(
+    name: str, part: Callable[[PlanFile], object], field: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
-        getattr(FILES[name], part)()
+        part(FILES[name])
     assert caught.value.field == field
     assert caught.value.remedy
 
@@ -128,7 +137,7 @@ def test_another_model_and_another_cluster_are_refused_by_their_facts() -> None:
 def test_what_is_no_plan_file_is_refused_in_one_line(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "p.toml").write_text(text)
     with pytest.raises(ConfigError) as caught:
-        PlanFile.read(tmp_path / "p.toml")
+        profile_of(PlanFile.read(tmp_path / "p.toml"))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.field == "comm.plan"
@@ -164,7 +173,7 @@ def changed(path: Path, name: str, *keys: Any, value: Any) -> Path:
 def test_clusters_that_cannot_be(tmp_path: Path, key: str, value: object) -> None:
     path = changed(tmp_path / "c.toml", "tuned", "cluster", key, value=value)
     with pytest.raises(ConfigError):
-        PlanFile.read(path, "--cluster").planned_cluster()
+        planned_cluster(PlanFile.read(path, "--cluster"))
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 0.0, -1.0, "1", [1.0], True])
@@ -187,5 +196,7 @@ def test_medians_that_cannot_be(tmp_path: Path, seconds: object) -> None:
 def test_gradients_that_cannot_be(tmp_path: Path, field: str, value: object) -> None:
     keys = ("workload", "gradients", 0, field)
     with pytest.raises(ConfigError, match="gradients") as caught:
-        PlanFile.read(changed(tmp_path / "w.toml", "profile", *keys, value=value), "--profile")
+        profile_of(
+            PlanFile.read(changed(tmp_path / "w.toml", "profile", *keys, value=value), "--profile")
+        )
     assert len(str(caught.value)) < 700

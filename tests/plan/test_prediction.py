@@ -7,15 +7,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.plan.analytic_workload import analytic_workload
-from paceline.plan.answer import Question, advise, largest_ranks, node_counts, scaling_curve
-from paceline.plan.cluster import accelerator, catalogue, gpu_cluster, slowest_of
-from paceline.plan.layers import network
+from paceline.plan.cluster import slowest_of
 from paceline.plan.optimizer import best_plan, threshold_plan
-from paceline.plan.plan_file import Expected
-from paceline.plan.prediction import StepTimes, exchanges, exposed_s, predict
-from paceline.plan.recommend import Limits
 from paceline.plan.schedules import algorithm_names
+from paceline.planner.accelerators import accelerator, catalogue, gpu_cluster
+from paceline.planner.analytic_workload import analytic_workload
+from paceline.planner.answer import (
+    Question,
+    advise,
+    largest_ranks,
+    node_counts,
+    scaling_curve,
+)
+from paceline.planner.layers import network
+from paceline.planner.prediction import StepTimes, exchanges, exposed_s, predict
+from paceline.planner.recommend import Limits
 
 P40 = accelerator("P40")
 
@@ -152,6 +158,6 @@ def test_what_is_hidden_counts_where_it_costs() -> None:
     assert slowed.hidden_comm_s == pytest.approx(0.25 * hidden_s)
     assert slowed.step_s == pytest.approx(free.step_s + slowed.hidden_comm_s)
     assert slowed.input_stall_s == pytest.approx(free.input_stall_s, abs=1e-12)
-    expected = Expected.of(slowed)
+    expected = slowed.expected()
     parts = expected.compute_s + expected.exposed_comm_s + expected.input_stall_s
     assert parts == pytest.approx(expected.step_s)

@@ -11,13 +11,19 @@ import pytest
 from paceline.core.errors import ConfigError
 from paceline.optim.scaling import Recipe, Target, scale_recipe
 from paceline.optim.settings import OptimSettings
-from paceline.plan.analytic_workload import analytic_workload
-from paceline.plan.answer import Question
-from paceline.plan.cluster import accelerator, catalogue, gpu_cluster
-from paceline.plan.layers import network
-from paceline.plan.memory import check_memory, largest_batch, memory_on, step_memory, usable_bytes
 from paceline.plan.noise import useful_batch
-from paceline.plan.recommend import (
+from paceline.planner.accelerators import accelerator, catalogue, gpu_cluster
+from paceline.planner.analytic_workload import analytic_workload
+from paceline.planner.answer import Question
+from paceline.planner.layers import network
+from paceline.planner.memory import (
+    check_memory,
+    largest_batch,
+    memory_on,
+    step_memory,
+    usable_bytes,
+)
+from paceline.planner.recommend import (
     CORE_IMAGES_PER_S,
     NVJPEG_IMAGES_PER_S,
     Job,
@@ -31,7 +37,7 @@ from paceline.plan.recommend import (
     options,
     recommended_batch,
 )
-from paceline.plan.start_up import PROCESS_S
+from paceline.planner.start_up import PROCESS_S
 
 H100 = accelerator("H100")
 NET = network("resnet50")

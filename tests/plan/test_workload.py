@@ -11,22 +11,21 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.plan.analytic_workload import analytic_workload
-from paceline.plan.cluster import (
-    Cluster,
-    Link,
+from paceline.plan.cluster import Cluster, Link, slowest_of
+from paceline.plan.optimizer import best_plan
+from paceline.plan.plan_file import PlanFile
+from paceline.planner.accelerators import (
     NodeNetwork,
     accelerator,
     assumed,
     catalogue,
     gpu_cluster,
-    slowest_of,
 )
-from paceline.plan.layers import network
-from paceline.plan.optimizer import best_plan
-from paceline.plan.plan_file import PlanFile
-from paceline.plan.prediction import predict
-from paceline.plan.workload import Affine, StepAnatomy, Workload, fit_workload
+from paceline.planner.analytic_workload import analytic_workload
+from paceline.planner.layers import network
+from paceline.planner.plan_parts import profile_of
+from paceline.planner.prediction import predict
+from paceline.planner.workload import Affine, StepAnatomy, Workload, fit_workload
 from plan.made import made_workload
 
 
@@ -155,8 +154,8 @@ def test_outside_of_the_profiled_batches_less_is_known(tmp_path: Path) -> None:
     slope = 0.02 * math.hypot(0.10, 0.12) / 4 / 0.005
     assert spreads[-1] == pytest.approx(math.hypot(slope, 0.04, 5.6 * 0.04), rel=0.1)
     assert 0.04 < work.spread_at(2) < work.spread_at(1)
-    PlanFile(workload=work).write(tmp_path / "p.toml")
-    assert PlanFile.read(tmp_path / "p.toml").workload == work
+    PlanFile(workload=work.to_section()).write(tmp_path / "p.toml")
+    assert profile_of(PlanFile.read(tmp_path / "p.toml")) == work
     # A file of an earlier version says nothing about it.
     old = replace(work, batches=())
     assert old.spread_at(384) == 0.02

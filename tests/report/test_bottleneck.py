@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from paceline.plan.optimizer import best_plan
-from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
-from paceline.plan.prediction import predict
+from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
+from paceline.planner.prediction import predict
 from paceline.report import RunFiles, bound_by, summary_rows
 from paceline.report.bottleneck import ExposedWaits, InputStall, traced_buckets
 from paceline.report.records import Records
@@ -146,7 +146,7 @@ def planned_run(
     work, cluster = made_workload(), made_cluster(2, 1)
     plan = best_plan(work, cluster, 16)
     model = ModelFacts.of((g.name, g.elements) for g in work.gradients)
-    expected = Expected.of(predict(work, cluster, plan, 16))
+    expected = predict(work, cluster, plan, 16).expected()
     PlanFile(plan, model, ClusterFacts(2, 2), expected).write(path / "plan.toml")
     return path
 

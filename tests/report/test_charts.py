@@ -15,12 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.plan.analytic_workload import analytic_workload
-from paceline.plan.answer import Answer, Question
-from paceline.plan.cluster import accelerator, gpu_cluster
-from paceline.plan.layers import network
-from paceline.plan.recommend import Job
-from paceline.plan.workload import Affine
+from paceline.cli.plan_page import step_bars
+from paceline.planner.accelerators import accelerator, gpu_cluster
+from paceline.planner.analytic_workload import analytic_workload
+from paceline.planner.answer import Answer, Question
+from paceline.planner.layers import network
+from paceline.planner.recommend import Job
+from paceline.planner.workload import Affine
 from paceline.report import RunFiles
 from paceline.report.chart import (
     Axis,
@@ -33,7 +34,6 @@ from paceline.report.chart import (
     tick_labels,
 )
 from paceline.report.curves import moving_median, run_charts, thin
-from paceline.report.plan_page import step_bars
 from paceline.report.run_files import Curve
 from report.conftest import MakeRun
 from report.made_up_runs import evaluation, start, step

@@ -20,7 +20,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # as the command line doe
 import torch.distributed  # noqa: F401  (before the forks)
 
 import faults
-from paceline.plan.start_up import PHASES
+from paceline.planner.start_up import PHASES
 from scale.forked_job import (
     KINDS,
     RankResult,

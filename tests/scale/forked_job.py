@@ -34,7 +34,7 @@ from paceline.comm.watchdog import Watchdog
 from paceline.config import RunConfig
 from paceline.core.errors import DataError, PacelineError
 from paceline.core.topology import Topology
-from paceline.plan.start_up import PHASES
+from paceline.planner.start_up import PHASES
 from ranks import free_port
 
 KINDS = (

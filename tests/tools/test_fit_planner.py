@@ -77,7 +77,7 @@ def test_the_constants_behind_made_up_systems_are_found(tmp_path: Path) -> None:
 
 
 def test_the_committed_constants_are_of_this_form() -> None:
-    from paceline.plan.cluster import step_constants
+    from paceline.planner.accelerators import step_constants
 
     law = step_constants()
     assert set(vars(law)) - {"residual", "software"} == {n for n in tool.PRIORS if " " not in n}

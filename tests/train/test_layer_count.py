@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError
-from paceline.plan.analytic_workload import analytic_workload
-from paceline.plan.cluster import accelerator
-from paceline.plan.layers import network
-from paceline.plan.memory import largest_batch, step_memory
-from paceline.train.layer_count import count_layers, count_module, count_trained
+from paceline.planner.accelerators import accelerator
+from paceline.planner.analytic_workload import analytic_workload
+from paceline.planner.layers import network
+from paceline.planner.memory import largest_batch, step_memory
+from paceline.rehearsal.layer_count import count_layers, count_module, count_trained
 
 
 @pytest.mark.parametrize("name", ["resnet50", "resnet18", "alexnet_bn"])

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.bench.step import StepRow, measure_ours
-from paceline.plan.layers import network
-from paceline.plan.memory import step_memory
+from paceline.planner.layers import network
+from paceline.planner.memory import step_memory
+from paceline.tune.step import StepRow, measure_ours
 
 pytestmark = [
     pytest.mark.gpu,

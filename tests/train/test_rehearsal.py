@@ -147,8 +147,9 @@ def profile(folder: Path, image_size: int = 12, prefix: str = "") -> str:
     """A step of resnet_tiny as `paceline profile` would have measured it."""
     from paceline.models.registry import create_model
     from paceline.models.settings import ModelSettings
+    from paceline.plan.optimizer import Gradient
     from paceline.plan.plan_file import PlanFile
-    from paceline.plan.workload import Affine, Gradient, Workload
+    from paceline.planner.workload import Affine, Workload
 
     net = create_model(
         ModelSettings(name="resnet_tiny"), num_classes=4, in_channels=1, image_size=12
@@ -163,7 +164,7 @@ def profile(folder: Path, image_size: int = 12, prefix: str = "") -> str:
         image_size=image_size,
     )  # fmt: skip
     path = folder / "profile.toml"
-    PlanFile(workload=work).write(path)
+    PlanFile(workload=work.to_section()).write(path)
     return str(path)
 
 

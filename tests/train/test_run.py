@@ -30,9 +30,12 @@ from paceline.core.events import (
 from paceline.core.host import LoadReading
 from paceline.data import EvalLoader, TrainLoader
 from paceline.models import SmallResNet
-from paceline.plan.start_up import PHASES
+from paceline.planner.start_up import PHASES
 from paceline.precision import LossScale, PrecisionSettings, choose_policy
 from paceline.report import RunFiles, bound_by
+from paceline.trackers import check_trackers
+from paceline.trackers.clients import TensorBoardTracker
+from paceline.trackers.thread import TrackerThread
 from paceline.train import (
     Checkpoint,
     TrainStep,
@@ -44,7 +47,6 @@ from paceline.train import (
 from paceline.train.run_folder import NAME as LOCK
 from paceline.train.step import StepOutcome
 from paceline.train.step_records import find_bad_layer
-from paceline.train.trackers import TensorBoardTracker, TrackerThread, check_trackers
 from ranks import run_ranks
 from small_runs import Silent, run_small, small_config
 from train.runs import EVERY_STEP, watched
@@ -223,7 +225,7 @@ def test_tensorboard_scalars_can_be_read_back(
         assert [(e.step, e.value) for e in read.Scalars(tag)] == [(3, value)]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'paceline\[tensorboard\]'"):
-        check_trackers(small_config(tmp_path / "run", run__trackers=["tensorboard"]))
+        check_trackers(["tensorboard"])
 
 
 # --- the best checkpoint, and divergence -------------------------------------------------------

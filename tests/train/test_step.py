@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.bench.step import StepRow
-from paceline.bench.step import build_step as build
 from paceline.comm import CommSettings, Group
 from paceline.data import CorruptSample
 from paceline.precision.settings import PrecisionSettings
 from paceline.train.weights import master_weights
+from paceline.tune.step import StepRow
+from paceline.tune.step import build_step as build
 from ranks import run_ranks
 from train.steps import OPTIM, Made, Net, alone, joined, make_step, train, weights
 

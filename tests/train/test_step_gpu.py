@@ -13,13 +13,13 @@ from torch import Tensor
 
 from full_products import full_products
 from no_waiting import no_waiting
-from paceline.bench.step import StepRow, build_step
 from paceline.core.events import StepEvent
 from paceline.optim.settings import OptimSettings
 from paceline.precision.settings import PrecisionSettings
 from paceline.train.loss import Mixing
 from paceline.train.run import run_training
 from paceline.train.step import TrainStep
+from paceline.tune.step import StepRow, build_step
 from small_runs import Silent, small_config
 from train.steps import Made, alone, make_step, same, snapshot, weights
 

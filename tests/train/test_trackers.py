@@ -25,14 +25,9 @@ from paceline.core.events import (
     StepEvent,
     read_events,
 )
-from paceline.train import trackers
-from paceline.train.trackers import (
-    CsvTracker,
-    TensorBoardTracker,
-    TrackerThread,
-    WandbTracker,
-    scalars,
-)
+from paceline.trackers import register, thread
+from paceline.trackers.clients import CsvTracker, TensorBoardTracker, WandbTracker
+from paceline.trackers.thread import TrackerThread, scalars
 from small_runs import run_small, small_config
 from train.runs import stop_after
 
@@ -77,10 +72,10 @@ def test_every_number_of_an_event_has_a_name() -> None:
 
 def test_events_reach_the_tracker_in_order() -> None:
     kept, notes = Kept(), list[str]()
-    thread = TrackerThread("kept", lambda: kept, notes.append)
+    passing = TrackerThread("kept", lambda: kept, notes.append)
     for event in (STEP, CorruptEvent(3, "x", "bad"), CorruptEvent(4, "y", "bad"), NoteEvent("n")):
-        thread.on_event(event)
-    thread.close()
+        passing.on_event(event)
+    passing.close()
     assert [step for step, _ in kept.logged] == [3, 3, 4]
     assert kept.logged[-1][1] == {"train/corrupt_samples": 2.0}
     assert kept.closed
@@ -94,11 +89,11 @@ def fails_at_once() -> Kept:
 @pytest.mark.parametrize("make", [fails_at_once, lambda: Kept(fails_at=3)])
 def test_a_tracker_that_raises_is_one_line(make: Any) -> None:
     notes: list[str] = []
-    thread = TrackerThread("kept", make, notes.append)
+    passing = TrackerThread("kept", make, notes.append)
     for _ in range(3):
-        thread.on_event(STEP)
-    thread.close()
-    thread.close()
+        passing.on_event(STEP)
+    passing.close()
+    passing.close()
     assert len(notes) == 1
     assert "tracker kept failed" in notes[0]
     assert "\n" not in notes[0]
@@ -107,18 +102,18 @@ def test_a_tracker_that_raises_is_one_line(make: Any) -> None:
 def test_a_tracker_that_hangs_loses_metrics_and_not_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(trackers, "_QUEUE", 2)
-    monkeypatch.setattr(trackers, "_CLOSE_S", 0.05)
+    monkeypatch.setattr(thread, "_QUEUE", 2)
+    monkeypatch.setattr(thread, "_CLOSE_S", 0.05)
     release, notes = threading.Event(), list[str]()
 
     class Hangs(Kept):
         def log(self, step: int, values: Mapping[str, float]) -> None:
             release.wait(60)
 
-    thread = TrackerThread("hangs", Hangs, notes.append)
+    passing = TrackerThread("hangs", Hangs, notes.append)
     for _ in range(10):
-        thread.on_event(STEP)
-    thread.close()
+        passing.on_event(STEP)
+    passing.close()
     release.set()
     assert len(notes) == 1
     assert "loses metrics" in notes[0] or "did not finish" in notes[0]
@@ -167,19 +162,17 @@ def test_tensorboard_has_what_the_metrics_have(tmp_path: Path) -> None:
     )
 
 
-def test_a_failing_tracker_does_not_change_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trackers, "CsvTracker", lambda *_: Kept(fails_at=2))
-    outcome = run_small(tmp_path / "run", run__trackers=["csv"])
+def test_a_failing_tracker_that_a_program_registers_does_not_change_a_run(tmp_path: Path) -> None:
+    register("kept", lambda *_: Kept(fails_at=2))
+    outcome = run_small(tmp_path / "run", run__trackers=["kept"])
     assert outcome.summary["steps"] == 7
     notes = [e["text"] for e in read_events(tmp_path / "run/metrics.jsonl") if e["event"] == "note"]
-    assert len([note for note in notes if "tracker csv failed" in note]) == 1
+    assert len([note for note in notes if "tracker kept failed" in note]) == 1
 
 
 def test_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="run.trackers"):
-        small_config(tmp_path, run__trackers=["wandbb"])
+        run_small(tmp_path / "run", run__trackers=["wandbb"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'paceline\[mlflow\]'"):
         run_small(tmp_path / "run", run__trackers=["mlflow"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.events import read_events
-from paceline.train.trackers import WandbTracker
+from paceline.trackers.clients import WandbTracker
 from ranks import free_port
 from small_runs import run_small
 

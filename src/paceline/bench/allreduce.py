@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.bench.timing import RankGroup, Times, interleaved
 from paceline.comm.hybrid import HybridAllReduce, PlannedAllReduce, WireFormat
 from paceline.core.errors import CommError
 from paceline.plan.fusion_plan import ALL_TO_ALL, EIGHT_BIT
 from paceline.plan.size_table import SizeTable
+from paceline.tune.timing import RankGroup, Times, interleaved
 
 NATIVE = "native"
 HYBRID = "hybrid"

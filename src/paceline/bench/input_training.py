@@ -13,9 +13,6 @@ from typing import Any
 import torch
 
 from paceline.bench.input_rows import InputRow, OnProgress, create_train_loader_of, open_repeated
-from paceline.bench.step import StepRow, SyntheticBatches
-from paceline.bench.step import build_step as build
-from paceline.bench.timing import steady_times
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import RunError
@@ -24,6 +21,9 @@ from paceline.data import sum_by_stage
 from paceline.data.loaders.loader import PREFETCH_BATCHES
 from paceline.models.settings import check_model_name
 from paceline.train.step import TrainStep
+from paceline.tune.step import StepRow, SyntheticBatches
+from paceline.tune.step import build_step as build
+from paceline.tune.timing import steady_times
 
 # Warm-up steps of each turn, in addition to those with prefetched batches.
 _SETTLE = 8

@@ -9,179 +9,31 @@ measures a `StepRow`, given as JSON, and prints the result as one line of JSON.
 from __future__ import annotations
 
 import json
-import math
-import os
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.bench.timing import Times, steady_times
-from paceline.comm.group import Group
-from paceline.config import RunConfig
-from paceline.core.errors import ConfigError, RunError, nearest
-from paceline.core.topology import Topology
-from paceline.data import Batch, BatchPlan, CorruptSample
+from paceline.core.errors import ConfigError, nearest
 from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings
-from paceline.plan.layers import known_network
-from paceline.train.step import TrainStep
-from paceline.train.step_parts import create_parts, create_step
-from paceline.train.stop_signals import StopSignals
+from paceline.planner.layers import known_network
+from paceline.tune.step import StepRow, measure_ours
+from paceline.tune.timing import Times, steady_times
 
 PREFIX = "paceline-bench-row "
 READY = "paceline-bench-ready"
-_BATCHES = 4
-_DEFAULTS: dict[str, Any] = {
-    "optim.name": "lars",
-    "optim.lr": 0.5,
-    "optim.weight_decay": 5e-5,
-    "run.smoothing": 0.1,
-}
 _AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Steps in flight of the plain loop, which does not synchronize.
 _LAG = 2
-
-
-@dataclass(frozen=True)
-class StepRow:
-    """`kind` is ours or plain. `switches` are settings `section.key` for ours; for plain they are
-    `dtype` (fp32, tf32, bf16, fp16), `compile` (off, default, reduce-overhead, max-autotune) and
-    `channels_last`. `group`: run as the only rank of a process group."""
-
-    name: str
-    kind: str
-    model: str
-    batch_size: int
-    image_size: int
-    classes: int
-    device: str
-    steps: int
-    warm_up: int
-    switches: dict[str, Any]
-    group: bool = False
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> StepRow:
-        return cls(**json.loads(text))
-
-
-class SyntheticBatches:
-    """An endless loader of a few batches of noise on the device."""
-
-    corrupt: tuple[CorruptSample, ...] = ()
-
-    def __init__(
-        self, samples: int, image_size: int, classes: int, device: torch.device, channels: int = 3
-    ) -> None:
-        torch.manual_seed(0)
-        shape = (samples, image_size, image_size, channels)
-        self._batches = [
-            Batch(
-                torch.randint(0, 256, shape, dtype=torch.uint8, device=device),
-                torch.randint(0, classes, (samples,), device=device),
-            )
-            for _ in range(_BATCHES)
-        ]
-        self._next = 0
-
-    def describe(self) -> str:
-        return "synthetic, on the device"
-
-    def note(self) -> str:
-        return ""
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        self._next += 1
-        return self._batches[self._next % _BATCHES]
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-    def __enter__(self) -> SyntheticBatches:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self.close()
-
-
-def build_step(row: StepRow, group: Group) -> tuple[TrainStep, str]:
-    """The step that training would run, and a description of its parts."""
-    config = RunConfig().with_values(
-        {**_DEFAULTS, "model.name": row.model, "data.image_size": row.image_size,
-         "data.eval_resize": 0, **row.switches}
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = create_model(
-        config.model, num_classes=row.classes, image_size=row.image_size,
-        in_channels=config.data.channels,
-    )  # fmt: skip
-    if config.run.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    parts = create_parts(
-        config, model.to(group.device), group, rate=0.1, micro_batch=row.batch_size,
-        accumulate=False,
-    )  # fmt: skip
-    steps = row.steps + 2 * row.warm_up + 8
-    batch = row.batch_size * group.world_size
-    plan = BatchPlan(batch, steps, batch, row.batch_size, group.world_size)
-    loader = SyntheticBatches(
-        row.batch_size, row.image_size, row.classes, group.device, config.data.channels
-    )
-    step = create_step(config, parts, loader, plan, group, StopSignals())
-    return step, "; ".join(parts.describe().values())
-
-
-def measure_ours(row: StepRow, ready: Callable[[], None]) -> tuple[Times, str]:
-    """The `TrainStep` of training, including loss scaling, finite check, gradient buckets, LARS on
-    masters, and reading the outcome."""
-    device = torch.device(row.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    with Group(_topology(row), RunConfig().comm, device) as group:
-        step, words = build_step(row, group)
-        skipped = 0
-
-        def collect() -> None:
-            nonlocal skipped
-            outcome = step.collect()
-            skipped += outcome.skipped
-            if not math.isfinite(outcome.loss):
-                raise RunError(f"the loss is {outcome.loss} at step {outcome.number}")
-
-        times = steady_times(
-            lambda number: step.launch(number, 0.1), collect,
-            lag=step.lag, repeats=row.steps, warm_up=row.warm_up, ready=ready,
-        )  # fmt: skip
-    return times, f"{words}, backend {group.backend}, {skipped} steps skipped"
-
-
-def _topology(row: StepRow) -> Topology:
-    """A single process, or a group of one rank, whose collectives are really called."""
-    if not row.group:
-        return Topology()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    os.environ.update(own, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    return Topology.from_env(os.environ)
 
 
 def measure_plain(row: StepRow, ready: Callable[[], None]) -> tuple[Times, str]:

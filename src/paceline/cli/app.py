@@ -7,6 +7,7 @@ user can cause is one line on standard error; a bug keeps its traceback.
 from __future__ import annotations
 
 import errno
+import importlib
 import io
 import os
 import select
@@ -17,21 +18,12 @@ import traceback
 from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
+import typer.core
+import typer.main
 
-from paceline.cli import (
-    bench,
-    data,
-    doctor,
-    evaluate,
-    listings,
-    lr_find,
-    plan,
-    report,
-    train,
-    tune,
-)
 from paceline.cli.failure import Failure, LauncherWatch
 from paceline.core.errors import DeviceError, PacelineError
+from paceline.core.extensions import missing_extension
 from paceline.core.host import no_thread
 from paceline.version import __version__
 
@@ -46,32 +38,59 @@ _READER_IS_GONE = frozenset({errno.EPIPE, errno.EIO, errno.ENXIO})
 # Packages of the extra `train`, by the names that Python imports.
 _TRAINING_PACKAGES = ("torch", "PIL", "safetensors")
 
+# Where each command is. Its module is imported only if the command runs, or for `paceline --help`.
+_COMMANDS = {
+    "train": "train:train", "lr-find": "lr_find:find_rate", "rehearse": "train:rehearse",
+    "eval": "evaluate:evaluate_checkpoint", "recipes": "listings:recipes",
+    "predict": "evaluate:predict_images", "export": "evaluate:export_weights",
+    "models": "listings:list_models", "report": "report:report_run", "compare": "report:compare_runs",
+    "watch": "report:watch_runs", "doctor": "doctor:doctor", "tune": "tune:tune", "plan": "plan:plan",
+    "profile": "tune:profile", "pack": "data:pack_data", "inspect": "data:inspect_data",
+    "bench": "bench:bench",
+}  # fmt: skip
+_PLAIN: dict[str, Any] = {
+    "pretty_exceptions_enable": False, "add_completion": False, "rich_markup_mode": None,
+}  # fmt: skip
+
+
+class _Commands(typer.core.TyperGroup):
+    """Loads a command when it is asked for."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = dict.fromkeys(_COMMANDS)  # type: ignore[assignment]
+        self._lists = False
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, _, name = _COMMANDS[cmd_name].partition(":")
+        try:
+            found = getattr(importlib.import_module(f"paceline.cli.{module}"), name)
+        except ModuleNotFoundError as error:
+            if self._lists and missing_extension(error):
+                return None
+            raise
+        alone = typer.Typer(**_PLAIN)
+        if isinstance(found, typer.Typer):
+            alone.add_typer(found, name=cmd_name)
+        else:
+            alone.command(cmd_name)(found)
+        return typer.main.get_group(alone).commands[cmd_name]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Leaves out commands whose package was removed."""
+        self._lists = True
+        super().format_commands(ctx, formatter)
+
+
 app = typer.Typer(
     name="paceline",
     help="Synchronous data-parallel training of convolutional networks at very large batches.",
     no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-    rich_markup_mode=None,
+    cls=_Commands,
+    **_PLAIN,
 )
-app.command("train")(train.train)
-app.command("lr-find")(lr_find.find_rate)
-app.command("rehearse")(train.rehearse)
-app.command("eval")(evaluate.evaluate_checkpoint)
-app.command("recipes")(listings.recipes)
-app.command("predict")(evaluate.predict_images)
-app.command("export")(evaluate.export_weights)
-app.command("models")(listings.list_models)
-app.command("report")(report.report_run)
-app.command("compare")(report.compare_runs)
-app.command("watch")(report.watch_runs)
-app.command("doctor")(doctor.doctor)
-app.command("tune")(tune.tune)
-app.command("plan")(plan.plan)
-app.command("profile")(tune.profile)
-app.command("pack")(data.pack_data)
-app.command("inspect")(data.inspect_data)
-app.add_typer(bench.bench, name="bench")
 
 
 def _show_version(value: bool) -> None:
@@ -120,9 +139,12 @@ def run_command() -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except ModuleNotFoundError as error:
+        command = " ".join(sys.argv[1:2])
+        if package := missing_extension(error):
+            problem = f"needs the package {package}, which is not part of this installation"
+            return Failure(f"paceline {command} {problem}; install Paceline with it", 2).report()
         if error.name not in _TRAINING_PACKAGES:
             return _unexpected(error).report()
-        command = " ".join(sys.argv[1:2])
         needs = f"needs the package {error.name}; pip install 'paceline[train]'"
         return Failure(f"paceline {command} {needs}", 2).report()
     except Exception as error:  # noqa: BLE001 - nothing above this can report it

@@ -36,7 +36,7 @@ from paceline.plan.size_table import SizeTable
 if TYPE_CHECKING:
     from paceline.bench.allreduce import AllReduceJob
     from paceline.bench.input_rows import InputRow
-    from paceline.bench.timing import RankGroup
+    from paceline.tune.timing import RankGroup
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 # Settings of a step that have a flag in `bench`.
@@ -284,7 +284,7 @@ def allreduce(
         return code
 
     from paceline.bench.allreduce import AllReduceJob, choose_sizes
-    from paceline.bench.timing import RankGroup
+    from paceline.tune.timing import RankGroup
 
     job = AllReduceJob(
         given or choose_sizes(low, high, factor), names, table, wire, iterations, warm_up,

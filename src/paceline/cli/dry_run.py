@@ -216,7 +216,6 @@ def _measure(
     """One step of one rank, without an exchange; prints what was chosen and the memory."""
     import torch
 
-    from paceline.bench.step import SyntheticBatches
     from paceline.comm.tracing import COMPUTE, Timeline
     from paceline.data import BatchPlan
     from paceline.train.components import Components
@@ -224,6 +223,7 @@ def _measure(
     from paceline.train.model_checks import make_model
     from paceline.train.step_parts import create_parts, create_step
     from paceline.train.stop_signals import StopSignals
+    from paceline.tune.step import SyntheticBatches
 
     device = group.device
     model = make_model(config, config.model.num_classes or classes, Components())

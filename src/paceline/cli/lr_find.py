@@ -27,6 +27,7 @@ from paceline.core.errors import ConfigError, DataError
 from paceline.core.files import whole_file
 from paceline.core.topology import Topology
 from paceline.report import chart_document, range_page, write_page
+from paceline.report.chart import Chart, Line, Marker
 from paceline.train.display import create_display, print_line
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def _run(config: RunConfig, steps: int, as_json: bool) -> int:
     if outcome.rank != 0:
         return 0
     found = test.result()
-    folder, chart = outcome.folder, found.chart()
+    folder, chart = outcome.folder, range_chart(found)
     write_page(chart_document(chart), folder / "lr_find.svg", "lr_find.svg")
     write_page(range_page(config.run.name, chart, _rows(found)), folder / "lr_find.html", "")
     try:
@@ -137,6 +138,26 @@ def _run(config: RunConfig, steps: int, as_json: bool) -> int:
         print_line(console, f"{label}: {value}")
     print_line(console, f"plot: {folder / 'lr_find.svg'} and lr_find.html")
     return 0
+
+
+def range_chart(found: RangeResult) -> Chart:
+    """Loss by the decimal logarithm of the rate."""
+    powers = [math.log10(rate) for rate in found.rates]
+    # Losses far above the lowest one would flatten all others.
+    top = 2.0 * max(found.smoothed[: len(found.smoothed) // 2 + 1])
+    lines = [
+        Line("loss", [(x, min(y, top)) for x, y in zip(powers, found.losses, strict=True)], 1, True),
+        Line("smoothed", [(x, min(y, top)) for x, y in zip(powers, found.smoothed, strict=True)], 1),
+    ]  # fmt: skip
+    markers = [Marker(math.log10(found.largest), f"lowest loss: {found.largest:.3g}")]
+    suggestion = "no clear descent"
+    if found.suggested is not None:
+        suggestion = f"suggested {found.suggested:.3g}"
+        markers.insert(0, Marker(math.log10(found.suggested), f"suggested: {found.suggested:.3g}"))
+    return Chart(
+        "Learning-rate range test", "learning rate, as a power of ten", lines, markers=markers,
+        note=f"{suggestion}, lowest loss at {found.largest:.3g}",
+    )  # fmt: skip
 
 
 def _rows(found: RangeResult) -> list[tuple[str, str]]:

@@ -15,42 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.cli.options import AsJson
-from paceline.core.errors import ConfigError
-from paceline.core.untrusted import one_line
-from paceline.plan.analytic_workload import analytic_workload
-from paceline.plan.answer import Answer, Question
-from paceline.plan.cluster import (
-    GPUS_PER_NODE,
-    Accelerator,
-    Cluster,
-    accelerator,
-    assumed,
-    catalogue,
-    gpu_cluster,
-)
-from paceline.plan.fusion_plan import FusionPlan, wire_names
-from paceline.plan.layers import (
-    TRACED,
-    Network,
-    check_ends,
-    check_image_size,
-    known_network,
-    network,
-)
-from paceline.plan.memory import MemoryEstimate, check_memory, step_memory
-from paceline.plan.optimizer import best_plan
-from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
-from paceline.plan.recommend import (
-    Job,
-    fed_by,
-    input_supply,
-    largest_global_batch,
-    limits_of,
-    recommended_batch,
-)
-from paceline.plan.schedules import algorithm_names
-from paceline.plan.workload import LARGEST_BATCH, Workload, check_input_rate
-from paceline.report.plan_page import (
+from paceline.cli.plan_page import (
     FROM_BACKWARD,
     PAGE_NAME,
     advice_rows,
@@ -62,6 +27,43 @@ from paceline.report.plan_page import (
     option_rows,
     plan_page,
 )
+from paceline.core.errors import ConfigError
+from paceline.core.settings import check_input_rate
+from paceline.core.untrusted import one_line
+from paceline.plan.cluster import Cluster
+from paceline.plan.fusion_plan import FusionPlan, wire_names
+from paceline.plan.optimizer import best_plan
+from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
+from paceline.plan.schedules import algorithm_names
+from paceline.planner.accelerators import (
+    GPUS_PER_NODE,
+    Accelerator,
+    accelerator,
+    assumed,
+    catalogue,
+    gpu_cluster,
+)
+from paceline.planner.analytic_workload import analytic_workload
+from paceline.planner.answer import Answer, Question
+from paceline.planner.layers import (
+    TRACED,
+    Network,
+    check_ends,
+    check_image_size,
+    known_network,
+    network,
+)
+from paceline.planner.memory import MemoryEstimate, check_memory, step_memory
+from paceline.planner.plan_parts import planned_cluster, profile_of, required_profile
+from paceline.planner.recommend import (
+    Job,
+    fed_by,
+    input_supply,
+    largest_global_batch,
+    limits_of,
+    recommended_batch,
+)
+from paceline.planner.workload import LARGEST_BATCH, Workload
 from paceline.report.run_page import write_page
 
 
@@ -139,19 +141,19 @@ def plan(
         cluster, gpus_per_node=gpus_per_node, node_gbps=node_gbps, latency_us=latency_us,
         links=links, oversubscription=oversubscription,
     )  # fmt: skip
-    file = _read_files(cluster, profile, gpu)
+    file, profiled = _read_files(cluster, profile, gpu)
     chip = accelerator(gpu) if gpu else None
-    is_gpu = _is_gpu(chip, file)
+    is_gpu = _is_gpu(chip, file, profiled)
     job = Job(
         epochs, dataset_size, chip.watts if chip else 0.0, price_per_gpu_hour,
-        _meets_over_nccl(chip, file), startup_s,
+        _meets_over_nccl(chip, file, profiled), startup_s,
     )  # fmt: skip
     images = _Images(image_size, classes, channels)
-    net = _network(model, file.workload, images)
+    net = _network(model, profiled, images)
     if recompute_norms:
-        net = _recomputing_norms(net, file.workload)
-    work = _workload(model, chip, net, file.workload, images, software)
-    place = _gpu_cluster(chip, nodes, given) if cluster is None else file.planned_cluster()
+        net = _recomputing_norms(net, profiled)
+    work = _workload(model, chip, net, profiled, images, software)
+    place = _gpu_cluster(chip, nodes, given) if cluster is None else planned_cluster(file)
     place = place if nodes is None else place.with_nodes(nodes)
     _check_input(input_images_per_s, cores_per_node, packed, nvjpeg, input_bench)
     supply = input_supply(place.ranks_per_node, cores_per_node, packed, nvjpeg, input_bench)
@@ -160,7 +162,7 @@ def plan(
     question = Question(work, 1, tuple(algorithm) or known, wire_names(wire or ("auto",)))
     most = largest_global_batch(max_global_batch, noise_scale, dataset_size, epochs)
     # A profile may be of another format than is usual on the GPU.
-    half = None if file.workload is None else work.in_half
+    half = None if profiled is None else work.in_half
     limits = limits_of(net, chip, most, target_minutes, budget, price_per_gpu_hour, half)
     if batch_size is None:
         limits = limits.near_timed(work)
@@ -203,24 +205,26 @@ class _Images(NamedTuple):
             return network(name, pixels, classes, channels=channels)
         check_image_size(pixels)
         check_ends(classes, channels)
-        from paceline.train.layer_count import count_layers
+        from paceline.rehearsal.layer_count import count_layers
 
         return count_layers(name, pixels, classes, channels)
 
 
-def _is_gpu(chip: Accelerator | None, file: PlanFile) -> bool:
+def _is_gpu(chip: Accelerator | None, file: PlanFile, profiled: Workload | None) -> bool:
     """Whether the ranks have GPUs."""
     if file.probed is not None:
         return file.probed.device == "cuda"
     if chip is not None:
         return chip.is_gpu
-    return file.workload is None or file.workload.device != "cpu"
+    return profiled is None or profiled.device != "cpu"
 
 
-def _meets_over_nccl(chip: Accelerator | None, file: PlanFile) -> bool:
+def _meets_over_nccl(chip: Accelerator | None, file: PlanFile, profiled: Workload | None) -> bool:
     """As the cluster was probed, as in rehearsals: GPUs may meet over Gloo, too. Without a probe GPUs
     meet over NCCL, CPUs over Gloo."""
-    return _is_gpu(chip, file) if file.probed is None else file.probed.backend == "nccl"
+    if file.probed is None:
+        return _is_gpu(chip, file, profiled)
+    return file.probed.backend == "nccl"
 
 
 def _memory(
@@ -256,13 +260,17 @@ def _cluster_flags(cluster: Path | None, **flags: float | None) -> dict[str, Any
     return given
 
 
-def _read_files(cluster: Path | None, profile: Path | None, gpu: str) -> PlanFile:
+def _read_files(
+    cluster: Path | None, profile: Path | None, gpu: str
+) -> tuple[PlanFile, Workload | None]:
     """The cluster's file with the profile that counts: that of --profile; of the catalogue where a GPU is
     named; else the one that tune has left in the cluster's file."""
     file = PlanFile() if cluster is None else PlanFile.read(cluster, "--cluster")
     if profile is not None:
-        return replace(file, workload=PlanFile.read(profile, "--profile").profile)
-    return replace(file, workload=None) if gpu else file
+        measured = PlanFile.read(profile, "--profile")
+        return replace(file, workload=measured.workload), required_profile(measured)
+    file = replace(file, workload=None) if gpu else file
+    return file, profile_of(file)
 
 
 def _fusion_plan(
@@ -371,8 +379,8 @@ def _write_plan(path: Path, file: PlanFile, chosen: FusionPlan, answer: Answer) 
     sizes = ((gradient.name, gradient.elements) for gradient in work.gradients)
     replace(
         kept, fusion=chosen, model=ModelFacts.of(sizes), cluster=cluster,
-        expected=Expected.of(answer.now), why=(),
-        start_up=answer.start_up if answer.job.startup_s is None else None,
+        expected=answer.now.expected(), why=(),
+        start_up=answer.start_up.to_table() if answer.job.startup_s is None else None,
     ).write(path)  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from paceline.cli.options import AsJson
+from paceline.cli.summary import print_summary
 from paceline.core.errors import ConfigError, DataError
 from paceline.report import (
     Comparison,
@@ -38,7 +39,7 @@ from paceline.report.server import (
     is_loopback,
     open_socket,
 )
-from paceline.train.display import print_line, print_summary
+from paceline.train.display import print_line
 
 # Where the terminal is too narrow for all columns, the first of a pair goes below the second.
 _BELOW = {

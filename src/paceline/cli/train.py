@@ -20,7 +20,7 @@ from paceline.config import RunConfig, load_config, parse_assignment, parse_valu
 from paceline.core.errors import ConfigError
 from paceline.core.host import StartUp, process_age_s
 from paceline.core.topology import Topology
-from paceline.train.display import create_display, print_line, print_summary
+from paceline.train.display import create_display, print_line
 from paceline.train.stop_signals import (
     interrupted_at_once,
     user_signals,
@@ -189,6 +189,8 @@ def train_here(config: RunConfig) -> int:
     if stop_signal is not None:
         return 128 + int(stop_signal)
     if outcome.report is not None:
+        from paceline.cli.summary import print_summary
+
         print_summary(console, outcome.folder, outcome.report)
     return 0
 

@@ -38,9 +38,9 @@ from paceline.plan.schedules import tuned_names
 from paceline.plan.size_table import MARGIN, MeasuredSize, check_noise
 
 if TYPE_CHECKING:
-    from paceline.bench.timing import RankGroup
-    from paceline.bench.tune import Tuner
-    from paceline.plan.workload import Workload
+    from paceline.planner.workload import Workload
+    from paceline.tune.timing import RankGroup
+    from paceline.tune.tuner import Tuner
 
 
 # ImageNet's.
@@ -95,8 +95,8 @@ def tune(
         return code
 
     from paceline.bench.allreduce import choose_sizes
-    from paceline.bench.timing import RankGroup
-    from paceline.bench.tune import TuneJob, Tuner
+    from paceline.tune.timing import RankGroup
+    from paceline.tune.tuner import TuneJob, Tuner
 
     # Before the ranks join: a profiled step makes a group of its own.
     here = {"run.device": device, "comm.backend": backend, "comm.share_gpus": share_gpus}
@@ -189,8 +189,8 @@ def _classes(config: RunConfig) -> tuple[int, str]:
 
 def _profile(config: RunConfig, classes: int, here: RunConfig) -> tuple[Workload, int]:
     """The step of this rank, while the others profile theirs, as they will train; and its batch."""
-    from paceline.bench.tune import config_row, profile_workload
     from paceline.train.machine import choose_device
+    from paceline.tune.profile import config_row, profile_workload
 
     topology = Topology.from_env(os.environ)
     row = config_row(config, classes, topology.world_size, choose_device(here, topology).type)
@@ -201,8 +201,8 @@ def _planned(
     tuned: PlanFile, profiled: tuple[Workload, int], joined: RankGroup, show: Callable[[str], None]
 ) -> PlanFile:
     """With the plan of the model; rank 0's step counts."""
-    from paceline.bench.tune import plan_model
-    from paceline.plan.workload import Workload
+    from paceline.planner.workload import Workload
+    from paceline.tune.tuner import plan_model
 
     assert tuned.probed is not None
     counts, (work, batch) = tuned.probed.ranks_per_node, profiled
@@ -239,14 +239,14 @@ def profile(
     batches = batch_size or ([64, 256] if place == "cuda" else [4, 16])
     check_at_least(1, {"--batch-size": min(batches), "--steps": steps, "--warm-up": warm_up})
     check_output(output, force)
-    from paceline.bench.step import StepRow
-    from paceline.bench.tune import profile_workload
+    from paceline.tune.profile import profile_workload
+    from paceline.tune.step import StepRow
 
     switches = {"precision.amp_dtype": amp_dtype}
     row = StepRow("profile", "ours", model, max(batches), image_size, classes, place, steps, warm_up,
                   switches)  # fmt: skip
     work = profile_workload(row, batches)
-    PlanFile(workload=work).write(output)
+    PlanFile(workload=work.to_section()).write(output)
     if as_json:
         typer.echo(json.dumps(work.to_table()))
         return 0

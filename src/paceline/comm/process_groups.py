@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from paceline.comm.settings import BACKEND_GRACE_S
 from paceline.core.errors import CommError, ConfigError
 from paceline.core.topology import Topology
-from paceline.plan.start_up import parts_used
+from paceline.plan.schedules import parts_used
 from paceline.plan.steps import Groups
 
 

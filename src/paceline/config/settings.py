@@ -12,7 +12,6 @@ from paceline.core.settings import SettingChecks
 DEVICES = ("auto", "cpu", "cuda")
 SWITCHES = ("auto", "on", "off")
 LOSSES = ("cross_entropy", "bce")
-TRACKERS = ("csv", "tensorboard", "wandb", "mlflow")
 # Parameters of Beta distributions: below, shares are 0 or 1; above, all the same.
 MIXES = (0.01, 100.0)
 EQUAL_SHARES, PROBED_SHARES = "equal", "probe"
@@ -157,9 +156,6 @@ class RunSettings:
                 "run.trace_steps", list(self.trace_steps), "must be first and last of at most 1000 steps",
                 "try [10, 30]",
             )  # fmt: skip
-        for tracker in self.trackers:
-            if tracker not in TRACKERS:
-                raise ConfigError("run.trackers", tracker, "unknown", nearest(tracker, TRACKERS))
         if not 0 <= self.watch_port < 65536:
             raise check.error("watch_port", "must be 0 to 65535")
         check.known("device", DEVICES)

@@ -1,7 +1,7 @@
 """The range of global batches in which the large-batch rule has been tried (docs/large-batch.md#range).
 
-`paceline.optim.scaling` refuses a batch outside of it, `paceline.plan.recommend` recommends none. The two
-packages do not import each other, so the range is here.
+`paceline.optim.scaling` refuses a batch outside of it, `paceline.planner.recommend` recommends none. The
+two packages do not import each other, so the range is here.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.core.untrusted import ParseError, is_finite, parse_toml
+from paceline.core.untrusted import LONGEST_S, ParseError, is_finite, parse_toml
 
 Settings = TypeVar("Settings")
 
@@ -141,6 +141,17 @@ class SettingChecks:
         """For the caller to raise."""
         value = getattr(self._settings, name)
         return ConfigError(f"{self._section}.{name}", value, problem, remedy)
+
+
+def check_input_rate(images_per_s: float, flag: str = "--input-images-per-s") -> None:
+    """ConfigError for a rate of a rank with which no step has a time; 0: the input keeps up."""
+    # A rate that is off by its uncertainty has a time, too.
+    least = 10 / LONGEST_S
+    if images_per_s and not least <= images_per_s < math.inf:
+        raise ConfigError(
+            flag, images_per_s, f"must be 0, or finite and at least {least:g}",
+            "state the images/s that one rank gets, such as 2000",
+        )  # fmt: skip
 
 
 def parse_arguments(name: str, text: str) -> dict[str, Any]:

@@ -10,7 +10,8 @@ of the whole. A bucket costs its messages, each by the cheapest algorithm, in th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,14 +32,38 @@ from paceline.plan.fusion_plan import (
     wire_names,
 )
 from paceline.plan.schedules import algorithm_names
-from paceline.plan.workload import Gradient, Workload
 
 # So many smaller numbers of buckets are tried where hidden exchanges cost compute.
 _MOST_FEWER = 8
 
 
+@dataclass(frozen=True)
+class Gradient:
+    """`ready` is the share of the backward pass that is over when it is there, 0 to 1; `half` says that
+    it is held, and travels unless told otherwise, in 16 bits."""
+
+    name: str
+    elements: int
+    half: bool
+    ready: float
+
+
+class BackwardPass(Protocol):
+    """The times of a backward pass that the plan depends on; `paceline.planner.workload.Workload` has
+    them."""
+
+    @property
+    def gradients(self) -> Sequence[Gradient]: ...
+
+    def backward_s(self, batch: int) -> float: ...
+
+    def ready_s(self, batch: int) -> list[float]:
+        """When each gradient is there, from the start of the backward pass."""
+        ...
+
+
 def best_plan(
-    workload: Workload, cluster: Cluster, batch: int, algorithms: Sequence[str] | None = None,
+    workload: BackwardPass, cluster: Cluster, batch: int, algorithms: Sequence[str] | None = None,
     wires: Sequence[str] = ("auto",), spread: float = RANK_SPREAD,
 ) -> FusionPlan:  # fmt: skip
     """Boundaries, algorithms and formats that leave the least communication exposed; a bucket is
@@ -50,14 +75,14 @@ def best_plan(
     costs = Costs(ready, cost.wires, cost.of)
     found = optimal_buckets(costs, cost.seconds)
     if cluster.hidden_cost:
-        backward = workload.backward.at(batch) * slowest_of(cluster.ranks, spread)
+        backward = workload.backward_s(batch) * slowest_of(cluster.ranks, spread)
         plans = [found, *_fewer_buckets(costs, cost.seconds, len(found))]
         found = min(plans, key=lambda plan: costs.lost_s(plan, backward, cluster.hidden_cost))
     return _with_names(workload, cost, found)
 
 
 def threshold_plan(
-    workload: Workload, cluster: Cluster, threshold: int,
+    workload: BackwardPass, cluster: Cluster, threshold: int,
     algorithms: Sequence[str] = ("native",),
 ) -> FusionPlan:  # fmt: skip
     """A bucket is closed once it holds `threshold` bytes; 0 sends every gradient alone."""
@@ -70,13 +95,15 @@ def threshold_plan(
     return _with_names(workload, cost, found)
 
 
-def _slowest_ready(workload: Workload, cluster: Cluster, batch: int, spread: float) -> list[float]:
+def _slowest_ready(
+    workload: BackwardPass, cluster: Cluster, batch: int, spread: float
+) -> list[float]:
     """On the slowest rank, for which every exchange waits."""
     slow = slowest_of(cluster.ranks, spread)
     return [ready * slow for ready in workload.ready_s(batch)]
 
 
-def _with_names(workload: Workload, cost: BucketCost, found: Sequence[Bucket]) -> FusionPlan:
+def _with_names(workload: BackwardPass, cost: BucketCost, found: Sequence[Bucket]) -> FusionPlan:
     buckets = []
     for (first, stop), wire in found:
         names = tuple(gradient.name for gradient in workload.gradients[first:stop])

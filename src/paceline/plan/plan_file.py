@@ -40,22 +40,13 @@ from paceline.core.untrusted import (
     parse_toml,
     short_repr,
 )
-from paceline.plan.cluster import Cluster, Link
-from paceline.plan.cost import ProbedTable
 from paceline.plan.fusion_plan import FusionPlan
-from paceline.plan.prediction import Prediction
 from paceline.plan.schedules import NATIVE, check_name
 from paceline.plan.size_table import MeasuredSize, SizeTable
-from paceline.plan.start_up import StartUp
-from paceline.plan.workload import Workload
 
 _SECTIONS = (
     "why", "model", "cluster", "expected", "start_up", "buffer", "sizes", "measured", "workload",
 )  # fmt: skip
-# To bring an element into a 16-bit format and back. A core of this project's CPU machine takes 0.15 to
-# 0.5 ns, by size and format; a GPU moves 12 bytes, at 1 TB/s or more. Neither is worth measuring: a
-# link of 10 Gbit/s takes 2 to 3 ns for the same element.
-_CAST_S = {"cpu": 0.4e-9, "cuda": 12e-12}
 Facts = TypeVar("Facts", "ModelFacts", "ClusterFacts")
 Part = TypeVar("Part")
 
@@ -139,29 +130,6 @@ class ProbedCluster:
         known = cls.__dataclass_fields__
         return from_table(cls, "cluster", {k: v for k, v in table.items() if k in known})
 
-    def to_cluster(self) -> Cluster:
-        """As the planner sees it."""
-        counts, intra, inter = self.ranks_per_node, self.intra, self.inter
-        if len(set(counts)) > 1:
-            raise ConfigError(
-                "cluster.ranks_per_node", list(counts), "nodes differ in their ranks",
-                "plan for the nodes that are alike, or run with comm.algorithm = 'hybrid'",
-            )  # fmt: skip
-        within, between = intra or inter, inter or intra
-        if not counts or within is None or between is None:
-            raise ConfigError(
-                "cluster.ranks", sum(counts), "has no probed links", "tune on at least two ranks"
-            )
-        # Probed with all ranks sending, a link inside a node is as slow as it is in a real exchange.
-        busy = within.beta_s_per_byte * max(1.0, within.contention)
-        return Cluster(
-            len(counts), counts[0], Link(within.alpha_s, busy),
-            Link(between.alpha_s, between.beta_s_per_byte),
-            oversubscription=max(1.0, between.contention / counts[0]),
-            cast_s=_CAST_S.get(self.device, _CAST_S["cpu"]), hidden_cost=self.hidden_cost or 0.0,
-            spread=0.15, has_network=inter is not None,
-        )  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Expected:
@@ -175,19 +143,6 @@ class Expected:
     input_stall_s: float
     uncertainty: float
     buffers_s: tuple[float, ...]
-
-    @classmethod
-    def of(cls, prediction: Prediction) -> Expected:
-        return cls(
-            batch=prediction.batch,
-            step_s=prediction.step_s,
-            # A run sees its compute as it is, slowed by what it hides.
-            compute_s=prediction.compute_s + prediction.hidden_comm_s,
-            exposed_comm_s=prediction.exposed_comm_s,
-            input_stall_s=prediction.input_stall_s,
-            uncertainty=prediction.uncertainty,
-            buffers_s=tuple(score.cost_s for score in prediction.scores),
-        )
 
     def to_table(self) -> dict[str, Any]:
         return {**vars(self), "buffers_s": list(self.buffers_s)}
@@ -205,8 +160,9 @@ class Expected:
 
 @dataclass(frozen=True)
 class PlanFile:
-    """The parts of the file; `chosen` has an algorithm for each measured size. `path`, and `setting` that
-    named it, are for messages."""
+    """The parts of the file; `chosen` has an algorithm for each measured size. `workload` and `start_up`
+    are the planner's, which reads them (`paceline.planner.plan_parts`). `path`, and `setting` that named
+    it, are for messages."""
 
     fusion: FusionPlan | None = None
     model: ModelFacts | None = None
@@ -216,58 +172,30 @@ class PlanFile:
     measured: tuple[MeasuredSize, ...] = ()
     chosen: tuple[str, ...] = ()
     probed: ProbedCluster | None = None
-    workload: Workload | None = None
+    workload: Mapping[str, Any] | None = None
     why: tuple[str, ...] = ()
-    start_up: StartUp | None = None
+    start_up: Mapping[str, Any] | None = None
     path: str = field(default="", compare=False)
     setting: str = field(default="comm.plan", compare=False)
 
     @property
     def plan(self) -> FusionPlan:
-        return self._given(
+        return self.given(
             self.fusion, self.setting, "has no plan: no [[buffer]]",
             "run paceline tune with --model or a recipe",
         )  # fmt: skip
 
     @property
     def table(self) -> SizeTable:
-        return self._given(
+        return self.given(
             self.sizes, "comm.sizes", "has no table of sizes: no [[sizes]]",
             "write rows of up_to_bytes and algorithm, or run paceline tune",
         )  # fmt: skip
 
-    @property
-    def profile(self) -> Workload:
-        return self._given(
-            self.workload, "--profile", "has no profiled step: no [workload]",
-            "make it with paceline profile, or paceline tune with --model",
-        )  # fmt: skip
-
-    def _given(self, part: Part | None, name: str, problem: str, remedy: str) -> Part:
+    def given(self, part: Part | None, name: str, problem: str, remedy: str) -> Part:
         if part is None:
             raise ConfigError(name, self.path, problem, remedy)
         return part
-
-    def planned_cluster(self) -> Cluster:
-        """With the measured times, which count before formulas."""
-        probed = self._given(
-            self.probed, "--cluster", "has no [cluster] with probed links",
-            "make it with paceline tune",
-        )  # fmt: skip
-        found, points = probed.to_cluster(), self._points()
-        if not points:
-            return found
-        native = "ring" if probed.backend == "gloo" else NATIVE
-        return replace(found, probed=ProbedTable.of(found, points, native))
-
-    def _points(self) -> dict[str, list[tuple[float, float]]]:
-        points: dict[str, list[tuple[float, float]]] = {}
-        for row in self.measured:
-            for name, seconds in row.medians_s.items():
-                points.setdefault(name, []).append((float(row.size_bytes), float(seconds)))
-        # An algorithm that was left out at larger sizes says nothing about them.
-        most = max((len(rows) for rows in points.values()), default=0)
-        return {name: rows for name, rows in points.items() if len(rows) == most >= 2}
 
     def check(self, model: ModelFacts, cluster: ClusterFacts, path: str) -> None:
         """Refuses the plan of another model or cluster."""
@@ -295,7 +223,7 @@ class PlanFile:
         if self.expected is not None:
             tables["expected"] = self.expected.to_table()
         if self.start_up is not None:
-            tables["start_up"] = self.start_up.to_table()
+            tables["start_up"] = dict(self.start_up)
         if self.fusion is not None:
             tables |= self.fusion.to_table()
         if self.sizes is not None:
@@ -310,7 +238,9 @@ class PlanFile:
                 }
                 for row, name in zip(self.measured, self._chosen(), strict=True)
             ]
-        return tables | (self.workload.to_table() if self.workload is not None else {})
+        if self.workload is not None:
+            tables["workload"] = dict(self.workload)
+        return tables
 
     def _chosen(self) -> tuple[str, ...]:
         return self.chosen or ("",) * len(self.measured)
@@ -376,16 +306,18 @@ def _from_tables(tables: Mapping[str, Any]) -> PlanFile:
     elif fusion is not None or "cluster" in tables:
         cluster = _facts(ClusterFacts, table, "cluster")
     if "workload" in tables:
-        workload = Workload.from_table(tables)
+        workload = tables["workload"]
+        if not isinstance(workload, Mapping):
+            raise ConfigError("workload", workload, "is not a table", "make it anew")
     measured, chosen = _measured(tables.get("measured", []))
     why = convert(tables.get("why", []), tuple[str, ...], "why")
     sizes = SizeTable.from_table(tables) if "sizes" in tables else None
     expected = Expected.from_table(tables.get("expected"))
-    start_up = StartUp.from_table(tables.get("start_up"))
+    start_up = tables.get("start_up")
     return PlanFile(
         fusion=fusion, model=model, cluster=cluster, expected=expected, sizes=sizes,
         measured=measured, chosen=chosen, probed=probed, workload=workload, why=why,
-        start_up=start_up,
+        start_up=start_up if isinstance(start_up, Mapping) else None,
     )  # fmt: skip
 
 

@@ -14,10 +14,11 @@ A new algorithm is one function with the decorator `register`; every command kno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from paceline.core.errors import ConfigError, nearest
+from paceline.plan.fusion_plan import ALL_TO_ALL
 from paceline.plan.steps import (
     MIB,
     PAUSE,
@@ -37,6 +38,8 @@ from paceline.plan.steps import (
 )
 
 KIB = 1024
+# Long enough that no algorithm leaves a part of it out.
+_LONG = 1 << 20
 NATIVE = "native"
 REGISTRY: dict[str, Algorithm] = {}
 
@@ -75,6 +78,23 @@ def algorithm(name: str) -> Algorithm:
         raise ConfigError("algorithm", name, "has no schedule: it is the backend's own")
     check_name(name, "algorithm")
     return REGISTRY[name]
+
+
+def parts_used(algorithms: Collection[str], groups: Groups) -> frozenset[str]:
+    """Which sub-groups the schedules of a plan have collectives in: `rows`, `masters`, `columns`. The
+    backend's own all-reduce and the exchange of 8-bit formats run among all ranks, and have none."""
+    found: set[str] = set()
+    for name in set(algorithms) - {NATIVE, ALL_TO_ALL}:
+        for rank in groups.groups[0]:
+            for steps in algorithm(name).rounds(rank, groups, Segment(_LONG)):
+                found |= {_part(s, rank, groups) for s in steps if isinstance(s, Collective)}
+    return frozenset(found)
+
+
+def _part(step: Collective, rank: int, groups: Groups) -> str:
+    if step.members == groups.row_of(rank):
+        return "rows"
+    return "masters" if step.members == groups.masters else "columns"
 
 
 # The algorithms.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from paceline.comm.group import Group
 from paceline.comm.rehearsal import RehearsedExchange
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.extensions import needed_by
 from paceline.core.host import StartUp
 from paceline.data import BatchPlan, Source, TrainBatches, create_train_loader
 from paceline.models.pretrained import load_pretrained
@@ -25,8 +27,7 @@ from paceline.models.registry import is_own
 from paceline.models.synced_norm import NormGroup
 from paceline.optim.schedule import LrSchedule
 from paceline.optim.settings import ANCHORED, OptimSettings
-from paceline.plan.layers import Network
-from paceline.plan.rehearsal import ClusterClock, cluster_clock
+from paceline.plan.rehearsal import ClusterClock
 from paceline.train.batch_sizes import (
     BatchSizes,
     apply_scaling,
@@ -209,7 +210,7 @@ class _BuiltModel:
     model: nn.Module
     parts: StepParts
     norm_group: NormGroup | None
-    layers: Network | None
+    layers: Any
     pretrained: list[str]
     notes: list[str]
 
@@ -282,52 +283,32 @@ def _computed_ranks(parts: StepParts, group: Group) -> int | Sequence[int]:
     return exchange.order if isinstance(exchange, RehearsedExchange) else group.rank
 
 
-def _cluster_layers(config: RunConfig, model: nn.Module, source: Source) -> Network | None:
+def _cluster_layers(config: RunConfig, model: nn.Module, source: Source) -> Any:
     """Of a rehearsal: what the planner predicts the cluster's step from, where it is not measured."""
-    settings, name, pixels = config.rehearse, config.model.name, config.data.image_size
-    if not settings.ranks:
+    if not config.rehearse.ranks:
         return None
-    classes = config.model.num_classes or len(source.classes)
-    net = settings.network(
-        name, pixels, classes, config.model.stem_for(pixels),
-        lambda: _count_layers(model, name, pixels, config.data.channels),
-        channels=config.data.channels,
-    )  # fmt: skip
-    return net.recomputing_norms() if net is not None and config.run.recompute_norms else net
-
-
-def _count_layers(model: nn.Module, name: str, pixels: int, channels: int) -> Network:
-    # Here, because torch's counter of operations imports Triton.
-    from paceline.train.layer_count import count_trained
-
-    return count_trained(model, name, pixels, channels)
+    with needed_by("rehearse.nodes", config.rehearse.nodes):
+        from paceline.rehearsal.cluster_clock import cluster_layers
+    return cluster_layers(config, model, config.model.num_classes or len(source.classes))
 
 
 def _cluster_clock(
-    config: RunConfig, parts: StepParts, plan: BatchPlan, inputs: RunInputs, net: Network | None
+    config: RunConfig, parts: StepParts, plan: BatchPlan, inputs: RunInputs, layers: Any
 ) -> ClusterClock | None:
     """None where the run is no rehearsal, or says nothing about the cluster's speed."""
-    settings = config.rehearse
-    if not settings.ranks:
+    if not config.rehearse.ranks:
         return None
-    # As it runs here: `auto` is fp32 on a CPU, whatever the cluster's GPUs would choose.
-    half = parts.policy.is_half
-    settings.check_batch(
-        net, batch=plan.micro_batch, half=half, fused=config.run.allows_fused_norms
-    )
+    from paceline.rehearsal.cluster_clock import clock_of_run
+
     tensors = {
         name: (p.numel(), p.dtype != torch.float32) for name, p in parts.exchange.parameters.items()
     }
-    work = settings.workload(config.model.name, config.data.image_size, net, tensors)
-    if work is None:
-        return None
-    return cluster_clock(
-        settings, parts.exchange.plan, work.with_tensors(tensors), batch=plan.micro_batch,
-        accumulation=plan.accumulation,
+    return clock_of_run(
+        config, parts.exchange.plan, tensors, layers, half=parts.policy.is_half,
+        batch=plan.micro_batch, accumulation=plan.accumulation,
         # With the mirror image of each.
         validation=len(inputs.validation) * (2 if config.data.eval_flip else 1),
         eval_batch=eval_batch(plan.micro_batch),
-        left_out=settings.left_out(work, config.optim.name, half=half, trained=tensors),
     )  # fmt: skip
 
 

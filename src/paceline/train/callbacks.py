@@ -7,7 +7,7 @@ after a checkpoint, with one line that names the callback.
 
 `RangeTest` is the learning-rate range test (Smith 2017): in a short run whose rate grows with every step
 it keeps rate and loss of each step and ends the run where the loss explodes. `RangeResult` says which
-rates the losses suggest, and draws them.
+rates the losses suggest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from paceline.core.events import (
     StepEvent,
     StopEvent,
 )
-from paceline.report.chart import Chart, Line, Marker
 
 if TYPE_CHECKING:
     from paceline.train.training import Training
@@ -323,27 +322,6 @@ class RangeResult:
             "loss": list(self.losses),
             "smoothed_loss": list(self.smoothed),
         }
-
-    def chart(self) -> Chart:
-        """Loss by the decimal logarithm of the rate."""
-        powers = [math.log10(rate) for rate in self.rates]
-        # Losses far above the lowest one would flatten all others.
-        top = 2.0 * max(self.smoothed[: len(self.smoothed) // 2 + 1])
-        lines = [
-            Line("loss", [(x, min(y, top)) for x, y in zip(powers, self.losses, strict=True)], 1, True),
-            Line("smoothed", [(x, min(y, top)) for x, y in zip(powers, self.smoothed, strict=True)], 1),
-        ]  # fmt: skip
-        markers = [Marker(math.log10(self.largest), f"lowest loss: {self.largest:.3g}")]
-        suggestion = "no clear descent"
-        if self.suggested is not None:
-            suggestion = f"suggested {self.suggested:.3g}"
-            markers.insert(
-                0, Marker(math.log10(self.suggested), f"suggested: {self.suggested:.3g}")
-            )
-        return Chart(
-            "Learning-rate range test", "learning rate, as a power of ten", lines, markers=markers,
-            note=f"{suggestion}, lowest loss at {self.largest:.3g}",
-        )  # fmt: skip
 
 
 def _noise(losses: Sequence[float]) -> float:

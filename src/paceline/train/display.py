@@ -1,12 +1,10 @@
-"""Progress of a run or of work on data: live on a terminal, plain lines elsewhere; and the final
-table."""
+"""Progress of a run or of work on data: live on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Self
 
 from rich.console import Console
@@ -18,8 +16,6 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
-from rich.text import Text
 
 from paceline.core.events import (
     CheckpointEvent,
@@ -35,7 +31,6 @@ from paceline.core.events import (
 from paceline.core.units import format_duration, format_percent
 from paceline.core.untrusted import one_line, printable
 from paceline.optim.scaling_report import describe_in_lines
-from paceline.report import RunFiles, summary_rows, verdict
 
 # The rate is the median of this many steps, so that one slow step does not change it.
 _RATE_STEPS = 20
@@ -200,16 +195,3 @@ class ProgressBars:
 def print_line(console: Console, text: str) -> None:
     """As it is: no markup, and no line breaks, which would make a path hard to copy."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def print_summary(console: Console, folder: Path, page: Path) -> None:
-    """Verdict, table and the path of the report, at the end of a run and of `paceline report`."""
-    run = RunFiles.read(folder)
-    table = Table(show_header=False)
-    table.add_column("what")
-    table.add_column("value", justify="right")
-    for label, value in summary_rows(run):
-        table.add_row(label, Text(value))  # not markup: names may hold brackets
-    print_line(console, verdict(run))
-    console.print(table)
-    print_line(console, f"report: {page}")

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from paceline.comm.group import Group
 from paceline.config import EQUAL_SHARES, PROBED_SHARES, RunConfig
 from paceline.core.errors import CheckpointError, ConfigError, DataError, PacelineError
+from paceline.core.extensions import load_extension
 from paceline.data import OpenedFiles, Source, open_data
 from paceline.optim.settings import ANCHORED, OPTIMIZERS_OF_SVRG
 from paceline.plan.fusion_plan import EIGHT_BIT
@@ -41,6 +43,18 @@ def check_settings(config: RunConfig, ranks: int, device: str, components: Compo
     check_ranks(config, ranks)
     refuse_with_svrg(config, components, device)
     refuse_on_servers(config, components)
+    if names := tracker_names(config):
+        load_trackers(names).check_trackers(names)
+
+
+def tracker_names(config: RunConfig) -> list[str]:
+    """The trackers of a run, each once."""
+    return list(dict.fromkeys(config.run.trackers))
+
+
+def load_trackers(names: Sequence[str]) -> Any:
+    """Returns the extension package. Raises ConfigError if it was removed."""
+    return load_extension("trackers", "run.trackers", list(names))
 
 
 def check_ranks(config: RunConfig, ranks: int) -> None:

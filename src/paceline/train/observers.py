@@ -27,8 +27,8 @@ from paceline.comm.tracing import NoTimeline, Spans, Timeline, TimelineSpan, mea
 from paceline.config import RunSettings
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.events import CorruptEvent, Event, NoteEvent
+from paceline.core.extensions import load_extension
 from paceline.data import CorruptSample, allowed_corrupt, divide_wait, mark_stream, sum_by_stage
-from paceline.report.server import LOOPBACK, open_socket, url_of
 from paceline.train.checkpoint import write_atomically
 from paceline.train.run_state import Progress
 
@@ -226,11 +226,12 @@ class WatchProcess:
     making pages does not hold up the training's interpreter. The process ends with this one."""
 
     def __init__(self, folder: Path, port: int) -> None:
-        """Raises ConfigError where the port cannot be had."""
+        """Raises ConfigError if the port cannot be had, or the package `report` was removed."""
         self._process: subprocess.Popen[bytes] | None = None
-        opened = open_socket(LOOPBACK, port)
+        server = load_extension("report.server", "run.watch", True)
+        opened = server.open_socket(server.LOOPBACK, port)
         with opened:
-            self.url = url_of(opened)
+            self.url: str = server.url_of(opened)
             descriptor = opened.fileno()
             # -P: no module comes from the current directory.
             command = [sys.executable, "-P", "-m", "paceline.report.server"]

@@ -23,25 +23,29 @@ from paceline.comm.agreement import PeerError
 from paceline.comm.group import Group
 from paceline.comm.watchdog import ShowError
 from paceline.config import RunConfig
-from paceline.core.errors import DataError, DeviceError, PacelineError
+from paceline.core.errors import ConfigError, DataError, DeviceError, PacelineError
 from paceline.core.events import JsonlWriter, NoteEvent, Observer, StopEvent
+from paceline.core.extensions import load_extension
 from paceline.core.files import read_regular
 from paceline.core.host import SignalWakeup, StartUp
 from paceline.core.topology import Topology
 from paceline.core.untrusted import parse_json
 from paceline.plan.noise import NoiseScale
-from paceline.report import write_report
 from paceline.train.build import build
 from paceline.train.checkpoint import Checkpoint, set_aside, write_atomically
 from paceline.train.components import Components
-from paceline.train.inputs import common_settings, shared_versions
+from paceline.train.inputs import (
+    common_settings,
+    load_trackers,
+    shared_versions,
+    tracker_names,
+)
 from paceline.train.loop import RunResult, TrainingLoop
 from paceline.train.machine import choose_device, hardware, versions
 from paceline.train.observers import watch_run
 from paceline.train.run_folder import RunLock
 from paceline.train.step_records import RecentEvents, each_rank_writes
 from paceline.train.stop_signals import STOPS, StopSignals, user_signals
-from paceline.train.trackers import open_trackers
 from paceline.train.training import Training
 from paceline.train.weights import (
     applied,
@@ -204,10 +208,11 @@ def _open_records(training: Training, display: Callable[[], Observer]) -> None:
         if training.is_main:
             folder.sweep()
             # First, so that at the end their last notes still reach the others.
-            training.observers += open_trackers(
-                config, folder.path, training.progress.step,
-                lambda text: training.emit(NoteEvent(text)),
-            )  # fmt: skip
+            if names := tracker_names(config):
+                training.observers += load_trackers(names).open_trackers(
+                    names, folder.path, training.progress.step, config.flat(),
+                    lambda text: training.emit(NoteEvent(text)),
+                )  # fmt: skip
         training.observers.append(_records(training))
         training.group.before_forced_exit(lambda: write_recent_events(training))
         if training.is_main:
@@ -297,10 +302,12 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
 
 
 def _write_report(training: Training, summary: dict[str, Any]) -> Path | None:
-    """The report, or a note if the records cannot be read."""
+    """The report, or a note if the records cannot be read or the package `report` was removed."""
     try:
-        return write_report(training.folder.path, summary=summary)
-    except DataError as error:
+        report = load_extension("report", "report", "report.html")
+        page: Path = report.write_report(training.folder.path, summary=summary)
+        return page
+    except (ConfigError, DataError) as error:
         training.emit(NoteEvent(f"no report: {error}"))
         return None
 

@@ -2,9 +2,9 @@
 
 `network` gives, for a model's name and an image size, each layer's multiply-adds, the activations that
 it reads, writes and keeps for the backward pass, and its trained tensors under the names that the model
-itself gives them. `paceline.plan.analytic_workload` makes the times of a step of it,
-`paceline.plan.memory` its memory. A model that is not here is counted from a trace
-(`paceline.train.layer_count`).
+itself gives them. `paceline.planner.analytic_workload` makes the times of a step of it,
+`paceline.planner.memory` its memory. A model that is not here is counted from a trace
+(`paceline.rehearsal.layer_count`).
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ import math
 from dataclasses import asdict
 
 from paceline.core.units import format_duration, markup, plural
-from paceline.plan.answer import MOST_RANKS, Answer, format_gbps, node_gbps
 from paceline.plan.noise import LEAST_SAVING
-from paceline.plan.prediction import BucketScore, Prediction
-from paceline.plan.recommend import CORE_IMAGES_PER_S, PACKED_IMAGES_PER_S, Option
+from paceline.planner.answer import MOST_RANKS, Answer, format_gbps, node_gbps
+from paceline.planner.prediction import BucketScore, Prediction
+from paceline.planner.recommend import CORE_IMAGES_PER_S, PACKED_IMAGES_PER_S, Option
 from paceline.report.chart import Bar, Chart, Line, gantt_chart
 from paceline.report.html import document, figures, section
 from paceline.report.tables import Table

@@ -30,7 +30,7 @@ from torch.utils.flop_counter import flop_registry
 from paceline.core.errors import ConfigError
 from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings
-from paceline.plan.layers import INDEX_BYTES, Layer, NetTensor, Network
+from paceline.planner.layers import INDEX_BYTES, Layer, NetTensor, Network
 from paceline.precision.policy import matrix_weights
 
 _BATCH = 2

@@ -15,16 +15,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.plan.cluster import (
+from paceline.plan.cluster import slowest_of
+from paceline.plan.optimizer import Gradient
+from paceline.planner.accelerators import (
     Accelerator,
     Measured,
     StepConstants,
     accelerator,
-    slowest_of,
     step_constants,
 )
-from paceline.plan.layers import Layer, Network, network
-from paceline.plan.workload import Affine, Gradient, Workload
+from paceline.planner.layers import Layer, Network, network
+from paceline.planner.workload import Affine, Workload
 
 # Outputs of one tile of a matrix product, the unit of work of a multiprocessor.
 _TILE = 128 * 128

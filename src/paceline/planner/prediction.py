@@ -24,7 +24,9 @@ from paceline.plan.fusion_plan import (
     travelling,
     wide_is_bulk,
 )
-from paceline.plan.workload import Gradient, Workload
+from paceline.plan.optimizer import Gradient
+from paceline.plan.plan_file import Expected
+from paceline.planner.workload import Workload
 
 # What an input delivers is given by hand, or measured elsewhere.
 _INPUT_SPREAD = 0.1
@@ -165,6 +167,19 @@ class Prediction:
     @property
     def images_per_s_per_gpu(self) -> float:
         return self.batch / self.step_s
+
+    def expected(self) -> Expected:
+        """What a plan file says of it, to be compared with a run."""
+        return Expected(
+            batch=self.batch,
+            step_s=self.step_s,
+            # A run sees its compute as it is, slowed by what it hides.
+            compute_s=self.compute_s + self.hidden_comm_s,
+            exposed_comm_s=self.exposed_comm_s,
+            input_stall_s=self.input_stall_s,
+            uncertainty=self.uncertainty,
+            buffers_s=tuple(score.cost_s for score in self.scores),
+        )
 
     def steps(self, epochs: float, samples: int) -> int:
         return math.ceil(epochs * samples / (self.ranks * self.batch))

@@ -22,18 +22,20 @@ from paceline.core.batch_range import (
 )
 from paceline.core.errors import ConfigError
 from paceline.core.files import read_regular
+from paceline.core.settings import check_input_rate
 from paceline.core.topology import RANKS_LIMIT
 from paceline.core.untrusted import ParseError, parse_json
-from paceline.plan.cluster import Accelerator, Cluster
-from paceline.plan.layers import Network
-from paceline.plan.memory import largest_batch
+from paceline.plan.cluster import Cluster
 from paceline.plan.noise import LEAST_SAVING, useful_batch
-from paceline.plan.prediction import Prediction
-from paceline.plan.start_up import StartUp
-from paceline.plan.workload import LARGEST_BATCH, Workload, check_input_rate
+from paceline.planner.accelerators import Accelerator
+from paceline.planner.layers import Network
+from paceline.planner.memory import largest_batch
+from paceline.planner.prediction import Prediction
+from paceline.planner.start_up import StartUp
+from paceline.planner.workload import LARGEST_BATCH, Workload
 
 if TYPE_CHECKING:
-    from paceline.plan.answer import Question
+    from paceline.planner.answer import Question
 
 # The batch of the paper that Paceline re-creates (ResNet-50 and AlexNet on ImageNet, LARS).
 PUBLISHED_GLOBAL_BATCH = 65_536

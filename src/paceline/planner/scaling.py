@@ -10,18 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.plan.analytic_workload import analytic_workload
-from paceline.plan.answer import Question, node_counts
-from paceline.plan.cluster import Cluster, assumed, gpu_cluster
-from paceline.plan.cluster import accelerator as find_accelerator
+from paceline.core.settings import check_input_rate
+from paceline.plan.cluster import Cluster
 from paceline.plan.fusion_plan import wire_names
-from paceline.plan.layers import TRACED, Network, known_network, network
-from paceline.plan.memory import check_memory
 from paceline.plan.plan_file import PlanFile
-from paceline.plan.prediction import Prediction
-from paceline.plan.recommend import largest_global_batch, limits_of, recommended_batch
 from paceline.plan.schedules import algorithm_names, check_name
-from paceline.plan.workload import Workload, check_input_rate
+from paceline.planner.accelerators import accelerator as find_accelerator
+from paceline.planner.accelerators import assumed, gpu_cluster
+from paceline.planner.analytic_workload import analytic_workload
+from paceline.planner.answer import Question, node_counts
+from paceline.planner.layers import TRACED, Network, known_network, network
+from paceline.planner.memory import check_memory
+from paceline.planner.plan_parts import planned_cluster, required_profile
+from paceline.planner.prediction import Prediction
+from paceline.planner.recommend import largest_global_batch, limits_of, recommended_batch
+from paceline.planner.workload import Workload
 
 # Names of the command line, which the planner's errors have, and ours.
 _ARGUMENTS = {"--gpu": "accelerator", "--wire": "wires", "--algorithm": "algorithms"}
@@ -199,7 +202,7 @@ def _cluster(
         return gpu_cluster(find_accelerator(gpu), 1 if nodes is None else nodes, **given)
     for name, value in given.items():
         raise ConfigError(name, value, "is in the cluster file already", "leave out one of them")
-    place = PlanFile.read(Path(path), "cluster").planned_cluster()
+    place = planned_cluster(PlanFile.read(Path(path), "cluster"))
     return place if nodes is None else place.with_nodes(nodes)
 
 
@@ -243,7 +246,7 @@ def _workload(
         assert net is not None
         work = analytic_workload(net, find_accelerator(gpu), software)
     else:
-        work = PlanFile.read(Path(profile), "profile").profile
+        work = required_profile(PlanFile.read(Path(profile), "profile"))
         if work.model != model:
             raise ConfigError("model", model, f"the profile is of {work.model}", f"profile {model}")
     return work.fed_at(input_rate)

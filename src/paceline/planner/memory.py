@@ -1,7 +1,7 @@
 """What a training step keeps in the memory of one GPU, and the largest batch that fits.
 
-In: the layers of a network (`paceline.plan.layers`), a batch, the number format. Out: bytes by purpose,
-at the moment of a step that needs most. The model is a count, not a fit: weights in the
+In: the layers of a network (`paceline.planner.layers`), a batch, the number format. Out: bytes by
+purpose, at the moment of a step that needs most. The model is a count, not a fit: weights in the
 format of training, fp32 masters and momentum, the exchange's flat gradients and those that backward has
 made so far, the activations that are still kept, the gradients of the maps at hand, the images on the
 device, buffers of the matrix library and what the CUDA graph has of its own. Workspaces that cuDNN tries
@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from paceline.core.errors import ConfigError
-from paceline.plan.cluster import Accelerator
-from paceline.plan.layers import Network
-from paceline.plan.workload import LARGEST_BATCH
+from paceline.planner.accelerators import Accelerator
+from paceline.planner.layers import Network
+from paceline.planner.workload import LARGEST_BATCH
 
 _CHANNELS = 3
 # Of normalized images where our fused kernels run: a channel of zeros, which GPUs convolve faster.

@@ -1,6 +1,6 @@
 """The answer of `paceline plan`: a prediction, efficiency by ranks, what would help, what it costs.
 
-In: workload, cluster and batch. Out: plain data for JSON; `paceline.report.plan_page` shows it.
+In: workload, cluster and batch. Out: plain data for JSON; `paceline.cli.plan_page` shows it.
 Every point of the curve has a plan of its own: the best for that size.
 """
 
@@ -12,16 +12,17 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from paceline.plan.analytic_workload import analytic_workload
-from paceline.plan.cluster import Accelerator, Cluster, Link, catalogue
+from paceline.plan.cluster import Cluster, Link
 from paceline.plan.cost import is_priced
 from paceline.plan.fusion_plan import FusionPlan, keeps_float32
-from paceline.plan.layers import Network
-from paceline.plan.memory import MemoryEstimate, memory_on, usable_bytes
 from paceline.plan.noise import LEAST_SAVING, relative_steps, time_saved
 from paceline.plan.optimizer import best_plan
-from paceline.plan.prediction import Prediction, predict
-from paceline.plan.recommend import (
+from paceline.planner.accelerators import Accelerator, catalogue
+from paceline.planner.analytic_workload import analytic_workload
+from paceline.planner.layers import Network
+from paceline.planner.memory import MemoryEstimate, memory_on, usable_bytes
+from paceline.planner.prediction import Prediction, predict
+from paceline.planner.recommend import (
     InputSupply,
     Job,
     Limits,
@@ -30,8 +31,8 @@ from paceline.plan.recommend import (
     options,
     start_up,
 )
-from paceline.plan.start_up import StartUp
-from paceline.plan.workload import Workload
+from paceline.planner.start_up import StartUp
+from paceline.planner.workload import Workload
 
 MOST_RANKS = 65_536
 _INPUT = "an input that keeps up"

@@ -1,12 +1,8 @@
-"""`paceline tune` measures this cluster, profiles a model on it, and plans its exchange; `paceline
-profile` measures a real step here, for the planner.
+"""`paceline tune` measures this cluster and plans the exchange of a profiled model on it.
 
-The result of tuning is a `PlanFile`, the same on every rank. Each size is screened by two samples of
-every algorithm; those that come near the best are then sampled in turn. Sizes ascend; those for which the
-time limit does not suffice are left out and reported. Rank 0 decides for all.
-
-The result of a profile is a `Workload`. The whole step is timed as training runs it, at each batch; then
-one step is taken apart, without CUDA graphs, to see how it splits and when each gradient is ready.
+The result is a `PlanFile`, the same on every rank. Each size is screened by two samples of every
+algorithm; those that come near the best are then sampled in turn. Sizes ascend; those for which the time
+limit does not suffice are left out and reported. Rank 0 decides for all.
 """
 
 from __future__ import annotations
@@ -15,33 +11,26 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
-from paceline.bench.step import StepRow, build_step, measure_ours
-from paceline.bench.timing import RankGroup, interleaved
-from paceline.comm.exchange import Signals
-from paceline.comm.group import Group
 from paceline.comm.hybrid import HybridAllReduce
 from paceline.comm.link_probe import LinkProbe
-from paceline.config import RunConfig
 from paceline.core.host import CoreUse, HostLoad, foreign_share
-from paceline.core.topology import Topology
 from paceline.plan.cluster import Cluster
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.optimizer import best_plan, threshold_plan
-from paceline.plan.plan_file import Expected, LinkFacts, ModelFacts, PlanFile, ProbedCluster
-from paceline.plan.prediction import Prediction, predict
+from paceline.plan.plan_file import LinkFacts, ModelFacts, PlanFile, ProbedCluster
 from paceline.plan.schedules import NATIVE
 from paceline.plan.size_table import MeasuredSize, SizeTable, choose_algorithms, table_of
-from paceline.plan.workload import StepAnatomy, Workload, fit_workload
-from paceline.train.batch_sizes import resolve_batch_sizes
-from paceline.train.step import TrainStep
+from paceline.planner.plan_parts import planned_cluster
+from paceline.planner.prediction import Prediction, predict
+from paceline.planner.workload import Workload
+from paceline.tune.timing import RankGroup, interleaved
 
 # An algorithm whose screening takes this many times as long as the best is not sampled again.
 _SCREEN = 1.6
@@ -146,7 +135,7 @@ class Tuner:
 
 def plan_model(tuned: PlanFile, work: Workload, batch: int) -> PlanFile:
     """With the best plan for this model, what it is expected to take, and why it was chosen."""
-    cluster = tuned.planned_cluster()
+    cluster = planned_cluster(tuned)
     names = cluster.probed.algorithms if cluster.probed else None
     plan = best_plan(work, cluster, batch, names)
     now = predict(work, cluster, plan, batch)
@@ -155,8 +144,8 @@ def plan_model(tuned: PlanFile, work: Workload, batch: int) -> PlanFile:
         tuned,
         fusion=plan,
         model=ModelFacts.of((gradient.name, gradient.elements) for gradient in work.gradients),
-        expected=Expected.of(now),
-        workload=work,
+        expected=now.expected(),
+        workload=work.to_section(),
         why=(*tuned.why, *_reasons(work, cluster, plan, now, usual)),
     )
 
@@ -264,117 +253,3 @@ class _HiddenCostProbe:
                 if sent == count:
                     return time.perf_counter() - begun, pieces
                 under_way, sent = self._send(), sent + 1
-
-
-_TAKEN_APART = 5
-# Settings of the run and of the data that the step depends on.
-_STEP = (
-    "run.compile", "run.cuda_graphs", "run.channels_last", "run.fused_norm",
-    "run.fused_convolutions", "run.recompute_norms",
-)  # fmt: skip
-_IMAGES = (
-    "data.channels", "data.mean", "data.std", "data.augment", "data.crop_padding", "data.crop_scale",
-    "data.cutout",
-)  # fmt: skip
-
-
-def config_row(config: RunConfig, classes: int, ranks: int, device: str) -> StepRow:
-    """The step that `config` trains on each of `ranks`, with a micro-batch of synthetic images."""
-    first = config.optim.batch_growth.first_batch(config.run.global_batch_size)
-    sizes = resolve_batch_sizes(first, config.run.batch_size, ranks)
-    usual = RunConfig().flat()
-    switches = {
-        name: value
-        for name, value in config.flat().items()
-        if value != usual.get(name) and name.startswith(("model.", "precision.", *_STEP, *_IMAGES))
-    }
-    return StepRow(
-        "tune", "ours", config.model.name, sizes.micro_batch, config.data.image_size,
-        classes, device, 10, 3,
-        {**switches, "optim.name": config.optim.name},
-    )  # fmt: skip
-
-
-def profile_workload(row: StepRow, batches: Sequence[int]) -> Workload:
-    """The row's batch is not read; `batches` are."""
-    steps = [
-        (batch, measure_ours(replace(row, batch_size=batch), lambda: None)[0].median)
-        for batch in sorted(set(batches))
-    ]
-    device = torch.device(row.device)
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
-    anatomy = take_apart(replace(row, batch_size=max(batches)))
-    words = f"profiled on {where}, batch {', '.join(str(batch) for batch, _ in steps)}"
-    return fit_workload(row.model, steps, anatomy, words, row.image_size, device.type)
-
-
-def take_apart(row: StepRow) -> StepAnatomy:
-    """The median of a few steps, part by part."""
-    device = torch.device(row.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    eager = replace(row, switches={**row.switches, "run.cuda_graphs": "off", "run.compile": "off"})
-    with Group(Topology(), RunConfig().comm, device) as group:
-        step, _ = build_step(eager, group)
-        found = [_one(step, device) for _ in range(_TAKEN_APART + 2)][2:]
-    found.sort(key=lambda anatomy: anatomy.forward_s + anatomy.backward_s)
-    return found[len(found) // 2]
-
-
-def _one(step: TrainStep, device: torch.device) -> StepAnatomy:
-    batch = next(step.loader)
-    clock = _Clock(device)
-    order: list[tuple[str, int, bool, Callable[[], float]]] = []
-    hooks = []
-    for name, parameter in step.model.named_parameters():
-        if parameter.requires_grad:
-            half = parameter.dtype != torch.float32
-
-            def ready(p: torch.Tensor, name: str = name, half: bool = half) -> None:
-                order.append((name, p.numel(), half, clock.mark()))
-
-            hooks.append(parameter.register_post_accumulate_grad_hook(ready))  # type: ignore[no-untyped-call]
-    step.exchange.begin()
-    step.scale.begin_step(len(batch.labels), len(batch.labels))
-    begun = clock.mark()
-    with step.policy.compute():
-        outputs = step.micro.forward(step.normalize(batch.images, device))
-    loss = F.cross_entropy(outputs.float(), batch.labels) * step.scale.step_value
-    turned = clock.mark()
-    loss.backward()  # type: ignore[no-untyped-call]
-    over = clock.mark()
-    step.exchange.gather()
-    step.exchange.reduce(loss.detach(), Signals())
-    step.update.run(0.0)
-    done = clock.mark()
-    clock.synchronize()
-    for hook in hooks:
-        hook.remove()
-    start = turned()
-    return StepAnatomy(
-        forward_s=start - begun(),
-        backward_s=over() - start,
-        update_s=done() - over(),
-        gradients=tuple((name, size, half, at() - start) for name, size, half, at in order),
-    )
-
-
-class _Clock:
-    """Marks of the host, or of the GPU's own clock, read once all is over."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._first: torch.cuda.Event | None = None
-
-    def mark(self) -> Callable[[], float]:
-        if self._device.type != "cuda":
-            now = time.perf_counter()
-            return lambda: now
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        first = self._first = self._first or event
-        return lambda: float(first.elapsed_time(event)) / 1e3
-
-    def synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)

@@ -12,11 +12,8 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.core.errors import ConfigError
-from paceline.core.settings import from_table
-from paceline.plan.fusion_plan import ALL_TO_ALL
-from paceline.plan.schedules import NATIVE, algorithm
-from paceline.plan.steps import Collective, Groups, Segment
+from paceline.plan.schedules import NATIVE, parts_used
+from paceline.plan.steps import Groups
 
 # Interpreter, torch, model and first kernels of a rank: an assumption.
 PROCESS_S = 20.0
@@ -35,8 +32,6 @@ _NCCL_S = 1.35
 _NCCL_RANK_S = 0.086
 _NCCL_MEASURED_RANKS = 32
 MOST_NCCL_S = 150.0
-# Long enough that no algorithm leaves a part of it out.
-_LONG = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -46,23 +41,6 @@ class GroupCount:
     name: str
     count: int
     ranks: int
-
-
-def parts_used(algorithms: Collection[str], groups: Groups) -> frozenset[str]:
-    """Which sub-groups the schedules of a plan have collectives in: `rows`, `masters`, `columns`. The
-    backend's own all-reduce and the exchange of 8-bit formats run among all ranks, and have none."""
-    found: set[str] = set()
-    for name in set(algorithms) - {NATIVE, ALL_TO_ALL}:
-        for rank in groups.groups[0]:
-            for steps in algorithm(name).rounds(rank, groups, Segment(_LONG)):
-                found |= {_part(s, rank, groups) for s in steps if isinstance(s, Collective)}
-    return frozenset(found)
-
-
-def _part(step: Collective, rank: int, groups: Groups) -> str:
-    if step.members == groups.row_of(rank):
-        return "rows"
-    return "masters" if step.members == groups.masters else "columns"
 
 
 def communicator_s(ranks: int) -> float:
@@ -145,15 +123,3 @@ class StartUp:
 
     def to_table(self) -> dict[str, Any]:
         return {**asdict(self), "groups": [asdict(group) for group in self.groups]}
-
-    @classmethod
-    def from_table(cls, table: Any) -> StartUp | None:
-        """None for another table: nothing that a run depends on."""
-        try:
-            found = from_table(cls, "start_up", table)
-        except ConfigError:
-            return None
-        numbers = (found.phases, found.meet_s, found.agree_s, found.backend_s, found.process_s)
-        counts = (found.ranks, *(group.ranks for group in found.groups))
-        least = min(*numbers, *(group.count for group in found.groups))
-        return found if least >= 0 and min(counts) >= 1 else None

@@ -20,7 +20,8 @@ import numpy as np
 from paceline.core.errors import ConfigError
 from paceline.core.settings import from_table
 from paceline.core.untrusted import LONGEST_S, SHORTEST_S
-from paceline.plan.layers import MOST_PIXELS
+from paceline.plan.optimizer import Gradient
+from paceline.planner.layers import MOST_PIXELS
 
 # The planner prices every run of neighbouring gradients: its tables grow with the square of their number.
 _MOST_GRADIENTS = 4096
@@ -59,17 +60,6 @@ class Affine:
             self, fixed_s=self.fixed_s * factor, per_image_s=self.per_image_s * factor,
             fill_s=self.fill_s * factor,
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Gradient:
-    """`ready` is the share of the backward pass that is over when it is there, 0 to 1; `half` says that
-    it is held, and travels unless told otherwise, in 16 bits."""
-
-    name: str
-    elements: int
-    half: bool
-    ready: float
 
 
 @dataclass(frozen=True)
@@ -187,6 +177,9 @@ class Workload:
         """Forward, backward and update."""
         return self.forward.at(batch) + self.backward.at(batch) + self.update_s
 
+    def backward_s(self, batch: int) -> float:
+        return self.backward.at(batch)
+
     def ready_s(self, batch: int) -> list[float]:
         """When each gradient is there, from the start of the backward pass."""
         backward = self.backward.at(batch)
@@ -197,13 +190,17 @@ class Workload:
         return sum(gradient.elements for gradient in self.gradients)
 
     def to_table(self) -> dict[str, Any]:
+        return {"workload": self.to_section()}
+
+    def to_section(self) -> dict[str, Any]:
+        """The section of a plan file that `paceline.planner.plan_parts.profile_of` reads."""
         table = asdict(self)
         table["gradients"] = [asdict(gradient) for gradient in self.gradients]
         table["batches"] = list(self.batches)
         for name in ("forward", "backward", "input"):
             if not table[name]["fill_s"]:
                 del table[name]["fill_s"], table[name]["fill_batch"]
-        return {"workload": table}
+        return table
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Workload:
@@ -216,17 +213,6 @@ class Workload:
             if name not in work:
                 raise _error(name, None, "is missing", "make it anew")
         return from_table(cls, "profile", work)
-
-
-def check_input_rate(images_per_s: float, flag: str = "--input-images-per-s") -> None:
-    """ConfigError for a rate of a rank with which no step has a time; 0: the input keeps up."""
-    # A rate that is off by its uncertainty has a time, too.
-    least = 10 / LONGEST_S
-    if images_per_s and not least <= images_per_s < math.inf:
-        raise ConfigError(
-            flag, images_per_s, f"must be 0, or finite and at least {least:g}",
-            "state the images/s that one rank gets, such as 2000",
-        )  # fmt: skip
 
 
 def _check_seconds(field: str, value: float) -> None:

@@ -1,0 +1,286 @@
+"""The predicted times of the cluster that a rehearsal stands for.
+
+`cluster_clock` asks the planner how long a step, an evaluation and the start would take there with the
+run's own plan. The training loads this module if `rehearse.nodes` is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.config import RunConfig
+from paceline.core.errors import ConfigError
+from paceline.plan.cluster import Cluster, slowest_of
+from paceline.plan.fusion_plan import FusionPlan
+from paceline.plan.plan_file import PlanFile
+from paceline.plan.rehearsal import ClusterClock, RehearseSettings
+from paceline.planner.accelerators import accelerator, assumed, gpu_cluster
+from paceline.planner.analytic_workload import analytic_workload
+from paceline.planner.layers import Network, known_network
+from paceline.planner.memory import check_memory
+from paceline.planner.plan_parts import planned_cluster, profile_of, required_profile
+from paceline.planner.prediction import predict
+from paceline.planner.start_up import StartUp
+from paceline.planner.workload import Workload
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# Optimizers whose update the planner's figures are of.
+_PRICED_OPTIMIZERS = ("lars", "sgd")
+
+
+@dataclass(frozen=True)
+class RehearsedCluster:
+    """What the planner knows of the cluster of `settings`."""
+
+    settings: RehearseSettings
+
+    @property
+    def watts(self) -> float:
+        """Power of a GPU as given, or of the catalog's board; 0 where neither is known."""
+        if self.settings.watts_per_gpu or not self.settings.gpu:
+            return self.settings.watts_per_gpu
+        return accelerator(self.settings.gpu).watts
+
+    def network(
+        self, model: str, image_size: int, classes: int, stem: str = "auto",
+        count: Callable[[], Network] | None = None, *, channels: int = 3,
+    ) -> Network | None:  # fmt: skip
+        """The model's layers for the GPU of the catalog: as the planner knows them, else as `count` finds
+        them. None without a GPU; a measured step needs no count."""
+        if not self.settings.gpu:
+            return None
+        known = known_network(model, image_size, classes, stem, channels)
+        if known is not None or self.settings.profile or count is None:
+            return known
+        try:
+            return count()
+        except ConfigError as error:
+            _, _, problem = error.cause.partition(": ")
+            problem = f"has no predicted step: {model} {problem}"
+            remedy = (
+                f"measure it there with paceline profile --model {model}, and give --profile FILE"
+            )
+            if model.startswith("python:"):  # an object, which no command can make again
+                remedy = "leave it out (there is no clock then), or name a factory and profile that"
+            raise ConfigError("rehearse.gpu", self.settings.gpu, problem, remedy) from None
+
+    def check_batch(
+        self, net: Network | None, *, batch: int, half: bool, fused: bool = True
+    ) -> None:
+        """ConfigError for a micro-batch that does not fit the GPU, where the layers are known. `fused`:
+        the run's settings allow fused norms."""
+        if net is None:
+            return
+        try:
+            check_memory(net, accelerator(self.settings.gpu), batch, half, fused)
+        except ConfigError as error:
+            if error.field != "--batch-size":
+                raise
+            _, _, problem = error.cause.partition(": ")
+            raise ConfigError("run.batch_size", batch, problem, error.remedy) from None
+
+    def left_out(
+        self, work: Workload, optimizer: str, *, half: bool, trained: Collection[str] | None = None
+    ) -> tuple[str, ...]:
+        """What the run does and the step of `work` has not. `half` is that of the run here; the update
+        of a measured step is the one that was measured. `trained`: the names of tensors, None for all."""
+        formats = {True: "half precision", False: "fp32"}
+        found = []
+        if half != work.in_half:
+            found.append(f"{formats[half]} (the times are of {formats[work.in_half]})")
+        if trained is not None and len(trained) < len(work.gradients):
+            found.append("frozen layers (the times are of a step that trains all)")
+        if self.is_measured:
+            if not work.image_size:
+                found.append("a known image size (the profile does not state it)")
+        elif optimizer not in _PRICED_OPTIMIZERS:
+            found.append(f"the update of {optimizer} (it is that of SGD)")
+        return tuple(found)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the step is that of a file, not of the catalog."""
+        return bool(self.settings.profile) or not self.settings.gpu
+
+    def _check_step(
+        self, work: Workload, model: str, image_size: int, trained: Collection[str]
+    ) -> None:
+        """ConfigError where the step is that of another model, or of images of another size."""
+        field = "profile" if self.settings.profile else "gpu" if self.settings.gpu else "cluster"
+        command = "tune" if field == "cluster" else "profile"
+        again = f"paceline {command} --model {model} --image-size {image_size}"
+        again += ", and give --profile FILE" if field == "gpu" else ""
+        problem = ""
+        if not set(trained) <= {gradient.name for gradient in work.gradients}:
+            problem = (
+                f"has the step of {work.model}, which lacks tensors of the model that is trained"
+            )
+        elif self.is_measured and work.image_size not in (0, image_size):
+            problem = (
+                f"has a step with images of {work.image_size} pixels, and the run has {image_size}"
+            )
+        if problem:
+            raise ConfigError(
+                f"rehearse.{field}",
+                getattr(self.settings, field),
+                problem,
+                f"measure it with {again}",
+            )
+
+    def workload(
+        self, model: str, image_size: int, net: Network | None = None,
+        tensors: Mapping[str, tuple[int, bool]] | None = None,
+    ) -> Workload | None:  # fmt: skip
+        """The step of one rank; None where neither a GPU nor a measured step was given. `net` are the
+        layers behind a step that was not measured. `tensors` are those that are trained, with their
+        elements and whether in half precision: a step of others is refused."""
+        work: Workload | None = None
+        if self.settings.profile:
+            work = required_profile(PlanFile.read(Path(self.settings.profile), "rehearse.profile"))
+        elif self.settings.gpu and net is not None:
+            work = analytic_workload(net, accelerator(self.settings.gpu))
+        elif self.settings.cluster:
+            work = profile_of(PlanFile.read(Path(self.settings.cluster), "rehearse.cluster"))
+            if work is None:
+                raise ConfigError(
+                    "rehearse.cluster", self.settings.cluster, "has links, but no step: no [workload]",
+                    f"run paceline tune there with --model {model}, or give --profile or --gpu as well",
+                )  # fmt: skip
+        if work is not None and tensors is not None:
+            self._check_step(work, model, image_size, tensors)
+        if work is not None and self.settings.input_images_per_s:
+            work = work.fed_at(self.settings.input_images_per_s)
+        return work
+
+    def start_up(self, plan: FusionPlan) -> StartUp:
+        """Processes, meeting, agreement and process groups of the cluster's ranks."""
+        settings, probed = self.settings, None
+        if settings.cluster:
+            probed = PlanFile.read(Path(settings.cluster), "rehearse.cluster").probed
+        algorithms = {
+            name for bucket in plan.buckets for name in (bucket.algorithm, bucket.beside_algorithm)
+        }
+        if probed is not None:
+            nccl = probed.backend == "nccl"
+        else:
+            nccl = not settings.gpu or accelerator(settings.gpu).is_gpu
+        return StartUp.of(
+            settings.nodes, settings.gpus_per_node, algorithms, buckets=len(plan.buckets), nccl=nccl
+        )
+
+    def place(self) -> Cluster:
+        """The cluster's links."""
+        if self.settings.cluster:
+            file = PlanFile.read(Path(self.settings.cluster), "rehearse.cluster")
+            found = planned_cluster(file)
+            if found.ranks_per_node != self.settings.gpus_per_node:
+                raise ConfigError(
+                    "rehearse.gpus_per_node", self.settings.gpus_per_node,
+                    f"{self.settings.cluster} was measured with {found.ranks_per_node} ranks on a node",
+                    f"use {found.ranks_per_node}, or run paceline tune there again",
+                )  # fmt: skip
+            return found.with_nodes(self.settings.nodes)
+        if not self.settings.gpu:
+            raise ConfigError(
+                "rehearse.profile", self.settings.profile, "says nothing about the links of the cluster",
+                "give --gpu as well, or --cluster FILE of paceline tune",
+            )  # fmt: skip
+        settings = self.settings
+        return gpu_cluster(
+            accelerator(settings.gpu), settings.nodes, settings.gpus_per_node, settings.node_gbps,
+            settings.latency_us, settings.links, settings.oversubscription,
+        )  # fmt: skip
+
+    @property
+    def assumed_links(self) -> tuple[str, ...]:
+        """The bandwidth between nodes where the settings have none."""
+        if self.settings.cluster or not self.settings.gpu or self.settings.nodes < 2:
+            return ()
+        given = {
+            name for name in ("node_gbps", "links") if getattr(self.settings, name) is not None
+        }
+        words = assumed(accelerator(self.settings.gpu), given)
+        return tuple(words[name] for name in ("node_gbps", "links") if name in words)
+
+
+def cluster_clock(
+    settings: RehearseSettings, plan: FusionPlan, work: Workload, *, batch: int, accumulation: int,
+    validation: int, eval_batch: int, left_out: tuple[str, ...] = (),
+) -> ClusterClock:  # fmt: skip
+    """`batch` is a rank's micro-batch, of which it does `accumulation` for a step; an evaluation is of
+    `validation` images, in batches of `eval_batch`."""
+    there = RehearsedCluster(settings)
+    place = there.place()
+    found = predict(work, place, plan, batch)
+    slow = slowest_of(place.ranks)
+    # Only the last micro-step of a step hides an exchange.
+    extra = (accumulation - 1) * (work.forward.at(batch) + work.backward.at(batch)) * slow
+    # The loader prepares the micro-batches of a step one after the other.
+    input_s = accumulation * work.input.at(batch)
+    step_s = max(found.step_s + extra, input_s)
+    compute_s = accumulation * (work.forward.at(batch) + work.backward.at(batch)) + work.update_s
+    alone = max(compute_s, input_s)
+    eval_s = settings.eval_s
+    if eval_s is None:
+        whole, rest = divmod(-(-validation // place.ranks), eval_batch)
+        eval_s = slow * (
+            whole * work.forward.at(eval_batch) + (work.forward.at(rest) if rest else 0)
+        )
+    startup_s = settings.startup_s
+    if startup_s is None:
+        startup_s = there.start_up(plan).total_s
+    return ClusterClock(
+        ranks=place.ranks,
+        step_s=step_s,
+        eval_s=eval_s,
+        startup_s=startup_s,
+        uncertainty=found.uncertainty,
+        images_per_s=accumulation * batch * place.ranks / step_s,
+        efficiency=alone / step_s,
+        price_per_gpu_hour=settings.price_per_gpu_hour,
+        watts_per_gpu=there.watts,
+        left_out=left_out,
+        source=work.source,
+        assumed=there.assumed_links,
+    )
+
+
+def cluster_layers(config: RunConfig, model: nn.Module, classes: int) -> Network | None:
+    """Returns the layers that the cluster's step is predicted from; None if they are not needed."""
+    name, pixels, channels = config.model.name, config.data.image_size, config.data.channels
+
+    def count() -> Network:
+        # Here, because torch's counter of operations imports Triton.
+        from paceline.rehearsal.layer_count import count_trained
+
+        return count_trained(model, name, pixels, channels)
+
+    net = RehearsedCluster(config.rehearse).network(
+        name, pixels, classes, config.model.stem_for(pixels), count, channels=channels
+    )
+    return net.recomputing_norms() if net is not None and config.run.recompute_norms else net
+
+
+def clock_of_run(
+    config: RunConfig, plan: FusionPlan, tensors: Mapping[str, tuple[int, bool]],
+    net: Network | None, *, half: bool, batch: int, accumulation: int, validation: int,
+    eval_batch: int,
+) -> ClusterClock | None:  # fmt: skip
+    """Returns None if the settings say nothing about the cluster's speed. `tensors` are those that are
+    trained, with their elements and whether in half precision; `half` is that of the run here, which is
+    fp32 on a CPU with `auto`, whatever the cluster's GPUs would choose."""
+    there = RehearsedCluster(config.rehearse)
+    there.check_batch(net, batch=batch, half=half, fused=config.run.allows_fused_norms)
+    work = there.workload(config.model.name, config.data.image_size, net, tensors)
+    if work is None:
+        return None
+    return cluster_clock(
+        config.rehearse, plan, work.with_tensors(tensors), batch=batch, accumulation=accumulation,
+        validation=validation, eval_batch=eval_batch,
+        left_out=there.left_out(work, config.optim.name, half=half, trained=tensors),
+    )  # fmt: skip

@@ -1,0 +1,125 @@
+"""`TrackerThread`: passes the numbers of events to a tracker.
+
+A tracker runs on a thread behind a queue: its server may be slow, offline or full. Whatever happens to
+it, training goes on, and one line says so.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Protocol
+
+from paceline.core.events import (
+    CheckpointEvent,
+    CorruptEvent,
+    EvalEvent,
+    Event,
+    MetricEvent,
+    RanksEvent,
+    StepEvent,
+)
+from paceline.core.untrusted import one_line
+
+# Events that wait for a slow tracker; later ones are dropped.
+_QUEUE = 20_000
+# How long the end of a run waits for a tracker.
+_CLOSE_S = 20.0
+_PREFIXES: dict[type[Event], str] = {
+    StepEvent: "train", EvalEvent: "val", CheckpointEvent: "checkpoint", RanksEvent: "ranks",
+    MetricEvent: "metric",
+}  # fmt: skip
+
+
+def scalars(event: Event) -> dict[str, float]:
+    """All numbers of an event by name: `train/loss`, `train/input_stall_causes/decode`, `val/top1`,
+    `ranks/step_s/max`, `metric/NAME`. Those that are not finite are left out."""
+    prefix = _PREFIXES.get(type(event))
+    if prefix is None:
+        return {}
+    found: dict[str, float] = {}
+    for field in fields(event):
+        value = getattr(event, field.name)
+        if field.name == "step":
+            continue
+        if isinstance(value, dict):
+            # The values of a callback are the event itself.
+            inner = prefix if field.name == "values" else f"{prefix}/{field.name}"
+            found |= {f"{inner}/{name}": float(number) for name, number in value.items()}
+        elif isinstance(value, int | float):
+            found[f"{prefix}/{field.name}"] = float(value)
+    return {name: number for name, number in found.items() if math.isfinite(number)}
+
+
+class Tracker(Protocol):
+    """Called from one thread. May raise anything, at any time."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TrackerThread:
+    """An `Observer` that passes the numbers of events to a tracker on a thread of its own.
+
+    `make` creates the tracker, also on the thread. The first error ends the tracker; `note` receives the
+    one line about it, on the caller's thread.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Tracker], note: Callable[[str], None]) -> None:
+        self._name, self._note = name, note
+        self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_QUEUE)
+        self._error: str | None = None
+        self._dropped = 0
+        self._noted = False
+        self._corrupt = 0
+        self._thread = threading.Thread(
+            target=self._run, args=(make,), name=f"tracker {name}", daemon=True
+        )
+        self._thread.start()
+
+    def on_event(self, event: Event) -> None:
+        self._report()
+        if isinstance(event, CorruptEvent):
+            self._corrupt += 1
+            values, step = {"train/corrupt_samples": float(self._corrupt)}, event.step
+        else:
+            values, step = scalars(event), int(getattr(event, "step", 0))
+        if values and self._error is None:
+            try:
+                self._queue.put_nowait((step, values))
+            except queue.Full:
+                self._dropped += 1
+
+    def _run(self, make: Callable[[], Tracker]) -> None:
+        try:
+            tracker = make()
+            while (item := self._queue.get()) is not None:
+                tracker.log(*item)
+            tracker.close()
+        except BaseException as error:  # noqa: BLE001  (a library of others; SystemExit among it)
+            self._error = one_line(f"{type(error).__name__}: {error}")[:200]
+
+    def _report(self) -> None:
+        if self._noted or (self._error is None and not self._dropped):
+            return
+        self._noted = True
+        reason = self._error or "it is too slow, and loses metrics"
+        self._note(
+            f"tracker {self._name} failed ({reason}); training goes on, metrics.jsonl has it all"
+        )
+
+    def close(self) -> None:
+        """Waits a while for what is queued. Reports what went wrong since the last event."""
+        if self._thread.is_alive():
+            try:
+                self._queue.put(None, timeout=1.0)
+            except queue.Full:
+                self._dropped += 1
+            self._thread.join(_CLOSE_S)
+            if self._thread.is_alive() and self._error is None:
+                self._error = f"it did not finish within {_CLOSE_S:g} s of the end"
+        self._report()
