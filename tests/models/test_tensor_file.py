@@ -165,3 +165,10 @@ def test_a_sparse_tensor_with_indices_outside_of_it_is_refused(layout: torch.lay
     )
     with pytest.raises(RuntimeError):
         load_tensors(io.BytesIO(saved(made)))
+
+
+def test_the_remedy_for_an_expanded_tensor_works() -> None:
+    expanded = torch.ones(1).expand(3)
+    with pytest.raises(TensorFileError, match=r"contiguous\(\)"):
+        load_tensors(io.BytesIO(saved(expanded)))
+    assert torch.equal(load_tensors(io.BytesIO(saved(expanded.contiguous()))), expanded)

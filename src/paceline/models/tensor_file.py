@@ -200,5 +200,7 @@ def _dense_parts(tensor: Tensor) -> list[Tensor]:
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_nested:
         raise TensorFileError("it contains a tensor of a special kind")
     if tensor.nbytes > tensor.untyped_storage().nbytes():
-        raise TensorFileError("a tensor is larger than its storage")
+        raise TensorFileError(
+            "a tensor is larger than its storage (expanded; save it with .contiguous())"
+        )
     return [tensor]
