@@ -40,6 +40,7 @@ def test_the_version(call: Call) -> None:
     [
         ("train --epoch 3", "see paceline train --help"),
         ("bench step --epoch 3", "see paceline bench step --help"),
+        ("plan --nodes", "requires an argument; see paceline plan --help"),
         ("train --epochs many", "run.epochs = 'many'"),
         ("train --lr -.1", "optim.lr = -0.1"),
         ("train -b 1.5", "run.batch_size = 1.5"),

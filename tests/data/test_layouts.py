@@ -210,6 +210,7 @@ def test_metadata_in_lines_of_json(tmp_path: Path) -> None:
         ("train/data-00000-of-00001.arrow", "Arrow"),
         ("train.beton", "FFCV"),
         ("train.lmdb/data.mdb", "LMDB"),
+        ("a.npz", "npz"),
     ],
 )
 def test_other_formats_are_named(tmp_path: Path, name: str, form: str) -> None:

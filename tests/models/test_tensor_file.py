@@ -118,6 +118,7 @@ def test_a_hostile_file_is_refused_at_once(attack: str, tmp_path: Path) -> None:
         load_pretrained(nn.Linear(1, 1), path)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
 @pytest.mark.parametrize("old_format", [False, True])
 def test_what_programs_write_still_loads(old_format: bool) -> None:
     layer = nn.Linear(30, 30)
@@ -127,7 +128,8 @@ def test_what_programs_write_still_loads(old_format: bool) -> None:
         "tied": [layer.weight, layer.weight],
         "state": nn.Sequential(*[layer] * 90).state_dict(),
         "view": torch.arange(10)[2:4], "transposed": torch.ones(2, 3).T, "empty": torch.empty(0),
-        "sparse": torch.eye(3).to_sparse(), "marked": marked,
+        "sparse": torch.eye(3).to_sparse(), "csc": torch.eye(4).to_sparse_csc(),
+        "bsr": torch.eye(4).to_sparse_bsr((2, 2)), "marked": marked,
         "bytes": b"x" * 20, "array": bytearray(b"abc"), "no bytes": bytearray(),
         "set": {1, 2}, "size": torch.Size([1, 2]), "counter": collections.Counter("aab"),
         "ordered": collections.OrderedDict([((1, 2), 3)]), "dtype": torch.float16,
@@ -141,6 +143,32 @@ def test_what_programs_write_still_loads(old_format: bool) -> None:
     assert first.data_ptr() == second.data_ptr()
     assert torch.equal(first, layer.weight)
     assert found["state"].keys() == content["state"].keys()
-    plain = set(content) - {"tied", "state", "view", "transposed", "empty", "sparse", "marked"}
+    tensors = {"view", "transposed", "empty", "sparse", "csc", "bsr", "marked"}
+    plain = set(content) - {"tied", "state", *tensors}
     assert {name: found[name] for name in plain} == {name: content[name] for name in plain}
     assert found["view"].tolist() == [2, 3]
+    for name in ("sparse", "csc", "bsr"):
+        assert torch.equal(found[name].to_dense(), content[name].to_dense())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sparse_tensor_with_indices_outside_of_it_is_refused(layout: torch.layout) -> None:
+    """Operations on it would read and write outside of its memory."""
+    outside, values = torch.tensor([1 << 30]), torch.ones(1)
+    made = (
+        torch.sparse_coo_tensor(outside[None], values, (3,), check_invariants=False)
+        if layout == torch.sparse_coo
+        else torch.sparse_csr_tensor(
+            torch.tensor([0, 1]), outside, values, (1, 3), check_invariants=False
+        )
+    )
+    with pytest.raises(RuntimeError):
+        load_tensors(io.BytesIO(saved(made)))
+
+
+def test_the_remedy_for_an_expanded_tensor_works() -> None:
+    expanded = torch.ones(1).expand(3)
+    with pytest.raises(TensorFileError, match=r"contiguous\(\)"):
+        load_tensors(io.BytesIO(saved(expanded)))
+    assert torch.equal(load_tensors(io.BytesIO(saved(expanded.contiguous()))), expanded)

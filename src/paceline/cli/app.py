@@ -152,18 +152,23 @@ def run_command() -> int:
             sys.stderr.write(f"{error.format_message()}\n")  # type: ignore[attr-defined]
             return 2
         if hasattr(error, "format_message"):  # a mistake in the command line itself
-            usage = f"{' '.join(error.format_message().split())}; see {_command_of(error)} --help"
-            return Failure(usage, int(getattr(error, "exit_code", 2))).report()
+            mistake = " ".join(error.format_message().split()).rstrip(".")
+            return Failure(
+                f"{mistake}; see {_command()} --help", int(getattr(error, "exit_code", 2))
+            ).report()
         return _unexpected(error).report()
 
 
-def _command_of(error: Any) -> str:
-    """The command that a mistake in the command line is about: `paceline bench step`."""
-    names, context = [], getattr(error, "ctx", None)
-    while context is not None and context.parent is not None:
-        names.append(context.info_name)
-        context = context.parent
-    return " ".join(["paceline", *reversed(names)])
+def _command() -> str:
+    """The command of this process: `paceline bench step`."""
+    known: Any = typer.main.get_command(app)
+    names = ["paceline"]
+    for word in sys.argv[1:]:
+        known = getattr(known, "commands", {}).get(word)
+        if known is None:
+            break
+        names.append(word)
+    return " ".join(names)
 
 
 def _unexpected(error: Exception) -> Failure:

@@ -60,7 +60,9 @@ def load_tensors(file: IO[bytes]) -> Any:
         for _ in range(_OLD_FORMAT_PICKLES):
             _check_calls(file)
     file.seek(0)
-    content = torch.load(file, map_location="cpu", weights_only=True)
+    # Otherwise the indices of a sparse tensor may point outside of it, and its users do not look.
+    with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
+        content = torch.load(file, map_location="cpu", weights_only=True)
     _check_values(content, size)
     return content
 
@@ -186,10 +188,19 @@ def _check_values(content: Any, size: int) -> None:
 
 
 def _dense_parts(tensor: Tensor) -> list[Tensor]:
+    parts: list[Tensor] = []
     if tensor.layout == torch.sparse_coo:
-        return [*_dense_parts(tensor._indices()), *_dense_parts(tensor._values())]
+        parts = [tensor._indices(), tensor._values()]
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    if parts:
+        return [dense for part in parts for dense in _dense_parts(part)]
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_nested:
         raise TensorFileError("it contains a tensor of a special kind")
     if tensor.nbytes > tensor.untyped_storage().nbytes():
-        raise TensorFileError("a tensor is larger than its storage")
+        raise TensorFileError(
+            "a tensor is larger than its storage (expanded; save it with .contiguous())"
+        )
     return [tensor]

@@ -23,7 +23,7 @@ _FORMATS = tuple(
         (r"data\.mdb$|.*\.lmdb$", "LMDB"),
         (r".*\.rec$", "RecordIO (MXNet)"),
         (r".*\.(h5|hdf5)$", "HDF5"),
-        (r".*\.npz$", "NumPy arrays"),
+        (r".*\.npz$", "NumPy's npz"),
     )
 )
 _REMEDY = (
