@@ -54,6 +54,7 @@ PHOTO = torch.zeros(12, 12, 1, dtype=torch.uint8).numpy()
 
 # Settings that accept any text, and why none of them makes code run.
 FREE_TEXT = {
+    "run.trackers": "a name in the registry of trackers, refused when the run opens",
     "run.name": "shown", "run.output": "a folder to write", "data.cache_dir": "a folder to write",
     "run.resume": "a file, read as plain tensors", "run.pretrained": "a file, read as plain tensors",
     "data.dir": "images", "comm.plan": "a TOML file of numbers and known names",
@@ -356,7 +357,8 @@ def test_all_settings_that_can_name_code_are_checked() -> None:
 
 def test_all_commands_are_listed() -> None:
     def commands(group: Any, prefix: str = "") -> Iterator[tuple[str, bool]]:
-        for name, command in group.commands.items():
+        for name in group.commands:
+            command = group.get_command(None, name)
             if hasattr(command, "commands"):
                 yield from commands(command, f"{prefix}{name} ")
             else:

@@ -25,7 +25,7 @@ def train_parameters(command: list[str]) -> dict[str, Any]:
     """What `… -m paceline train ARGUMENTS` means; fails for a flag or a setting that does not exist."""
     at = command.index("-m")
     assert command[at : at + 3] == ["-m", "paceline", "train"]
-    train = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
+    train = typer.main.get_command(app).get_command(None, "train")  # type: ignore[attr-defined]
     parameters = dict(train.make_context("train", command[at + 3 :]).params)
     data = {"data.dir": parameters["data_dir"]} if parameters["data_dir"] else {}
     resolve(parameters["recipe"], data, parameters["settings"])

@@ -96,7 +96,7 @@ def test_commands_parse(page: str, line: list[str]) -> None:
     command = typer.main.get_command(app)
     arguments = list(line)
     while hasattr(command, "commands") and arguments and not arguments[0].startswith("-"):
-        command = command.commands[arguments.pop(0)]
+        command = command.get_command(None, arguments.pop(0))
     parameters = command.make_context(line[0], arguments).params
     for assignment in parameters.get("settings") or []:
         section, _, key = parse_assignment(assignment)[0].partition(".")
