@@ -30,7 +30,7 @@ _STEP = (
 )  # fmt: skip
 _IMAGES = (
     "data.channels", "data.mean", "data.std", "data.augment", "data.crop_padding", "data.crop_scale",
-    "data.crop_ratio", "data.cutout",
+    "data.cutout",
 )  # fmt: skip
 
 
