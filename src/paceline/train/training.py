@@ -14,7 +14,7 @@ from torch import nn
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError, PacelineError
-from paceline.core.events import CheckpointEvent, Event, NoteEvent, Observer
+from paceline.core.events import CheckpointEvent, Event, JsonlWriter, NoteEvent, Observer
 from paceline.core.host import StartUp
 from paceline.data import BatchPlan, Source, TrainBatches, describe_channels
 from paceline.models.registry import count_frozen
@@ -89,7 +89,9 @@ class Training:
             except OSError as error:
                 if not self.records_incomplete:
                     self.records_incomplete = True
-                    log = self.folder.metrics(self.group.rank)
+                    log: object = type(observer).__name__
+                    if isinstance(observer, JsonlWriter):
+                        log = self.folder.metrics(self.group.rank)
                     self.emit(
                         NoteEvent(
                             f"{log} cannot be written ({error.strerror}): it lacks events; "
