@@ -51,13 +51,8 @@ def test_a_rank_whose_system_starts_no_thread_is_named(tmp_path: Path, part: str
         ("--set seed=1", "did you mean 'run.seed'?"),
         ("--opt adamm", "optim.name = 'adamm'"),
         ("--learning-rate 1", "--learning-rate"),
-        ("--amp-dtype half", "precision.amp_dtype = 'half'"),
-        ("--compile all", "run.compile = 'all'"),
-        ("--set precision.loss_scale_init=0", "precision.loss_scale_init = 0"),
         ("--device cpu --set run.cuda_graphs=on", "run.cuda_graphs = 'on'"),
-        ("--device cpu --set run.fused_norm=on", "run.fused_norm = 'on'"),
         ("quickstart -b 100", "use 100 or 200, or --batch-size 64 or 128"),
-        ("quickstart -b 48 --nproc-per-node 2", "use 96 or 192, or --batch-size 32 or 64"),
         ("--global-batch-size 100 --nproc-per-node 3", "use 99 or 102"),
         ("--device cuda", "run.device = 'cuda'"),
         ("--resume nowhere.pt", "nowhere.pt"),
@@ -108,21 +103,6 @@ def test_a_dry_run_counts_the_ranks_that_it_is_given(call: Call, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        "--set model.norm_statistics=last",
-        "--set model.norm_group=2 --nproc-per-node 2",
-    ],
-)
-def test_a_dry_run_refuses_norms_that_the_model_does_not_have(call: Call, arguments: str) -> None:
-    command = ("train", "--model", "alexnet", "--image-size", "64", *arguments.split())
-    error = call(*command, "--dry-run").error_line()
-    assert "this model has no batch norm" in error
-    if "nproc" not in arguments:
-        assert call(*command).error_line() == error
-
-
-@pytest.mark.parametrize(
     ("flags", "field"),
     [
         (["--set", "run.noise_scale=true", "--nproc-per-node", "2"], "run.noise_scale = True"),
@@ -140,15 +120,6 @@ def test_a_dry_run_refuses_wires_of_a_plan(call: Call, flags: list[str], field: 
     assert field in done.error_line()
     assert "buckets in int8" in done.error_line()
     assert done.code == 2
-
-
-def test_a_dry_run_counts_the_passes_of_svrg(call: Call) -> None:
-    fixed = ["--set", "data.augment=none", "--set", "data.flip=false", "--set", "data.cutout=0", "--opt",
-             "svrg", "--momentum", "0", "--lr", "0.1", "--dry-run"]  # fmt: skip
-    done = call(*small(*fixed, "--set", "optim.center_epochs=0.5", "--global-batch-size", "10"))
-    assert (done.code, done.err) == (0, "")
-    assert "4 passes" in done.out
-    assert "passes" not in call(*small("--dry-run")).out
 
 
 def test_a_dry_run_times_the_update_apart(

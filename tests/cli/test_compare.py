@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from cli_runs import Call
-from paceline.cli.report import print_comparison
-from paceline.report import Comparison, read_runs
 from report.made_up_runs import start, write_ablation, write_run
 
 
@@ -32,25 +28,6 @@ def test_in_a_pipe_each_row_is_one_line(call: Call, home: Path) -> None:
     assert lines[4].startswith("opt=lars batch=2500 lr_base=3 seed=3 *")
     assert "\x1b" not in done.out
     assert not list(home.glob("**/*.html"))
-
-
-@pytest.mark.parametrize("width", [80, 160])
-def test_on_a_terminal_all_figures_fit(home: Path, width: int) -> None:
-    for seed in range(2):
-        more = {
-            "optim__name": "lars",
-            "optim__lr_base": 3.0,
-            "optim__decay_bias_norm": True,
-            "run__seed": seed,
-        }
-        write_run(home / f"runs/more-{seed}", 92.0, run__global_batch_size=2500, **more)
-    output = io.StringIO()
-    console = Console(file=output, force_terminal=True, width=width, color_system=None)
-    print_comparison(console, Comparison.of(read_runs([home / "runs"])))
-    assert max(map(len, output.getvalue().splitlines())) <= width
-    for word in ("93.10 ± 0.10", "opt=lars", "decay_bias_norm=true", "min–max", "93.00–93.20",
-                 "10 min 0 s", "2,000", "0.5000", "2 of 4", "± 0.21"):  # fmt: skip
-        assert word in output.getvalue(), word
 
 
 def test_json_markdown_and_the_page(call: Call, home: Path) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
 
 from rich.console import Console
 
@@ -58,14 +57,6 @@ def test_names_of_samples_cannot_control_the_terminal() -> None:
         assert all(line.isprintable() for line in text.split("\n"))
 
 
-def test_a_start_says_where_its_time_went() -> None:
-    parts = {"imports": 2.14, "data": 0.81, "loader": 0.001}
-    text = describe_event(replace(START, startup_s=parts))
-    assert text is not None
-    assert text.splitlines()[-1] == "  start-up: 3.0 s until here: imports 2.1, data 0.8"
-    assert "start-up" not in (describe_event(START) or "")
-
-
 def test_plain_lines_come_at_the_interval_and_unwrapped() -> None:
     lines = plain(2)
     assert "step 2/4 epoch 1.00 loss 1.2500 lr 0.1 1,500 images/s" in lines
@@ -88,19 +79,6 @@ def test_the_live_line_has_the_same_numbers_and_fits_80_columns() -> None:
         assert words in text
     long = StepEvent(100_000, 79.94, 1.2345, 0.01234, 23_456.0, 0.1, 0.0)
     assert "…" not in live(80, StartEvent(0, 112_590, 1251.0, 8, 1024), long)
-
-
-def test_a_step_that_waits_for_its_input_names_the_cause() -> None:
-    causes = {"read": 0.01, "decode": 0.03}
-    waiting = StepEvent(1, 0.5, 1.0, 0.1, 100.0, 0.1, 0.04, False, 1.0, 0.0, 0.04, causes)
-    hardly = StepEvent(2, 1.0, 1.0, 0.1, 100.0, 0.1, 0.0, False, 1.0, 0.0, 0.004, {"read": 0.004})
-    output = io.StringIO()
-    display = PlainDisplay(Console(file=output), 1)
-    for event in (START, waiting, hardly):
-        display.on_event(event)
-    first, second = output.getvalue().splitlines()[-2:]
-    assert first.endswith("100 images/s input: decode")
-    assert second.endswith("100 images/s")
 
 
 def test_a_terminal_gets_the_live_display() -> None:

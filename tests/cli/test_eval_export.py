@@ -143,13 +143,6 @@ def test_mistakes_are_one_line(call: Call, home: Path, arguments: str, words: st
     assert words in call(*arguments.split()).error_line()
 
 
-def test_data_missing_on_one_rank_fails_both(home: Path) -> None:
-    arguments = ["eval", "run", "--device", "cpu"]
-    done = run_two(arguments, home, second=[*arguments, "--data-dir", "nowhere"])
-    assert done[0].error_line().startswith("rank 1: nowhere")
-    assert "nowhere" in done[1].error_line()
-
-
 @pytest.mark.parametrize("name", ["run", "two"])
 def test_the_last_checkpoint_exports_to_the_weights_of_the_run(
     call: Call, home: Path, tmp_path: Path, name: str

@@ -6,7 +6,6 @@ import shutil
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -104,12 +103,6 @@ def test_a_deleted_folder_ends_both_ranks_with_the_same_line(tmp_path: Path) -> 
     assert "run folder run" in done[0].err
 
 
-def test_a_full_disk_before_the_first_checkpoint_mentions_none(tmp_path: Path) -> None:
-    done = run(small("--output", "run", *SAVES), tmp_path, partial(faults.full_disk, ".step-", 1))
-    assert "run/checkpoints/step-00000003.pt" in done.error_line()
-    assert "good checkpoint" not in done.error_line()
-
-
 @pytest.mark.parametrize(
     ("ids", "more"),
     [
@@ -135,16 +128,3 @@ def test_the_second_job_ends_at_once(
         over.touch()
         assert [rank.wait().code for rank in first] == [0, 0]
     assert summary(tmp_path / "first")["world_size"] == 2
-
-
-def test_ranks_with_another_world_size_end_at_once(tmp_path: Path) -> None:
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    arguments = small("--output", "run")
-    with ExitStack() as stack:
-        ranks = []
-        for rank, size in ((0, "2"), (1, "3")):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size}
-            world = place | own | {"LOCAL_WORLD_SIZE": size}
-            ranks.append(stack.enter_context(started(arguments, tmp_path, None, **world)))
-        for process in ranks:
-            assert "number of ranks" in process.wait().error_line()

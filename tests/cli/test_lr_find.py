@@ -6,15 +6,13 @@ import json
 import math
 import tomllib
 import xml.etree.ElementTree as ET
-from inspect import signature
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cli_runs import IMAGES, SYNTHETIC, run
-from paceline.cli.lr_find import find_rate, range_chart
-from paceline.cli.train import train
+from paceline.cli.lr_find import range_chart
 from paceline.core.errors import RunError
 from paceline.train.callbacks import RangeResult, smooth
 
@@ -27,11 +25,6 @@ def test_smoothing_is_the_unbiased_moving_average() -> None:
     for n in range(1, 31):
         weights = 0.9 ** np.arange(n)[::-1]
         assert found[n - 1] == pytest.approx(float(weights @ losses[:n] / weights.sum()))
-
-
-def test_help_names_its_own_folder() -> None:
-    assert "runs/RECIPE-lr-find-NNN" in signature(find_rate).parameters["output"].default.help
-    assert "runs/RECIPE-NNN" in signature(train).parameters["output"].default.help
 
 
 def test_the_suggestion_is_the_steepest_descent_before_the_lowest_loss() -> None:

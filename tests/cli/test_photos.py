@@ -62,18 +62,3 @@ def test_photos_in_one_command(call: Call, tmp_path: Path) -> None:
     again = call("eval", "run")
     assert again.code == 0, again.err
     assert f"{found['top1']:.2f}" in again.out
-
-
-def test_what_to_do_is_told(call: Call, tmp_path: Path) -> None:
-    write_photos(tmp_path / "photos")
-    line = call("train", "--data-dir", "photos").error_line()
-    assert "use --val-split 0.1" in line
-    assert (
-        call("train", "--data-dir", "photos", "--val-split", "2")
-        .error_line()
-        .startswith("data.val_split = 2")
-    )
-    assert (
-        "data.val_split = 0.1: there is a validation set"
-        in call("train", "--val-split", "0.1").error_line()
-    )

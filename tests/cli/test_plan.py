@@ -2,19 +2,14 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError
-from paceline.core.units import plural
 from paceline.models import MODEL_NAMES, ModelSettings, create_model
 from paceline.plan.optimizer import best_plan
 from paceline.plan.plan_file import (
@@ -42,7 +37,7 @@ def ask(*flags: str) -> str:
     return found.output
 
 
-def test_a_noise_scale_says_which_ranks_save_time_not_only_images_per_s(tmp_path: Path) -> None:
+def test_a_noise_scale_says_which_ranks_save_time_not_only_images_per_s() -> None:
     flags = ("--gpu", "H100", "--nodes", "4", "-b", "64", "--node-gbps", "100")
     plain = json.loads(ask(*flags, "--json"))
     found = json.loads(ask(*flags, "--noise-scale", "500", "--json"))
@@ -58,17 +53,6 @@ def test_a_noise_scale_says_which_ranks_save_time_not_only_images_per_s(tmp_path
     assert found["scaling"][2]["images_per_s"] > 1.5 * found["scaling"][1]["images_per_s"]
     assert shares[2] > shares[1]
     assert found["largest_ranks_that_save_time"] == 8
-    page = tmp_path / "p.html"
-    told = ask(*flags, "--noise-scale", "500", "--html", str(page))
-    for where in (told, page.read_text()):
-        assert "time to the same loss" in where
-        assert "useful ranks" in where
-    assert "same loss" not in ask(*flags)
-    # The last useful doubling, from 256, begins below the limit and ends above it.
-    fast = ("--gpu", "H100", "--gpus-per-node", "1", "-b", "64", "--node-gbps", "1000")
-    words = " ".join(ask(*fast, "--noise-scale", "100").split())
-    assert "batch limit 400 in all: with a noise scale of 100, doubling it from here on" in words
-    assert "useful ranks 8, a batch of 512, more than the batch limit" in words
     # A noisier gradient has use for more ranks, up to an epoch in one step.
     many = [
         json.loads(ask(*flags, "--noise-scale", noise, "--json", "--dataset-size", "20000"))
@@ -89,13 +73,8 @@ def test_json_table_page_and_plan(tmp_path: Path) -> None:
     made = PlanFile.read(plan)
     assert len(made.plan.buckets) == len(found["buffers"])
     assert sum(b["tensors"] for b in found["buffers"]) == 161
-    told = ask(*flags, "--html", str(page))
-    assert "bound by" in told
+    ask(*flags, "--html", str(page))
     assert "<svg" in page.read_text()
-    assert "batch 64 each" in page.read_text()
-    for where in (told, page.read_text()):
-        assert "ms from the start of backward" in where
-    assert "ms from the start of the step" in page.read_text()
     scored = json.loads(ask(*flags, "--json", "--with-plan", str(plan)))
     assert scored["step_s"] == pytest.approx(found["step_s"])
     with pytest.raises(ConfigError, match="is for a cluster with ranks = 32") as caught:
@@ -150,12 +129,6 @@ def test_8_bit_wires_have_a_plan(tmp_path: Path, wires: tuple[str, ...]) -> None
     assert scored["start_up"] == found["start_up"]
 
 
-def test_the_formats_of_the_wire_are_in_the_help() -> None:
-    told = ask("--help")
-    for name in ("fp32", "fp16", "bf16", "int8", "e4m3", "e5m2"):
-        assert name in told
-
-
 def test_a_target_and_a_price() -> None:
     flags = ("--gpu", "H100", "--nodes", "4", "-b", "128", "--node-gbps", "3200", "--links", "8")
     priced = ("--target-minutes", "10", "--price-per-gpu-hour", "3")
@@ -163,10 +136,6 @@ def test_a_target_and_a_price() -> None:
     assert found["chosen"]["total_s"] <= 600
     assert found["chosen"]["total_s"] > found["chosen"]["train_s"]
     assert found["chosen"]["cost"] == pytest.approx(3 * found["chosen"]["gpu_hours"])
-    told = ask(*flags, *priced)
-    assert "within 10 min" in told
-    assert "start-up of" in told
-    assert "not possible" in ask(*flags, "--target-minutes", "0.01")
 
 
 def test_the_cores_of_a_node_can_be_the_verdict() -> None:
@@ -182,12 +151,6 @@ def test_a_small_data_set_bounds_the_recommended_batch() -> None:
     found = json.loads(ask("--gpu", "H100", "--dataset-size", "2000", "--json"))
     assert found["recommended_batch"]
     assert found["global_batch_size"] <= 2000
-
-
-def test_a_cluster_of_cpus_starts_without_nccl() -> None:
-    found = json.loads(ask("--gpu", "CPU", "--nodes", "4", "-b", "16", "--json"))
-    assert found["start_up"]["backend_s"] == 0
-    assert found["this"]["startup_s"] == found["start_up"]["total_s"]
 
 
 def test_faster_gpus_are_named_only_if_the_batch_fits() -> None:
@@ -214,12 +177,6 @@ def test_a_profile_has_memory_for_its_own_images(tmp_path: Path) -> None:
     assert large is not None
     assert small["activations"] < large["activations"] / 2
     assert memory(0) is None
-    assert "no image size in its profile" in " ".join(ask(*flags).split())
-    # A file of an earlier version.
-    path.write_text("".join(
-        line for line in path.read_text().splitlines(keepends=True) if "image_size" not in line
-    ))  # fmt: skip
-    assert json.loads(ask(*flags, "--json"))["memory"] is None
 
 
 def profiled(path: Path, model: str = "resnet50", pixels: int = 224, device: str = "cuda") -> str:
@@ -239,10 +196,6 @@ def test_a_price_and_a_time_need_no_gpu_of_the_catalogue(tmp_path: Path) -> None
     assert found["chosen"]["total_s"] <= 12_000
     assert found["this"]["cost"] == pytest.approx(3 * found["this"]["gpu_hours"])
     assert found["this"]["energy_kwh"] == 0
-    told = " ".join(ask(*flags, "--budget", "500").split())
-    assert "within a budget of 500" in told
-    assert "energy is not known without --gpu" in told
-    assert "kWh" not in told
 
 
 def test_beyond_the_profiled_batches_the_answer_is_less_certain(tmp_path: Path) -> None:
@@ -250,12 +203,8 @@ def test_beyond_the_profiled_batches_the_answer_is_less_certain(tmp_path: Path) 
     near, far = (json.loads(ask(*flags, "--json", "-b", batch)) for batch in ("8", "384"))
     assert (near["extrapolated"], far["extrapolated"]) == (False, True)
     assert far["uncertainty"] > 2 * near["uncertainty"]
-    told = " ".join(ask(*flags, "-b", "384").split())
-    assert "timed at batch 4 to 8, so that 384 is extrapolated" in told
-    assert "extrapolated" not in ask(*flags, "-b", "8")
     # Its layers are known by name, without a GPU to fit into.
     assert far["memory"]["activations"] > 40 * near["memory"]["activations"]
-    assert "--gpu says whether it fits" in told
 
 
 def test_without_a_limit_of_memory_the_profile_bounds_the_batch(tmp_path: Path) -> None:
@@ -265,8 +214,6 @@ def test_without_a_limit_of_memory_the_profile_bounds_the_batch(tmp_path: Path) 
     assert found["recommended_batch"]
     assert found["batch_size"] <= found["largest_batch_of_the_profile"] == 16
     assert max(option["batch"] for option in found["options"]) <= 16
-    told = " ".join(ask(*alone).split())
-    assert "recommended of at most 16 a GPU: twice the largest that was timed" in told
     for more in ((*alone, "-b", "384"), (*flags, "--gpu", "H100")):
         free = json.loads(ask(*more, "--json"))
         assert free["largest_batch_of_the_profile"] is None
@@ -363,7 +310,6 @@ def test_start_up_as_given_or_as_in_a_rehearsal() -> None:
     given = json.loads(ask(*flags, "--json", "--startup-s", "60"))
     assert given["start_up"]["total_s"] == given["this"]["startup_s"] == 60
     assert {option["startup_s"] for option in given["options"]} == {60}
-    assert "60 s as given" in ask(*flags, "--startup-s", "60")
 
 
 def test_a_start_up_as_given_is_no_prediction(tmp_path: Path) -> None:
@@ -394,7 +340,7 @@ def test_a_cluster_starts_over_the_backend_it_was_probed_with(
 
 def test_a_cluster_file_of_one_node_is_for_one_node(tmp_path: Path) -> None:
     """It has no links between nodes, and those inside are no network."""
-    path, page = tmp_path / "c.toml", tmp_path / "plan.html"
+    path = tmp_path / "c.toml"
     probed = ProbedCluster((2,), "nccl", "cuda", LinkFacts(1e-5, 1e-9))
     PlanFile(cluster=probed.facts, probed=probed).write(path)
     flags = ("--cluster", str(path), "--gpu", "H100")
@@ -403,42 +349,13 @@ def test_a_cluster_file_of_one_node_is_for_one_node(tmp_path: Path) -> None:
     assert [point["ranks"] for point in found["scaling"]] == [2]
     assert found["largest_ranks_at_90_percent"] in (None, 2)
     assert not any("nodes" in advice["change"] for advice in found["advice"])
-    told = ask(*flags, "--html", str(page))
-    assert "one node × 2; links between nodes were not measured" in told
-    assert "<svg" in page.read_text()
-    words = "the cluster file is of one node: .* run paceline tune on two nodes"
-    with pytest.raises(ConfigError, match=words) as caught:
+    with pytest.raises(ConfigError) as caught:
         ask(*flags, "--nodes", "2")
     assert caught.value.field == "--nodes"
-    with pytest.raises(ConfigError, match="^nodes = 2: the cluster file is of one node"):
+    with pytest.raises(ConfigError) as caught:
         predict_scaling(accelerator="h100", nodes=2, cluster=path)
+    assert caught.value.field == "nodes = 2"
     assert [row.nodes for row in predict_scaling(accelerator="h100", cluster=path).rows] == [1]
-
-
-def test_what_cannot_be_met_is_told_with_what_comes_nearest() -> None:
-    flags = ("--gpu", "H100", "--nodes", "4", "-b", "128", "--price-per-gpu-hour", "3")
-    options = json.loads(ask(*flags, "--target-minutes", "0.01", "--json"))["options"]
-    words = {
-        what: f"the {what}, {plural(best['nodes'], 'node')} with batch {best['batch']:,} a GPU, takes"
-        for what, key in (("fastest", "total_s"), ("cheapest", "cost"))
-        for best in [min(options, key=lambda option: option[key])]
-    }
-    for limits in (
-        {"fastest": ("--target-minutes", "0.01")},
-        {"cheapest": ("--budget", "0.01")},
-        {"fastest": ("--target-minutes", "0.01"), "cheapest": ("--budget", "0.01")},
-    ):
-        told = " ".join(ask(*flags, *(part for pair in limits.values() for part in pair)).split())
-        assert "not possible" in told
-        assert {what for what in words if words[what] in told} == set(limits)
-
-
-def test_an_epoch_as_the_limit_names_its_flag() -> None:
-    flags = ("--gpu", "H100", "--dataset-size", "2000", "-b", "8", "--max-global-batch", "9000")
-    told = " ".join(ask(*flags).split())
-    assert "2,000 in all: the images of an epoch (--dataset-size)" in told
-    with pytest.raises(ConfigError, match="another --dataset-size"):
-        ask("--gpu", "H100", "--nodes", "4", "--dataset-size", "9", "--max-global-batch", "9000")
 
 
 def test_the_accuracy_of_the_batch_has_a_stated_limit() -> None:
@@ -448,9 +365,6 @@ def test_the_accuracy_of_the_batch_has_a_stated_limit() -> None:
     assert found["global_batch_size"] <= found["largest_global_batch"]["images"] == 16_666
     assert found["steps"] >= 90
     assert "large-batch rule" in found["largest_global_batch"]["why"]
-    assert "16,666 in all: the large-batch rule" in " ".join(ask(*small).split())
-    assert "65,536 in all" in ask("--gpu", "H100")
-    assert "this batch is larger" in ask("--gpu", "H100", "-b", "64", "--max-global-batch", "100")
 
 
 def test_slow_input_leaves_the_recommended_batch() -> None:
@@ -461,33 +375,6 @@ def test_slow_input_leaves_the_recommended_batch() -> None:
     gain = slow["advice"][0]
     assert gain["change"] == "an input that keeps up"
     assert gain["gain"] == pytest.approx(enough["images_per_s"] / slow["images_per_s"] - 1)
-
-
-def test_another_choice_than_the_headline_is_explained() -> None:
-    flags = ("--gpu", "H100", "--nodes", "4", "-b", "128", "--node-gbps", "3200", "--links", "8")
-    told = " ".join(ask(*flags, "--target-minutes", "30").split())
-    assert "the fewest GPU-hours within it" in told
-    assert "is for 4 nodes and batch 128" in told
-    same = json.loads(ask(*flags, "--json", "--target-minutes", "30"))["chosen"]
-    assert (same["nodes"], same["batch"]) != (4, 128)
-
-
-@pytest.mark.parametrize(
-    ("columns", "terminal"), [(80, False), (100, False), (80, True), (40, True)]
-)
-def test_no_number_is_cut(columns: int, terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = ("--gpu", "H100", "--nodes", "256", "-b", "32", "--price-per-gpu-hour", "3")
-    found = json.loads(ask(*flags, "--json"))
-    console = partial(Console, width=columns, force_terminal=terminal, color_system=None)
-    monkeypatch.setattr("paceline.cli.plan.Console", console)
-    lines = ask(*flags).splitlines()
-    assert not any("…" in line for line in lines)
-    for option in found["options"]:
-        cells = f"{option['images_per_s']:,.0f}", f"{option['batch'] * option['ranks']:,}"
-        if columns >= 80:
-            assert any(all(cell in line for cell in cells) for line in lines)
-    if terminal:
-        assert max(map(len, lines)) <= columns
 
 
 EXTREMES = ("0", "-1", "nan", "inf", "1e308", "1e-300")
@@ -510,118 +397,40 @@ def test_an_absurd_number_is_a_line_or_an_answer(flag: str) -> None:
         assert not {"Infinity", "NaN"} & set(re.findall(r"\w+", told))
 
 
-@pytest.mark.parametrize(
-    "flag",
-    ["--nodes", "--gpus-per-node", "--batch-size", "--links", "--dataset-size", "--image-size",
-     "--max-global-batch", "--cores-per-node"],
-)  # fmt: skip
-def test_an_absurd_count_is_a_line(flag: str) -> None:
-    for value in ("-1", "1" + 400 * "0"):
-        with pytest.raises(ConfigError) as caught:
-            ask("--gpu", "H100", flag, value)
-        assert caught.value.field == flag
-
-
-def test_what_is_assumed_of_the_cluster_is_said(tmp_path: Path) -> None:
-    found = ask("--gpu", "V100", "--nodes", "4", "-b", "64", "--latency-us", "5")
-    assert "8 × 100 Gb/s a node as in DGX-2H with 16 GPUs (--node-gbps)" in " ".join(found.split())
-    said = json.loads(ask("--gpu", "V100", "-b", "64", "--node-gbps", "100", "--json"))["assumed"]
-    assert set(said) == {"gpus_per_node", "latency_us", "links", "oversubscription"}
-    file, link = tmp_path / "tuned.toml", LinkFacts(1e-5, 1e-9)
-    probed = ProbedCluster((2, 2), "nccl", "cuda", link, link)
-    PlanFile(cluster=probed.facts, probed=probed).write(file)
-    measured = json.loads(ask("--gpu", "V100", "-b", "64", "--cluster", str(file), "--json"))
-    assert measured["assumed"] == {}
-
-
-def test_a_slow_input_is_the_first_advice() -> None:
-    """Before twice the nodes, which gain more here; what it takes to keep up is worth trying first."""
-    flags = ("--gpu", "H100", "--nodes", "8", "-b", "64", "--cores-per-node", "64")
-    found = json.loads(ask(*flags, "--json"))
-    first, *others = found["advice"]
-    assert found["bound_by"] == "input"
-    assert "input" in first["change"]
-    assert max(advice["gain"] for advice in others) > first["gain"]
-    assert "times one GPU alone, whose input is as slow" in " ".join(ask(*flags).split())
-
-
-def test_small_and_large_numbers_can_be_read() -> None:
-    tiny = ask("--gpu", "H100", "--gpus-per-node", "1", "-b", "8", "--dataset-size", "1000",
-               "--epochs", "1", "--startup-s", "0")  # fmt: skip
-    assert not re.search(r"\b0\.0 (GPU-hours|kWh)", tiny)
-    slow = ask("--gpu", "H100", "--nodes", "2", "--node-gbps", "0.001", "-b", "32")
-    assert re.search(r"step +\d{3},\d{3}\.\d\d ms", slow)
-    assert re.search(r"speed +0\.\d+ images/s", slow)
-
-
-def test_slow_input_is_the_verdict() -> None:
-    found = json.loads(ask("--gpu", "H100", "-b", "256", "--json", "--input-images-per-s", "1000"))
-    assert found["bound_by"] == "input"
-    assert found["images_per_s_per_gpu"] == pytest.approx(1000)
-    assert found["uncertainty"] == pytest.approx(0.1)
+# Below `--gpu H100`, unless another is given.
+MISTAKES = {
+    "--gpu": ("--gpu h101", "--gpu nowhere.toml"),
+    "--profile": ("--profile nowhere.toml",),
+    "--model": ("--model resnet51",),
+    "model.name": ("--model plan.no_such:net",),
+    "--classes": ("--classes 0",),
+    "--channels": ("--model plan.any:net --channels 0",),
+    "--image-size": ("--image-size 0", "--image-size 1000000", "--model alexnet --image-size 32"),
+    "--nodes": ("--nodes 0", "--nodes 100000", "--nodes 1000000", f"--nodes 1{400 * '0'}"),
+    "--gpus-per-node": ("--gpus-per-node 1000000 --nodes 2",),
+    "--node-gbps": ("--node-gbps -1", "--node-gbps inf", "--cluster c.toml --node-gbps 9"),
+    "--latency-us": ("--latency-us 1e12",),
+    "--batch-size": ("-b 0", "-b 1000000", "--nodes 100000 -b 64"),
+    "--noise-scale": ("--noise-scale 1e-4",),
+    "--with-plan": ("--with-plan nowhere.toml", "--with-plan p.toml --wire float16"),
+    "--budget": ("--budget 10",),
+    "--software": ("--software v9",),
+    "--cores-per-node": ("--cores-per-node -1", "--nvjpeg --cores-per-node 8"),
+    "--input-bench": ("--input-bench nowhere.json",),
+    "--nvjpeg": ("--input-images-per-s 9 --nvjpeg",),
+    "--input-images-per-s": ("--input-images-per-s nan",),
+    "--packed": ("--packed",),
+    "--epochs": ("--epochs 0",),
+    "--algorithm": ("--algorithm rign",),
+    "--wire": ("--wire fp8",),
+    "--cluster": ("--cluster nowhere.toml",),
+}
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ((), "either --gpu or --profile"),
-        (("--gpu", "h101"), r"did you mean 'H100'\?.*TOML file.*--profile"),
-        (("--gpu", "nowhere.toml"), "^--gpu = 'nowhere.toml': cannot be read"),
-        (("--gpu", "H100", "--classes", "0"), "^--classes"),
-        (("--gpu", "H100", "--model", "plan.any:net", "--channels", "0"), "^--channels"),
-        (("--gpu", "H100", "--model", "resnet51"), "did you mean 'resnet50'"),
-        (("--gpu", "H100", "--nodes", "0"), "--nodes"),
-        (("--gpu", "H100", "--node-gbps", "-1"), "--node-gbps"),
-        (("--gpu", "H100", "-b", "0"), "--batch-size"),
-        (("--gpu", "H100", "-b", "1000000"), "at most 1,759 fit"),
-        (("--gpu", "H100", "--nodes", "1000000"), "^--nodes = 1000000: 8,000,000 ranks"),
-        (("--gpu", "H100", "--gpus-per-node", "1000000", "--nodes", "2"), "^--gpus-per-node"),
-        (("--gpu", "H100", "--node-gbps", "inf"), "^--node-gbps = inf: .*Gb/s"),
-        (("--gpu", "H100", "--latency-us", "-1"), "^--latency-us = -1.0: .*10 us"),
-        (("--gpu", "H100", "--latency-us", "1e12"), "^--latency-us"),
-        (("--gpu", "H100", "--noise-scale", "1e-4"), "^--noise-scale"),
-        (("--gpu", "H100", "--with-plan", "nowhere.toml"), "^--with-plan"),
-        (("--gpu", "H100", "--nodes", "100000", "-b", "64"), "more than the 1,281,167 images"),
-        (("--gpu", "H100", "--nodes", "100000"), "--max-global-batch"),
-        (("--gpu", "H100", "--node-gbps", "0"), "--node-gbps"),
-        (("--gpu", "H100", "--budget", "10"), "--price-per-gpu-hour"),
-        (("--gpu", "H100", "--software", "v9"), "--software"),
-        (("--gpu", "H100", "--cores-per-node", "-1"), "--cores-per-node"),
-        (("--gpu", "H100", "--input-bench", "nowhere.json"), "cannot be read"),
-        (("--gpu", "H100", "--nvjpeg", "--cores-per-node", "8"), "--cores-per-node"),
-        (("--gpu", "H100", "--input-images-per-s", "9", "--nvjpeg"), "--nvjpeg"),
-        (("--gpu", "H100", "--input-images-per-s", "-1"), "^--input-images-per-s"),
-        (("--gpu", "H100", "--input-images-per-s", "nan"), "^--input-images-per-s"),
-        (("--gpu", "H100", "--input-images-per-s", "inf"), "^--input-images-per-s"),
-        (("--gpu", "H100", "--input-images-per-s", "1e-310"), "^--input-images-per-s"),
-        (("--gpu", "H100", "--packed"), "--packed"),
-        (("--gpu", "H100", "--model", "plan.no_such:net"), "no_such"),
-        (("--gpu", "H100", "--epochs", "0"), "--epochs"),
-        (("--gpu", "H100", "--epochs", "nan"), "--epochs"),
-        (("--gpu", "H100", "--model", "alexnet", "--image-size", "32"), "too small"),
-        (("--gpu", "H100", "--image-size", "1000000"), "^--image-size = 1000000: .*224 is usual"),
-        (("--gpu", "H100", "--image-size", "0"), "^--image-size"),
-        (("--gpu", "H100", "--model", "plan.any:net", "--image-size", "0"), "^--image-size"),
-        (("--gpu", "H100", "--model", "plan.any:net", "--image-size", "99999"), "^--image-size"),
-        (("--gpu", "H100", "--cluster", "c.toml", "--node-gbps", "9"), "in the cluster file"),
-        (("--gpu", "H100", "--with-plan", "p.toml", "--wire", "float16"), "itself"),
-        (("--gpu", "H100", "--algorithm", "rign"), "did you mean 'ring'"),
-        (("--gpu", "H100", "--wire", "fp8"), "--wire"),
-        (("--profile", "nowhere.toml"), "cannot be read"),
-        (("--gpu", "H100", "--cluster", "nowhere.toml"), "cannot be read"),
-    ],
+    ("field", "flags"), [(field, flags) for field, given in MISTAKES.items() for flags in given]
 )
-def test_mistakes_are_one_line(flags: tuple[str, ...], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        ask(*flags)
-
-
-def test_it_needs_no_torch() -> None:
-    code = (
-        "import sys; sys.argv = ['paceline', 'plan', '--gpu', 'H100', '--json'];"
-        "from paceline.cli.app import run_command; code = run_command();"
-        "assert 'torch' not in sys.modules; sys.exit(code)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["model"] == "resnet50"
+def test_a_mistake_is_named_by_its_flag(field: str, flags: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ask("--gpu", "H100", *flags.split())
+    assert caught.value.field == field

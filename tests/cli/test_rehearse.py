@@ -19,10 +19,6 @@ def test_two_wires_side_by_side(call: Call, tmp_path: Path) -> None:
         flags = ["--set", "comm.algorithm=ring", "--set", f"comm.wire={wire}", "--epochs", "1"]
         done = call(*SMALL, *flags, "--output", wire)
         assert (done.code, done.err) == (0, "")
-        assert "rehearsal: of 4 ranks on 2 node(s), in one process" in done.out
-        assert "clock: none: give --gpu, --profile or --cluster" in done.out
-        assert f"ring, {wire} wire, 4 virtual ranks" in done.out
-        assert "on 4 ranks, rehearsed in" in done.out
     done = call("compare", "float16", "bfloat16", "--json")
     rows = json.loads(done.out)["rows"]
     assert [row["label"] for row in rows] == ["wire=float16", "wire=bfloat16"]
@@ -39,12 +35,9 @@ def test_the_comparison_has_time_cost_and_energy(call: Call, tmp_path: Path) -> 
         flags += ["--epochs", "1", "--set", "data.synthetic_samples=8", "--global-batch-size", "8"]
         done = call(*SMALL, *flags, "--output", f"run{number}")
         assert done.code == 0, done.err
-        assert "on the cluster after" in done.out
-    table = call("compare", "run0", "run1", "--html", "page.html").out
-    assert "cluster time" in table
-    assert "cost" in table
-    assert "kWh" in table
-    assert "over the cluster" in (tmp_path / "page.html").read_text()
+    table = call("compare", "run0", "run1").out
+    for column in ("cluster time", "cost", "kWh"):
+        assert column in table
     slow, fast = (
         json.loads((tmp_path / f"run{n}/summary.json").read_text())["rehearsal"] for n in (0, 1)
     )

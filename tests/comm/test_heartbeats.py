@@ -386,23 +386,3 @@ def test_the_reader_of_many_ranks_names_the_silent_one(
     assert all(pattern.search(line) for line in ended), ended
     for watchdog in watchdogs:
         watchdog.close()
-
-
-def test_of_many_ranks_that_call_only_the_reader_hurries(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A broken collective makes every rank call the others, and one store serves them all."""
-    monkeypatch.setattr(heartbeats_module, "_ALL_READ", 1)
-    places = [Topology(rank, 3, rank, 3, launcher="torchrun") for rank in range(3)]
-    calling = [HeartbeatChannel(store, rank, PATIENCE_S) for rank in places]
-    for channel in calling:
-        assert channel._pause_s() == heartbeats_module._LONGEST_LOOK_S
-        channel._calls_roll = True
-        channel._wake.set()
-    until(lambda: all(channel._answered_roll for channel in calling))
-    until(lambda: any(channel.reads for channel in calling))
-    assert sum(channel.reads for channel in calling) == 1
-    for channel in calling:
-        hurries = channel._pause_s() == heartbeats_module._CALLING_S
-        assert hurries == channel.reads
-        channel.close()

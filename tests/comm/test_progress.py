@@ -41,47 +41,18 @@ def test_the_rank_that_did_not_arrive_is_named_with_the_bucket() -> None:
         1: RankProgress(step=6, begun=1, ended=0, call="all-reduce", calls=40),
         2: RankProgress(step=6, computes=True),
     }
-    assert stall(progress) == (
-        "step 7: the exchange of bucket 1 of 2 (3 MiB, ring: d.weight, d.bias, c.weight and 2 more) "
-        "stalled for 24 s: rank 2 did not arrive (computing step 7); look into rank 2's log and "
-        "host; comm.timeout_s = 30 sets the wait; go on with --resume auto"
-    )
+    text = stall(progress)
+    for part in ("step 7: ", "bucket 1 of 2", "rank 2 did not arrive", "comm.timeout_s = 30"):
+        assert part in text
+    assert "rank 1 did not" not in text
 
 
-def test_a_rank_that_is_ahead_does_not_hide_the_place() -> None:
-    """Rank 1 has ended the first bucket; what it waits for is the one that stalls it."""
-    text = stall(
-        {0: RankProgress(step=3, begun=1, ended=0), 1: RankProgress(step=3, begun=2, ended=1)}
-    )
-    assert text.startswith("step 4: the exchange of bucket 1 of 2 (")
-    assert "all ranks are in it, and the network does not complete it" in text
-
-
-@pytest.mark.parametrize(
-    ("last", "seen"),
-    [
-        (RankProgress(step=3, begun=1, ended=0), "in bucket 1 of step 4"),
-        (RankProgress(step=5, begun=2, ended=1), "in bucket 2 of step 6"),
-    ],
-    ids=["behind", "arrived"],
-)
-def test_a_silent_rank_is_named_wherever_it_was_last_seen(last: RankProgress, seen: str) -> None:
-    text = stall({0: RankProgress(step=5, begun=2, ended=1), 1: last}, {1})
-    assert text.startswith("step 6: the exchange of bucket 2 of 2 (2 KiB, hierarchical: a.weight) ")
-    assert f"stalled for 24 s: rank 1 gives no sign of life (last seen {seen}); " in text
-
-
-def test_silent_ranks_come_before_slower_ones() -> None:
-    """Also in a collective of the group; whole hosts are named as such."""
-    progress = {rank: RankProgress(step=9, calls=4) for rank in range(6)}
-    progress[4] = RankProgress(step=9, calls=5, call="gather")
-    text = stall(progress, {3}, HOSTS)
-    assert text.startswith("gather stalled for 24 s: rank 3 on node2 (10.0.0.2) gives no sign of ")
-    assert text.index("rank 3 on") < text.index("rank 0 on node1 (10.0.0.1) did not arrive (after ")
-    assert "look into rank 3's log and host, and the network to it" in text
-    text = stall(progress, {2, 3, 5}, HOSTS)
-    assert "host node2 (10.0.0.2) with ranks 2 and 3 gives no sign of life" in text
-    assert "rank 5 on node3 (10.0.0.3) gives no sign of life" in text
+@pytest.mark.parametrize(("step", "begun"), [(3, 1), (5, 2)], ids=["behind", "arrived"])
+def test_a_silent_rank_is_named_wherever_it_was_last_seen(step: int, begun: int) -> None:
+    last = RankProgress(step=step, begun=begun, ended=begun - 1)
+    text = stall({0: RankProgress(step=5, begun=2, ended=1), 1: last}, {1}, HOSTS)
+    assert "bucket 2 of 2" in text
+    assert "rank 1 on node1 (10.0.0.1) gives no sign of life" in text
 
 
 def test_many_ranks_stay_one_readable_line() -> None:
@@ -123,16 +94,11 @@ def test_a_rank_that_lost_rank_0_names_the_hosts_it_still_reaches() -> None:
         return str(unreachable_error(own, 3, "10.0.0.1", 8.0, closed, hosts, reached))
 
     assert text(None, hosts=None).startswith(
-        "rank 3, in bucket 1 of step 3: rank 0's host (10.0.0.1) has not answered for 8 s; "
+        "rank 3, in bucket 1 of step 3: rank 0's host (10.0.0.1)"
     )
-    assert text([C]).startswith(
-        "rank 3 on node2 (10.0.0.2), in bucket 1 of step 3: rank 0's host node1 (10.0.0.1) has not "
-        "answered for 8 s, though node3 (10.0.0.3) can be reached; that host has ended"
-    )
-    assert "; this host node2 (10.0.0.2) is cut off the network; " in text([])
-    assert "; it or this host has ended or is cut off the network; " in text(None)
-    assert "has been gone" in text([], closed=True)
-    assert "; this host" not in text([], closed=True)
+    assert "node3 (10.0.0.3) can be reached" in text([C])
+    assert "this host node2 (10.0.0.2) is cut off" in text([])
+    assert "this host" not in text([], closed=True).partition("has been gone")[0]
 
 
 def test_hosts_that_answer_are_found_though_nothing_listens(
@@ -196,18 +162,6 @@ def test_the_board_follows_an_exchange_and_keeps_the_call_that_broke() -> None:
 )
 def test_ranks_are_named_in_runs_and_cut_short(ranks: list[int], text: str) -> None:
     assert format_ranks(ranks) == text
-
-
-def test_missing_ranks_are_named_by_host() -> None:
-    many = [RankHost(f"node{n}", f"10.0.0.{n}") for n in range(8) for _ in range(8)]
-    hosts = RankHosts(many)
-    assert hosts.describe([8, *range(16, 24)]) == (
-        "host node2 (10.0.0.2) with ranks 16 to 23 and rank 8 on node1 (10.0.0.1)"
-    )
-    assert hosts.describe(range(8, 64)) == (
-        "7 hosts with all of their 56 ranks (node1, node2, node3, node4, ...)"
-    )
-    assert RankHosts().describe([1]) == "rank 1"
 
 
 def test_hosts_are_posted_once_a_host() -> None:

@@ -349,11 +349,3 @@ def test_settings_decide_where_an_id_is_unknown() -> None:
     theirs = identity("environment", {f"run.s{n}": n for n in range(5)})
     assert "and 4 more settings differ" in ours.conflict(theirs)
     assert not ours.conflict(identity("environment")), "a program without settings to compare"
-
-
-def test_a_job_is_sent_and_described() -> None:
-    ours = identity("slurm", SETTINGS, SLURM_JOB_ID="12", SLURM_STEP_ID="0")
-    theirs = JobIdentity.from_table(ours.to_table())
-    assert (theirs, theirs.digest) == (ours, ours.digest)
-    assert ours.describe().startswith("slurm job 12.0 of 2 ranks, configuration ")
-    assert identity("environment").describe().startswith("environment job without an id of 2 ranks")

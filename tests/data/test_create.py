@@ -70,8 +70,7 @@ def test_a_large_set_stays_with_the_threads(
 ) -> None:  # fmt: skip
     monkeypatch.setattr("paceline.data.loaders.create.RESIDENT_MAX_MIB", 1)
     chosen = small_settings(image_size=200, workers=2)
-    described = make(memory_source(100), chosen, GPU).describe()
-    assert described == "2 threads (not resident: 4 MiB, over 1)"
+    assert "not resident" in make(memory_source(100), chosen, GPU).describe()
 
 
 @pytest.mark.parametrize("make", [train, evaluation])
@@ -138,14 +137,12 @@ def test_auto_says_why_not_and_a_device_without_memory_ends_the_run(
 
     monkeypatch.setattr(creating, "resident_set", refuse)
     chosen = small_settings(augment="random_resized_crop", workers=2)
-    described = train(memory_source(8), chosen, GPU).describe()
-    assert described == "2 threads (not resident: images of 1 × 2 and of 3 × 4)"
+    assert "not resident: images of 1" in train(memory_source(8), chosen, GPU).describe()
     error = torch.OutOfMemoryError()
     for wanted in ("on", "auto"):
-        with pytest.raises(
-            ConfigError, match="no room for 0 MiB on cuda:0; set data.resident = 'o"
-        ):
+        with pytest.raises(ConfigError) as caught:
             train(memory_source(8), small_settings(resident=wanted), GPU)
+        assert caught.value.field == "data.resident"
 
 
 def test_a_set_without_a_good_sample_or_on_failing_storage(

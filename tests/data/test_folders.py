@@ -94,24 +94,6 @@ def test_classes_without_images_are_left_out_with_a_note(root: Path) -> None:
         ImageFolder(root)
 
 
-def test_tiff_is_named(root: Path) -> None:
-    for name in ("dog/1.tif", "cat/2.TIF", "cat/3.tiff"):
-        (root / name).write_bytes(b"II*\0")
-    note = ImageFolder(root).note
-    assert "2 .tif, 1 .tiff, 1 .txt (.tif, .tiff: convert to PNG or JPEG)" in note
-    for path in root.glob("*/*"):
-        if path.is_file() and path.suffix not in (".tif", ".TIF"):
-            path.unlink()
-    shutil.rmtree(root / "cat" / "x")
-    with pytest.raises(DataError, match=r"skipped files that are not images: 2 .tif \(.tif: conv"):
-        ImageFolder(root)
-
-
-def test_no_class_directories(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no class directories"):
-        ImageFolder(tmp_path)
-
-
 def test_a_link_to_a_class_directory_counts(root: Path, tmp_path: Path) -> None:
     (root / "wolf").symlink_to(root / "dog", target_is_directory=True)
     assert class_directories(root) == ["ant", "cat", "dog", "wolf"]
@@ -282,32 +264,11 @@ def test_the_flat_tar_of_validation(tmp_path: Path, write_tar: Write) -> None:
         open_source(DataSettings(dir=str(tmp_path), source="imagenet"), "val")
 
 
-def test_a_class_tar_that_training_does_not_have(tmp_path: Path, write_tar: Write) -> None:
-    inner(tmp_path / "train", write_tar)
-    with pytest.raises(DataError, match=r"n02119789\.tar: not a class of the training data"):
-        open_source(DataSettings(dir=str(tmp_path)), "train", WNIDS[:2])
-
-
 @pytest.mark.parametrize("keep", [100, 700, 1600, 2000])
 def test_a_download_that_was_cut(tmp_path: Path, write_tar: Write, keep: int) -> None:
     paths = inner(tmp_path / "train", write_tar)
     os.truncate(paths[1], keep)
     with pytest.raises(DataError, match=r"n01443537\.tar: (truncated|not a readable|damaged)"):
-        open_source(DataSettings(dir=str(tmp_path)), "train")
-
-
-def test_a_cut_inside_the_big_one(tmp_path: Path, write_tar: Write) -> None:
-    paths = inner(tmp_path / "parts", write_tar)
-    content = paths[0].read_bytes()
-    write_tar(tmp_path / "ILSVRC2012_img_train.tar", [(paths[0].name, content[:2000])])
-    with pytest.raises(DataError, match=r"img_train\.tar: (truncated|not a readable)"):
-        open_source(DataSettings(dir=str(tmp_path)), "train")
-
-
-def test_nothing_in_it(tmp_path: Path, write_tar: Write) -> None:
-    (tmp_path / "train").mkdir()
-    write_tar(tmp_path / "train" / "n01440764.tar", [("README", b"no image")])
-    with pytest.raises(DataError, match="no image in it"):
         open_source(DataSettings(dir=str(tmp_path)), "train")
 
 

@@ -116,27 +116,6 @@ def test_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         check_crop_kernel(CPU, size=4, cutout=0)
 
 
-def test_causes_are_counted_apart_and_the_first_failure_is_told_at_once(
-    memory_source: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = memory_source(9)
-    share = HostShare(source, "nvJPEG")
-    assert share.note() == ""
-    share.add(1, "unfit")
-    assert share.note() == "1 samples were decoded on the host: 1 no JPEGs for the GPU"
-    assert capsys.readouterr().err == ""
-    for index in (4, 5):
-        share.add(index, "refused")
-        share.failed("status 4", index)
-    told = "nvJPEG failed with memory:4 (status 4); the host decodes it"
-    assert capsys.readouterr().err == f"paceline: warning: {told}\n"
-    assert [share.takes(index) for index in (0, 1, 4)] == [False, True, True]
-    assert share.note() == (
-        "5 samples were decoded on the host: 2 no JPEGs for the GPU, "
-        "3 after the GPU's decoder failed (the first: memory:4: status 4)"
-    )
-
-
 def test_what_is_known_of_a_source_serves_the_next_loader(
     memory_source: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,15 +130,6 @@ def test_what_is_known_of_a_source_serves_the_next_loader(
     assert capsys.readouterr().err == ""  # told already
     assert "(the first: memory:3: odd)" in again.note()
     assert not HostShare(memory_source(9), "nvJPEG").takes(3)
-
-
-def test_a_chunk_that_fails_though_its_files_are_good_is_told(
-    memory_source: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    share = HostShare(memory_source(9), "nvJPEG")
-    share.failed("status 6", None)
-    assert "failed with a chunk (status 6); its files are decoded" in capsys.readouterr().err
-    assert "a chunk: status 6" in share.note()
 
 
 def test_memory_is_bounded(memory_source: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,12 +112,6 @@ def test_archives_beside_class_folders_are_no_shards(tmp_path: Path, write_tar: 
     assert inspect_set(str(tmp_path)).problems == []
 
 
-def test_shards_that_name_no_split(tmp_path: Path, write_tar: Write, samples: Samples) -> None:
-    write_tar(tmp_path / "00000.tar", samples(3))
-    with pytest.raises(DataError, match=r"00000.tar\); name shards train-0000.tar"):
-        both(tmp_path)
-
-
 # --- ImageNet and its relatives --------------------------------------------------------------------
 
 

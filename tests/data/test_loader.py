@@ -13,16 +13,13 @@ from paceline.data import (
     Batch,
     BatchPlan,
     DataSettings,
-    EvalBatches,
     EvalLoader,
-    RegionUnavailableError,
     SampleOrder,
     TrainLoader,
     TrainTransform,
     create_eval_loader,
     create_train_loader,
     open_source,
-    region_library,
 )
 from paceline.data.device.streams import CopyingDecoder
 from paceline.data.loaders.create import create_host_decoder
@@ -177,15 +174,6 @@ def test_too_many_corrupt_samples_stop_the_run(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_all_corrupt_ends(memory_source: Any, small_settings: Make, workers: int) -> None:
-    source = memory_source(20, corrupt=set(range(20)))
-    plan = BatchPlan(samples=20, epochs=1, global_batch=4, micro_batch=4, world_size=1)
-    chosen = small_settings(workers=workers, max_corrupt_share=0.9)
-    with pytest.raises(DataError, match="corrupt of 20 samples"):
-        train_batches(source, plan, chosen)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
 def test_a_shard_that_vanishes_stops_the_run(
     tmp_path: Path, write_tar: Any, samples: Any, small_settings: Make, workers: int
 ) -> None:
@@ -225,22 +213,6 @@ def test_an_error_of_the_consumer_closes(memory_source: Any, small_settings: Mak
 def test_a_plan_for_other_data(memory_source: Any, small_settings: Make) -> None:
     with pytest.raises(ValueError, match="a plan for 20 samples, an order of 19"):
         train_loader(memory_source(19), BatchPlan(20, 1, 4, 4, 1), small_settings())
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_tiny_imagenet(tiny_imagenet: Path, workers: int) -> None:
-    chosen = DataSettings(dir=str(tiny_imagenet), image_size=48, eval_resize=56, workers=workers)
-    source = open_source(chosen, "val")
-    plan = BatchPlan(len(source), 1, 250, 125, 1)
-    with train_loader(source, plan, chosen, seed=1) as loader:
-        batch = next(loader)
-    assert batch.images.shape == (125, 48, 48, 3)
-    assert batch.images.float().std() > 40
-    with eval_loader(source, chosen, rank=1, world_size=2, batch_size=200) as loader:
-        batches = list(loader)
-    assert [len(b) for b in batches] == [200, 200, 200, 25]
-    assert torch.cat([b.labels for b in batches]).tolist() == source.labels[1::2].tolist()
-    source.close()
 
 
 # --- evaluation --------------------------------------------------------------------------------
@@ -315,31 +287,6 @@ def test_more_ranks_than_samples(memory_source: Any, small_settings: Make) -> No
     chosen = small_settings(workers=1)
     with eval_loader(memory_source(2), chosen, rank=3, world_size=4, batch_size=8) as loader:
         assert list(loader) == []
-
-
-def test_ranks_that_do_not_exist(memory_source: Any, small_settings: Make) -> None:
-    with pytest.raises(ValueError, match="rank 2 of 2"):
-        eval_loader(memory_source(2), small_settings(), rank=2, world_size=2)
-
-
-def test_a_loader_can_be_told_from_a_list(memory_source: Any, small_settings: Make) -> None:
-    assert isinstance(eval_loader(memory_source(3), small_settings()), EvalBatches)
-    assert not isinstance([], EvalBatches)
-
-
-def test_a_note_counts_the_samples_that_the_region_decoder_did_not_take(
-    memory_source: Any, small_settings: Make
-) -> None:
-    """PNGs here, one epoch of them."""
-    try:
-        region_library()
-    except RegionUnavailableError as error:
-        pytest.skip(f"no region decoder here: {error}")
-    chosen, plan = small_settings(decoder="region"), BatchPlan(8, 1, 4, 4, 1)
-    with train_loader(memory_source(8), plan, chosen, seed=0) as loader:
-        assert loader.note() == ""
-        list(loader)
-        assert loader.note().startswith("8 of 8 samples went to Pillow")
 
 
 def test_batches_do_not_depend_on_the_decoder(tiny_imagenet: Path) -> None:

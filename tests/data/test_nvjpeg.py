@@ -211,19 +211,6 @@ def test_no_library_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_pat
         load_nvjpeg("13.0")
 
 
-def test_that_of_torchs_cuda_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("nvjpeg/lib/libnvjpeg.so.12", "cu13/lib/libnvjpeg.so.13"):
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).touch()
-    spec = type("Spec", (), {"submodule_search_locations": [str(tmp_path)]})
-    found = {"nvidia": spec()}
-    monkeypatch.setattr(nvjpeg_library.importlib.util, "find_spec", found.get)
-    places = list(nvjpeg_library._places("13"))
-    assert [Path(place).name for place in places] == [
-        "libnvjpeg.so.13", "libnvjpeg.so.12", "libnvjpeg.so.13", "libnvjpeg.so",
-    ]  # fmt: skip
-
-
 # --- which files are taken ---------------------------------------------------------------------
 
 

@@ -80,12 +80,6 @@ def test_validation_alone(tmp_path: Path) -> None:
     assert open_source(settings(tmp_path), "val", ["w", "x", "y"]).labels.tolist() == [1, 2]
 
 
-def test_a_validation_class_without_training(tmp_path: Path) -> None:
-    make_folder(tmp_path, "train/a", "val/b")
-    with pytest.raises(DataError, match=r"val/b: not a class of the training data"):
-        open_source(settings(tmp_path), "val")
-
-
 def test_a_directory_that_is_missing_empty_or_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
@@ -170,8 +164,3 @@ def test_what_is_not_there(tmp_path: Path) -> None:
         open_splits("")
     with pytest.raises(ConfigError, match="--split = 'test': unknown"):
         open_splits(str(tmp_path), split="test")
-
-
-def test_the_embedded_set() -> None:
-    found = open_splits("", "embedded", "val")
-    assert len(found["val"]) == 2000

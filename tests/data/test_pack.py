@@ -8,6 +8,7 @@ import tarfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from paceline.core.errors import ConfigError, DataError
 from paceline.data import CorruptImage, DataSettings, PackOptions, open_source
 from paceline.data.pack import pack as pack_module
 from paceline.data.pack.manifest import PackManifest
-from paceline.data.pack.pack import fitted, pack_image
+from paceline.data.pack.pack import pack_image
 from paceline.data.pack.pack import pack_splits as pack
 from paceline.data.sources.storage import file_lock
 
@@ -117,13 +118,6 @@ def test_an_interrupted_pack_goes_on(tmp_path: Path, memory_source: type, at: in
     assert contents(parts) == contents(whole)
     assert (parts / "pack.json").read_bytes() == (whole / "pack.json").read_bytes()
     assert {name: (parts / name).stat().st_mtime_ns for name in finished} == times
-
-
-def test_what_a_killed_pack_left_is_swept(tmp_path: Path, memory_source: type) -> None:
-    pack({"train": memory_source(5)}, tmp_path, SHORT)
-    (tmp_path / ".train-00001.tar.0123456789abcdef.tmp").write_bytes(b"half")
-    pack({"train": memory_source(5)}, tmp_path, SHORT)
-    assert not list(tmp_path.glob(".*.tmp"))
 
 
 def test_other_options_or_data_are_refused(tmp_path: Path, memory_source: type) -> None:
@@ -329,29 +323,6 @@ def test_sweeping_follows_no_link(tmp_path: Path, memory_source: type) -> None:
     assert not list((tmp_path / "out").glob(".*.tmp"))
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("sha256", 7),
-        ("samples", "3"),
-        ("bytes", -1),
-        ("stop", 1.5),
-        ("name", []),
-        ("name", "x" * 300),
-    ],
-)
-def test_a_manifest_with_other_types(
-    tmp_path: Path, memory_source: type, field: str, value: object
-) -> None:
-    pack({"train": memory_source(6)}, tmp_path / "out", PackOptions())
-    path = tmp_path / "out" / "pack.json"
-    table = json.loads(path.read_text())
-    table["splits"]["train"]["shards"][0][field] = value
-    path.write_text(json.dumps(table))
-    with pytest.raises(DataError, match="no manifest"):
-        PackManifest.read(tmp_path / "out")
-
-
 # --- one image -------------------------------------------------------------------------------------
 
 
@@ -444,14 +415,6 @@ def test_a_side_that_the_format_cannot_hold() -> None:
         pack_image(file_of(wide, "PNG"), PackOptions(format="webp"))
 
 
-def test_sizes() -> None:
-    assert fitted((500, 375), 256) == (341, 256)
-    assert fitted((375, 500), 256) == (256, 341)
-    assert fitted((256, 300), 256) == (256, 300)
-    assert fitted((10, 9), 0) == (10, 9)
-    assert fitted((10_000, 10), 5) == (5000, 5)
-
-
 def test_a_camera_s_jpeg_with_two_pictures_stays_a_jpeg() -> None:
     data = file_of(photo(), "MPO", save_all=True, append_images=[photo(30, 20)])
     with Image.open(io.BytesIO(data)) as found:
@@ -467,21 +430,16 @@ def test_a_camera_s_jpeg_with_two_pictures_stays_a_jpeg() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "line"),
+    "change",
     [
-        ({"format": "jpg"}, r"--format = 'jpg': unknown; did you mean 'jpeg'\?"),
-        ({"filter": "cubic"}, r"--filter = 'cubic': unknown; did you mean 'bicubic'\?"),
-        ({"short_side": -1}, r"--short-side = -1: must be 0 to"),
-        ({"quality": 0}, r"--quality = 0: must be 1 to 100"),
-        ({"quality": 101}, r"--quality = 101: must be 1 to 100"),
-        ({"shard_mib": 0}, r"--shard-mib = 0"),
-        ({"shard_samples": -3}, r"--shard-samples = -3"),
-        ({"max_corrupt_share": 1.0}, r"--max-corrupt-share = 1.0: must be in \[0, 1\)"),
+        {"format": "jpg"}, {"filter": "cubic"}, {"short_side": -1}, {"quality": 0}, {"quality": 101},
+        {"shard_mib": 0}, {"shard_samples": -3}, {"max_corrupt_share": 1.0},
     ],
-)
-def test_wrong_values_are_named(change: dict[str, object], line: str) -> None:
-    with pytest.raises(ConfigError, match=line):
-        PackOptions(**change)  # type: ignore[arg-type]
+)  # fmt: skip
+def test_wrong_values_are_named(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PackOptions(**change)
+    assert caught.value.field == f"--{next(iter(change))}".replace("_", "-")
 
 
 def test_the_limit_on_corrupt_images_may_change_between_tries() -> None:

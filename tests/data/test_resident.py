@@ -4,7 +4,6 @@ same."""
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -129,16 +128,6 @@ def test_too_many_corrupt_samples_stop_the_run_at_the_same_batch(
     assert ends[0] == ends[1]
 
 
-def test_closing_in_the_middle(memory_source: Any, augmented: Make) -> None:
-    plan = BatchPlan(samples=40, epochs=90, global_batch=20, micro_batch=20, world_size=1)
-    made = loader("on", memory_source(40), plan, augmented(workers=2))
-    next(made)
-    assert sum(t.name.startswith("paceline-data") for t in threading.enumerate()) == 1
-    made.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        next(made)
-
-
 # --- evaluation --------------------------------------------------------------------------------
 
 
@@ -159,17 +148,6 @@ def test_passes_are_those_of_the_threads(
                 assert_equal(list(made), list(reference))
             assert made.corrupt == reference.corrupt
             assert len(made) == len(reference)
-
-
-def test_too_many_corrupt_samples_stop_the_evaluation(
-    memory_source: Any, small_settings: Make
-) -> None:
-    chosen = small_settings(max_corrupt_share=0.1)
-    with (
-        passes("on", memory_source(40, corrupt=set(range(10))), chosen) as made,
-        pytest.raises(DataError, match=r"8 corrupt of 40 samples \(allowed: 4\)"),
-    ):
-        list(made)
 
 
 # --- the set -----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from paceline.core.errors import DataError
-from paceline.data import DataSettings, inspect_set, open_source, open_splits
+from paceline.data import inspect_set, open_splits
 from paceline.data.image import decode
 from paceline.data.sources import index_store, tar_index
 from paceline.data.sources import shards as tar_shards
@@ -117,16 +117,6 @@ def test_no_image_in_any_shard(tmp_path: Path, write_tar: Write) -> None:
         TarShards([path])
 
 
-def test_a_damaged_shard_among_good_ones_is_named(
-    tmp_path: Path, write_tar: Write, samples: Samples
-) -> None:
-    good = write_tar(tmp_path / "train-0000.tar", samples(3))
-    bad = tmp_path / "train-0001.tar"
-    bad.write_bytes(good.read_bytes()[:3000])
-    with pytest.raises(DataError, match=r"train-0001\.tar: not a readable tar shard"):
-        TarShards([good, bad])
-
-
 @pytest.mark.parametrize("damage", ["cut", "flip", "no gzip"])
 def test_damaged_gzip(tmp_path: Path, write_tar: Write, samples: Samples, damage: str) -> None:
     path = write_tar(tmp_path / "train-0000.tar.gz", samples(20))
@@ -142,12 +132,6 @@ def test_damaged_gzip(tmp_path: Path, write_tar: Write, samples: Samples, damage
         TarShards([path])
 
 
-def test_a_directory_in_the_place_of_a_shard(tmp_path: Path) -> None:
-    (tmp_path / "train-0000.tar").mkdir()
-    with pytest.raises(DataError, match=r"train-0000\.tar: cannot be read \(Is a directory"):
-        TarShards([tmp_path / "train-0000.tar"])
-
-
 def test_too_much_to_unpack_into_memory(
     tmp_path: Path, write_tar: Write, samples: Samples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,37 +139,6 @@ def test_too_much_to_unpack_into_memory(
     monkeypatch.setattr(tar_shards, "_COMPRESSED_LIMIT_BYTES", 10)
     with pytest.raises(DataError, match="gunzip"):
         TarShards([path])
-
-
-def test_tiny_imagenet(tiny_imagenet: Path) -> None:
-    settings = DataSettings(dir=str(tiny_imagenet))
-    train, val = open_source(settings, "train"), open_source(settings, "val")
-    assert len(train.classes) == len(val.classes) == 25
-    assert np.bincount(train.labels).tolist() == [500] * 25
-    assert np.bincount(val.labels).tolist() == [50] * 25
-    grey = 0
-    for source in (train, val):
-        for i in range(len(source)):
-            data = source.read(i)
-            assert isinstance(data, bytes)
-            grey += _is_grey_jpeg(data)
-    assert grey == 264
-    for source in (train, val):
-        first = next(i for i in range(len(source)) if _is_grey_jpeg(source.read(i)))
-        image = decode(source.read(first), 3)
-        pixels = np.asarray(image)
-        assert pixels.shape == (64, 64, 3)
-        assert (pixels[..., 0] == pixels[..., 2]).all()
-        assert pixels.std() > 5
-        source.close()
-
-
-def _is_grey_jpeg(data: bytes) -> bool:
-    """Reads the number of components in the frame header, without Pillow."""
-    at = 2
-    while data[at + 1] not in (0xC0, 0xC1, 0xC2):
-        at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-    return data[at + 9] == 1
 
 
 # --- indexes, kept on disk -------------------------------------------------------------------------
@@ -290,13 +243,6 @@ def test_shards_where_nothing_can_be_written(
     scanned = scans(monkeypatch)
     assert len(TarShards(large_shards)) == 12
     assert scanned == []
-
-
-def test_no_place_at_all(large_shards: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    read_only(monkeypatch, "data", "index")
-    source = TarShards(large_shards)
-    assert len(source) == 12
-    assert "index of train-0.tar cannot be kept: no place to write to and 2 more" in source.note
 
 
 def test_a_damaged_shard_leaves_no_index(large_shards: list[Path]) -> None:

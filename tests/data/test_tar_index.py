@@ -217,12 +217,6 @@ def test_labels_as_webdataset_decodes_them() -> None:
     assert scan(archive(*members)).labels.tolist() == [7] * 4
 
 
-def test_the_first_lonely_sample_is_named() -> None:
-    members = [(f"{key}.jpg", b"i") for key in "hgfedcba"]
-    with pytest.raises(DataError, match="sample 'a' has an image but no label"):
-        scan(archive(*members))
-
-
 def with_checksum(header: bytes) -> bytes:
     total = sum(header[:148]) + 8 * 32 + sum(header[156:])
     return header[:148] + b"%06o\0 " % total + header[156:]

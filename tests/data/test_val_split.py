@@ -16,7 +16,6 @@ from paceline.data import (
     DataSettings,
     Source,
     create_eval_loader,
-    describe_channels,
     inspect_set,
     open_data,
     open_source,
@@ -195,13 +194,3 @@ def test_metadata_that_is_wrong(tmp_path: Path, rows: str, line: str) -> None:
     (tmp_path / "train" / "metadata.csv").write_text("file_name,label\n" + rows)
     with pytest.raises(DataError, match=line):
         open_source(chosen(tmp_path), "train")
-
-
-def test_channels_that_differ_are_told(tmp_path: Path, png: Callable[..., bytes]) -> None:
-    for number, shape in ((0, (8, 8)), (1, (8, 8, 3))):
-        root = photos(tmp_path / str(number), "a", "b")
-        for path in root.glob("*/*.png"):
-            path.write_bytes(png(np.zeros(shape, dtype=np.uint8)))
-        whole = open_source(chosen(root), "train")
-        assert ("grayscale images fill" in describe_channels(whole, 3)) == (number == 0)
-        assert ("become grayscale" in describe_channels(whole, 1)) == (number == 1)

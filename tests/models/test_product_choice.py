@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from paceline.models import cudnn_graphs, product_choice
-from paceline.models.cudnn_graphs import CudnnError
 from paceline.models.product_choice import CUDNN, SEPARATE, begin, choices, choose, settle
 from paceline.models.products import _fastest
 
@@ -77,15 +76,6 @@ def test_cudnn_takes_part_in_its_mode_and_is_counted(monkeypatch: pytest.MonkeyP
     choices.missing |= {"backward x": "needs fp16", "cudnn weight": "is part of another"}
     assert choices.wanted_of_cudnn("forward x") == "cudnn engine1"
     assert choices.wanted_of_cudnn("backward x") is None
-    assert choices.describe() == (
-        "2 of 2 kinds of products fused, 1 by cuDNN, whose sums have no fixed order (2 timed); no form "
-        "of cuDNN for 1 of them: needs fp16"
-    )
-    choices.missing["backward 3x3"] = "needs fp16"  # has no other form, so there is no choice
-    assert choices.describe() == (
-        "2 of 3 kinds of products fused, 1 by cuDNN, whose sums have no fixed order (2 timed); no form "
-        "of cuDNN for 2 of them: needs fp16"
-    )
     settle(choices.own())
     # Shapes that the trial did not have are not asked for.
     assert choices.wanted_of_cudnn("forward y") is None
@@ -123,24 +113,6 @@ def test_files_of_choices_are_those_of_a_device_versions_and_mode(
     path = FILE(GPU, CUDNN)
     assert path is not None
     assert path.name not in names.values()
-
-
-def test_a_library_that_cannot_be_used_is_named_at_every_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def missing() -> int:
-        raise CudnnError("libcudnn.so.9 cannot be loaded (no such file)")
-
-    monkeypatch.setattr(cudnn_graphs, "version", missing)
-    for source in ("1 timed", "cached"):
-        begin(CUDNN, GPU)
-        assert choices.wanted_of_cudnn("forward x") is None
-        assert choose("forward x", Forms(a=1.0, separate=2.0)(), GPU) == "a"
-        assert choices.describe() == (
-            f"1 of 1 kinds of products fused, 0 by cuDNN ({source}); no form of cuDNN: libcudnn.so.9 "
-            "cannot be loaded (no such file)"
-        )
-        settle(choices.own())
 
 
 def test_the_fastest_form_is_taken_and_timed_once() -> None:
@@ -261,21 +233,6 @@ def damaged() -> list[bytes]:
         b'{"forward x": {"a": []}}', b"[" * 100_000, b'{"a":' * 100_000, b"9" * 10_000,
         b'{"forward x": NaN}', *(whole[:end] for end in range(len(whole))), *map(bytes, flipped),
     ]  # fmt: skip
-
-
-def test_what_was_timed_is_listed_for_people(tmp_path: Path) -> None:
-    choose("forward x", Forms(a=1.0, separate=2.0)(), GPU)
-    settle(choices.own())
-    begin("auto", GPU)
-    choose("forward x", Forms(a=9.0, separate=2.0)(), GPU)  # from the file
-    choose("forward y", Forms(a=3.0, separate=4.0)(), GPU)
-    settle(choices.own())
-    listed = json.loads((tmp_path / "auto.times.json").read_text())
-    assert {key: found["ms"] for key, found in listed.items()} == {
-        "forward x": {"a": 1.0, SEPARATE: 2.0},
-        "forward y": {"a": 3.0, SEPARATE: 4.0},
-    }
-    assert all(found["at"].startswith("2") for found in listed.values())
 
 
 def test_a_damaged_file_does_no_harm(tmp_path: Path) -> None:

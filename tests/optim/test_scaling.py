@@ -25,7 +25,7 @@ from paceline.optim.scaling import (
     Target,
     scale_recipe,
 )
-from paceline.optim.scaling_report import Scaling, describe_in_lines
+from paceline.optim.scaling_report import Scaling
 from paceline.train.batch_sizes import apply_scaling
 from paceline.train.checkpoint import Checkpoint
 from ranks import run_ranks
@@ -182,53 +182,26 @@ def test_muon_takes_over_from_adam_where_an_epoch_has_few_steps(name: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("changes", "noted"),
     [
-        ({"kept": frozenset({"optim.lr"})}, "optim.lr was given"),
-        ({"kept": frozenset({"optim.beta2"})}, "optim.beta2 was given"),
-        ({"kept": frozenset({"optim.beta1"})}, "optim.beta1 was given"),
-        ({"kept": frozenset({"optim.name", "optim.lr"})}, None),
-        (
-            {"kept": frozenset({"optim.lr", "optim.beta2"})},
-            "optim.beta2, optim.lr were given (without them",
-        ),
-        ({"optim": OptimSettings("lamb", lr=1e-3, clip=True)}, "optim.clip was given"),
-        # Fine-tuning is the stronger reason.
-        (
-            {"kept": frozenset({"optim.lr"}), "pretrained": True},
-            "the run begins with given weights",
-        ),
-        ({"kept": frozenset({"optim.name"}), "pretrained": True}, None),
-        (
-            {"optim": OptimSettings("adamw", known_good_lr=5e-5)},
-            "a rate of 5e-05 is one for fine-tuning",
-        ),
-        ({"pretrained": True}, "the run begins with given weights"),
-        ({"optim": OptimSettings("adamw", lr=5e-5)}, "a rate of 5e-05 is one for fine-tuning"),
-        (
-            {"optim": OptimSettings("adamw", lr=1e-3, layer_decay=0.75)},
-            "optim.layer_decay is for fine-tuning",
-        ),
+        ({"kept": frozenset({"optim.lr"})}, True),
+        ({"kept": frozenset({"optim.beta2"})}, True),
+        ({"kept": frozenset({"optim.name", "optim.lr"})}, False),
+        ({"optim": OptimSettings("lamb", lr=1e-3, clip=True)}, True),
+        ({"pretrained": True}, True),
+        ({"kept": frozenset({"optim.name"}), "pretrained": True}, False),
+        ({"optim": OptimSettings("adamw", known_good_lr=5e-5)}, True),
+        ({"optim": OptimSettings("adamw", lr=5e-5)}, True),
+        ({"optim": OptimSettings("adamw", lr=1e-3, layer_decay=0.75)}, True),
     ],
-)  # fmt: skip
-def test_adam_stays_where_muon_might_not_suit(changes: dict[str, Any], reason: str | None) -> None:
+)
+def test_adam_stays_where_muon_might_not_suit(changes: dict[str, Any], noted: bool) -> None:
     optim = OptimSettings(name="adamw", lr=1e-3, weight_decay=0.05, schedule="cosine")
     recipe = replace(Recipe(optim, 128, "adamw"), **changes)
     found = scale_recipe(recipe, Target(2000, 12_000, 15))
     assert "optim.name" not in found.values
     assert "optim.beta2" in found.values or "optim.beta2" in recipe.kept
-    (loss,) = found.losses
-    assert f"steps an epoch with {recipe.optim.name}" in loss
-    fine_tunes = recipe.pretrained or (reason is not None and "fine-tuning" in reason)
-    assert ("muon loses less" in loss) != fine_tunes
-    if reason is None:
-        assert not found.notes
-    else:
-        (note,) = found.notes
-        assert note.startswith(f"{recipe.optim.name} stays: {reason}")
-    # Each choice and each remark has a line of its own.
-    lines = describe_in_lines(found.describe(), indent="  ").splitlines()[1:]
-    assert len(lines) == len(found.choices) + len(found.notes) + 1 + bool(found.kept)
+    assert (len(found.losses), len(found.notes)) == (1, int(noted))
 
 
 def test_the_default_rate_of_adam_is_not_one_for_fine_tuning() -> None:
@@ -399,13 +372,6 @@ def test_outside_of_the_range_it_refuses_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_refusal_says_what_few_steps_in_all_lose_only_where_they_are_few() -> None:
-    for target, told in ((Target(8000, 12_000, 100), False), (Target(8000, 12_000, 10), True)):
-        with pytest.raises(ConfigError) as caught:
-            scale_recipe(CIFAR, target)
-        assert ("lose accuracy" in str(caught.value)) == told
-
-
 def test_the_remedy_of_a_refusal_is_accepted() -> None:
     with pytest.raises(ConfigError, match="at most 1666, or 45 epochs"):
         scale_recipe(CIFAR, Target(25_000, 50_000, 3))
@@ -413,37 +379,13 @@ def test_the_remedy_of_a_refusal_is_accepted() -> None:
         assert scale_recipe(CIFAR, target).values
 
 
-@pytest.mark.parametrize(
-    ("batch", "epochs", "loss"),
-    [(10_000, 30, "3 at 150"), (2500, 18, "3 at 150"), (2500, 30, "1.6 points at 600"),
-     (2500, 90, "0.7 points at 20"), (1000, 90, "2.3 points at 5 to 20"), (10_000, 90, "2 at 5"),
-     (10_000, 89, "up to 2 at 5"), (400, 90, ""), (20_000, 400, "2 at 5, more below")],
-)  # fmt: skip
-def test_what_will_be_lost_is_said(batch: int, epochs: int, loss: str) -> None:
-    told = "; ".join(scale_recipe(CIFAR, Target(batch, 50_000, epochs)).losses)
-    assert loss in told
-    assert bool(loss) == bool(told)
-
-
-@pytest.mark.parametrize("name", ["sgd", "lars", "adamw", "lamb"])
-def test_optimizers_other_than_muon_say_what_they_lose(name: str) -> None:
-    recipe = Recipe(OptimSettings(name=name, lr=0.01), 256, name, kept=frozenset({"optim.name"}))
-    for batch in (10_000, 2500, 1000):
-        (loss,) = scale_recipe(recipe, Target(batch, 50_000, 30)).losses
-        assert f"{50_000 // batch} steps an epoch with {name}" in loss
-        grows = name in ("adamw", "lamb") and batch > 1000
-        assert ("against the same optimizer at the small batch" in loss) == grows
-    assert not scale_recipe(recipe, Target(2500, 1_281_167, 90)).losses
-
-
 def test_a_smaller_batch_and_many_steps_lose_nothing() -> None:
     large = replace(MUON, batch=4000)
     for batch, epochs in ((1000, 15), (2000, 15)):
         assert not scale_recipe(large, Target(batch, 12_000, epochs)).losses
     # Short runs say so at every number of steps an epoch for which Muon is chosen.
-    for batch, loss in ((1000, "up to 2.5 points"), (1500, "1 to 5.5"), (600, "up to 2.5 points")):
-        epochs = 10 if batch > 600 else 11
-        assert loss in scale_recipe(CIFAR, Target(batch, 50_000, epochs)).losses[0]
+    for batch, epochs in ((1000, 10), (1500, 10), (600, 11)):
+        assert scale_recipe(CIFAR, Target(batch, 50_000, epochs)).losses
 
 
 def test_the_layers_of_muon_are_chosen_by_the_net_unless_the_recipe_is_for_muon() -> None:
@@ -461,27 +403,6 @@ def test_the_length_of_steps_is_chosen_by_the_net_where_they_get_longer() -> Non
     for recipe in (given, on, smaller, replace(CIFAR, optim=replace(SGD, name="lars"),
                                                kept=frozenset({"optim.name"}))):  # fmt: skip
         assert "optim.muon_steps" not in scale_recipe(recipe, Target(2000, 12_000, 30)).values
-
-
-def test_the_description_has_a_line_for_each_choice_and_names_what_was_kept() -> None:
-    kept = frozenset({"run.average_epochs", "optim.warmup_epochs", "optim.lr"})
-    asked = replace(CIFAR, optim=replace(SGD, lr=1.0), kept=kept)
-    found = scale_recipe(asked, Target(10_000, 50_000, 30))
-    assert "\n" not in found.describe()
-    first, *lines = describe_in_lines(found.describe(), indent="  ").splitlines()
-    assert first.endswith("150 in all:")
-    assert len(lines) == len(found.choices) + 1 + len(found.losses)
-    assert [line.partition(" = ")[0].strip() for line in lines[: len(found.choices)]] == [
-        choice.name for choice in found.choices
-    ]
-    # Also the warm-up, which is the one that the rule would choose.
-    assert "  kept as given: optim.lr, optim.warmup_epochs, run.average_epochs" in lines
-
-
-def test_what_one_batch_loses_is_said_where_the_batch_does_not_grow() -> None:
-    fixed = replace(CIFAR, kept=frozenset({"optim.batch_schedule"}))
-    for batch, loss in ((10_000, "1 to 5.5 points"), (2500, "up to 2.5 points")):
-        assert loss in scale_recipe(fixed, Target(batch, 50_000, 30)).losses[0]
 
 
 @pytest.mark.parametrize(
@@ -513,17 +434,10 @@ def test_the_batch_grows_where_an_epoch_has_few_steps(target: Target, first: int
     assert len(found.values) == len(found.choices)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "said"), [(64, ""), (128, ""), (256, "a rank has 1 micro-batch of 256 a step")]
-)
-def test_ranks_that_keep_the_batch_from_growing_are_named(ranks: int, said: str) -> None:
+@pytest.mark.parametrize(("ranks", "grows"), [(64, True), (128, True), (256, False)])
+def test_many_ranks_keep_the_batch_from_growing(ranks: int, grows: bool) -> None:
     found = scale_recipe(CIFAR, Target(65_536, 1_281_167, 90, ranks))
-    assert ("run.global_batch_size" in found.values) == (not said)
-    assert any("does not grow: " + said in loss for loss in found.losses) == bool(said)
-    # Where no number of ranks would let it, ranks are not to blame.
-    assert not any(
-        "grow" in loss for loss in scale_recipe(CIFAR, Target(625, 12_500, 30, 5)).losses
-    )
+    assert ("run.global_batch_size" in found.values) == grows
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 8, 16])
@@ -543,13 +457,6 @@ def test_a_resumed_run_keeps_its_first_batch(ranks: int) -> None:
 def test_the_batch_grows_only_where_the_rate_decays(schedule: str) -> None:
     recipe = replace(CIFAR, optim=replace(SGD, schedule=schedule))
     assert "run.global_batch_size" not in scale_recipe(recipe, Target(10_000, 50_000, 30)).values
-
-
-def test_the_steps_of_a_run_that_grows_are_said() -> None:
-    target = Target(10_000, 50_000, 30)
-    assert "150 in all (375 with a batch that grows)" in scale_recipe(CIFAR, target).describe()
-    one = scale_recipe(replace(CIFAR, one_batch="so it is"), target)
-    assert "the batch does not grow: so it is" in one.describe()
 
 
 @pytest.mark.parametrize("kept", ["optim.batch_schedule", "optim.batch_rate", "optim.lr"])
@@ -650,22 +557,6 @@ def test_flags_are_kept_and_an_optimizer_of_the_user_too() -> None:
     assert (scaled.optim.name, scaled.optim.lr) == ("lars", 3.0)
     assert "optim.lr =" not in described
     assert scaled.optim.trust_coefficient * 3.0 / 0.1 == pytest.approx(0.7 / 5**0.5, rel=1e-3)
-
-
-def test_all_settings_of_the_user_that_the_rule_has_are_listed_as_kept() -> None:
-    given = {
-        "run__batch_size": 60, "optim__schedule": "cosine", "optim__momentum": 0.8,
-        "optim__batch_schedule": "", "optim__orthogonal": "all",
-    }  # fmt: skip
-    for batch in (600, 120):  # 120 is the recipe's
-        config = auto(
-            "quickstart", run__global_batch_size=batch, optim__known_good_batch=120, **given
-        )
-        scaled, described = apply_scaling(config, 12_000, 1)
-        listed = described.partition("kept as given: ")[2].partition(";")[0].split(", ")
-        assert listed == sorted(name.replace("__", ".") for name in given)
-        assert scaled.optim.orthogonal == "all"
-        assert scaled.optim.name == ("muon" if batch == 600 else "sgd")
 
 
 def test_the_settings_of_a_scaled_run_are_a_recipe_for_another_optimizer_too() -> None:

@@ -4,7 +4,6 @@ safe."""
 import itertools
 import math
 import random
-import re
 import statistics
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -25,13 +24,10 @@ from paceline.planner.workload import Affine
 from paceline.report import RunFiles
 from paceline.report.chart import (
     Axis,
-    Bar,
     Chart,
     Line,
     Marker,
-    gantt_chart,
     line_chart,
-    tick_labels,
 )
 from paceline.report.curves import moving_median, run_charts, thin
 from paceline.report.run_files import Curve
@@ -82,28 +78,12 @@ def test_a_logarithmic_axis_of_positive_values() -> None:
     assert not Axis.fit([0.0, 10.0], log=True).log
 
 
-@pytest.mark.parametrize(
-    ("ticks", "labels"),
-    [
-        ((0, 0.5, 1), ["0.0", "0.5", "1.0"]), ((0, 500, 1000), ["0", "500", "1,000"]),
-        ((0, 2500, 10_000), ["0", "2.5k", "10.0k"]), ((0, 1e6, 2e6), ["0", "1M", "2M"]),
-        ((0, 5e-5, 1e-4), ["0", "5e-5", "1e-4"]), ((), []),
-    ],
-)  # fmt: skip
-def test_tick_labels(ticks: tuple[float, ...], labels: list[str]) -> None:
-    assert tick_labels(ticks) == labels
-
-
 def parsed(chart: Chart) -> ElementTree.Element:
     return ElementTree.fromstring(line_chart(chart))
 
 
 def titles(svg: ElementTree.Element, tag: str) -> list[str | None]:
     return [element.findtext("title") for element in svg.findall(tag)]
-
-
-def legends(svg: ElementTree.Element) -> list[str]:
-    return ["".join(t.itertext()) for t in svg.iter("text") if t.get("class") == "legend"]
 
 
 def test_a_sparse_line_has_dots_and_a_dense_one_hover_strips() -> None:
@@ -116,25 +96,6 @@ def test_a_sparse_line_has_dots_and_a_dense_one_hover_strips() -> None:
     assert svg.findall("circle") == []
     assert 0 < len(svg.findall("rect")) <= 75
     assert titles(svg, "rect")[0] == "step 0\na 7\nb 7"
-
-
-def test_legend_and_hover_name_lines_that_have_a_name_and_points() -> None:
-    lines = [
-        Line("bold", [(0, 1), (1, 2)]), Line("raw", [(0, 1), (1, 3)], faint=True), Line("none", []),
-        Line("", [(0, 0), (1, 3)], colour=3, dashed=True),
-    ]  # fmt: skip
-    svg = parsed(Chart("Loss", "epoch", lines))
-    assert legends(svg) == ["bold 2", "raw"]
-    assert titles(svg, "rect") == ["epoch 0\nbold 1\nraw 1", "epoch 1\nbold 2\nraw 3"]
-    assert len(svg.findall("polyline")) == 3
-    assert svg.findall("polyline")[0].attrib["class"] == "line c1 faint", "in the background"
-    assert svg.attrib["aria-label"].startswith("Loss by epoch: bold from 1 to 2; ")
-    assert legends(parsed(Chart("Loss", "epoch", lines, legend=False))) == []
-
-
-def test_an_empty_chart_says_so() -> None:
-    svg = parsed(Chart("Accuracy", "epoch", [Line("top-1", [])]))
-    assert [text.text for text in svg.findall("text")] == ["nothing recorded"]
 
 
 def test_names_are_escaped() -> None:
@@ -160,11 +121,6 @@ def test_less_than_an_epoch_is_shown_by_step_and_not_smoothed(make_run: MakeRun)
     assert (charts["Loss"].x_label, charts["Loss"].x_range) == ("step", (0.0, 20.0))
     assert names(charts["Loss"]) == ["training", "validation"]
     assert all(not line.points for line in charts["Accuracy"].lines)
-
-
-def test_exposed_communication_has_a_chart_on_several_ranks(make_run: MakeRun) -> None:
-    events = [start(world_size=2), *(step(n, exposed_comm_s=0.02) for n in range(1, 10))]
-    assert "Exposed" in charts_of(make_run(events, ranks={1: events}))
 
 
 def test_a_spike_makes_the_loss_logarithmic(make_run: MakeRun) -> None:
@@ -228,35 +184,6 @@ def test_moving_median_equals_its_definition() -> None:
     assert moving_median(np.array(values), 9).tolist() == expected
     assert moving_median(np.array([1.0, 1, 1, 99, 1, 1, 1]), 3).tolist() == [1] * 7
     assert len(moving_median(np.zeros(0))) == 0
-
-
-def test_a_gantt_chart_has_a_row_for_each_name() -> None:
-    bars = [Bar("one", 0, 2, "first"), Bar("two", 1, 3, "<second>"), Bar("one", 2, 3, "third")]
-    drawn = gantt_chart("a step", "ms", bars)
-    assert drawn.count('class="bar') == 3
-    assert drawn.count(">one</text>") == 1
-    assert "&lt;second&gt;" in drawn
-
-
-def test_the_last_tick_of_an_axis_ends_within_the_chart() -> None:
-    """In a phone's letters half of "1,000" is wider than the margin."""
-    lines = [Line("ranks", [(8.0, 1.0), (256.0, 2.0)])]
-    drawn = line_chart(Chart("Speed", "ranks", lines, log_x=True))
-    assert re.search(r'<text x="519.0" y="\d+" text-anchor="end">1,000</text>', drawn)
-    assert re.search(r'text-anchor="middle">100</text>', drawn)
-    bars = gantt_chart("a step", "ms", [Bar("forward", 0.0, 250.0, "forward", 1)])
-    assert re.search(r'text-anchor="end">250</text>', bars)
-
-
-def test_both_axes_may_be_logarithmic() -> None:
-    """Equal factors are equal distances."""
-    points = [(1.0, 10.0), (10.0, 100.0), (100.0, 1000.0)]
-    drawn = line_chart(Chart("speed", "ranks", [Line("a", points)], log=True, log_x=True))
-    places = re.search(r'points="([^"]+)"', drawn)
-    assert places is not None
-    (x0, y0), (x1, y1), (x2, y2) = (map(float, p.split(",")) for p in places[1].split())
-    assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
-    assert y1 - y0 == pytest.approx(y2 - y1, abs=0.2)
 
 
 @pytest.mark.parametrize("input_rate", [0.0, 50.0])

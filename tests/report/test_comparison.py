@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,7 @@ from paceline.report.comparison import (
     Difference,
     Spread,
     differing_settings,
-    identity,
     naming_settings,
-    short_names,
-    value_text,
 )
 from report.html_reader import read_page
 from report.made_up_runs import events_of, start, step, write_ablation, write_run
@@ -178,18 +174,6 @@ def test_rows_and_their_differences(ablation: Comparison) -> None:
     assert "not complete" in incomplete
 
 
-def test_labels_of_seeds_alone_and_of_equal_incomplete_runs(tmp_path: Path) -> None:
-    seeds = compare(tmp_path / "seeds", {}, {"run__seed": 1})
-    assert (labels(seeds), seeds.notes) == (["cifar10"], [])
-    repeated = compare(tmp_path / "repeated", {"run__seed": 4}, {"run__seed": 4})
-    assert len(repeated.notes) == 1
-    assert "seed 4 in 2 runs" in repeated.notes[0]
-    half = compare(tmp_path / "half", {"done": 1}, {"done": 1}, {})
-    paths = [f"cifar10 run={tmp_path / 'half' / name}" for name in "01"]
-    assert labels(half) == [*paths, "cifar10"]
-    assert half.baseline.label == "cifar10", "the first complete row"
-
-
 def test_a_baseline_by_label_path_or_folder_name(tmp_path: Path) -> None:
     runs = read_runs(write_ablation(tmp_path))
     for given in (LARS, str(tmp_path / "lars-1"), "lars-1"):
@@ -231,31 +215,6 @@ def test_a_folder_name_in_two_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="several rows"):
         Comparison.of(read_runs(runs), baseline="run")
     assert Comparison.of(read_runs(runs), baseline=str(runs[1])).baseline.label == "lr_base=0.2"
-
-
-A = {"optim.name": "sgd", "run.global_batch_size": 250, "optim.lr_base": 0.2, "data.dir": "d"}
-B = {"optim.name": "lars", "run.global_batch_size": 250, "optim.lr_base": 3.0, "data.dir": "d"}
-C = {"optim.name": "lars", "run.global_batch_size": 2500, "optim.lr_base": 3.0, "data.dir": "d"}
-
-
-def test_settings_that_differ_and_that_name_rows() -> None:
-    assert identity({"a": 1, "b": [2]}) == identity({"b": [2.0], "a": 1.0})
-    assert len({identity({"a": value}) for value in (1, True, "1")} | {identity({})}) == 4
-    assert differing_settings([A, B, C]) == ["optim.name", "run.global_batch_size", "optim.lr_base"]
-    assert differing_settings([A, {**A, "data.dir": "e"}]) == ["data.dir"]
-    assert differing_settings([{"run.threads": 1, "odd.x": 1, "optim.z": 1}, {}]) == [
-        "optim.z", "odd.x", "run.threads"
-    ]  # fmt: skip
-    assert naming_settings([A, B, C], differing_settings([A, B, C])) == [
-        "optim.name", "run.global_batch_size", "optim.lr_base"
-    ]  # fmt: skip
-    assert naming_settings([A, A, B], differing_settings([A, A, B])) == [
-        "optim.name", "optim.lr_base"
-    ]  # fmt: skip
-    assert short_names(["optim.name", "model.name", "optim.nesterov", "ranks"]) == {
-        "optim.name": "opt", "model.name": "model", "optim.nesterov": "nesterov",
-        "ranks": "ranks",
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -310,57 +269,6 @@ def test_a_row_is_named_by_what_it_switches_on(tmp_path: Path) -> None:
     assert labels(compare(tmp_path / "tuned", *tuned)) == rated
 
 
-def test_what_has_no_effect_on_one_rank_names_a_row_only_where_nothing_else_does(
-    tmp_path: Path,
-) -> None:
-    without_effect = {**OFF, "comm__wire": "int8"}
-    other = compare(tmp_path / "other", OFF, {**without_effect, "optim__nesterov": True})
-    assert labels(other) == ["nesterov=unset", "nesterov=true"]
-    alone = compare(tmp_path / "alone", OFF, without_effect)
-    assert labels(alone) == ["wire=auto", "wire=int8"]
-
-
-def test_a_rehearsal_and_a_real_run_are_named_as_such(tmp_path: Path) -> None:
-    cluster = {"rehearse__nodes": 1, "rehearse__gpus_per_node": 2, "rehearse__gpu": "H100"}
-    real = {"rehearse__nodes": 0, "rehearse__gpus_per_node": 8, "rehearse__gpu": ""}
-    found = compare(tmp_path, {"ranks": 2, **real}, {"ranks": 2, **cluster})
-    assert labels(found) == ["rehearsed=false", "rehearsed=true"]
-
-
-def test_state_of_the_exchange_is_shown_beside_that_of_the_optimizer(tmp_path: Path) -> None:
-    state = {"int8": 12.0, "old": None, "plain": 0.0}
-    for name, each in state.items():
-        folder = write_run(tmp_path / name, 90.0, run__name=name, optim__name=name, ranks=2)
-        path = folder / "summary.json"
-        more = {"state_bytes_per_parameter": 4.0, "exchange_state_bytes": 2**20 * (each != 0)}
-        if each is not None:
-            more["exchange_state_bytes_per_parameter"] = each
-        path.write_text(json.dumps(json.loads(path.read_text()) | more))
-    found = Comparison.of(read_runs([tmp_path]))
-    table = compare_table(found)
-    column = table.columns.index("exchange B/param")
-    assert [row[column] for row in table.rows] == ["12", "1 MiB", "0"]
-    assert "4 bytes of optimizer state a parameter" in compare_caption(found)
-    rows = compare_json(found)["rows"]
-    assert [row["exchange_state_bytes_per_parameter"] for row in rows] == [12.0, None, 0.0]
-    assert [row["exchange_state_bytes"] for row in rows] == [2**20, 2**20, 0]
-    (tmp_path / "old").rename(tmp_path.parent / "old")
-    int8, plain = (tmp_path / name for name in ("int8", "plain"))
-    settings = (plain / "config.toml").read_text()
-    (int8 / "config.toml").write_text(settings)
-    (plain / "summary.json").write_text((int8 / "summary.json").read_text())
-    assert "12 bytes of exchange state a parameter" in compare_caption(
-        Comparison.of(read_runs([tmp_path]))
-    )
-
-
-def test_values_without_spaces() -> None:
-    values = {"a": True, "b": [2.0, 3.0], "c": "", "d": 5e-05, "e": 0.1234567, "f": "a\x1b"}
-    assert [value_text(values, name) for name in "abcdefg"] == [
-        "true", "[2,3]", '""', "5e-05", "0.1234567", "a\N{REPLACEMENT CHARACTER}", "unset"
-    ]  # fmt: skip
-
-
 def test_the_table_has_what_differs_and_the_caption_what_does_not(
     ablation: Comparison, tmp_path: Path
 ) -> None:
@@ -380,28 +288,6 @@ def test_the_table_has_what_differs_and_the_caption_what_does_not(
     batches = [write_run(tmp_path / str(b), 90.0, run__global_batch_size=b) for b in (250, 500)]
     assert "batch" not in compare_table(Comparison.of(read_runs(batches))).columns, "in the label"
     assert "batch" in compare_table(Comparison.of(read_runs(batches), ["250=small"])).columns
-
-
-def test_a_batch_that_grows_is_shown_with_its_largest(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"epochs": 4, "done": 4, "batch": 250, "ranks": 1, "loss": 0.5}
-    grown = [
-        replace(event, batch_size=1000 if 5 < event.step <= 10 else 250)  # and falls again
-        if isinstance(event, StepEvent) else event
-        for event in events_of(90.0, **given)
-    ]  # fmt: skip
-    runs = [{"events": grown}, {"optim__name": "lars"}]
-    found = compare(tmp_path / "two", *runs)
-    table = compare_table(found)
-    shown = [row[table.columns.index("batch")] for row in table.rows]
-    assert shown == ["250 to 1,000", "250"]
-    assert [row["largest_batch"] for row in compare_json(found)["rows"]] == [1000, 250]
-    alone = compare(tmp_path / "one", runs[0], {"events": grown, "run__seed": 1})
-    assert "global batch 250 to 1,000" in compare_caption(alone)
-
-
-def test_epochs_of_runs_that_reached_their_target(tmp_path: Path) -> None:
-    early = [{"done": n, "stopped_by": "target", "run__seed": n} for n in (2, 3)]
-    assert "2–3 of 4 epochs" in compare_caption(compare(tmp_path, *early))
 
 
 def test_markdown(tmp_path: Path) -> None:
@@ -471,12 +357,6 @@ def test_charts_have_a_line_per_row_and_thin_ones_for_its_seeds(ablation: Compar
     assert [series_look(row) for row in (0, 7, 8, 16)] == [
         (1, False), (8, False), (1, True), (1, False)
     ]  # fmt: skip
-
-
-def test_the_mean_ends_where_the_first_seed_does(tmp_path: Path) -> None:
-    early = [{"done": n, "stopped_by": "target", "run__seed": n} for n in (2, 4)]
-    accuracy, _ = compare_charts(compare(tmp_path, *early))
-    assert [len(line.points) for line in accuracy.lines] == [2, 4, 2]
 
 
 def test_the_loss_is_the_median_of_an_epoch_or_of_a_part_of_a_short_run(tmp_path: Path) -> None:

@@ -70,13 +70,6 @@ def test_the_shares_and_e_add_up_and_the_product_is_the_speed(make_run: MakeRun)
     assert lost["start-up and other"] == pytest.approx(0.4 + 1.1)
 
 
-def test_saves_of_older_runs_stood_still_all_the_time(make_run: MakeRun) -> None:
-    events = [start(), *steps(10), CheckpointEvent(10, "c", 0.5), StopEvent(10, "finished")]
-    assert efficiency(make_run(events, summary=finished(1.5))).lost["saving"] == pytest.approx(
-        1 / 3
-    )
-
-
 def many_ranks(
     ranks: int = 64, late_s: float = 0.0, wait_s: float = 0.0, **more: Any
 ) -> list[Event]:
@@ -123,32 +116,6 @@ def test_the_page_names_the_bottleneck(
     text = run_page(folder).text
     assert "Steps are bound by" in text
     assert verdict in text
-
-
-def test_the_page_begins_with_the_formula_the_verdict_and_the_command(make_run: MakeRun) -> None:
-    events = [
-        start(command="paceline train my.toml --lr 0.4", changed=["optim.lr"]), *steps(20),
-        evaluation(20, loss=0.5), StopEvent(20, "finished"),
-    ]  # fmt: skip
-    config = {**CONFIG, "run": {"smoothing": 0.1, "mixup": 0.2}, "data": {"augment": "crop"}}
-    page = run_page(make_run(events, summary=finished(2.2), config=config))
-    order = [
-        page.text.index(part)
-        for part in (
-            "paceline train my.toml --lr 0.4",
-            "T = S · N · e",
-            "bound by",
-            "global batch",
-            "Changed settings",
-        )
-    ]
-    assert order == sorted(order)
-    assert page.tables["Changed settings"] == [("setting", "value"), ("optim.lr", "0.4")]
-    assert page.text.index("Changed settings") < page.text.index("All settings")
-    for reason in ("label smoothing 0.1", "mixup", "augmented (crop)"):
-        assert reason in page.text.split("lies above the validation loss")[1]
-    lower = [start(), *steps(20), evaluation(20, loss=1.5)]
-    assert "lies above" not in run_page(make_run(lower, config=config, name="lower")).text
 
 
 def test_prometheus_text(make_run: MakeRun) -> None:

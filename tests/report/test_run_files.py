@@ -130,13 +130,6 @@ def test_a_view_stays_as_it_was_when_more_is_appended() -> None:
     assert after.sums(CAUSES, after.number > 1) == {"decode": 0.5, "<read>": 0.25, "copy": 9.0}
 
 
-@pytest.mark.parametrize("number", ["-1", "1.5", "true", "9223372036854775808", "null"])
-def test_a_step_that_is_no_count_is_named(make_run: MakeRun, number: str) -> None:
-    folder = make_run([start()])
-    append(folder, f'{{"event": "step", "step": {number}}}')
-    assert "line 2" in fails(folder).cause
-
-
 def test_of_one_step_the_last_record_counts_but_all_corrupt_samples_do(make_run: MakeRun) -> None:
     events = [
         step(1, 1.0), CorruptEvent(1, "a", "bad"), CorruptEvent(1, "b", "bad"),

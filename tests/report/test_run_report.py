@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,6 @@ from paceline.core.errors import DataError
 from paceline.core.events import (
     CheckpointEvent,
     CorruptEvent,
-    Event,
     MetricEvent,
     NoteEvent,
     StepEvent,
@@ -59,21 +57,6 @@ def test_figures_come_from_the_summary(finished_run: Path) -> None:
     assert (rows["top-1"], rows["training time"]) == ("90.31 %", "101 s")
 
 
-def test_the_time_to_the_first_step_is_that_of_the_latest_start(make_run: MakeRun) -> None:
-    first = start(startup_s={"imports": 2.0, "data": 1.0})
-    again = start(2, startup_s={"imports": 3.0, "model": 0.9, "loader": 0.001})
-    rows = rows_of(make_run([first, step(1), step(2), again, step(3), step(4)]))
-    assert rows["to the first step"] == "4.0 s: imports 3.0, model 0.9, first step 0.1"
-
-
-@pytest.mark.parametrize(
-    "parts", [{}, {"imports": -5.0}, {"imports": math.nan}, [3.0], "3 s", None]
-)
-def test_parts_of_a_start_that_say_nothing(make_run: MakeRun, parts: Any) -> None:
-    rows = rows_of(make_run([start(startup_s=parts), step(1)]))
-    assert rows.get("to the first step", "0.1 s: first step 0.1") == "0.1 s: first step 0.1"
-
-
 def test_figures_of_an_unfinished_run_come_from_its_records(make_run: MakeRun) -> None:
     events = [
         start(), step(1, images_per_s=100.0), step(2, math.nan, images_per_s=300.0, skipped=True),
@@ -113,54 +96,6 @@ def test_the_state_follows_from_the_last_stop(make_run: MakeRun, reason: str, st
     assert (outcome.state, outcome.stopped_by) == (state, reason)
     resumed = outcome_of(make_run([*events, start(1), step(2)], name="resumed"))
     assert (resumed.state, resumed.stopped_by, resumed.resumes) == ("unfinished", None, 1)
-
-
-@pytest.mark.parametrize(
-    ("summary", "config", "name"),
-    [
-        ({**SUMMARY, "recipe": "my/recipes/tiny.toml"}, {}, "tiny"),
-        (None, {"run": {"name": "cifar10-resnet18"}}, "cifar10-resnet18"),
-        (None, {"run": 3}, "run"),
-        ({**SUMMARY, "recipe": None}, {}, "run"),
-    ],
-)
-def test_the_name(
-    make_run: MakeRun, summary: dict[str, object] | None, config: dict[str, object], name: str
-) -> None:
-    assert outcome_of(make_run([start()], summary=summary, config=config)).name == name
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({}, "quickstart: 90.3 % top-1 in 101 s, 1,430 images/s on 1 rank"),
-        ({"stopped_by": "target", "world_size": 2},
-         "quickstart: target reached, 90.3 % top-1 in 101 s, 1,430 images/s on 2 ranks"),
-        ({"stopped_by": "signal", "steps": 200},
-         "quickstart: stopped by signal at step 200 of 800 (25 %); "
-         "so far 90.3 % top-1 in 101 s, 1,430 images/s on 1 rank"),
-        ({"top1": None}, "quickstart: 101 s, 1,430 images/s on 1 rank"),
-        ({"top1": None, "train_s": None, "images_per_s": None, "steps": 0},
-         "quickstart: finished without an evaluation"),
-    ],
-)  # fmt: skip
-def test_the_verdict(make_run: MakeRun, change: dict[str, object], text: str) -> None:
-    folder = make_run([start()], summary={**SUMMARY, **change})
-    assert verdict(RunFiles.read(folder)) == text
-
-
-@pytest.mark.parametrize(
-    ("events", "text"),
-    [
-        ([], "run: unfinished, no step recorded yet"),
-        ([step(1)], "run: unfinished, at step 1; so far 1,430 images/s"),
-        ([start(total_steps=4), step(1), step(2), evaluation(2, 55.55)],
-         "run: unfinished, at step 2 of 4 (50 %); so far 55.5 % top-1 in 300 ms, 1,430 images/s "
-         "on 1 rank"),
-    ],
-)  # fmt: skip
-def test_the_verdict_so_far(make_run: MakeRun, events: list[Event], text: str) -> None:
-    assert verdict(RunFiles.read(make_run(events))) == text
 
 
 def test_a_run_of_several_ranks_has_a_page_before_its_first_step(make_run: MakeRun) -> None:
@@ -256,29 +191,12 @@ def test_a_finished_page_has_charts_configuration_and_environment(finished_run: 
     assert SUMMARY["weights_sha256"] in page.text
 
 
-def test_settings_outside_of_sections_and_in_nested_tables(make_run: MakeRun) -> None:
-    config = {"version": 1, "optim": {"lr": 0.4, "warmup": {"epochs": 2}}}
-    page = run_page(make_run([], config=config, summary={"versions": "2.13", "hardware": {}}))
-    assert page.tables["general"] == [("version", "1")]
-    assert page.tables["optim"] == [("lr", "0.4"), ("warmup.epochs", "2")]
-    assert {"Versions", "Hardware"}.isdisjoint(page.tables)
-
-
 def test_an_unfinished_page_shows_what_there_is(make_run: MakeRun) -> None:
     page = run_page(make_run([], config=None))
     assert page.text.count("nothing recorded") == 4
     page = run_page(make_run(finished_events()[:300], name="half"))
     assert "at step 294 of 800" in page.text
     assert "Chosen automatically" in page.tables
-
-
-def test_a_resumed_page_has_no_superseded_step(make_run: MakeRun) -> None:
-    before = [start(), *(step(n) for n in range(1, 31)), evaluation(30, 11.11)]
-    after = [start(20, resumed_from="checkpoints/step-20.pt"), step(21), evaluation(21, 33.33)]
-    page = run_page(make_run([*before, *after]))
-    assert "33.33 %" in page.text
-    assert "11.11 %" not in page.text
-    assert "step 30" not in page.text
 
 
 def test_a_loss_that_is_not_a_number(make_run: MakeRun) -> None:
@@ -412,19 +330,3 @@ def test_metrics_of_callbacks_are_tables_and_curves(make_run: MakeRun) -> None:
     ]
     assert "rank 0" in page.text
     assert any("gap by step: rank 0 from 1 to 0.125" in str(text) for _, text in page.attributes)
-
-
-@pytest.mark.parametrize(("classes", "shown"), [(9, False), (10, True)])
-def test_top5_of_few_classes_is_not_shown(make_run: MakeRun, classes: int, shown: bool) -> None:
-    chosen = {"data": f"ImageFolder, 5 classes, 90 training images, {classes} classes"}
-    folder = make_run([start(chosen=chosen), step(1), evaluation(1)])
-    assert ("top-5" in run_page(folder).text) == shown
-    assert ("top-5" in rows_of(folder)) == shown
-
-
-def test_a_wide_table_has_a_hint_for_phones(make_run: MakeRun) -> None:
-    saved = CheckpointEvent(1, "checkpoints/a.pt", 0.1)
-    narrow = make_run([start(), step(1), saved], name="narrow", config=None)
-    assert "scroll →" not in run_page(narrow).text
-    wide = make_run([start(), step(1), evaluation(1)], name="wide", config=None)
-    assert run_page(wide).text.count("scroll →") == 1

@@ -130,18 +130,14 @@ NOWHERE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", NOWHERE)
-def test_there_is_nothing_else(make_run: MakeRun, path: str) -> None:
-    with serving([make_run([start()])]) as client:
-        assert client.get(path)[0] == 404
-
-
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
-def test_it_is_read_only(make_run: MakeRun, method: str) -> None:
+def test_there_is_nothing_else_and_it_is_read_only(make_run: MakeRun) -> None:
     folder = make_run([start()])
     before = sorted((p.name, p.stat().st_mtime_ns) for p in folder.iterdir())
     with serving([folder]) as client:
-        assert client.get("/", method)[0] == 501
+        for path in NOWHERE:
+            assert client.get(path)[0] == 404, path
+        for method in ("POST", "PUT", "DELETE", "PATCH"):
+            assert client.get("/", method)[0] == 501
         client.get("/")
     assert sorted((p.name, p.stat().st_mtime_ns) for p in folder.iterdir()) == before
 
@@ -223,14 +219,13 @@ def test_a_port_in_use_and_an_address_of_another_host() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"--port = {port}.*in use"):
-            open_socket("127.0.0.1", port)
-    with pytest.raises(ConfigError, match="--host"):
-        open_socket("192.0.2.1", 0)
-    with pytest.raises(ConfigError, match="--port"):
-        open_socket("127.0.0.1", 70_000)
-    with pytest.raises(ConfigError, match="--host"):
-        open_socket("no such host.invalid", 0)
+        for host, number, field in (
+            ("127.0.0.1", port, "--port"), ("192.0.2.1", 0, "--host"),
+            ("127.0.0.1", 70_000, "--port"), ("no such host.invalid", 0, "--host"),
+        ):  # fmt: skip
+            with pytest.raises(ConfigError) as caught:
+                open_socket(host, number)
+            assert caught.value.field == field
 
 
 @pytest.mark.slow
@@ -269,4 +264,3 @@ def test_runs_that_begin_later_appear_and_keep_their_addresses(
         make_run([start()], name="later/c")
         content = client.get("/content")[1]
         assert content.count("<article") == 3
-        assert "1 more run not shown" in content

@@ -294,24 +294,6 @@ def test_without_memory_for_the_copy_the_steps_wait_for_the_file(
     assert notes[1:] == ["", ""], "once"
 
 
-def test_each_fall_back_of_the_copy_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system that pins no memory may later have none for the copy either."""
-    writer, notes = CheckpointWriter(background=True), []
-    writer._copy.unpinned = "refused"
-    for step in (1, 2):
-        with monkeypatch.context() as patch:
-            if step == 2:
-                patch.setattr(writer._copy, "take", lambda _: None)
-            writer.save(
-                checkpoint(step), lambda _: Path("file.pt"), best=False, started=time.perf_counter()
-            )
-        written = writer.take_written(wait=True)
-        assert written is not None
-        notes.append(written.note)
-    assert "pins no memory (refused)" in notes[0]
-    assert "has no memory for a copy" in notes[1]
-
-
 def test_another_error_of_the_copy_is_not_taken_for_a_lack_of_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.comm import CommSettings, Group
+from paceline.core.topology import Topology
 from paceline.report import RunFiles
 from paceline.report.evaluation import Evaluation
 from paceline.train.evaluate import MISTAKES, EvalDetails, thumbnail, wants_details
@@ -26,18 +28,21 @@ def test_counts_and_the_most_confident_mistakes() -> None:
     images = torch.randint(0, 255, (60, 8, 12, 3), generator=generator).to(torch.uint8)
     for part in torch.arange(60).split(25):
         details.add(outputs[part], labels[part], images[part])
-    counts = details._counts.view(classes, classes)
+    with Group(Topology(), CommSettings(), torch.device("cpu")) as group:
+        content = details.gather(group, 1, list("abcd"))
+    assert content is not None
+    found = json.loads(content)
     predicted = outputs.argmax(1)
+    counts = {(label, guess): count for label, guess, count in found["counts"]}
     for label in range(classes):
         for guess in range(classes):
             expected = int(((labels == label) & (predicted == guess)).sum())
-            assert counts[label, guess] == expected
+            assert counts.get((label, guess), 0) == expected
     wrong = outputs.softmax(1).max(1).values[predicted != labels].sort(descending=True).values
-    found = details._mistakes()
-    assert [m["confidence"] for m in found] == pytest.approx(
+    assert [m["confidence"] for m in found["mistakes"]] == pytest.approx(
         [round(float(value), 4) for value in wrong[:MISTAKES]], abs=1e-4
     )
-    assert all(m["image"] for m in found)
+    assert all(m["image"] for m in found["mistakes"])
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])

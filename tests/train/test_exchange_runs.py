@@ -133,14 +133,9 @@ def test_blocks_that_are_compiled_overlap_too(tmp_path: Path) -> None:
     ("values", "idle"),
     [
         ({"comm__wire": "float16"}, "comm.wire = 'float16'"),
-        (
-            {"run__shares": "probe", "run__rebalance": True},
-            "run.shares = 'probe', run.rebalance = True",
-        ),
         # Buckets with an algorithm are rounded to their wire format on one rank, too.
         ({"comm__algorithm": "ring", "comm__wire": "float16"}, "comm.algorithm = 'ring'"),
         ({"comm__mode": "asynchronous", "comm__overlap": "off"}, "comm.mode = 'asynchronous'"),
-        ({"comm__overlap": "on"}, "comm.overlap = 'on'"),
         ({}, None),
     ],
 )
@@ -183,9 +178,3 @@ def test_no_shipped_recipe_has_settings_without_effect() -> None:
     idle = {path.stem: load_config(path.stem, {}).optim.idle for path in RECIPES.glob("*.toml")}
     assert len(idle) > 10
     assert not {name: found for name, found in idle.items() if found}
-
-
-def test_a_run_on_one_rank_says_what_has_no_effect(tmp_path: Path) -> None:
-    chosen = run_small(tmp_path / "a", comm__mode="asynchronous", run__epochs=1).summary["chosen"]
-    assert "comm.mode = 'asynchronous'" in chosen["no effect"]
-    assert chosen["exchange"].endswith("native, after backward")

@@ -94,9 +94,7 @@ def test_the_evaluation_of_a_run_is_that_of_its_checkpoint(
     assert full.loss == pytest.approx(found.loss, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [("fp32", "bf16"), ("bf16", "fp32"), ("fp32", "fp16"), ("fp16", "bf16")]
-)
+@pytest.mark.parametrize(("before", "after"), [("fp32", "fp16"), ("fp16", "bf16")])
 def test_a_checkpoint_is_resumed_in_another_format(before: str, after: str, tmp_path: Path) -> None:
     whole, _ = watched(tmp_path / "a", precision__amp_dtype=before, **EVERY_STEP)
     saved = tmp_path / "a/checkpoints/step-00000003.pt"

@@ -191,18 +191,12 @@ def test_the_clock_advances_by_the_predicted_times(tmp_path: Path) -> None:
     assert "Accuracy over the cluster" in (tmp_path / "a/report.html").read_text()
 
 
-@pytest.mark.parametrize(
-    ("image_size", "prefix", "problem"),
-    [
-        (32, "", "images of 32 pixels, and the run has 12"),
-        (12, "net.", "lacks tensors of the model"),
-    ],
-)
+@pytest.mark.parametrize(("image_size", "prefix"), [(32, ""), (12, "net.")])
 def test_a_profile_of_other_images_or_another_model_is_refused(
-    tmp_path: Path, image_size: int, prefix: str, problem: str
+    tmp_path: Path, image_size: int, prefix: str
 ) -> None:
     path = profile(tmp_path, image_size, prefix)
-    with pytest.raises(ConfigError, match=problem) as caught:
+    with pytest.raises(ConfigError) as caught:
         run_small(tmp_path / "a", **rehearsed(4), rehearse__profile=path, rehearse__gpu="H100")
     assert caught.value.field == "rehearse.profile"
 
@@ -272,17 +266,6 @@ def test_more_micro_steps_take_longer_but_one_exchange(tmp_path: Path) -> None:
     one, two = step_s(8), step_s(4)
     # Two micro-steps of 4 take two fixed parts more than one of 8, on the slower of two ranks.
     assert two - one == pytest.approx(0.003, rel=0.05)
-
-
-def test_without_figures_of_the_cluster_there_is_no_clock_and_the_run_says_so(
-    tmp_path: Path,
-) -> None:
-    outcome, events = watched(tmp_path / "a", **rehearsed(2), run__epochs=1)
-    start = events[0]
-    assert isinstance(start, StartEvent)
-    assert start.world_size == 2
-    assert start.chosen["clock"].startswith("none")
-    assert "predicted_s" not in outcome.summary["rehearsal"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from time import sleep
 
 import pytest
 
-from fork_server import permissions_obeyed
 from paceline.data.decode import build as building
 from paceline.data.decode.build import BuildError, build, cached_library
 from paceline.data.decode.library import RegionLibrary
@@ -66,11 +65,6 @@ def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "libjpeg-dev" in error.remedy
 
 
-def test_a_compiler_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CC", str(tmp_path / "nothing"))
-    assert "does not run" in failure(tmp_path / "x.so").cause
-
-
 @pytest.mark.parametrize(
     ("said", "cause"),
     [
@@ -88,15 +82,6 @@ def test_what_the_compiler_says(
     (tmp_path / "said").write_text(said)
     monkeypatch.setenv("CC", script(tmp_path / "cc", f"cat {tmp_path}/said >&2; exit 3"))
     assert cause in failure(tmp_path / "x.so").cause
-
-
-def test_a_directory_that_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CC", "true")
-    tmp_path.chmod(0o500)
-    with permissions_obeyed():
-        assert "cannot be written" in failure(tmp_path / "deep" / "x.so").cause
 
 
 def test_a_file_where_the_directory_should_be(
@@ -220,12 +205,6 @@ def test_a_relative_cache_home_counts_as_none(
     monkeypatch.setenv("XDG_CACHE_HOME", base)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cached_library().parent == tmp_path / "home" / ".cache" / "paceline" / "region"
-
-
-def test_a_file_where_the_cache_should_be(folder: Path) -> None:
-    folder.parent.mkdir(parents=True)
-    folder.write_text("")
-    assert "cannot be written" in refusal()
 
 
 def test_another_source_is_another_library(

@@ -332,30 +332,6 @@ def test_shards_that_are_opened_for_each_read(
     opened.close()
 
 
-def test_few_of_those_are_open_at_once(
-    tmp_path: Path, write_tar: Write, samples: Samples, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shards_module, "_DESCRIPTORS_KEPT", 2)
-    opened = TarShards([write_tar(tmp_path / f"train-{i:02}.tar", samples(1)) for i in range(12)])
-    opened.read(0)
-    opened.read(1)
-    read, counts = BulkRead(opened), []
-    assert read._library is not None
-    together = read._library.read_many
-
-    def counting(pieces: Pieces) -> None:
-        counts.append(len(list(Path("/proc/self/fd").iterdir())))
-        together(pieces)
-
-    monkeypatch.setattr(read._library, "read_many", counting)
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    found = read.all(range(12), Progress())
-    assert [bytes(data) for data in found] == [opened.read(i) for i in range(12)]
-    assert counts == [before + module._MOST_OPENED]
-    assert [type(data) for data in found].count(memoryview) == 2 + module._MOST_OPENED
-    opened.close()
-
-
 @pytest.fixture
 def plain(tmp_path: Path, write_tar: Write, samples: Samples):
     path = write_tar(tmp_path / "train-0.tar", samples(5))
@@ -371,15 +347,6 @@ def test_a_shard_that_changes_is_found_out(plain: tuple[TarShards, Path]) -> Non
     os.utime(path, (1, 1))
     with pytest.raises(DataError, match=r"train-0\.tar: has changed since the start"):
         read.all([0, 1], Progress())
-
-
-def test_so_is_one_that_is_cut(plain: tuple[TarShards, Path]) -> None:
-    opened, path = plain
-    read = BulkRead(opened)
-    read.all([4], Progress())
-    os.truncate(path, 600)
-    with pytest.raises(DataError, match=r"train-0\.tar: (ends at byte|has changed)"):
-        read.all([4], Progress())
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -423,26 +390,3 @@ def test_pieces_that_cannot_be_are_refused(offset: int, size: int | list[int]) -
         Pieces(
             numbers[0].astype(np.int32), numbers[1], np.atleast_1d(size), numbers[0].astype("u8")
         )
-
-
-def test_descriptors_are_given_back(plain: tuple[TarShards, Path]) -> None:
-    opened, _ = plain
-    BulkRead(opened).all([0, 1, 2], Progress())
-    content = opened._contents[0]
-    assert isinstance(content, storage.ShardFile)
-    lent = content.lend()
-    assert lent is not None
-    assert lent.handle.readers == 1
-    lent.give_back()
-    assert lent.handle.readers == 0
-
-
-def test_it_stops_where_nobody_wants_the_result(plain: tuple[TarShards, Path]) -> None:
-    class Enough(Exception): ...
-
-    class Over(Progress):
-        def check(self) -> None:
-            raise Enough
-
-    with pytest.raises(Enough):
-        BulkRead(plain[0]).all([0], Over())

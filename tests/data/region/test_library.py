@@ -15,7 +15,7 @@ from PIL import Image
 
 from paceline.data import RegionUnavailableError, region_library
 from paceline.data.decode import library as loading
-from paceline.data.decode.build import BuildError, cached_library
+from paceline.data.decode.build import cached_library
 from paceline.data.decode.library import VARIABLE, RegionLibrary, disagreement
 
 
@@ -138,29 +138,6 @@ def test_a_name_that_is_no_library(
 
 
 @pytest.mark.usefixtures("_anew")
-def test_a_name_that_is_an_older_library(
-    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "old.c").write_text("int region_version, region_open, region_close;")
-    path = tmp_path / "old.so"
-    subprocess.run([compiler, "-shared", "-o", str(path), str(tmp_path / "old.c")], check=True)
-    monkeypatch.setenv(VARIABLE, str(path))
-    error = unavailable()
-    assert "undefined symbol: region_size" in error.cause
-    assert error.remedy == f"check {VARIABLE}"
-
-
-@pytest.mark.usefixtures("_anew")
-def test_one_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**_: object) -> Path:
-        raise BuildError("no C compiler", "install one")
-
-    monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(loading, "cached_library", refuse)
-    assert str(unavailable()) == "no C compiler; install one"
-
-
-@pytest.mark.usefixtures("_anew")
 def test_one_that_no_longer_loads_is_built_again(
     library: RegionLibrary, compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,18 +186,6 @@ def test_a_refusal_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is an exception of its own; one that is kept holds the frames that it passed."""
     monkeypatch.setenv(VARIABLE, "/nowhere/x.so")
     assert unavailable() is not unavailable()
-
-
-@pytest.mark.usefixtures("_anew")
-@pytest.mark.parametrize("error", [OSError("encoder jpeg not available"), KeyError("JPEG")])
-def test_a_pillow_without_jpeg(
-    library: RegionLibrary, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def fail(_: RegionLibrary) -> str:
-        raise error
-
-    monkeypatch.setattr(loading, "disagreement", fail)
-    assert unavailable().cause == f"it cannot be compared with Pillow ({error})"
 
 
 @pytest.mark.usefixtures("_anew")
