@@ -26,13 +26,13 @@ SOURCE = ROOT / "src" / "paceline"
 
 # The number of modules that a training step executes is in test_call_path.py.
 LIMITS = {
-    "lines of code in src/paceline": 45_033,
-    "lines of code that a training imports": 35_863,
-    "lines of code in tests": 44_161,
+    "lines of code in src/paceline": 44_567,
+    "lines of code that a training imports": 31_486,
+    "lines of code in tests": 45_063,
     "settings": 168,
-    "lines of the longest function": 116,
-    "lines of the longest module": 464,
-    "words in docs, README and DESIGN": 67_409,
+    "lines of the longest function": 120,
+    "lines of the longest module": 485,
+    "words in docs, README and DESIGN": 71_081,
 }
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
