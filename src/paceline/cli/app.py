@@ -164,7 +164,9 @@ def _command() -> str:
     known: Any = typer.main.get_command(app)
     names = ["paceline"]
     for word in sys.argv[1:]:
-        known = getattr(known, "commands", {}).get(word)
+        # Commands are loaded one by one, so that `commands` of the top level may be empty.
+        find = getattr(known, "get_command", None)
+        known = find(None, word) if find is not None else None
         if known is None:
             break
         names.append(word)

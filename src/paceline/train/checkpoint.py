@@ -38,7 +38,7 @@ from paceline.version import __version__
 FORMAT = "paceline-checkpoint"
 VERSION = 4
 _FOREIGN = "load weights of other programs with --pretrained FILE"
-_OLDER = "use an older checkpoint"
+_OLDER = "use an older checkpoint (in training with --resume FILE)"
 _TYPES: dict[str, type] = {"world_size": int, "threads": int, "classes": list}
 _NAME = re.compile(r"step-(\d+)\.pt")
 _SALVAGED_NAME = re.compile(r"step-(\d+)\.salvaged\.pt")
