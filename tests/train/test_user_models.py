@@ -163,6 +163,18 @@ class HoldsOther(Linear):
         """Nothing to keep."""
 
 
+class HoldsExpanded(Linear):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1).expand(5))
+
+
+class HoldsSparse(Linear):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("graph", torch.eye(3).to_sparse())
+
+
 @pytest.mark.parametrize(
     ("model", "named"),
     [
@@ -174,6 +186,8 @@ class HoldsOther(Linear):
         (FixedSize, "data.image_size"),
         (FailsInBackward, "LookupError"),
         (HoldsOther, "_extra_state"),
+        (HoldsExpanded, "scale"),
+        (HoldsSparse, "graph"),
         (lambda num_classes: 3, "int"),
         (lambda: nn.Linear(3, 4, device="meta"), "meta"),
     ],

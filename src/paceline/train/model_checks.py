@@ -165,6 +165,13 @@ def check_model(
             f"the model's state dict has {_names(extra)}, which is not a tensor",
             "keep state in buffers instead of get_extra_state",
         )
+    for name, value in model.state_dict().items():
+        sparse = value.layout != torch.strided
+        if sparse or any(s == 0 and n > 1 for s, n in zip(value.stride(), value.shape, strict=True)):
+            raise RunError(
+                f"{name} of the model is {'sparse' if sparse else 'an expanded tensor'}",
+                f"keep a dense one: {'.to_dense()' if sparse else '.contiguous()'}",
+            )
     with _restored(model):
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         state = _other_buffers(model)
