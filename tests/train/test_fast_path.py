@@ -26,9 +26,9 @@ from paceline.models.synced_norm import NormGroup, TorchNorm, use_torch_norms
 from paceline.train import fast_path
 from paceline.train.fast_path import (
     FastPath,
+    ModelLimits,
     choose_fast_path,
     describe_norms,
-    eager_norms,
     triton_problem,
     try_fast_path,
 )
@@ -387,10 +387,12 @@ def test_what_was_asked_for_and_fails_is_refused() -> None:
 
 
 def test_shared_norms_can_be_recomputed() -> None:
-    config = eager_norms(
-        RunConfig().with_values({"run.recompute_norms": True}), NormGroup(2, lambda tensor: None)
+    settings = RunConfig().with_values({"run.recompute_norms": True}).run
+    shared = NormGroup(2, lambda tensor: None)
+    limits = ModelLimits.of(settings, cast(Group, SimpleNamespace()), shared, False)
+    assert limits.within(settings) == replace(
+        settings, fused_norm="off", fused_convolutions="off", compile="off", cuda_graphs="off"
     )
-    assert config.run.recompute_norms
 
 
 def test_shared_norms_say_that_convolutions_are_not_fused() -> None:
