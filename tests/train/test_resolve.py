@@ -11,11 +11,18 @@ from paceline.config import SECTIONS, Job, RunConfig, exclusions, load_config
 from paceline.config import settings as run
 from paceline.core.errors import ConfigError
 from paceline.core.exclusions import Exclusion, check_exclusions, not_in, one_of
+from paceline.data import settings as data
 from paceline.optim import settings as optim
 from paceline.train.components import Components
 from paceline.train.resolve import Facts, refuse, resolve
 
-TABLE = (*exclusions.EXCLUSIONS, *comm.EXCLUSIONS, *run.EXCLUSIONS, *optim.EXCLUSIONS)
+TABLE = (
+    *exclusions.EXCLUSIONS,
+    *comm.EXCLUSIONS,
+    *run.EXCLUSIONS,
+    *optim.EXCLUSIONS,
+    *data.EXCLUSIONS,
+)
 
 
 @dataclass

@@ -105,7 +105,11 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "is fp16 on a GPU, which needs a loss scale that all ranks agree on in every step, and "
         "asynchronous ranks do not", "use --amp-dtype bf16 or fp32",
     ),
-    # Gradient noise.
+    # Averages and gradient noise.
+    Exclusion(
+        "run.average_epochs", not_in(0.0), {"optim.schedule_free": above(0)},
+        "schedule-free training averages the weights itself", "use 0 with optim.schedule_free",
+    ),
     Exclusion(
         "run.noise_scale", one_of(True), {"comm.wire": one_of(*EIGHT_BIT)},
         "comm.wire = {comm.wire!r} adds noise to the gradients", "leave one of the two out",
