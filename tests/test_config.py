@@ -14,6 +14,7 @@ import pytest
 import paceline
 from paceline.config import (
     REMOVED,
+    Job,
     RunConfig,
     load_config,
     parse_assignment,
@@ -24,7 +25,7 @@ from paceline.core.errors import ConfigError
 from paceline.optim.schedule import LrSchedule
 from paceline.train.batch_sizes import batch_stages, requested_batch, resolve_batch_sizes
 from paceline.train.components import Components
-from paceline.train.inputs import check_settings
+from paceline.train.resolve import refuse
 
 ROOT = Path(__file__).parents[1]
 TORCH_FREE = """
@@ -58,7 +59,7 @@ def test_the_promised_recipes_are_shipped_and_valid() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", recipe_names())
 def test_recipes_start_on_either_kind_of_device(name: str, device: str) -> None:
-    check_settings(load_config(name, {}), 1, device, Components())
+    refuse(load_config(name, {}), Job(processes=1, device=device), Components())
 
 
 def test_batches_of_a_recipe_that_grow_fit_four_ranks() -> None:

@@ -37,13 +37,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from paceline.config import RunConfig
+from paceline.config import Job, RunConfig
 from paceline.core.errors import PacelineError
 from paceline.core.events import Event, StepEvent
 from paceline.data import DataSettings, Source, SyntheticImages, open_source
 from paceline.optim.scaling import PACE
-from paceline.train.batch_sizes import apply_scaling
 from paceline.train.components import Components
+from paceline.train.resolve import Facts, resolve
 from paceline.train.run import RunOutcome, run_training
 
 SMALL = 256
@@ -278,8 +278,12 @@ def cell_config(
         values["optim.scaling"] = "auto"
         if cell.optimizer != "rule":
             values |= {"optim.name": cell.optimizer, "optim.scaling_keeps": ["optim.name"]}
-    config, chosen = apply_scaling(RunConfig().with_values(values | more), images.samples, 1)
-    return config.with_values(INGREDIENTS[cell.ingredient](config, cell) | more), chosen
+    facts = Facts(
+        job=Job(processes=1), program=Components(), samples=images.samples, classes=images.classes
+    )
+    found = resolve(RunConfig().with_values(values | more), facts)
+    config = found.config
+    return config.with_values(INGREDIENTS[cell.ingredient](config, cell) | more), found.scaling
 
 
 # --- which cells, in which order ------------------------------------------------------------------

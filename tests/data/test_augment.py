@@ -23,7 +23,6 @@ from paceline.data import (
 )
 from paceline.data.augment import _OPERATIONS, apply_extras, draws, extra_draws
 from paceline.data.decode.decoder import PillowDecoder
-from paceline.data.device.gpu_decoder import check_settings
 from paceline.data.order import uniform
 from paceline.data.prefetch import Progress
 
@@ -369,7 +368,7 @@ def test_where_the_host_does_not_prepare_they_are_refused(
             device=torch.device("cpu"),
         )  # fmt: skip
     with pytest.raises(ConfigError, match="cannot do data.color_jitter"):
-        check_settings(DataSettings(decoder="nvjpeg", color_jitter=JITTER))
+        DataSettings(decoder="nvjpeg", color_jitter=JITTER)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -97,7 +98,7 @@ def test_a_decoder_on_the_gpu_is_never_passed_over(
     make(source, chosen, GPU)
     assert notes == [("not resident: data.decoder = nvjpeg", "index built anew")]
     with pytest.raises(ConfigError, match="data.resident = 'on': .*set data.resident = 'off', or"):
-        make(source, small_settings(decoder="nvjpeg", resident="on"), GPU)
+        make(source, replace(chosen, resident="on"), GPU)
     with pytest.raises(ConfigError, match="data.decoder = 'nvjpeg': decodes on a GPU, but the dev"):
         make(source, chosen, CPU)
 
@@ -218,4 +219,7 @@ def test_pillow_on_demand_and_where_nothing_is_a_jpeg(
     assert source.reads == []
     assert described(memory_source(0), small_settings()) == "no threads"
     with pytest.raises(ConfigError, match="data.decoder = 'nvjpeg': decodes on a GPU"):
-        described(source, small_settings(decoder="nvjpeg"))
+        described(
+            source,
+            small_settings(decoder="nvjpeg", channels=3, augment="random_resized_crop"),
+        )

@@ -70,3 +70,18 @@ def test_a_small_module_with_one_importer_has_a_reason() -> None:
     }
     assert small <= set(SMALL), f"merge into the importer, or give a reason: {small - set(SMALL)}"
     assert len(SMALL) <= 5
+
+
+def test_only_resolve_changes_a_loaded_configuration() -> None:
+    changing = set()
+    for path in [*(ROOT / "train").rglob("*.py"), ROOT / "cli" / "dry_run.py"]:
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call):
+                continue
+            name = ast.unparse(call.func).rpartition(".")[2]
+            copies = (
+                name == "replace" and call.args and ast.unparse(call.args[0]).endswith("config")
+            )
+            if name == "with_values" or copies:
+                changing.add(path.name)
+    assert changing == {"resolve.py"}

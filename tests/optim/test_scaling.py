@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.config import RunConfig, load_config
+from paceline.config import Job, RunConfig, load_config
 from paceline.core.errors import CheckpointError, ConfigError
 from paceline.optim import OptimSettings
 from paceline.optim.scaling import (
@@ -26,8 +26,9 @@ from paceline.optim.scaling import (
     scale_recipe,
 )
 from paceline.optim.scaling_report import Scaling
-from paceline.train.batch_sizes import apply_scaling
 from paceline.train.checkpoint import Checkpoint
+from paceline.train.components import Components
+from paceline.train.resolve import Facts, resolve
 from ranks import run_ranks
 from small_runs import run_small, small_config
 
@@ -294,12 +295,12 @@ def test_images_are_not_mixed_in_short_runs(batch: int, epochs: int, dropped: bo
         {"run.cutmix": 0.5, "run.global_batch_size": batch, "run.epochs": epochs,
          "optim.scaling": "auto", "optim.known_good_batch": 256, "optim.known_good_optimizer": "sgd"}
     )  # fmt: skip
-    assert apply_scaling(config, 50_000, 1)[0].run.cutmix == (0.0 if dropped else 0.5)
+    assert resolve_for(config, 50_000, 1)[0].run.cutmix == (0.0 if dropped else 0.5)
 
 
 def test_asynchronous_weights_are_not_averaged() -> None:
     config = auto("cifar10-resnet18", run__global_batch_size=10_000, comm__mode="asynchronous")
-    assert apply_scaling(config, 50_000, 4)[0].run.average_epochs == 0
+    assert resolve_for(config, 50_000, 4)[0].run.average_epochs == 0
 
 
 @pytest.mark.parametrize(
@@ -313,10 +314,10 @@ def test_asynchronous_weights_are_not_averaged() -> None:
 )
 def test_runs_that_need_one_batch_have_one(own: dict[str, Any]) -> None:
     short = {"run__global_batch_size": 10_000, "run__epochs": 30}
-    config, described = apply_scaling(auto("cifar10-resnet18", **short, **own), 50_000, 1)
+    config, described = resolve_for(auto("cifar10-resnet18", **short, **own), 50_000, 1)
     assert config.run.global_batch_size == 10_000
     assert "does not grow" in described
-    grown = apply_scaling(auto("cifar10-resnet18", **short), 50_000, 1)[0]
+    grown = resolve_for(auto("cifar10-resnet18", **short), 50_000, 1)[0]
     assert grown.optim.batch_growth.stages == ((15.0, 10_000),)
 
 
@@ -330,7 +331,7 @@ def test_a_rate_on_the_command_line_is_not_the_recipes(tmp_path: Path) -> None:
     for given in ({}, {"optim__lr": 4.0}, {"optim__lr": 4.0, "optim__momentum": 0.95}):
         one = {"run__global_batch_size": 2000, "run__epochs": 15, "optim__batch_schedule": ""}
         config = auto(str(path), **one, **given)
-        optim = apply_scaling(config, 12_000, 1)[0].optim
+        optim = resolve_for(config, 12_000, 1)[0].optim
         assert optim.lr is not None
         assert (optim.known_good_lr, optim.known_good_momentum) == (None, None)
         found.append(optim.lr * optim.trust_coefficient / (1 - optim.momentum))
@@ -470,6 +471,18 @@ def test_a_schedule_or_a_rate_of_the_user_leaves_the_batch_as_it_is(kept: str) -
 # --- in the configuration and in runs -----------------------------------------------------------
 
 
+def resolve_for(
+    config: RunConfig, samples: int, ranks: int, program: Components | None = None,
+    resumed: Checkpoint | None = None,
+) -> tuple[RunConfig, str]:  # fmt: skip
+    facts = Facts(
+        job=Job(processes=ranks, device="cpu"), program=program or Components(), samples=samples,
+        classes=10, checkpoint=resumed,
+    )  # fmt: skip
+    found = resolve(config, facts)
+    return found.config, found.scaling
+
+
 def auto(recipe: str, **overrides: Any) -> RunConfig:
     named = {name.replace("__", "."): value for name, value in overrides.items()}
     return load_config(recipe, {"optim.scaling": "auto", **named})
@@ -477,14 +490,14 @@ def auto(recipe: str, **overrides: Any) -> RunConfig:
 
 def test_a_recipe_and_a_batch_are_enough() -> None:
     config = auto("cifar10-resnet18", run__global_batch_size=10_000)
-    scaled, described = apply_scaling(config, 50_000, 4)
+    scaled, described = resolve_for(config, 50_000, 4)
     assert scaled.optim.name == "muon"
     assert scaled.optim.scaling == "off"
     assert scaled.run.average_epochs == 6.0
     assert described.startswith("batch 256 → 10,000, 5 steps an epoch, 450 in all (1,350 with")
     # `config.toml` of the run repeats it.
     again = RunConfig.from_tables(scaled.to_tables())
-    assert apply_scaling(again, 50_000, 4) == (scaled, "")
+    assert resolve_for(again, 50_000, 4) == (scaled, "")
     # As a recipe it is known for its own batch and optimizer.
     assert (scaled.optim.known_good_batch, scaled.optim.scaling_keeps) == (None, ())
     assert scaled.run.global_batch_size == 2000
@@ -505,10 +518,10 @@ def adamw_recipe(tmp_path: Path) -> str:
 
 def test_a_recipe_for_adam_becomes_one_for_muon_unless_weights_are_given(adamw_recipe: str) -> None:
     recipe, batch = adamw_recipe, 10_000
-    scaled, described = apply_scaling(auto(recipe, run__global_batch_size=batch), 50_000, 4)
+    scaled, described = resolve_for(auto(recipe, run__global_batch_size=batch), 50_000, 4)
     assert scaled.optim.name == "muon"
     assert "optim.name = muon (fewer than 100 steps an epoch)" in described
-    tuned, described = apply_scaling(
+    tuned, described = resolve_for(
         auto(recipe, run__global_batch_size=batch, run__pretrained="weights.pt"), 50_000, 4
     )
     assert tuned.optim.name == "adamw"
@@ -526,25 +539,25 @@ def test_muon_has_the_decay_of_a_recipe_for_adam_without_a_rate(
         'schedule = "cosine"\n'
     )
     config = auto(str(recipe), run__global_batch_size=2000, run__epochs=15, **named, **base)
-    optim = apply_scaling(config, 12_000, 1)[0].optim
+    optim = resolve_for(config, 12_000, 1)[0].optim
     assert optim.name == "muon"
     assert optim.lr is not None
     shrinks = 2 * optim.lr * optim.weight_decay  # at the whole batch, four times the first
     assert shrinks == pytest.approx(2000 / 128 * rate * 0.05, rel=1e-2)
     with pytest.raises(ConfigError, match="only for batches above 128; use --opt adamw") as caught:
-        apply_scaling(auto(str(recipe), optim__name="muon"), 12_000, 1)
+        resolve_for(auto(str(recipe), optim__name="muon"), 12_000, 1)
     assert caught.value.field == "optim.name"
 
 
 def test_a_resumed_run_remembers_that_it_began_with_given_weights(adamw_recipe: str) -> None:
     recipe, batch = adamw_recipe, 10_000
-    first = apply_scaling(
+    first = resolve_for(
         auto(recipe, run__global_batch_size=batch, run__pretrained="weights.pt"), 50_000, 4
     )[0]
     resumed = Checkpoint.__new__(Checkpoint)
     object.__setattr__(resumed, "sampler", {"global_batch": first.run.global_batch_size})
     object.__setattr__(resumed, "config", first.to_tables())
-    again = apply_scaling(auto(recipe, run__global_batch_size=batch), 50_000, 4, resumed=resumed)[0]
+    again = resolve_for(auto(recipe, run__global_batch_size=batch), 50_000, 4, resumed=resumed)[0]
     assert again.optim == first.optim
 
 
@@ -553,7 +566,7 @@ def test_flags_are_kept_and_an_optimizer_of_the_user_too() -> None:
         "cifar10-resnet18", run__global_batch_size=10_000, optim__name="lars", optim__lr=3.0
     )
     assert config.optim.scaling_keeps == ("optim.name", "optim.lr")
-    scaled, described = apply_scaling(config, 50_000, 1)
+    scaled, described = resolve_for(config, 50_000, 1)
     assert (scaled.optim.name, scaled.optim.lr) == ("lars", 3.0)
     assert "optim.lr =" not in described
     assert scaled.optim.trust_coefficient * 3.0 / 0.1 == pytest.approx(0.7 / 5**0.5, rel=1e-3)
@@ -562,7 +575,7 @@ def test_flags_are_kept_and_an_optimizer_of_the_user_too() -> None:
 def test_the_settings_of_a_scaled_run_are_a_recipe_for_another_optimizer_too() -> None:
     """What is chosen for Muon has no effect there."""
     config = auto("quickstart", run__global_batch_size=600)
-    tables = apply_scaling(config, 12_000, 1)[0].to_tables()
+    tables = resolve_for(config, 12_000, 1)[0].to_tables()
     assert tables["optim"]["orthogonal"] == "auto"
     tables["optim"]["name"] = "lars"
     idle = RunConfig.from_tables(tables).optim.idle
@@ -574,10 +587,10 @@ def test_a_recipe_without_a_known_batch_is_refused(tmp_path: Path) -> None:
     path.write_text("[optim]\nlr = 0.1\n")
     config = auto(str(path), run__global_batch_size=512)
     with pytest.raises(ConfigError) as caught:
-        apply_scaling(config, 50_000, 1)
+        resolve_for(config, 50_000, 1)
     assert caught.value.field == "optim.known_good_batch"
     known = auto(str(path), run__global_batch_size=512, optim__known_good_batch=128)
-    assert apply_scaling(known, 500_000, 1)[0].optim.lr == pytest.approx(0.4)
+    assert resolve_for(known, 500_000, 1)[0].optim.lr == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize("values", [{"scaling": "on"}, {"known_good_batch": 0}])
@@ -630,10 +643,10 @@ def test_a_run_of_another_batch_is_resumed_neither_as_it_was_nor_as_a_first_stag
     other = Checkpoint.__new__(Checkpoint)
     object.__setattr__(other, "sampler", {"global_batch": 256})
     object.__setattr__(other, "config", {})
-    fresh = apply_scaling(known, 50_000, 1)
-    assert apply_scaling(known, 50_000, 1, resumed=other) == fresh
+    fresh = resolve_for(known, 50_000, 1)
+    assert resolve_for(known, 50_000, 1, resumed=other) == fresh
     object.__setattr__(other, "sampler", {"global_batch": 10_000})
-    assert apply_scaling(known, 50_000, 1, resumed=other)[0].run.global_batch_size == 10_000
+    assert resolve_for(known, 50_000, 1, resumed=other)[0].run.global_batch_size == 10_000
 
 
 def test_a_run_that_grows_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
@@ -670,7 +683,7 @@ def test_all_ranks_refuse_alike_before_the_first_step(tmp_path: Path) -> None:
 def test_an_optimizer_object_is_unknown_to_the_rule(tmp_path: Path) -> None:
     config = small_config(tmp_path, optim__scaling="auto", optim__known_good_batch=8)
     with pytest.raises(ConfigError, match=r"optim\.scaling"):
-        apply_scaling(config, 64, 1, own_optimizer=True)
+        resolve_for(config, 64, 1, Components(optimizer=torch.optim.SGD))
 
 
 def test_a_form_that_the_chosen_optimizer_lacks_is_told_with_the_way_out(tmp_path: Path) -> None:
@@ -678,5 +691,5 @@ def test_a_form_that_the_chosen_optimizer_lacks_is_told_with_the_way_out(tmp_pat
     path.write_text("[optim]\nname = 'lars'\nclip = true\nlr = 3.0\nknown_good_batch = 256\n")
     batch = {"run__global_batch_size": 1024, "run__epochs": 30}
     with pytest.raises(ConfigError, match=r"chooses muon, but optim\.clip.*--opt lars"):
-        apply_scaling(auto(str(path), **batch), 10_000, 1)
-    assert apply_scaling(auto(str(path), **batch, optim__name="lars"), 10_000, 1)[0].optim.clip
+        resolve_for(auto(str(path), **batch), 10_000, 1)
+    assert resolve_for(auto(str(path), **batch, optim__name="lars"), 10_000, 1)[0].optim.clip

@@ -16,7 +16,7 @@ from paceline.core.errors import CheckpointError, ConfigError
 from paceline.core.events import StepEvent
 from paceline.data import BatchPlan
 from paceline.optim import BatchGrowth, OptimSettings
-from paceline.train.build import create_schedule
+from paceline.train.resolve import create_schedule
 from ranks import run_ranks
 from small_runs import run_small
 from train.runs import EVERY_STEP, stop_after, watched

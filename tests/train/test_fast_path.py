@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,8 +26,8 @@ from paceline.models.synced_norm import NormGroup, TorchNorm, use_torch_norms
 from paceline.train import fast_path
 from paceline.train.fast_path import (
     FastPath,
+    ModelLimits,
     choose_fast_path,
-    eager_norms,
     triton_problem,
     try_fast_path,
 )
@@ -345,10 +345,12 @@ def test_what_was_asked_for_and_fails_is_refused() -> None:
 
 
 def test_shared_norms_can_be_recomputed() -> None:
-    config = eager_norms(
-        RunConfig().with_values({"run.recompute_norms": True}), NormGroup(2, lambda tensor: None)
+    settings = RunConfig().with_values({"run.recompute_norms": True}).run
+    shared = NormGroup(2, lambda tensor: None)
+    limits = ModelLimits.of(settings, cast(Group, SimpleNamespace()), shared, False)
+    assert limits.within(settings) == replace(
+        settings, fused_norm="off", fused_convolutions="off", compile="off", cuda_graphs="off"
     )
-    assert config.run.recompute_norms
 
 
 # What each rank chooses in its trial. Ranks 0 and 1 have one kind of GPU, and different shapes.

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 import typer
 
-from paceline.config import RunConfig
+from paceline.config import Job, RunConfig
 from paceline.core.topology import Topology
 from paceline.core.units import format_bytes, format_duration
-from paceline.plan.rehearsal import RehearseSettings
 
 if TYPE_CHECKING:
     import torch
@@ -66,37 +65,29 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     """Prints settings, data, model, memory and time of a run on `ranks` ranks of this node. In a
     rehearsal one process computes all virtual ranks, one after the other."""
     from paceline.comm.group import Group
-    from paceline.data import BatchPlan
     from paceline.optim.scaling_report import describe_in_lines
     from paceline.optim.settings import ANCHORED
-    from paceline.train.batch_sizes import (
-        apply_scaling,
-        batch_stages,
-        requested_batch,
-        resolve_batch_sizes,
-    )
     from paceline.train.components import Components
     from paceline.train.exchange_plan import describe_idle
-    from paceline.train.inputs import check_num_classes, check_settings
+    from paceline.train.inputs import check_trackers
     from paceline.train.machine import choose_device, choose_threads
+    from paceline.train.resolve import Facts, refuse, resolve
 
-    config.rehearse.check_processes(ranks)
+    device = choose_device(config, Topology())
+    job, program = Job(processes=ranks, device=device.type), Components()
+    refuse(config, job, program)
+    check_trackers(config)
     processes, virtual = ranks, config.rehearse.ranks
     if virtual:
         ranks, processes = virtual, 1
-    device = choose_device(config, Topology())
-    check_settings(config, ranks, device.type, Components())
     typer.echo("# settings that differ from the defaults; docs/settings.md has all")
     typer.echo(tomli_w.dumps(_changed(config)).strip())
     samples, classes, about = _data(config)
     _show("data", about)
-    check_num_classes(config, classes)
-    config, scaling = apply_scaling(config, samples, ranks)
-    if scaling:
-        _show("scaling", describe_in_lines(scaling, indent="  "))
-    asked = requested_batch(config, ranks)
-    sizes = resolve_batch_sizes(*asked, samples=samples)
-    stages = batch_stages(config.optim, sizes, ranks)
+    resolved = resolve(config, Facts(job=job, program=program, samples=samples, classes=classes))
+    config, sizes, plan = resolved.config, resolved.sizes, resolved.batches
+    if resolved.scaling:
+        _show("scaling", describe_in_lines(resolved.scaling, indent="  "))
     import torch
 
     torch.set_num_threads(max(1, choose_threads(config, Topology()) // processes))
@@ -104,9 +95,6 @@ def dry_run(config: RunConfig, ranks: int) -> int:
         times = _measure(config, group, sizes, classes, samples / sizes.global_batch, ranks)
     # A rehearsal computes all ranks' images, and one update.
     times = replace(times, images_s=times.images_s * max(1, virtual))
-    plan = BatchPlan(
-        samples, config.run.epochs, sizes.global_batch, sizes.micro_batch, ranks, stages
-    )
     passes = 1.0
     if config.optim.name in ANCHORED:
         # Each sample at the weights and at the anchor, and the full gradients, as `Anchors` takes them.
@@ -221,6 +209,7 @@ def _measure(
     from paceline.train.components import Components
     from paceline.train.fast_path import check_model_norms
     from paceline.train.model_checks import make_model
+    from paceline.train.resolve import without_exchange
     from paceline.train.step_parts import create_parts, create_step
     from paceline.train.stop_signals import StopSignals
     from paceline.tune.step import SyntheticBatches
@@ -230,11 +219,7 @@ def _measure(
     check_model_norms(config, model)
     _show_memory(config, model, sizes)
     exchange = _exchange(config, model, ranks)
-    # What a rank computes is the same in a rehearsal, and with any plan for several ranks.
-    config = replace(config, rehearse=RehearseSettings())
-    if ranks > 1:
-        alone = replace(config.comm, plan="", algorithm="auto", sizes="", eta_kib=None)
-        config = replace(config, comm=alone)
+    config = without_exchange(config, ranks)
     if config.run.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model = model.to(device)

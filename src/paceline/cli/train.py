@@ -16,7 +16,7 @@ from rich.console import Console
 
 from paceline.cli.failure import report_error
 from paceline.cli.options import MasterPort, NprocPerNode, Trust, check_at_least, without_options
-from paceline.config import RunConfig, load_config, parse_assignment, parse_value
+from paceline.config import Job, RunConfig, load_config, parse_assignment, parse_value
 from paceline.core.errors import ConfigError
 from paceline.core.host import StartUp, process_age_s
 from paceline.core.topology import Topology
@@ -140,7 +140,7 @@ def launch_ranks(config: RunConfig, processes: int, port: int, max_restarts: int
     from paceline.cli.launch import launch
     from paceline.train.batch_sizes import batch_stages, requested_batch, resolve_batch_sizes
 
-    config.rehearse.check_processes(processes)
+    config.check_job(Job(processes=processes))
     asked = requested_batch(config, processes)
     sizes = resolve_batch_sizes(*asked)
     if asked[:2] != (None, None):

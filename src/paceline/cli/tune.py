@@ -174,7 +174,7 @@ def _config(
 def _classes(config: RunConfig) -> tuple[int, str]:
     """The number of classes that a training has, and a line if it had to be assumed."""
     from paceline.data import open_source
-    from paceline.train.inputs import check_num_classes
+    from paceline.train.resolve import check_num_classes
 
     declared = config.model.num_classes
     if not config.data.dir and config.data.source == "auto":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError
+from paceline.core.exclusions import Exclusion, Test, check_exclusions, not_in, one_of
 from paceline.core.settings import SettingChecks
 from paceline.plan.fusion_plan import ALL_TO_ALL, EIGHT_BIT, WIRES
 from paceline.plan.schedules import algorithm_names
@@ -86,71 +87,61 @@ class CommSettings:
         for name in _OF_ASYNCHRONOUS:
             if getattr(self, name) < 0:
                 raise ConfigError(f"comm.{name}", getattr(self, name), "must be 0 or more")
-        self._check_mode()
-        self._check_together()
+        check_exclusions(EXCLUSIONS, comm=self)
 
-    def _check_mode(self) -> None:
-        """Checks the settings of asynchronous training, which has no all-reduce."""
-        if self.mode == "synchronous":
-            for field in fields(self):
-                value = getattr(self, field.name)
-                if field.name in _OF_ASYNCHRONOUS and value != field.default:
-                    raise ConfigError(
-                        f"comm.{field.name}", value, "has no meaning with comm.mode = 'synchronous'",
-                        "leave it out, or set comm.mode = 'asynchronous'",
-                    )  # fmt: skip
-            return
-        for name, usual in (
-            ("algorithm", "auto"), ("wire", "auto"), ("plan", ""), ("group_size", 0),
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value != usual:
-                raise ConfigError(
-                    f"comm.{name}", value,
-                    "but comm.mode = 'asynchronous' has no all-reduce: gradients go to parameter servers",
-                    "leave one of the two out",
-                )  # fmt: skip
-        if self.overlap == "on":
-            raise ConfigError(
-                "comm.overlap", "on", "comm.mode = 'asynchronous' pushes whole gradients, after backward",
-                "use 'auto' or 'off'",
-            )  # fmt: skip
 
-    def _check_together(self) -> None:
-        """Settings that contradict one another are refused: none is ignored in silence."""
-        if self.plan:
-            for field in fields(self):
-                value = getattr(self, field.name)
-                if field.name in _PLANNED and value != field.default:
-                    raise ConfigError(
-                        f"comm.{field.name}", value, f"but comm.plan = {self.plan!r} decides it",
-                        "leave one of the two out",
-                    )  # fmt: skip
-            return
-        if self.wire in EIGHT_BIT and self.algorithm != "auto":
-            raise ConfigError(
-                "comm.algorithm", self.algorithm, f"cannot sum {self.wire} numbers",
-                f"leave it out: 8-bit formats travel by {ALL_TO_ALL}; or use comm.wire = 'float16'",
-            )  # fmt: skip
-        if not self.error_feedback and self.wire not in EIGHT_BIT:
-            raise ConfigError(
-                "comm.error_feedback", False, f"has no meaning with comm.wire = {self.wire!r}",
-                f"it belongs to {', '.join(EIGHT_BIT)}",
-            )  # fmt: skip
-        if self.sizes and self.eta_kib is not None:
-            raise ConfigError(
-                "comm.eta_kib", self.eta_kib, f"but comm.sizes = {self.sizes!r} is a table already",
-                "leave one of the two out",
-            )  # fmt: skip
-        if self.algorithm == "hybrid" and not self.sizes and self.eta_kib is None:
-            raise ConfigError(
-                "comm.algorithm", "hybrid", "needs a table of sizes",
-                "give comm.sizes, a file that `paceline tune` writes, or comm.eta_kib",
-            )  # fmt: skip
-        given = self.sizes or self.eta_kib
-        if self.algorithm != "hybrid" and given:
-            raise ConfigError(
-                "comm.sizes" if self.sizes else "comm.eta_kib", given,
-                f"has no meaning with comm.algorithm = {self.algorithm!r}",
-                "set comm.algorithm to 'hybrid'",
-            )  # fmt: skip
+def _not_default(
+    names: tuple[str, ...], when: str, test: Test, problem: str, remedy: str
+) -> list[Exclusion]:
+    """Rows for settings that must have their defaults."""
+    return [
+        Exclusion(
+            f"comm.{name}", not_in(getattr(CommSettings, name)), {when: test}, problem, remedy
+        )
+        for name in names
+    ]
+
+
+EXCLUSIONS: tuple[Exclusion, ...] = (
+    *_not_default(
+        _OF_ASYNCHRONOUS, "comm.mode", one_of("synchronous"),
+        "has no meaning with comm.mode = 'synchronous'",
+        "leave it out, or set comm.mode = 'asynchronous'",
+    ),
+    *_not_default(
+        ("algorithm", "wire", "plan", "group_size"), "comm.mode", one_of("asynchronous"),
+        "comm.mode = 'asynchronous' has no all-reduce: gradients go to parameter servers",
+        "leave one of the two out",
+    ),
+    Exclusion(
+        "comm.overlap", one_of("on"), {"comm.mode": one_of("asynchronous")},
+        "comm.mode = 'asynchronous' pushes whole gradients, after backward", "use 'auto' or 'off'",
+    ),
+    *_not_default(
+        _PLANNED, "comm.plan", not_in(""), "but comm.plan = {comm.plan!r} decides it",
+        "leave one of the two out",
+    ),
+    Exclusion(
+        "comm.algorithm", not_in("auto"), {"comm.wire": one_of(*EIGHT_BIT)},
+        "cannot sum {comm.wire} numbers",
+        f"leave it out: 8-bit formats travel by {ALL_TO_ALL}; or use comm.wire = 'float16'",
+    ),
+    Exclusion(
+        "comm.error_feedback", one_of(False),
+        {"comm.plan": one_of(""), "comm.wire": not_in(*EIGHT_BIT)},
+        "has no meaning with comm.wire = {comm.wire!r}", f"it belongs to {', '.join(EIGHT_BIT)}",
+    ),
+    Exclusion(
+        "comm.eta_kib", not_in(None), {"comm.sizes": not_in("")},
+        "but comm.sizes = {comm.sizes!r} is a table already", "leave one of the two out",
+    ),
+    Exclusion(
+        "comm.algorithm", one_of("hybrid"), {"comm.sizes": one_of(""), "comm.eta_kib": one_of(None)},
+        "needs a table of sizes",
+        "give comm.sizes, a file that `paceline tune` writes, or comm.eta_kib",
+    ),
+    *_not_default(
+        ("sizes", "eta_kib"), "comm.algorithm", not_in("hybrid"),
+        "has no meaning with comm.algorithm = {comm.algorithm!r}", "set comm.algorithm to 'hybrid'",
+    ),
+)  # fmt: skip

@@ -4,6 +4,7 @@ Values come from defaults, then a recipe (shipped, by name, or a TOML file), the
 fail.
 """
 
+from paceline.config.exclusions import Job
 from paceline.config.removed import REMOVED, refuse_removed
 from paceline.config.run_config import (
     RECIPES,
@@ -34,6 +35,7 @@ __all__ = [
     "REMOVED",
     "SECTIONS",
     "CheckpointSettings",
+    "Job",
     "RunConfig",
     "RunSettings",
     "changed_settings",

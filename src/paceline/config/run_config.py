@@ -1,4 +1,4 @@
-"""`RunConfig`: the settings of all packages, in sections, and which of them exclude one another.
+"""`RunConfig`: the settings of all packages, in sections.
 
 Values come from defaults, then a recipe (shipped, by name, or a TOML file), then flags (`load_config`).
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -15,27 +15,23 @@ from typing import Any, get_type_hints
 import tomli_w
 
 from paceline.comm.settings import CommSettings
+from paceline.config.exclusions import EXCLUSIONS, Job
 from paceline.config.removed import refuse_removed, without_removed
-from paceline.config.settings import EQUAL_SHARES, CheckpointSettings, RunSettings
+from paceline.config.settings import CheckpointSettings, RunSettings
 from paceline.config.trust import check_trust
 from paceline.core.errors import ConfigError, nearest
+from paceline.core.exclusions import check_exclusions
 from paceline.core.files import read_regular
 from paceline.core.settings import flatten, from_table, to_table
 from paceline.core.untrusted import ParseError, parse_toml
 from paceline.data import DataSettings
 from paceline.models.settings import ModelSettings
 from paceline.optim.scaling import OF_ADAM, SCALED
-from paceline.optim.settings import CYCLES, OPTIMIZERS_OF_SGD, OPTIMIZERS_OF_SVRG, OptimSettings
-from paceline.plan.fusion_plan import EIGHT_BIT
+from paceline.optim.settings import CYCLES, OPTIMIZERS_OF_SGD, OptimSettings
 from paceline.plan.rehearsal import RehearseSettings
 from paceline.precision.settings import PrecisionSettings
 
 Tables = dict[str, dict[str, Any]]
-# Settings that need the update of all ranks' mean gradient on every rank, and the value that is off.
-_OF_WHOLE_UPDATES = (
-    ("run.average_epochs", 0.0), ("run.noise_scale", False), ("optim.schedule_free", 0.0),
-    ("model.norm_group", 1),
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,70 +48,20 @@ class RunConfig:
     rehearse: RehearseSettings = field(default_factory=RehearseSettings)
 
     def __post_init__(self) -> None:
-        """Settings of two sections that exclude one another."""
-        if self.comm.mode == "asynchronous":
-            self._exclude("comm.mode = 'asynchronous' leaves no rank a whole update", (
-                *_OF_WHOLE_UPDATES, ("optim.clip_norm", 0.0),
-                ("optim.batch_schedule", ""), ("run.shares", EQUAL_SHARES),
-            ))  # fmt: skip
-            if self.optim.schedule in CYCLES and self.optim.cycle_momentum:
-                raise ConfigError(
-                    "optim.cycle_momentum", list(self.optim.cycle_momentum),
-                    "but with comm.mode = 'asynchronous' the servers' momentum is constant", "use []",
-                )  # fmt: skip
-            if self.optim.is_class or self.optim.name == "rmsprop_warmup":
-                why = (
-                    "servers cannot send the state of a class of another module"
-                    if self.optim.is_class
-                    else "servers do not know the epoch, by which its shares of SGD and RMSprop change"
-                )
-                raise ConfigError(
-                    "optim.name", self.optim.name, f"but with comm.mode = 'asynchronous' {why}",
-                    "use another optimizer, such as 'sgd'",
-                )  # fmt: skip
-        if self.comm.wire in EIGHT_BIT:
-            self._exclude(f"comm.wire = {self.comm.wire!r} adds noise of its own", (
-                ("run.noise_scale", False),
-            ))  # fmt: skip
-        if self.run.shares != EQUAL_SHARES:
-            self._exclude("run.shares divides a constant batch among ranks of their own", (
-                ("optim.batch_schedule", ""), ("model.norm_group", 1), ("run.noise_scale", False),
-            ))  # fmt: skip
-        if self.rehearse.ranks:
-            self._exclude("a rehearsal adds up the gradients of equal ranks, step by step", (
-                ("comm.mode", CommSettings.mode),
-                ("run.shares", EQUAL_SHARES), ("model.norm_group", 1), ("optim.batch_schedule", ""),
-                ("run.trace", False),
-            ))  # fmt: skip
-            if self.comm.wire in EIGHT_BIT:
-                raise ConfigError(
-                    "comm.wire", self.comm.wire, "cannot be rehearsed: ranks keep errors of their own",
-                    "use 'auto'",
-                )  # fmt: skip
-            if self.optim.name in OPTIMIZERS_OF_SVRG:
-                raise ConfigError(
-                    "optim.name", self.optim.name, "cannot be rehearsed: it passes over all samples",
-                    "use another optimizer",
-                )  # fmt: skip
-        asynchronous = self.comm.mode == "asynchronous"
-        if asynchronous and self.optim.share_products == "on":
-            raise ConfigError(
-                "optim.share_products", "on", "but ranks have gradients of their own", "use 'auto'"
-            )
-        if asynchronous and self.optim.name in OPTIMIZERS_OF_SVRG:
-            raise ConfigError(
-                "comm.mode", self.comm.mode,
-                f"but {self.optim.name} needs exact gradients of all ranks", "leave one of the two out",
-            )  # fmt: skip
+        check_exclusions(EXCLUSIONS, **self.sections())
 
-    def _exclude(self, reason: str, settings: Iterable[tuple[str, Any]]) -> None:
-        """Raises ConfigError for a setting that has not the value beside it."""
-        for name, off in settings:
-            section, _, key = name.partition(".")
-            value = getattr(getattr(self, section), key)
-            if value != off:
-                remedy = f"use {off!r}" if off else "leave it out"
-                raise ConfigError(name, value, f"but {reason}", remedy)
+    def check_job(self, job: Job, program: object = None) -> None:
+        """Checks combinations with facts about the job and with the objects of the program, if any.
+
+        Raises:
+            ConfigError: If a combination is refused.
+        """
+        facts = {"job": job} | ({} if program is None else {"program": program})
+        check_exclusions(EXCLUSIONS, **self.sections(), **facts)
+
+    def sections(self) -> dict[str, Any]:
+        """Returns the settings object of each section."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @classmethod
     def from_tables(cls, tables: Mapping[str, Any]) -> RunConfig:

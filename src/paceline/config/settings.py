@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError, nearest
+from paceline.core.exclusions import Exclusion, check_exclusions, not_in, one_of
 from paceline.core.imports import split_name
 from paceline.core.settings import SettingChecks
 
@@ -164,18 +165,7 @@ class RunSettings:
         check.known("fused_convolutions", (*SWITCHES, "cudnn"))
         check.known("compile", COMPILE_MODES)
         check.known("cuda_graphs", SWITCHES)
-        if self.fused_norm == "on" and self.compile not in ("auto", "off"):
-            raise check.error(
-                "fused_norm", f"cannot be compiled by run.compile = {self.compile!r}",
-                "choose one of the two",
-            )  # fmt: skip
-        if self.fused_convolutions == "on" and self.fused_norm == "off":
-            raise check.error("fused_convolutions", "needs run.fused_norm", "choose one of the two")
-        if self.recompute_norms and self.compile not in ("auto", "off"):
-            raise check.error(
-                "recompute_norms", f"cannot be compiled by run.compile = {self.compile!r}",
-                "choose one of the two",
-            )  # fmt: skip
+        check_exclusions(EXCLUSIONS, run=self)
 
     @property
     def allows_fused_norms(self) -> bool:
@@ -184,13 +174,6 @@ class RunSettings:
 
     def _check_shares(self) -> None:
         if self.shares in (EQUAL_SHARES, PROBED_SHARES):
-            if self.rebalance and self.shares == EQUAL_SHARES:
-                raise ConfigError(
-                    "run.rebalance",
-                    True,
-                    "but run.shares = 'equal' fixes them",
-                    "use run.shares='probe'",
-                )
             return
         try:
             parts = [float(part) for part in self.shares.split(":")]
@@ -201,6 +184,27 @@ class RunSettings:
                 "run.shares", self.shares, "must be 'equal', 'probe', or a number for each rank",
                 "try 'probe', or 3:3:1 for three ranks",
             )  # fmt: skip
+
+
+_COMPILED = {"run.compile": not_in("auto", "off")}
+EXCLUSIONS: tuple[Exclusion, ...] = (
+    Exclusion(
+        "run.rebalance", one_of(True), {"run.shares": one_of(EQUAL_SHARES)},
+        "run.shares = 'equal' fixes the shares", "use run.shares='probe'",
+    ),
+    Exclusion(
+        "run.fused_norm", one_of("on"), _COMPILED,
+        "cannot be compiled by run.compile = {run.compile!r}", "choose one of the two",
+    ),
+    Exclusion(
+        "run.fused_convolutions", one_of("on"), {"run.fused_norm": one_of("off")},
+        "needs run.fused_norm", "choose one of the two",
+    ),
+    Exclusion(
+        "run.recompute_norms", one_of(True), _COMPILED,
+        "cannot be compiled by run.compile = {run.compile!r}", "choose one of the two",
+    ),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

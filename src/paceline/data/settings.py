@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.core.exclusions import Exclusion, check_exclusions, not_in, one_of
 from paceline.core.settings import SettingChecks
 
 SOURCES = (
@@ -133,24 +134,16 @@ class DataSettings:
             "crop_padding", "cutout", "eval_resize", "workers",
         ):  # fmt: skip
             check.number(name, "0 or more", f"set data.{name} = 0")
-        if self.cache == "disk" and not self.cache_dir:
-            raise check.error(
-                "cache_dir", "data.cache = 'disk' needs a directory", "name one on a local disk"
-            )
-        encoded_only = self.decoder in DEVICE_DECODERS
-        if self.cache != "none" and self.cache_form == "decoded" and encoded_only:
-            problem = f"data.decoder = {self.decoder!r} takes encoded images, not pixels"
-            raise check.error("cache_form", problem, "set data.cache_form = 'raw'")
         if self.channels not in (1, 3):
             raise check.error("channels", "must be 1 or 3", "1 is greyscale, 3 is RGB")
         remedy = "0.1 takes one image in ten of each class, 0 none"
         check.number("val_split", "in [0, 1)", remedy)
         remedy = "0.01 lets one sample in a hundred be corrupt, 0 none"
         check.number("max_corrupt_share", "in [0, 1)", remedy)
-        self._check_dir(check)
         self._check_crops(check)
         self._check_extras(check)
         self._check_statistics(check)
+        check_exclusions(EXCLUSIONS, data=self)
 
     def _set_dependent_defaults(self) -> None:
         """What follows from other settings is stored as a value, so that a run's record has it."""
@@ -159,15 +152,6 @@ class DataSettings:
         for name, values in (("mean", MEANS), ("std", STDS)):
             if not getattr(self, name):
                 object.__setattr__(self, name, values.get(self.channels, values[3]))
-
-    def _check_dir(self, check: SettingChecks) -> None:
-        """A directory that would not be read, or is missing where it must be, is a mistake."""
-        if self.source in ("embedded", "synthetic") and self.dir:
-            problem = f"is not read by data.source = {self.source!r}"
-            raise check.error("dir", problem, "set data.source = 'auto', or leave data.dir empty")
-        if self.source in ("shards", "folder", "imagenet", "cifar10", "idx") and not self.dir:
-            problem = f"data.source = {self.source!r} needs a directory"
-            raise check.error("dir", problem, "give --data-dir, or set data.source = 'embedded'")
 
     def _check_crops(self, check: SettingChecks) -> None:
         scale = self.crop_scale
@@ -205,3 +189,45 @@ class DataSettings:
                 raise check.error(name, "must lie in 0 to 1", "divide 0-to-255 values by 255")
         if min(self.std) <= 0:
             raise check.error("std", "must be above 0", "0.25 is a common value")
+
+
+_ON_DEVICE = {"data.decoder": one_of(*DEVICE_DECODERS)}
+EXCLUSIONS: tuple[Exclusion, ...] = (
+    Exclusion(
+        "data.cache_dir", one_of(""), {"data.cache": one_of("disk")},
+        "data.cache = 'disk' needs a directory", "name one on a local disk",
+    ),
+    Exclusion(
+        "data.cache_form", one_of("decoded"), {"data.cache": not_in("none"), **_ON_DEVICE},
+        "data.decoder = {data.decoder!r} takes encoded images, not pixels",
+        "set data.cache_form = 'raw'",
+    ),
+    Exclusion(
+        "data.dir", not_in(""), {"data.source": one_of("embedded", "synthetic")},
+        "is not read by data.source = {data.source!r}",
+        "set data.source = 'auto', or leave data.dir empty",
+    ),
+    Exclusion(
+        "data.dir", one_of(""),
+        {"data.source": one_of("shards", "folder", "imagenet", "cifar10", "idx")},
+        "data.source = {data.source!r} needs a directory",
+        "give --data-dir, or set data.source = 'embedded'",
+    ),
+    *(
+        Exclusion(
+            f"data.{name}", not_in(known), _ON_DEVICE,
+            f"data.decoder = {{data.decoder!r}} has only {known!r}", "set data.decoder = 'auto'",
+        )
+        for name, known in (
+            ("channels", 3), ("interpolation", "bilinear"), ("augment", "random_resized_crop"),
+        )
+    ),
+    *(
+        Exclusion(
+            "data.decoder", one_of(*DEVICE_DECODERS), {f"data.{name}": draws},
+            "cannot do data.color_jitter or data.randaugment",
+            "set data.decoder = 'auto', or leave these at 0",
+        )
+        for name, draws in (("color_jitter", any), ("randaugment", lambda value: value[0] > 0))
+    ),
+)  # fmt: skip

@@ -1,5 +1,5 @@
 """Settings of the optimizer and its schedule, the section `[optim]` of a recipe: names of optimizers and
-schedules, ranges of numbers, and settings that exclude one another.
+schedules, ranges of numbers, and combinations that are refused.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import ConfigError, nearest
+from paceline.core.exclusions import Exclusion, check_exclusions, not_in, one_of
 from paceline.core.imports import check_module, split_name
 from paceline.core.settings import SettingChecks, parse_arguments
 from paceline.optim.batch_growth import BATCH_RATES, BatchGrowth
@@ -180,11 +181,12 @@ class OptimSettings:
 
     def __post_init__(self) -> None:
         check_optim(self)
+        check_exclusions(EXCLUSIONS, optim=self)
 
     @property
     def is_class(self) -> bool:
         """Whether `name` is `module:Class`."""
-        return ":" in self.name
+        return _is_class(self.name)
 
     @property
     def has_default_base(self) -> bool:
@@ -242,8 +244,6 @@ def check_optim(optim: OptimSettings) -> None:
     check.number("lr_base", "above 0", "try 0.1")
     check.number("lr_base_batch", "at least 1")
     check.number("momentum", "in [0, 1)", "try 0.9")
-    if optim.nesterov and optim.momentum == 0:
-        raise check.error("nesterov", "needs momentum", "set optim.momentum = 0.9")
     for name in (
         "weight_decay", "warmup_epochs", "warmup_start", "lr_end", "poly_power", "clip_norm",
         "adam_eps", "rms_center_epochs",
@@ -265,10 +265,6 @@ def check_optim(optim: OptimSettings) -> None:
         check.number(name, "in [0, 1)")
     check.number("layer_decay", "in (0, 1]", "try 0.75, or 1 (off)")
     check.number("schedule_free", "in [0, 1)", "try 0.9")
-    if optim.schedule_free and optim.schedule != "constant":
-        raise check.error(
-            "schedule", "does not go with optim.schedule_free", "use optim.schedule = 'constant'"
-        )
     _check_scaling(optim, check)
     _check_schedule(optim, check)
     _check_batches(optim, check)
@@ -283,11 +279,6 @@ def _check_scaling(optim: OptimSettings, check: SettingChecks) -> None:
     check.number("known_good_batch", "at least 1")
     check.number("known_good_lr", "above 0", "leave it out")
     check.number("known_good_momentum", "in [0, 1)", "leave it out")
-    if optim.scaling == "auto" and optim.batch_schedule:
-        raise check.error(
-            "batch_schedule", "does not go with optim.scaling = 'auto', which chooses the batches",
-            "leave one of them out",
-        )  # fmt: skip
 
 
 def _check_schedule(optim: OptimSettings, check: SettingChecks) -> None:
@@ -308,10 +299,6 @@ def _check_schedule(optim: OptimSettings, check: SettingChecks) -> None:
             "optim.cycle_momentum", momenta, "must be a lower and a higher value in [0, 1)",
             "try [0.85, 0.95], or [] to keep optim.momentum",
         )  # fmt: skip
-    if optim.schedule in CYCLES and momenta and optim.is_class:
-        raise ConfigError(
-            "optim.cycle_momentum", momenta, f"{optim.name} keeps its own momentum", "set it to []"
-        )
     low, high = optim.range_lr
     if not 0 < low < high < float("inf"):
         raise ConfigError(
@@ -323,24 +310,7 @@ def _check_schedule(optim: OptimSettings, check: SettingChecks) -> None:
 
 def _check_batches(optim: OptimSettings, check: SettingChecks) -> None:
     check.known("batch_rate", BATCH_RATES)
-    growth = optim.batch_growth
-    if optim.batch_limit is not None and (growth.factor == 1 or optim.batch_limit < 1):
-        raise check.error(
-            "batch_limit", "is the limit of a rule such as 'x4'",
-            "leave it out, or set optim.batch_schedule = 'x4'",
-        )  # fmt: skip
-    if growth.factor > 1 and len(set(optim.decay_epochs)) < len(optim.decay_epochs):
-        raise ConfigError(
-            "optim.decay_epochs", list(optim.decay_epochs),
-            f"has an epoch twice, but optim.batch_schedule = {optim.batch_schedule!r} grows the batch "
-            "at each", "give each once",
-        )  # fmt: skip
-    if growth.factor > 1 and optim.schedule != "step":
-        raise check.error(
-            "batch_schedule",
-            f"grows the batch at optim.decay_epochs, which {optim.schedule!r} does not have",
-            "use optim.schedule = 'step', or a list as in '0:256,8:1024'",
-        )
+    check.number("batch_limit", "at least 1", "leave it out")
 
 
 def _check_svrg(optim: OptimSettings, check: SettingChecks) -> None:
@@ -348,21 +318,6 @@ def _check_svrg(optim: OptimSettings, check: SettingChecks) -> None:
         raise check.error("bits", "must be 8 or 16", "try 8")
     for name in ("halp_mu", "center_epochs"):
         check.number(name, "above 0")
-    if optim.name not in OPTIMIZERS_OF_SVRG:
-        return
-    for name, wanted in (
-        ("momentum", 0.0), ("nesterov", False), ("clip_norm", 0.0), ("batch_schedule", ""),
-        ("schedule_free", 0.0), ("scaling", "off"),
-    ):  # fmt: skip
-        if getattr(optim, name) != wanted:
-            raise check.error(
-                name, f"{optim.name} is not defined with it", f"set optim.{name} = {wanted!r}"
-            )
-    if optim.schedule in CYCLES and optim.cycle_momentum:
-        raise ConfigError(
-            "optim.cycle_momentum", list(optim.cycle_momentum),
-            f"{optim.name} is not defined with momentum", "set it to []",
-        )  # fmt: skip
 
 
 def _check_lars(optim: OptimSettings, check: SettingChecks) -> None:
@@ -374,17 +329,6 @@ def _check_muon(optim: OptimSettings, check: SettingChecks) -> None:
     check.known("orthogonal", ORTHOGONALS)
     check.known("muon_steps", STEPS)
     check.known("share_products", SHARES)
-    if optim.name != "muon":
-        if optim.share_products == "on":
-            raise check.error(
-                "share_products", f"{optim.name} has no products to share",
-                "use optim.name = 'muon', or leave it out",
-            )  # fmt: skip
-        return
-    if optim.clip:
-        raise check.error(
-            "clip", f"{optim.name} has no such form", "leave it out, or use optim.name = 'lars'"
-        )
 
 
 def _check_others(optim: OptimSettings, check: SettingChecks) -> None:
@@ -392,13 +336,86 @@ def _check_others(optim: OptimSettings, check: SettingChecks) -> None:
         raise check.error(
             "arguments", f"{optim.name} takes none", "it is for optim.name = 'module:Class'"
         )
-    if optim.name in WITHOUT_KERNELS and optim.fused == "triton":
-        raise check.error("fused", f"there are no kernels for {optim.name}", "use 'auto'")
     if optim.is_class and optim.lr is None and optim.has_default_base:
         check_module("optim.name", optim.name)
         raise check.error(
             "lr", f"no learning rate, and there is no default for {optim.name}",
             "give --lr, such as 0.001",
         )  # fmt: skip
-    if optim.is_class and optim.fused == "triton":
-        raise check.error("fused", f"there are no kernels for {optim.name}", "use 'auto'")
+
+
+_OF_SVRG = {"optim.name": one_of(*OPTIMIZERS_OF_SVRG)}
+
+
+def _grows_by_rule(schedule: str) -> bool:
+    """Returns True for a rule such as `x4`."""
+    return BatchGrowth.parse(schedule).factor > 1
+
+
+def _is_class(name: str) -> bool:
+    return ":" in name
+
+
+EXCLUSIONS: tuple[Exclusion, ...] = (
+    Exclusion(
+        "optim.nesterov", one_of(True), {"optim.momentum": one_of(0)},
+        "needs momentum", "set optim.momentum = 0.9",
+    ),
+    Exclusion(
+        "optim.schedule", not_in("constant"), {"optim.schedule_free": not_in(0)},
+        "is not supported with optim.schedule_free", "use optim.schedule = 'constant'",
+    ),
+    Exclusion(
+        "optim.batch_schedule", not_in(""), {"optim.scaling": one_of("auto")},
+        "optim.scaling = 'auto' chooses the batches", "leave one of them out",
+    ),
+    Exclusion(
+        "optim.cycle_momentum", not_in(()),
+        {"optim.schedule": one_of(*CYCLES), "optim.name": _is_class},
+        "{optim.name} keeps its own momentum", "set it to []",
+    ),
+    Exclusion(
+        "optim.batch_limit", not_in(None),
+        {"optim.batch_schedule": lambda schedule: not _grows_by_rule(schedule)},
+        "is the limit of a rule such as 'x4'",
+        "leave it out, or set optim.batch_schedule = 'x4'",
+    ),
+    Exclusion(
+        "optim.decay_epochs", lambda epochs: len(set(epochs)) < len(epochs),
+        {"optim.batch_schedule": _grows_by_rule},
+        "contains an epoch twice, but optim.batch_schedule = {optim.batch_schedule!r} grows the batch "
+        "at each", "give each once",
+    ),
+    Exclusion(
+        "optim.batch_schedule", _grows_by_rule, {"optim.schedule": not_in("step")},
+        "grows the batch at optim.decay_epochs, which {optim.schedule!r} does not have",
+        "use optim.schedule = 'step', or a list as in '0:256,8:1024'",
+    ),
+    *(
+        Exclusion(
+            f"optim.{name}", not_in(wanted), _OF_SVRG, "{optim.name} is not defined with it",
+            f"set optim.{name} = {wanted!r}",
+        )
+        for name, wanted in (
+            ("momentum", 0.0), ("nesterov", False), ("clip_norm", 0.0), ("batch_schedule", ""),
+            ("schedule_free", 0.0), ("scaling", "off"),
+        )
+    ),
+    Exclusion(
+        "optim.cycle_momentum", not_in(()), {**_OF_SVRG, "optim.schedule": one_of(*CYCLES)},
+        "{optim.name} is not defined with momentum", "set it to []",
+    ),
+    Exclusion(
+        "optim.share_products", one_of("on"), {"optim.name": not_in("muon")},
+        "{optim.name} has no products to share", "use optim.name = 'muon', or leave it out",
+    ),
+    Exclusion(
+        "optim.clip", one_of(True), {"optim.name": one_of("muon")},
+        "{optim.name} has no such form", "leave it out, or use optim.name = 'lars'",
+    ),
+    Exclusion(
+        "optim.fused", one_of("triton"),
+        {"optim.name": lambda name: name in WITHOUT_KERNELS or _is_class(name)},
+        "there are no kernels for {optim.name}", "use 'auto'",
+    ),
+)  # fmt: skip

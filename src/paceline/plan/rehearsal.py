@@ -89,15 +89,6 @@ class RehearseSettings:
         """Virtual ranks; 0 where nothing is rehearsed."""
         return self.nodes * self.gpus_per_node
 
-    def check_processes(self, processes: int) -> None:
-        """Raises ConfigError for a rehearsal in several processes."""
-        if self.ranks and processes > 1:
-            raise ConfigError(
-                "rehearse.nodes", self.nodes,
-                f"a rehearsal runs in one process, and this job has {processes}",
-                "start it without a launcher",
-            )  # fmt: skip
-
 
 @dataclass(frozen=True)
 class ClusterClock:

@@ -1,16 +1,13 @@
-"""The batch of a run: its sizes, what `optim.scaling` makes of it, and the stages by which it grows."""
+"""The batch of a run: its sizes, and the stages by which it grows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from paceline.config import EQUAL_SHARES, RunConfig
+from paceline.config import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.core.settings import flatten
-from paceline.optim.batch_growth import BatchGrowth, Stages
-from paceline.optim.scaling import Recipe, Target, scale_recipe
+from paceline.optim.batch_growth import Stages
 from paceline.optim.settings import OptimSettings
-from paceline.train.checkpoint import Checkpoint
 
 # Without `--batch-size`, the largest micro-batch of a process.
 LARGEST_AUTOMATIC_MICRO_BATCH = 256
@@ -77,81 +74,6 @@ def requested_batch(config: RunConfig, ranks: int) -> tuple[int | None, int | No
     chosen = config.optim.scaling == "auto" and "run.batch_size" not in config.optim.scaling_keeps
     first = config.optim.batch_growth.first_batch(config.run.global_batch_size)
     return first, None if chosen else config.run.batch_size, ranks
-
-
-def apply_scaling(
-    config: RunConfig, samples: int, ranks: int, *, own_optimizer: bool = False,
-    resumed: Checkpoint | None = None,
-) -> tuple[RunConfig, str]:  # fmt: skip
-    """The configuration with the choices of `optim.scaling`, which is then off so that `config.toml`
-    repeats the run, and their description; unchanged where it is off. `own_optimizer`: an object of the
-    program replaces the one that the settings name. A `resumed` run keeps its first batch."""
-    optim = config.optim
-    if optim.scaling == "off":
-        return config, ""
-    if own_optimizer:
-        raise ConfigError(
-            "optim.scaling", "auto", "the rule does not know an optimizer given in Python",
-            "name one of lars, muon, sgd, adamw and lamb, or use 'off'",
-        )  # fmt: skip
-    known = optim.known_good_batch
-    if known is None:
-        raise ConfigError(
-            "optim.known_good_batch", None,
-            "is not known: optim.scaling = 'auto' needs the batch at which the recipe works",
-            "set it, or run.global_batch_size in the recipe",
-        )  # fmt: skip
-    sizes = resolve_batch_sizes(*requested_batch(config, ranks), samples=samples)
-    recipe = Recipe(
-        optim, known, optim.known_good_optimizer or optim.name, config.run.batch_size,
-        config.run.average_epochs, kept=frozenset(optim.scaling_keeps),
-        mixing=tuple(f"run.{name}" for name in ("mixup", "cutmix") if getattr(config.run, name)),
-        # Asynchronous ranks have different weights.
-        averages=config.comm.mode == "synchronous",
-        one_batch=_why_one_batch(config), pretrained=_pretrained(config, resumed),
-    )  # fmt: skip
-    target = Target(sizes.global_batch, samples, config.run.epochs, ranks)
-    scaling = scale_recipe(recipe, target if resumed is None else _as_before(target, resumed))
-    values = {"run.global_batch_size": sizes.global_batch, **scaling.values}
-    # The result is a recipe of its own, known for its own batch.
-    applied: dict[str, object] = {
-        "optim.scaling": "off", "optim.known_good_batch": None, "optim.known_good_optimizer": "",
-        "optim.known_good_lr": None, "optim.known_good_momentum": None, "optim.scaling_keeps": [],
-    }  # fmt: skip
-    try:
-        return config.with_values(values | applied), scaling.describe()
-    except ConfigError as error:
-        chosen = scaling.values.get("optim.name")
-        if chosen is None:
-            raise
-        raise ConfigError(
-            "optim.scaling", "auto", f"chooses {chosen}, but {error.cause}",
-            f"leave that out, or keep the optimizer with --opt {optim.name}",
-        ) from None  # fmt: skip
-
-
-def _as_before(target: Target, resumed: Checkpoint) -> Target:
-    """With the stages of the run that is resumed; a run of another batch is refused later."""
-    stages = BatchGrowth.parse(flatten(resumed.config).get("optim.batch_schedule", "")).stages
-    first = int(resumed.sampler["global_batch"])
-    last = stages[-1][1] if stages else first
-    if last != target.batch:
-        return target
-    return replace(target, first_batch=first, grows_at=stages[0][0] if stages else None)
-
-
-def _pretrained(config: RunConfig, resumed: Checkpoint | None) -> bool:
-    """A run that is resumed may have begun with given weights, also where it is not told so again."""
-    before = flatten(resumed.config).get("run.pretrained") if resumed else ""
-    return bool(config.run.pretrained or before)
-
-
-def _why_one_batch(config: RunConfig) -> str:
-    if config.rehearse.ranks:
-        return "a rehearsal has one, the cluster's run only with --set optim.batch_schedule=''"
-    if config.run.shares != EQUAL_SHARES:
-        return "run.shares divides a constant one"
-    return "comm.mode = 'asynchronous' has one" if config.comm.mode != "synchronous" else ""
 
 
 def batch_stages(settings: OptimSettings, sizes: BatchSizes, world_size: int) -> Stages:

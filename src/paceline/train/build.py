@@ -17,35 +17,26 @@ from torch import nn
 
 from paceline.comm.group import Group
 from paceline.comm.rehearsal import RehearsedExchange
-from paceline.config import RunConfig
-from paceline.core.errors import ConfigError, PacelineError
+from paceline.config import Job, RunConfig
+from paceline.core.errors import PacelineError
 from paceline.core.extensions import needed_by
 from paceline.core.host import StartUp
 from paceline.data import BatchPlan, Source, TrainBatches, create_train_loader
 from paceline.models.pretrained import load_pretrained
 from paceline.models.registry import is_own
 from paceline.models.synced_norm import NormGroup
-from paceline.optim.schedule import LrSchedule
-from paceline.optim.settings import ANCHORED, OptimSettings
+from paceline.optim.settings import ANCHORED
 from paceline.plan.rehearsal import ClusterClock
-from paceline.train.batch_sizes import (
-    BatchSizes,
-    apply_scaling,
-    batch_stages,
-    eval_batch,
-    requested_batch,
-    resolve_batch_sizes,
-)
+from paceline.train.batch_sizes import eval_batch
 from paceline.train.callbacks import Callback, CallbackRunner
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
 from paceline.train.checkpoint_writer import CheckpointWriter
 from paceline.train.components import Components
-from paceline.train.fast_path import eager_norms, share_norms
+from paceline.train.fast_path import ModelLimits, share_norms
 from paceline.train.inputs import (
     RunInputs,
     agree_on_inputs,
-    check_ranks,
-    check_settings,
+    check_trackers,
     read_checkpoint,
 )
 from paceline.train.loss import LOSSES
@@ -59,6 +50,7 @@ from paceline.train.model_checks import (
     share_weights,
 )
 from paceline.train.observers import RunTrace
+from paceline.train.resolve import Facts, Resolved, ranks_of, refuse, resolve
 from paceline.train.run_folder import RunFolder
 from paceline.train.run_state import PinnedPlan, Progress, RunState, check_pinned
 from paceline.train.shares import with_shares
@@ -75,47 +67,40 @@ def build(
 ) -> Training:  # fmt: skip
     """Builds the run on this rank, together with all others. `startup` learns what each part takes."""
     components, startup = components or Components(), startup or StartUp()
+    job = Job(processes=group.world_size, device=group.device.type)
     # What is wrong whatever the data is reported before the data is opened.
-    ranks = _ranks(config, group)
     with _leaving_together(group):
-        config.rehearse.check_processes(group.world_size)
-        check_ranks(config, ranks)
-    check_settings(config, ranks, group.device.type, components)
+        refuse(config, job, components)
+    check_trackers(config)
     inputs = agree_on_inputs(config, group, components)
     with inputs.discarded_on_error():
-        given, samples = components.optimizer is not None, len(inputs.source)
         checkpoint, folder = read_checkpoint(config, inputs.folder, group)
         startup.end("data")
         # Refused alike on all ranks, which have agreed on the settings, the data and the checkpoint.
-        config, scaling = apply_scaling(
-            config, samples, ranks, own_optimizer=given, resumed=checkpoint
-        )
-        asked = requested_batch(config, ranks)
-        sizes = resolve_batch_sizes(*asked, samples=samples)
-        if scaling and checkpoint is not None and folder.resume_from is not None:
-            check_pinned(checkpoint, config, folder.resume_from)
-        return _assemble(
-            config, group, stop, sizes, replace(inputs, folder=folder), checkpoint, components,
-            scaling, startup,
+        facts = Facts(
+            job=job, program=components, samples=len(inputs.source),
+            classes=len(inputs.source.classes), checkpoint=checkpoint,
         )  # fmt: skip
+        resolved = resolve(config, facts)
+        if resolved.scaling and checkpoint is not None and folder.resume_from is not None:
+            check_pinned(checkpoint, resolved.config, folder.resume_from)
+        return _assemble(
+            resolved, group, stop, replace(inputs, folder=folder), checkpoint, components, startup
+        )
 
 
 def _assemble(
-    config: RunConfig,
+    resolved: Resolved,
     group: Group,
     stop: StopSignals,
-    sizes: BatchSizes,
     inputs: RunInputs,
     checkpoint: Checkpoint | None,
     components: Components,
-    scaling: str,
     startup: StartUp,
 ) -> Training:
+    config, plan, schedule = resolved.config, resolved.batches, resolved.schedule
     source, folder = inputs.source, inputs.folder
     threads = _set_threads(config, group, checkpoint)
-    plan = _batch_plan(config, group, len(source), sizes)
-    peak = config.optim.peak_lr(sizes.global_batch)
-    schedule = create_schedule(config.optim, peak, plan)
     built = _build_model(
         config, group, source, plan, schedule.rate(0), checkpoint, components, startup
     )
@@ -125,7 +110,7 @@ def _assemble(
 
     clock = _cluster_clock(config, parts, plan, inputs, built.layers)
     state = RunState(
-        config=config, batches=plan, exchange_plan=parts.exchange.plan, peak_lr=peak,
+        config=config, batches=plan, exchange_plan=parts.exchange.plan, peak_lr=resolved.peak_lr,
         classes=tuple(source.classes), labels=inputs.labels, model=model,
         optimizer=parts.optimizer, batch_norm=parts.batch_norm, scale=parts.scale,
         average=parts.average, group=group, memory=parts.exchange.memory,
@@ -141,16 +126,16 @@ def _assemble(
     )
     trace = _create_trace(config, group, parts, step, folder, progress.step)
     training = Training(
-        config=config, group=group, folder=folder, lock=inputs.lock, sizes=sizes, plan=plan,
-        schedule=schedule, model=model, state=state, step=step, source=source,
-        validation=inputs.validation, progress=progress, stop=stop, plan_file=parts.plan_file,
-        trace=trace, make_loader=make_loader, clock=clock, startup=startup,
+        config=config, written=resolved.written, group=group, folder=folder, lock=inputs.lock,
+        sizes=resolved.sizes, plan=plan, schedule=schedule, model=model, state=state, step=step,
+        source=source, validation=inputs.validation, progress=progress, stop=stop,
+        plan_file=parts.plan_file, trace=trace, make_loader=make_loader, clock=clock, startup=startup,
         store=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
         writer=CheckpointWriter(background=config.checkpoint.background),
     )  # fmt: skip
     training.chosen = describe_run(
         training, inputs, components, checkpoint, parts, threads=threads, shares=shares,
-        scaling=scaling, model_notes=built.notes, pretrained=built.pretrained,
+        scaling=resolved.scaling, model_notes=built.notes, pretrained=built.pretrained,
     )  # fmt: skip
     training.keeps_final_state = isinstance(components.model, nn.Module)
     if components.callbacks:
@@ -228,42 +213,20 @@ def _build_model(
     layers = _cluster_layers(config, model, source)
     norm_group = share_norms(config, model, group)
     startup.end("model")
+    varies = any(VARIES in note for note in notes)
+    limits = ModelLimits.of(config.run, group, norm_group, varies)
     parts = create_parts(
-        _graphs_for(eager_norms(config, norm_group), notes, group), model, group, rate=rate,
+        config, model, group, rate=rate,
         micro_batch=plan.micro_batch,
         accumulate=plan.accumulation > 1 or config.optim.name in ANCHORED,
         pinned=PinnedPlan.of(checkpoint, config, plan.world_size) if checkpoint else None,
         steps_per_epoch=plan.samples / plan.last_batch, components=components,
-        classes=config.model.num_classes or len(source.classes),
+        classes=config.model.num_classes or len(source.classes), limits=limits,
     )  # fmt: skip
     return _BuiltModel(
         model=model, parts=parts, norm_group=norm_group, layers=layers, pretrained=pretrained,
         notes=notes,
     )  # fmt: skip
-
-
-def _batch_plan(config: RunConfig, group: Group, samples: int, sizes: BatchSizes) -> BatchPlan:
-    return BatchPlan(
-        samples=samples,
-        epochs=config.run.epochs,
-        global_batch=sizes.global_batch,
-        micro_batch=sizes.micro_batch,
-        world_size=_ranks(config, group),
-        growth=batch_stages(config.optim, sizes, group.world_size),
-    )
-
-
-def create_schedule(settings: OptimSettings, peak: float, plan: BatchPlan) -> LrSchedule:
-    """The schedule in time units of the plan's first batch."""
-    per_epoch = plan.samples / plan.global_batch
-    if not plan.growth:
-        return LrSchedule(settings, peak, plan.total_steps, per_epoch)
-    return LrSchedule(settings, peak, plan.epochs * per_epoch, per_epoch, plan.position)
-
-
-def _ranks(config: RunConfig, group: Group) -> int:
-    """Ranks that share a global batch: those of this job, or of the cluster that it rehearses."""
-    return config.rehearse.ranks or group.world_size
 
 
 @contextmanager
@@ -315,7 +278,11 @@ def _cluster_clock(
 def _set_threads(config: RunConfig, group: Group, checkpoint: Checkpoint | None) -> str:
     """Sets torch's number of threads. A resumed run uses the checkpoint's, to be bit-identical."""
     threads, note = choose_threads(config, group.topology), ""
-    if checkpoint and not config.run.threads and checkpoint.world_size == _ranks(config, group):
+    if (
+        checkpoint
+        and not config.run.threads
+        and checkpoint.world_size == ranks_of(config, group.world_size)
+    ):
         threads, note = checkpoint.threads, " (as in the checkpoint)"
     torch.set_num_threads(threads)
     return f"{threads}{note}"
@@ -339,23 +306,6 @@ def _create_model(
         model = model.to(group.device)
         check_placed(model, group.device)
         return model, notes
-
-
-def _graphs_for(config: RunConfig, notes: list[str], group: Group) -> RunConfig:
-    """Without CUDA graphs where the model, on any rank, keeps state or draws numbers in Python: a graph
-    would repeat what they were when it was captured."""
-    if group.device.type != "cuda" or config.run.cuda_graphs == "off":
-        return config
-    varies = torch.tensor(float(any(VARIES in note for note in notes)), device=group.device)
-    group.all_reduce_sum(varies)
-    if not varies:
-        return config
-    if config.run.cuda_graphs == "on":
-        raise ConfigError(
-            "run.cuda_graphs", "on", f"the model {VARIES}, which a CUDA graph would freeze",
-            "use 'auto', or draw with torch's generators",
-        )  # fmt: skip
-    return config.with_values({"run.cuda_graphs": "off"})
 
 
 def _check_model(

@@ -44,13 +44,57 @@ from paceline.models.synced_norm import (
 )
 from paceline.train.machine import out_of_memory
 from paceline.train.micro_step import compile_reason, is_compile_error
+from paceline.train.model_checks import VARIES
 
 Forward = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
+class ModelLimits:
+    """Fast forms that the built model cannot use on any rank, whatever the settings allow.
+
+    Attributes:
+        eager: A norm has a collective inside, which no fast form of a pass can hold.
+        varies: The model keeps state or draws numbers in Python, which a CUDA graph would repeat.
+    """
+
+    eager: bool = False
+    varies: bool = False
+
+    @classmethod
+    def of(
+        cls, settings: RunSettings, group: Group, norm_group: NormGroup | None, varies: bool
+    ) -> ModelLimits:
+        """The limits of all ranks. `varies` is what this rank has found. A collective on GPUs."""
+        if norm_group is not None:
+            return cls(eager=True)
+        if group.device.type != "cuda" or settings.cuda_graphs == "off":
+            return cls()
+        found = torch.tensor(float(varies), device=group.device)
+        group.all_reduce_sum(found)
+        if found and settings.cuda_graphs == "on":
+            raise ConfigError(
+                "run.cuda_graphs", "on", f"the model {VARIES}, which a CUDA graph would freeze",
+                "use 'auto', or draw with torch's generators",
+            )  # fmt: skip
+        return cls(varies=bool(found))
+
+    def within(self, settings: RunSettings) -> RunSettings:
+        """The settings of the fast path that are left."""
+        if self.eager:
+            return replace(
+                settings,
+                fused_norm="off",
+                fused_convolutions="off",
+                compile="off",
+                cuda_graphs="off",
+            )
+        return replace(settings, cuda_graphs="off") if self.varies else settings
+
+
+@dataclass(frozen=True)
 class FastPath:
-    """What was chosen for one run."""
+    """What was chosen for one run. It is recorded, and not written back into the settings."""
 
     forward: Forward
     channels_last: bool
@@ -83,10 +127,12 @@ def choose_fast_path(
     *,
     shared_gpu: bool = False,
     dtype: torch.dtype = torch.float16,
+    limits: ModelLimits = ModelLimits(),
 ) -> FastPath:
     """Decides the switches and prepares `model` for them. `triton_problem`: why kernels cannot run.
     `dtype`: that of the model's maps and convolutions.
     `shared_gpu`: other ranks use the same GPU; cuDNN's batch norm hangs beside their collectives."""
+    settings = limits.within(settings)
     on_gpu = device.type == "cuda"
     if on_gpu:
         # Shapes hardly ever change in training: the search for the fastest algorithm pays at once.
@@ -342,7 +388,6 @@ def share_norms(config: RunConfig, model: nn.Module, group: Group) -> NormGroup 
     size = config.model.norm_group
     if size == 1:
         return None
-    check_norm_group(config, group.world_size)
     shared = NormGroup(size, group.create_subgroup(size, config.comm.timeout_s))
     synchronize_norms(model, shared)
     return shared
@@ -357,34 +402,6 @@ def check_model_norms(config: RunConfig, model: nn.Module) -> None:
         )
     if config.model.norm_group > 1:
         check_norms(norms, config.model.norm_group)
-
-
-def check_norm_group(config: RunConfig, ranks: int) -> None:
-    """Raises ConfigError for a `model.norm_group` that does not divide the ranks, or that a fast form of
-    a pass cannot hold the collectives of."""
-    size = config.model.norm_group
-    if ranks % size:
-        raise ConfigError(
-            "model.norm_group", size, f"does not divide the {ranks} rank(s)",
-            "use a divisor of the number of ranks, or 1",
-        )  # fmt: skip
-    for name in ("fused_norm", "fused_convolutions", "compile", "cuda_graphs"):
-        value = getattr(config.run, name)
-        if size > 1 and value not in ("auto", "off"):
-            raise ConfigError(
-                f"run.{name}", value, f"cannot be used with model.norm_group = {size}",
-                "use 'auto', or model.norm_group=1",
-            )  # fmt: skip
-
-
-def eager_norms(config: RunConfig, norm_group: NormGroup | None) -> RunConfig:
-    """Without the fast forms of a pass that cannot hold a collective of their own."""
-    if norm_group is None:
-        return config
-    return config.with_values(
-        {"run.fused_norm": "off", "run.fused_convolutions": "off",
-         "run.compile": "off", "run.cuda_graphs": "off"}
-    )  # fmt: skip
 
 
 def describe_norms(config: RunConfig, group: Group, norm_group: NormGroup | None) -> dict[str, str]:

@@ -16,13 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.comm.group import Group
-from paceline.config import EQUAL_SHARES, PROBED_SHARES, RunConfig
-from paceline.core.errors import CheckpointError, ConfigError, DataError, PacelineError
+from paceline.config import RunConfig
+from paceline.core.errors import CheckpointError, DataError, PacelineError
 from paceline.core.extensions import load_extension
 from paceline.data import OpenedFiles, Source, open_data
-from paceline.optim.settings import ANCHORED, OPTIMIZERS_OF_SVRG
-from paceline.plan.fusion_plan import EIGHT_BIT
-from paceline.train.batch_sizes import requested_batch, resolve_batch_sizes
 from paceline.train.checkpoint import (
     Checkpoint,
     DamagedCheckpointError,
@@ -30,21 +27,10 @@ from paceline.train.checkpoint import (
     read_file,
 )
 from paceline.train.components import Components
-from paceline.train.fast_path import check_norm_group
 from paceline.train.machine import versions
+from paceline.train.resolve import check_num_classes
 from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder, RunLock, claim_run_folder
 from paceline.train.run_state import check_pinned
-from paceline.train.shares import given_speeds
-
-
-def check_settings(config: RunConfig, ranks: int, device: str, components: Components) -> None:
-    """Raises ConfigError for settings that cannot be used together with so many ranks, this kind of
-    device and the program's objects, whatever data and model are."""
-    check_ranks(config, ranks)
-    refuse_with_svrg(config, components, device)
-    refuse_on_servers(config, components)
-    if names := tracker_names(config):
-        load_trackers(names).check_trackers(names)
 
 
 def tracker_names(config: RunConfig) -> list[str]:
@@ -57,78 +43,10 @@ def load_trackers(names: Sequence[str]) -> Any:
     return load_extension("trackers", "run.trackers", list(names))
 
 
-def check_ranks(config: RunConfig, ranks: int) -> None:
-    """Raises ConfigError for settings that do not fit the number of ranks."""
-    resolve_batch_sizes(*requested_batch(config, ranks))
-    check_norm_group(config, ranks)
-    if config.run.shares not in (EQUAL_SHARES, PROBED_SHARES):
-        given_speeds(config.run.shares, ranks)
-
-
-def refuse_on_servers(config: RunConfig, components: Components) -> None:
-    """Raises ConfigError for an optimizer of the program that parameter servers would have to run."""
-    if config.comm.mode == "asynchronous" and components.optimizer is not None:
-        raise ConfigError(
-            "optimizer", None, "but comm.mode = 'asynchronous' cannot send the state of an optimizer "
-            "given in Python", "name one in optim.name, as in 'sgd'",
-        )  # fmt: skip
-
-
-def refuse_with_svrg(config: RunConfig, components: Components, device: str) -> None:
-    """Raises ConfigError for settings that contradict SVRG and its relatives: fixed-point weights are
-    no half-precision weights, and a full gradient is that of a fixed function of the samples."""
-    name = config.optim.name
-    if name not in OPTIMIZERS_OF_SVRG:
-        return
-    if config.precision.amp_dtype not in ("fp32", *(["auto"] if device == "cpu" else [])):
-        raise ConfigError(
-            "precision.amp_dtype", config.precision.amp_dtype, f"{name} computes in fp32",
-            "use --amp-dtype fp32",
-        )  # fmt: skip
-    if name not in ANCHORED:
-        return
-    reason = f"{name} needs the same gradient of a sample in every pass"
-    data = config.data
-    for field, value, fixed in (
-        ("data.augment", data.augment, "none"),
-        ("data.flip", data.flip, False),
-        ("data.cutout", data.cutout, 0),
-        ("data.color_jitter", data.color_jitter, (0.0, 0.0, 0.0, 0.0)),
-        ("run.mixup", config.run.mixup, 0.0),
-        ("run.cutmix", config.run.cutmix, 0.0),
-        # It would measure the noise of differences.
-        ("run.noise_scale", config.run.noise_scale, False),
-    ):
-        if value != fixed:
-            shown = str(fixed).lower() if isinstance(fixed, bool) else fixed
-            raise ConfigError(field, value, reason, f"use {field}={shown}")
-    if data.randaugment[0]:
-        raise ConfigError("data.randaugment", data.randaugment, reason, "use [0, 9]")
-    for own in ("augment", "device_augment"):
-        if getattr(components, own) is not None:
-            raise ConfigError(
-                own, None, f"{reason}; an own augmentation may be random", "leave it out"
-            )
-    if config.comm.wire in EIGHT_BIT:
-        raise ConfigError(
-            "comm.wire", config.comm.wire, f"{name} exchanges differences and full gradients, between "
-            "which error feedback would mix", "use 'auto'",
-        )  # fmt: skip
-    if config.comm.wire == "float16":
-        raise ConfigError(
-            "comm.wire", "float16", f"{name} exchanges a full gradient now and then: where it overflows, "
-            "all steps up to the next one are lost", "use 'auto' or 'bfloat16'",
-        )  # fmt: skip
-    if config.run.shares != EQUAL_SHARES:
-        raise ConfigError(
-            "run.shares", config.run.shares, f"the full gradient of {name} is divided equally",
-            f"use {EQUAL_SHARES!r}",
-        )  # fmt: skip
-    if config.model.norm_group > 1:
-        raise ConfigError(
-            "model.norm_group", config.model.norm_group, f"{name} has passes that ranks do not make "
-            "together", "use 1",
-        )  # fmt: skip
+def check_trackers(config: RunConfig) -> None:
+    """Raises ConfigError for a tracker that cannot be used."""
+    if names := tracker_names(config):
+        load_trackers(names).check_trackers(names)
 
 
 @dataclass(frozen=True)
@@ -236,16 +154,6 @@ def _open_data(
         )
     check_num_classes(config, len(source.classes))
     return source, validation
-
-
-def check_num_classes(config: RunConfig, classes: int) -> None:
-    """Raises ConfigError if the model would have fewer outputs than the data has `classes`."""
-    declared = config.model.num_classes
-    if declared is not None and declared < classes:
-        raise ConfigError(
-            "model.num_classes", declared, f"but the data has {classes} classes",
-            "raise it, or leave it out to take the data's",
-        )  # fmt: skip
 
 
 def _broadcast_folder(folder: RunFolder | None, group: Group) -> RunFolder:

@@ -167,7 +167,9 @@ def check_model(
         )
     for name, value in model.state_dict().items():
         sparse = value.layout != torch.strided
-        if sparse or any(s == 0 and n > 1 for s, n in zip(value.stride(), value.shape, strict=True)):
+        if sparse or any(
+            s == 0 and n > 1 for s, n in zip(value.stride(), value.shape, strict=True)
+        ):
             raise RunError(
                 f"{name} of the model is {'sparse' if sparse else 'an expanded tensor'}",
                 f"keep a dense one: {'.to_dense()' if sparse else '.contiguous()'}",

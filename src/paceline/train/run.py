@@ -222,11 +222,7 @@ def _open_records(training: Training, display: Callable[[], Observer]) -> None:
             if training.progress.step < training.plan.total_steps:
                 # A finished run that is continued is no longer finished.
                 (folder.path / "summary.json").unlink(missing_ok=True)
-            # Without paths, so that the file can start the run elsewhere.
-            resolved = {"run.global_batch_size": training.sizes.global_batch}
-            folder.write_config(
-                config.with_values({"run.output": "", "run.resume": "", **resolved})
-            )
+            folder.write_config(training.written)
             # Not a file that the user has chosen: an error of the disk, not of a setting.
             (folder.path / "plan.toml").write_text(training.plan_file.to_text(), encoding="utf-8")
             if config.run.watch:

@@ -256,10 +256,9 @@ def claim_run_folder(config: RunConfig, *, restarted: bool) -> tuple[RunFolder, 
     with _explained(config):
         wait = {"wait_s": _RESTART_WAIT_S} if restarted else {}
         lock = RunLock.acquire(first.path, **wait)
-    with first.discarded_on_error(), lock.released_on_error():
+    with first.discarded_on_error(), lock.released_on_error(), _explained(config):
         # Another process may have changed the folder before it was locked.
-        here = config.with_values({"run.output": str(first.path)})
-        again = choose_run_folder(here, restarted=restarted)
+        again = _choose(config, restarted, first.path)
     note = "; ".join(filter(None, (first.note or again.note, lock.note)))
     return replace(again, note=note), lock
 
@@ -267,7 +266,8 @@ def claim_run_folder(config: RunConfig, *, restarted: bool) -> tuple[RunFolder, 
 def choose_run_folder(config: RunConfig, *, restarted: bool) -> RunFolder:
     """`restarted`: torchrun restarted this process after a failure, which always resumes."""
     with _explained(config):
-        return _choose(config, restarted)
+        output = Path(config.run.output) if config.run.output else None
+        return _choose(config, restarted, output)
 
 
 @contextlib.contextmanager
@@ -282,9 +282,8 @@ def _explained(config: RunConfig) -> Iterator[None]:
         ) from None
 
 
-def _choose(config: RunConfig, restarted: bool) -> RunFolder:
+def _choose(config: RunConfig, restarted: bool, output: Path | None) -> RunFolder:
     resume = config.run.resume or ("auto" if restarted else "")
-    output = Path(config.run.output) if config.run.output else None
     if resume and resume != "auto":
         return _from_file(Path(resume), output, restarted=restarted)
     if output is None:

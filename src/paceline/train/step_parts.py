@@ -43,6 +43,7 @@ from paceline.train.exchange_plan import (
 from paceline.train.fast_path import (
     FastPath,
     Forward,
+    ModelLimits,
     choose_fast_path,
     triton_problem,
     try_fast_path,
@@ -101,6 +102,7 @@ def create_parts(
     config: RunConfig, model: nn.Module, group: Group, *, rate: float, micro_batch: int,
     accumulate: bool, pinned: PinnedPlan | None = None, steps_per_epoch: float = 1.0,
     components: Components | None = None, classes: int | None = None,
+    limits: ModelLimits = ModelLimits(),
 ) -> StepParts:  # fmt: skip
     """Rounds the model to its number format, switches its fast forms on, and plans the exchange.
     `steps_per_epoch` says how far the average of `run.average_epochs` reaches back, `classes` how many
@@ -111,7 +113,8 @@ def create_parts(
     with group.phase("training parts") as same:
         problem = triton_problem(group.device)
         same.compare({"Triton": problem or "usable"}, "use the same image on all nodes")
-        policy = _choose_policy(config, group.device)
+        policy = choose_policy(config.precision, group.device)
+        allow_tf32(config.precision)
         if problem and settings.fused == "auto":
             settings = replace(settings, fused="foreach")
         optimizer = create_master_optimizer(
@@ -123,6 +126,7 @@ def create_parts(
         shared = config.comm.share_gpus and group.world_size > 1
         fast = choose_fast_path(
             config.run, model, group.device, problem, shared_gpu=shared, dtype=policy.dtype,
+            limits=limits,
         )  # fmt: skip
         if group.world_size > 1:  # 0.1 s for the weights of a ResNet-50
             start = {"initial weights": fingerprint(model)}
@@ -162,18 +166,6 @@ def create_parts(
         exchange_summary=describe_exchange(exchange, planned, fast, group.world_size),
         average=average, loss=loss, dry=dry, clip_norm=settings.clip_norm,
     )  # fmt: skip
-
-
-def _choose_policy(config: RunConfig, device: torch.device) -> Policy:
-    policy = choose_policy(config.precision, device)
-    if config.comm.mode == "asynchronous" and policy.scales_loss:
-        raise ConfigError(
-            "precision.amp_dtype", policy.name,
-            "needs a loss scale that all ranks agree on in every step, and asynchronous ranks do not",
-            "use --amp-dtype bf16 or fp32",
-        )  # fmt: skip
-    allow_tf32(config.precision)
-    return policy
 
 
 def _compare_devices(optimizer: MasterOptimizer, device: torch.device, same: SharedFacts) -> None:

@@ -46,6 +46,8 @@ class Training:
     `saved_step` is the step of the newest checkpoint in the folder, equal on all ranks, or -1."""
 
     config: RunConfig
+    # For `config.toml`.
+    written: RunConfig
     group: Group
     folder: RunFolder
     lock: RunLock | None

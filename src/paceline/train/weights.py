@@ -321,11 +321,6 @@ def create_average(
 ) -> WeightAverage | None:  # fmt: skip
     """None if `run.average_epochs` and `optim.schedule_free` are 0."""
     if schedule_free:
-        if epochs:
-            raise ConfigError(
-                "run.average_epochs", epochs, "schedule-free training has an average of its own",
-                "use 0 with optim.schedule_free",
-            )  # fmt: skip
         with explain_out_of_memory("while copying the weights for their average", _REMEDY):
             return ScheduleFree(model, optimizer, batch_norm, schedule_free)
     if epochs == 0:

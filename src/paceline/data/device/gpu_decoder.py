@@ -25,7 +25,7 @@ import torch
 
 from paceline.core.errors import ConfigError
 from paceline.core.host import few_connections
-from paceline.data.augment import SquareTransform, extra_draws
+from paceline.data.augment import SquareTransform
 from paceline.data.batch import Batch, kept_rows
 from paceline.data.chunk import Chunk
 from paceline.data.decode.decoder import BatchInProgress, BulkRead, Decoder, PillowDecoder
@@ -320,25 +320,6 @@ class HostShare:
         if not reasons:
             return ""
         return f"{unfit + refused:,} samples were decoded on the host: {', '.join(reasons)}"
-
-
-def check_settings(settings: DataSettings) -> None:
-    """What the kernel does not know is refused, not done in another way."""
-    for name, value, known in (
-        ("channels", settings.channels, 3),
-        ("interpolation", settings.interpolation, "bilinear"),
-        ("augment", settings.augment, "random_resized_crop"),
-    ):
-        if value != known:
-            raise ConfigError(
-                f"data.{name}", value, f"data.decoder = {settings.decoder!r} has only {known!r}",
-                "set data.decoder = 'auto'",
-            )  # fmt: skip
-    if extra_draws(settings):
-        raise ConfigError(
-            "data.decoder", settings.decoder, "cannot do data.color_jitter or data.randaugment",
-            "set data.decoder = 'auto', or leave these at 0",
-        )  # fmt: skip
 
 
 def check_source(source: Source, settings: DataSettings) -> None:

@@ -17,7 +17,7 @@ from paceline.core.host import ask_for_connections
 from paceline.data.augment import EvalTransform, SquareTransform, TrainTransform, extra_draws
 from paceline.data.decode.decoder import Decoder, PillowDecoder, RegionDecoder
 from paceline.data.decode.library import RegionUnavailableError, region_library
-from paceline.data.device.gpu_decoder import GpuDecoder, check_settings, check_source
+from paceline.data.device.gpu_decoder import GpuDecoder, check_source
 from paceline.data.device.nvjpeg import NvJpeg
 from paceline.data.device.resident import (
     PixelForm,
@@ -121,7 +121,6 @@ def _create_decoder(
         return create_host_decoder(
             source, transform, settings, notes, pin_memory=device.type == "cuda"
         )
-    check_settings(settings)
     check_source(source, settings)
     if device.type != "cuda":
         raise ConfigError(

@@ -1,0 +1,74 @@
+"""Settings that exclude one another, declared as rows, and the function that checks them.
+
+The package that owns a setting declares its rows. `paceline.config.exclusions` has the rows between
+sections and those with facts about the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.core.errors import ConfigError
+
+Test = Callable[[Any], bool]
+
+
+def one_of(*values: object) -> Test:
+    return lambda value: value in values
+
+
+def not_in(*values: object) -> Test:
+    return lambda value: value not in values
+
+
+def above(limit: float) -> Test:
+    return lambda value: value > limit
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Refuses a value of `field` while all conditions in `when` hold.
+
+    Attributes:
+        field: A setting, as in `comm.wire`, or an object of the program, as in `program.augment`.
+        refused: Returns True for a value that is refused.
+        when: Other settings and facts, each with a test of its value.
+        problem: The reason. A name in braces, as in `{optim.name}`, is replaced by its value.
+        remedy: What the user can do.
+    """
+
+    field: str
+    refused: Test
+    when: Mapping[str, Test]
+    problem: str
+    remedy: str
+
+
+def check_exclusions(rows: Iterable[Exclusion], **sections: object) -> None:
+    """Checks the rows whose names all belong to the given sections.
+
+    Args:
+        rows: The table.
+        sections: Settings objects and facts by the first part of their names.
+
+    Raises:
+        ConfigError: If a combination is refused.
+    """
+
+    def value(name: str) -> Any:
+        section, _, key = name.partition(".")
+        return getattr(sections[section], key)
+
+    for row in rows:
+        tests = {row.field: row.refused, **row.when}
+        if not sections.keys() >= {name.partition(".")[0] for name in tests}:
+            continue
+        if all(test(value(name)) for name, test in tests.items()):
+            own = row.field.removeprefix("program.")
+            shown = None if own != row.field else value(row.field)
+            raise ConfigError(
+                own, list(shown) if isinstance(shown, tuple) else shown,
+                row.problem.format(**sections), row.remedy.format(**sections),
+            )  # fmt: skip

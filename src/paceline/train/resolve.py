@@ -1,0 +1,220 @@
+"""`resolve`: what settings, data and device decide about a run, before the model is built.
+
+Nothing else changes a configuration after it was loaded. What needs the built model or all ranks, such as
+fused kernels, torch.compile and CUDA graphs, is in `FastPath` and is not written back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from paceline.config import EQUAL_SHARES, PROBED_SHARES, Job, RunConfig
+from paceline.core.errors import ConfigError
+from paceline.core.settings import flatten
+from paceline.data import BatchPlan
+from paceline.optim.batch_growth import BatchGrowth
+from paceline.optim.scaling import Recipe, Target, scale_recipe
+from paceline.optim.schedule import LrSchedule
+from paceline.optim.settings import OptimSettings
+from paceline.plan.rehearsal import RehearseSettings
+from paceline.train.batch_sizes import (
+    BatchSizes,
+    batch_stages,
+    requested_batch,
+    resolve_batch_sizes,
+)
+from paceline.train.checkpoint import Checkpoint
+from paceline.train.components import Components
+from paceline.train.shares import given_speeds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known before the model is built.
+
+    Attributes:
+        job: Processes and device.
+        program: Objects that were given in Python.
+        samples: Training images.
+        classes: Classes of the data.
+        checkpoint: The checkpoint from which the run continues.
+    """
+
+    job: Job
+    program: Components
+    samples: int
+    classes: int
+    checkpoint: Checkpoint | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """What `resolve` decides.
+
+    Attributes:
+        config: The settings in use. With `optim.scaling`, those of the scaled recipe.
+        written: The settings for `RUN/config.toml`: without paths, so that they can start the run
+            elsewhere, and with the batch that was chosen.
+        sizes: Sizes of the first batch.
+        batches: Samples and steps of the whole run, with all stages of the batch.
+        peak_lr: Peak learning rate of the schedule.
+        schedule: Rate, momentum and warm-up by step.
+        scaling: Description of what `optim.scaling` chose; empty if it is off.
+    """
+
+    config: RunConfig
+    written: RunConfig
+    sizes: BatchSizes
+    batches: BatchPlan
+    peak_lr: float
+    schedule: LrSchedule
+    scaling: str = ""
+
+
+def resolve(config: RunConfig, facts: Facts) -> Resolved:
+    """Decides everything that depends on settings, data and device alone.
+
+    Args:
+        config: The settings as they were loaded.
+        facts: What is known about the job, the data and the resumed run.
+
+    Raises:
+        ConfigError: If a combination is refused, or no batch fits.
+    """
+    ranks = ranks_of(config, facts.job.processes)
+    refuse(config, facts.job, facts.program)
+    config, scaling = _scaled(config, facts, ranks)
+    if scaling:
+        refuse(config, facts.job, facts.program)
+    check_num_classes(config, facts.classes)
+    sizes = resolve_batch_sizes(*requested_batch(config, ranks), samples=facts.samples)
+    batches = BatchPlan(
+        samples=facts.samples, epochs=config.run.epochs, global_batch=sizes.global_batch,
+        micro_batch=sizes.micro_batch, world_size=ranks,
+        growth=batch_stages(config.optim, sizes, ranks),
+    )  # fmt: skip
+    peak = config.optim.peak_lr(sizes.global_batch)
+    written = config.with_values(
+        {"run.output": "", "run.resume": "", "run.global_batch_size": sizes.global_batch}
+    )
+    return Resolved(
+        config=config, written=written, sizes=sizes, batches=batches, peak_lr=peak,
+        schedule=create_schedule(config.optim, peak, batches), scaling=scaling,
+    )  # fmt: skip
+
+
+def ranks_of(config: RunConfig, processes: int) -> int:
+    """Returns the ranks that share a global batch: those of the job, or of the rehearsed cluster."""
+    return config.rehearse.ranks or processes
+
+
+def refuse(config: RunConfig, job: Job, program: Components) -> None:
+    """Refuses what cannot be combined, whatever the data and the model are.
+
+    Raises:
+        ConfigError: If settings exclude one another, the kind of device, the objects of the program or
+            the number of ranks.
+    """
+    config.check_job(job, program)
+    ranks = ranks_of(config, job.processes)
+    resolve_batch_sizes(*requested_batch(config, ranks))
+    if ranks % config.model.norm_group:
+        raise ConfigError(
+            "model.norm_group", config.model.norm_group, f"does not divide the {ranks} rank(s)",
+            "use a divisor of the number of ranks, or 1",
+        )  # fmt: skip
+    if config.run.shares not in (EQUAL_SHARES, PROBED_SHARES):
+        given_speeds(config.run.shares, ranks)
+
+
+def check_num_classes(config: RunConfig, classes: int) -> None:
+    """Raises ConfigError if the model would have fewer outputs than the data has `classes`."""
+    declared = config.model.num_classes
+    if declared is not None and declared < classes:
+        raise ConfigError(
+            "model.num_classes", declared, f"but the data has {classes} classes",
+            "raise it, or leave it out to take the data's",
+        )  # fmt: skip
+
+
+def create_schedule(settings: OptimSettings, peak: float, plan: BatchPlan) -> LrSchedule:
+    """The schedule in time units of the plan's first batch."""
+    per_epoch = plan.samples / plan.global_batch
+    if not plan.growth:
+        return LrSchedule(settings, peak, plan.total_steps, per_epoch)
+    return LrSchedule(settings, peak, plan.epochs * per_epoch, per_epoch, plan.position)
+
+
+def without_exchange(config: RunConfig, ranks: int) -> RunConfig:
+    """Returns the settings with which one process measures what a rank computes, for any plan."""
+    config = replace(config, rehearse=RehearseSettings())
+    if ranks == 1:
+        return config
+    alone = replace(config.comm, plan="", algorithm="auto", sizes="", eta_kib=None)
+    return replace(config, comm=alone)
+
+
+def _scaled(config: RunConfig, facts: Facts, ranks: int) -> tuple[RunConfig, str]:
+    """Applies `optim.scaling`, and describes its choices. It is off in the result, so that `config.toml`
+    repeats the run. A resumed run keeps its first batch."""
+    optim, samples, resumed = config.optim, facts.samples, facts.checkpoint
+    if optim.scaling == "off":
+        return config, ""
+    known = optim.known_good_batch
+    if known is None:
+        raise ConfigError(
+            "optim.known_good_batch", None,
+            "is not known: optim.scaling = 'auto' needs the batch at which the recipe works",
+            "set it, or run.global_batch_size in the recipe",
+        )  # fmt: skip
+    sizes = resolve_batch_sizes(*requested_batch(config, ranks), samples=samples)
+    recipe = Recipe(
+        optim, known, optim.known_good_optimizer or optim.name, config.run.batch_size,
+        config.run.average_epochs, kept=frozenset(optim.scaling_keeps),
+        mixing=tuple(f"run.{name}" for name in ("mixup", "cutmix") if getattr(config.run, name)),
+        # Asynchronous ranks have different weights.
+        averages=config.comm.mode == "synchronous",
+        one_batch=_why_one_batch(config), pretrained=_pretrained(config, resumed),
+    )  # fmt: skip
+    target = Target(sizes.global_batch, samples, config.run.epochs, ranks)
+    scaling = scale_recipe(recipe, target if resumed is None else _as_before(target, resumed))
+    values = {"run.global_batch_size": sizes.global_batch, **scaling.values}
+    # The result is a recipe of its own, known for its own batch.
+    applied: dict[str, object] = {
+        "optim.scaling": "off", "optim.known_good_batch": None, "optim.known_good_optimizer": "",
+        "optim.known_good_lr": None, "optim.known_good_momentum": None, "optim.scaling_keeps": [],
+    }  # fmt: skip
+    try:
+        return config.with_values(values | applied), scaling.describe()
+    except ConfigError as error:
+        chosen = scaling.values.get("optim.name")
+        if chosen is None:
+            raise
+        raise ConfigError(
+            "optim.scaling", "auto", f"chooses {chosen}, but {error.cause}",
+            f"leave that out, or keep the optimizer with --opt {optim.name}",
+        ) from None  # fmt: skip
+
+
+def _as_before(target: Target, resumed: Checkpoint) -> Target:
+    """With the stages of the run that is resumed; a run of another batch is refused later."""
+    stages = BatchGrowth.parse(flatten(resumed.config).get("optim.batch_schedule", "")).stages
+    first = int(resumed.sampler["global_batch"])
+    last = stages[-1][1] if stages else first
+    if last != target.batch:
+        return target
+    return replace(target, first_batch=first, grows_at=stages[0][0] if stages else None)
+
+
+def _pretrained(config: RunConfig, resumed: Checkpoint | None) -> bool:
+    """A resumed run may have begun with given weights, even if it is not named again."""
+    before = flatten(resumed.config).get("run.pretrained") if resumed else ""
+    return bool(config.run.pretrained or before)
+
+
+def _why_one_batch(config: RunConfig) -> str:
+    if config.rehearse.ranks:
+        return "a rehearsal has one, the cluster's run only with --set optim.batch_schedule=''"
+    if config.run.shares != EQUAL_SHARES:
+        return "run.shares divides a constant one"
+    return "comm.mode = 'asynchronous' has one" if config.comm.mode != "synchronous" else ""
