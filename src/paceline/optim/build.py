@@ -21,8 +21,9 @@ from paceline.core.imports import import_object
 from paceline.optim.adam import LAMB, AdamW
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.fused import triton_unavailable
-from paceline.optim.lars import LARS, SGD, RMSpropWarmup
+from paceline.optim.lars import LARS, SGD
 from paceline.optim.muon import STEP_FACTOR, Muon, split_matrices
+from paceline.optim.rms_warmup import RMSpropWarmup
 from paceline.optim.settings import OPTIMIZERS_OF_SVRG, OptimSettings
 from paceline.optim.svrg import SVRG
 from paceline.optim.wrapped import wrap
@@ -74,7 +75,7 @@ def create_optimizer(
 
 def _create_adam(
     settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, fused: bool | None
-) -> AdamW:
+) -> MasterOptimizer:
     betas = (settings.beta1, settings.beta2)
     if settings.name == "adamw":
         return AdamW(groups, lr, betas, settings.adam_eps, fused=fused)
