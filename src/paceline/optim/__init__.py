@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from paceline.optim.lars import LARS, SGD
     from paceline.optim.muon import Muon
     from paceline.optim.orthogonal import SharedProducts, is_matrix, orthogonalize, share_out
+    from paceline.optim.registry import register_optimizer
     from paceline.optim.rms_warmup import RMSpropWarmup, sgd_share
     from paceline.optim.rule import Rows, UpdateRule
     from paceline.optim.schedule import LrSchedule, set_rate
@@ -41,6 +42,7 @@ __all__ = [
     "is_matrix",
     "orthogonalize",
     "quantize",
+    "register_optimizer",
     "set_rate",
     "sgd_share",
     "share_out",
@@ -68,6 +70,7 @@ if not TYPE_CHECKING:  # a type checker would accept every name
             "is_matrix": "orthogonal",
             "orthogonalize": "orthogonal",
             "quantize": "svrg",
+            "register_optimizer": "registry",
             "set_rate": "schedule",
             "sgd_share": "rms_warmup",
             "share_out": "orthogonal",

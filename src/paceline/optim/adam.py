@@ -18,6 +18,7 @@ from torch.optim.optimizer import ParamsT
 from paceline.core.errors import RunError
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.fused import AdamStep
+from paceline.optim.registry import Context
 from paceline.optim.rule import (
     Gates,
     HyperTable,
@@ -29,6 +30,7 @@ from paceline.optim.rule import (
     norms_of,
     put,
 )
+from paceline.optim.settings import OptimSettings
 from paceline.optim.state import EXP_AVG, EXP_AVG_SQ, STEP
 
 
@@ -223,3 +225,19 @@ class LAMB(MasterOptimizer):
             params, values, partial(AdamRule, adapts=True), fused=fused,
             adapt_bias_norm=adapt_bias_norm, foreach=foreach, maximize=maximize,
         )  # fmt: skip
+
+
+def create_adamw(
+    settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, context: Context
+) -> AdamW:
+    betas = (settings.beta1, settings.beta2)
+    return AdamW(groups, lr, betas, settings.adam_eps, fused=context.fused)
+
+
+def create_lamb(
+    settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, context: Context
+) -> LAMB:
+    return LAMB(
+        groups, lr, (settings.beta1, settings.beta2), settings.adam_eps, clip=settings.clip,
+        adapt_bias_norm=settings.adapt_bias_norm, fused=context.fused,
+    )  # fmt: skip

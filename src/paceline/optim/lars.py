@@ -11,7 +11,9 @@ from torch.optim.optimizer import ParamsT
 
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.fused import FusedStep, LarsStep
+from paceline.optim.registry import Context
 from paceline.optim.rule import Rows, UpdateRule, check_hyper, norms_of, read_hyper
+from paceline.optim.settings import OptimSettings
 from paceline.optim.state import MOMENTUM
 
 
@@ -141,3 +143,19 @@ class SGD(MasterOptimizer):
             params, defaults, LarsRule, fused=fused, adapt_bias_norm=False, foreach=foreach,
             maximize=maximize,
         )  # fmt: skip
+
+
+def create_sgd(
+    settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, context: Context
+) -> SGD:
+    return SGD(groups, lr, settings.momentum, nesterov=settings.nesterov, fused=context.fused)
+
+
+def create_lars(
+    settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, context: Context
+) -> LARS:
+    return LARS(
+        groups, lr, settings.momentum, nesterov=settings.nesterov, fused=context.fused,
+        trust_coefficient=settings.trust_coefficient, clip=settings.clip,
+        adapt_bias_norm=settings.adapt_bias_norm,
+    )  # fmt: skip

@@ -7,13 +7,16 @@ runs in torch's list operations, without host synchronization and outside of the
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from paceline.optim.base import MasterOptimizer
+from paceline.optim.registry import Context
 from paceline.optim.rule import Rows, UpdateRule
+from paceline.optim.settings import OptimSettings
 from paceline.optim.state import MOMENTUM
 
 SQUARES = "square_avg"
@@ -87,3 +90,9 @@ def sgd_share(epoch: float, center: float, width: float) -> float:
     if epoch < center:
         return 0.5 * math.exp(2 * (epoch - center) / width)
     return min(0.5 + (epoch - center) / width, 1.0)
+
+
+def create(
+    settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, context: Context
+) -> RMSpropWarmup:
+    return RMSpropWarmup(groups, lr, settings.momentum, eps=settings.adam_eps)

@@ -145,22 +145,7 @@ class Rows:
 
 
 class UpdateRule(ABC):
-    """The equation of an optimizer. Subclasses need `Hyper` and `update`; see docs/optimizers.md.
-
-    Example:
-        class SignMomentum(UpdateRule):
-            class Hyper(NamedTuple):
-                lr: float
-                momentum: float = 0.9
-                weight_decay: float = 0.0
-
-            buffers = ("momentum_buffer",)
-
-            def update(self, rows, hyper):
-                for g, w, v in zip(rows.gradients, rows.masters, rows.buffers("momentum_buffer")):
-                    v.lerp_(g, 1 - hyper.momentum)
-                    w.add_(v.sign() + hyper.weight_decay * w, alpha=-hyper.lr)
-    """
+    """The equation of an optimizer. Subclasses need `Hyper` and `update`; see docs/optimizers.md."""
 
     # Names and defaults of hyper-parameters, which are the keys of parameter groups.
     Hyper: ClassVar[Any]

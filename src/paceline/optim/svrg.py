@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from paceline.optim.base import MasterOptimizer
+from paceline.optim.registry import Context
 from paceline.optim.rule import Gates, Outcome, Row, Rows, UpdateRule
-from paceline.optim.settings import ANCHORED, OPTIMIZERS_OF_SVRG
+from paceline.optim.settings import ANCHORED, OPTIMIZERS_OF_SVRG, OptimSettings
 
 FORMS = tuple(sorted(OPTIMIZERS_OF_SVRG))
 INTEGERS = {8: torch.int8, 16: torch.int16}
@@ -252,3 +253,10 @@ class SVRG(MasterOptimizer):
     def _gradient(self, index: int, group: int, parameter: Tensor, gradient: Tensor) -> Tensor:
         """As it is, in fp64 too: there are no kernels that would read it."""
         return gradient
+
+
+def create(
+    settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, context: Context
+) -> SVRG:
+    form, bits, mu = settings.name, settings.bits, settings.halp_mu
+    return SVRG(groups, lr, form=form, bits=bits, mu=mu, seed=context.seed)
