@@ -234,13 +234,14 @@ def run_in_lists(
             Rows(moved, [gradients[i] for i in positions], [norms[i] for i in positions]),
             hypers[group],
         )
-        flags = [allowed[i] for i in positions]
+        flags = [allowed[i] for i in positions] if go is None or ratios is not None else []
         if ratios is not None:
             put(outcome.ratios, own, torch.where(torch.stack(flags), ratios.float(), 1.0))
         if go is None:
             for old, new, flag in zip(own, moved, flags, strict=True):
                 _select(old, new, flag, names)
-        for row in own if go is not None else ():
+            continue
+        for row in own:
             if row.master is not row.parameter:
                 row.parameter.copy_(row.master)
 
