@@ -59,7 +59,7 @@ def model_of(name: str) -> nn.Module:
     return cast(nn.Module, model.to(memory_format=torch.channels_last))  # type: ignore[call-overload]
 
 
-def optimizer_of(name: str, of: type[MasterOptimizer]) -> tuple[MasterOptimizer, nn.Module]:
+def optimizer_of(name: str, of: type[LARS | Muon]) -> tuple[MasterOptimizer, nn.Module]:
     """On fp16 weights with gradients of a fixed seed."""
     model = model_of(name)
     draw = torch.Generator(device="cuda").manual_seed(1)
@@ -68,7 +68,7 @@ def optimizer_of(name: str, of: type[MasterOptimizer]) -> tuple[MasterOptimizer,
             p.data = p.data.half()
         p.grad = torch.empty_like(p)
         p.grad.copy_(torch.randn(p.shape, generator=draw, device="cuda") * 1e-3)
-    optimizer = of(parameter_groups(model, 5e-5), 0.1)  # type: ignore[arg-type]
+    optimizer = of(parameter_groups(model, 5e-5), 0.1)
     optimizer.grad_scale = torch.tensor(1.0, device="cuda")
     return optimizer, model
 
@@ -100,7 +100,7 @@ def median_ms(work: Callable[[], object]) -> float:
 
 
 def engine_of(optimizer: MasterOptimizer) -> tuple[MuonStep, Any]:
-    engine = optimizer._engine
+    engine = optimizer.engine
     assert isinstance(engine, MuonStep)
     assert engine._matrices is not None
     return engine, engine._matrices

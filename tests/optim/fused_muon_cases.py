@@ -92,8 +92,8 @@ def assert_alike(made: Sequence[tuple[Muon, list[nn.Parameter]]]) -> None:
 
 
 def engine_of(optimizer: Muon) -> MuonStep:
-    assert isinstance(optimizer._engine, MuonStep)
-    return optimizer._engine
+    assert isinstance(optimizer.engine, MuonStep)
+    return optimizer.engine
 
 
 def test_kernels_equal_foreach(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,11 +171,11 @@ def test_a_group_with_fixed_steps_may_join_and_come_with_a_state() -> None:
     other.add_param_group(
         {"params": [nn.Parameter(joined[1].detach().clone())], "orthogonal": True}
     )
-    assert isinstance(other._engine, MuonStep)
+    assert isinstance(other.engine, MuonStep)
     other.load_state_dict(state)
     other.upload()
-    assert not isinstance(other._engine, MuonStep)
-    assert not isinstance(kernel._engine, MuonStep)
+    assert not isinstance(other.engine, MuonStep)
+    assert not isinstance(kernel.engine, MuonStep)
 
 
 @poisoned

@@ -25,7 +25,7 @@ from optim.reference import (
     run,
 )
 from paceline.core.errors import PacelineError, RunError
-from paceline.optim import LARS, SGD, state
+from paceline.optim import LARS, SGD, rule
 
 PLAIN = {"lr_in_momentum": True, "nesterov": False, "clip": False, "adapt": True,
          "weight_decay": 0.0, "eps": 0.0}  # fmt: skip
@@ -122,11 +122,11 @@ def test_norms_are_accurate_at_the_largest_sizes_and_in_any_memory_order() -> No
     large = torch.full((40_000_000,), 0.37)
     nhwc = torch.randn(96, 33, 5, 7).to(memory_format=torch.channels_last)
     gaps = torch.randn(300, 40)[:, ::2]
-    found = state.accurate_norms([large, nhwc, gaps])
+    found = rule.accurate_norms([large, nhwc, gaps])
     wanted = [0.37 * 40_000_000**0.5, float(nhwc.double().norm()), float(gaps.double().norm())]
     assert [float(norm) for norm in found] == pytest.approx(wanted, rel=1e-6)
     inf, nan = torch.full((2000,), 1e30), torch.full((2000,), float("nan"))
-    assert not any(torch.isfinite(norm) for norm in state.accurate_norms([inf, nan]))
+    assert not any(torch.isfinite(norm) for norm in rule.accurate_norms([inf, nan]))
 
 
 def test_parameters_without_gradient_or_elements_stay_unchanged() -> None:

@@ -473,6 +473,6 @@ def test_a_capture_without_preparation_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("paceline.optim.base.capturing", lambda device: True)
     with pytest.raises(RunError, match="would freeze the learning rate"):
         optimizer.step()
-    optimizer._engine = fused.LarsStep()
+    optimizer.engine = fused.LarsStep()
     with pytest.raises(RunError, match="call prepare"):
         optimizer.step()

@@ -15,9 +15,9 @@ from torch import nn
 from paceline.config import load_config
 from paceline.core.errors import ConfigError
 from paceline.optim import LARS, SGD, LrSchedule, Muon, OptimSettings, create_optimizer, set_rate
+from paceline.optim.lars import Hyper
 from paceline.optim.muon import keep_step_factors
 from paceline.optim.settings import SCHEDULES
-from paceline.optim.state import Hyper
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_steps_have_a_fixed_length_where_some_matrix_has_no_norm_layer(
         for group in optimizer.param_groups:
             assert bool(group.get("fixed_steps")) == (expected and group["orthogonal"])
             if group["orthogonal"]:
-                hyper = optimizer._hyper(group)
+                hyper = optimizer.rule.hyper(group)
                 assert isinstance(hyper, Hyper)
                 assert hyper.adapt is not expected, "a fixed length has no trust ratio"
         assert ("fixed length" in optimizer.describe()) == expected

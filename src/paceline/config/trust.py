@@ -17,7 +17,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.imports import PYTHON
 from paceline.core.settings import parse_arguments
 from paceline.models.settings import MODEL_NAMES, ZOOS, registered_factory, split_name
-from paceline.optim.settings import OPTIMIZERS
+from paceline.optim.registry import optimizer_names
 
 # Loss functions of outputs and targets. The namespaces also contain modules and private functions.
 LOSSES_OF_TORCH: Mapping[str, frozenset[str]] = {
@@ -70,7 +70,7 @@ def _foreign_optimizer(values: Mapping[str, Any]) -> str:
     """`create_optimizer` refuses names of `torch.optim` that are not optimizers, whoever gave them."""
     name = values["optim.name"]
     module, colon, _ = name.partition(":")
-    if name in OPTIMIZERS or (colon and module == PYTHON) or _CLASS_OF_TORCH.fullmatch(name):
+    if name in optimizer_names() or (colon and module == PYTHON) or _CLASS_OF_TORCH.fullmatch(name):
         return ""
     return f"runs code of the module {module}"
 

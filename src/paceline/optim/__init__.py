@@ -11,9 +11,12 @@ if TYPE_CHECKING:
     from paceline.optim.base import MasterOptimizer
     from paceline.optim.batch_growth import BatchGrowth
     from paceline.optim.build import create_optimizer
-    from paceline.optim.lars import LARS, SGD, RMSpropWarmup, sgd_share
+    from paceline.optim.lars import LARS, SGD
     from paceline.optim.muon import Muon
     from paceline.optim.orthogonal import SharedProducts, is_matrix, orthogonalize, share_out
+    from paceline.optim.registry import register_optimizer
+    from paceline.optim.rms_warmup import RMSpropWarmup, sgd_share
+    from paceline.optim.rule import Rows, UpdateRule
     from paceline.optim.schedule import LrSchedule, set_rate
     from paceline.optim.settings import OptimSettings
     from paceline.optim.svrg import SVRG, quantize
@@ -31,12 +34,15 @@ __all__ = [
     "Muon",
     "OptimSettings",
     "RMSpropWarmup",
+    "Rows",
     "SharedProducts",
+    "UpdateRule",
     "WrappedOptimizer",
     "create_optimizer",
     "is_matrix",
     "orthogonalize",
     "quantize",
+    "register_optimizer",
     "set_rate",
     "sgd_share",
     "share_out",
@@ -55,15 +61,18 @@ if not TYPE_CHECKING:  # a type checker would accept every name
             "MasterOptimizer": "base",
             "Muon": "muon",
             "OptimSettings": "settings",
-            "RMSpropWarmup": "lars",
+            "RMSpropWarmup": "rms_warmup",
+            "Rows": "rule",
             "SharedProducts": "orthogonal",
+            "UpdateRule": "rule",
             "WrappedOptimizer": "wrapped",
             "create_optimizer": "build",
             "is_matrix": "orthogonal",
             "orthogonalize": "orthogonal",
             "quantize": "svrg",
+            "register_optimizer": "registry",
             "set_rate": "schedule",
-            "sgd_share": "lars",
+            "sgd_share": "rms_warmup",
             "share_out": "orthogonal",
         },
     )

@@ -1,19 +1,18 @@
-"""`MasterOptimizer`: what all optimizers share, whatever their rule.
+"""`MasterOptimizer`: the engine that all optimizers share; an `UpdateRule` has the equation.
 
 Parameters and gradients are fp32, fp16 or bf16. A step updates fp32 master weights, writes
-half-precision parameters back, and needs no host synchronization. Training uses optimizers through this
-class alone.
+half-precision parameters back, and needs no host synchronization. It runs in Triton kernels if the rule
+has them, and else in torch's list operations. Training uses optimizers through this class alone.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import wraps
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,18 +21,17 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from paceline.core.errors import PacelineError, RunError
 from paceline.optim.fused import FusedStep, triton_unavailable
-from paceline.optim.state import (
-    FORMATS,
-    MASTER,
+from paceline.optim.rule import (
     Gates,
     HyperTable,
     Outcome,
     Row,
     StagedGradients,
+    UpdateRule,
     capturing,
-    create_state,
-    restore_state,
+    run_in_lists,
 )
+from paceline.optim.state import MASTER, create_state, restore_state
 
 # Role of biases and normalization parameters in the groups of `paceline.models.parameter_groups`.
 BIAS_NORM = "bias_norm"
@@ -61,7 +59,9 @@ class _PlainOptimizer(Optimizer):
 
 
 class MasterOptimizer(_PlainOptimizer):
-    """An optimizer with fp32 masters and switches on the device.
+    """An optimizer with fp32 masters and switches on the device, which moves them as `rule` says.
+
+    `rule` makes a new `UpdateRule`: a class, or a `functools.partial` of one.
 
     `fused` is None (Triton on CUDA where it is installed), True or False; `path` is the resulting
     choice.
@@ -80,25 +80,22 @@ class MasterOptimizer(_PlainOptimizer):
     # True: state is loaded into existing tensors, whose formats torch would not keep.
     loads_into_state = False
 
-    # fp32 state of each parameter beside its master, in its shape; then other state that is saved.
-    BUFFERS: ClassVar[tuple[str, ...]]
-    NUMBERS: ClassVar[tuple[str, ...]] = ()
-    # Formats of parameters.
-    FORMATS: ClassVar[tuple[torch.dtype, ...]] = FORMATS
     # Attributes from the constructor, beside the groups' defaults, that copies keep.
-    CHOICES: ClassVar[tuple[str, ...]] = ("fused", "adapt_bias_norm")
+    CHOICES: ClassVar[tuple[str, ...]] = ("fused", "adapt_bias_norm", "_new_rule")
 
     def __init__(
         self,
         params: ParamsT,
         defaults: dict[str, Any],
+        rule: Callable[[], UpdateRule],
         *,
         fused: bool | None = None,
         adapt_bias_norm: bool = True,
         foreach: bool | None = None,
         maximize: bool = False,
     ) -> None:
-        """`defaults`: hyper-parameters of groups that do not have their own. `adapt_bias_norm` False:
+        """`defaults`: hyper-parameters of groups that do not have their own; those that are missing have
+        the defaults of the rule. `adapt_bias_norm` False:
         groups of role `bias_norm` have no trust ratio unless they say so. `foreach` True is `fused`
         False."""
         if foreach is False:
@@ -113,46 +110,27 @@ class MasterOptimizer(_PlainOptimizer):
         if maximize:
             defaults = {**defaults, "maximize": True}
         self.fused, self.adapt_bias_norm = fused, adapt_bias_norm
+        self._new_rule = rule
         self._set_up()
-        self._hyper_of(defaults)
+        if fused and not self.rule.has_kernels:
+            raise ValueError("fused = True: the rule has no kernels; use fused=None")
+        defaults = {**getattr(self.rule.Hyper, "_field_defaults", {}), **defaults}
+        self.rule.check(defaults)
         super().__init__(params, defaults)
 
     def _set_up(self) -> None:
+        self.rule = self._new_rule()
         self._ready_for = -1  # number of groups whose state exists
         self._outcome: Outcome | None = None
         self._table: HyperTable | None = None
-        self._engine: FusedStep | None = None
+        self.engine: FusedStep | None = None
         self._staged = StagedGradients()
         self.overflow = torch.zeros(())
 
-    # What a rule defines.
-
-    @abstractmethod
-    def _hyper_of(self, group: dict[str, Any]) -> NamedTuple:
-        """A group's hyper-parameters, checked: a row of the kernels' table."""
-
-    def _create_engine(self) -> FusedStep:
-        """Of a rule with kernels; others have `fused=False`."""
-        raise NotImplementedError
-
-    @abstractmethod
-    def _run_foreach(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
-        """One step in torch's list operations."""
-
-    def _hyper(self, group: dict[str, Any]) -> NamedTuple:
-        """The hyper-parameters with which a group is updated."""
-        return self._hyper_of(group)
-
-    def _transform(self, rows: list[Row], gates: Gates) -> list[Row]:
-        """The rows that the update uses; changes no state."""
-        return rows
-
-    def _finish(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
-        """Called after the update, also where a gate skipped it."""
-
     def describe(self) -> str:
         """Rule and implementation."""
-        return f"{type(self).__name__.lower()}, {self.path}"
+        of = self.rule if type(self) is MasterOptimizer else self
+        return f"{type(of).__name__.lower()}, {self.path}"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, also between steps."""
@@ -162,16 +140,16 @@ class MasterOptimizer(_PlainOptimizer):
         # A copy: torch writes its defaults into the group that it is given.
         super().add_param_group({**adapt, **param_group})
         group = self.param_groups.pop()
-        self._hyper_of(group)
+        self.rule.check(group)
         names = {id(p) for p in group["params"]}
         if len(names) < len(group["params"]):
             raise ValueError("a parameter appears twice in one group; pass each once")
         for p in group["params"]:
-            if p.dtype not in self.FORMATS or p.layout != torch.strided:
+            if p.dtype not in self.rule.formats or p.layout != torch.strided:
                 raise PacelineError(
                     f"parameter of shape {tuple(p.shape)} is {p.dtype}, {p.layout}",
                     "use dense "
-                    + " or ".join(str(kind).removeprefix("torch.") for kind in self.FORMATS),
+                    + " or ".join(str(kind).removeprefix("torch.") for kind in self.rule.formats),
                 )
         self.param_groups.append(group)
 
@@ -180,7 +158,9 @@ class MasterOptimizer(_PlainOptimizer):
         """The implementation of the step: `triton` or `foreach`."""
         device = self._device()
         if self.fused is None:
-            usable = device.type == "cuda" and triton_unavailable(device) == ""
+            usable = (
+                self.rule.has_kernels and device.type == "cuda" and triton_unavailable(device) == ""
+            )
             return "triton" if usable else "foreach"
         if self.fused and (problem := triton_unavailable(device)):
             raise PacelineError(f"fused = True: {problem}", "use fused=False, or fused=None")
@@ -192,11 +172,12 @@ class MasterOptimizer(_PlainOptimizer):
         step that changes nothing. Call it before a CUDA graph is captured."""
         outcome = self._ready()
         rows = self._rows()
-        if rows and self._engine is not None:
+        if rows and self.engine is not None:
             self.upload()
             assert self._table is not None
             held = replace(self._gates(outcome), hold=torch.ones_like(outcome.overflow))
-            self._engine.run(self._transform(rows, held), self._table.values, held, outcome)
+            rows = self.rule.begin(self, rows, held)
+            self.engine.run(rows, self._table.values, held, outcome)
 
     def upload(self) -> None:
         """Copies the groups' hyper-parameters to the device asynchronously, if one changed.
@@ -205,7 +186,8 @@ class MasterOptimizer(_PlainOptimizer):
         """
         self._ready()
         if self._table is not None:
-            self._table.send(tuple(self._hyper(group) for group in self.param_groups))
+            self._table.send(tuple(self.rule.hyper(group) for group in self.param_groups))
+        self.rule.upload(self)
 
     def _device(self) -> torch.device:
         devices = {p.device for group in self.param_groups for p in group["params"]}
@@ -221,15 +203,16 @@ class MasterOptimizer(_PlainOptimizer):
             return self._outcome
         device, fused = self._device(), self.path == "triton"
         for p in self.parameters():
-            create_state(p, self.state[p], self.BUFFERS)
+            create_state(p, self.state[p], self.rule.buffers)
         if self._outcome is None or self._outcome.bad.numel() != len(self.parameters()):
             self._outcome = Outcome(len(self.parameters()), device)
             self.overflow = self._outcome.overflow
         if fused and (self._table is None or len(self._table.values) != len(self.param_groups)):
-            columns = len(self._hyper(self.param_groups[0]))
+            columns = len(self.rule.hyper(self.param_groups[0]))
             self._table = HyperTable(len(self.param_groups), columns, device)
-        if fused and self._engine is None:
-            self._engine = self._create_engine()
+        if fused and self.engine is None:
+            self.engine = self.rule.kernels(self)
+        self.rule.ready(self)
         self._ready_for = len(self.param_groups)
         return self._outcome
 
@@ -253,18 +236,22 @@ class MasterOptimizer(_PlainOptimizer):
             return loss
         if not capturing(outcome.bad.device):
             self.upload()
-        elif self._engine is None:
+        elif self.engine is None:
             raise RunError(
                 "the foreach implementation would freeze the learning rate in a CUDA graph",
                 "install triton, or step outside of the graph",
             )
-        rows = self._transform(rows, gates)
-        if self._engine is not None and self._table is not None:
-            self._engine.run(rows, self._table.values, gates, outcome)
+        rows = self.rule.begin(self, rows, gates)
+        if self.engine is not None and self._table is not None:
+            self.engine.run(rows, self._table.values, gates, outcome)
         else:
-            self._run_foreach(rows, gates, outcome)
-        self._finish(rows, gates, outcome)
+            self._run_in_lists(rows, gates, outcome)
+        self.rule.finish(self, rows, gates, outcome)
         return loss
+
+    def _run_in_lists(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
+        hypers = [self.rule.hyper(group) for group in self.param_groups]
+        run_in_lists(self.rule, rows, hypers, gates, outcome)
 
     def _gates(self, outcome: Outcome) -> Gates:
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -284,9 +271,7 @@ class MasterOptimizer(_PlainOptimizer):
                 gradient = self._gradient(index, number, p, p.grad)
                 if group.get("maximize", False):
                     gradient = -gradient
-                # A rule without buffers has the master in the place of the momentum.
-                buffers = [state[name] for name in self.BUFFERS] or [master]
-                rows.append(Row(index, number, p, gradient, master, *buffers))
+                rows.append(Row(index, number, p, gradient, master, state))
         return rows
 
     def _gradient(self, index: int, group: int, parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -337,7 +322,7 @@ class MasterOptimizer(_PlainOptimizer):
             seen.update(saved)
 
         def restore(_: Optimizer) -> None:
-            keys = (*self.BUFFERS, *self.NUMBERS)
+            keys = (*self.rule.buffers, *self.rule.numbers)
             restore_state(self.param_groups, seen, old, self.state, keys)
 
         # Runs after the user's pre-hooks, which may change the state dict, and before their post-hooks.

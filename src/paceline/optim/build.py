@@ -8,28 +8,21 @@ as in timm.
 from __future__ import annotations
 
 import importlib
-import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from paceline.core.errors import ConfigError
 from paceline.core.imports import import_object
-from paceline.optim.adam import LAMB, AdamW
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.fused import triton_unavailable
-from paceline.optim.lars import LARS, SGD, RMSpropWarmup
-from paceline.optim.muon import STEP_FACTOR, Muon, split_matrices
-from paceline.optim.settings import OPTIMIZERS_OF_SVRG, OptimSettings
-from paceline.optim.svrg import SVRG
+from paceline.optim.registry import Context, own_creator, registered_rule
+from paceline.optim.rule import UpdateRule
+from paceline.optim.settings import OptimSettings
 from paceline.optim.wrapped import wrap
-
-# Nets with more orthogonalized matrices without a norm have shorter steps of fixed length; shorter ones
-# than by this factor have not been tried.
-SHALLOW_MATRICES, LEAST_STEP_FACTOR = 4, 0.5
 
 
 def create_optimizer(
@@ -52,41 +45,36 @@ def create_optimizer(
     for device in devices if fused else ():
         if problem := triton_unavailable(device):
             raise ConfigError("optim.fused", settings.fused, problem, "use 'auto' or 'foreach'")
-    if settings.name in OPTIMIZERS_OF_SVRG:
-        return SVRG(
-            groups, lr, form=settings.name, bits=settings.bits, mu=settings.halp_mu, seed=seed
-        )
-    if settings.name == "rmsprop_warmup":
-        return RMSpropWarmup(groups, lr, settings.momentum, eps=settings.adam_eps)
-    if settings.name in ("adamw", "lamb"):
-        return _create_adam(settings, groups, lr, fused)
-    common: dict[str, Any] = {
-        "lr": lr, "momentum": settings.momentum, "nesterov": settings.nesterov, "fused": fused,
-    }  # fmt: skip
-    if settings.name == "sgd":
-        return SGD(groups, **common)
-    common["trust_coefficient"] = settings.trust_coefficient
-    if settings.name == "muon":
-        return Muon(_muon_groups(settings, groups, norms), **common)
-    assert settings.name == "lars", settings.name
-    return LARS(groups, **common, clip=settings.clip, adapt_bias_norm=settings.adapt_bias_norm)
-
-
-def _create_adam(
-    settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, fused: bool | None
-) -> AdamW:
-    betas = (settings.beta1, settings.beta2)
-    if settings.name == "adamw":
-        return AdamW(groups, lr, betas, settings.adam_eps, fused=fused)
-    return LAMB(
-        groups,
-        lr,
-        betas,
-        settings.adam_eps,
-        clip=settings.clip,
-        adapt_bias_norm=settings.adapt_bias_norm,
-        fused=fused,
+    if rule := registered_rule(settings.name):
+        return _of_rule(settings, rule, groups, lr, fused)
+    made: MasterOptimizer = own_creator(settings.name)(
+        settings, groups, lr, Context(fused, seed, norms)
     )
+    return made
+
+
+def _of_rule(
+    settings: OptimSettings,
+    rule: type[UpdateRule],
+    groups: Sequence[dict[str, Any]],
+    lr: float,
+    fused: bool | None = None,
+) -> MasterOptimizer:
+    """A rule from outside, with `optim.arguments` as its hyper-parameters."""
+    arguments = settings.arguments_table()
+    fields = rule.Hyper._fields
+    if unknown := sorted(set(arguments) - set(fields)):
+        raise ConfigError(
+            "optim.arguments", settings.arguments,
+            f"{settings.name} has no {unknown[0]!r}", f"it has {', '.join(fields)}",
+        )  # fmt: skip
+
+    def create(made: list[dict[str, Any]]) -> MasterOptimizer:
+        defaults = {"lr": lr, "weight_decay": settings.weight_decay, **arguments}
+        own = {name: value for name, value in defaults.items() if name in fields}
+        return MasterOptimizer(made, own, rule, fused=fused)
+
+    return wrap("optim.name", settings.name, create, groups)
 
 
 def _create_class(
@@ -100,66 +88,14 @@ def _create_class(
         raise ConfigError(
             "optim.name", settings.name, "is not an optimizer", "name an optimizer's class"
         )
+    if isinstance(found, type) and issubclass(found, UpdateRule):
+        return _of_rule(settings, found, groups, lr)
     arguments = settings.arguments_table()
 
     def create(made: list[dict[str, Any]]) -> Any:
         return found(made, lr=lr, **arguments)
 
     return wrap("optim.name", settings.name, create, groups, found)
-
-
-def _is_adapted(settings: OptimSettings, group: dict[str, Any]) -> bool:
-    return settings.adapt_bias_norm or group.get("role") != "bias_norm"
-
-
-def orthogonal_layers(wanted: str, groups: Sequence[dict[str, Any]]) -> str:
-    """What `auto` means for these groups: `all` in a perceptron, a transformer or ConvNeXt. The last
-    linear layer, the classifier, does not count: with many classes it is large in every net."""
-    if wanted != "auto":
-        return wanted
-    matrices = [p for group in groups for p in split_matrices(group, 2)[0]]
-    linear = [p.numel() for p in matrices if p.dim() == 2][:-1]
-    filters = [p.numel() for p in matrices if p.dim() > 2]
-    return "all" if sum(linear) >= sum(filters) else "filters"
-
-
-def has_fixed_steps(wanted: str, matrices: Sequence[Tensor], norms: int) -> bool:
-    """What `auto` means for a net with these orthogonalized matrices and so many norm layers: with
-    fewer norms, some matrix has none behind it that would undo the growth of its weights. The last
-    linear layer, which never has one, counts only where it is alone."""
-    hidden = len(matrices) - any(p.dim() == 2 for p in matrices)
-    needed = max(hidden, 1) if matrices else 0
-    return wanted == "fixed" or (wanted == "auto" and norms < needed)
-
-
-def fixed_step_factor(bare: int) -> float:
-    """Steps of fixed length shorten with the number of orthogonalized matrices that have no norm layer:
-    the changes of L such layers add up as √L in the net's output."""
-    return max(LEAST_STEP_FACTOR, math.sqrt(min(1.0, SHALLOW_MATRICES / max(bare, 1))))
-
-
-def _muon_groups(
-    settings: OptimSettings, groups: Sequence[dict[str, Any]], norms: int
-) -> list[dict[str, Any]]:
-    """Splits a group in two where only some of its tensors are orthogonalized."""
-    least_dims = 3 if orthogonal_layers(settings.orthogonal, groups) == "filters" else 2
-    matrices = [p for group in groups for p in split_matrices(group, least_dims)[0]]
-    more: dict[str, Any] = {"adapt": True, "orthogonal": True}
-    more["fixed_steps"] = has_fixed_steps(settings.muon_steps, matrices, norms)
-    # Momentum multiplies the rate of a LARS layer by 1 / (1 − m); this keeps the step sizes equal.
-    eta = settings.trust_coefficient / (1 - settings.momentum)
-    if more["fixed_steps"] and settings.muon_steps == "auto":
-        more[STEP_FACTOR] = fixed_step_factor(len(matrices) - norms)
-        eta *= more[STEP_FACTOR]
-    made = []
-    for group in groups:
-        orthogonal, rest = split_matrices(group, least_dims)
-        if orthogonal:
-            made.append(group | {"params": orthogonal, "trust_coefficient": eta} | more)
-        if rest or not orthogonal:
-            adapted = _is_adapted(settings, group)
-            made.append(group | {"params": rest, "adapt": adapted, "orthogonal": False})
-    return made
 
 
 # The first children of ResNets, also of torchvision's and timm's, are one layer: their stem.

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import RunError
-from paceline.optim.state import Gates, Outcome, Row, capturing, same_strides
+from paceline.optim.rule import Gates, Outcome, Row, capturing, same_strides
+from paceline.optim.state import EXP_AVG, EXP_AVG_SQ, MOMENTUM
 
 CHUNK = 16384  # elements per program; ResNet-50 has about 1,700 chunks
 BLOCK = 4096  # elements per loop iteration of a program
@@ -86,6 +87,8 @@ class Tables:
 class FusedStep(ABC):
     """Caches the tables of the last step, and constants for switches that are not set."""
 
+    # Names of the rule's buffers, at most two, in the order of the kernels' table.
+    buffers: tuple[str, ...]
     _tables: Tables | None = None
     _constants: tuple[Tensor, Tensor, Tensor] | None = None
     _captured: list[tuple[Any, ...]] = field(default_factory=list)  # kept for graphs that read them
@@ -100,7 +103,7 @@ class FusedStep(ABC):
         """The tables of such rows: those of the last step, or new ones."""
         device = hyper.device
         in_graph = capturing(device)
-        key = tuple(_address_key(row) for row in rows)
+        key = tuple(_address_key(row, self.buffers) for row in rows)
         if self._tables is None or self._tables.key != key:
             if in_graph:
                 raise RunError(
@@ -126,7 +129,7 @@ class FusedStep(ABC):
         columns = []
         for position, first in zip(layout.order, layout.first_chunks, strict=True):
             row, (_, _, *addresses, second) = rows[position], key[position]
-            _check_strides(row)
+            _check_strides(row, self.buffers)
             numbers = [row.parameter.numel(), first, row.group, row.index]
             columns.append([*addresses, *numbers, second])
         table = torch.tensor(columns, dtype=torch.int64).t().contiguous()
@@ -170,8 +173,11 @@ class FusedStep(ABC):
         """Launches the kernels of one step."""
 
 
+@dataclass
 class LarsStep(FusedStep):
     """Norms, trust ratios and update of LARS and SGD."""
+
+    buffers: tuple[str, ...] = (MOMENTUM,)
 
     def launch(self, tables: Tables, hyper: Tensor, gates: Gates, outcome: Outcome) -> None:
         from paceline.optim import kernels
@@ -200,6 +206,7 @@ class AdamStep(FusedStep):
     """AdamW, or LAMB with `adapts`. `steps` and `corrections` are the optimizer's own memory: steps
     done by each parameter, and 1 − β₁ᵗ and 1 − β₂ᵗ of the step to come."""
 
+    buffers: tuple[str, ...] = (EXP_AVG, EXP_AVG_SQ)
     steps: Tensor = field(default_factory=lambda: torch.zeros(0))
     corrections: Tensor = field(default_factory=lambda: torch.zeros(2, 0))
     adapts: bool = False
@@ -251,21 +258,22 @@ class AdamStep(FusedStep):
         )
 
 
-def _address_key(row: Row) -> tuple[Any, ...]:
+def _address_key(row: Row, buffers: Sequence[str]) -> tuple[Any, ...]:
+    first, second = [row.buffers[name].data_ptr() for name in buffers] + [0] * (2 - len(buffers))
     return (
         row.index,
         row.gradient.dtype,
         row.gradient.data_ptr(),
         row.master.data_ptr(),
-        row.momentum.data_ptr(),
+        first,
         row.parameter.data_ptr(),
-        0 if row.second is None else row.second.data_ptr(),
+        second,
     )
 
 
-def _check_strides(row: Row) -> None:
-    for tensor in (row.master, row.momentum, row.second):
-        if tensor is not None and not same_strides(tensor, row.parameter):
+def _check_strides(row: Row, buffers: Sequence[str]) -> None:
+    for tensor in (row.master, *(row.buffers[name] for name in buffers)):
+        if not same_strides(tensor, row.parameter):
             raise RunError(
                 f"parameter of shape {tuple(row.parameter.shape)} and its state differ in strides",
                 "choose the memory format before the first step",

@@ -20,7 +20,8 @@ from paceline.core.errors import PacelineError, RunError
 from paceline.optim import fused
 from paceline.optim.fused import FusedStep, LarsStep, Layout, Tables, on_device, to_device
 from paceline.optim.orthogonal import ITERATIONS, SharedProducts, share_out
-from paceline.optim.state import Gates, Outcome, Row, capturing
+from paceline.optim.rule import Gates, Outcome, Row, capturing
+from paceline.optim.state import MOMENTUM
 
 # Iterations alternate between two buffers and must end in the second.
 assert ITERATIONS % 2 == 1
@@ -76,6 +77,7 @@ class MuonStep(FusedStep):
     """Rows of `groups` move along orthogonalized averages, others as by LARS. With `shared`, each rank
     computes the products of its own matrices, and all get the results."""
 
+    buffers: tuple[str, ...] = (MOMENTUM,)
     groups: frozenset[int] = frozenset()
     shared: SharedProducts | None = None
     _others: LarsStep = field(default_factory=LarsStep)

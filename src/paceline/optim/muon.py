@@ -1,15 +1,16 @@
 """Muon: LARS along orthogonalized momentum, for batches so large that LARS has too few steps.
 
 Filters move in the direction of their momentum with all singular values made equal (K. Jordan et al.
-2024). Masters, device switches and checkpoints are those of LARS. With Triton the whole step runs in
+2024). With Triton the whole step runs in
 kernels (`fused_muon`); elsewhere list operations of torch prepare directions for the update of LARS.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,23 +18,23 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from paceline.core.errors import PacelineError, RunError
-from paceline.optim.base import BIAS_NORM
+from paceline.optim.base import BIAS_NORM, MasterOptimizer
 from paceline.optim.fused import FusedStep, LarsStep
 from paceline.optim.fused_muon import MuonStep, products_unavailable, rows_are_outermost
-from paceline.optim.lars import LARS
+from paceline.optim.lars import Hyper, LarsRule
 from paceline.optim.orthogonal import SharedProducts, is_matrix, orthogonalize
-from paceline.optim.state import (
-    MASTER,
-    MOMENTUM,
+from paceline.optim.rule import (
     Gates,
-    Hyper,
     HyperTable,
     Outcome,
     Row,
+    Rows,
+    UpdateRule,
     capturing,
     norms_of,
     read_hyper,
 )
+from paceline.optim.state import MASTER, MOMENTUM
 
 _MOMENTUM, _NESTEROV = Hyper._fields.index("momentum"), Hyper._fields.index("nesterov")
 _ETA = Hyper._fields.index("trust_coefficient")
@@ -59,7 +60,203 @@ def split_matrices(group: dict[str, Any], least_dims: int) -> tuple[list[Any], l
 PRODUCTS = ("auto", "kernels", "torch")
 
 
-class Muon(LARS):
+class MuonRule(UpdateRule):
+    """LARS along u = O(v)·‖v‖ in groups with `orthogonal`, LARS elsewhere; see `Muon`.
+
+    `begin` computes v and u, and `update` is that of LARS. In Triton's kernels `MuonStep` does both.
+    """
+
+    Hyper: ClassVar[Any] = Hyper
+    buffers = (MOMENTUM,)
+    numbers = (REFERENCE,)
+    has_kernels = True
+
+    def __init__(self, directions_in_kernels: bool = True) -> None:
+        self._along = LarsRule()
+        # Whether Triton's kernels can compute the directions too, not only the update.
+        self._may_use_kernels = directions_in_kernels
+        self._in_kernels = False
+        self._own: HyperTable | None = None  # with momentum; the kernels' table has none
+        self._captured: list[HyperTable] = []  # kept for graphs that read them
+        self._former: list[FusedStep] = []
+        self._next: dict[int, Tensor] = {}
+        self._directions: dict[int, Tensor] = {}
+        self.knows_references = False
+
+    def update(self, rows: Rows, hyper: Any) -> Tensor | None:
+        return self._along.update(rows, hyper)
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        self._along.check(group)
+
+    def reads_norms(self, hypers: Sequence[Any]) -> bool:
+        return self._along.reads_norms(hypers)
+
+    def hyper(self, group: Mapping[str, Any]) -> Hyper:
+        hyper = read_hyper(Hyper, group)
+        if _is_fixed(group):
+            hyper = hyper._replace(adapt=False)  # the length is in the direction already
+        if group["orthogonal"] and not self._in_kernels:
+            return hyper._replace(momentum=0.0)  # it is in the direction already
+        return hyper
+
+    def kernels(self, optimizer: MasterOptimizer) -> FusedStep:
+        self._in_kernels = not self.why_in_torch(optimizer)
+        return MuonStep() if self._in_kernels else LarsStep()
+
+    def why_in_torch(self, optimizer: MasterOptimizer) -> str:
+        """Why torch computes the directions beside Triton's update; empty where it does not."""
+        if not self._may_use_kernels:
+            return "the rule has no kernels for them"
+        if _fixed(optimizer):
+            return "there are no kernels for steps of fixed length"
+        products, shared = _products(optimizer)
+        if products == "torch":
+            return "as asked for"
+        if products == "auto" and shared is not None and shared.ranks > 1:
+            return "not yet run with products that ranks share"
+        matrices = [
+            p for group in optimizer.param_groups if group["orthogonal"] for p in group["params"]
+        ]
+        if not all(rows_are_outermost(p) for p in matrices):
+            return "a matrix whose rows are not outermost in memory"
+        return products_unavailable(optimizer.overflow.device)
+
+    def ready(self, optimizer: MasterOptimizer) -> None:
+        fixed = _fixed(optimizer)
+        if fixed and isinstance(optimizer.engine, MuonStep):
+            # A group of another kind has come. Graphs that were captured read the old one's tables.
+            self._former.append(optimizer.engine)
+            optimizer.engine = self.kernels(optimizer)
+        for p in fixed:
+            if optimizer.state[p].get(REFERENCE) is None:
+                optimizer.state[p][REFERENCE] = torch.zeros((), device=p.device)
+                self.knows_references = False
+
+    def upload(self, optimizer: MasterOptimizer) -> None:
+        groups = optimizer.param_groups
+        if self._own is None or len(self._own.values) != len(groups):
+            device = optimizer.overflow.device
+            self._own = HyperTable(len(groups), len(Hyper._fields), device)
+        self._own.send(tuple(read_hyper(Hyper, group) for group in groups))
+        # Here, not with the other state: masters may be filled after that was created.
+        if not self.knows_references:
+            self._measure_references(optimizer)
+
+    @torch.no_grad()
+    def _measure_references(self, optimizer: MasterOptimizer) -> None:
+        """Those that are not known yet."""
+        self.knows_references = True
+        if not (matrices := _fixed(optimizer)):
+            return
+        masters = [optimizer.state[p].get(MASTER, p) for p in matrices]
+        for p, norm in zip(matrices, norms_of(masters), strict=True):
+            reference = optimizer.state[p][REFERENCE]
+            found = norm.clamp(min=math.sqrt(len(p) / 3))
+            reference.copy_(torch.where(reference > 0, reference, found))
+
+    def begin(self, optimizer: MasterOptimizer, rows: list[Row], gates: Gates) -> list[Row]:
+        """Rows with orthogonalized directions as gradients; the new momenta are kept in `_next`.
+        `MuonStep` takes the rows as they are."""
+        param_groups = optimizer.param_groups
+        _, shared = _products(optimizer)
+        if isinstance(optimizer.engine, MuonStep):
+            optimizer.engine.groups = frozenset(
+                number for number, group in enumerate(param_groups) if group["orthogonal"]
+            )
+            optimizer.engine.shared = shared
+            return rows
+        groups = [
+            (number, [row for row in rows if row.group == number])
+            for number, group in enumerate(param_groups)
+            if group["orthogonal"]
+        ]
+        chosen = [row for _, own in groups for row in own]
+        if not chosen:
+            return rows
+        if self._own is None or len(self._own.values) != len(param_groups):
+            raise RunError("a step was captured without preparation", "call prepare() before")
+        if capturing(self._own.values.device):
+            self._captured.append(self._own)
+        wanted: list[Tensor] = []
+        still: list[Tensor] = []
+        for number, own in groups:
+            if own:
+                found, none = self._averaged(own, self._own.values[number], gates.grad_scale)
+                wanted += found
+                still += none
+        found = self._with_lengths(param_groups, chosen, orthogonalize(wanted, still, shared))
+        if gates.grad_scale is not None:
+            # The kernels divide by the scale, a power of two, as they do with every gradient.
+            torch._foreach_mul_(found, gates.grad_scale.reshape(()))
+        directions = [self._kept(self._directions, row) for row in chosen]
+        torch._foreach_copy_(directions, found)
+        directed = {}
+        for row, direction in zip(chosen, directions, strict=True):
+            # The update ignores momentum here; it gets memory that is finite whenever it runs.
+            directed[row.index] = replace(
+                row, gradient=direction, buffers={**row.buffers, MOMENTUM: direction}
+            )
+        return [directed.get(row.index, row) for row in rows]
+
+    def _with_lengths(
+        self, groups: Sequence[dict[str, Any]], rows: Sequence[Row], directions: list[Tensor]
+    ) -> list[Tensor]:
+        """η times the reference, where steps have a fixed length; other directions as they are."""
+        places = [i for i, row in enumerate(rows) if _is_fixed(groups[row.group])]
+        if not places:
+            return directions
+        assert self._own is not None
+        norms = torch.stack(norms_of([directions[i] for i in places])).clamp(min=_TINY)
+        etas = torch.stack([self._own.values[rows[i].group, _ETA] for i in places])
+        references = torch.stack([rows[i].buffers[REFERENCE] for i in places])
+        for i, factor in zip(places, (etas * references / norms).unbind(), strict=True):
+            directions[i] = directions[i] * factor
+        return directions
+
+    def _averaged(
+        self, rows: Sequence[Row], values: Tensor, scale: Tensor | None
+    ) -> tuple[list[Tensor], Sequence[Tensor]]:
+        """Averaged gradients of a group's rows, and flags of rows whose gradient is zero. List
+        operations, because a kernel launch per small tensor costs more than its arithmetic."""
+        momentum, nesterov = values[_MOMENTUM], values[_NESTEROV]
+        then = [self._kept(self._next, row) for row in rows]
+        fresh = [torch.empty_like(tensor) for tensor in then]
+        torch._foreach_copy_(fresh, [row.gradient for row in rows])
+        if scale is not None:
+            torch._foreach_div_(fresh, scale.reshape(()))
+        still = (torch.stack(torch._foreach_norm(fresh)) == 0).unbind()
+        torch._foreach_mul_(fresh, 1 - momentum)
+        torch._foreach_copy_(then, [row.buffers[MOMENTUM] for row in rows])
+        torch._foreach_mul_(then, momentum)
+        torch._foreach_add_(then, fresh)
+        # With nesterov m·v + (1−m)·g, without it v itself: `nesterov` is 1 or 0, on the device.
+        wanted = list(torch._foreach_mul(then, 1 + nesterov * (momentum - 1)))
+        torch._foreach_mul_(fresh, nesterov)
+        torch._foreach_add_(wanted, fresh)
+        return wanted, still
+
+    def finish(
+        self, optimizer: MasterOptimizer, rows: list[Row], gates: Gates, outcome: Outcome
+    ) -> None:
+        """Stores the new momenta unless the step was skipped. A factor of 0 would let NaN through."""
+        if isinstance(optimizer.engine, MuonStep):
+            return
+        for row, go in zip(rows, gates.allowed(rows, outcome).unbind(), strict=True):
+            if optimizer.param_groups[row.group]["orthogonal"]:
+                momentum = optimizer.state[row.parameter][MOMENTUM]
+                torch.where(go, self._next[row.index], momentum, out=momentum)
+
+    def _kept(self, store: dict[int, Tensor], row: Row) -> Tensor:
+        """Memory at a constant address, which captured graphs hold."""
+        if row.index not in store:
+            store[row.index] = torch.zeros_like(
+                row.parameter, dtype=torch.float32, memory_format=torch.preserve_format
+            )
+        return store[row.index]
+
+
+class Muon(MasterOptimizer):
     """v ← m·v + (1−m)·g; u = O(v)·‖v‖; λ = η‖w‖ / (‖u‖ + β‖w‖ + eps); w ← w − lr·λ·(u + βw).
 
     O makes all singular values equal; `nesterov` uses (1−m)·g + m·v in place of v. This applies to
@@ -83,9 +280,10 @@ class Muon(LARS):
 
     # Whether Triton's kernels can compute the directions too, not only the update.
     directions_in_kernels: ClassVar[bool] = True
-    NUMBERS: ClassVar[tuple[str, ...]] = (REFERENCE,)
-    CHOICES: ClassVar[tuple[str, ...]] = (*LARS.CHOICES, "products")
+    CHOICES: ClassVar[tuple[str, ...]] = (*MasterOptimizer.CHOICES, "products")
     products = "auto"
+    # If set, ranks share the products out instead of each computing all of them.
+    shared: SharedProducts | None = None
 
     def __init__(
         self,
@@ -107,20 +305,14 @@ class Muon(LARS):
         if products not in PRODUCTS:
             raise ValueError(f"products = {products!r}: use {', '.join(PRODUCTS)}")
         self.products = products
+        defaults = Hyper(
+            lr, momentum, weight_decay, trust_coefficient, eps, nesterov, lr_in_momentum=True,
+            clip=False, adapt=adapt,
+        )._asdict()  # fmt: skip
         super().__init__(
-            params,
-            lr,
-            momentum,
-            weight_decay,
-            trust_coefficient=trust_coefficient,
-            eps=eps,
-            nesterov=nesterov,
-            adapt=adapt,
-            adapt_bias_norm=adapt_bias_norm,
-            fused=fused,
-            foreach=foreach,
-            maximize=maximize,
-        )
+            params, defaults, partial(MuonRule, self.directions_in_kernels), fused=fused,
+            adapt_bias_norm=adapt_bias_norm, foreach=foreach, maximize=maximize,
+        )  # fmt: skip
 
     @classmethod
     def groups(cls, params: ParamsT, **options: Any) -> list[dict[str, Any]]:
@@ -135,47 +327,21 @@ class Muon(LARS):
             {n: v for n, v in group.items() if n not in ("lr", "param_names")} for group in made
         ]
 
-    def _set_up(self) -> None:
-        super()._set_up()
-        self._own: HyperTable | None = None  # with momentum; the kernels' table has none
-        self._captured: list[HyperTable] = []  # kept for graphs that read them
-        self._next: dict[int, Tensor] = {}
-        self._directions: dict[int, Tensor] = {}
-        self._knows_references = False
-        self._former: list[FusedStep] = []
-        # Where set, ranks share the products out instead of each computing all of them.
-        self.shared: SharedProducts | None = None
-
-    def _create_engine(self) -> FusedStep:
-        return LarsStep() if self._products_in_torch() else MuonStep()
-
-    def _products_in_torch(self) -> str:
-        """Why torch computes the directions beside Triton's update; empty where it does not."""
-        if not self.directions_in_kernels:
-            return "the rule has no kernels for them"
-        if self._fixed():
-            return "there are no kernels for steps of fixed length"
-        if self.products == "torch":
-            return "as asked for"
-        if self.products == "auto" and self.shared is not None and self.shared.ranks > 1:
-            return "not yet run with products that ranks share"
-        matrices = [
-            p for group in self.param_groups if group["orthogonal"] for p in group["params"]
-        ]
-        if not all(rows_are_outermost(p) for p in matrices):
-            return "a matrix whose rows are not outermost in memory"
-        return products_unavailable(self._device())
+    @property
+    def muon(self) -> MuonRule:
+        assert isinstance(self.rule, MuonRule)
+        return self.rule
 
     def describe(self) -> str:
         shared = f", products shared by {self.shared.ranks} ranks" if self.shared else ""
         matrices = [p for g in self.param_groups if g["orthogonal"] for p in g["params"]]
         linear = ", linear layers orthogonalized too" if any(p.dim() == 2 for p in matrices) else ""
-        fixed = ", steps of fixed length" if self._fixed() else ""
+        fixed = ", steps of fixed length" if _fixed(self) else ""
         factors = {group.get(STEP_FACTOR, 1.0) for group in self.param_groups if _is_fixed(group)}
         if factors - {1.0}:
             fixed += f", {min(factors):.2g} of η because few of the matrices have a norm layer"
         directions = ""
-        if self.directions_in_kernels and self.path == "triton" and self._products_in_torch():
+        if self.directions_in_kernels and self.path == "triton" and self.muon.why_in_torch(self):
             directions = ", directions by torch"
         return f"{super().describe()}{linear}{fixed}{directions}{shared}"
 
@@ -214,166 +380,19 @@ class Muon(LARS):
                 saved[place] = {**kind, **theirs}
                 if saved[place]["orthogonal"]:
                     _require_matrices(ours["params"])
-        held = {p: self.state[p][REFERENCE] for p in self._fixed() if REFERENCE in self.state[p]}
+        held = {p: self.state[p][REFERENCE] for p in _fixed(self) if REFERENCE in self.state[p]}
         super().load_state_dict({**state_dict, "param_groups": saved})
         for p, reference in held.items():
             # Saved before the first step: measured anew, in the memory that captured graphs read.
             if self.state[p].get(REFERENCE) is None:
                 self.state[p][REFERENCE] = reference.zero_()
-        self._knows_references = False
-
-    @torch.no_grad()
-    def _ready(self) -> Outcome:
-        fixed = self._fixed()
-        if fixed and isinstance(self._engine, MuonStep):
-            # A group of another kind has come. Graphs that were captured read the old one's tables.
-            self._former.append(self._engine)
-            self._engine, self._ready_for = None, -1
-        outcome = super()._ready()
-        for p in fixed:
-            if self.state[p].get(REFERENCE) is None:
-                self.state[p][REFERENCE] = torch.zeros((), device=p.device)
-                self._knows_references = False
-        return outcome
-
-    def upload(self) -> None:
-        super().upload()
-        if self._own is None or len(self._own.values) != len(self.param_groups):
-            self._own = HyperTable(len(self.param_groups), len(Hyper._fields), self._device())
-        self._own.send(tuple(read_hyper(Hyper, group) for group in self.param_groups))
-        # Here, not with the other state: masters may be filled after that was created.
-        if not self._knows_references:
-            self._measure_references()
-
-    def _fixed(self) -> list[Tensor]:
-        """The matrices with steps of fixed length."""
-        return [p for group in self.param_groups if _is_fixed(group) for p in group["params"]]
-
-    @torch.no_grad()
-    def _measure_references(self) -> None:
-        """Those that are not known yet."""
-        self._knows_references = True
-        if not (matrices := self._fixed()):
-            return
-        masters = [self.state[p].get(MASTER, p) for p in matrices]
-        for p, norm in zip(matrices, norms_of(masters), strict=True):
-            reference = self.state[p][REFERENCE]
-            found = norm.clamp(min=math.sqrt(len(p) / 3))
-            reference.copy_(torch.where(reference > 0, reference, found))
+        self.muon.knows_references = False
 
     def reset_masters(self) -> None:
         super().reset_masters()
-        for p in self._fixed():
+        for p in _fixed(self):
             self.state[p][REFERENCE].zero_()
-        self._knows_references = False
-
-    def _hyper(self, group: dict[str, Any]) -> Hyper:
-        hyper = super()._hyper(group)
-        if _is_fixed(group):
-            hyper = hyper._replace(adapt=False)  # the length is in the direction already
-        if group["orthogonal"] and not isinstance(self._engine, MuonStep):
-            return hyper._replace(momentum=0.0)  # it is in the direction already
-        return hyper
-
-    def _transform(self, rows: list[Row], gates: Gates) -> list[Row]:
-        """Rows with orthogonalized directions as gradients; the new momenta are kept in `_next`.
-        `MuonStep` takes the rows as they are."""
-        if isinstance(self._engine, MuonStep):
-            self._engine.groups = frozenset(
-                number for number, group in enumerate(self.param_groups) if group["orthogonal"]
-            )
-            self._engine.shared = self.shared
-            return rows
-        groups = [
-            (number, [row for row in rows if row.group == number])
-            for number, group in enumerate(self.param_groups)
-            if group["orthogonal"]
-        ]
-        chosen = [row for _, own in groups for row in own]
-        if not chosen:
-            return rows
-        if self._own is None or len(self._own.values) != len(self.param_groups):
-            raise RunError("a step was captured without preparation", "call prepare() before")
-        if capturing(self._own.values.device):
-            self._captured.append(self._own)
-        wanted: list[Tensor] = []
-        still: list[Tensor] = []
-        for number, own in groups:
-            if own:
-                found, none = self._averaged(own, self._own.values[number], gates.grad_scale)
-                wanted += found
-                still += none
-        found = self._with_lengths(chosen, orthogonalize(wanted, still, self.shared))
-        if gates.grad_scale is not None:
-            # The kernels divide by the scale, a power of two, as they do with every gradient.
-            torch._foreach_mul_(found, gates.grad_scale.reshape(()))
-        directions = [self._kept(self._directions, row) for row in chosen]
-        torch._foreach_copy_(directions, found)
-        directed = {}
-        for row, direction in zip(chosen, directions, strict=True):
-            # The update ignores momentum here; it gets memory that is finite whenever it runs.
-            directed[row.index] = replace(row, gradient=direction, momentum=direction)
-        return [directed.get(row.index, row) for row in rows]
-
-    def _with_lengths(self, rows: Sequence[Row], directions: list[Tensor]) -> list[Tensor]:
-        """η times the reference, where steps have a fixed length; other directions as they are."""
-        places = [i for i, row in enumerate(rows) if _is_fixed(self.param_groups[row.group])]
-        if not places:
-            return directions
-        assert self._own is not None
-        norms = torch.stack(norms_of([directions[i] for i in places])).clamp(min=_TINY)
-        etas = torch.stack([self._own.values[rows[i].group, _ETA] for i in places])
-        references = torch.stack([self.state[rows[i].parameter][REFERENCE] for i in places])
-        for i, factor in zip(places, (etas * references / norms).unbind(), strict=True):
-            directions[i] = directions[i] * factor
-        return directions
-
-    def _averaged(
-        self, rows: Sequence[Row], values: Tensor, scale: Tensor | None
-    ) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """Averaged gradients of a group's rows, and flags of rows whose gradient is zero. List
-        operations, because a kernel launch per small tensor costs more than its arithmetic."""
-        momentum, nesterov = values[_MOMENTUM], values[_NESTEROV]
-        then = [self._kept(self._next, row) for row in rows]
-        fresh = [torch.empty_like(tensor) for tensor in then]
-        torch._foreach_copy_(fresh, [row.gradient for row in rows])
-        if scale is not None:
-            torch._foreach_div_(fresh, scale.reshape(()))
-        still = (torch.stack(torch._foreach_norm(fresh)) == 0).unbind()
-        torch._foreach_mul_(fresh, 1 - momentum)
-        torch._foreach_copy_(then, [row.momentum for row in rows])
-        torch._foreach_mul_(then, momentum)
-        torch._foreach_add_(then, fresh)
-        # With nesterov m·v + (1−m)·g, without it v itself: `nesterov` is 1 or 0, on the device.
-        wanted = list(torch._foreach_mul(then, 1 + nesterov * (momentum - 1)))
-        torch._foreach_mul_(fresh, nesterov)
-        torch._foreach_add_(wanted, fresh)
-        return wanted, still
-
-    def _finish(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
-        """Stores the new momenta unless the step was skipped. A factor of 0 would let NaN through."""
-        if isinstance(self._engine, MuonStep):
-            return
-        flags = self._allowed(rows, gates, outcome)
-        for row in rows:
-            if not self.param_groups[row.group]["orthogonal"]:
-                continue
-            momentum = self.state[row.parameter][MOMENTUM]
-            torch.where(flags[row.index], self._next[row.index], momentum, out=momentum)
-
-    def _allowed(self, rows: list[Row], gates: Gates, outcome: Outcome) -> dict[int, Tensor]:
-        """Whether each row was updated, on the device."""
-        go = gates.allow(outcome)
-        owns = None if gates.active is None else go & (gates.active != 0)
-        return {row.index: go if owns is None else owns[row.index] for row in rows}
-
-    def _kept(self, store: dict[int, Tensor], row: Row) -> Tensor:
-        """Memory at a constant address, which captured graphs hold."""
-        if row.index not in store:
-            store[row.index] = torch.zeros_like(
-                row.parameter, dtype=torch.float32, memory_format=torch.preserve_format
-            )
-        return store[row.index]
+        self.muon.knows_references = False
 
 
 def keep_step_factors(groups: list[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> bool:
@@ -387,7 +406,7 @@ def keep_step_factors(groups: list[dict[str, Any]], saved: Sequence[dict[str, An
     return changed
 
 
-def _is_fixed(group: dict[str, Any]) -> bool:
+def _is_fixed(group: Mapping[str, Any]) -> bool:
     return bool(group.get("orthogonal") and group.get("fixed_steps", False))
 
 
@@ -398,3 +417,14 @@ def _require_matrices(parameters: Sequence[Tensor]) -> None:
                 f"parameter of shape {tuple(p.shape)} has fewer than two rows or columns",
                 "put it into a group with orthogonal=False",
             )
+
+
+def _fixed(optimizer: MasterOptimizer) -> list[Tensor]:
+    """The matrices with steps of fixed length."""
+    return [p for group in optimizer.param_groups if _is_fixed(group) for p in group["params"]]
+
+
+def _products(optimizer: MasterOptimizer) -> tuple[str, SharedProducts | None]:
+    """What computes the matrix products, and which ranks share them."""
+    assert isinstance(optimizer, Muon)
+    return optimizer.products, optimizer.shared

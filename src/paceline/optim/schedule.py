@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.optim.lars import SGD_SHARE, sgd_share
+from paceline.optim.rms_warmup import SGD_SHARE, sgd_share
 from paceline.optim.settings import CYCLES, OPTIMIZERS_OF_SVRG, OptimSettings
 from paceline.optim.svrg import DRAW
 

@@ -12,6 +12,7 @@ from paceline.core.exclusions import Exclusion, check_exclusions, not_in, one_of
 from paceline.core.imports import check_module, split_name
 from paceline.core.settings import SettingChecks, parse_arguments
 from paceline.optim.batch_growth import BATCH_RATES, BatchGrowth
+from paceline.optim.registry import optimizer_names, registered_rule
 
 # SVRG and its relatives in low precision; the first three need gradients at an anchor.
 ANCHORED = ("halp", "lp_svrg", "svrg")
@@ -19,7 +20,6 @@ OPTIMIZERS_OF_SVRG = (*ANCHORED, "lp_sgd")
 OPTIMIZERS_OF_SGD = ("lars", "muon", "rmsprop_warmup", "sgd", *OPTIMIZERS_OF_SVRG)
 # Those without Triton kernels.
 WITHOUT_KERNELS = ("rmsprop_warmup", *OPTIMIZERS_OF_SVRG)
-OPTIMIZERS = ("adamw", "lamb", *OPTIMIZERS_OF_SGD)
 # Peak rates at a batch of 256 where `lr_base` is not set: DeiT's, and that of "ResNet strikes back".
 ADAM_LR_BASES = {"adamw": 2.5e-4, "lamb": 6.25e-4}
 PATHS = ("auto", "foreach", "triton")
@@ -55,10 +55,11 @@ class OptimSettings:
 
     name: str = "sgd"
     """`sgd`, `lars`, `muon`, `adamw`, `lamb`, `rmsprop_warmup`, `svrg`, `halp`, `lp_svrg`,
-    `lp_sgd`, or a class of torch.optim or of another module, as in `torch.optim:RAdam`."""
+    `lp_sgd`, a class of torch.optim or of another module, as in `torch.optim:RAdam`, or a registered
+    name."""
     arguments: str = ""
-    """Keyword arguments for the class of `module:Class` beside the rate, as a TOML table:
-    `{betas = [0.9, 0.95]}`."""
+    """Keyword arguments for the class of `module:Class` or for a registered rule beside the rate, as a
+    TOML table: `{betas = [0.9, 0.95]}`."""
     lr: float | None = None
     """Peak learning rate; unset, `lr_base` · global batch / `lr_base_batch` (linear scaling)."""
     lr_base: float = 0.1
@@ -189,6 +190,11 @@ class OptimSettings:
         return _is_class(self.name)
 
     @property
+    def is_foreign(self) -> bool:
+        """Returns True if the optimizer is not one of Paceline's own."""
+        return self.is_class or registered_rule(self.name) is not None
+
+    @property
     def has_default_base(self) -> bool:
         """Whether `lr_base` is as it is where nobody sets it."""
         return self.lr_base == OptimSettings.lr_base
@@ -236,8 +242,8 @@ def check_optim(optim: OptimSettings) -> None:
     check = SettingChecks("optim", optim)
     if optim.is_class:
         split_name("optim.name", optim.name)
-    elif optim.name not in OPTIMIZERS:
-        remedy = f"{nearest(optim.name, OPTIMIZERS)} (a class is written torch.optim:RAdam)"
+    elif optim.name not in optimizer_names():
+        remedy = f"{nearest(optim.name, optimizer_names())} (a class is written torch.optim:RAdam)"
         raise check.error("name", "unknown", remedy)
     check.known("schedule", SCHEDULES)
     check.number("lr", "above 0", "0.1 is a common start")
@@ -332,12 +338,13 @@ def _check_muon(optim: OptimSettings, check: SettingChecks) -> None:
 
 
 def _check_others(optim: OptimSettings, check: SettingChecks) -> None:
-    if optim.arguments_table() and not optim.is_class:
+    if optim.arguments_table() and not optim.is_foreign:
         raise check.error(
             "arguments", f"{optim.name} takes none", "it is for optim.name = 'module:Class'"
         )
-    if optim.is_class and optim.lr is None and optim.has_default_base:
-        check_module("optim.name", optim.name)
+    if optim.is_foreign and optim.lr is None and optim.has_default_base:
+        if optim.is_class:
+            check_module("optim.name", optim.name)
         raise check.error(
             "lr", f"no learning rate, and there is no default for {optim.name}",
             "give --lr, such as 0.001",

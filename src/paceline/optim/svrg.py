@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -18,16 +19,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from paceline.optim.base import MasterOptimizer
-from paceline.optim.settings import ANCHORED, OPTIMIZERS_OF_SVRG
-from paceline.optim.state import (
-    Gates,
-    Outcome,
-    Row,
-    check_finite,
-    check_hyper,
-    read_hyper,
-    unscaled,
-)
+from paceline.optim.registry import Context
+from paceline.optim.rule import Gates, Outcome, Row, Rows, UpdateRule
+from paceline.optim.settings import ANCHORED, OPTIMIZERS_OF_SVRG, OptimSettings
 
 FORMS = tuple(sorted(OPTIMIZERS_OF_SVRG))
 INTEGERS = {8: torch.int8, 16: torch.int16}
@@ -50,6 +44,83 @@ class SvrgHyper(NamedTuple):
     lr: float
     weight_decay: float
     mu: float
+
+
+class SvrgRule(UpdateRule):
+    """w ← w − lr·(∇fᵢ(w) − ∇fᵢ(w̃) + ∇f(w̃)), and its low-precision forms; see `SVRG`."""
+
+    Hyper: ClassVar[Any] = SvrgHyper
+    numbers = (ANCHOR, FULL, OFFSET, STEP_SIZE)
+    changed_numbers = (OFFSET,)
+    formats = (torch.float32, torch.float64)
+    draws = True
+
+    def __init__(self, form: str, bits: int, span: float, seed: int) -> None:
+        self.form, self.bits, self.span, self.seed = form, bits, span, seed
+        self._generator = torch.Generator()
+
+    @property
+    def anchored(self) -> bool:
+        return self.form in ANCHORED
+
+    def gradients(self, rows: Sequence[Row], gradients: list[Tensor]) -> list[Tensor]:
+        if not self.anchored:
+            return gradients
+        # Before the check: a full gradient that is not finite must not reach the weights either.
+        return list(torch._foreach_add(gradients, [row.buffers[FULL] for row in rows]))
+
+    def update(self, rows: Rows, hyper: Any) -> None:
+        for row, direction in zip(rows.rows, rows.gradients, strict=True):
+            w, state = row.master, row.buffers
+            if self.anchored:
+                # The full gradient contains the decay of the anchor.
+                direction = direction.add(w - state[ANCHOR], alpha=hyper.weight_decay)
+            elif hyper.weight_decay:
+                direction = direction.add(w, alpha=hyper.weight_decay)
+            if self.form == "svrg":
+                w.sub_(hyper.lr * direction)
+                continue
+            offset, step = state[OFFSET], state[STEP_SIZE]
+            moved = offset.to(w.dtype) * step - hyper.lr * direction
+            offset.copy_(quantize(moved, step, self.bits, self._generator))
+            base = state[ANCHOR] if self.form == "halp" else 0.0
+            w.copy_(base + offset.to(w.dtype) * step)
+
+    def ready(self, optimizer: MasterOptimizer) -> None:
+        for p in optimizer.parameters():
+            state = optimizer.state[p]
+            if self.anchored and ANCHOR not in state:
+                state[ANCHOR] = p.detach().clone(memory_format=torch.preserve_format)
+                state[FULL] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            if self.form != "svrg" and OFFSET not in state:
+                state[OFFSET] = torch.zeros_like(
+                    p, dtype=INTEGERS[self.bits], memory_format=torch.preserve_format
+                )
+                state[STEP_SIZE] = p.new_zeros(())
+                if self.form != "halp":
+                    self.to_grid(p, state)
+
+    def begin(self, optimizer: MasterOptimizer, rows: list[Row], gates: Gates) -> list[Row]:
+        """Random numbers are equal on all ranks, and in a run that was resumed."""
+        draw = int(optimizer.param_groups[0][DRAW])
+        key = (self.seed * 0x9E3779B97F4A7C15 + draw * 0xBF58476D1CE4E5B9 + 1) % 2**63
+        self._generator = torch.Generator(rows[0].parameter.device).manual_seed(key)
+        return rows
+
+    def finish(
+        self, optimizer: MasterOptimizer, rows: list[Row], gates: Gates, outcome: Outcome
+    ) -> None:
+        for group in optimizer.param_groups:
+            group[DRAW] = int(group[DRAW]) + 1
+
+    def to_grid(self, p: Tensor, state: dict[str, Any]) -> None:
+        """Gives the tensor its fixed step, and rounds it to the nearest multiple."""
+        limit = 2 ** (self.bits - 1) - 1
+        span = p.detach().abs().amax() * 2 if self.span == 0 else p.new_tensor(self.span)
+        state[STEP_SIZE].copy_(torch.where(span > 0, span, torch.ones_like(span)) / limit)
+        rounded = torch.round(p.detach() / state[STEP_SIZE]).clamp_(-limit - 1, limit)
+        state[OFFSET].copy_(rounded)
+        p.detach().copy_(state[OFFSET].to(p.dtype) * state[STEP_SIZE])
 
 
 class SVRG(MasterOptimizer):
@@ -76,12 +147,6 @@ class SVRG(MasterOptimizer):
         optimizer.step()
     """
 
-    BUFFERS: ClassVar[tuple[str, ...]] = ()
-    NUMBERS: ClassVar[tuple[str, ...]] = (ANCHOR, FULL, OFFSET, STEP_SIZE)
-    FORMATS: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64)
-    CHOICES: ClassVar[tuple[str, ...]] = (
-        *MasterOptimizer.CHOICES, "form", "bits", "_span", "_seed",
-    )  # fmt: skip
     loads_into_state = True  # integers
 
     def __init__(
@@ -102,47 +167,23 @@ class SVRG(MasterOptimizer):
             raise ValueError(f"bits = {bits}: must be 8 or 16")
         if not 0 <= span < math.inf:
             raise ValueError(f"span = {span}: must be 0 (automatic) or more")
-        self.form, self.bits, self._span, self._seed = form, bits, span, seed
         defaults = {**SvrgHyper(lr, weight_decay, mu)._asdict(), DRAW: 0}
-        super().__init__(params, defaults, fused=False)
+        super().__init__(params, defaults, partial(SvrgRule, form, bits, span, seed))
 
     @property
     def anchored(self) -> bool:
         """Whether steps need a gradient at the anchor, and centerings."""
-        return self.form in ANCHORED
+        return self.svrg.anchored
+
+    @property
+    def svrg(self) -> SvrgRule:
+        assert isinstance(self.rule, SvrgRule)
+        return self.rule
 
     def describe(self) -> str:
-        name = {"lp_sgd": "SGD", "lp_svrg": "SVRG"}.get(self.form, self.form.upper())
-        return f"{name}, foreach" if self.form == "svrg" else f"{name} in {self.bits} bits, foreach"
-
-    @torch.no_grad()
-    def _ready(self) -> Outcome:
-        fresh = self._outcome is None or self._ready_for != len(self.param_groups)
-        outcome = super()._ready()
-        if not fresh:
-            return outcome
-        for p in self.parameters():
-            state = self.state[p]
-            if self.anchored and ANCHOR not in state:
-                state[ANCHOR] = p.detach().clone(memory_format=torch.preserve_format)
-                state[FULL] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            if self.form != "svrg" and OFFSET not in state:
-                state[OFFSET] = torch.zeros_like(
-                    p, dtype=INTEGERS[self.bits], memory_format=torch.preserve_format
-                )
-                state[STEP_SIZE] = p.new_zeros(())
-                if self.form != "halp":
-                    self._to_grid(p, state)
-        return outcome
-
-    def _to_grid(self, p: Tensor, state: dict[str, Any]) -> None:
-        """Gives the tensor its fixed step, and rounds it to the nearest multiple."""
-        limit = 2 ** (self.bits - 1) - 1
-        span = p.detach().abs().amax() * 2 if self._span == 0 else p.new_tensor(self._span)
-        state[STEP_SIZE].copy_(torch.where(span > 0, span, torch.ones_like(span)) / limit)
-        rounded = torch.round(p.detach() / state[STEP_SIZE]).clamp_(-limit - 1, limit)
-        state[OFFSET].copy_(rounded)
-        p.detach().copy_(state[OFFSET].to(p.dtype) * state[STEP_SIZE])
+        form, bits = self.svrg.form, self.svrg.bits
+        name = {"lp_sgd": "SGD", "lp_svrg": "SVRG"}.get(form, form.upper())
+        return f"{name}, foreach" if form == "svrg" else f"{name} in {bits} bits, foreach"
 
     @torch.no_grad()
     def reset_masters(self) -> None:
@@ -153,10 +194,10 @@ class SVRG(MasterOptimizer):
             if self.anchored:
                 state[ANCHOR].copy_(p)
                 state[FULL].zero_()
-            if self.form == "halp":
+            if self.svrg.form == "halp":
                 state[OFFSET].zero_()
-            elif self.form != "svrg":
-                self._to_grid(p, state)
+            elif self.svrg.form != "svrg":
+                self.svrg.to_grid(p, state)
 
     @torch.no_grad()
     def center(self) -> None:
@@ -166,7 +207,7 @@ class SVRG(MasterOptimizer):
         if not self.anchored:
             return
         for group in self.param_groups:
-            decay = self._hyper_of(group).weight_decay
+            decay = self.svrg.hyper(group).weight_decay
             for p in group["params"]:
                 state = self.state[p]
                 state[ANCHOR].copy_(p)
@@ -177,7 +218,7 @@ class SVRG(MasterOptimizer):
                 if gates.grad_scale is not None:
                     state[FULL].mul_(gates.grad_scale.reshape(()).float().reciprocal())
                 state[FULL].add_(p.detach(), alpha=decay)
-        if self.form == "halp":
+        if self.svrg.form == "halp":
             self._set_steps()
 
     def _set_steps(self) -> None:
@@ -188,9 +229,9 @@ class SVRG(MasterOptimizer):
         norm = torch.linalg.vector_norm(torch.stack(norms))
         # If one tensor is not finite, all are skipped, also if a step does not use that tensor.
         torch._foreach_mul_(fulls, torch.where(torch.isfinite(norm), 1.0, math.nan))
-        limit = 2 ** (self.bits - 1) - 1
+        limit = 2 ** (self.svrg.bits - 1) - 1
         for group in self.param_groups:
-            step = norm / (self._hyper_of(group).mu * limit)
+            step = norm / (self.svrg.hyper(group).mu * limit)
             for p in group["params"]:
                 self.state[p][STEP_SIZE].copy_(step)
                 self.state[p][OFFSET].zero_()
@@ -209,48 +250,13 @@ class SVRG(MasterOptimizer):
             with torch.no_grad():
                 torch._foreach_copy_(parameters, now)
 
-    def _hyper_of(self, group: dict[str, Any]) -> SvrgHyper:
-        return check_hyper(read_hyper(SvrgHyper, group))
-
     def _gradient(self, index: int, group: int, parameter: Tensor, gradient: Tensor) -> Tensor:
         """As it is, in fp64 too: there are no kernels that would read it."""
         return gradient
 
-    def _run_foreach(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
-        gradients = unscaled(rows, gates.grad_scale)
-        if self.anchored:
-            # Before the check: a full gradient that is not finite must not reach the weights either.
-            fulls = [self.state[row.parameter][FULL] for row in rows]
-            gradients = list(torch._foreach_add(gradients, fulls))
-        norms = list(torch._foreach_norm(gradients, 2))
-        allowed = check_finite(rows, norms, gates, outcome)
-        generator = self._generator(rows)
-        for row, gradient, go in zip(rows, gradients, allowed.unbind(), strict=True):
-            self._update(row, gradient, go, generator)
-        for group in self.param_groups:
-            group[DRAW] = int(group[DRAW]) + 1
 
-    def _generator(self, rows: Sequence[Row]) -> torch.Generator:
-        """Equal on all ranks, and in a run that was resumed."""
-        draw = int(self.param_groups[0][DRAW])
-        key = (self._seed * 0x9E3779B97F4A7C15 + draw * 0xBF58476D1CE4E5B9 + 1) % 2**63
-        return torch.Generator(rows[0].parameter.device).manual_seed(key)
-
-    def _update(self, row: Row, direction: Tensor, go: Tensor, generator: torch.Generator) -> None:
-        """`direction` contains the full gradient."""
-        hyper = self._hyper_of(self.param_groups[row.group])
-        p, state = row.parameter, self.state[row.parameter]
-        if self.anchored:
-            # The full gradient contains the decay of the anchor.
-            direction = direction.add(p - state[ANCHOR], alpha=hyper.weight_decay)
-        elif hyper.weight_decay:
-            direction = direction.add(p, alpha=hyper.weight_decay)
-        if self.form == "svrg":
-            torch.where(go, p - hyper.lr * direction, p, out=p)
-            return
-        old, step = state[OFFSET], state[STEP_SIZE]
-        moved = old.to(p.dtype) * step - hyper.lr * direction
-        new = quantize(moved, step, self.bits, generator)
-        base = state[ANCHOR] if self.form == "halp" else 0.0
-        torch.where(go, base + new.to(p.dtype) * step, p, out=p)
-        torch.where(go, new, old, out=old)
+def create(
+    settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, context: Context
+) -> SVRG:
+    form, bits, mu = settings.name, settings.bits, settings.halp_mu
+    return SVRG(groups, lr, form=form, bits=bits, mu=mu, seed=context.seed)

@@ -20,13 +20,23 @@ from torch.optim.optimizer import Optimizer
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError, RunError
 from paceline.core.imports import first_line
 from paceline.optim.base import MasterOptimizer, tensor_bytes
-from paceline.optim.state import MASTER, Gates, Outcome, Row, check_finite, unscaled
+from paceline.optim.rule import Gates, Outcome, Row, Rows, UpdateRule, check_finite, unscaled
+from paceline.optim.state import MASTER
 
 Groups = Sequence[dict[str, Any]]
 
 
 class _Rate(NamedTuple):
     lr: float
+
+
+class _NoRule(UpdateRule):
+    """The inner optimizer has the equation."""
+
+    Hyper: ClassVar[Any] = _Rate
+
+    def update(self, rows: Rows, hyper: Any) -> None:
+        raise NotImplementedError
 
 
 class WrappedOptimizer(MasterOptimizer):
@@ -39,11 +49,9 @@ class WrappedOptimizer(MasterOptimizer):
         optimizer = WrappedOptimizer(groups, lambda groups: torch.optim.RAdam(groups, lr=1e-3))
     """
 
-    BUFFERS: ClassVar[tuple[str, ...]] = ()
-
     def __init__(self, groups: Groups, create: Callable[[list[dict[str, Any]]], Any]) -> None:
         self._inner: Optimizer | None = None
-        super().__init__([dict(group) for group in groups], {"lr": 0.0})
+        super().__init__([dict(group) for group in groups], {"lr": 0.0}, _NoRule)
         # Tensors of their own over the masters' memory: they hold the fp32 gradients.
         self._aliases = [nn.Parameter(master.detach()) for master in self.masters()]
         left = iter(self._aliases)
@@ -81,7 +89,7 @@ class WrappedOptimizer(MasterOptimizer):
             )
         super().add_param_group(param_group)
 
-    def _run_foreach(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
+    def _run_in_lists(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
         """One update of the inner optimizer, after a read of the switches on the host."""
         gradients = unscaled(rows, gates.grad_scale)
         norms = list(torch._foreach_norm(gradients, 2))
@@ -160,9 +168,6 @@ class WrappedOptimizer(MasterOptimizer):
 
     def upload(self) -> None:
         """Nothing lies on the device."""
-
-    def _hyper_of(self, group: dict[str, Any]) -> NamedTuple:
-        return _Rate(float(group["lr"]))
 
     def __getstate__(self) -> dict[str, Any]:
         raise PacelineError("a wrapped optimizer cannot be copied", "save its state_dict()")

@@ -21,8 +21,8 @@ from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.data import Batch, BatchPlan, Source, TrainBatches, create_train_loader
 from paceline.optim.base import MasterOptimizer
+from paceline.optim.rule import accurate_norms
 from paceline.optim.schedule import set_rate
-from paceline.optim.state import accurate_norms
 from paceline.optim.svrg import SVRG
 from paceline.precision.policy import LossScale
 from paceline.train.batch_norm import BatchNormState

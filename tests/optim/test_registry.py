@@ -1,0 +1,96 @@
+"""An optimizer in one file outside of the package: an update rule, registered under a name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from optim.reference import check_bad_gradient, check_switches, fill_gradients, parameters
+from paceline.core.errors import ConfigError
+from paceline.optim import (
+    MasterOptimizer,
+    OptimSettings,
+    Rows,
+    UpdateRule,
+    create_optimizer,
+    register_optimizer,
+    registry,
+)
+from small_runs import run_small
+
+MIXED = (torch.float16, torch.float32, torch.bfloat16)
+
+
+class SignMomentum(UpdateRule):
+    """v ← m·v + (1−m)·g; w ← w − lr·(sign(v) + βw)."""
+
+    class Hyper(NamedTuple):
+        lr: float
+        momentum: float = 0.9
+        weight_decay: float = 0.0
+
+    buffers = ("momentum_buffer",)
+
+    def update(self, rows: Rows, hyper: Any) -> None:
+        momenta = rows.buffers("momentum_buffer")
+        for w, g, v in zip(rows.masters, rows.gradients, momenta, strict=True):
+            v.lerp_(g, 1 - hyper.momentum)
+            w.sub_(hyper.lr * (v.sign() + hyper.weight_decay * w))
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+    register_optimizer("sign_momentum", SignMomentum)
+
+
+def create(arguments: str = "{momentum = 0.5}") -> tuple[MasterOptimizer, list[Any]]:
+    ps = parameters(*MIXED)
+    settings = OptimSettings(name="sign_momentum", lr=0.01, arguments=arguments)
+    return create_optimizer(settings, [{"params": ps, "weight_decay": 0.1}], 0.01), ps
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_a_registered_rule_gets_masters_loss_scale_and_switches() -> None:
+    optimizer, ps = create()
+    assert optimizer.describe() == "signmomentum, foreach"
+    weights = [p.detach().float().clone() for p in ps]
+    optimizer.grad_scale = torch.tensor(4.0)
+    fill_gradients(ps, 0, 4.0)
+    optimizer.step()
+    for p, w, master in zip(ps, weights, optimizer.masters(), strict=True):
+        assert torch.allclose(master, w - 0.01 * (p.grad.sign() + 0.1 * w), rtol=1e-6)
+        assert torch.equal(p, master.to(p.dtype))
+        momentum = optimizer.state[p]["momentum_buffer"]
+        assert torch.allclose(momentum, p.grad.float() / 8, rtol=1e-6)
+    check_bad_gradient(ps, optimizer, 1, float("nan"))
+    check_switches(optimizer)
+    saved = optimizer.state_dict()
+    other, _ = create()
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["momentum"] == 0.5
+
+
+def test_training_by_name(tmp_path: Path) -> None:
+    """Also as `module:Rule`, and with the same bits."""
+    name = f"{__name__}:SignMomentum"
+    runs = [
+        run_small(tmp_path / str(place), optim__name=of, optim__lr=0.001)
+        for place, of in enumerate(("sign_momentum", name))
+    ]
+    assert len({run.summary["weights_sha256"] for run in runs}) == 1
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for arguments in ("{beta = 0.5}", "{momentum = 2.0}"):
+        with pytest.raises(ConfigError):
+            create(arguments)
+    with pytest.raises(ConfigError) as caught:
+        OptimSettings(name="sign_momentum")
+    assert caught.value.field == "optim.lr"
+    for name in ("sgd", "My Rule"):
+        with pytest.raises(ConfigError):
+            register_optimizer(name, SignMomentum)
