@@ -26,7 +26,7 @@ from paceline.cli import options
 from paceline.cli.options import check_at_least, check_settings
 from paceline.comm.exchange import GradientExchange, Signals
 from paceline.comm.plan_choice import PlanChoice
-from paceline.comm.settings import CommSettings
+from paceline.comm.settings import CommSettings, HybridSettings
 from paceline.comm.transport import create_transport
 from paceline.core.errors import CommError, ConfigError
 from paceline.models.registry import create_model
@@ -238,7 +238,8 @@ def main(
         if sizes is not None:
             SizeTable.read(sizes)
         comm = CommSettings(
-            algorithm="hybrid" if sizes else algorithm or "auto", sizes=str(sizes or ""),
+            algorithm="hybrid" if sizes else algorithm or "auto",
+            owned={"hybrid": HybridSettings(sizes=str(sizes))} if sizes else {},
             fusion_mib=fusion_mib, group_size=group_size,
         )  # fmt: skip
     check_launched()

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,15 @@ import pytest
 import paceline
 from paceline.config import (
     REMOVED,
+    RENAMED,
+    SECTIONS,
     Job,
     RunConfig,
     load_config,
     parse_assignment,
     read_recipe,
     recipe_names,
+    setting_names,
 )
 from paceline.core.errors import ConfigError
 from paceline.optim.schedule import LrSchedule
@@ -202,12 +204,11 @@ def test_values_out_of_range_are_named(name: str, value: object) -> None:
 
 def test_every_setting_that_the_source_names_exists() -> None:
     """An error that names a setting which cannot be set leads nowhere."""
-    config = RunConfig()
-    sections = {field.name: getattr(config, field.name) for field in fields(config)}
-    known = {f"{name}.{key.name}" for name, part in sections.items() for key in fields(part)}
+    known = set(setting_names())
+    known |= {name.rpartition(".")[0] for name in known}
     # Files of the run folder and of torch.save, and names that are refused.
-    known |= {"run.lock", "data.pkl", *REMOVED}
-    named = re.compile(rf"(?<![\w./-])(?:{'|'.join(sections)})\.[a-z_0-9]+(?![\w(/.])")
+    known |= {"run.lock", "data.pkl", *REMOVED, *RENAMED}
+    named = re.compile(rf"(?<![\w./-])(?:{'|'.join(SECTIONS)})(?:\.[a-z_0-9]+)+(?![\w(/.:])")
     unknown = []
     for file in Path(paceline.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,10 +11,11 @@ import tomli_w
 
 from paceline.config import (
     REMOVED,
-    SECTIONS,
+    RENAMED,
     RunConfig,
     load_config,
     merge,
+    setting_names,
     stored_config,
     unflatten,
     with_defaults,
@@ -24,13 +24,14 @@ from paceline.core.errors import ConfigError
 from paceline.train import Checkpoint
 from paceline.train.run_state import check_pinned
 
-USUAL = unflatten({name: value for name, (value, _) in REMOVED.items() if value is not None})
+EARLIER = {**REMOVED, **RENAMED}
+USUAL = unflatten({name: value for name, (value, _) in EARLIER.items() if value is not None})
 # Of a number, a text, a switch and a pair.
 OTHERS = {float: 0.75, int: 7, str: "other", bool: True, list: [0.1, 0.2], type(None): 7.0}
 
 
 def other(name: str) -> Any:
-    usual = REMOVED[name][0]
+    usual = EARLIER[name][0]
     return not usual if isinstance(usual, bool) else OTHERS[type(usual)]
 
 
@@ -39,11 +40,11 @@ def checkpoint_of(tables: dict[str, Any]) -> Checkpoint:
 
 
 def test_removed_settings_do_not_exist() -> None:
-    known = {f"{name}.{f.name}" for name, kind in SECTIONS.items() for f in fields(kind)}
-    assert not known & set(REMOVED)
+    assert not set(setting_names()) & (REMOVED.keys() | RENAMED.keys())
+    assert {new for _, new in RENAMED.values()} <= set(setting_names())
 
 
-@pytest.mark.parametrize("name", REMOVED)
+@pytest.mark.parametrize("name", EARLIER)
 def test_another_value_is_refused_with_a_remedy(name: str, tmp_path: Path) -> None:
     tables = unflatten({name: other(name)})
     file = tmp_path / "old.toml"

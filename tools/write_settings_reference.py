@@ -9,10 +9,12 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
 
 from paceline.config import SECTIONS
+from paceline.core.settings import owner_names, settings_class
 
 PAGE = Path(__file__).parent.parent / "docs" / "settings.md"
 HEAD = """# Settings
@@ -46,9 +48,19 @@ def field_meanings(kind: type) -> dict[str, str]:
     return meanings
 
 
+def tables() -> Iterator[tuple[str, type]]:
+    """Yields every table of a recipe with its dataclass: a section, then those of its owners."""
+    for section, kind in SECTIONS.items():
+        yield section, kind
+        for owner in owner_names(kind):
+            own = settings_class(kind, owner, f"{section}.{owner}")
+            assert own is not None
+            yield f"{section}.{owner}", own
+
+
 def render() -> str:
     parts = [HEAD]
-    for section, kind in SECTIONS.items():
+    for section, kind in tables():
         about = " ".join((kind.__doc__ or "").split())
         parts.append(
             f"\n## `[{section}]`\n\n{about}\n\n"
@@ -56,6 +68,8 @@ def render() -> str:
         )
         meanings = field_meanings(kind)
         for field in fields(kind):
+            if field.name == "owned":
+                continue
             name = f"{section}.{field.name}"
             assert field.default is not MISSING, f"{name} has no default"
             assert field.name in meanings, f"{name} has no docstring"

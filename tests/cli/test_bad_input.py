@@ -20,7 +20,7 @@ from paceline.plan.schedules import NATIVE
 from paceline.plan.size_table import SizeTable
 
 HYBRID = (
-    "--set", "comm.algorithm=hybrid", "--set", "comm.eta_kib=64", "--set", "comm.fusion_mib=0.25",
+    "--set", "comm.algorithm=hybrid", "--set", "comm.hybrid.eta_kib=64", "--set", "comm.fusion_mib=0.25",
 )  # fmt: skip
 
 
@@ -90,13 +90,13 @@ def test_a_dry_run_refuses_what_training_refuses(call: Call, arguments: str) -> 
 def test_a_dry_run_counts_the_ranks_that_it_is_given(call: Call, tmp_path: Path) -> None:
     table = tmp_path / "sizes.toml"
     PlanFile(sizes=SizeTable.two_way(65536), cluster=ClusterFacts(2, 1)).write(table)
-    sizes = ["--set", "comm.algorithm=hybrid", "--set", f"comm.sizes={table}"]
+    sizes = ["--set", "comm.algorithm=hybrid", "--set", f"comm.hybrid.sizes={table}"]
     done = call(*small(*sizes, "--set", "run.shares=1:3", "--dry-run", "--nproc-per-node", "2"))
     assert (done.code, done.err) == (0, "")
     assert "exchange: between 2 ranks: algorithm hybrid" in done.out
     assert "no effect" not in done.out
     other = ("--global-batch-size", "24", "--dry-run", "--nproc-per-node", "3")
-    assert "comm.sizes" in call(*small(*sizes, *other)).error_line()
+    assert "comm.hybrid.sizes" in call(*small(*sizes, *other)).error_line()
     assert "run.shares" in call(*small("--set", "run.shares=1:3", *other)).error_line()
     alone = call(*small("--set", "comm.mode=asynchronous", "--dry-run")).out
     assert "no effect: comm.mode = 'asynchronous'" in alone

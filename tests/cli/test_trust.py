@@ -13,7 +13,6 @@ import inspect
 import re
 import shutil
 import sys
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from torch import nn
 import paceline as pl
 from cli_runs import Call
 from paceline.cli.app import app
-from paceline.config import SECTIONS, RunConfig, load_config, unflatten
+from paceline.config import RunConfig, load_config, setting_names, unflatten
 from paceline.config.trust import CODE_SETTINGS, LOSSES_OF_TORCH, check_trust
 from paceline.core.errors import ConfigError
 from paceline.core.imports import import_object
@@ -58,7 +57,7 @@ FREE_TEXT = {
     "run.name": "shown", "run.output": "a folder to write", "data.cache_dir": "a folder to write",
     "run.resume": "a file, read as plain tensors", "run.pretrained": "a file, read as plain tensors",
     "data.dir": "images", "comm.plan": "a TOML file of numbers and known names",
-    "comm.sizes": "a file of numbers and known names", "rehearse.gpu": "a TOML file of numbers",
+    "comm.hybrid.sizes": "a file of numbers and known names", "rehearse.gpu": "a TOML file of numbers",
     "rehearse.profile": "a TOML file of numbers", "rehearse.cluster": "a TOML file of numbers",
     "model.freeze": "patterns of names", "optim.known_good_optimizer": "looked up in a table",
     "optim.scaling_keeps": "names of settings",
@@ -341,16 +340,12 @@ def test_all_settings_that_can_name_code_are_checked() -> None:
     base = {
         "rehearse.nodes": 2, "optim.lr": 0.1, "model.name": "timm:x", "optim.name": "torch.optim:RAdam",
     }  # fmt: skip
-    needs = {"comm.sizes": {"comm.algorithm": "hybrid"}}
     accepted = set()
-    for section, kind in SECTIONS.items():
-        for key, hint in typing.get_type_hints(kind).items():
-            if "str" not in str(hint):
-                continue
-            for text in ("own_net:make", '{key = "value"}'):
-                name, value = f"{section}.{key}", [text] if "tuple" in str(hint) else text
+    for name in setting_names():
+        for text in ("own_net:make", '{key = "value"}'):
+            for value in (text, [text]):
                 with contextlib.suppress(ConfigError):
-                    RunConfig().with_values(base | needs.get(name, {}) | {name: value})
+                    RunConfig().with_values(base | {name: value})
                     accepted.add(name)
     assert accepted == CODE_SETTINGS.keys() | FREE_TEXT.keys()
 

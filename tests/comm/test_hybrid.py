@@ -161,7 +161,7 @@ def _other_table(rank: int, nodes: tuple[int, ...]) -> str:
 def test_ranks_with_different_tables_are_told() -> None:
     said = run_cluster((2,), _other_table)
     assert said[0] == said[1]
-    assert "ranks differ in comm.sizes" in said[0]
+    assert "ranks differ in comm.hybrid.sizes" in said[0]
 
 
 def test_a_process_alone() -> None:

@@ -14,6 +14,7 @@ from comm.exchanges import joined
 from paceline.comm.plan_choice import PlanChoice, agree_order, record_order
 from paceline.comm.settings import CommSettings
 from paceline.core.errors import ConfigError
+from paceline.core.settings import from_table
 from paceline.plan.fusion_plan import TensorSpec
 from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
 from paceline.plan.size_table import SizeRow, SizeTable
@@ -29,7 +30,7 @@ KIB = 1 / 1024
 
 
 def choose(tensors: tuple[TensorSpec, ...] = TENSORS, **settings: object) -> PlanChoice:
-    return PlanChoice.read(CommSettings(**settings), tensors, FOUR)  # type: ignore[arg-type]
+    return PlanChoice.read(from_table(CommSettings, "comm", settings), tensors, FOUR)
 
 
 def test_what_fits_one_bucket_needs_no_order() -> None:
@@ -49,12 +50,12 @@ def test_a_process_alone_has_one_bucket_unless_it_asks() -> None:
 
 
 def test_each_bucket_goes_by_its_bytes_on_the_wire() -> None:
-    choice = choose(fusion_mib=1.5 * KIB, algorithm="hybrid", eta_kib=4)
+    choice = choose(fusion_mib=1.5 * KIB, algorithm="hybrid", hybrid={"eta_kib": 4})
     assert [(b.tensors, b.algorithm) for b in choice.plan(ORDER).buckets] == [
         (("d",), "hierarchical"), (("c", "b"), "ring"), (("a",), "hierarchical"),
     ]  # fmt: skip
     # Half the bytes: more tensors to a bucket, and each bucket is a smaller one.
-    half = choose(fusion_mib=1.5 * KIB, algorithm="hybrid", eta_kib=5, wire="float16")
+    half = choose(fusion_mib=1.5 * KIB, algorithm="hybrid", hybrid={"eta_kib": 5}, wire="float16")
     assert [(b.tensors, b.algorithm, b.wire) for b in half.plan(ORDER).buckets] == [
         (("d", "c", "b"), "hierarchical", "float16"), (("a",), "hierarchical", "float16"),
     ]  # fmt: skip
@@ -62,14 +63,16 @@ def test_each_bucket_goes_by_its_bytes_on_the_wire() -> None:
 
 def test_a_table_is_read_from_its_file(tmp_path: Path) -> None:
     SizeTable((SizeRow("tree", 1700), SizeRow("torus2d"))).write(tmp_path / "sizes.toml")
-    choice = choose(fusion_mib=0.0, algorithm="hybrid", sizes=str(tmp_path / "sizes.toml"))
+    choice = choose(
+        fusion_mib=0.0, algorithm="hybrid", hybrid={"sizes": str(tmp_path / "sizes.toml")}
+    )
     assert [b.algorithm for b in choice.plan(ORDER).buckets] == ["tree", "tree", "torus2d", "tree"]
     # A file of `paceline tune` without a model is a table, too.
     choice = choose(plan=str(tmp_path / "sizes.toml"))
     assert choice.fixed is not None
     assert [b.algorithm for b in choice.fixed.buckets] == ["torus2d"]
-    with pytest.raises(ConfigError, match="comm.sizes = .*none.toml.*cannot be read"):
-        choose(algorithm="hybrid", sizes=str(tmp_path / "none.toml"))
+    with pytest.raises(ConfigError, match="comm.hybrid.sizes = .*none.toml.*cannot be read"):
+        choose(algorithm="hybrid", hybrid={"sizes": str(tmp_path / "none.toml")})
 
 
 def test_a_table_of_another_cluster_is_refused(tmp_path: Path) -> None:
@@ -79,16 +82,21 @@ def test_a_table_of_another_cluster_is_refused(tmp_path: Path) -> None:
         with file.open("a") as more:
             more.write(f"[cluster]\nranks = {ranks}\nnodes = {nodes}\n")
         if (ranks, nodes) == (4, 2):
-            assert choose(algorithm="hybrid", sizes=str(file)).table == SizeTable.single("tree")
+            assert choose(
+                algorithm="hybrid", hybrid={"sizes": str(file)}
+            ).table == SizeTable.single("tree")
             continue
-        for settings in ({"algorithm": "hybrid", "sizes": str(file)}, {"plan": str(file)}):
+        for settings in (
+            {"algorithm": "hybrid", "hybrid": {"sizes": str(file)}},
+            {"plan": str(file)},
+        ):
             with pytest.raises(ConfigError, match=f"tuned on {ranks} ranks of {nodes} nodes"):
                 choose(**settings)
 
 
 def test_a_plan_file_decides_all(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
-    plan = choose(fusion_mib=KIB, algorithm="hybrid", eta_kib=5).plan(ORDER)
+    plan = choose(fusion_mib=KIB, algorithm="hybrid", hybrid={"eta_kib": 5}).plan(ORDER)
     model = ModelFacts.of((spec.name, spec.length) for spec in TENSORS)
     PlanFile(plan, model, FOUR).write(path)
     assert choose(plan=str(path)).fixed == plan
@@ -116,7 +124,9 @@ def test_every_tensor_travels_once_in_the_order_given(
     lengths: list[int], fusion_kib: int, eta_kib: int
 ) -> None:
     tensors = tuple(TensorSpec(f"t{i}", (n,)) for i, n in enumerate(lengths))
-    choice = choose(tensors, fusion_mib=fusion_kib * KIB, algorithm="hybrid", eta_kib=eta_kib)
+    choice = choose(
+        tensors, fusion_mib=fusion_kib * KIB, algorithm="hybrid", hybrid={"eta_kib": eta_kib}
+    )
     order = tuple(spec.name for spec in reversed(tensors))
     plan = choice.plan(order)
     plan.check(order)

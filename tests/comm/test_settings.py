@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from paceline.comm import CommSettings
+from paceline.comm.settings import HybridSettings
 from paceline.config import RunConfig, parse_assignment
 from paceline.core.errors import ConfigError
+from paceline.core.settings import from_table
 
 
 @pytest.mark.parametrize(
@@ -19,25 +21,31 @@ from paceline.core.errors import ConfigError
         ("overlap", {"overlap": "yes"}),
         ("fusion_mib", {"fusion_mib": float("nan")}),
         ("group_size", {"group_size": -2}),
-        ("eta_kib", {"eta_kib": 0}),
+        ("hybrid.eta_kib", {"hybrid": {"eta_kib": 0}}),
         ("algorithm", {"algorithm": "hybrid"}),
-        ("eta_kib", {"algorithm": "hybrid", "sizes": "a.toml", "eta_kib": 4}),
-        ("sizes", {"algorithm": "ring", "sizes": "a.toml"}),
-        ("eta_kib", {"eta_kib": 4}),
+        ("hybrid.eta_kib", {"algorithm": "hybrid", "hybrid": {"sizes": "a.toml", "eta_kib": 4}}),
         ("wire", {"plan": "p.toml", "wire": "float16"}),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_by_its_field(field: str, values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
-        CommSettings(**values)
+        from_table(CommSettings, "comm", values)
     assert caught.value.field == f"comm.{field}"
     assert caught.value.exit_code == 2
 
 
 def test_a_flag_sets_them() -> None:
-    texts = ("comm.algorithm=hybrid", "comm.eta_kib=256", "comm.fusion_mib=8", "comm.wire=float16")
+    texts = (
+        "comm.algorithm=hybrid",
+        "comm.hybrid.eta_kib=256",
+        "comm.fusion_mib=8",
+        "comm.wire=float16",
+    )
     config = RunConfig().with_values(dict(parse_assignment(text) for text in texts))
     assert config.comm == CommSettings(
-        algorithm="hybrid", eta_kib=256, fusion_mib=8.0, wire="float16"
+        algorithm="hybrid",
+        owned={"hybrid": HybridSettings(eta_kib=256)},
+        fusion_mib=8.0,
+        wire="float16",
     )
     assert RunConfig.from_tables(config.to_tables()) == config

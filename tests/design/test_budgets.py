@@ -12,7 +12,6 @@ import io
 import json
 import tokenize
 from collections.abc import Iterable
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -20,16 +19,16 @@ import pytest
 
 from cli_runs import IMAGES, run
 from design.loaded_modules import install
-from paceline.config import SECTIONS
+from paceline.config import setting_names
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "paceline"
 
 # The number of modules that a training step executes is in test_call_path.py.
 LIMITS = {
-    "lines of code in src/paceline": 44_800,
-    "lines of code that a training imports": 31_500,
-    "lines of code in tests": 45_400,
+    "lines of code in src/paceline": 45_000,
+    "lines of code that a training imports": 31_700,
+    "lines of code in tests": 45_500,
     "settings": 168,
     "lines of the longest function": 120,
     "lines of the longest module": 485,
@@ -80,7 +79,7 @@ def test_no_size_exceeds_its_budget() -> None:
     values = {
         "lines of code in src/paceline": sum(map(lines_of_code, modules)),
         "lines of code in tests": sum(map(lines_of_code, tests)),
-        "settings": sum(len(fields(section)) for section in SECTIONS.values()),
+        "settings": len(setting_names()),
         "lines of the longest function": max(map(longest_function, modules)),
         "lines of the longest module": max(len(module.splitlines()) for module in modules),
         "words in docs, README and DESIGN": words(),

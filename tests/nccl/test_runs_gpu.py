@@ -40,7 +40,7 @@ def summary(folder: Path) -> dict[str, Any]:
         ((2,), []),
         ((4,), ["--amp-dtype", "bf16"]),
         ((2, 2), ["--set", "comm.algorithm=hierarchical", "--set", "comm.overlap=on"]),
-        ((3, 1), ["--set", "comm.algorithm=hybrid", "--set", "comm.eta_kib=64",
+        ((3, 1), ["--set", "comm.algorithm=hybrid", "--set", "comm.hybrid.eta_kib=64",
                   "--set", "comm.wire=float16"]),
     ],
     ids=["default", "four", "hierarchical", "ragged-hybrid"],
@@ -98,7 +98,7 @@ def test_tune_writes_a_table_and_training_uses_it(tmp_path: Path) -> None:
     finished(
         (2, 2),
         train(tmp_path / "run", "--epochs", "1", "--set", "comm.algorithm=hybrid", "--set",
-              f"comm.sizes={table}"),
+              f"comm.hybrid.sizes={table}"),
         tmp_path / "train",
     )  # fmt: skip
 

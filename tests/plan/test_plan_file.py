@@ -88,7 +88,7 @@ def test_the_planner_sees_the_cluster_as_probed() -> None:
     ("name", "part", "field"),
     [
         ("tuned", lambda file: file.plan, "comm.plan"),
-        ("profile", lambda file: file.table, "comm.sizes"),
+        ("profile", lambda file: file.table, "comm.hybrid.sizes"),
         ("sizes", required_profile, "--profile"), ("plan", planned_cluster, "--cluster"),
         ("alone", planned_cluster, "cluster.ranks"),
     ],
@@ -144,7 +144,7 @@ def test_what_is_no_plan_file_is_refused_in_one_line(tmp_path: Path, text: str, 
 
 
 def test_a_path_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"comm.sizes = .*cannot be read \(No such file"):
+    with pytest.raises(ConfigError, match=r"comm.hybrid.sizes = .*cannot be read \(No such file"):
         SizeTable.read(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="cannot be written"):
         TUNED.write(tmp_path / "none" / "p.toml")

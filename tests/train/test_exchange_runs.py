@@ -20,7 +20,7 @@ from ranks import run_ranks
 from small_runs import run_small, small_config
 
 HYBRID: dict[str, Any] = {
-    "comm__algorithm": "hybrid", "comm__eta_kib": 64, "comm__fusion_mib": 0.02,
+    "comm__algorithm": "hybrid", "comm__hybrid__eta_kib": 64, "comm__fusion_mib": 0.02,
 }  # fmt: skip
 # Of smaller images, rounding changes weights and predictions more.
 LARGE: dict[str, Any] = {"data__image_size": 28}
@@ -113,7 +113,7 @@ def test_a_plan_file_without_a_plan_still_gives_its_table_of_sizes(tmp_path: Pat
     path = tmp_path / "plan.toml"
     PlanFile(sizes=SizeTable.two_way(64 * 1024)).write(path)
     found = run_ranks(2, _run, str(tmp_path / "a"), {"comm__plan": str(path)})[0]
-    by_hand = {"comm__algorithm": "hybrid", "comm__eta_kib": 64}
+    by_hand = {"comm__algorithm": "hybrid", "comm__hybrid__eta_kib": 64}
     made = run_ranks(2, _run, str(tmp_path / "b"), by_hand)[0]
     assert found["weights_sha256"] == made["weights_sha256"]
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm import CommSettings
+from paceline.comm.settings import HybridSettings
 from paceline.core.errors import RunError
 from paceline.precision.settings import PrecisionSettings
 from paceline.train.exchange_plan import DryBackward
@@ -18,7 +19,9 @@ from ranks import run_ranks
 from train.steps import OPTIM, Made, Net, alone, joined, make_step, same, snapshot, weights
 
 # Every tensor alone: the most buckets, and the most that can be sent early.
-HYBRID = CommSettings(algorithm="hybrid", eta_kib=1, fusion_mib=0.0)
+HYBRID = CommSettings(
+    algorithm="hybrid", owned={"hybrid": HybridSettings(eta_kib=1)}, fusion_mib=0.0
+)
 RING16 = CommSettings(algorithm="ring", wire="float16", fusion_mib=0.0)
 NATIVE = CommSettings(fusion_mib=0.0)
 DTYPES = ("fp32", "fp16", "bf16")

@@ -277,7 +277,7 @@ class HybridAllReduce:
         self.table = table
         self._wire = wire
         WireFormat.named(wire)
-        groups.check_same({"comm.wire": wire, "comm.sizes": table.to_table()})
+        groups.check_same({"comm.wire": wire, "comm.hybrid.sizes": table.to_table()})
         self._planned = PlannedAllReduce(groups)
         # In DDP's `join` with means over the ranks that still have batches: whether this one has.
         self.present: bool | None = None

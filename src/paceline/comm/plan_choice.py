@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from paceline.comm.group import Group
-from paceline.comm.settings import CommSettings
+from paceline.comm.settings import CommSettings, HybridSettings
 from paceline.core.errors import ConfigError, nearest
 from paceline.plan.fusion_plan import (
     ALL_TO_ALL,
@@ -54,11 +54,8 @@ class PlanChoice:
                 table = checked_table(file, cluster, "comm.plan")
             else:
                 fixed = _checked_plan(file, tensors, cluster)
-        elif settings.algorithm == "hybrid" and settings.sizes:
-            file = PlanFile.read(Path(settings.sizes), "comm.sizes")
-            table = checked_table(file, cluster, "comm.sizes")
         elif settings.algorithm == "hybrid":
-            table = SizeTable.two_way(1024 * (settings.eta_kib or 0))
+            table = _hybrid_table(settings.of("hybrid", HybridSettings), cluster)
         elif settings.algorithm != "auto":
             table = SizeTable.single(settings.algorithm)
         elif cluster.ranks == 1:
@@ -105,6 +102,13 @@ class PlanChoice:
             spec = by_name[name]
             totals[spec.dtype] = totals.get(spec.dtype, 0) + self._bytes(spec)
         return max(totals.values(), default=0)
+
+
+def _hybrid_table(settings: HybridSettings, cluster: ClusterFacts) -> SizeTable:
+    if not settings.sizes:
+        return SizeTable.two_way(1024 * (settings.eta_kib or 0))
+    file = PlanFile.read(Path(settings.sizes), "comm.hybrid.sizes")
+    return checked_table(file, cluster, "comm.hybrid.sizes")
 
 
 def checked_table(file: PlanFile, cluster: ClusterFacts, setting: str) -> SizeTable:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from paceline.core.errors import ConfigError
 from paceline.core.exclusions import Exclusion, Test, check_exclusions, not_in, one_of
-from paceline.core.settings import SettingChecks
+from paceline.core.settings import Section, SettingChecks
 from paceline.plan.fusion_plan import ALL_TO_ALL, EIGHT_BIT, WIRES
 from paceline.plan.schedules import algorithm_names
 
@@ -15,7 +17,7 @@ OVERLAPS = ("auto", "on", "off")
 MODES = ("synchronous", "asynchronous")
 _OF_ASYNCHRONOUS = ("staleness", "servers")
 # What a plan file decides itself.
-_PLANNED = ("algorithm", "sizes", "eta_kib", "fusion_mib", "wire")
+_PLANNED = ("algorithm", "fusion_mib", "wire")
 # By how much torch's own timeout is longer than `timeout_s`. The watchdog enforces `timeout_s`: it can
 # say who is missing, and its clock does not count the time for which the process is stopped. The
 # backend's clock counts it, so a shorter timeout here would end a job that was suspended as a whole.
@@ -23,8 +25,40 @@ BACKEND_GRACE_S = 7 * 86400.0
 
 
 @dataclass(frozen=True)
-class CommSettings:
+class HybridSettings:
+    """Settings of the algorithm `hybrid`; it needs one of the two."""
+
+    sizes: str = ""
+    """File with the table size → algorithm."""
+    eta_kib: int | None = None
+    """Without a table: `hierarchical` below this many KiB, `ring` from there on."""
+
+    def __post_init__(self) -> None:
+        if self.eta_kib is not None and not 1 <= self.eta_kib <= 2**30:
+            raise ConfigError("comm.hybrid.eta_kib", self.eta_kib, "must be 1 or more", "try 1024")
+
+    EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = (
+        Exclusion(
+            "comm.hybrid.eta_kib", not_in(None), {"comm.hybrid.sizes": not_in("")},
+            "but comm.hybrid.sizes = {comm.owned[hybrid].sizes!r} is a table already",
+            "leave one of the two out",
+        ),
+        Exclusion(
+            "comm.algorithm", one_of("hybrid"),
+            {"comm.hybrid.sizes": one_of(""), "comm.hybrid.eta_kib": one_of(None)},
+            "needs a table of sizes",
+            "give comm.hybrid.sizes, a file that `paceline tune` writes, or comm.hybrid.eta_kib",
+        ),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CommSettings(Section):
     """How ranks connect and exchange gradients."""
+
+    NAME: ClassVar[str] = "comm"
+    OWNERS: ClassVar[Mapping[str, str]] = {"hybrid": "comm.settings:HybridSettings"}
+    CHOOSERS: ClassVar[tuple[str, ...]] = ("algorithm",)
 
     backend: str = "auto"
     """`nccl`, `gloo`, or `auto` (NCCL on GPUs, Gloo elsewhere)."""
@@ -35,10 +69,6 @@ class CommSettings:
     algorithm: str = "auto"
     """All-reduce algorithm: a name from docs/communication.md, `auto` (`native`, the backend's
     own), or `hybrid` (by message size)."""
-    sizes: str = ""
-    """File with the table size → algorithm for `hybrid`."""
-    eta_kib: int | None = None
-    """For `hybrid` without a table: `hierarchical` below this many KiB, `ring` from there on."""
     fusion_mib: float = 16.0
     """Size at which a gradient bucket is closed, in MiB; 0 sends every tensor separately."""
     wire: str = "auto"
@@ -66,6 +96,7 @@ class CommSettings:
     """Allow several NCCL ranks on one GPU (needs NVIDIA MPS); for tests."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check = SettingChecks("comm", self)
         check.known("backend", BACKENDS)
         check.known("algorithm", ("auto", "hybrid", *algorithm_names()))
@@ -82,12 +113,10 @@ class CommSettings:
             raise ConfigError(
                 "comm.group_size", self.group_size, "must be 0 (the ranks of a node) or more"
             )
-        if self.eta_kib is not None and not 1 <= self.eta_kib <= 2**30:
-            raise ConfigError("comm.eta_kib", self.eta_kib, "must be 1 or more", "try 1024")
         for name in _OF_ASYNCHRONOUS:
             if getattr(self, name) < 0:
                 raise ConfigError(f"comm.{name}", getattr(self, name), "must be 0 or more")
-        check_exclusions(EXCLUSIONS, comm=self)
+        check_exclusions((*EXCLUSIONS, *self.exclusions()), comm=self)
 
 
 def _not_default(
@@ -130,18 +159,5 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "comm.error_feedback", one_of(False),
         {"comm.plan": one_of(""), "comm.wire": not_in(*EIGHT_BIT)},
         "has no meaning with comm.wire = {comm.wire!r}", f"it belongs to {', '.join(EIGHT_BIT)}",
-    ),
-    Exclusion(
-        "comm.eta_kib", not_in(None), {"comm.sizes": not_in("")},
-        "but comm.sizes = {comm.sizes!r} is a table already", "leave one of the two out",
-    ),
-    Exclusion(
-        "comm.algorithm", one_of("hybrid"), {"comm.sizes": one_of(""), "comm.eta_kib": one_of(None)},
-        "needs a table of sizes",
-        "give comm.sizes, a file that `paceline tune` writes, or comm.eta_kib",
-    ),
-    *_not_default(
-        ("sizes", "eta_kib"), "comm.algorithm", not_in("hybrid"),
-        "has no meaning with comm.algorithm = {comm.algorithm!r}", "set comm.algorithm to 'hybrid'",
     ),
 )  # fmt: skip

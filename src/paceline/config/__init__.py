@@ -5,7 +5,7 @@ fail.
 """
 
 from paceline.config.exclusions import Job
-from paceline.config.removed import REMOVED, refuse_removed
+from paceline.config.removed import REMOVED, RENAMED, refuse_removed
 from paceline.config.run_config import (
     RECIPES,
     SECTIONS,
@@ -17,6 +17,7 @@ from paceline.config.run_config import (
     parse_value,
     read_recipe,
     recipe_names,
+    setting_names,
     stored_config,
     unflatten,
     with_defaults,
@@ -33,6 +34,7 @@ __all__ = [
     "PROBED_SHARES",
     "RECIPES",
     "REMOVED",
+    "RENAMED",
     "SECTIONS",
     "CheckpointSettings",
     "Job",
@@ -46,6 +48,7 @@ __all__ = [
     "read_recipe",
     "recipe_names",
     "refuse_removed",
+    "setting_names",
     "stored_config",
     "unflatten",
     "with_defaults",

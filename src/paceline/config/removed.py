@@ -1,7 +1,8 @@
-"""Settings that existed in earlier versions: the value that each always has now, and what to do instead.
+"""Settings that existed in earlier versions under a name that they do not have any more.
 
-Configurations, run folders and checkpoints that name one with this value are read as before. Any other
-value is refused in one line.
+`REMOVED` has the value that each always has now and what to do instead, `RENAMED` the default and the new
+name. Configurations, run folders and checkpoints that name one with this value are read as before. Any
+other value is refused in one line.
 """
 
 from __future__ import annotations
@@ -49,8 +50,14 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
 }
 
 
+RENAMED: Mapping[str, tuple[Any, str]] = {
+    "comm.eta_kib": (None, "comm.hybrid.eta_kib"),
+    "comm.sizes": ("", "comm.hybrid.sizes"),
+}
+
+
 def without_removed(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the sections without removed settings that have the value that applies now."""
+    """Returns the sections without earlier settings that have the value that applies now."""
     kept: dict[str, Any] = {}
     for section, table in tables.items():
         kept[section] = table
@@ -60,14 +67,18 @@ def without_removed(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_removed(tables: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a removed setting that has another value than the one that applies now."""
+    """Raises ConfigError for an earlier setting that has another value than the one that applies now."""
     for section, table in without_removed(tables).items():
-        for key in table if isinstance(table, Mapping) else ():
-            if (name := f"{section}.{key}") in REMOVED:
+        for key, value in table.items() if isinstance(table, Mapping) else ():
+            if (name := f"{section}.{key}") in RENAMED:
+                new = RENAMED[name][1]
+                raise ConfigError(name, value, f"is called {new} now", f"write {new}")
+            if name in REMOVED:
                 usual, remedy = REMOVED[name]
                 problem = f"is no longer a setting; it is always {usual!r}"
-                raise ConfigError(name, table[key], problem, remedy)
+                raise ConfigError(name, value, problem, remedy)
 
 
 def _is_usual(name: str, value: Any) -> bool:
-    return name in REMOVED and bool(value == REMOVED[name][0])
+    earlier = REMOVED.get(name) or RENAMED.get(name)
+    return earlier is not None and bool(value == earlier[0])

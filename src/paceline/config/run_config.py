@@ -9,8 +9,9 @@ import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import tomli_w
 
@@ -20,9 +21,19 @@ from paceline.config.removed import refuse_removed, without_removed
 from paceline.config.settings import CheckpointSettings, RunSettings
 from paceline.config.trust import check_trust
 from paceline.core.errors import ConfigError, nearest
-from paceline.core.exclusions import check_exclusions
+from paceline.core.exclusions import Exclusion, check_exclusions
 from paceline.core.files import read_regular
-from paceline.core.settings import flatten, from_table, to_table
+from paceline.core.settings import (
+    Section,
+    flatten,
+    from_table,
+    merge_tables,
+    own_hints,
+    owner_names,
+    settings_class,
+    to_table,
+)
+from paceline.core.settings import unflatten as unflatten_names
 from paceline.core.untrusted import ParseError, parse_toml
 from paceline.data import DataSettings
 from paceline.models.settings import ModelSettings
@@ -48,7 +59,12 @@ class RunConfig:
     rehearse: RehearseSettings = field(default_factory=RehearseSettings)
 
     def __post_init__(self) -> None:
-        check_exclusions(EXCLUSIONS, **self.sections())
+        check_exclusions(self.exclusions(), **self.sections())
+
+    def exclusions(self) -> list[Exclusion]:
+        """Returns the rows between sections and those of the owners that are in use."""
+        owners = (s.exclusions() for s in self.sections().values() if isinstance(s, Section))
+        return [*EXCLUSIONS, *chain.from_iterable(owners)]
 
     def check_job(self, job: Job, program: object = None) -> None:
         """Checks combinations with facts about the job and with the objects of the program, if any.
@@ -57,7 +73,7 @@ class RunConfig:
             ConfigError: If a combination is refused.
         """
         facts = {"job": job} | ({} if program is None else {"program": program})
-        check_exclusions(EXCLUSIONS, **self.sections(), **facts)
+        check_exclusions(self.exclusions(), **self.sections(), **facts)
 
     def sections(self) -> dict[str, Any]:
         """Returns the settings object of each section."""
@@ -83,7 +99,7 @@ class RunConfig:
         return tomli_w.dumps(self.to_tables())
 
     def flat(self) -> dict[str, Any]:
-        """`{"run.seed": 0, …}`."""
+        """`{"run.seed": 0, …}`, settings of owners as `comm.hybrid.sizes`."""
         return flatten(self.to_tables())
 
     def with_values(self, values: Mapping[str, Any]) -> RunConfig:
@@ -105,7 +121,7 @@ SECTIONS: dict[str, type] = {
 
 def _nearest_key(name: str) -> str:
     """The nearest `section.key`, found by the key alone where no section is given."""
-    known = {f.name: f"{s}.{f.name}" for s, kind in SECTIONS.items() for f in fields(kind)}
+    known = {key: f"{s}.{key}" for s, kind in SECTIONS.items() for key in own_hints(kind)}
     hint = nearest(name.rpartition(".")[2], known)
     for key, full in known.items():
         hint = hint.replace(f"{key!r}", f"{full!r}")
@@ -115,9 +131,7 @@ def _nearest_key(name: str) -> str:
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tables:
     """Lays the sections of `above` over those of `below`, key by key. Settings of `below` that belong to
     another one that `above` changes follow it, unless `above` sets them too."""
-    merged = {section: dict(table) for section, table in below.items()}
-    for section, table in above.items():
-        merged.setdefault(section, {}).update(table)
+    merged = merge_tables(below, above)
     lower, upper = below.get("data"), above.get("data")
     if isinstance(lower, Mapping) and isinstance(upper, Mapping):
         _follow_image(lower, upper, merged["data"])
@@ -141,26 +155,45 @@ def _follow_image(
                 del merged[name]
 
 
+def setting_names() -> list[str]:
+    """Returns the names of all settings, those of owners included, as `section.key`."""
+    names = []
+    for section, kind in SECTIONS.items():
+        names += [f"{section}.{key}" for key in own_hints(kind)]
+        for owner in owner_names(kind):
+            own = settings_class(kind, owner, f"{section}.{owner}")
+            assert own is not None
+            names += [f"{section}.{owner}.{key}" for key in own_hints(own)]
+    return names
+
+
+def _defaults(tables: Mapping[str, Any]) -> RunConfig:
+    """Returns the defaults of all sections, and of the owners that `tables` contains or chooses."""
+    kept: Tables = {}
+    for section, kind in SECTIONS.items():
+        table = tables.get(section)
+        if isinstance(table, Mapping) and issubclass(kind, Section):
+            kept[section] = {owner: {} for owner in owner_names(kind) if owner in table}
+    return RunConfig.from_tables(kept)
+
+
 def changed_settings(config: RunConfig) -> list[str]:
     """Names of the settings that differ from their defaults; those that are unset do not count."""
-    usual = RunConfig().flat()
+    usual = _defaults(config.to_tables()).flat()
     return sorted(name for name, value in config.flat().items() if usual.get(name) != value)
 
 
 def with_defaults(tables: Mapping[str, Any]) -> Tables:
     """Returns a stored configuration with the defaults of later settings and without removed ones."""
-    return merge(RunConfig().to_tables(), without_removed(tables))
+    return merge(_defaults(tables).to_tables(), without_removed(tables))
 
 
 def unflatten(values: Mapping[str, Any]) -> Tables:
     """`{"run.seed": 1}` → `{"run": {"seed": 1}}`; a key without a section fails by name."""
-    tables: Tables = {}
-    for name, value in values.items():
-        section, dot, key = name.partition(".")
-        if not dot or not key:
+    for name in values:
+        if not all(name.partition(".")):
             raise ConfigError(name, None, "is not of the form section.key", _nearest_key(name))
-        tables.setdefault(section, {})[key] = value
-    return tables
+    return unflatten_names(values)
 
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -209,6 +242,7 @@ def load_config(
         "warmup_max_share", _warmup_share(tables, "optim.warmup_epochs" in overrides)
     )
     config = _from_file(merged, overrides, recipe, trust)
+    _refuse_unused(config, overrides)
     if overrides.get("optim.warmup_epochs") and config.optim.schedule in CYCLES:
         raise ConfigError(
             "optim.warmup_epochs", config.optim.warmup_epochs,
@@ -216,6 +250,20 @@ def load_config(
             "leave it out, or use another schedule",
         )  # fmt: skip
     return config
+
+
+def _refuse_unused(config: RunConfig, overrides: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a setting of an owner that is not chosen. In a recipe it waits for being
+    chosen; a flag would have no effect."""
+    for section, settings in config.sections().items():
+        for owner in settings.unused() if isinstance(settings, Section) else ():
+            for name in overrides:
+                if name.startswith(f"{section}.{owner}."):
+                    choosers = " or ".join(f"{section}.{chooser}" for chooser in settings.CHOOSERS)
+                    raise ConfigError(
+                        name, overrides[name], f"has no effect: {choosers} is not {owner!r}",
+                        "leave it out, or choose it",
+                    )  # fmt: skip
 
 
 def stored_config(
@@ -298,15 +346,23 @@ def parse_value(name: str, text: str) -> Any:
 
     A setting that is a text takes the words as they are, so that `--output 7` names a folder.
     """
-    section, _, key = name.partition(".")
-    hints = get_type_hints(SECTIONS[section]) if section in SECTIONS else {}
     try:
         value = parse_toml(f"value = {text}".encode(errors="surrogateescape"))["value"]
     except ParseError:
         value = text
-    if hints.get(key) is str:
+    if _type_of(name) is str:
         return value if isinstance(value, str) else text
     if value is text:
         with contextlib.suppress(ValueError):
             return float(text)
     return value
+
+
+def _type_of(name: str) -> Any:
+    """The declared type of a setting; None if there is no such setting."""
+    section, *owner = name.split(".")
+    key = owner.pop() if owner else ""
+    kind: type | None = SECTIONS.get(section)
+    if kind is not None and owner:
+        kind = settings_class(kind, owner[0], name)
+    return None if kind is None else own_hints(kind).get(key)

@@ -32,7 +32,8 @@ class Exclusion:
     """Refuses a value of `field` while all conditions in `when` hold.
 
     Attributes:
-        field: A setting, as in `comm.wire`, or an object of the program, as in `program.augment`.
+        field: A setting, as in `comm.wire` or `comm.hybrid.sizes`, or an object of the program, as in
+            `program.augment`.
         refused: Returns True for a value that is refused.
         when: Other settings and facts, each with a test of its value.
         problem: The reason. A name in braces, as in `{optim.name}`, is replaced by its value.
@@ -47,7 +48,7 @@ class Exclusion:
 
 
 def check_exclusions(rows: Iterable[Exclusion], **sections: object) -> None:
-    """Checks the rows whose names all belong to the given sections.
+    """Checks the rows whose names all belong to the given sections, and whose owners are in use.
 
     Args:
         rows: The table.
@@ -57,17 +58,20 @@ def check_exclusions(rows: Iterable[Exclusion], **sections: object) -> None:
         ConfigError: If a combination is refused.
     """
 
-    def value(name: str) -> Any:
-        section, _, key = name.partition(".")
-        return getattr(sections[section], key)
+    def values(name: str) -> list[Any]:
+        """The value in a list, which is empty if the section or the owner is not there."""
+        section, *owner, key = name.split(".")
+        found = sections.get(section)
+        if owner:
+            found = getattr(found, "owned", {}).get(owner[0])
+        return [] if found is None else [getattr(found, key)]
 
     for row in rows:
         tests = {row.field: row.refused, **row.when}
-        if not sections.keys() >= {name.partition(".")[0] for name in tests}:
-            continue
-        if all(test(value(name)) for name, test in tests.items()):
+        given = {name: values(name) for name in tests}
+        if all(given.values()) and all(test(given[name][0]) for name, test in tests.items()):
             own = row.field.removeprefix("program.")
-            shown = None if own != row.field else value(row.field)
+            shown = None if own != row.field else given[row.field][0]
             raise ConfigError(
                 own, list(shown) if isinstance(shown, tuple) else shown,
                 row.problem.format(**sections), row.remedy.format(**sections),

@@ -2,6 +2,9 @@
 
 In: a dataclass type, its section's name and a table of values. Out: an instance whose every value has
 the declared type, or a `ConfigError` that names `section.key`, the value and what would do.
+
+A `Section` has settings of its own and tables of settings that belong to owners: an optimizer, a
+strategy, an extension. Recipes have them as `[comm.hybrid]`; a flag names `comm.hybrid.sizes`.
 """
 
 from __future__ import annotations
@@ -10,41 +13,152 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
 
 from paceline.core.errors import ConfigError, nearest
+from paceline.core.extensions import load_extension
 from paceline.core.untrusted import LONGEST_S, ParseError, is_finite, parse_toml
 
 Settings = TypeVar("Settings")
 
 
+@dataclass(frozen=True)
+class Section:
+    """Base of sections of which some settings belong to owners.
+
+    A subclass lists its owners in `OWNERS`, as name and `module:Class` inside `paceline`; the module is
+    loaded if its table is given or if a setting in `CHOOSERS` names the owner. `register_settings` adds
+    owners from outside the package. The class of an owner is a dataclass with defaults only. Its
+    `EXCLUSIONS`, if it has any, are checked whenever its table is in use.
+
+    Attributes:
+        owned: The settings of each owner that is given or chosen, by the owner's name.
+    """
+
+    NAME: ClassVar[str] = ""
+    OWNERS: ClassVar[Mapping[str, str]] = {}
+    CHOOSERS: ClassVar[tuple[str, ...]] = ()
+
+    owned: Mapping[str, Any] = field(default_factory=dict, kw_only=True, hash=False)
+
+    def __post_init__(self) -> None:
+        owned = dict(self.owned)
+        for chooser, name in self.choices():
+            kind = settings_class(type(self), name, f"{self.NAME}.{chooser}")
+            if kind is not None and name not in owned:
+                owned[name] = kind()
+        object.__setattr__(self, "owned", owned)
+
+    def choices(self) -> Iterator[tuple[str, str]]:
+        """Yields the names that settings in `CHOOSERS` have chosen, each after its setting."""
+        for chooser in self.CHOOSERS:
+            value = getattr(self, chooser)
+            for name in (value,) if isinstance(value, str) else value:
+                yield chooser, name
+
+    def of(self, name: str, kind: type[Settings]) -> Settings:
+        """Returns the settings of the owner `name`, which has the class `kind`; its defaults if they
+        are neither given nor chosen."""
+        found = self.owned.get(name)
+        if found is None:
+            return kind()
+        assert isinstance(found, kind), f"{self.NAME}.{name} has {type(found).__name__}"
+        return found
+
+    def unused(self) -> list[str]:
+        """Returns the owners whose settings are given, but which no setting has chosen."""
+        chosen = {name for _, name in self.choices()}
+        return [name for name in self.owned if name not in chosen] if self.CHOOSERS else []
+
+    def exclusions(self) -> Iterator[Any]:
+        """Yields the rows that the chosen owners declare."""
+        for _, name in self.choices():
+            yield from getattr(self.owned.get(name), "EXCLUSIONS", ())
+
+
+# Classes of settings from outside the package, by section and owner.
+_registered: dict[tuple[str, str], type] = {}
+
+
+def register_settings(section: str, owner: str, kind: type) -> None:
+    """Makes the dataclass `kind` the settings of `owner`, as the table `[section.owner]`."""
+    _registered[section, owner] = kind
+
+
+def owner_names(section: type) -> list[str]:
+    """Returns the names of all tables of owners that a section may have."""
+    if not issubclass(section, Section):
+        return []
+    return [*section.OWNERS, *(owner for name, owner in _registered if name == section.NAME)]
+
+
+def settings_class(section: type, owner: str, asked_by: str) -> type | None:
+    """Returns the class of an owner's settings, or None if it has none.
+
+    Args:
+        section: The class of the section.
+        owner: The name of the owner.
+        asked_by: The setting or table that names the owner, for the message if it is not installed.
+
+    Raises:
+        ConfigError: If the owner belongs to a package that was removed.
+    """
+    if not issubclass(section, Section):
+        return None
+    if (section.NAME, owner) in _registered:
+        return _registered[section.NAME, owner]
+    if owner not in section.OWNERS:
+        return None
+    module, _, name = section.OWNERS[owner].partition(":")
+    kind: type = getattr(load_extension(module, asked_by, owner), name)
+    return kind
+
+
 def from_table(cls: type[Settings], section: str, table: Mapping[str, Any]) -> Settings:
     """Builds `cls`; unknown keys and wrong types fail, absent keys keep their default."""
-    hints = typing.get_type_hints(cls)
+    hints = own_hints(cls)
     if not isinstance(table, Mapping):
         raise ConfigError(section, table, "is not a table", f"write it as [{section}]")
-    values = {}
+    values: dict[str, Any] = {}
+    owned: dict[str, Any] = {}
     for key, value in table.items():
-        if key not in hints:
-            raise ConfigError(f"{section}.{key}", None, "unknown setting", nearest(key, hints))
-        values[key] = convert(value, hints[key], f"{section}.{key}")
+        name = f"{section}.{key}"
+        if key in hints:
+            values[key] = convert(value, hints[key], name)
+        elif key in owner_names(cls):
+            kind = settings_class(cls, key, name)
+            assert kind is not None
+            owned[key] = from_table(kind, name, value)
+        else:
+            known = [*hints, *owner_names(cls)]
+            raise ConfigError(name, None, "unknown setting", nearest(key, known))
+    if owned:
+        values["owned"] = owned
     assert dataclasses.is_dataclass(cls)
-    for field in dataclasses.fields(cls):
-        optional = (field.default, field.default_factory) != (dataclasses.MISSING,) * 2
-        if field.name not in values and not optional:
-            raise ConfigError(f"{section}.{field.name}", None, "is missing")
+    for entry in dataclasses.fields(cls):
+        optional = (entry.default, entry.default_factory) != (dataclasses.MISSING,) * 2
+        if entry.name not in values and not optional:
+            raise ConfigError(f"{section}.{entry.name}", None, "is missing")
     return cls(**values)
+
+
+def own_hints(cls: type) -> dict[str, Any]:
+    """Returns the types of a class's own settings."""
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.name != "owned"}
 
 
 def to_table(settings: object) -> dict[str, Any]:
     """The inverse of `from_table`; TOML has no null, so unset values are left out."""
-    assert dataclasses.is_dataclass(settings)
-    table = {}
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
+    table: dict[str, Any] = {}
+    for name in own_hints(type(settings)):
+        value = getattr(settings, name)
         if value is not None:
-            table[field.name] = list(value) if isinstance(value, tuple) else value
+            table[name] = list(value) if isinstance(value, tuple) else value
+    if isinstance(settings, Section):
+        table |= {owner: to_table(own) for owner, own in settings.owned.items()}
     return table
 
 
@@ -97,13 +211,44 @@ def _tuple(value: Any, arguments: tuple[Any, ...], name: str) -> tuple[Any, ...]
     )
 
 
-def flatten(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
     """`{"run": {"seed": 1}}` → `{"run.seed": 1}`, for comparing and for showing."""
-    return {
-        f"{section}.{key}": value
-        for section, table in tables.items()
-        for key, value in table.items()
-    }
+    flat: dict[str, Any] = {}
+    for key, value in tables.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{key}.{name}": inner for name, inner in flatten(value).items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"run.seed": 1}` → `{"run": {"seed": 1}}`."""
+    tables: dict[str, Any] = {}
+    for name, value in values.items():
+        *path, key = name.split(".")
+        table = tables
+        for part in path:
+            inner = table.setdefault(part, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(
+                    name, value, f"{part} is a setting, not a table", "name one of them"
+                )
+            table = inner
+        if isinstance(table.get(key), dict):
+            raise ConfigError(name, value, "is a table, not a setting", "name one of its settings")
+        table[key] = value
+    return tables
+
+
+def merge_tables(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a copy of `below` with `above` laid over it, key by key, in tables of tables too."""
+    merged = dict(below)
+    for key, value in above.items():
+        lower = merged.get(key)
+        inner = isinstance(lower, Mapping) and isinstance(value, Mapping)
+        merged[key] = merge_tables(lower, value) if inner else value  # type: ignore[arg-type]
+    return {k: merge_tables(v, {}) if isinstance(v, Mapping) else v for k, v in merged.items()}
 
 
 # What a number may be, as the message says it. Written so that NaN is in none.

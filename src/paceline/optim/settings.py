@@ -5,12 +5,12 @@ schedules, ranges of numbers, and combinations that are refused.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.exclusions import Exclusion, check_exclusions, not_in, one_of
 from paceline.core.imports import check_module, split_name
-from paceline.core.settings import SettingChecks, parse_arguments
+from paceline.core.settings import Section, SettingChecks, parse_arguments
 from paceline.optim.batch_growth import BATCH_RATES, BatchGrowth
 from paceline.optim.registry import optimizer_names, registered_rule
 
@@ -50,8 +50,11 @@ _OF_SCHEDULES = {
 
 
 @dataclass(frozen=True)
-class OptimSettings:
+class OptimSettings(Section):
     """The update rule and the learning-rate schedule; docs/optimizers.md has the equations."""
+
+    NAME: ClassVar[str] = "optim"
+    CHOOSERS: ClassVar[tuple[str, ...]] = ("name", "schedule")
 
     name: str = "sgd"
     """`sgd`, `lars`, `muon`, `adamw`, `lamb`, `rmsprop_warmup`, `svrg`, `halp`, `lp_svrg`,
@@ -181,8 +184,9 @@ class OptimSettings:
     installed)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_optim(self)
-        check_exclusions(EXCLUSIONS, optim=self)
+        check_exclusions((*EXCLUSIONS, *self.exclusions()), optim=self)
 
     @property
     def is_class(self) -> bool:

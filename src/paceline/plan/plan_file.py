@@ -188,7 +188,7 @@ class PlanFile:
     @property
     def table(self) -> SizeTable:
         return self.given(
-            self.sizes, "comm.sizes", "has no table of sizes: no [[sizes]]",
+            self.sizes, "comm.hybrid.sizes", "has no table of sizes: no [[sizes]]",
             "write rows of up_to_bytes and algorithm, or run paceline tune",
         )  # fmt: skip
 

@@ -20,7 +20,7 @@ from typing import Any
 from paceline.core.errors import ConfigError, RunError
 from paceline.plan.schedules import NATIVE, check_name
 
-_FIELD = "comm.sizes"
+_FIELD = "comm.hybrid.sizes"
 _ROW_KEYS = {"algorithm", "up_to_bytes", "measured"}
 MARGIN = 0.05
 # The largest spread of repeated samples (`noise`) whose table is worth writing. Idle machines of the
@@ -123,7 +123,7 @@ class SizeTable:
         """The `[[sizes]]` of a file, also of one that `paceline tune` wrote."""
         from paceline.plan.plan_file import PlanFile
 
-        return PlanFile.read(path, "comm.sizes").table
+        return PlanFile.read(path, "comm.hybrid.sizes").table
 
     def write(self, path: Path) -> None:
         from paceline.plan.plan_file import PlanFile

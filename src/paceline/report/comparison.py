@@ -41,8 +41,8 @@ _ALWAYS = ("optim.name", GLOBAL_BATCH, "optim.lr", "optim.lr_base")
 _WORDS = {"optim.name": "opt", "model.name": "model", GLOBAL_BATCH: "batch"}
 # Where files are says little about a run.
 _PATHS = (
-    "data.dir", "data.cache_dir", "run.pretrained", "run.output", "run.resume", "comm.plan", "comm.sizes",
-    "rehearse.profile",
+    "data.dir", "data.cache_dir", "run.pretrained", "run.output", "run.resume", "comm.plan",
+    "comm.hybrid.sizes", "rehearse.profile",
 )  # fmt: skip
 # Values with which a setting switches nothing on, beside what is false, empty or unset.
 _OFF = ("auto", "equal", "none", "off", "synchronous")

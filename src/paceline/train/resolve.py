@@ -150,7 +150,7 @@ def without_exchange(config: RunConfig, ranks: int) -> RunConfig:
     config = replace(config, rehearse=RehearseSettings())
     if ranks == 1:
         return config
-    alone = replace(config.comm, plan="", algorithm="auto", sizes="", eta_kib=None)
+    alone = replace(config.comm, plan="", algorithm="auto")
     return replace(config, comm=alone)
 
 

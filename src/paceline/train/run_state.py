@@ -359,7 +359,8 @@ def _shown(classes: Sequence[str]) -> str:
 
 # Settings that decide the plan.
 _MAKE_PLANS = (
-    "comm.algorithm", "comm.sizes", "comm.eta_kib", "comm.fusion_mib", "comm.wire", "comm.plan",
+    "comm.algorithm", "comm.hybrid.sizes", "comm.hybrid.eta_kib", "comm.fusion_mib",
+    "comm.wire", "comm.plan",
 )  # fmt: skip
 
 
