@@ -208,7 +208,7 @@ def test_every_setting_that_the_source_names_exists() -> None:
     known |= {name.rpartition(".")[0] for name in known}
     # Files of the run folder and of torch.save, and names that are refused.
     known |= {"run.lock", "data.pkl", *REMOVED, *RENAMED}
-    named = re.compile(rf"(?<![\w./-])(?:{'|'.join(SECTIONS)})(?:\.[a-z_0-9]+)+(?![\w(/.:])")
+    named = re.compile(rf"(?<![\w./-])(?:{'|'.join(SECTIONS)})(?:\.[a-z_0-9]+)+(?![\w(/.:\[])")
     unknown = []
     for file in Path(paceline.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
