@@ -1,19 +1,27 @@
-"""Extension packages: what the core loads only if a setting or a command asks for it."""
+"""Extensions: what the core loads only if a setting or a command asks for it.
+
+The packages in `PACKAGES` list what they add in a table `PROVIDES`, by kind and name, such as the strategy
+`asynchronous`; `register` adds something from outside. The core looks a name up when a setting has it.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, nearest
+
+PACKAGES = ("alternatives", "rehearsal")
+# What was registered from outside, by kind and name.
+_registered: dict[tuple[str, str], Any] = {}
 
 
 def missing_extension(error: ImportError) -> str:
-    """Returns the package of Paceline that an import did not find; "" if another one is missing."""
-    package = ".".join((error.name or "").split(".")[:2])
-    return package if package.startswith("paceline.") else ""
+    """Returns the package or module of Paceline that an import did not find; "" if another is missing."""
+    name = error.name or ""
+    return name if name.startswith("paceline.") else ""
 
 
 @contextmanager
@@ -36,3 +44,53 @@ def load_extension(name: str, field: str, value: object) -> Any:
     ConfigError if it was removed."""
     with needed_by(field, value):
         return importlib.import_module(f"paceline.{name}")
+
+
+def register(kind: str, name: str, added: object) -> None:
+    """Adds something of a kind under a name, in this process. A second call replaces the first."""
+    _registered[kind, name] = added
+
+
+def extension_names(kind: str) -> list[str]:
+    """Returns all names of one kind, those that were registered last."""
+    own = [name for package in PACKAGES for name in (_provides(package) or {}).get(kind, ())]
+    return [*own, *(name for registered, name in _registered if registered == kind)]
+
+
+def find_extension(kind: str, name: str, field: str) -> Any:
+    """Returns what an extension adds under a name, or None if none does.
+
+    Raises:
+        ConfigError: If it belongs to a module that was removed; `field` is the setting that asks for it.
+    """
+    if (kind, name) in _registered:
+        return _registered[kind, name]
+    for package in PACKAGES:
+        place = (_provides(package) or {}).get(kind, {}).get(name)
+        if place is not None:
+            module, _, attribute = place.partition(":")
+            return getattr(load_extension(module, field, name), attribute)
+    return None
+
+
+def check_extension(kind: str, own: Collection[str], name: str, field: str) -> None:
+    """Raises ConfigError for a name that neither the core, which has the names `own`, nor an extension
+    has."""
+    if name in own or name in (known := extension_names(kind)):
+        return
+    missing = [f"paceline.{package}" for package in PACKAGES if _provides(package) is None]
+    without = f"; this installation has no {', '.join(missing)}" if missing else ""
+    raise ConfigError(field, name, f"unknown{without}", nearest(name, (*own, *known)))
+
+
+def _provides(package: str) -> Mapping[str, Mapping[str, str]] | None:
+    """The table of an extension package; None if the package was removed."""
+    try:
+        found: Mapping[str, Mapping[str, str]] = importlib.import_module(
+            f"paceline.{package}"
+        ).PROVIDES
+    except ImportError as error:
+        if not missing_extension(error):
+            raise
+        return None
+    return found

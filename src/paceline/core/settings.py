@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.core.extensions import load_extension
+from paceline.core.extensions import extension_names, find_extension, load_extension, register
 from paceline.core.untrusted import LONGEST_S, ParseError, is_finite, parse_toml
 
 Settings = TypeVar("Settings")
@@ -29,8 +29,8 @@ class Section:
     """Base of sections of which some settings belong to owners.
 
     A subclass lists its owners in `OWNERS`, as name and `module:Class` inside `paceline`; the module is
-    loaded if its table is given or if a setting in `CHOOSERS` names the owner. `register_settings` adds
-    owners from outside the package. The class of an owner is a dataclass with defaults only. Its
+    loaded if its table is given or if a setting in `CHOOSERS` names the owner. Extensions and
+    `register_settings` add owners from outside the package. The class of an owner is a dataclass with defaults only. Its
     `EXCLUSIONS`, if it has any, are checked whenever its table is in use.
 
     Attributes:
@@ -46,6 +46,8 @@ class Section:
     def __post_init__(self) -> None:
         owned = dict(self.owned)
         for chooser, name in self.choices():
+            if name == getattr(type(self), chooser) and name not in self.OWNERS:
+                continue  # a default belongs to the core: no extension is asked
             kind = settings_class(type(self), name, f"{self.NAME}.{chooser}")
             if kind is not None and name not in owned:
                 owned[name] = kind()
@@ -78,20 +80,21 @@ class Section:
             yield from getattr(self.owned.get(name), "EXCLUSIONS", ())
 
 
-# Classes of settings from outside the package, by section and owner.
-_registered: dict[tuple[str, str], type] = {}
-
-
 def register_settings(section: str, owner: str, kind: type) -> None:
     """Makes the dataclass `kind` the settings of `owner`, as the table `[section.owner]`."""
-    _registered[section, owner] = kind
+    register(_settings_of(section), owner, kind)
+
+
+def _settings_of(section: str) -> str:
+    """The kind under which extensions list the classes of their tables in a section."""
+    return f"settings of {section}"
 
 
 def owner_names(section: type) -> list[str]:
     """Returns the names of all tables of owners that a section may have."""
     if not issubclass(section, Section):
         return []
-    return [*section.OWNERS, *(owner for name, owner in _registered if name == section.NAME)]
+    return [*section.OWNERS, *extension_names(_settings_of(section.NAME))]
 
 
 def settings_class(section: type, owner: str, asked_by: str) -> type | None:
@@ -107,10 +110,9 @@ def settings_class(section: type, owner: str, asked_by: str) -> type | None:
     """
     if not issubclass(section, Section):
         return None
-    if (section.NAME, owner) in _registered:
-        return _registered[section.NAME, owner]
     if owner not in section.OWNERS:
-        return None
+        outside: type | None = find_extension(_settings_of(section.NAME), owner, asked_by)
+        return outside
     module, _, name = section.OWNERS[owner].partition(":")
     kind: type = getattr(load_extension(module, asked_by, owner), name)
     return kind
