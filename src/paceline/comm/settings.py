@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.core.errors import ConfigError
-from paceline.core.exclusions import Exclusion, Test, check_exclusions, not_in, one_of
+from paceline.core.exclusions import Exclusion, check_exclusions, not_in, one_of
 from paceline.core.settings import Section, SettingChecks
 from paceline.plan.fusion_plan import ALL_TO_ALL, EIGHT_BIT, WIRES
 from paceline.plan.schedules import algorithm_names
 
 BACKENDS = ("auto", "gloo", "nccl")
 OVERLAPS = ("auto", "on", "off")
-MODES = ("synchronous", "asynchronous")
-_OF_ASYNCHRONOUS = ("staleness", "servers")
 # What a plan file decides itself.
 _PLANNED = ("algorithm", "fusion_mib", "wire")
 # By how much torch's own timeout is longer than `timeout_s`. The watchdog enforces `timeout_s`: it can
@@ -76,13 +74,6 @@ class CommSettings(Section):
     `float8_e4m3` and `float8_e5m2`, or `auto` (the gradients' own)."""
     error_feedback: bool = True
     """For 8-bit wire formats: add what rounding cut off to the gradients of the next step."""
-    mode: str = "synchronous"
-    """`synchronous`, or `asynchronous`: ranks push gradients to parameter servers and pull weights,
-    without waiting for one another."""
-    staleness: int = 4
-    """Asynchronous mode: steps by which ranks may drift apart."""
-    servers: int = 0
-    """Asynchronous mode: the first ranks that serve a shard of the weights; 0 means all ranks."""
     group_size: int = 0
     """Ranks of a group in `hierarchical`, `torus2d` and `central`, whose groups have a server each; 0
     takes the ranks of a node."""
@@ -102,7 +93,6 @@ class CommSettings(Section):
         check.known("algorithm", ("auto", "hybrid", *algorithm_names()))
         check.known("wire", WIRES)
         check.known("overlap", OVERLAPS)
-        check.known("mode", MODES)
         for name in ("timeout_s", "rendezvous_timeout_s"):
             value = getattr(self, name)
             if not 1 <= value <= 86400:
@@ -113,42 +103,16 @@ class CommSettings(Section):
             raise ConfigError(
                 "comm.group_size", self.group_size, "must be 0 (the ranks of a node) or more"
             )
-        for name in _OF_ASYNCHRONOUS:
-            if getattr(self, name) < 0:
-                raise ConfigError(f"comm.{name}", getattr(self, name), "must be 0 or more")
         check_exclusions((*EXCLUSIONS, *self.exclusions()), comm=self)
 
 
-def _not_default(
-    names: tuple[str, ...], when: str, test: Test, problem: str, remedy: str
-) -> list[Exclusion]:
-    """Rows for settings that must have their defaults."""
-    return [
-        Exclusion(
-            f"comm.{name}", not_in(getattr(CommSettings, name)), {when: test}, problem, remedy
-        )
-        for name in names
-    ]
-
-
 EXCLUSIONS: tuple[Exclusion, ...] = (
-    *_not_default(
-        _OF_ASYNCHRONOUS, "comm.mode", one_of("synchronous"),
-        "has no meaning with comm.mode = 'synchronous'",
-        "leave it out, or set comm.mode = 'asynchronous'",
-    ),
-    *_not_default(
-        ("algorithm", "wire", "plan", "group_size"), "comm.mode", one_of("asynchronous"),
-        "comm.mode = 'asynchronous' has no all-reduce: gradients go to parameter servers",
-        "leave one of the two out",
-    ),
-    Exclusion(
-        "comm.overlap", one_of("on"), {"comm.mode": one_of("asynchronous")},
-        "comm.mode = 'asynchronous' pushes whole gradients, after backward", "use 'auto' or 'off'",
-    ),
-    *_not_default(
-        _PLANNED, "comm.plan", not_in(""), "but comm.plan = {comm.plan!r} decides it",
-        "leave one of the two out",
+    *(
+        Exclusion(
+            f"comm.{name}", not_in(getattr(CommSettings, name)), {"comm.plan": not_in("")},
+            "but comm.plan = {comm.plan!r} decides it", "leave one of the two out",
+        )
+        for name in _PLANNED
     ),
     Exclusion(
         "comm.algorithm", not_in("auto"), {"comm.wire": one_of(*EIGHT_BIT)},

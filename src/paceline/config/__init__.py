@@ -22,20 +22,14 @@ from paceline.config.run_config import (
     unflatten,
     with_defaults,
 )
-from paceline.config.settings import (
-    EQUAL_SHARES,
-    PROBED_SHARES,
-    CheckpointSettings,
-    RunSettings,
-)
+from paceline.config.settings import SYNCHRONOUS, CheckpointSettings, RunSettings
 
 __all__ = [
-    "EQUAL_SHARES",
-    "PROBED_SHARES",
     "RECIPES",
     "REMOVED",
     "RENAMED",
     "SECTIONS",
+    "SYNCHRONOUS",
     "CheckpointSettings",
     "Job",
     "RunConfig",

@@ -52,7 +52,13 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
 
 RENAMED: Mapping[str, tuple[Any, str]] = {
     "comm.eta_kib": (None, "comm.hybrid.eta_kib"),
+    "comm.mode": ("synchronous", "run.strategy"),
+    "comm.servers": (0, "run.asynchronous.servers"),
     "comm.sizes": ("", "comm.hybrid.sizes"),
+    "comm.staleness": (4, "run.asynchronous.staleness"),
+    "model.norm_group": (1, "run.synced_norms.ranks"),
+    "run.rebalance": (False, "run.unequal.rebalance"),
+    "run.shares": ("equal", "run.unequal.shares"),
 }
 
 

@@ -1,7 +1,7 @@
 """Extensions: what the core loads only if a setting or a command asks for it.
 
-The packages in `PACKAGES` list what they add in a table `PROVIDES`, by kind and name, such as the strategy
-`asynchronous`; `register` adds something from outside. The core looks a name up when a setting has it.
+The packages in `PACKAGES` list what they add in a table `PROVIDES`, by kind and name; `register` adds
+something from outside. The core looks a name up when a setting has it.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ class Section:
 
     A subclass lists its owners in `OWNERS`, as name and `module:Class` inside `paceline`; the module is
     loaded if its table is given or if a setting in `CHOOSERS` names the owner. Extensions and
-    `register_settings` add owners from outside the package. The class of an owner is a dataclass with defaults only. Its
-    `EXCLUSIONS`, if it has any, are checked whenever its table is in use.
+    `register_settings` add further owners. The class of an owner is a dataclass with defaults only. Its
+    `EXCLUSIONS`, if it has any, are checked whenever it is chosen.
 
     Attributes:
         owned: The settings of each owner that is given or chosen, by the owner's name.
