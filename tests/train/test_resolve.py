@@ -75,7 +75,12 @@ def test_the_defaults_are_not_refused() -> None:
             None,
             "precision.amp_dtype",
         ),
-        ({"rehearse.nodes": 2}, Job(processes=2), None, "rehearse.nodes"),
+        (
+            {"run.strategy": "rehearsal", "run.rehearsal.nodes": 2},
+            Job(processes=2),
+            None,
+            "run.strategy",
+        ),
         ({"model.norm_group": 2}, Job(processes=3), None, "model.norm_group"),
         ({"optim.scaling": "auto"}, Job(processes=1), Components(optimizer=dict), "optim.scaling"),
         ({"optim.name": "halp"}, Job(processes=1), Components(augment=dict), "augment"),

@@ -83,9 +83,9 @@ def range_config(
         raise ConfigError(
             "run.resume", config.run.resume, "a range test starts afresh", "leave it out"
         )
-    if config.rehearse.ranks:
+    if config.run.strategy == "rehearsal":
         raise ConfigError(
-            "rehearse.nodes", config.rehearse.nodes, "a range test is not rehearsed",
+            "run.strategy", "rehearsal", "a range test is not rehearsed",
             "leave it out, and give --global-batch-size",
         )  # fmt: skip
     with closing(open_source(replace(config.data, cache="none"), "train")) as source:

@@ -6,22 +6,14 @@ Rows of a single section are in its settings module.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.config.settings import SYNCHRONOUS
-from paceline.core.exclusions import Exclusion, Test, above, not_in, one_of
+from paceline.core.exclusions import Exclusion, above, not_in, one_of
 from paceline.optim.settings import ANCHORED, OPTIMIZERS_OF_SVRG
 from paceline.plan.fusion_plan import EIGHT_BIT
 
-_REHEARSAL = {"rehearse.nodes": above(0)}
 _ANCHORED = {"optim.name": one_of(*ANCHORED)}
-# The value that switches a setting off, and what it is called in messages.
-_OFF = {
-    "optim.batch_schedule": ("", "batch growth"),
-    "run.strategy": (SYNCHRONOUS, "run.strategy = {run.strategy!r}"),
-    "run.trace": (False, "run.trace"),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,20 +27,6 @@ class Job:
 
     processes: int
     device: str = ""
-
-
-def _without(
-    names: tuple[str, ...], when: Mapping[str, Test], mode: str, reason: str = ""
-) -> list[Exclusion]:
-    """Rows for settings that have to be off in a mode."""
-    return [
-        Exclusion(
-            name, not_in(off), when, f"{title} is not supported with {mode}{reason and ': '}{reason}",
-            f"use {name}={str(off).lower() if isinstance(off, bool) else off or repr(off)}",
-        )
-        for name in names
-        for off, title in [_OFF[name]]
-    ]  # fmt: skip
 
 
 def _fixed(name: str, allowed: object) -> Exclusion:
@@ -69,23 +47,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion(
         "run.noise_scale", one_of(True), {"comm.wire": one_of(*EIGHT_BIT)},
         "comm.wire = {comm.wire!r} adds noise to the gradients", "leave one of the two out",
-    ),
-    # Rehearsals.
-    Exclusion(
-        "rehearse.nodes", above(0), {"job.processes": above(1)},
-        "a rehearsal runs in one process, and this job has {job.processes}",
-        "start it without a launcher",
-    ),
-    *_without(
-        ("run.strategy", "optim.batch_schedule", "run.trace"), _REHEARSAL, "a rehearsal",
-    ),
-    Exclusion(
-        "comm.wire", one_of(*EIGHT_BIT), _REHEARSAL,
-        "cannot be rehearsed: each rank keeps its rounding errors", "use 'auto'",
-    ),
-    Exclusion(
-        "optim.name", one_of(*OPTIMIZERS_OF_SVRG), _REHEARSAL,
-        "cannot be rehearsed: it passes over all samples", "use another optimizer",
     ),
     # SVRG and its relatives.
     Exclusion(

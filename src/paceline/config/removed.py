@@ -59,16 +59,27 @@ RENAMED: Mapping[str, tuple[Any, str]] = {
     "model.norm_group": (1, "run.synced_norms.ranks"),
     "run.rebalance": (False, "run.unequal.rebalance"),
     "run.shares": ("equal", "run.unequal.shares"),
-}
+    **{
+        f"rehearse.{name}": (value, f"run.rehearsal.{name}")
+        for name, value in (
+            ("nodes", 0), ("gpus_per_node", 8), ("gpu", ""), ("profile", ""), ("cluster", ""),
+            ("node_gbps", None), ("latency_us", 10.0), ("links", None), ("oversubscription", 1.0),
+            ("input_images_per_s", 0.0), ("eval_s", None), ("startup_s", None),
+            ("price_per_gpu_hour", 0.0), ("watts_per_gpu", 0.0),
+        )
+    },
+}  # fmt: skip
 
 
 def without_removed(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the sections without earlier settings that have the value that applies now."""
     kept: dict[str, Any] = {}
     for section, table in tables.items():
-        kept[section] = table
+        rest = table
         if isinstance(table, Mapping):
-            kept[section] = {k: v for k, v in table.items() if not _is_usual(f"{section}.{k}", v)}
+            rest = {k: v for k, v in table.items() if not _is_usual(f"{section}.{k}", v)}
+        if rest or not table:  # a section of which nothing is left may have been removed as a whole
+            kept[section] = rest
     return kept
 
 

@@ -39,7 +39,6 @@ from paceline.data import DataSettings
 from paceline.models.settings import ModelSettings
 from paceline.optim.scaling import OF_ADAM, SCALED
 from paceline.optim.settings import CYCLES, OPTIMIZERS_OF_SGD, OptimSettings
-from paceline.plan.rehearsal import RehearseSettings
 from paceline.precision.settings import PrecisionSettings
 
 Tables = dict[str, dict[str, Any]]
@@ -56,7 +55,6 @@ class RunConfig:
     precision: PrecisionSettings = field(default_factory=PrecisionSettings)
     comm: CommSettings = field(default_factory=CommSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
-    rehearse: RehearseSettings = field(default_factory=RehearseSettings)
 
     def __post_init__(self) -> None:
         check_exclusions(self.exclusions(), **self.sections())
@@ -115,7 +113,6 @@ SECTIONS: dict[str, type] = {
     "precision": PrecisionSettings,
     "comm": CommSettings,
     "checkpoint": CheckpointSettings,
-    "rehearse": RehearseSettings,
 }
 
 

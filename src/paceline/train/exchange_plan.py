@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,11 @@ from paceline.comm.settings import CommSettings
 from paceline.comm.transport import Transport, create_transport
 from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError, ConfigError, RunError
+from paceline.core.exclusions import check_exclusions
 from paceline.core.imports import first_line
 from paceline.core.units import format_bytes
 from paceline.data import Normalizer
-from paceline.optim.settings import ANCHORED
-from paceline.plan.fusion_plan import EIGHT_BIT, FusionPlan
+from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
 from paceline.precision.policy import Policy
 from paceline.train.batch_norm import BatchNormState
@@ -160,26 +160,20 @@ def _check_pinned(pinned: PinnedPlan, trained: dict[str, nn.Parameter]) -> None:
 
 
 def check_wires(config: RunConfig, plan: FusionPlan, origin: str) -> None:
-    """A plan file has wire formats of its own: those that the configuration would refuse as `comm.wire`
-    are refused in it too, alike on all ranks, which have the same plan. `origin` is that of the plan."""
-    wires = {bucket.wire for bucket in plan.buckets}
+    """Refuses a wire format of a plan file that the configuration would refuse as `comm.wire`, alike on
+    all ranks, which have the same plan. `origin` is that of the plan."""
     from_file = origin == f"plan {config.comm.plan}"
-    where = f"the {origin if from_file else 'plan of the checkpoint'} has buckets in"
-    remedy = (
-        "make a plan without it, or leave comm.plan out"
-        if from_file
-        else "start anew without --resume, or choose another optimizer"
-    )
-    for wire in sorted(wires & set(EIGHT_BIT)):
-        if config.run.noise_scale:
-            reason = f"but {where} {wire}, which adds noise of its own"
-            raise ConfigError("run.noise_scale", True, reason, "use False")
-    if config.optim.name in ANCHORED:
-        for wire in sorted(wires & {*EIGHT_BIT, "float16"}):
+    for wire in sorted({bucket.wire for bucket in plan.buckets}):
+        comm = replace(config.comm, plan="", algorithm="auto", wire=wire, error_feedback=True)
+        try:
+            check_exclusions(config.exclusions(), **{**config.sections(), "comm": comm})
+        except ConfigError as error:
+            where = origin if from_file else "plan of the checkpoint"
             raise ConfigError(
-                "optim.name", config.optim.name, f"but {where} {wire}, which its full gradients cannot "
-                "be exchanged in", remedy,
-            )  # fmt: skip
+                "comm.plan", config.comm.plan or None,
+                f"the {where} has buckets in {wire}, but {error.cause}",
+                "make a plan without it, or leave comm.plan out" if from_file else error.remedy,
+            ) from None  # fmt: skip
 
 
 def count_nodes(group: Group) -> int:
