@@ -94,8 +94,7 @@ class AllReduceBench:
 
 
 class _OwnAllReduce:
-    """A format with an all-reduce of its own, which remembers nothing: the sum of one call does not depend
-    on earlier ones."""
+    """A format's own all-reduce, without memory: the sum of one call does not depend on earlier ones."""
 
     def __init__(self, ranks: RankGroup, algorithm: str, wire: str) -> None:
         self._planned = PlannedAllReduce(ranks.groups, [wire])

@@ -210,7 +210,7 @@ def _create_carriers(
         carriers |= dict.fromkeys(names, create(groups, staging, settings, names))
     if len({id(c.memory) for c in carriers.values() if c.memory is not None}) > 1:
         raise ConfigError(
-            "comm.plan", None, f"has buckets in {' and '.join(carriers)}, which remember different things",
+            "comm.plan", None, f"has buckets in {', '.join(carriers)}, which remember different things",
             "use the formats of one kind",
         )  # fmt: skip
     return carriers

@@ -181,7 +181,10 @@ def _defaults(tables: Mapping[str, Any]) -> RunConfig:
     for section, kind in SECTIONS.items():
         table = tables.get(section)
         if isinstance(table, Mapping) and issubclass(kind, Section):
-            kept[section] = {owner: {} for owner in owner_names(kind) if owner in table}
+            own = own_hints(kind)
+            kept[section] = {
+                k: {} for k, v in table.items() if k not in own and isinstance(v, Mapping)
+            }
     return RunConfig.from_tables(kept)
 
 

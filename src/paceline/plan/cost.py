@@ -48,8 +48,8 @@ _PLAYED_BYTES = tuple(float(4**power) for power in range(3, 17))
 def all_reduce_s(
     name: str, cluster: Cluster, sizes: npt.ArrayLike, own_cost: Cost | None = None
 ) -> Seconds:
-    """Seconds for each size; 0 for nothing to send, and with one rank. `own_cost` is that of an all-reduce
-    that belongs to a wire format."""
+    """Seconds for each size; 0 for nothing to send, and with one rank. `own_cost` is that of a wire
+    format's own all-reduce."""
     if own_cost is None and not is_priced(name, cluster):
         raise ConfigError(
             "--algorithm", name, f"has no closed form for more than {PLAYED_RANKS} ranks",

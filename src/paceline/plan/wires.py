@@ -58,7 +58,7 @@ _OWN = (
     Wire(AUTO), Wire("float32", 32, "fp32"), Wire("float16", 16, "fp16"),
     Wire("bfloat16", 16, "bf16"),
 )  # fmt: skip
-WIRES: Registry[Wire] = Registry("wires", {wire.name: wire for wire in _OWN})
+WIRES: Registry[Wire] = Registry("wire", {wire.name: wire for wire in _OWN})
 SHORT_WIRES = {wire.short: wire.name for wire in _OWN if wire.short}
 
 
