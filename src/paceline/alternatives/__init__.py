@@ -7,12 +7,12 @@ imported here, so that each module can be removed.
 from __future__ import annotations
 
 PROVIDES: dict[str, dict[str, str]] = {
-    "wire": {
+    "wires": {
         "int8": "alternatives.eight_bit.wires:INT8",
         "float8_e4m3": "alternatives.eight_bit.wires:E4M3",
         "float8_e5m2": "alternatives.eight_bit.wires:E5M2",
     },
-    "settings of comm": dict.fromkeys(
+    "comm settings": dict.fromkeys(
         ("int8", "float8_e4m3", "float8_e5m2"), "alternatives.eight_bit.wires:EightBitSettings"
     ),
 }

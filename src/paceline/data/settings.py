@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.core.exclusions import Exclusion, check_exclusions, not_in, one_of
-from paceline.core.extensions import check_extension
+from paceline.core.extensions import Registry
 from paceline.core.settings import SettingChecks
 
 SOURCES = (
@@ -19,8 +21,8 @@ SOURCES = (
     "synthetic",
     "python",
 )
-# The kind under which sources are registered.
-SOURCE = "data source"
+# Functions that open the sources of extensions and programs.
+OTHER_SOURCES: Registry[Callable[..., Any]] = Registry("sources", {})
 AUGMENTATIONS = ("random_resized_crop", "pad_crop", "none")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 RESIDENCE = ("auto", "on", "off")
@@ -120,7 +122,7 @@ class DataSettings:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         self._set_dependent_defaults()
         check = SettingChecks("data", self)
-        check_extension(SOURCE, SOURCES, self.source, "data.source")
+        check.known("source", (*SOURCES, *OTHER_SOURCES.names()))
         check.known("augment", AUGMENTATIONS)
         check.known("interpolation", INTERPOLATIONS)
         check.known("resident", RESIDENCE)

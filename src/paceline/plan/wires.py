@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.errors import ConfigError
 from paceline.core.extensions import Registry
 
 if TYPE_CHECKING:
@@ -58,12 +59,14 @@ _OWN = (
     Wire(AUTO), Wire("float32", 32, "fp32"), Wire("float16", 16, "fp16"),
     Wire("bfloat16", 16, "bf16"),
 )  # fmt: skip
-WIRES: Registry[Wire] = Registry("wire", {wire.name: wire for wire in _OWN})
+WIRES: Registry[Wire] = Registry("wires", {wire.name: wire for wire in _OWN})
 SHORT_WIRES = {wire.short: wire.name for wire in _OWN if wire.short}
 
 
 def register_wire(wire: Wire) -> None:
-    """Makes `wire` a wire format of this process."""
+    """Makes `wire` a wire format of this process. Raises ConfigError for a name of the core."""
+    if wire.name in {own.name for own in _OWN}:
+        raise ConfigError("name", wire.name, "is one of Paceline's own", "choose another name")
     WIRES.register(wire.name, wire)
 
 

@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import DataError
-from paceline.core.extensions import find_extension, register
 from paceline.data.order import SYNTHETIC_STREAM, hash64, to_unit
-from paceline.data.settings import SOURCE, DataSettings
+from paceline.data.settings import OTHER_SOURCES, DataSettings
 from paceline.data.sources.array_sets import Cifar10, IdxFiles, find_idx, find_layout
 from paceline.data.sources.base import Source, Split, checked_source
 from paceline.data.sources.folders import (
@@ -130,7 +129,7 @@ Opener = Callable[[DataSettings, Split, Sequence[str] | None], Source]
 def register_source(name: str, opener: Opener) -> None:
     """Makes `data.source = NAME` open splits by `opener` in this process. It gets the settings, the split
     and, for validation, the classes of the training split."""
-    register(SOURCE, name, opener)
+    OTHER_SOURCES.register(name, opener)
 
 
 def open_layout(
@@ -147,7 +146,8 @@ def open_layout(
         return _synthetic(settings, split)
     if settings.source == "embedded":
         return _shards(EMBEDDED, split, classes, Retry(0), keep_index)
-    if (opener := find_extension(SOURCE, settings.source, "data.source")) is not None:
+    if settings.source in OTHER_SOURCES:
+        opener: Opener = OTHER_SOURCES.get(settings.source, "data.source")
         return checked_source(opener(settings, split, classes))
     if settings.source == "python":
         raise DataError(
