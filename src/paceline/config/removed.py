@@ -26,6 +26,8 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
     "comm.local_steps": (4, _DEFAULT),
     "comm.local_start_step": (100, _DEFAULT),
     "comm.local_group_size": (1, _DEFAULT),
+    "optim.range_lr": ([1e-5, 10.0], "use paceline lr-find --from --to"),
+    "optim.range_steps": (100, "use paceline lr-find --steps"),
     "data.crop_ratio": ([3 / 4, 4 / 3], _DEFAULT),
     "data.prefetch_batches": (4, _DEFAULT),
     "data.read_retries": (6, _DEFAULT),
@@ -53,6 +55,18 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
 RENAMED: Mapping[str, tuple[Any, str]] = {
     "comm.eta_kib": (None, "comm.hybrid.eta_kib"),
     "comm.sizes": ("", "comm.hybrid.sizes"),
+    "optim.bits": (8, "optim.halp.bits, or that of lp_svrg or lp_sgd"),
+    "optim.center_epochs": (1.0, "optim.svrg.center_epochs, or that of halp or lp_svrg"),
+    "optim.cycle_decay": (1.0, "optim.triangular.decay"),
+    "optim.cycle_epochs": (8.0, "optim.triangular.epochs"),
+    "optim.cycle_momentum": ([0.85, 0.95], "optim.one_cycle.momentum or optim.triangular.momentum"),
+    "optim.decay_epochs": ([30.0, 60.0, 80.0], "optim.step.epochs or optim.piecewise.epochs"),
+    "optim.decay_factors": ([0.5, 0.075, 0.01, 0.001], "optim.piecewise.factors"),
+    "optim.decay_rate": (0.1, "optim.step.factor"),
+    "optim.halp_mu": (0.1, "optim.halp.mu"),
+    "optim.poly.power": (2.0, "optim.poly.power"),
+    "optim.rms_center_epochs": (10.0, "optim.rmsprop_warmup.center_epochs"),
+    "optim.rms_width_epochs": (5.0, "optim.rmsprop_warmup.width_epochs"),
 }
 
 

@@ -19,7 +19,7 @@ Part = TypeVar("Part")
 
 
 def missing_extension(error: ImportError) -> str:
-    """Returns the package or module of Paceline that an import did not find; "" if another one is missing."""
+    """Returns the package or module of Paceline that an import missed; "" if another one is missing."""
     name = error.name or ""
     return name if name.startswith("paceline.") else ""
 

@@ -95,4 +95,5 @@ def sgd_share(epoch: float, center: float, width: float) -> float:
 def create(
     settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, context: Context
 ) -> RMSpropWarmup:
-    return RMSpropWarmup(groups, lr, settings.momentum, eps=settings.adam_eps)
+    own = settings.own_optimizer
+    return RMSpropWarmup(groups, lr, settings.momentum, eps=getattr(own, "eps", 1e-8))

@@ -21,9 +21,10 @@ from torch.optim.optimizer import ParamsT
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.registry import Context
 from paceline.optim.rule import Gates, Outcome, Row, Rows, UpdateRule
-from paceline.optim.settings import ANCHORED, OPTIMIZERS_OF_SVRG, OptimSettings
+from paceline.optim.settings import OptimSettings
 
-FORMS = tuple(sorted(OPTIMIZERS_OF_SVRG))
+ANCHORED = ("halp", "lp_svrg", "svrg")
+FORMS = tuple(sorted((*ANCHORED, "lp_sgd")))
 INTEGERS = {8: torch.int8, 16: torch.int16}
 ANCHOR, FULL, OFFSET, STEP_SIZE = "anchor", "full_gradient", "offset", "step_size"
 DRAW = "draw"
@@ -258,5 +259,6 @@ class SVRG(MasterOptimizer):
 def create(
     settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, context: Context
 ) -> SVRG:
-    form, bits, mu = settings.name, settings.bits, settings.halp_mu
-    return SVRG(groups, lr, form=form, bits=bits, mu=mu, seed=context.seed)
+    own = settings.own_optimizer
+    given = {name: getattr(own, name) for name in ("bits", "mu") if hasattr(own, name)}
+    return SVRG(groups, lr, form=settings.name, seed=context.seed, **given)

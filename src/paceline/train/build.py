@@ -25,7 +25,6 @@ from paceline.data import BatchPlan, Source, TrainBatches, create_train_loader
 from paceline.models.pretrained import load_pretrained
 from paceline.models.registry import is_own
 from paceline.models.synced_norm import NormGroup
-from paceline.optim.settings import ANCHORED
 from paceline.plan.rehearsal import ClusterClock
 from paceline.train.batch_sizes import eval_batch
 from paceline.train.callbacks import Callback, CallbackRunner
@@ -218,7 +217,7 @@ def _build_model(
     parts = create_parts(
         config, model, group, rate=rate,
         micro_batch=plan.micro_batch,
-        accumulate=plan.accumulation > 1 or config.optim.name in ANCHORED,
+        accumulate=plan.accumulation > 1 or config.optim.own_optimizer.ANCHORED,
         pinned=PinnedPlan.of(checkpoint, config, plan.world_size) if checkpoint else None,
         steps_per_epoch=plan.samples / plan.last_batch, components=components,
         classes=config.model.num_classes or len(source.classes), limits=limits,

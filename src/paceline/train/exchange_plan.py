@@ -27,7 +27,6 @@ from paceline.core.errors import CheckpointError, ConfigError, RunError
 from paceline.core.imports import first_line
 from paceline.core.units import format_bytes
 from paceline.data import Normalizer
-from paceline.optim.settings import ANCHORED
 from paceline.plan.fusion_plan import EIGHT_BIT, FusionPlan
 from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
 from paceline.plan.rehearsal import RehearseSettings
@@ -201,7 +200,7 @@ def check_wires(config: RunConfig, plan: FusionPlan, origin: str) -> None:
                 f"has buckets in {wire}, which cannot be rehearsed",
                 "make a plan without 8-bit formats, or leave comm.plan out",
             )  # fmt: skip
-    if config.optim.name in ANCHORED:
+    if config.optim.own_optimizer.ANCHORED:
         for wire in sorted(wires & {*EIGHT_BIT, "float16"}):
             raise ConfigError(
                 "optim.name", config.optim.name, f"but {where} {wire}, which its full gradients cannot "

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from paceline.alternatives.svrg_settings import SvrgSettings
 from paceline.comm.exchange import SIGNALS, GradientExchange
 from paceline.comm.group import Group
 from paceline.config import RunConfig
@@ -235,5 +236,7 @@ def create_anchors(
             device=group.device, augment=components.augment,
         )  # fmt: skip
 
-    interval = max(1, round(config.optim.center_epochs * plan.steps_per_epoch))
+    own = config.optim.own_optimizer
+    assert isinstance(own, SvrgSettings)
+    interval = own.interval(plan.steps_per_epoch)
     return Anchors(optimizer, interval, whole, loader)
