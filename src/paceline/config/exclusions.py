@@ -11,12 +11,10 @@ from dataclasses import dataclass
 
 from paceline.config.settings import EQUAL_SHARES
 from paceline.core.exclusions import Exclusion, Test, above, not_in, one_of
-from paceline.optim.settings import ANCHORED, CYCLES, OPTIMIZERS_OF_SVRG
 
 _ASYNCHRONOUS = {"comm.mode": one_of("asynchronous")}
 _UNEQUAL = {"run.shares": not_in(EQUAL_SHARES)}
 _REHEARSAL = {"rehearse.nodes": above(0)}
-_ANCHORED = {"optim.name": one_of(*ANCHORED)}
 # The value that switches a setting off, and what it is called in messages.
 _OFF = {
     "comm.mode": ("synchronous", "comm.mode = {comm.mode!r}"),
@@ -58,15 +56,6 @@ def _without(
     ]  # fmt: skip
 
 
-def _fixed(name: str, allowed: object) -> Exclusion:
-    """A row for a setting that makes gradients random."""
-    return Exclusion(
-        name, not_in(allowed), _ANCHORED,
-        "{optim.name} needs the same gradient of a sample in every pass",
-        f"use {name}={str(allowed).lower() if isinstance(allowed, bool) else allowed}",
-    )  # fmt: skip
-
-
 EXCLUSIONS: tuple[Exclusion, ...] = (
     # Asynchronous training.
     *_without(
@@ -76,17 +65,8 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
     *_without(("optim.batch_schedule", "run.shares"), _ASYNCHRONOUS, "comm.mode = 'asynchronous'"),
     Exclusion(
-        "optim.cycle_momentum", not_in(()), {**_ASYNCHRONOUS, "optim.schedule": one_of(*CYCLES)},
-        "parameter servers use a constant momentum", "use []",
-    ),
-    Exclusion(
         "optim.name", lambda name: ":" in name, _ASYNCHRONOUS,
         "parameter servers cannot send the state of a class of another module",
-        "use another optimizer, such as 'sgd'",
-    ),
-    Exclusion(
-        "optim.name", one_of("rmsprop_warmup"), _ASYNCHRONOUS,
-        "parameter servers do not know the epoch, which it needs",
         "use another optimizer, such as 'sgd'",
     ),
     Exclusion(
@@ -122,61 +102,8 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         _REHEARSAL, "a rehearsal",
     ),
     Exclusion(
-        "optim.name", one_of(*OPTIMIZERS_OF_SVRG), _REHEARSAL,
-        "cannot be rehearsed: it passes over all samples", "use another optimizer",
-    ),
-    # Muon's shared products, SVRG and its relatives.
-    Exclusion(
         "optim.share_products", one_of("on"), _ASYNCHRONOUS,
         "asynchronous ranks have different gradients", "use 'auto'",
-    ),
-    Exclusion(
-        "comm.mode", one_of("asynchronous"), {"optim.name": one_of(*OPTIMIZERS_OF_SVRG)},
-        "{optim.name} needs exact gradients of all ranks", "leave one of the two out",
-    ),
-    Exclusion(
-        "precision.amp_dtype", not_in("auto", "fp32"), {"optim.name": one_of(*OPTIMIZERS_OF_SVRG)},
-        "{optim.name} computes in fp32", "use --amp-dtype fp32",
-    ),
-    Exclusion(
-        "precision.amp_dtype", one_of("auto"),
-        {"optim.name": one_of(*OPTIMIZERS_OF_SVRG), "job.device": one_of("cuda")},
-        "{optim.name} computes in fp32", "use --amp-dtype fp32",
-    ),
-    _fixed("data.augment", "none"),
-    _fixed("data.flip", False),
-    _fixed("data.cutout", 0),
-    _fixed("data.color_jitter", (0.0, 0.0, 0.0, 0.0)),
-    _fixed("run.mixup", 0.0),
-    _fixed("run.cutmix", 0.0),
-    Exclusion(
-        "run.noise_scale", one_of(True), _ANCHORED,
-        "{optim.name} exchanges differences of gradients, whose noise it would measure", "use false",
-    ),
-    Exclusion(
-        "data.randaugment", lambda value: value[0] > 0, _ANCHORED,
-        "{optim.name} needs the same gradient of a sample in every pass", "use [0, 9]",
-    ),
-    *(
-        Exclusion(
-            f"program.{name}", not_in(None), _ANCHORED,
-            "{optim.name} needs the same gradient of a sample in every pass; an own augmentation may "
-            "be random", "leave it out",
-        )
-        for name in ("augment", "device_augment")
-    ),
-    Exclusion(
-        "comm.wire", not_in("auto", "float32", "bfloat16"), _ANCHORED,
-        "{optim.name} exchanges differences and full gradients, which {comm.wire} could overflow or mix",
-        "use 'auto' or 'bfloat16'",
-    ),
-    Exclusion(
-        "run.shares", not_in(EQUAL_SHARES), _ANCHORED,
-        "the full gradient of {optim.name} is divided equally", f"use {EQUAL_SHARES!r}",
-    ),
-    Exclusion(
-        "model.norm_group", above(1), _ANCHORED,
-        "{optim.name} has passes that ranks do not make together", "use 1",
     ),
     # Batch norms that compute over several ranks need a collective inside a pass.
     *(

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.core.errors import ConfigError
+from paceline.core.extensions import load_part, provided
 
 _ARGUMENT = "leave it out; in a loop of your own it is an argument of pl.LARS"
 _DEFAULT = "leave it out"
@@ -26,6 +27,8 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
     "comm.local_steps": (4, _DEFAULT),
     "comm.local_start_step": (100, _DEFAULT),
     "comm.local_group_size": (1, _DEFAULT),
+    "optim.range_lr": ([1e-5, 10.0], "use paceline lr-find --from --to"),
+    "optim.range_steps": (100, "use paceline lr-find --steps"),
     "data.crop_ratio": ([3 / 4, 4 / 3], _DEFAULT),
     "data.prefetch_batches": (4, _DEFAULT),
     "data.read_retries": (6, _DEFAULT),
@@ -51,9 +54,12 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
 
 
 RENAMED: Mapping[str, tuple[Any, str]] = {
-    "comm.error_feedback": (True, "comm.int8.error_feedback"),
     "comm.eta_kib": (None, "comm.hybrid.eta_kib"),
     "comm.sizes": ("", "comm.hybrid.sizes"),
+    "optim.decay_epochs": ([30.0, 60.0, 80.0], "optim.step.epochs or optim.piecewise.epochs"),
+    "optim.decay_factors": ([0.5, 0.075, 0.01, 0.001], "optim.piecewise.factors"),
+    "optim.decay_rate": (0.1, "optim.step.factor"),
+    "optim.poly.power": (2.0, "optim.poly.power"),
 }
 
 
@@ -71,8 +77,8 @@ def refuse_removed(tables: Mapping[str, Any]) -> None:
     """Raises ConfigError for an earlier setting that has another value than the one that applies now."""
     for section, table in without_removed(tables).items():
         for key, value in table.items() if isinstance(table, Mapping) else ():
-            if (name := f"{section}.{key}") in RENAMED:
-                new = RENAMED[name][1]
+            if (renamed := _renamed(name := f"{section}.{key}")) is not None:
+                new = renamed[1]
                 raise ConfigError(name, value, f"is called {new} now", f"write {new}")
             if name in REMOVED:
                 usual, remedy = REMOVED[name]
@@ -81,5 +87,13 @@ def refuse_removed(tables: Mapping[str, Any]) -> None:
 
 
 def _is_usual(name: str, value: Any) -> bool:
-    earlier = REMOVED.get(name) or RENAMED.get(name)
+    earlier = REMOVED.get(name) or _renamed(name)
     return earlier is not None and bool(value == earlier[0])
+
+
+def _renamed(name: str) -> tuple[Any, str] | None:
+    """Default and new name; those of an extension's settings are in the extension."""
+    if name in RENAMED or (place := provided("renamed settings").get(name)) is None:
+        return RENAMED.get(name)
+    found: tuple[Any, str] = load_part(place, name, None)[name]
+    return found

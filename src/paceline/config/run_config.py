@@ -37,8 +37,9 @@ from paceline.core.settings import unflatten as unflatten_names
 from paceline.core.untrusted import ParseError, parse_toml
 from paceline.data import DataSettings
 from paceline.models.settings import ModelSettings
+from paceline.optim.registry import SGD
 from paceline.optim.scaling import OF_ADAM, SCALED
-from paceline.optim.settings import CYCLES, OPTIMIZERS_OF_SGD, OptimSettings
+from paceline.optim.settings import OptimSettings
 from paceline.plan.rehearsal import RehearseSettings
 from paceline.precision.settings import PrecisionSettings
 
@@ -254,7 +255,7 @@ def load_config(
     )
     config = _from_file(merged, overrides, recipe, trust)
     _refuse_unused(config, overrides)
-    if overrides.get("optim.warmup_epochs") and config.optim.schedule in CYCLES:
+    if overrides.get("optim.warmup_epochs") and not config.optim.own_schedule.WARMS_UP:
         raise ConfigError(
             "optim.warmup_epochs", config.optim.warmup_epochs,
             f"but optim.schedule = {config.optim.schedule!r} rises by itself",
@@ -326,10 +327,16 @@ def _add_scaling_facts(recipe: Tables, overrides: Mapping[str, Any], optim: dict
 def _without_rates(recipe: Tables, optimizer: object) -> Tables:
     """A recipe's rates are those of SGD, LARS or Muon: Adam's are some hundred times smaller."""
     own = recipe.get("optim", {}).get("name", OptimSettings.name)
-    if optimizer is None or optimizer == own or optimizer in OPTIMIZERS_OF_SGD:
+    if optimizer is None or optimizer == own or _rates_of(optimizer) == SGD:
         return recipe
     kept = {k: v for k, v in recipe.get("optim", {}).items() if k not in ("lr", "lr_base")}
     return {**recipe, "optim": kept}
+
+
+def _rates_of(optimizer: object) -> str:
+    """The scale of an optimizer's rates; empty for a class, and for a name that is refused later."""
+    kind = settings_class(OptimSettings, str(optimizer), "optim.name")
+    return getattr(kind, "RATES", "")
 
 
 def _warmup_share(recipe: Tables, asked: bool) -> float:

@@ -34,7 +34,7 @@ SCALED = (
     "optim.name", "optim.lr", "optim.trust_coefficient", "optim.orthogonal", "optim.muon_steps",
     "optim.momentum", "optim.nesterov", "optim.beta1", "optim.beta2", "optim.adam_eps",
     "optim.weight_decay", "optim.warmup_epochs", "optim.warmup_max_share", "optim.schedule",
-    "optim.poly_power", "optim.batch_schedule", "optim.batch_rate", "run.batch_size",
+    "optim.poly.power", "optim.batch_schedule", "optim.batch_rate", "run.batch_size",
     "run.average_epochs", "run.cutmix", "run.mixup",
 )  # fmt: skip
 # A batch this many times smaller than the known-good one, or less, has not been measured.
@@ -211,6 +211,14 @@ def _check(recipe: Recipe, target: Target) -> None:
         )  # fmt: skip
 
 
+def given_value(optim: OptimSettings, name: str) -> Any:
+    """Returns the value of a setting of `[optim]` or of one of its owners; None for other sections."""
+    section, *owner, key = name.split(".")
+    if section != "optim":
+        return None
+    return getattr(optim.owned.get(owner[0]) if owner else optim, key, None)
+
+
 class _Rule:
     def __init__(self, recipe: Recipe, target: Target) -> None:
         self.recipe, self.target = recipe, target
@@ -223,8 +231,7 @@ class _Rule:
     def set(self, name: str, value: Any, reason: str) -> Any:
         """The value that the run will have: the user's where it was given."""
         if name in self.recipe.kept:
-            section, _, key = name.partition(".")
-            given = getattr(self.recipe.optim, key) if section == "optim" else None
+            given = given_value(self.recipe.optim, name)
             return value if given is None else given
         value = float(f"{value:.4g}") if isinstance(value, float) else value
         self.choices.append(Choice(name, value, reason))
@@ -337,7 +344,7 @@ class _Rule:
         given = "optim.schedule" in self.recipe.kept
         if name == "muon" and self.factor > 1 and is_cosine and not given:
             self.set("optim.schedule", "poly", "linear decay")
-            self.set("optim.poly_power", 1.0, "linear")
+            self.set("optim.poly.power", 1.0, "linear")
 
     def unmix(self) -> None:
         """Without mixed images where the run is too short for them."""

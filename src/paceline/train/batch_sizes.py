@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.optim.batch_growth import Stages
+from paceline.optim.schedules import Step
 from paceline.optim.settings import OptimSettings
 
 # Without `--batch-size`, the largest micro-batch of a process.
@@ -79,7 +80,7 @@ def requested_batch(config: RunConfig, ranks: int) -> tuple[int | None, int | No
 def batch_stages(settings: OptimSettings, sizes: BatchSizes, world_size: int) -> Stages:
     """The (epoch, global batch) that `optim.batch_schedule` adds to the first batch."""
     unit = sizes.micro_batch * world_size
-    epochs, limit = settings.decay_epochs, settings.batch_limit
+    epochs, limit = settings.of("step", Step).epochs, settings.batch_limit
     return settings.batch_growth.after(sizes.global_batch, unit, epochs, limit)
 
 

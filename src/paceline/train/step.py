@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.exchange import SIGNALS, GradientExchange, Signals
+from paceline.comm.exchange import GradientExchange, Signals
 from paceline.comm.group import Group
 from paceline.comm.rehearsal import RehearsedExchange
 from paceline.comm.tracing import NoTimeline, Spans
@@ -29,13 +29,14 @@ from paceline.models.synced_norm import NormGroup
 from paceline.precision.policy import LossScale, Policy
 from paceline.train.asynchronous import AsynchronousUpdate, Outcome
 from paceline.train.batch_norm import BatchNormState
+from paceline.train.gradient_source import GradientSource
 from paceline.train.loss import Mixing
 from paceline.train.machine import explain_out_of_memory, out_of_memory, seed_micro_batch
 from paceline.train.micro_step import WARM_CALLS, MicroStep, step_error
 from paceline.train.model_checks import check_parameters
 from paceline.train.observers import InputWait
 from paceline.train.stop_signals import STOP_FIELDS, StopSignals, agreed_stop
-from paceline.train.update import Anchors, Update, row_values
+from paceline.train.update import Update, row_values
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class _Computed:
     in_model: bool = False
 
 
-class _Share(NamedTuple):
+class MicroBatch(NamedTuple):
     """A micro-batch of a step: its number in the step, whether it has the usual size, and whether it is
     its rank's last."""
 
@@ -123,6 +124,7 @@ class TrainStep:
     group: Group
     stop: StopSignals
     scale: LossScale
+    source: GradientSource
     seed: int
     mixing: Mixing | None = None
     # Whether the model is a user's: what it raises is then reported in one line.
@@ -135,10 +137,9 @@ class TrainStep:
     faulted: bool = False
     # Ranks that share batch-norm statistics; None where each has its own.
     norm_group: NormGroup | None = None
-    anchors: Anchors | None = None
     spans: Spans = field(default_factory=NoTimeline)
     _under_way: deque[_Launched] = field(default_factory=deque)
-    _given_up: bool = False
+    given_up: bool = False
     _unfinished: bool = False
     _launches: int = 0
     # The parameters that the exchange holds and the model's frozen ones, with their memory.
@@ -173,9 +174,9 @@ class TrainStep:
         first, last = self.plan.step_range(step)
         full = last - first == self.plan.batch_at(step)
         self._agree_on_graphs()
-        if self.anchors is not None and step % self.anchors.interval == 0:
-            with self.spans.span("full gradient"):
-                self._center(step, self.anchors)
+        begun = self.source.begin(self, step)
+        self.fault = begun.fault or self.fault
+        self.given_up |= begun.abandoned
         self.update.begin(step)
         self.exchange.begin(step)
         computed = _Computed(InputWait(self.policy.device))
@@ -194,7 +195,7 @@ class TrainStep:
             **self.stop.stop_flags(),
         )
         with self.spans.span("exposed exchange"):
-            self._reduce(signals)
+            self.reduce(signals)
         with self.spans.span("update"):
             self._update(step, rate, others)
         self._unfinished = False
@@ -226,21 +227,16 @@ class TrainStep:
                 check_parameters(self.model, self._parameters, self.exchange.parameters)
             for share in self._shares(step):
                 if not self.update.asynchronous and (
-                    self._given_up or (not synchronized and self._asked_to_stop())
+                    self.given_up or (not synchronized and self.asked_to_stop())
                 ):
-                    computed.abandoned = self._given_up = True
+                    computed.abandoned = self.given_up = True
                     break
                 batch = self._next_batch(computed)
                 seed_micro_batch(self.seed, step, share.number)
                 with self.spans.span("forward and backward"):
                     mix = self._mix(step, share.number, len(batch.labels))
                     computed.in_model = True
-                    if self.anchors is not None:
-                        self.anchors.subtract(self.micro, self.batch_norm, batch, usual=share.usual)
-                        seed_micro_batch(self.seed, step, share.number)
-                    self.micro.run(
-                        batch.images, batch.labels, usual=share.usual, last=share.last, mix=mix
-                    )
+                    self.source.add(self, step, batch, share, mix)
                     computed.in_model = False
         except Exception as error:  # a defect of the program is raised again
             foreign = self.foreign and computed.in_model
@@ -263,36 +259,6 @@ class TrainStep:
         computed.corrupt += batch.corrupt
         return batch
 
-    def _center(self, step: int, anchors: Anchors) -> None:
-        """The gradient of all samples, through the loader and the exchange, and a new anchor. An error
-        on one rank is raised again in the step that follows, and reported there. A rank that is asked to
-        stop leaves the pass between two batches; a resumed run does it again from its beginning."""
-        self.exchange.begin(step)
-        self.batch_norm.remember()
-        self.micro.begin(anchors.plan.samples, anchors.plan.samples)
-        failed, abandoned = self.fault is not None, False
-        try:
-            if not failed:
-                abandoned = not anchors.add_all_samples(
-                    self.micro, self.seed, step, lambda: self._given_up or self._asked_to_stop()
-                )
-        except Exception as error:  # a defect of the program is raised again
-            fault = step_error(
-                error, step, self.plan.micro_batch, foreign=self.foreign, forward=self.micro.forward
-            )
-            if fault is None:
-                raise
-            self.fault, failed = fault, True
-        self.batch_norm.roll_back()
-        self._reduce(Signals(fault=float(failed), abandon=float(abandoned)))
-        # Read on the host: a full pass is rare, and long.
-        tail = self.exchange.tail[: len(SIGNALS)]
-        sums = dict(zip(SIGNALS, self.group.watched("the full gradient", tail.tolist), strict=True))
-        # The sum of a pass that one rank has left is of no use to the others: none does the step.
-        self._given_up |= sums["abandon"] > 0
-        if not sums["fault"] and not sums["abandon"]:
-            anchors.optimizer.center()
-
     def _synchronize_norms(self, step: int, *, full: bool) -> bool:
         """Whether ranks share batch-norm statistics in this step: not in a short last one in which they
         have different numbers of micro-batches, where some would wait for the others forever."""
@@ -303,7 +269,7 @@ class TrainStep:
         self.norm_group.active = even
         return even
 
-    def _shares(self, step: int) -> Iterator[_Share]:
+    def _shares(self, step: int) -> Iterator[MicroBatch]:
         """This rank's micro-batches. In a rehearsal those of all virtual ranks, one after the other, each
         with its own batch-norm statistics; the exchange takes what each has computed."""
         exchange = self.exchange
@@ -317,10 +283,10 @@ class TrainStep:
             exchange.end_rank(self.micro.loss)
             self.batch_norm.store(rank)
 
-    def _shares_of(self, step: int, rank: int) -> Iterator[_Share]:
+    def _shares_of(self, step: int, rank: int) -> Iterator[MicroBatch]:
         stretches = self.plan.micro_batches(step, rank)
         for turn, (start, stop) in enumerate(stretches):
-            yield _Share(
+            yield MicroBatch(
                 number=rank + turn * self.plan.world_size,
                 usual=stop - start == self.plan.usual_micro_batch(rank),
                 last=turn == len(stretches) - 1,
@@ -349,7 +315,8 @@ class TrainStep:
         table = self.mixing.table(step, number, samples)
         return table.pin_memory() if self.policy.device.type == "cuda" else table
 
-    def _reduce(self, signals: Signals) -> None:
+    def reduce(self, signals: Signals) -> None:
+        """Sums gradients and signals over all ranks."""
         remedy = "free memory, or lower comm.fusion_mib: messages get smaller"
         with explain_out_of_memory("in the exchange of gradients", remedy):
             self.exchange.reduce(self.micro.loss, signals)
@@ -427,11 +394,10 @@ class TrainStep:
         return optimizer.state_bytes() / trained, self.update.state_bytes / trained
 
     def exchange_bytes(self) -> float:
-        """Bytes that each rank gives to the all-reduces of one step; full gradients are spread over the
-        steps that use them."""
+        """Bytes that each rank gives to the all-reduces of one step, on average."""
         plain = sum(bucket.bytes for bucket in self.exchange.bucket_info())
         once = self.update.step_bytes(plain)
-        return once * (1 if self.anchors is None else 1 + 1 / self.anchors.interval)
+        return once * self.source.exchanges
 
     def release(self) -> None:
         """Destroys all CUDA graphs, before the process groups whose collectives they hold. Does not
@@ -446,8 +412,9 @@ class TrainStep:
             self.batch_norm.roll_back()
             self._unfinished = False
 
-    def _asked_to_stop(self) -> bool:
-        """On this rank, or on another one, which then waits for this rank."""
+    def asked_to_stop(self) -> bool:
+        """Returns True after a stop signal on this rank, or on another one, which then waits for this
+        rank."""
         if self.stop.received is not None:
             self.group.announce_stop()
             return True

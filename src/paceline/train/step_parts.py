@@ -48,13 +48,14 @@ from paceline.train.fast_path import (
     triton_problem,
     try_fast_path,
 )
+from paceline.train.gradient_source import GradientSource
 from paceline.train.loss import CrossEntropy, Mixing, OwnLoss, TrainingLoss, create_loss
 from paceline.train.micro_step import MicroStep
 from paceline.train.model_checks import with_one_output
 from paceline.train.run_state import PinnedPlan
 from paceline.train.step import TrainStep
 from paceline.train.stop_signals import StopSignals
-from paceline.train.update import Anchors, Update
+from paceline.train.update import Update
 from paceline.train.weights import WeightAverage, create_average, fingerprint
 
 
@@ -237,7 +238,7 @@ def _computes(device: torch.device) -> str:
 def create_step(
     config: RunConfig, parts: StepParts, loader: TrainBatches, plan: BatchPlan, group: Group,
     stop: StopSignals, components: Components | None = None, norm_group: NormGroup | None = None,
-    anchors: Anchors | None = None,
+    source: GradientSource | None = None,
 ) -> TrainStep:  # fmt: skip
     graphs = parts.fast.graphs
     augment = None
@@ -246,7 +247,7 @@ def create_step(
     micro = MicroStep(
         parts.fast.forward, parts.policy, parts.normalize, parts.exchange, parts.scale,
         config.run.smoothing, graphs=graphs, must_capture=config.run.cuda_graphs == "on",
-        loss=parts.loss, augment=augment, signed=anchors is not None,
+        loss=parts.loss, augment=augment,
     )  # fmt: skip
     update = _create_update(config, parts, group, components or Components())
     run = config.run
@@ -270,7 +271,7 @@ def create_step(
         mixing=mixing,
         foreign=not is_own(parts.model),
         norm_group=norm_group,
-        anchors=anchors,
+        source=source or GradientSource(),
         checks_parameters=not is_own(parts.model) or bool(components and components.callbacks),
     )
     # An abort destroys CUDA graphs before the process groups whose collectives they hold.

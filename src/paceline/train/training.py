@@ -202,7 +202,7 @@ def describe_run(
         "no effect": describe_idle(config, plan.world_size),
         "peak_lr": f"{training.state.peak_lr:g}",
         "scaling": scaling,
-        "full gradient": step.anchors.describe() if step.anchors else "",
+        **step.source.describe(),
         **describe_norms(config, group, step.norm_group),
         "warm-up": training.schedule.describe_cut(),
         "noise scale": _describe_noise_scale(config, plan),
