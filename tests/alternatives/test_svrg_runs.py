@@ -51,7 +51,7 @@ class Watch(Callback):
         self.weights: list[torch.Tensor] = []
 
     def on_step(self, run: RunControl, event: Any) -> None:
-        optimizer = run._training.step.update.optimizer
+        optimizer = run._training.step.optimizer
         assert isinstance(optimizer, SVRG)
         p = run.model.last.weight
         state = optimizer.state[p]

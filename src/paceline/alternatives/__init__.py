@@ -41,4 +41,14 @@ PROVIDES: dict[str, dict[str, str]] = {
     },
     "gradient sources": {"svrg": "alternatives.svrg.source:SvrgSource"},
     "optim settings": {**_OPTIMIZERS, **_SCHEDULES},
+    "strategies": {
+        "asynchronous": "alternatives.asynchronous.strategy:Asynchronous",
+        "synced_norms": "alternatives.synced_norms.strategy:SyncedNorms",
+        "unequal": "alternatives.unequal.strategy:Unequal",
+    },
+    "run settings": {
+        "asynchronous": "alternatives.asynchronous.settings:AsynchronousSettings",
+        "synced_norms": "alternatives.synced_norms.settings:SyncedNormsSettings",
+        "unequal": "alternatives.unequal.settings:UnequalSettings",
+    },
 }

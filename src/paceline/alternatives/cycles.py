@@ -31,7 +31,7 @@ def _exclusions(name: str) -> tuple[Exclusion, ...]:
             "{optim.name} keeps its own momentum", "set it to []",
         ),
         Exclusion(
-            field, not_in(()), {"comm.mode": one_of("asynchronous")},
+            field, not_in(()), {"run.strategy": one_of("asynchronous")},
             "parameter servers use a constant momentum", "use []",
         ),
     )  # fmt: skip

@@ -178,7 +178,8 @@ def _exchange(config: RunConfig, model: nn.Module, ranks: int) -> dict[str, str]
     """How several ranks would exchange gradients. Raises ConfigError for a plan or a table of sizes that
     cannot be used for this model and so many ranks."""
     from paceline.plan.plan_file import ClusterFacts
-    from paceline.train.exchange_plan import ChosenPlan, check_wires, describe_option
+    from paceline.train.exchange_plan import ChosenPlan, check_wires
+    from paceline.train.strategy import strategy_class
 
     if ranks == 1:
         return {}
@@ -189,7 +190,8 @@ def _exchange(config: RunConfig, model: nn.Module, ranks: int) -> dict[str, str]
     if chosen.plan is not None:
         check_wires(config, chosen.plan, chosen.origin)
         text += f", {len(chosen.plan.buckets)} bucket(s)"
-    return {"exchange": f"between {ranks:,} ranks: {describe_option(comm, ranks) or text}"}
+    text = strategy_class(config).outline(config, ranks).get("exchange", text)
+    return {"exchange": f"between {ranks:,} ranks: {text}"}
 
 
 def _measure(
@@ -207,11 +209,13 @@ def _measure(
     from paceline.train.resolve import without_exchange
     from paceline.train.step_parts import create_parts, create_step
     from paceline.train.stop_signals import StopSignals
+    from paceline.train.strategy import strategy_class
     from paceline.tune.step import SyntheticBatches
 
     device = group.device
     model = make_model(config, config.model.num_classes or classes, Components())
     check_model_norms(config, model)
+    strategy_class(config).check_model(model)
     _show_memory(config, model, sizes)
     exchange = _exchange(config, model, ranks)
     config = without_exchange(config, ranks)

@@ -134,7 +134,8 @@ class RehearsedExchange(GradientExchange):
         """Memory for what ranks have left and others still have to come to."""
         return sum(reduce.held_bytes for bucket in self._reduces for reduce in bucket)
 
-    def describe(self) -> str:
+    @property
+    def note(self) -> str:  # type: ignore[override]
         return f"{len(self.order):,} virtual ranks, {format_bytes(self.held_bytes)} of partial sums"
 
     def begin(self, step: int = 0) -> None:

@@ -55,11 +55,17 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
 
 RENAMED: Mapping[str, tuple[Any, str]] = {
     "comm.eta_kib": (None, "comm.hybrid.eta_kib"),
+    "comm.mode": ("synchronous", "run.strategy"),
+    "comm.servers": (0, "run.asynchronous.servers"),
     "comm.sizes": ("", "comm.hybrid.sizes"),
     "optim.decay_epochs": ([30.0, 60.0, 80.0], "optim.step.epochs or optim.piecewise.epochs"),
     "optim.decay_factors": ([0.5, 0.075, 0.01, 0.001], "optim.piecewise.factors"),
     "optim.decay_rate": (0.1, "optim.step.factor"),
     "optim.poly.power": (2.0, "optim.poly.power"),
+    "comm.staleness": (4, "run.asynchronous.staleness"),
+    "model.norm_group": (1, "run.synced_norms.ranks"),
+    "run.rebalance": (False, "run.unequal.rebalance"),
+    "run.shares": ("equal", "run.unequal.shares"),
 }
 
 

@@ -28,13 +28,13 @@ _UNSET = "unset"
 # speed alone. The rest comes between them, by section.
 _DESCRIPTIVE = (
     "optim.name", "model.name", GLOBAL_BATCH, "run.epochs", "optim.schedule", "optim.batch_schedule",
-    "comm.mode", "comm.wire", "comm.algorithm", "run.shares", "model.norm_group",
+    "run.strategy", "comm.wire", "comm.algorithm",
 )  # fmt: skip
 _SECTIONS = (
     "optim", "precision", "model", "data", "run", "comm", REHEARSED, RANKS, "checkpoint", "rehearse",
 )  # fmt: skip
 _MINOR = (
-    "run.batch_size", "run.rebalance", "run.threads", "data.workers",
+    "run.batch_size", "run.threads", "data.workers",
 )  # fmt: skip
 # Every label has those of these in which rows differ.
 _ALWAYS = ("optim.name", GLOBAL_BATCH, "optim.lr", "optim.lr_base")
@@ -45,9 +45,7 @@ _PATHS = (
     "comm.hybrid.sizes", "rehearse.profile",
 )  # fmt: skip
 # Values with which a setting switches nothing on, beside what is false, empty or unset.
-_OFF = ("auto", "equal", "none", "off", "synchronous")
-# Settings beside those of `[comm]` that have no effect on one rank.
-_OF_SEVERAL_RANKS = ("run.shares", "run.rebalance")
+_OFF = ("auto", "none", "off", "synchronous")
 
 
 @dataclass(frozen=True)
@@ -393,7 +391,7 @@ def _has_number(rows: Sequence[Settings], name: str) -> bool:
 def _acts(settings: Settings, name: str) -> bool:
     """Whether the setting is a number, or switched on, and has an effect in this run."""
     section, value = name.partition(".")[0], settings.get(name)
-    if settings.get(RANKS) == 1 and (section == "comm" or name in _OF_SEVERAL_RANKS):
+    if settings.get(RANKS) == 1 and (section == "comm" or name == "run.strategy"):
         return False
     if section == "rehearse" and not settings.get(REHEARSED):
         return False

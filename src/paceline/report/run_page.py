@@ -86,7 +86,7 @@ def run_parts(run: RunFiles) -> list[str]:
         _logged_section(run),
         section("Predicted and measured", [tables.expectation_table(run)]),
         section("Waiting for the input", [tables.stall_table(run)]),
-        section("Staleness", [tables.staleness_table(run)]),
+        section("Counts", tables.count_tables(run), titled=True),
         section("Evaluations", [tables.epoch_table(run)]),
         _mistakes_section(run),
         section("Incidents", incidents, titled=True),

@@ -18,7 +18,8 @@ from paceline.core.extensions import Registry
 from paceline.data import Batch, BatchPlan, TrainBatches
 
 if TYPE_CHECKING:
-    from paceline.train.step import MicroBatch, TrainStep
+    from paceline.train.step import TrainStep
+    from paceline.train.strategy import MicroBatch
 
 # Creates this rank's loader of a plan, from a step on.
 MakeLoader = Callable[[BatchPlan, int], TrainBatches]

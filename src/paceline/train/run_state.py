@@ -10,7 +10,7 @@ import io
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ from paceline.train.checkpoint import Checkpoint
 from paceline.train.machine import versions
 from paceline.train.run_folder import NEUTRAL_SETTINGS
 from paceline.train.weights import WeightAverage, full_state, restore_masters
+
+if TYPE_CHECKING:
+    from paceline.train.strategy import Strategy
 
 # Settings that a resumed run must not change: sample order, shapes of the weights or the meaning of the
 # step count would differ.
@@ -125,6 +128,7 @@ class RunState:
     batch_norm: BatchNormState
     scale: LossScale
     group: Group
+    strategy: Strategy | None = None
     average: WeightAverage | None = None
     labels: str = ""
     # What the exchange remembers from step to step, if anything.
@@ -330,7 +334,6 @@ class RunState:
                 "labels": self.labels,
                 "global_batch": batches.global_batch,
                 "seed": self.config.run.seed,
-                **({"shares": list(batches.shares)} if batches.shares else {}),
             },
             schedule={"peak_lr": self.peak_lr, "total_steps": batches.total_steps},
             rng={"seed": self.config.run.seed, "derived_from": "(seed, step, micro-batch)"},
@@ -339,6 +342,7 @@ class RunState:
             average=average,
             callbacks=self.callbacks(),
             exchange=exchange or {},
+            strategy={} if self.strategy is None else {self.strategy.name: self.strategy.state()},
         )
 
 

@@ -95,8 +95,8 @@ class StepRecords:
             noise_scale=None if estimate is None else self._noise.value,
             batch_size=last - first if t.plan.growth else None,
             momentum=t.schedule.others(number).get("momentum"),
-            staleness=outcome.staleness,
             predicted_s=progress.predicted_s if t.clock else None,
+            fields=t.step.strategy.record(outcome),
         )
         t.emit(event)
         if self._rank_times is not None:

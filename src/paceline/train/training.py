@@ -29,7 +29,6 @@ from paceline.train.checkpoint import Checkpoint, CheckpointStore
 from paceline.train.checkpoint_writer import CheckpointWriter
 from paceline.train.components import Components
 from paceline.train.exchange_plan import describe_idle
-from paceline.train.fast_path import describe_norms
 from paceline.train.inputs import RunInputs
 from paceline.train.model_checks import given_name
 from paceline.train.observers import RunTrace
@@ -101,8 +100,8 @@ class Training:
                         )
                     )
 
-    def divide_again(self, plan: BatchPlan) -> None:
-        """Goes on with other shares of the global batch. Between steps, on all ranks."""
+    def replace_plan(self, plan: BatchPlan) -> None:
+        """Goes on with other micro-batches of the same global batches. Between steps, on all ranks."""
         # They have the size of this rank's micro-batches until now.
         self.step.drop_graphs()
         self.step.loader.close()
@@ -178,7 +177,6 @@ def describe_run(
     parts: StepParts,
     *,
     threads: str,
-    shares: str,
     scaling: str,
     model_notes: list[str],
     pretrained: list[str],
@@ -198,12 +196,11 @@ def describe_run(
         **_describe_input(config, inputs, components, loader),
         **parts.describe(),
         "batch": training.sizes.describe(plan.world_size),
-        "shares": shares,
         "no effect": describe_idle(config, plan.world_size),
         "peak_lr": f"{training.state.peak_lr:g}",
         "scaling": scaling,
         **step.source.describe(),
-        **describe_norms(config, group, step.norm_group),
+        "batch norm": _describe_norms(config),
         "warm-up": training.schedule.describe_cut(),
         "noise scale": _describe_noise_scale(config, plan),
         "batch schedule": describe_stages(plan.global_batch, plan.growth) if plan.growth else "",
@@ -216,6 +213,11 @@ def describe_run(
         **_given_objects(components),
     }
     return {name: text for name, text in chosen.items() if text}
+
+
+def _describe_norms(config: RunConfig) -> str:
+    last = config.model.norm_statistics == "last"
+    return "evaluation with the statistics of the last micro-batches" if last else ""
 
 
 def _describe_rehearsal(config: RunConfig, clock: ClusterClock | None) -> dict[str, str]:

@@ -28,10 +28,6 @@ EXTRAS = ("overflow", "halted", "scale", "grad_norm", "whole_squared", "parts_sq
 class Update:
     """A rank's fault, or a stop in mid-step, halts the weights for good: the run then ends."""
 
-    asynchronous = False
-    # Steps that may be under way while the next is prepared; None: as the device wants it.
-    lag: int | None = None
-
     def __init__(
         self,
         optimizer: MasterOptimizer,
@@ -69,25 +65,6 @@ class Update:
         # A wrapped optimizer reads flags on the host, and waits for the exchange there.
         self._waits = optimizer.path == "torch" and device.type == "cuda"
         self._captured = Captured(self._run, enabled=graphs and optimizer.path == "triton")
-
-    def begin(self, step: int) -> None:
-        """Before the first micro-batch of a step."""
-
-    @property
-    def state_bytes(self) -> int:
-        """Of what the exchange remembers on this rank."""
-        memory = self._exchange.memory
-        return 0 if memory is None else memory.state_bytes
-
-    def step_bytes(self, gradient_bytes: float) -> float:
-        """Returns the bytes that a rank sends for gradients of `gradient_bytes` in the wire format."""
-        return gradient_bytes
-
-    def settle(self) -> None:
-        """Before an evaluation and a checkpoint, when no step is under way."""
-
-    def conclude(self) -> None:
-        """At the end of the run."""
 
     def run(self, rate: float, others: Mapping[str, float] | None = None) -> None:
         """One update at the learning rate `rate`, with `others` of the schedule's values."""

@@ -34,7 +34,7 @@ class RmspropWarmupSettings(OptimizerSettings):
     RATES: ClassVar[str] = SGD
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = (
         Exclusion(
-            "optim.name", one_of("rmsprop_warmup"), {"comm.mode": one_of("asynchronous")},
+            "optim.name", one_of("rmsprop_warmup"), {"run.strategy": one_of("asynchronous")},
             "parameter servers do not know the epoch, which it needs",
             "use another optimizer, such as 'sgd'",
         ),

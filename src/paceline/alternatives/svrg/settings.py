@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.config.settings import EQUAL_SHARES
+from paceline.config.settings import SYNCHRONOUS
 from paceline.core.errors import ConfigError
 from paceline.core.exclusions import Exclusion, above, not_in, one_of
 from paceline.core.settings import SettingChecks
@@ -45,8 +45,8 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "cannot be rehearsed: it passes over all samples", "use another optimizer",
     ),
     Exclusion(
-        "comm.mode", one_of("asynchronous"), {},
-        "{optim.name} needs exact gradients of all ranks", "leave one of the two out",
+        "run.strategy", not_in(SYNCHRONOUS), {},
+        "{optim.name} has passes that only synchronous ranks make together", f"use {SYNCHRONOUS!r}",
     ),
     Exclusion("precision.amp_dtype", not_in("auto", "fp32"), {}, *_FP32),
     Exclusion("precision.amp_dtype", one_of("auto"), {"job.device": one_of("cuda")}, *_FP32),
@@ -83,14 +83,6 @@ ANCHORED_EXCLUSIONS: tuple[Exclusion, ...] = (
         "comm.wire", not_in("auto", "float32", "bfloat16"), {},
         "{optim.name} exchanges differences and full gradients, which others could overflow or mix",
         "use 'auto' or 'bfloat16'",
-    ),
-    Exclusion(
-        "run.shares", not_in(EQUAL_SHARES), {},
-        "the full gradient of {optim.name} is divided equally", f"use {EQUAL_SHARES!r}",
-    ),
-    Exclusion(
-        "model.norm_group", above(1), {},
-        "{optim.name} has passes that ranks do not make together", "use 1",
     ),
 )  # fmt: skip
 

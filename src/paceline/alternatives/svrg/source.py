@@ -17,7 +17,8 @@ from paceline.data import Batch, BatchPlan, TrainBatches
 from paceline.train.gradient_source import Begun, GradientSource, MakeLoader
 from paceline.train.machine import seed_micro_batch
 from paceline.train.micro_step import step_error
-from paceline.train.step import MicroBatch, TrainStep
+from paceline.train.step import TrainStep
+from paceline.train.strategy import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class SvrgSource(GradientSource):
 
 
 def _optimizer(step: TrainStep) -> SVRG:
-    optimizer = step.update.optimizer
+    optimizer = step.optimizer
     assert isinstance(optimizer, SVRG)
     return optimizer
 
