@@ -70,8 +70,7 @@ _COPIED_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}
 _NAME_LENGTH = 60
 # Settings of a run that `tune.step.build_step` does not use.
 _NOT_IN_STEP = (
-    "comm.mode",
-    "model.norm_group",
+    "run.strategy",
     "optim.batch_schedule",
     "run.noise_scale",
 )

@@ -92,7 +92,6 @@ class StepParts:
             "optimizer": ", ".join(filter(None, notes)),
             "speed": self.fast.describe(),
             "exchange": self.exchange_summary,
-            **self.strategy.describe(),
         }
         if not isinstance(self.loss, CrossEntropy):
             chosen["loss"] = self.loss.describe()

@@ -211,6 +211,7 @@ def describe_run(
         "exchange state": "; ".join(training.state.notes),
         **_describe_rehearsal(config, training.clock),
         **_given_objects(components),
+        **step.strategy.describe(),
     }
     return {name: text for name, text in chosen.items() if text}
 
