@@ -27,6 +27,7 @@ class RmspropWarmupSettings(OptimizerSettings):
 
     CREATE: ClassVar[str] = "optim.rms_warmup:create"
     RATES: ClassVar[str] = SGD
+    READS: ClassVar[tuple[str, ...]] = ("momentum",)
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = (
         Exclusion(
             "optim.name", one_of("rmsprop_warmup"), {"comm.mode": one_of("asynchronous")},

@@ -111,7 +111,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "cannot be rehearsed: each rank keeps its rounding errors", "use 'auto'",
     ),
     Exclusion(
-        "optim.share_products", one_of("on"), _ASYNCHRONOUS,
+        "optim.muon.share_products", one_of("on"), {**_ASYNCHRONOUS, "optim.name": one_of("muon")},
         "asynchronous ranks have different gradients", "use 'auto'",
     ),
     # Batch norms that compute over several ranks need a collective inside a pass.
