@@ -75,6 +75,7 @@ class OneCycle(_Cycle):
     """One cycle over the run, then a tail."""
 
     NAME: ClassVar[str] = "one_cycle"
+    READS: ClassVar[tuple[str, ...]] = ("lr_end",)
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = _exclusions(NAME)
 
     def rate(self, time: float, course: Course) -> float:

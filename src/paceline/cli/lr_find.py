@@ -26,7 +26,7 @@ from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, DataError
 from paceline.core.files import whole_file
 from paceline.core.topology import Topology
-from paceline.optim.registry import Course, ScheduleSettings, register_schedule
+from paceline.optim.registry import DECAY, Course, ScheduleSettings, register_schedule
 from paceline.report import chart_document, range_page, write_page
 from paceline.report.chart import Chart, Line, Marker
 from paceline.train.display import create_display, print_line
@@ -46,6 +46,7 @@ class Range(ScheduleSettings):
     """The rate grows by the same factor with every step."""
 
     WARMS_UP: ClassVar[bool] = False
+    READS: ClassVar[tuple[str, ...]] = DECAY
 
     lr: tuple[float, float] = (1e-5, 10.0)
     """First and last rate."""
@@ -118,7 +119,7 @@ def range_config(
         "run.global_batch_size": batch, "run.eval_interval_epochs": epochs,
         "run.average_epochs": 0.0, "run.target_top1": None, "run.rank_records": "off",
         "optim.schedule": "range", "optim.range.lr": [low, high], "optim.range.steps": steps,
-        "optim.warmup_epochs": 0.0, "optim.decay_over_epochs": None,
+        "optim.warmup_epochs": 0.0,
         "optim.batch_schedule": "", "optim.batch_limit": None, "optim.schedule_free": 0.0,
         "optim.scaling": "off",
         "checkpoint.interval_epochs": 0, "checkpoint.interval_steps": 0, "checkpoint.keep": 1,

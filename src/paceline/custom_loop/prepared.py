@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.core.errors import CheckpointError, ConfigError, nearest
-from paceline.core.settings import from_table, own_hints, settings_class
+from paceline.core.settings import own_hints, settings_class
 from paceline.custom_loop.context import agreed, several_ranks
 from paceline.custom_loop.data_parallel import trained_parameters, wire_of
 from paceline.optim.schedule import set_rate
@@ -282,9 +282,7 @@ def _prepare(
         raise ConfigError("lr", None, f"{optimizer!r} needs a learning rate", "give lr=")
     if weight_decay is not None:
         update["weight_decay"] = weight_decay
-    of_owner = {name: update.pop(name) for name in own_fields & set(update)}
-    table = {"name": optimizer, "lr": lr, **update}
-    chosen = from_table(OptimSettings, "optim", table | ({optimizer: of_owner} if of_owner else {}))
+    chosen = OptimSettings.gather(name=optimizer, lr=lr, **update)
     made = create_master_optimizer(chosen, module, policy, lr)
     set_rate(made, lr)  # times the `lr_scale` of layers
     return Prepared(module, made, policy, settings, clip_norm)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from paceline.optim.rule import UpdateRule
 
 SGD, ADAM = "sgd", "adam"
+# The settings of `[optim]` that only some optimizers, or schedules, read.
+MOMENTUM = ("momentum", "nesterov")
+DECAY = ("lr_end", "decay_over_epochs")
 
 
 class Context(NamedTuple):
@@ -58,7 +61,13 @@ class Course:
 
 
 class OwnerSettings:
-    """Base of the settings of an optimizer or a schedule."""
+    """Base of the settings of an optimizer or a schedule.
+
+    Attributes:
+        READS: Those settings in `MOMENTUM` or `DECAY` that it uses.
+    """
+
+    READS: ClassVar[tuple[str, ...]] = ()
 
     def values(self, time: float, course: Course) -> Mapping[str, float]:
         """Returns values that change with time, but for the rate, by their names in parameter groups."""
@@ -76,6 +85,8 @@ class OptimizerSettings(OwnerSettings):
         LR_BASE: Peak rate at a batch of 256 if `optim.lr_base` is not set.
         HAS_KERNELS: True if the update has Triton kernels.
         GRADIENTS: The gradient source that it needs (`paceline.train.gradient_source`).
+        PINNED: Its own settings that a resumed run must not change.
+        share_products: If ranks share products of matrices, see `MuonSettings`; for rules that have some.
     """
 
     CREATE: ClassVar[str] = ""
@@ -83,6 +94,8 @@ class OptimizerSettings(OwnerSettings):
     LR_BASE: ClassVar[float] = 0.1
     HAS_KERNELS: ClassVar[bool] = False
     GRADIENTS: ClassVar[str] = "backward"
+    PINNED: ClassVar[tuple[str, ...]] = ()
+    share_products: str = "auto"
 
     def passes(self, steps_per_epoch: float) -> float:
         """Returns how many gradients the optimizer computes of each sample that a step sees."""

@@ -158,6 +158,9 @@ class UpdateRule(ABC):
     formats: ClassVar[tuple[torch.dtype, ...]] = FORMATS
     # True: `kernels` returns a step.
     has_kernels: ClassVar[bool] = False
+    # True: it multiplies matrices, whose last bits depend on the kind of device. Ranks may share the
+    # products out (`MasterOptimizer.shared`).
+    has_products: ClassVar[bool] = False
     # True: `update` gets skipped rows too, as a rule needs that draws one random number after another.
     draws: ClassVar[bool] = False
 
@@ -172,6 +175,10 @@ class UpdateRule(ABC):
     def check(self, group: Mapping[str, Any]) -> None:
         """Raises ValueError for hyper-parameters of a new group that cannot be used."""
         check_hyper(self.hyper(group))
+
+    def parts(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+        """Splits a group if the rule moves some of its parameters in another way than the others."""
+        return [group]
 
     def reads_norms(self, hypers: Sequence[Any]) -> bool:
         """Returns True if `update` uses the norms of the gradients, which are then accurate."""

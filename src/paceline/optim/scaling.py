@@ -17,23 +17,24 @@ from paceline.core.batch_range import (
     largest_batch_in_range,
 )
 from paceline.core.errors import ConfigError, nearest
+from paceline.optim.rule_settings import AdamwSettings, LambSettings, LarsSettings, MuonSettings
 from paceline.optim.scaling_report import MUON_LOSES_LESS, Choice, Scaling, expected_loss
 from paceline.optim.settings import OptimSettings
 
 OF_ADAM = ("adamw", "lamb")
 KNOWN = (*OF_ADAM, "lars", "muon", "sgd")
 # Who gives one of these for the new batch wants Adam there.
-_ADAMS_OWN = frozenset(
-    {"optim.lr", "optim.weight_decay", "optim.beta1", "optim.beta2", "optim.adam_eps"}
-)
+_ADAMS_OWN = frozenset({"optim.lr", "optim.weight_decay"}) | {
+    f"optim.{name}.{key}" for name in OF_ADAM for key in ("beta1", "beta2", "eps")
+}
 # Lower rates of Adam, but for its default, are those of fine-tuning, whose small steps Muon's pace would
 # not keep.
 LEAST_ADAM_RATE = 1e-4
 # What the rule may set, or has to know of; a setting that the user gives is kept.
 SCALED = (
-    "optim.name", "optim.lr", "optim.trust_coefficient", "optim.orthogonal", "optim.muon_steps",
-    "optim.momentum", "optim.nesterov", "optim.beta1", "optim.beta2", "optim.adam_eps",
-    "optim.weight_decay", "optim.warmup_epochs", "optim.warmup_max_share", "optim.schedule",
+    "optim.name", "optim.lars.trust_coefficient", "optim.muon.trust_coefficient",
+    "optim.muon.orthogonal", "optim.muon.steps", "optim.momentum", "optim.nesterov",
+    *sorted(_ADAMS_OWN), "optim.warmup_epochs", "optim.warmup_max_share", "optim.schedule",
     "optim.poly.power", "optim.batch_schedule", "optim.batch_rate", "run.batch_size",
     "run.average_epochs", "run.cutmix", "run.mixup",
 )  # fmt: skip
@@ -87,16 +88,18 @@ class Recipe:
     @property
     def rate(self) -> float:
         """The peak rate at the known-good batch, whichever rate the user gives for the new one."""
-        known = self.optim.known_good_lr
+        known = self.optim.known_good.lr
         return OptimSettings.peak_lr(self.optim, self.batch) if known is None else known
 
     @property
     def pace(self) -> float:
         """LARS and Muon: the relative step of a layer at the known-good batch. Where the user gives η,
         the rule does not use it."""
-        known = self.optim.known_good_momentum
+        known = self.optim.known_good.momentum
         momentum = self.optim.momentum if known is None else known
-        return self.rate * self.optim.trust_coefficient / (1 - momentum)
+        own = self.optim.owned[self.optimizer]
+        assert isinstance(own, LarsSettings | MuonSettings)
+        return self.rate * own.trust_coefficient / (1 - momentum)
 
 
 @dataclass(frozen=True)
@@ -254,8 +257,8 @@ class _Rule:
         if self.fine_tuning:
             return f"{self.fine_tuning} (--opt muon replaces it all the same)"
         optim, own = self.recipe.optim, sorted(self.recipe.kept & _ADAMS_OWN)
-        if optim.clip:
-            own.append("optim.clip")
+        if optim.of("lamb", LambSettings).clip and optim.name == "lamb":
+            own.append("optim.lamb.clip")
         if not own:
             return ""
         they, them = ("was", "it") if len(own) == 1 else ("were", "them")
@@ -270,7 +273,7 @@ class _Rule:
             return "the run begins with given weights"
         if optim.layer_decay < 1:
             return "optim.layer_decay is for fine-tuning"
-        unset = optim.lr is None and optim.known_good_lr is None and optim.has_default_base
+        unset = optim.lr is None and optim.known_good.lr is None and optim.has_default_base
         if self.rate < LEAST_ADAM_RATE and not unset:
             return f"a rate of {self.rate:.3g} is one for fine-tuning"
         return ""
@@ -278,9 +281,11 @@ class _Rule:
     def scale_adam(self, name: str) -> None:
         root, optim = math.sqrt(self.factor), self.recipe.optim
         self.set("optim.lr", self.rate * root, "root of the batch's growth")
-        beta2 = max(min(LEAST_BETA2, optim.beta2), 1 - self.factor * (1 - optim.beta2))
-        self.set("optim.beta2", beta2, "averages over as many samples")
-        self.set("optim.adam_eps", optim.adam_eps / root, "root of the batch's growth")
+        own = optim.owned[name]
+        assert isinstance(own, AdamwSettings)
+        beta2 = max(min(LEAST_BETA2, own.beta2), 1 - self.factor * (1 - own.beta2))
+        self.set(f"optim.{name}.beta2", beta2, "averages over as many samples")
+        self.set(f"optim.{name}.eps", own.eps / root, "root of the batch's growth")
         if name == "adamw" and optim.weight_decay:
             decay = optim.weight_decay * root
             self.set("optim.weight_decay", decay, "rate · decay per epoch stays")
@@ -292,11 +297,14 @@ class _Rule:
             self.set("optim.nesterov", True, "as measured")
         if name == "muon" and self.recipe.optimizer != name:
             self.set(
-                "optim.orthogonal", "auto", "filters, or all matrices of a net of linear layers"
+                "optim.muon.orthogonal",
+                "auto",
+                "filters, or all matrices of a net of linear layers",
             )
-        if name == "muon" and self.factor > 1 and optim.muon_steps == "relative":
+        own = optim.of("muon", MuonSettings)
+        if name == "muon" and self.factor > 1 and own.steps == "relative":
             self.set(
-                "optim.muon_steps", "auto", "of fixed length where some matrix has no norm layer"
+                "optim.muon.steps", "auto", "of fixed length where some matrix has no norm layer"
             )
         if self.recipe.optimizer == name:
             pace, why = self.recipe.pace * math.sqrt(self.factor), "root of the batch's growth"
@@ -314,7 +322,7 @@ class _Rule:
         )
         rate = self.set("optim.lr", min(linear, most), f"of biases and norms: {limited}")
         eta = pace * (1 - optim.momentum) / rate
-        self.set("optim.trust_coefficient", eta, f"a pace of {pace:.3g}: {why}")
+        self.set(f"optim.{name}.trust_coefficient", eta, f"a pace of {pace:.3g}: {why}")
         if from_adam and optim.weight_decay:
             decay = self.factor * self.rate * optim.weight_decay / rate
             self.set("optim.weight_decay", decay, "rate · decay per epoch stays")
@@ -411,7 +419,7 @@ class _Rule:
             "optim.lr", rate.value * math.sqrt(first / batch), rate.reason + ", root of its share"
         )
         for number, choice in enumerate(self.choices):
-            if choice.name in ("optim.beta2", "optim.adam_eps", "optim.weight_decay"):
+            if choice.name.rpartition(".")[2] in ("beta2", "eps", "weight_decay"):
                 self.choices[number] = choice._replace(
                     reason=choice.reason + ", at the whole batch"
                 )

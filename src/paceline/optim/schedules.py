@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from paceline.core.errors import ConfigError
 from paceline.core.settings import SettingChecks
-from paceline.optim.registry import Course, ScheduleSettings
+from paceline.optim.registry import DECAY, Course, ScheduleSettings
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Constant(ScheduleSettings):
 class Cosine(ScheduleSettings):
     """Half a cosine from the peak rate to the final one."""
 
+    READS: ClassVar[tuple[str, ...]] = DECAY
+
     def rate(self, time: float, course: Course) -> float:
         height = 0.5 * (1.0 + math.cos(math.pi * (1.0 - course.left(time))))
         return course.end + (course.peak - course.end) * height
@@ -30,6 +33,8 @@ class Cosine(ScheduleSettings):
 @dataclass(frozen=True)
 class Poly(ScheduleSettings):
     """A power of the time that is left."""
+
+    READS: ClassVar[tuple[str, ...]] = DECAY
 
     power: float = 2.0
     """Exponent; 1 is linear decay."""

@@ -5,14 +5,16 @@ schedules, ranges of numbers, and combinations that are refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from paceline.core.exclusions import Exclusion, check_exclusions, not_in, one_of
 from paceline.core.imports import check_module, split_name
-from paceline.core.settings import Section, SettingChecks, parse_arguments
+from paceline.core.settings import NO_SETTING, Section, SettingChecks, parse_arguments
 from paceline.optim.batch_growth import BATCH_RATES, BatchGrowth
 from paceline.optim.registry import (
+    DECAY,
+    MOMENTUM,
     OWNERS,
     OptimizerSettings,
     ScheduleSettings,
@@ -22,10 +24,24 @@ from paceline.optim.registry import (
 )
 
 PATHS = ("auto", "foreach", "triton")
-ORTHOGONALS = ("filters", "all", "auto")
 SCALINGS = ("off", "auto")
-SHARES = ("auto", "on", "off")
-STEPS = ("relative", "fixed", "auto")
+
+
+@dataclass(frozen=True)
+class KnownGood:
+    """What the scaling rule has to know of the recipe, and of where values came from.
+
+    Attributes:
+        optimizer: Optimizer of the recipe; empty if it is the one in use.
+        lr: Its peak rate at the known-good batch, if the command line gives another one.
+        momentum: Its momentum, if the command line gives another one.
+        keeps: Settings of the command line, which the rule leaves as they are.
+    """
+
+    optimizer: str = ""
+    lr: float | None = None
+    momentum: float | None = None
+    keeps: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,25 +72,10 @@ class OptimSettings(Section):
     known_good_batch: int | None = None
     """Global batch at which the recipe is known to work, for `scaling`; unset, the recipe's own
     `run.global_batch_size`."""
-    known_good_optimizer: str = ""
-    """Optimizer of the recipe at that batch; empty, `name`; filled in from the recipe."""
-    known_good_lr: float | None = None
-    """Peak learning rate of the recipe at that batch; unset, that of these settings; filled in from the
-    recipe where the command line gives another `lr`."""
-    known_good_momentum: float | None = None
-    """Momentum of the recipe; filled in from it where the command line gives another `momentum`."""
-    scaling_keeps: tuple[str, ...] = ()
-    """Settings that `scaling` leaves as they are; filled in with those given on the command line."""
     momentum: float = 0.9
-    """Momentum."""
+    """Momentum of SGD, LARS and Muon."""
     nesterov: bool = False
-    """Use Nesterov momentum."""
-    beta1: float = 0.9
-    """AdamW and LAMB: decay of the average of gradients."""
-    beta2: float = 0.999
-    """AdamW and LAMB: decay of the average of squared gradients."""
-    adam_eps: float = 1e-8
-    """AdamW, LAMB and `rmsprop_warmup`: added to the root of the average of squares."""
+    """Use Nesterov momentum in SGD, LARS and Muon."""
     clip_norm: float = 0.0
     """Largest norm of all gradients together; larger ones are scaled down to it; 0 clips nothing."""
     layer_decay: float = 1.0
@@ -109,25 +110,11 @@ class OptimSettings(Section):
     batch_rate: str = "auto"
     """How the rate follows the batch of `batch_schedule`: `constant` (not at all), `linear` (times batch
     / first batch), `sqrt`, or `auto` (`linear` with a rule such as `x4`, else `constant`)."""
-    trust_coefficient: float = 0.001
-    """Trust coefficient η of LARS and Muon; LAMB has none."""
-    clip: bool = False
-    """LARS and LAMB: limit the local learning rate to the global one, as in LARC."""
-    adapt_bias_norm: bool = False
-    """Apply the trust ratio to biases and normalization parameters too."""
-    orthogonal: str = "filters"
-    """Muon: layers with orthogonalized momentum, `filters` (convolutions), `all` (linear layers too) or
-    `auto` (`all` where hidden linear layers have more weights than convolutions)."""
-    muon_steps: str = "relative"
-    """Muon: length of a step of an orthogonalized matrix, `relative` to its norm, `fixed`
-    (relative to the norm with which it begins), or `auto` (`fixed` in nets with fewer norm layers than
-    such matrices, the last linear layer aside; shorter where many have none)."""
-    share_products: str = "auto"
-    """Muon: ranks share the matrix products out, each computes its part and all get the
-    results: `on`, `off`, or `auto` (with several ranks, unless they share a GPU or use Gloo on GPUs)."""
     fused: str = "auto"
     """Implementation of the update: `triton`, `foreach`, or `auto` (Triton on a GPU where it is
     installed)."""
+
+    known_good: KnownGood = field(default=KnownGood(), kw_only=True, metadata=NO_SETTING)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -170,9 +157,19 @@ class OptimSettings(Section):
     @property
     def idle(self) -> dict[str, str]:
         """Settings that are given but have no effect, and why."""
-        if self.scaling == "off" and self.batch_rate != "auto" and not self.batch_schedule:
-            return {"batch_rate": "no optim.batch_schedule"}
-        return {}
+        if self.scaling != "off":  # it chooses what a recipe has
+            return {}
+        found = {
+            name: f"optim.{chooser} = {getattr(self, chooser)!r}"
+            for chooser, names, own in (
+                ("name", MOMENTUM, self.own_optimizer), ("schedule", DECAY, self.own_schedule)
+            )
+            for name in names
+            if name not in own.READS and getattr(self, name) != getattr(OptimSettings, name)
+        }  # fmt: skip
+        if self.batch_rate != "auto" and not self.batch_schedule:
+            found["batch_rate"] = "no optim.batch_schedule"
+        return found
 
     def arguments_table(self) -> dict[str, Any]:
         """`arguments` as a dictionary."""
@@ -200,7 +197,7 @@ def check_optim(optim: OptimSettings) -> None:
     check.number("lr_base_batch", "at least 1")
     check.number("momentum", "in [0, 1)", "try 0.9")
     for name in (
-        "weight_decay", "warmup_epochs", "warmup_start", "lr_end", "clip_norm", "adam_eps",
+        "weight_decay", "warmup_epochs", "warmup_start", "lr_end", "clip_norm",
     ):  # fmt: skip
         check.number(name, "0 or more")
     check.number("warmup_max_share", "in (0, 1]", "try 0.2")
@@ -211,14 +208,10 @@ def check_optim(optim: OptimSettings) -> None:
             f"must lie behind the warm-up of {optim.warmup_epochs:g} epochs",
             "leave it unset to decay over the whole run",
         )
-    for name in ("beta1", "beta2"):
-        check.number(name, "in [0, 1)")
     check.number("layer_decay", "in (0, 1]", "try 0.75, or 1 (off)")
     check.number("schedule_free", "in [0, 1)", "try 0.9")
     _check_scaling(optim, check)
     _check_batches(optim, check)
-    _check_lars(optim, check)
-    _check_muon(optim, check)
     check.known("fused", PATHS)
     if optim.fused == "triton" and not (
         optim.own_optimizer.HAS_KERNELS or registered_rule(optim.name)
@@ -230,23 +223,11 @@ def check_optim(optim: OptimSettings) -> None:
 def _check_scaling(optim: OptimSettings, check: SettingChecks) -> None:
     check.known("scaling", SCALINGS)
     check.number("known_good_batch", "at least 1")
-    check.number("known_good_lr", "above 0", "leave it out")
-    check.number("known_good_momentum", "in [0, 1)", "leave it out")
 
 
 def _check_batches(optim: OptimSettings, check: SettingChecks) -> None:
     check.known("batch_rate", BATCH_RATES)
     check.number("batch_limit", "at least 1", "leave it out")
-
-
-def _check_lars(optim: OptimSettings, check: SettingChecks) -> None:
-    check.number("trust_coefficient", "above 0", "try 0.001")
-
-
-def _check_muon(optim: OptimSettings, check: SettingChecks) -> None:
-    check.known("orthogonal", ORTHOGONALS)
-    check.known("muon_steps", STEPS)
-    check.known("share_products", SHARES)
 
 
 def _check_others(optim: OptimSettings, check: SettingChecks) -> None:
@@ -301,13 +282,5 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "optim.batch_schedule", _grows_by_rule, {"optim.schedule": not_in("step")},
         "grows the batch at optim.step.epochs, which {optim.schedule!r} does not have",
         "use optim.schedule = 'step', or a list as in '0:256,8:1024'",
-    ),
-    Exclusion(
-        "optim.share_products", one_of("on"), {"optim.name": not_in("muon")},
-        "{optim.name} has no products to share", "use optim.name = 'muon', or leave it out",
-    ),
-    Exclusion(
-        "optim.clip", one_of(True), {"optim.name": one_of("muon")},
-        "{optim.name} has no such form", "leave it out, or use optim.name = 'lars'",
     ),
 )  # fmt: skip

@@ -72,7 +72,9 @@ def eval_batch(micro_batch: int) -> int:
 def requested_batch(config: RunConfig, ranks: int) -> tuple[int | None, int | None, int]:
     """What `resolve_batch_sizes` checks before the data is open: `optim.scaling` chooses the micro-batch
     unless the user gave it."""
-    chosen = config.optim.scaling == "auto" and "run.batch_size" not in config.optim.scaling_keeps
+    chosen = (
+        config.optim.scaling == "auto" and "run.batch_size" not in config.optim.known_good.keeps
+    )
     first = config.optim.batch_growth.first_batch(config.run.global_batch_size)
     return first, None if chosen else config.run.batch_size, ranks
 

@@ -23,7 +23,6 @@ from paceline.data import BatchAugment, BatchPlan, Normalizer, TrainBatches
 from paceline.models.registry import count_norms, is_own, parameter_groups
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.build import create_optimizer, describe_layers, with_layer_decay
-from paceline.optim.muon import Muon
 from paceline.optim.orthogonal import SharedProducts
 from paceline.optim.settings import OptimSettings
 from paceline.plan.plan_file import PlanFile
@@ -172,10 +171,10 @@ def create_parts(
 
 def _compare_devices(optimizer: MasterOptimizer, device: torch.device, same: SharedFacts) -> None:
     """Of optimizers whose arithmetic differs between kinds of devices."""
-    own = isinstance(optimizer, Muon)
-    if own or optimizer.path == "torch":
-        name = type(optimizer).__name__.lower() if own else "this optimizer"
-        remedy = f"{name} wants one kind of device and as many threads everywhere; or use lars"
+    if optimizer.rule.has_products or optimizer.path == "torch":
+        remedy = (
+            "this optimizer wants one kind of device and as many threads everywhere; or use lars"
+        )
         same.compare({"what computes": _computes(device)}, remedy)
 
 
@@ -206,16 +205,16 @@ def _try_model(
 def share_products(
     config: RunConfig, optimizer: MasterOptimizer, group: Group, graphs: bool
 ) -> bool:
-    """Lets the ranks share Muon's products out, where `optim.share_products` says so; whether they do.
-    Shared or not, the results have the same bits on CPUs."""
-    wanted = config.optim.share_products
-    if not isinstance(optimizer, Muon) or group.world_size == 1 or wanted == "off":
+    """Lets the ranks share the optimizer's products of matrices out, if it has some and its setting
+    `share_products` allows it. Returns True if they do. The results have the same bits on CPUs."""
+    wanted = config.optim.own_optimizer.share_products
+    if not optimizer.rule.has_products or group.world_size == 1 or wanted == "off":
         return False
     cuda = group.device.type == "cuda"
     if cuda and group.backend != "nccl" and graphs:
         if wanted == "on":
             raise ConfigError(
-                "optim.share_products", "on",
+                f"optim.{config.optim.name}.share_products", "on",
                 f"{group.backend} cannot be captured in the CUDA graph of the update",
                 "use comm.backend = 'nccl', or --set run.cuda_graphs=off",
             )  # fmt: skip

@@ -53,8 +53,8 @@ class AsynchronousSettings:
             "use another optimizer, such as 'sgd'",
         ),
         Exclusion(
-            "optim.share_products", one_of("on"), {}, "asynchronous ranks have different gradients",
-            "use 'auto'",
+            "optim.muon.share_products", one_of("on"), {"optim.name": one_of("muon")},
+            "asynchronous ranks have different gradients", "use 'auto'",
         ),
         Exclusion(
             "program.optimizer", not_in(None), {},

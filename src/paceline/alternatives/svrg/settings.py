@@ -10,7 +10,7 @@ from paceline.config.settings import SYNCHRONOUS
 from paceline.core.errors import ConfigError
 from paceline.core.exclusions import Exclusion, above, not_in, one_of
 from paceline.core.settings import SettingChecks
-from paceline.optim.registry import SGD, Course, OptimizerSettings
+from paceline.optim.registry import MOMENTUM, SGD, Course, OptimizerSettings
 
 # Earlier names, with their defaults.
 RENAMED = {
@@ -92,6 +92,7 @@ class _Form(OptimizerSettings):
     NAME: ClassVar[str]
     CREATE: ClassVar[str] = "alternatives.svrg.optimizer:create"
     RATES: ClassVar[str] = SGD
+    READS: ClassVar[tuple[str, ...]] = MOMENTUM  # refused, not idle
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = EXCLUSIONS
 
     def __post_init__(self) -> None:
