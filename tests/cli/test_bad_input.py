@@ -11,10 +11,11 @@ import torch
 
 import faults
 from cli_runs import Call, Done, events, run, run_two, small, started_ranks, summary
+from paceline.alternatives.eight_bit.wires import ALL_TO_ALL
 from paceline.cli.dry_run import StepTimes
 from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings
-from paceline.plan.fusion_plan import ALL_TO_ALL, FusionBucket, FusionPlan
+from paceline.plan.fusion_plan import FusionBucket, FusionPlan
 from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
 from paceline.plan.schedules import NATIVE
 from paceline.plan.size_table import SizeTable
@@ -71,8 +72,8 @@ def test_mistakes_in_flags(call: Call, arguments: str, words: str) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        "--set run.shares=1:2:3",
-        "--set model.norm_group=3",
+        "--set run.strategy=unequal --set run.unequal.shares=1:2:3",
+        "--set run.strategy=synced_norms --set run.synced_norms.ranks=3",
         "quickstart-halp --set data.flip=true",
         "quickstart-halp --amp-dtype bf16",
         "--set optim.schedule=one_cycle --warmup-epochs 3",
@@ -91,15 +92,16 @@ def test_a_dry_run_counts_the_ranks_that_it_is_given(call: Call, tmp_path: Path)
     table = tmp_path / "sizes.toml"
     PlanFile(sizes=SizeTable.two_way(65536), cluster=ClusterFacts(2, 1)).write(table)
     sizes = ["--set", "comm.algorithm=hybrid", "--set", f"comm.hybrid.sizes={table}"]
-    done = call(*small(*sizes, "--set", "run.shares=1:3", "--dry-run", "--nproc-per-node", "2"))
+    unequal = ("--set", "run.strategy=unequal", "--set", "run.unequal.shares=1:3")
+    done = call(*small(*sizes, *unequal, "--dry-run", "--nproc-per-node", "2"))
     assert (done.code, done.err) == (0, "")
     assert "exchange: between 2 ranks: algorithm hybrid" in done.out
     assert "no effect" not in done.out
     other = ("--global-batch-size", "24", "--dry-run", "--nproc-per-node", "3")
     assert "comm.hybrid.sizes" in call(*small(*sizes, *other)).error_line()
-    assert "run.shares" in call(*small("--set", "run.shares=1:3", *other)).error_line()
-    alone = call(*small("--set", "comm.mode=asynchronous", "--dry-run")).out
-    assert "no effect: comm.mode = 'asynchronous'" in alone
+    assert "run.unequal.shares" in call(*small(*unequal, *other)).error_line()
+    alone = call(*small("--set", "run.strategy=asynchronous", "--dry-run")).out
+    assert "no effect: run.strategy = 'asynchronous'" in alone
 
 
 @pytest.mark.parametrize(

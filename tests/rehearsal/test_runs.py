@@ -96,16 +96,17 @@ def plan_in(wire: str, folder: Path, ranks: int) -> str:
     """A plan file with all of resnet_tiny's tensors in one bucket."""
     from paceline.models.registry import create_model
     from paceline.models.settings import ModelSettings
-    from paceline.plan.fusion_plan import ALL_TO_ALL, EIGHT_BIT, FusionBucket, FusionPlan
+    from paceline.plan.fusion_plan import FusionBucket, FusionPlan
     from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
+    from paceline.plan.wires import own_algorithm
 
     net = create_model(
         ModelSettings(name="resnet_tiny"), num_classes=4, in_channels=1, image_size=12
     )
     sizes = [(name, p.numel()) for name, p in net.named_parameters()]
     names = tuple(name for name, _ in sizes)
-    eight = wire in EIGHT_BIT
-    bucket = FusionBucket(names, ALL_TO_ALL if eight else "native", wire, "ring" if eight else "")
+    own = own_algorithm(wire)
+    bucket = FusionBucket(names, own or "native", wire, "ring" if own else "")
     path = folder / "plan.toml"
     PlanFile(FusionPlan((bucket,)), ModelFacts.of(sizes), ClusterFacts(ranks, 1)).write(path)
     return str(path)

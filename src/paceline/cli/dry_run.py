@@ -65,7 +65,6 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     """Prints settings, data, model, memory and time of a run on `ranks` ranks of this node."""
     from paceline.comm.group import Group
     from paceline.optim.scaling_report import describe_in_lines
-    from paceline.optim.settings import ANCHORED
     from paceline.train.components import Components
     from paceline.train.exchange_plan import describe_idle
     from paceline.train.inputs import check_trackers
@@ -94,11 +93,7 @@ def dry_run(config: RunConfig, ranks: int) -> int:
         times = _measure(config, group, sizes, classes, samples / sizes.global_batch, ranks)
     # A process that computes several ranks makes one update.
     times = replace(times, images_s=times.images_s * (ranks / processes))
-    passes = 1.0
-    if config.optim.name in ANCHORED:
-        # Each sample at the weights and at the anchor, and the full gradients, as `Anchors` takes them.
-        per_epoch = plan.steps_per_epoch
-        passes = 2 + per_epoch / max(1, round(config.optim.center_epochs * per_epoch))
+    passes = config.optim.own_optimizer.passes(plan.steps_per_epoch)
     # Passes cost as much as their samples, also where the batch grows.
     batches = plan.total_samples / sizes.global_batch
     train_s = times.training_s(plan.total_steps, batches, passes)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+_FORMER_SETTINGS = (
+    "nodes", "gpus_per_node", "gpu", "profile", "cluster", "node_gbps", "latency_us", "links",
+    "oversubscription", "input_images_per_s", "eval_s", "startup_s", "price_per_gpu_hour",
+    "watts_per_gpu",
+)  # fmt: skip
 PROVIDES: dict[str, dict[str, str]] = {
-    "settings of run": {"rehearsal": "rehearsal.settings:RehearsalSettings"},
-    "strategy": {"rehearsal": "rehearsal.strategy:Rehearsal"},
+    "run settings": {"rehearsal": "rehearsal.settings:RehearsalSettings"},
+    "renamed settings": dict.fromkeys(
+        (f"rehearse.{name}" for name in _FORMER_SETTINGS), "rehearsal.settings:RENAMED"
+    ),
+    "strategies": {"rehearsal": "rehearsal.strategy:Rehearsal"},
 }

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from paceline.core.exclusions import Exclusion, above, one_of, switched_off
 from paceline.core.settings import SettingChecks, check_input_rate
 from paceline.core.topology import RANKS_LIMIT
-from paceline.plan.fusion_plan import EIGHT_BIT
 
 # The order of additions is worked out in time and memory in proportion to the square of the ranks: for
 # 1,024, the most that were tried, 18 s and 0.9 GB with `ring` (records/2026-11-17_rehearse_2-core-cpu).
@@ -88,8 +87,11 @@ class RehearsalSettings:
         *switched_off(
             {"optim.batch_schedule": "", "run.trace": False}, "is not supported in a rehearsal"
         ),
-        Exclusion(
-            "comm.wire", one_of(*EIGHT_BIT), {},
-            "cannot be rehearsed: each rank keeps its rounding errors", "use 'auto'",
-        ),
     )  # fmt: skip
+
+
+# Default and new name of each by its earlier name.
+RENAMED = {
+    f"rehearse.{own.name}": (own.default, f"run.rehearsal.{own.name}")
+    for own in fields(RehearsalSettings)
+}

@@ -22,12 +22,12 @@ from paceline.data import BatchPlan, Source, TrainBatches, create_train_loader
 from paceline.models.pretrained import load_pretrained
 from paceline.models.registry import is_own
 from paceline.models.synced_norm import keep_last_statistics
-from paceline.optim.settings import ANCHORED
 from paceline.train.callbacks import Callback, CallbackRunner
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
 from paceline.train.checkpoint_writer import CheckpointWriter
 from paceline.train.components import Components
 from paceline.train.fast_path import ModelLimits, check_model_norms
+from paceline.train.gradient_source import source_class
 from paceline.train.inputs import (
     RunInputs,
     agree_on_inputs,
@@ -53,7 +53,6 @@ from paceline.train.step_parts import StepParts, create_parts, create_step
 from paceline.train.stop_signals import StopSignals
 from paceline.train.strategy import Strategy, create_strategy
 from paceline.train.training import Training, describe_run
-from paceline.train.update import create_anchors
 
 
 def build(
@@ -116,9 +115,9 @@ def _assemble(
     with group.phase("loader"):
         progress = _restored(state, checkpoint, folder)
         loader = make_loader(plan, progress.step)
-    anchors = create_anchors(config, source, plan, parts.optimizer, group, components)
+    gradients = source_class(config).create(config, plan, make_loader)
     startup.end("loader")
-    step = create_step(config, parts, loader, plan, group, stop, components, anchors)
+    step = create_step(config, parts, loader, plan, group, stop, components, gradients)
     trace = _create_trace(config, group, parts, step, folder, progress.step)
     training = Training(
         config=config, written=resolved.written, group=group, folder=folder, lock=inputs.lock,
@@ -213,7 +212,7 @@ def _build_model(
     parts = create_parts(
         config, model, group, rate=rate,
         micro_batch=plan.micro_batch,
-        accumulate=plan.accumulation > 1 or config.optim.name in ANCHORED,
+        accumulate=plan.accumulation > 1 or source_class(config).several_passes,
         pinned=PinnedPlan.of(checkpoint, config, plan.world_size) if checkpoint else None,
         steps_per_epoch=plan.samples / plan.last_batch, components=components,
         classes=config.model.num_classes or len(source.classes), limits=limits, strategy=strategy,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from paceline.comm.settings import CommSettings
 from paceline.comm.transport import Transport, create_transport
 from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError, ConfigError, RunError
-from paceline.core.exclusions import check_exclusions
 from paceline.core.imports import first_line
 from paceline.core.units import format_bytes
 from paceline.data import Normalizer
@@ -160,19 +159,19 @@ def _check_pinned(pinned: PinnedPlan, trained: dict[str, nn.Parameter]) -> None:
 
 
 def check_wires(config: RunConfig, plan: FusionPlan, origin: str) -> None:
-    """Refuses a wire format of a plan file that the configuration would refuse as `comm.wire`, alike on
-    all ranks, which have the same plan. `origin` is that of the plan."""
+    """A plan file has wire formats of its own: those that the configuration would refuse as `comm.wire`
+    are refused in it too, alike on all ranks, which have the same plan. `origin` is that of the plan."""
     from_file = origin == f"plan {config.comm.plan}"
     for wire in sorted({bucket.wire for bucket in plan.buckets}):
-        comm = replace(config.comm, plan="", algorithm="auto", wire=wire, error_feedback=True)
         try:
-            check_exclusions(config.exclusions(), **{**config.sections(), "comm": comm})
+            config.check_wire(wire)
         except ConfigError as error:
-            where = origin if from_file else "plan of the checkpoint"
             raise ConfigError(
                 "comm.plan", config.comm.plan or None,
-                f"the {where} has buckets in {wire}, but {error.cause}",
-                "make a plan without it, or leave comm.plan out" if from_file else error.remedy,
+                f"the {origin if from_file else 'plan of the checkpoint'} has buckets in {wire}: "
+                f"{error.cause}",
+                "make a plan without it, or leave comm.plan out" if from_file
+                else "start anew without --resume",
             ) from None  # fmt: skip
 
 

@@ -159,8 +159,8 @@ def _scaled(config: RunConfig, facts: Facts, ranks: int) -> tuple[RunConfig, str
     sizes = resolve_batch_sizes(*requested_batch(config, ranks), samples=samples)
     strategy = strategy_class(config)
     recipe = Recipe(
-        optim, known, optim.known_good_optimizer or optim.name, config.run.batch_size,
-        config.run.average_epochs, kept=frozenset(optim.scaling_keeps),
+        optim, known, optim.known_good.optimizer or optim.name, config.run.batch_size,
+        config.run.average_epochs, kept=frozenset(optim.known_good.keeps),
         mixing=tuple(f"run.{name}" for name in ("mixup", "cutmix") if getattr(config.run, name)),
         averages=strategy.same_weights, one_batch=strategy.one_batch,
         pretrained=_pretrained(config, resumed),
@@ -169,10 +169,7 @@ def _scaled(config: RunConfig, facts: Facts, ranks: int) -> tuple[RunConfig, str
     scaling = scale_recipe(recipe, target if resumed is None else _as_before(target, resumed))
     values = {"run.global_batch_size": sizes.global_batch, **scaling.values}
     # The result is a recipe of its own, known for its own batch.
-    applied: dict[str, object] = {
-        "optim.scaling": "off", "optim.known_good_batch": None, "optim.known_good_optimizer": "",
-        "optim.known_good_lr": None, "optim.known_good_momentum": None, "optim.scaling_keeps": [],
-    }  # fmt: skip
+    applied: dict[str, object] = {"optim.scaling": "off", "optim.known_good_batch": None}
     try:
         return config.with_values(values | applied), scaling.describe()
     except ConfigError as error:

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 PINNED = (
     "run.seed", "model.name", "model.arguments", "model.freeze", "model.num_classes", "model.stem",
     "data.image_size", "data.channels", "data.shuffle", "data.val_split", "optim.name",
-    "optim.orthogonal",  # determines the meaning of the momentum
 )  # fmt: skip
 _PINNED_WITH_SHARDS = ("data.shuffle_window_shards",)
 
@@ -81,9 +80,10 @@ class Progress:
 def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
     """Raises CheckpointError for a checkpoint of another run, before anything is built from it."""
     refuse_removed(checkpoint.config)
-    there, here = flatten(checkpoint.config), config.flat()
-    by_shards = config.data.shuffle == "shards"
-    for name in PINNED + (_PINNED_WITH_SHARDS if by_shards else ()):
+    there, here = flatten(with_defaults(checkpoint.config)), config.flat()
+    names = PINNED + (_PINNED_WITH_SHARDS if config.data.shuffle == "shards" else ())
+    own = config.optim.own_optimizer.PINNED
+    for name in (*names, *(f"optim.{config.optim.name}.{key}" for key in own)):
         _compare(path, name, there.get(name), here.get(name))
 
 

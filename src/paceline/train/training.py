@@ -196,7 +196,7 @@ def describe_run(
         "no effect": describe_idle(config, plan.world_size),
         "peak_lr": f"{training.state.peak_lr:g}",
         "scaling": scaling,
-        "full gradient": step.anchors.describe() if step.anchors else "",
+        **step.source.describe(),
         "batch norm": _describe_norms(config),
         "warm-up": training.schedule.describe_cut(),
         "noise scale": _describe_noise_scale(config, plan),
@@ -207,6 +207,7 @@ def describe_run(
         "changed on resume": changes(checkpoint, config, LOCAL_SETTINGS) if checkpoint else "",
         "exchange state": "; ".join(training.state.notes),
         **_given_objects(components),
+        **step.strategy.describe(),
     }
     return {name: text for name, text in chosen.items() if text}
 

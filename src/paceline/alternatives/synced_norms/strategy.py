@@ -57,10 +57,10 @@ class SyncedNorms(Synchronous):
 
     def describe(self) -> dict[str, str]:
         size = self._norms.size
-        text = f"over {self.group.world_size // size} group(s) of {size} ranks"
+        text = f"statistics over {self.group.world_size // size} group(s) of {size} ranks"
         if self.config.run.fused_convolutions == "auto":
             text += "; run.fused_convolutions is off for these"
-        return {"statistics": text}
+        return {"synced norms": text}
 
     def begin(self, step: int, plan: BatchPlan) -> None:
         """In a short last step ranks may have different numbers of micro-batches. Each then uses its own
