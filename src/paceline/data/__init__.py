@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from paceline.data.sources.base import Source, Split
     from paceline.data.sources.dataset import DatasetSource
     from paceline.data.sources.labels import numbered_classes
-    from paceline.data.sources.layouts import SyntheticImages
+    from paceline.data.sources.layouts import SyntheticImages, register_source
 
 __all__ = [
     "Batch", "BatchAugment", "BatchPlan", "CorruptImage", "CorruptSample", "DataSettings",
@@ -53,7 +53,7 @@ __all__ = [
     "TrainTransform", "allowed_corrupt", "as_source", "create_eval_loader", "create_train_loader",
     "describe_channels", "divide_wait", "inspect_set", "mark_stream", "numbered_classes",
     "open_data", "open_other", "open_source", "open_splits", "pack_splits", "random_box",
-    "region_library", "sum_by_stage", "to_mode",
+    "region_library", "register_source", "sum_by_stage", "to_mode",
 ]  # fmt: skip
 _MODULES = {
     "augment": "EvalTransform TrainTransform random_box",
@@ -78,7 +78,7 @@ _MODULES = {
     "sources.base": "Source Split",
     "sources.dataset": "DatasetSource",
     "sources.labels": "numbered_classes",
-    "sources.layouts": "SyntheticImages",
+    "sources.layouts": "SyntheticImages register_source",
 }
 if not TYPE_CHECKING:  # a type checker would accept every name
     __getattr__, __dir__ = lazy_exports(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.core.exclusions import Exclusion, check_exclusions, not_in, one_of
+from paceline.core.extensions import Registry
 from paceline.core.settings import SettingChecks
 
 SOURCES = (
@@ -18,6 +21,8 @@ SOURCES = (
     "synthetic",
     "python",
 )
+# Functions that open the sources of extensions and programs.
+OTHER_SOURCES: Registry[Callable[..., Any]] = Registry("sources", {})
 AUGMENTATIONS = ("random_resized_crop", "pad_crop", "none")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 RESIDENCE = ("auto", "on", "off")
@@ -48,7 +53,7 @@ class DataSettings:
     source: str = "auto"
     """Layout of `dir`: `shards`, `folder`, `imagenet` (the published archives), `cifar10` or `idx`;
     `auto` detects it; `embedded` and `synthetic` need no directory; `python` stands for a
-    source or dataset that a program gave to `pl.Trainer`."""
+    source or dataset that a program gave to `pl.Trainer`. `register_source` adds names."""
     image_size: int = 224
     """Edge of the images that the model sees, in pixels."""
     channels: int = 3
@@ -117,7 +122,7 @@ class DataSettings:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         self._set_dependent_defaults()
         check = SettingChecks("data", self)
-        check.known("source", SOURCES)
+        check.known("source", (*SOURCES, *OTHER_SOURCES.names()))
         check.known("augment", AUGMENTATIONS)
         check.known("interpolation", INTERPOLATIONS)
         check.known("resident", RESIDENCE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from paceline.core.errors import DataError
 from paceline.data.order import SYNTHETIC_STREAM, hash64, to_unit
-from paceline.data.settings import DataSettings
+from paceline.data.settings import OTHER_SOURCES, DataSettings
 from paceline.data.sources.array_sets import Cifar10, IdxFiles, find_idx, find_layout
-from paceline.data.sources.base import Source, Split
+from paceline.data.sources.base import Source, Split, checked_source
 from paceline.data.sources.folders import (
     FlatFolder,
     ImageFiles,
@@ -123,6 +123,15 @@ _FOLDERS: dict[str, tuple[str, ...]] = {
 _TEST = "test"
 
 
+Opener = Callable[[DataSettings, Split, Sequence[str] | None], Source]
+
+
+def register_source(name: str, opener: Opener) -> None:
+    """Makes `data.source = NAME` open splits by `opener` in this process. It gets the settings, the split
+    and, for validation, the classes of the training split."""
+    OTHER_SOURCES.register(name, opener)
+
+
 def open_layout(
     settings: DataSettings,
     split: Split,
@@ -137,6 +146,9 @@ def open_layout(
         return _synthetic(settings, split)
     if settings.source == "embedded":
         return _shards(EMBEDDED, split, classes, Retry(0), keep_index)
+    if settings.source in OTHER_SOURCES:
+        opener: Opener = OTHER_SOURCES.get(settings.source, "data.source")
+        return checked_source(opener(settings, split, classes))
     if settings.source == "python":
         raise DataError(
             "the data was given as a Python object, which the settings cannot open",
