@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,3 +36,8 @@ def load_extension(name: str, field: str, value: object) -> Any:
     ConfigError if it was removed."""
     with needed_by(field, value):
         return importlib.import_module(f"paceline.{name}")
+
+
+def load_chosen(package: str, modules: Mapping[str, str], name: str) -> Any:
+    """Imports the module of `paceline.PACKAGE` that `modules` has for the choice `name`."""
+    return importlib.import_module(f"paceline.{package}.{modules[name]}")

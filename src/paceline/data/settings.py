@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from paceline.core.exclusions import Exclusion, check_exclusions, not_in, one_of
 from paceline.core.settings import SettingChecks
 
-SOURCES = (
-    "auto",
-    "embedded",
-    "shards",
-    "folder",
-    "imagenet",
-    "cifar10",
-    "idx",
-    "synthetic",
-    "python",
-)
+# Kinds of data, and the modules of `data/sources` that open them; `register_source` adds others.
+SOURCES = {
+    "auto": "layouts",
+    "embedded": "embedded",
+    "shards": "layouts",
+    "folder": "layouts",
+    "imagenet": "layouts",
+    "cifar10": "layouts",
+    "idx": "layouts",
+    "synthetic": "synthetic",
+    "python": "",
+}
 AUGMENTATIONS = ("random_resized_crop", "pad_crop", "none")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 RESIDENCE = ("auto", "on", "off")
@@ -27,7 +28,8 @@ DECODERS = (*HOST_DECODERS, *DEVICE_DECODERS)
 # The strongest of RandAugment's operations.
 MOST_MAGNITUDE = 30
 SHUFFLES = ("global", "shards")
-CACHES = ("none", "memory", "disk")
+# Caches, and the modules of `data/sources` that have them.
+CACHES = {"none": "", "memory": "cache", "disk": "cache"}
 CACHE_FORMS = ("raw", "decoded")
 # By number of channels; for one, the means of ImageNet's three.
 MEANS = {1: (0.449,), 3: (0.485, 0.456, 0.406)}
