@@ -11,10 +11,11 @@ import torch
 
 import faults
 from cli_runs import Call, Done, events, run, run_two, small, started_ranks, summary
+from paceline.alternatives.eight_bit.wires import ALL_TO_ALL
 from paceline.cli.dry_run import StepTimes
 from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings
-from paceline.plan.fusion_plan import ALL_TO_ALL, FusionBucket, FusionPlan
+from paceline.plan.fusion_plan import FusionBucket, FusionPlan
 from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
 from paceline.plan.schedules import NATIVE
 from paceline.plan.size_table import SizeTable

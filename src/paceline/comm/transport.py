@@ -19,10 +19,9 @@ from paceline.comm.group import Group
 from paceline.comm.hybrid import PlannedAllReduce, WireFormat
 from paceline.comm.memory import Memory
 from paceline.comm.process_groups import ProcessGroups
-from paceline.comm.quantized import Residuals
 from paceline.comm.settings import BACKEND_GRACE_S, CommSettings
 from paceline.core.errors import CommError
-from paceline.plan.fusion_plan import EIGHT_BIT, FusionPlan
+from paceline.plan.fusion_plan import FusionPlan
 
 Wait = Callable[[], None]
 Notify = Callable[[], None]
@@ -143,7 +142,7 @@ class ThreadTransport(Transport):
 
     @property
     def memory(self) -> Memory | None:
-        return self.planned.quantized.residuals
+        return self.planned.memory
 
     def send(self, pieces: Sequence[Piece], begun: Notify, ended: Notify) -> Wait:
         def run() -> Tensor:
@@ -207,8 +206,7 @@ def create_transport(group: Group, settings: CommSettings, plan: FusionPlan) -> 
             return NativeTransport(group, groups)
         # The first collective of the new groups, while all ranks are at the same point.
         groups.check_same({"the fusion plan": plan.fingerprint})
-        eight_bit = any(bucket.wire in EIGHT_BIT for bucket in plan.buckets)
-        residuals = Residuals() if eight_bit and settings.error_feedback else None
-        return ThreadTransport(group, PlannedAllReduce(groups, residuals))
+        wires = {bucket.wire for bucket in plan.buckets}
+        return ThreadTransport(group, PlannedAllReduce(groups, wires, settings))
 
     return group.watched("the creation of process groups", make)

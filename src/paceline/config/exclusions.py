@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from paceline.config.settings import EQUAL_SHARES
 from paceline.core.exclusions import Exclusion, Test, above, not_in, one_of
 from paceline.optim.settings import ANCHORED, CYCLES, OPTIMIZERS_OF_SVRG
-from paceline.plan.fusion_plan import EIGHT_BIT
 
 _ASYNCHRONOUS = {"comm.mode": one_of("asynchronous")}
 _UNEQUAL = {"run.shares": not_in(EQUAL_SHARES)}
@@ -110,10 +109,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "run.average_epochs", not_in(0.0), {"optim.schedule_free": above(0)},
         "schedule-free training averages the weights itself", "use 0 with optim.schedule_free",
     ),
-    Exclusion(
-        "run.noise_scale", one_of(True), {"comm.wire": one_of(*EIGHT_BIT)},
-        "comm.wire = {comm.wire!r} adds noise to the gradients", "leave one of the two out",
-    ),
     # Unequal shares of the batch.
     *_without(("optim.batch_schedule", "model.norm_group", "run.noise_scale"), _UNEQUAL, "run.shares"),
     # Rehearsals.
@@ -125,10 +120,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     *_without(
         ("comm.mode", "run.shares", "model.norm_group", "optim.batch_schedule", "run.trace"),
         _REHEARSAL, "a rehearsal",
-    ),
-    Exclusion(
-        "comm.wire", one_of(*EIGHT_BIT), _REHEARSAL,
-        "cannot be rehearsed: each rank keeps its rounding errors", "use 'auto'",
     ),
     Exclusion(
         "optim.name", one_of(*OPTIMIZERS_OF_SVRG), _REHEARSAL,
@@ -175,13 +166,8 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         for name in ("augment", "device_augment")
     ),
     Exclusion(
-        "comm.wire", one_of(*EIGHT_BIT), _ANCHORED,
-        "{optim.name} exchanges differences and full gradients, between which error feedback would mix",
-        "use 'auto'",
-    ),
-    Exclusion(
-        "comm.wire", one_of("float16"), _ANCHORED,
-        "{optim.name} exchanges full gradients: if one overflows, all steps up to the next are lost",
+        "comm.wire", not_in("auto", "float32", "bfloat16"), _ANCHORED,
+        "{optim.name} exchanges differences and full gradients, which {comm.wire} could overflow or mix",
         "use 'auto' or 'bfloat16'",
     ),
     Exclusion(

@@ -51,6 +51,7 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
 
 
 RENAMED: Mapping[str, tuple[Any, str]] = {
+    "comm.error_feedback": (True, "comm.int8.error_feedback"),
     "comm.eta_kib": (None, "comm.hybrid.eta_kib"),
     "comm.sizes": ("", "comm.hybrid.sizes"),
 }

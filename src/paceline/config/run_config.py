@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,14 @@ class RunConfig:
         """
         facts = {"job": job} | ({} if program is None else {"program": program})
         check_exclusions(self.exclusions(), **self.sections(), **facts)
+
+    def check_wire(self, wire: str) -> None:
+        """Checks a wire format of a plan as if `comm.wire` named it.
+
+        Raises:
+            ConfigError: If it is refused.
+        """
+        replace(self, comm=replace(self.comm, plan="", wire=wire))
 
     def sections(self) -> dict[str, Any]:
         """Returns the settings object of each section."""
@@ -173,7 +181,10 @@ def _defaults(tables: Mapping[str, Any]) -> RunConfig:
     for section, kind in SECTIONS.items():
         table = tables.get(section)
         if isinstance(table, Mapping) and issubclass(kind, Section):
-            kept[section] = {owner: {} for owner in owner_names(kind) if owner in table}
+            own = own_hints(kind)
+            kept[section] = {
+                k: {} for k, v in table.items() if k not in own and isinstance(v, Mapping)
+            }
     return RunConfig.from_tables(kept)
 
 

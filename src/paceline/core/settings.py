@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.core.extensions import load_extension
+from paceline.core.extensions import Registry, load_part
 from paceline.core.untrusted import LONGEST_S, ParseError, is_finite, parse_toml
 
 Settings = TypeVar("Settings")
@@ -78,20 +78,24 @@ class Section:
             yield from getattr(self.owned.get(name), "EXCLUSIONS", ())
 
 
-# Classes of settings from outside the package, by section and owner.
-_registered: dict[tuple[str, str], type] = {}
+# Classes of settings by owner, for each section: those of methods and those from outside the package.
+_registries: dict[str, Registry[type]] = {}
+
+
+def _owners(section: str) -> Registry[type]:
+    return _registries.setdefault(section, Registry(f"{section} settings", {}))
 
 
 def register_settings(section: str, owner: str, kind: type) -> None:
     """Makes the dataclass `kind` the settings of `owner`, as the table `[section.owner]`."""
-    _registered[section, owner] = kind
+    _owners(section).register(owner, kind)
 
 
 def owner_names(section: type) -> list[str]:
     """Returns the names of all tables of owners that a section may have."""
     if not issubclass(section, Section):
         return []
-    return [*section.OWNERS, *(owner for name, owner in _registered if name == section.NAME)]
+    return [*section.OWNERS, *_owners(section.NAME).names()]
 
 
 def settings_class(section: type, owner: str, asked_by: str) -> type | None:
@@ -107,13 +111,11 @@ def settings_class(section: type, owner: str, asked_by: str) -> type | None:
     """
     if not issubclass(section, Section):
         return None
-    if (section.NAME, owner) in _registered:
-        return _registered[section.NAME, owner]
-    if owner not in section.OWNERS:
-        return None
-    module, _, name = section.OWNERS[owner].partition(":")
-    kind: type = getattr(load_extension(module, asked_by, owner), name)
-    return kind
+    if owner in section.OWNERS:
+        kind: type = load_part(section.OWNERS[owner], asked_by, owner)
+        return kind
+    others = _owners(section.NAME)
+    return others.get(owner, asked_by) if owner in others else None
 
 
 def from_table(cls: type[Settings], section: str, table: Mapping[str, Any]) -> Settings:

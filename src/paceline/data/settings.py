@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.core.exclusions import Exclusion, check_exclusions, not_in, one_of
+from paceline.core.extensions import Registry
 from paceline.core.settings import SettingChecks
 
-# Kinds of data, and the modules of `data/sources` that open them; `register_source` adds others.
-SOURCES = {
-    "auto": "layouts",
-    "embedded": "embedded",
-    "shards": "layouts",
-    "folder": "layouts",
-    "imagenet": "layouts",
-    "cifar10": "layouts",
-    "idx": "layouts",
-    "synthetic": "synthetic",
-    "python": "",
-}
+_DIRECTORY = "data.sources.layouts:KIND"
+# Kinds of data, and what opens them: a `SourceKind`, or the function of a program (`register_source`).
+SOURCES: Registry[Any] = Registry(
+    "sources",
+    {
+        "auto": _DIRECTORY,
+        "embedded": "data.sources.embedded:KIND",
+        "shards": _DIRECTORY,
+        "folder": _DIRECTORY,
+        "imagenet": _DIRECTORY,
+        "cifar10": _DIRECTORY,
+        "idx": _DIRECTORY,
+        "synthetic": "data.sources.synthetic:KIND",
+        "python": "data.sources.registry:PYTHON_OBJECT",
+    },
+)
 AUGMENTATIONS = ("random_resized_crop", "pad_crop", "none")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 RESIDENCE = ("auto", "on", "off")
@@ -28,8 +34,7 @@ DECODERS = (*HOST_DECODERS, *DEVICE_DECODERS)
 # The strongest of RandAugment's operations.
 MOST_MAGNITUDE = 30
 SHUFFLES = ("global", "shards")
-# Caches, and the modules of `data/sources` that have them.
-CACHES = {"none": "", "memory": "cache", "disk": "cache"}
+CACHES = ("none", "memory", "disk")
 CACHE_FORMS = ("raw", "decoded")
 # By number of channels; for one, the means of ImageNet's three.
 MEANS = {1: (0.449,), 3: (0.485, 0.456, 0.406)}
@@ -50,7 +55,7 @@ class DataSettings:
     source: str = "auto"
     """Layout of `dir`: `shards`, `folder`, `imagenet` (the published archives), `cifar10` or `idx`;
     `auto` detects it; `embedded` and `synthetic` need no directory; `python` stands for a
-    source or dataset that a program gave to `pl.Trainer`."""
+    source or dataset that a program gave to `pl.Trainer`. `register_source` adds names."""
     image_size: int = 224
     """Edge of the images that the model sees, in pixels."""
     channels: int = 3
@@ -119,7 +124,7 @@ class DataSettings:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         self._set_dependent_defaults()
         check = SettingChecks("data", self)
-        check.known("source", SOURCES)
+        check.known("source", SOURCES.names())
         check.known("augment", AUGMENTATIONS)
         check.known("interpolation", INTERPOLATIONS)
         check.known("resident", RESIDENCE)

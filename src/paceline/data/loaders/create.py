@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.core.extensions import load_chosen
+from paceline.core.extensions import load_part
 from paceline.core.host import ask_for_connections
 from paceline.data.augment import EvalTransform, SquareTransform, TrainTransform, extra_draws
 from paceline.data.decode.decoder import Decoder, PillowDecoder, RegionUnavailableError
@@ -26,12 +26,10 @@ from paceline.data.sources.base import Source
 
 _JPEG_NAMES = (".jpg", ".jpeg")
 _NAMES_LOOKED_AT = 64
-# Decoders besides Pillow, and the modules of `data` that have their `create_decoder`.
-_DECODERS = {
-    "region": "decode.region",
-    "nvjpeg": "device.gpu_decoder",
-    "resident": "device.resident",
-}
+# What creates decoders other than Pillow.
+_REGION = "data.decode.region:create_decoder"
+_NVJPEG = "data.device.gpu_decoder:create_decoder"
+_RESIDENT = "data.device.resident:create_decoder"
 
 
 def create_train_loader(
@@ -96,8 +94,8 @@ def _create_decoder(
             source, transform, settings, notes, pin_memory=device.type == "cuda"
         )
     host = create_host_decoder(source, transform, replace(settings, decoder="auto"))
-    decoders = load_chosen("data", _DECODERS, settings.decoder)
-    found: Decoder = decoders.create_decoder(host, transform, settings, device, notes)
+    create = load_part(_NVJPEG, "data.decoder", settings.decoder)
+    found: Decoder = create(host, transform, settings, device, notes)
     return found
 
 
@@ -123,7 +121,7 @@ def create_host_decoder(
     own_note = "Pillow decodes" if wanted == "pillow" else ""
     if wanted == "region" or (wanted == "auto" and _has_jpegs(source)):
         try:
-            found: PillowDecoder = load_chosen("data", _DECODERS, "region").create_decoder(
+            found: PillowDecoder = load_part(_REGION, "data.decoder", wanted)(
                 source, transform, channels=channels, workers=workers, pin_memory=pin_memory,
                 notes=notes,
             )  # fmt: skip
@@ -183,6 +181,6 @@ def _resident_decoder(
             "set data.resident = 'off', or data.decoder = 'auto'",
         )
     training = isinstance(transform, TrainTransform)
-    decoders = load_chosen("data", _DECODERS, "resident")
-    found: tuple[Decoder | None, str] = decoders.create_decoder(source, settings, device, training)
+    create = load_part(_RESIDENT, "data.resident", wanted)
+    found: tuple[Decoder | None, str] = create(source, settings, device, training)
     return found

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from paceline.core.errors import ConfigError, DataError
-from paceline.core.extensions import load_chosen
+from paceline.core.extensions import load_part
 from paceline.data.image import CorruptImage, image_facts
 from paceline.data.order import Int64
-from paceline.data.settings import CACHES, DataSettings
+from paceline.data.settings import DataSettings
 from paceline.data.sources.base import (
     Source,
     Split,
@@ -59,8 +59,8 @@ def _cached(source: Source, settings: DataSettings, split: Split) -> Source:
     """`source` behind the cache that the settings ask for; each split has its own."""
     if settings.cache == "none":
         return source
-    cache = load_chosen("data.sources", CACHES, settings.cache)
-    found: Source = cache.cached(source, settings, split)
+    cached = load_part("data.sources.cache:cached", "data.cache", settings.cache)
+    found: Source = cached(source, settings, split)
     return found
 
 

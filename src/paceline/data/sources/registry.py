@@ -10,12 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.core.errors import DataError
-from paceline.core.extensions import load_chosen
-from paceline.core.imports import PYTHON
 from paceline.data.settings import SOURCES, DataSettings
-from paceline.data.sources.base import Source, Split
+from paceline.data.sources.base import Source, Split, checked_source
 
-OpenSplit = Callable[[DataSettings, Split, Sequence[str] | None, bool], Source]
+Opener = Callable[[DataSettings, Split, Sequence[str] | None], Source]
 
 
 def named_validation(settings: DataSettings) -> str:
@@ -33,27 +31,34 @@ class SourceKind:
         validation: Returns by what the data has a validation set, "" if it has none.
     """
 
-    open_split: OpenSplit
+    open_split: Callable[[DataSettings, Split, Sequence[str] | None, bool], Source]
     validation: Callable[[DataSettings], str] = named_validation
 
 
-_registered: dict[str, SourceKind] = {}
-
-
-def register_source(name: str, open_split: OpenSplit) -> None:
-    """Makes `data.source = name` open splits by `open_split` (see `SourceKind`)."""
-    SOURCES[name] = ""
-    _registered[name] = SourceKind(open_split)
+def register_source(name: str, opener: Opener) -> None:
+    """Makes `data.source = NAME` open splits by `opener` in this process. It gets the settings, the split
+    and, for validation, the classes of the training split."""
+    SOURCES.register(name, opener)
 
 
 def source_kind(name: str) -> SourceKind:
     """Returns what `data.source = name` stands for."""
-    if name in _registered:
-        return _registered[name]
-    if name == PYTHON:
-        raise DataError(
-            "the data was given as a Python object, which the settings cannot open",
-            "use the program that made it, or give --data-dir",
+    found = SOURCES.get(name, "data.source")
+    if isinstance(found, SourceKind):
+        return found
+    opener: Opener = found
+    return SourceKind(
+        lambda settings, split, classes, keep_index: checked_source(
+            opener(settings, split, classes)
         )
-    kind: SourceKind = load_chosen("data.sources", SOURCES, name).KIND
-    return kind
+    )
+
+
+def _refuse(*_: object) -> Source:
+    raise DataError(
+        "the data was given as a Python object, which the settings cannot open",
+        "use the program that made it, or give --data-dir",
+    )
+
+
+PYTHON_OBJECT = SourceKind(_refuse)
