@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from paceline.core import lazy_exports
 
 if TYPE_CHECKING:
-    from paceline.comm.agreement import AgreedError, PeerError
     from paceline.comm.exchange import SIGNALS, GradientExchange, Signals
     from paceline.comm.group import Group
     from paceline.comm.hybrid import HybridAllReduce
+    from paceline.comm.peer_errors import AgreedError, PeerError
     from paceline.comm.process_groups import ProcessGroups
     from paceline.comm.progress import ExchangeObserver
     from paceline.comm.settings import CommSettings
@@ -44,13 +44,13 @@ if not TYPE_CHECKING:  # a type checker would accept every name
         __name__,
         {
             "SIGNALS": "exchange",
-            "AgreedError": "agreement",
+            "AgreedError": "peer_errors",
             "CommSettings": "settings",
             "ExchangeObserver": "progress",
             "GradientExchange": "exchange",
             "Group": "group",
             "HybridAllReduce": "hybrid",
-            "PeerError": "agreement",
+            "PeerError": "peer_errors",
             "ProcessGroups": "process_groups",
             "Signals": "exchange",
             "SizeTable": "paceline.plan.size_table",

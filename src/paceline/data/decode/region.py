@@ -53,19 +53,12 @@ class RegionDecoder(PillowDecoder):
         transform: SquareTransform,
         library: RegionLibrary,
         *,
-        channels: int,
-        workers: int = 0,
-        pin_memory: bool = False,
         notes: Sequence[str] = (),
+        **options: Any,
     ) -> None:
-        super().__init__(
-            source,
-            transform,
-            channels=channels,
-            workers=workers,
-            pin_memory=pin_memory,
-            notes=(f"region decoder, {library.version}", *notes),
-        )
+        """`options` are those of `PillowDecoder`."""
+        note = f"region decoder, {library.version}"
+        super().__init__(source, transform, notes=(note, *notes), **options)
         self._library = library
         self._local = threading.local()
         self._lock = threading.Lock()

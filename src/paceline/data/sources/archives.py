@@ -10,18 +10,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, Self
 
 import numpy as np
 
 from paceline.core.errors import DataError
 from paceline.core.files import open_regular
-from paceline.data.order import Int64
-from paceline.data.sources.base import FileFacts, Source
 from paceline.data.sources.folders import is_image, known_classes, label_file
 from paceline.data.sources.labels import read_flat_labels
-from paceline.data.sources.shards import DESCRIPTORS_KEPT
-from paceline.data.sources.storage import Retry, ShardFile, ShardStamp
+from paceline.data.sources.shards import TarImages, files_on_disk
+from paceline.data.sources.storage import Retry, ShardStamp
 from paceline.data.sources.tar_index import (
     LABEL_EXTENSION,
     FileWindow,
@@ -44,71 +42,36 @@ class _Place(NamedTuple):
     class_name: str
 
 
-class TarredImages(Source):
+class TarredImages(TarImages):
     """Samples in the order of class, then of name."""
 
-    retry: Retry
-
-    def __init__(
-        self,
-        stamps: Mapping[Path, ShardStamp],
-        places: Sequence[_Place],
-        labels: Sequence[int] | Int64,
-        classes: Sequence[str],
-        retry: Retry,
-    ) -> None:
-        """`stamps` are those from before the tars were listed."""
-        self.retry = retry
-        self._paths = list(stamps)
-        self._stamps = list(stamps.values())
-        self._files = [
-            ShardFile(path, stamp, self.retry, keep_open=number < DESCRIPTORS_KEPT)
-            for number, (path, stamp) in enumerate(stamps.items())
-        ]
-        self._places: Int64 = np.array(
-            [(place.file, place.offset, place.size) for place in places], dtype=np.int64
-        )
-        self._names = NameTable(place.name for place in places)
-        self.labels = np.array(labels, dtype=np.int64)
-        self.classes: Sequence[str] = classes
-
-    def read(self, i: int) -> bytes:
-        """The encoded image; DataError where the tar itself can no longer be read."""
-        file, offset, size = map(int, self._places[i])
-        return self._files[file].read(offset, size)
-
-    def sizes(self) -> Int64:
-        found: Int64 = self._places[:, 2]
-        return found
-
-    def name(self, i: int) -> str:
-        return f"{self._paths[int(self._places[i, 0])].name}:{self._names[i]}"
-
-    def file_facts(self) -> FileFacts | None:
-        arrays = ShardStamp.to_arrays(self._stamps) | self._names.to_arrays()
-        arrays |= {"places": self._places, "labels": self.labels}
-        about = {"paths": [str(path) for path in self._paths], "classes": list(self.classes)}
-        return FileFacts("tars", arrays, about)
+    FACTS = "tars"
 
     @classmethod
-    def from_facts(cls, facts: FileFacts, retry: Retry) -> TarredImages:
-        arrays, about = facts.arrays, facts.about
-        stamps = zip(map(Path, about["paths"]), ShardStamp.from_arrays(arrays), strict=True)
-        made = cls(dict(stamps), (), arrays["labels"], about["classes"], retry)
-        made._places = arrays["places"]
-        made._names = NameTable.from_arrays(arrays)
-        return made
+    def of(
+        cls,
+        stamps: Mapping[Path, ShardStamp],
+        places: Sequence[_Place],
+        labels: Sequence[int],
+        classes: Sequence[str],
+        retry: Retry,
+    ) -> Self:
+        """`stamps` are those from before the tars were listed."""
+        numbers = [(place.file, place.offset, place.size) for place in places]
+        return cls(
+            files_on_disk(stamps.items(), retry), np.array(numbers, dtype=np.int64),
+            NameTable(place.name for place in places), np.array(labels, dtype=np.int64), classes,
+            retry,
+        )  # fmt: skip
 
     def identity(self) -> bytes:
         ends, letters = self._names.parts
         digest = hashlib.sha256(ends.tobytes() + letters)
-        for stamp in self._stamps:
-            digest.update(f"{stamp.size}\0{stamp.mtime_ns}\0".encode() + stamp.probe)
-        return digest.digest()
-
-    def close(self) -> None:
         for file in self._files:
-            file.close()
+            assert file.stamp is not None
+            digest.update(f"{file.stamp.size}\0{file.stamp.mtime_ns}\0".encode())
+            digest.update(file.stamp.probe)
+        return digest.digest()
 
 
 def open_class_tars(
@@ -131,7 +94,7 @@ def open_class_tars(
                 "remove it, or add the class to the training split",
             )
     places.sort(key=lambda place: (place.class_name, place.name))
-    return TarredImages(stamps, places, [index[p.class_name] for p in places], names, retry)
+    return TarredImages.of(stamps, places, [index[p.class_name] for p in places], names, retry)
 
 
 def open_flat_tar(
@@ -144,7 +107,7 @@ def open_flat_tar(
     known = known_classes(path, classes)
     # The label file is looked for where it would be for a folder val/ in the tar's place.
     labels = read_flat_labels(label_file(path), [place.name for place in places], known)
-    return TarredImages(stamps, places, labels, known, retry)
+    return TarredImages.of(stamps, places, labels, known, retry)
 
 
 def _listed(path: Path, number: int, retry: Retry) -> list[_Place]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from paceline.core.errors import DataError
 from paceline.core.files import read_regular, user_cache
-from paceline.data.sources.shards import TarShards, shards_in_memory, shards_on_disk
+from paceline.data.sources.shards import TarShards, files_on_disk, shards_in_memory
 from paceline.data.sources.storage import (
     Retry,
     ShardStamp,
@@ -46,10 +46,14 @@ def open_shards(
     store = IndexStore(retry, keep_index)
     packed = [path for path in paths if path.name.endswith("gz")]
     plain = [path for path in paths if path not in packed]
-    shards = [*shards_on_disk(plain, store.take(plain), retry), *shards_in_memory(packed)]
-    more = f" and {len(store.notes) - 1} more" if store.notes[1:] else ""
-    notes = [f"{note}{more}" for note in store.notes[:1]]
-    return TarShards(sorted(shards, key=lambda shard: shard.path), classes, retry, notes)
+    taken = store.take(plain)
+    files = files_on_disk(zip(plain, (stamp for stamp, _ in taken), strict=True), retry)
+    shards = [*zip(files, (index for _, index in taken), strict=True), *shards_in_memory(packed)]
+    source = TarShards.of(sorted(shards, key=lambda shard: shard[0].path), classes, retry)
+    if store.notes:
+        more = f" and {len(store.notes) - 1} more" if store.notes[1:] else ""
+        source.add_note(f"{store.notes[0]}{more}")
+    return source
 
 
 class IndexStore:

@@ -61,44 +61,43 @@ def find_label_file(root: Path) -> Path | None:
 def read_flat_labels(path: Path, images: Sequence[str], classes: Sequence[str]) -> list[int]:
     """A label for each of `images`, sorted file names. DataError names the line that is wrong."""
     lines, known = _lines(path), {name: index for index, name in enumerate(classes)}
-    reader: Callable[[Path, list[str], Sequence[str], Mapping[str, int]], list[int]] = {
-        "val.txt": _by_name,
-        "LOC_val_solution.csv": _by_kaggle_id,
-        _GROUND_TRUTH: _by_devkit_number,
-        ANNOTATIONS: _by_annotation,
-    }.get(path.name, _by_place)
-    return reader(path, lines, images, known)
+    if path.name == "val.txt":
+        return _by_name(path, lines, images, known, (" ", ""), str, numbers=True)
+    if path.name == "LOC_val_solution.csv":
+        return _by_name(
+            path, lines, images, known, (",", " "), lambda name: Path(name).stem, header=1
+        )
+    if path.name == ANNOTATIONS:
+        return _by_name(path, lines, images, known, ("\t", "\t"), lambda name: Path(name).name)
+    if path.name == _GROUND_TRUTH:
+        return _by_devkit_number(path, lines, images, known)
+    return _by_place(path, lines, images, known)
 
 
 def _by_name(
-    path: Path, lines: list[str], images: Sequence[str], classes: Mapping[str, int]
+    path: Path,
+    lines: list[str],
+    images: Sequence[str],
+    classes: Mapping[str, int],
+    ends: tuple[str, str],
+    key: Callable[[str], str],
+    *,
+    header: int = 0,
+    numbers: bool = False,
 ) -> list[int]:
+    """A line is a name and a class; `ends` are what follows each. `key` is the name of an image there."""
     table: dict[str, int] = {}
-    for number, line in enumerate(lines, start=1):
-        name, _, text = line.partition(" ")
-        index = _class(path, number, text.strip(), classes, numbers=True)
-        table[Path(name).name] = index
-    return _looked_up(path, table, images, str)
-
-
-def _by_annotation(
-    path: Path, lines: list[str], images: Sequence[str], classes: Mapping[str, int]
-) -> list[int]:
-    table: dict[str, int] = {}
-    for number, line in enumerate(lines, start=1):
-        name, *rest = line.split("\t")
-        table[name] = _class(path, number, rest[0] if rest else "", classes)
-    return _looked_up(path, table, images, lambda name: Path(name).name)
-
-
-def _by_kaggle_id(
-    path: Path, lines: list[str], images: Sequence[str], classes: Mapping[str, int]
-) -> list[int]:
-    table: dict[str, int] = {}
-    for number, line in enumerate(lines[1:], start=2):
-        identity, _, boxes = line.partition(",")
-        table[identity] = _class(path, number, boxes.split(" ")[0], classes)
-    return _looked_up(path, table, images, lambda name: Path(name).stem)
+    for number, line in enumerate(lines[header:], start=1 + header):
+        name, _, rest = line.partition(ends[0])
+        text = rest.partition(ends[1])[0] if ends[1] else rest.strip()
+        table[Path(name).name] = _class(path, number, text, classes, numbers)
+    missing = [name for name in images if key(name) not in table]
+    if missing:
+        raise DataError(
+            f"{path}: no label for {len(missing)} of {len(images)} images, such as {missing[0]}",
+            "complete the file, or remove the images",
+        )
+    return [table[key(name)] for name in images]
 
 
 def _by_place(
@@ -142,18 +141,6 @@ def _class(
         f"{path}:{number}: {text!r} is none of the {len(classes)} classes",
         "the training split, or classes.json, names the classes",
     )
-
-
-def _looked_up(
-    path: Path, table: dict[str, int], images: Sequence[str], key: Callable[[str], str]
-) -> list[int]:
-    missing = [name for name in images if key(name) not in table]
-    if missing:
-        raise DataError(
-            f"{path}: no label for {len(missing)} of {len(images)} images, such as {missing[0]}",
-            "complete the file, or remove the images",
-        )
-    return [table[key(name)] for name in images]
 
 
 def _check_count(path: Path, lines: list[str], images: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""`TarShards`: tar shards in the WebDataset layout, whose indexes are known.
+"""`TarImages`: images in tars; `TarShards`: those of the WebDataset layout, whose indexes are known.
 
 A plain tar is read where it lies, by any number of threads at once; a compressed shard is unpacked into
 memory, which suits small sets such as the embedded one. `index_store.open_shards` opens shards of both
@@ -7,7 +7,6 @@ kinds.
 
 from __future__ import annotations
 
-import bisect
 import gzip
 import hashlib
 import io
@@ -15,6 +14,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -65,157 +65,162 @@ class UnpackedShard:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """One shard that is open. `stamp` is None for one in memory."""
+class TarFile:
+    """One tar that is open. `stamp` is None for one in memory."""
 
     path: Path
     content: ShardFile | UnpackedShard
-    index: ShardIndex
     stamp: ShardStamp | None = None
 
 
-def shards_on_disk(
-    paths: Iterable[Path], indexes: Iterable[tuple[ShardStamp, ShardIndex]], retry: Retry
-) -> Iterator[Shard]:
-    """Opens plain shards, of which only the first ones keep a descriptor."""
-    for number, (path, (stamp, index)) in enumerate(zip(paths, indexes, strict=True)):
-        content = ShardFile(path, stamp, retry, keep_open=number < DESCRIPTORS_KEPT)
-        yield Shard(path, content, index, stamp)
+def files_on_disk(stamps: Iterable[tuple[Path, ShardStamp]], retry: Retry) -> list[TarFile]:
+    """Opens plain tars, of which only the first ones keep a descriptor."""
+    return [
+        TarFile(path, ShardFile(path, stamp, retry, number < DESCRIPTORS_KEPT), stamp)
+        for number, (path, stamp) in enumerate(stamps)
+    ]
 
 
-def shards_in_memory(paths: Sequence[Path]) -> Iterator[Shard]:
+def shards_in_memory(paths: Sequence[Path]) -> Iterator[tuple[TarFile, ShardIndex]]:
     """Unpacks and indexes compressed shards; DataError if they would take too much memory."""
     _check_compressed(paths)
     left = _COMPRESSED_LIMIT_BYTES
     for path in paths:
         unpacked = UnpackedShard(path, left)
         left -= len(unpacked.data)
-        yield Shard(path, unpacked, scan_shard(path, io.BytesIO(unpacked.data)))
+        yield TarFile(path, unpacked), scan_shard(path, io.BytesIO(unpacked.data))
 
 
-class TarShards(Source):
-    """Samples in the order of the shards, then in the order inside each shard."""
+class TarImages(Source):
+    """Images in tars, each at a place: the number of its tar, its offset and its size."""
 
     retry: Retry
+    FACTS: ClassVar[str]
 
     def __init__(
         self,
-        shards: Iterable[Shard],
+        files: Sequence[TarFile],
+        places: Int64,
+        names: NameTable,
+        labels: Int64,
+        classes: Sequence[str],
+        retry: Retry,
+    ) -> None:
+        self._files = files
+        self._places = places
+        self._names = names
+        self.labels = labels
+        self.classes: Sequence[str] = classes
+        self.retry = retry
+
+    def _place(self, i: int) -> tuple[TarFile, int, int]:
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of {len(self)}")
+        file, offset, size = self._places[i].tolist()
+        return self._files[file], offset, size
+
+    def read(self, i: int) -> bytes:
+        """The encoded image; DataError where the tar itself can no longer be read."""
+        file, offset, size = self._place(i)
+        return file.content.read(offset, size)
+
+    def sizes(self) -> Int64:
+        found: Int64 = self._places[:, 2]
+        return found
+
+    def name(self, i: int) -> str:
+        return f"{self._place(i)[0].path.name}:{self._names[i]}"
+
+    def file_facts(self) -> FileFacts | None:
+        stamps = [file.stamp for file in self._files if file.stamp is not None]
+        if len(stamps) < len(self._files):
+            return None  # compressed shards are in each rank's own memory
+        arrays = ShardStamp.to_arrays(stamps) | self._names.to_arrays()
+        arrays |= {"places": self._places, "labels": self.labels}
+        paths = [str(file.path) for file in self._files]
+        return FileFacts(self.FACTS, arrays, {"paths": paths, "classes": list(self.classes)})
+
+    @classmethod
+    def from_facts(cls, facts: FileFacts, retry: Retry) -> Self:
+        arrays, about = facts.arrays, facts.about
+        stamps = zip(map(Path, about["paths"]), ShardStamp.from_arrays(arrays), strict=True)
+        return cls(
+            files_on_disk(stamps, retry), arrays["places"], NameTable.from_arrays(arrays),
+            arrays["labels"], about["classes"], retry,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        for file in self._files:
+            file.content.close()
+
+
+class TarShards(TarImages):
+    """Samples in the order of the shards, then in the order inside each shard."""
+
+    FACTS = "shards"
+
+    def __init__(self, files: Sequence[TarFile], places: Int64, *rest: Any) -> None:
+        super().__init__(files, places, *rest)
+        self._notes: list[str] = []
+        self.has_extents = any(file.stamp is not None for file in files)
+        self.shard_sizes = np.bincount(places[:, 0], minlength=len(files)).tolist()
+
+    @classmethod
+    def of(
+        cls,
+        shards: Iterable[tuple[TarFile, ShardIndex]],
         classes: Sequence[str] | None = None,
         retry: Retry | None = None,
-        notes: Sequence[str] = (),
-    ) -> None:
+    ) -> Self:
         """DataError if there is no image, or a label that is not among `classes`."""
-        self.retry = retry or Retry(0)
-        self._shards = list(shards)
-        self._notes = list(notes)
-        self.has_extents = any(shard.stamp is not None for shard in self._shards)
-        self.shard_sizes = [len(shard.index) for shard in self._shards]
-        self._first: list[int] = np.cumsum([0, *self.shard_sizes]).tolist()
-        if not self._first[-1]:
+        found = list(shards)
+        files, indexes = [file for file, _ in found], [index for _, index in found]
+        counts = [len(index) for index in indexes]
+        if not sum(counts):
             raise DataError(
-                f"{self._shards[0].path if self._shards else 'no shard'}: no image in any of "
-                f"{len(self._shards)} shards",
+                f"{files[0].path if files else 'no shard'}: no image in any of {len(files)} shards",
                 "samples are key.jpg (jpeg, png, webp) and key.cls, no other dot in the key",
             )
-        self.labels = np.concatenate([shard.index.labels for shard in self._shards])
-        highest = int(self.labels.max())
-        self.classes: Sequence[str] = numbered_classes(highest + 1) if classes is None else classes
-        if highest >= len(self.classes):
-            i = int(np.argmax(self.labels >= len(self.classes)))
+        offsets, sizes, labels = (
+            np.concatenate([getattr(index, name) for index in indexes])
+            for name in ("offsets", "sizes", "labels")
+        )
+        places = np.stack([np.repeat(np.arange(len(files)), counts), offsets, sizes], axis=1)
+        highest = int(labels.max())
+        known = numbered_classes(highest + 1) if classes is None else classes
+        names = NameTable.joined([index.names for index in indexes])
+        made = cls(files, places, names, labels, known, retry or Retry(0))
+        if highest >= len(known):
+            i = int(np.argmax(labels >= len(known)))
             raise DataError(
-                f"{self.name(i)}: label {self.labels[i]} is outside the {len(self.classes)} classes",
+                f"{made.name(i)}: label {labels[i]} is outside the {len(known)} classes",
                 f"fix the .cls file, or name the class in {CLASSES_FILE}",
             )
+        return made
 
     @property
     def note(self) -> str:
-        """What `add_note` added, and what was done about the indexes."""
+        """What `add_note` added: what was done about the indexes, for example."""
         return "; ".join(self._notes)
 
     def add_note(self, text: str) -> None:
         self._notes.insert(0, text)
 
-    def file_facts(self) -> FileFacts | None:
-        stamps = [shard.stamp for shard in self._shards if shard.stamp is not None]
-        if len(stamps) < len(self._shards):
-            return None  # compressed shards are in each rank's own memory
-        indexes = [shard.index for shard in self._shards]
-        names = [index.names.parts for index in indexes]
-        letters = b"".join(part for _, part in names)
-        arrays = ShardStamp.to_arrays(stamps) | {
-            "counts": np.array(self.shard_sizes, dtype=np.int64),
-            "offsets": np.concatenate([index.offsets for index in indexes]),
-            "sizes": self.sizes(),
-            "labels": self.labels,
-            "ends": np.concatenate([ends for ends, _ in names]),
-            "letters": np.frombuffer(letters, dtype=np.uint8),
-        }
-        paths = [str(shard.path) for shard in self._shards]
-        return FileFacts("shards", arrays, {"paths": paths, "classes": list(self.classes)})
-
-    @classmethod
-    def from_facts(cls, facts: FileFacts, retry: Retry) -> TarShards:
-        arrays = facts.arrays
-        letters = arrays["letters"].tobytes()
-        indexes, sample, end, letter = [], 0, 0, 0
-        for count, stamp in zip(
-            arrays["counts"].tolist(), ShardStamp.from_arrays(arrays), strict=True
-        ):
-            here = slice(sample, sample + count)
-            ends = arrays["ends"][end : end + count + 1]
-            names = NameTable.from_parts(ends, letters[letter : letter + int(ends[-1])])
-            index = ShardIndex(
-                names, arrays["offsets"][here], arrays["sizes"][here], arrays["labels"][here]
-            )
-            indexes.append((stamp, index))
-            sample, end, letter = sample + count, end + count + 1, letter + int(ends[-1])
-        paths = map(Path, facts.about["paths"])
-        return cls(shards_on_disk(paths, indexes, retry), facts.about["classes"], retry)
-
     def identity(self) -> bytes:
         """Changes with every shard that is changed."""
         digest = hashlib.sha256()
-        for shard in self._shards:
-            if (stamp := shard.stamp) is not None:
-                digest.update(f"{shard.path.name}\0{stamp.size}\0{stamp.mtime_ns}\0".encode())
+        for file in self._files:
+            if (stamp := file.stamp) is not None:
+                digest.update(f"{file.path.name}\0{stamp.size}\0{stamp.mtime_ns}\0".encode())
                 digest.update(stamp.probe)
-            elif isinstance(shard.content, UnpackedShard):
-                digest.update(hashlib.sha256(shard.content.data).digest())
+            elif isinstance(file.content, UnpackedShard):
+                digest.update(hashlib.sha256(file.content.data).digest())
         return digest.digest()
-
-    def __len__(self) -> int:
-        return self._first[-1]
-
-    def _locate(self, i: int) -> tuple[Shard, int]:
-        if not 0 <= i < len(self):
-            raise IndexError(f"sample {i} of {len(self)}")
-        shard = bisect.bisect_right(self._first, i) - 1
-        return self._shards[shard], i - self._first[shard]
-
-    def read(self, i: int) -> bytes:
-        """The encoded image; DataError where the shard itself can no longer be read."""
-        shard, place = self._locate(i)
-        index = shard.index
-        return shard.content.read(int(index.offsets[place]), int(index.sizes[place]))
 
     def extent(self, i: int) -> Extent | None:
         """Where the encoded image lies, None where it is in no file of its own bytes."""
-        shard, place = self._locate(i)
-        if not isinstance(shard.content, ShardFile):
-            return None
-        return shard.content, int(shard.index.offsets[place]), int(shard.index.sizes[place])
-
-    def sizes(self) -> Int64:
-        return np.concatenate([shard.index.sizes for shard in self._shards])
-
-    def name(self, i: int) -> str:
-        shard, place = self._locate(i)
-        return f"{shard.path.name}:{shard.index.names[place]}"
-
-    def close(self) -> None:
-        for shard in self._shards:
-            shard.content.close()
+        file, offset, size = self._place(i)
+        return (file.content, offset, size) if isinstance(file.content, ShardFile) else None
 
 
 def _check_compressed(paths: Sequence[Path]) -> None:
