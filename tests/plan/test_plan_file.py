@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,17 +59,6 @@ FILES = {
 def test_there_and_back(name: str, tmp_path: Path) -> None:
     FILES[name].write(tmp_path / "plan.toml")
     assert PlanFile.read(tmp_path / "plan.toml") == FILES[name]
-
-
-def test_it_can_be_read_by_people(tmp_path: Path) -> None:
-    FILES["all"].write(tmp_path / "plan.toml")
-    text = (tmp_path / "plan.toml").read_text()
-    tables = tomllib.loads(text)
-    assert next(iter(tables)) == "why"
-    assert tables["cluster"]["ranks_per_node"] == [2, 2]
-    assert tables["buffer"][0]["beside"] == "hierarchical"
-    assert "beside" not in tables["buffer"][1]
-    assert "{ bytes = 1024, times_native = 4.0 }" in text
 
 
 def test_the_planner_sees_the_cluster_as_probed() -> None:

@@ -63,13 +63,6 @@ def test_an_axis_ends_on_round_ticks_or_where_the_values_do() -> None:
     assert Axis.fit([]).share(0.5) == 0.5
 
 
-@pytest.mark.parametrize("value", [0.0, 5.0, -2.0, 1e-9, 1e12, 5e-324])
-def test_a_single_value_has_a_margin(value: float) -> None:
-    axis = Axis.fit([value])
-    assert axis.low <= value < axis.high
-    assert len(axis.ticks) >= 2
-
-
 def test_a_logarithmic_axis_of_positive_values() -> None:
     axis = Axis.fit([0.2, 5000.0], log=True)
     assert axis.labels() == ["0.1", "1", "10", "100", "1,000", "10k"]
@@ -114,13 +107,6 @@ def test_a_finished_run_has_four_charts_on_one_axis(finished_run: Path) -> None:
     assert names(charts["Loss"]) == ["training", "single steps", "validation"]
     assert [x for x, _ in charts["Accuracy"].lines[0].points] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert not charts["Loss"].log
-
-
-def test_less_than_an_epoch_is_shown_by_step_and_not_smoothed(make_run: MakeRun) -> None:
-    charts = charts_of(make_run([start(), *(step(n, 1.0) for n in range(1, 21))]))
-    assert (charts["Loss"].x_label, charts["Loss"].x_range) == ("step", (0.0, 20.0))
-    assert names(charts["Loss"]) == ["training", "validation"]
-    assert all(not line.points for line in charts["Accuracy"].lines)
 
 
 def test_a_spike_makes_the_loss_logarithmic(make_run: MakeRun) -> None:

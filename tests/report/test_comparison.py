@@ -134,12 +134,6 @@ def test_spread_and_difference() -> None:
     assert Difference.between(single, a) == Difference(-4.0, None)
 
 
-def test_runs_that_differ_in_seed_name_and_paths_are_one_row(tmp_path: Path) -> None:
-    other = {"run__seed": 1, "run__name": "b", "run__output": "x", "run__resume": "y"}
-    (row,) = compare(tmp_path, {}, {"top1": 92.0, **other}).rows
-    assert row.top1 == Spread(2, 91.0, math.sqrt(2), 90.0, 92.0)
-
-
 @pytest.mark.parametrize("other", [{"optim__lr_base": 0.3}, {"ranks": 2}, {"run__threads": 2}])
 def test_any_other_difference_makes_a_row(tmp_path: Path, other: dict[str, Any]) -> None:
     rows = compare(tmp_path, {}, {"top1": 92.0, **other}, {"top1": 94.0}).rows
@@ -184,12 +178,6 @@ def test_a_baseline_by_label_path_or_folder_name(tmp_path: Path) -> None:
     incomplete = Comparison.of(runs, baseline="lars-3")
     assert [row.difference for row in incomplete.rows] == [None] * 3
     assert any("no differences" in note for note in incomplete.notes)
-
-
-def test_labels_given_by_the_user(tmp_path: Path) -> None:
-    runs = read_runs(write_ablation(tmp_path))
-    given = ["sgd-1=plain SGD", f"{LARS}=LARS", f"{tmp_path}/lars-3=half"]
-    assert labels(Comparison.of(runs, given)) == ["plain SGD", "LARS", "half"]
 
 
 @pytest.mark.parametrize(
