@@ -211,18 +211,6 @@ def test_hostile_names_stay_text(make_run: MakeRun) -> None:
         assert text.isprintable()
 
 
-def test_odd_types_do_no_harm(make_run: MakeRun) -> None:
-    folder = make_run(
-        [start(), step(1), evaluation(1)], summary={key: ["odd", {"a": None}] for key in SUMMARY}
-    )
-    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"event": "step", "step": 2, "loss": "x", "epoch": [], "time": "y"}\n')
-        file.write('{"event": "corrupt", "step": 2}\n{"event": "note"}\n')
-        file.write('{"event": "checkpoint", "step": 2}\n')
-        file.write('{"event": "start", "step": 2, "chosen": 4, "world_size": "many"}\n')
-    assert "Corrupt samples" in run_page(folder).tables
-
-
 def names(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir())
 
