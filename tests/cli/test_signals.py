@@ -146,13 +146,8 @@ def test_a_run_that_is_asked_to_save_goes_on_to_the_same_end(
     assert_same_end(tmp_path, reference)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_one_rank_that_is_asked_to_save_is_enough(
-    tmp_path: Path, reference: Reference, rank: int
-) -> None:
-    faults_of_ranks = [None, None]
-    faults_of_ranks[rank] = at(3, rank, USR1)
-    done = run_two(ARGUMENTS, tmp_path, faults_of_ranks)
+def test_one_rank_that_is_asked_to_save_is_enough(tmp_path: Path, reference: Reference) -> None:
+    done = run_two(ARGUMENTS, tmp_path, [None, at(3, 1, USR1)])
     assert [end.code for end in done] == [0, 0], done[0].err
     assert saved_steps(tmp_path / "run")[0] == 4
     assert_same_end(tmp_path, reference, ranks=2)
