@@ -26,7 +26,15 @@ def test_a_few_trials(tmp_path: Path) -> None:
     out = tmp_path / "trials.jsonl"
     command = [
         sys.executable,
-        *["-m", "chaos", "--seed", "3056", "--trials", "3", "--ranks", "1", "2"],
+        "-m",
+        "chaos",
+        "--seed",
+        "3056",
+        "--trials",
+        "3",
+        "--ranks",
+        "1",
+        "2",
     ]
     done = subprocess.run(
         [*command, "--out", str(out), "--jobs", "1"], env=os.environ | {"PYTHONPATH": paths},

@@ -26,7 +26,7 @@ _WORDS_OF_A_DEFECT = (
     "Traceback", "Fatal Python error", "terminate called", "Exception ignored", "Exception in thread",
     "Segmentation fault", "core dumped",
 )  # fmt: skip
-_FIGURES = [
+_FIGURES = (
     "top1",
     "top5",
     "val_loss",
@@ -35,7 +35,7 @@ _FIGURES = [
     "images",
     "epochs",
     "skipped_steps",
-]
+)
 WAYS = [Way(1, "none")] + [
     Way(ranks, starter, exchange)
     for ranks in (2, 4)

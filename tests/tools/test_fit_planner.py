@@ -10,7 +10,7 @@ import pytest
 
 import fit_planner as tool
 
-COLUMNS = [
+COLUMNS = (
     "round",
     "gpu",
     "accelerator",
@@ -20,7 +20,7 @@ COLUMNS = [
     "step_ms",
     "network",
     "framework",
-]
+)
 # Round, GPU, board, nodes, GPUs of a node, global batch, network.
 MADE = [
     ("v1.0", "A100", "A100-SXM4-80GB (400W)", 1, 8, 3264, ""),
