@@ -22,6 +22,7 @@ from paceline.comm.collectives import abort_process_groups, backend_reason
 from paceline.comm.peer_errors import AgreedError, error_kind
 from paceline.comm.process_groups import (
     all_gather_json,
+    compare_reports,
     current_topology,
     init_default_group,
     prepare_nccl,
@@ -326,14 +327,8 @@ def agree(
             raise AgreedError.of_kind(
                 report["kind"], f"rank {rank}: {report['error']}", report["code"]
             )
-    for rank, report in enumerate(reports):
-        for name, ours in reports[0]["facts"].items():
-            theirs = report["facts"].get(name)
-            if ours != theirs:
-                raise CommError(
-                    f"ranks differ in {name}: {ours} on rank 0, {theirs} on rank {rank}",
-                    "give every rank the same model and arguments",
-                )
+    facts_of_all = [report["facts"] for report in reports]
+    compare_reports(facts_of_all, "give every rank the same model and arguments")
 
 
 @contextmanager
