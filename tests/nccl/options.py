@@ -40,9 +40,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fp8": {"comm__wire": "float8_e4m3", "comm__overlap": "off"},
     "central": {"comm__algorithm": "central", "comm__fusion_mib": 0.1},
     # The servers' loss scale would have to be agreed in every step.
-    "asynchronous": {"comm__mode": "asynchronous", "precision__amp_dtype": "bf16"},
-    "norm-group": {"model__norm_group": 2},
-    "shares": {"run__shares": "3:1"},
+    "asynchronous": {"run__strategy": "asynchronous", "precision__amp_dtype": "bf16"},
+    "norm-group": {"run__strategy": "synced_norms"},
+    "shares": {"run__strategy": "unequal", "run__unequal__shares": "3:1"},
 }  # fmt: skip
 # What the run must say that it has chosen.
 CHOSEN = {
@@ -50,7 +50,7 @@ CHOSEN = {
     "fp8": ("exchange", "all_to_all, float8_e4m3 wire, after backward"),
     "central": ("exchange", "central"),
     "asynchronous": ("exchange", "asynchronous, 2 parameter server(s)"),
-    "norm-group": ("batch norm", "statistics over 1 group(s) of 2 ranks"),
+    "norm-group": ("synced norms", "statistics over 1 group(s) of 2 ranks"),
     "shares": ("shares", "(given)"),
 }
 

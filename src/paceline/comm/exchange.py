@@ -109,6 +109,9 @@ SIGNALS = tuple(field.name for field in fields(Signals))
 class GradientExchange:
     """Owns the gradients' memory between backward pass and update, and all state of the exchange."""
 
+    # What a description says in place of when buckets are sent.
+    note = ""
+
     def __init__(
         self,
         parameters: Iterable[tuple[str, nn.Parameter]],

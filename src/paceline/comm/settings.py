@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.core.errors import ConfigError
-from paceline.core.exclusions import Exclusion, Test, check_exclusions, not_in, one_of
+from paceline.core.exclusions import Exclusion, check_exclusions, not_in, one_of
 from paceline.core.settings import Section, SettingChecks
 from paceline.plan.schedules import algorithm_names
 from paceline.plan.wires import WIRES, own_algorithm, wire_format
 
 BACKENDS = ("auto", "gloo", "nccl")
 OVERLAPS = ("auto", "on", "off")
-MODES = ("synchronous", "asynchronous")
-_OF_ASYNCHRONOUS = ("staleness", "servers")
 # What a plan file decides itself.
 _PLANNED = ("algorithm", "fusion_mib", "wire")
 # By how much torch's own timeout is longer than `timeout_s`. The watchdog enforces `timeout_s`: it can
@@ -100,7 +98,6 @@ class CommSettings(Section):
         check.known("algorithm", ("auto", "hybrid", *algorithm_names()))
         wire_format(self.wire)
         check.known("overlap", OVERLAPS)
-        check.known("mode", MODES)
         for name in ("timeout_s", "rendezvous_timeout_s"):
             value = getattr(self, name)
             if not 1 <= value <= 86400:
@@ -111,9 +108,6 @@ class CommSettings(Section):
             raise ConfigError(
                 "comm.group_size", self.group_size, "must be 0 (the ranks of a node) or more"
             )
-        for name in _OF_ASYNCHRONOUS:
-            if getattr(self, name) < 0:
-                raise ConfigError(f"comm.{name}", getattr(self, name), "must be 0 or more")
         check_exclusions((*EXCLUSIONS, *self.exclusions()), comm=self)
 
     def unused(self) -> list[str]:
@@ -122,36 +116,13 @@ class CommSettings(Section):
         return [name for name in super().unused() if not (self.plan and name in WIRES)]
 
 
-def _not_default(
-    names: tuple[str, ...], when: str, test: Test, problem: str, remedy: str
-) -> list[Exclusion]:
-    """Rows for settings that must have their defaults."""
-    return [
-        Exclusion(
-            f"comm.{name}", not_in(getattr(CommSettings, name)), {when: test}, problem, remedy
-        )
-        for name in names
-    ]
-
-
 EXCLUSIONS: tuple[Exclusion, ...] = (
-    *_not_default(
-        _OF_ASYNCHRONOUS, "comm.mode", one_of("synchronous"),
-        "has no meaning with comm.mode = 'synchronous'",
-        "leave it out, or set comm.mode = 'asynchronous'",
-    ),
-    *_not_default(
-        ("algorithm", "wire", "plan", "group_size"), "comm.mode", one_of("asynchronous"),
-        "comm.mode = 'asynchronous' has no all-reduce: gradients go to parameter servers",
-        "leave one of the two out",
-    ),
-    Exclusion(
-        "comm.overlap", one_of("on"), {"comm.mode": one_of("asynchronous")},
-        "comm.mode = 'asynchronous' pushes whole gradients, after backward", "use 'auto' or 'off'",
-    ),
-    *_not_default(
-        _PLANNED, "comm.plan", not_in(""), "but comm.plan = {comm.plan!r} decides it",
-        "leave one of the two out",
+    *(
+        Exclusion(
+            f"comm.{name}", not_in(getattr(CommSettings, name)), {"comm.plan": not_in("")},
+            "but comm.plan = {comm.plan!r} decides it", "leave one of the two out",
+        )
+        for name in _PLANNED
     ),
     Exclusion(
         "comm.algorithm", not_in("auto"), {"comm.wire": lambda wire: bool(own_algorithm(wire))},

@@ -66,19 +66,8 @@ class DirectTransport(Transport):
         return lambda: None
 
 
-class LocalTransport(Transport):
-    """Sends nothing: every rank keeps its own gradients and signals, as asynchronous training wants."""
-
-    def send(self, pieces: Sequence[Piece], begun: Notify, ended: Notify) -> Wait:
-        begun()
-        ended()
-        return lambda: None
-
-
 def create_transport(group: Group, settings: CommSettings, plan: FusionPlan) -> Transport:
     """The transport that a plan needs; where it makes process groups, all ranks make them at once."""
-    if settings.mode == "asynchronous":
-        return LocalTransport()
     native = all(b.algorithm == b.beside_algorithm == "native" for b in plan.buckets)
     if native and len(plan.buckets) == 1 and plan.buckets[0].wire == "auto":
         return DirectTransport(group)

@@ -96,20 +96,24 @@ class Registry(Generic[Part]):
         """Adds a part from outside of the package, or replaces it."""
         self._parts[name] = part
 
-    def get(self, name: str, field: str) -> Part:
-        """Returns the part that the setting `field` names.
-
-        Raises:
-            ConfigError: If the name is unknown, or if its module was removed.
-        """
-        part = self._parts.get(name) or provided(self._kind).get(name)
-        if part is None:
+    def check(self, name: str, field: str) -> None:
+        """Raises ConfigError, with the nearest name, for a name that the setting `field` cannot have."""
+        if name not in self:
             hint = nearest(name, self.names())
             if missing := [
                 f"paceline.{name}" for name, table in _tables().items() if table is None
             ]:
                 hint += f" ({', '.join(missing)} is not part of this installation)"
             raise ConfigError(field, name, "unknown", hint)
+
+    def get(self, name: str, field: str) -> Part:
+        """Returns the part that the setting `field` names.
+
+        Raises:
+            ConfigError: If the name is unknown, or if its module was removed.
+        """
+        self.check(name, field)
+        part = self._parts.get(name) or provided(self._kind)[name]
         if isinstance(part, str):
             part = self._parts[name] = load_part(part, field, name)
         return part

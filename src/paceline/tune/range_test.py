@@ -116,7 +116,7 @@ class RangeTest(Callback):
 
     def on_step(self, run: RunControl, event: StepEvent) -> None:
         if self.exploded or len(self.rates) == self.steps:
-            return  # a step that was already under way: asynchronous ranks have several
+            return  # a step that was already under way: there may be several
         if not math.isfinite(event.loss):
             self.exploded = True
             run.stop("the loss is not finite")

@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from paceline.core.exclusions import Exclusion, above, one_of
+from paceline.core.exclusions import Exclusion, one_of
 from paceline.plan.cluster import Cluster
 from paceline.plan.cost import Seconds
 from paceline.plan.wires import Wire
 
+# Earlier names, with their defaults.
+RENAMED = {
+    "comm.error_feedback": (True, "comm.int8.error_feedback"),
+}
 ALL_TO_ALL = "all_to_all"
 EIGHT_BIT = ("int8", "float8_e4m3", "float8_e5m2")
 # Elements that share an fp32 scale.
@@ -34,8 +38,8 @@ _wire = partial(
 )  # fmt: skip
 # The roundoff is that of the largest number of a block.
 INT8 = _wire("int8", roundoff=1 / 254)
-E4M3 = _wire("float8_e4m3", short="e4m3", roundoff=1 / 16)
-E5M2 = _wire("float8_e5m2", short="e5m2", roundoff=1 / 8)
+FLOAT8_E4M3 = _wire("float8_e4m3", short="e4m3", roundoff=1 / 16)
+FLOAT8_E5M2 = _wire("float8_e5m2", short="e5m2", roundoff=1 / 8)
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class EightBitSettings:
             "comm.wire = {comm.wire!r} adds noise to the gradients", "leave one of the two out",
         ),
         Exclusion(
-            "comm.wire", one_of(*EIGHT_BIT), {"rehearse.nodes": above(0)},
+            "comm.wire", one_of(*EIGHT_BIT), {"run.strategy": one_of("rehearsal")},
             "cannot be rehearsed: each rank keeps its rounding errors", "use 'auto'",
         ),
     )  # fmt: skip

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from paceline.alternatives.unequal.strategy import Unequal, apportion
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, PacelineError, RunError
 from paceline.core.events import Event, StepEvent, read_events
 from paceline.data import BatchPlan
-from paceline.train import Checkpoint, RunOutcome, run_training, shares
+from paceline.train import Checkpoint, RunOutcome, run_training
 from paceline.train.components import Components
-from paceline.train.shares import apportion
+from paceline.train.step import StepOutcome
 from paceline.train.training import Training
 from ranks import run_ranks
 from small_runs import Silent, run_small, small_config
@@ -70,6 +72,11 @@ def test_the_batches_of_all_ranks_are_the_global_batch(accumulation: int) -> Non
             BatchPlan(50, 2, batch, micro, 3, shares=wrong)
 
 
+REBALANCED: dict[str, Any] = {
+    "run__strategy": "unequal", "run__unequal__shares": "1:1", "run__unequal__rebalance": True,
+}  # fmt: skip
+
+
 def linear(num_classes: int) -> nn.Module:
     """Without batch norm, whose statistics are each micro-batch's own."""
     torch.manual_seed(1)
@@ -85,7 +92,7 @@ def test_the_mean_is_exact_whatever_the_shares_are(tmp_path: Path) -> None:
     """Contract 1: the weights of a whole run are those of one process, up to the order of sums."""
     values: dict[str, Any] = {"optim__lr": 0.01}
     alone = _train(0, str(tmp_path / "alone"), values)
-    uneven = values | {"run__shares": "3:1"}
+    uneven = values | {"run__strategy": "unequal", "run__unequal__shares": "3:1"}
     found = run_ranks(2, _train, str(tmp_path / "uneven"), uneven)[0]
     assert found["chosen"]["shares"] == "12:4 samples (given)"
     assert found["images"] == alone["images"] == 112
@@ -99,11 +106,11 @@ def _run(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_probe_decides_and_a_resumed_run_keeps_the_shares(tmp_path: Path) -> None:
-    values = {"run__shares": "probe", "checkpoint__interval_steps": 3, "checkpoint__keep": 9}
+    values = {"run__strategy": "unequal", "checkpoint__interval_steps": 3, "checkpoint__keep": 9}
     whole = run_ranks(2, _run, str(tmp_path / "a"), values)[0]
     assert "by speed" in whole["chosen"]["shares"]
     saved = tmp_path / "a/checkpoints/step-00000003.pt"
-    given = Checkpoint.read(saved).sampler["shares"]
+    given = Checkpoint.read(saved).strategy["unequal"]["shares"]
     assert sum(given) == 16
     resumed = values | {"run__resume": str(saved)}
     again = run_ranks(2, _run, str(tmp_path / "b"), resumed)[0]
@@ -113,16 +120,17 @@ def test_a_probe_decides_and_a_resumed_run_keeps_the_shares(tmp_path: Path) -> N
 
 def with_slow_rank(rank: int, train: Callable[[], RunOutcome]) -> RunOutcome:
     """Rank 1 seems to need three times as long for a sample."""
-    kept = shares.Rebalance.note
+    kept = Unequal.record
 
-    def note(self: shares.Rebalance, step_s: float, waited_s: float) -> None:
-        kept(self, 3.0 if rank else 1.0, 0.0)
+    def record(self: Unequal, outcome: StepOutcome) -> Mapping[str, Any]:
+        slow = replace(outcome, step_s=3.0 if rank else 1.0, exposed_comm_s=0.0)
+        return kept(self, slow)
 
-    shares.Rebalance.note = note  # type: ignore[method-assign]
+    Unequal.record = record  # type: ignore[method-assign]
     try:
         return train()
     finally:
-        shares.Rebalance.note = kept  # type: ignore[method-assign]
+        Unequal.record = kept  # type: ignore[method-assign]
 
 
 def _slow(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -131,13 +139,13 @@ def _slow(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
 
 def test_shares_are_decided_again_at_checkpoints(tmp_path: Path) -> None:
     values = {
-        "run__shares": "1:1", "run__rebalance": True, "checkpoint__interval_steps": 5,
+        **REBALANCED, "checkpoint__interval_steps": 5,
         "checkpoint__keep": 9, "checkpoint__interval_epochs": 0,
     }  # fmt: skip
     whole = run_ranks(2, _slow, str(tmp_path / "a"), values)[0]
     assert whole["images"] == 112
     saved = tmp_path / "a/checkpoints/step-00000005.pt"
-    assert Checkpoint.read(saved).sampler["shares"] == [12, 4]
+    assert Checkpoint.read(saved).strategy["unequal"]["shares"] == [12, 4]
     notes = [e["text"] for e in read_events(tmp_path / "a/metrics.jsonl") if e["event"] == "note"]
     assert "samples of each rank from step 5 on: 12:4" in notes
     again = run_ranks(2, _slow, str(tmp_path / "b"), values | {"run__resume": str(saved)})[0]
@@ -155,46 +163,40 @@ class Graphs:
 
 def _graphs(rank: int, output: str, values: dict[str, Any]) -> list[bool]:
     found: list[bool] = []
-    kept, torch.cuda.synchronize = Training.divide_again, lambda *_: None  # type: ignore[misc]
+    kept, torch.cuda.synchronize = Training.replace_plan, lambda *_: None  # type: ignore[misc]
 
-    def divide_again(self: Training, plan: BatchPlan) -> None:
+    def replace_plan(self: Training, plan: BatchPlan) -> None:
         self.step.micro._captured = held = Graphs()  # type: ignore[assignment]
         kept(self, plan)
         found.append(held.released and self.step.micro._captured is None)
 
-    Training.divide_again = divide_again  # type: ignore[method-assign]
+    Training.replace_plan = replace_plan  # type: ignore[method-assign]
     _slow(rank, output, values)
     return found
 
 
 def test_new_shares_drop_captured_graphs(tmp_path: Path) -> None:
-    values = {"run__shares": "1:1", "run__rebalance": True, "checkpoint__interval_steps": 5}
+    values = {**REBALANCED, "checkpoint__interval_steps": 5}
     assert run_ranks(2, _graphs, str(tmp_path), values) == [[True]] * 2
 
 
 @pytest.mark.parametrize("text", ["fast", "1", "1:0", "1:-2", "1:nan", ""])
 def test_shares_that_say_nothing_are_refused(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        RunConfig().with_values({"run.shares": text})
-    assert caught.value.field == "run.shares"
-
-
-def test_equal_shares_cannot_be_rebalanced() -> None:
-    with pytest.raises(ConfigError) as caught:
-        RunConfig().with_values({"run.rebalance": True})
-    assert caught.value.field == "run.rebalance"
+        RunConfig().with_values({"run.strategy": "unequal", "run.unequal.shares": text})
+    assert caught.value.field == "run.unequal.shares"
 
 
 def _refused(rank: int, output: str) -> str:
     try:
-        run_small(output, run__shares="1:1:1")
+        run_small(output, run__strategy="unequal", run__unequal__shares="1:1:1")
     except ConfigError as error:
         return error.field
     return ""
 
 
 def test_one_number_for_each_rank(tmp_path: Path) -> None:
-    assert run_ranks(2, _refused, str(tmp_path)) == ["run.shares"] * 2
+    assert run_ranks(2, _refused, str(tmp_path)) == ["run.unequal.shares"] * 2
 
 
 class _FailingDisplay(Silent):
@@ -214,15 +216,15 @@ def _fails(rank: int, output: str, values: dict[str, Any]) -> str:
 
 def test_the_save_before_an_error_keeps_the_shares(tmp_path: Path) -> None:
     """New ones would have to be agreed on, and the run ends."""
-    values = {"run__shares": "1:1", "run__rebalance": True}
+    values = {**REBALANCED}
     lines = run_ranks(2, _fails, str(tmp_path / "run"), values)
     assert len({line.removeprefix("rank 0: ") for line in lines}) == 1
     saved = Checkpoint.read(max((tmp_path / "run/checkpoints").glob("step-*.pt")))
     assert saved.progress["step"] >= 5
-    assert saved.sampler["shares"] == [8, 8]
+    assert saved.strategy["unequal"]["shares"] == [8, 8]
 
 
 def test_numbers_for_several_ranks_are_refused_on_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        run_small(tmp_path / "a", run__shares="3:1")
-    assert caught.value.field == "run.shares"
+        run_small(tmp_path / "a", run__strategy="unequal", run__unequal__shares="3:1")
+    assert caught.value.field == "run.unequal.shares"

@@ -1,9 +1,8 @@
-"""Asynchronous SGD with bounded staleness: the update of a step, on a parameter server.
+"""Asynchronous SGD with bounded staleness: a step on a parameter server.
 
-`AsynchronousUpdate` stands in for `Update`. Before a step it pulls the weights, after the backward pass
-it pushes this rank's gradient, and the servers apply it by the run's own optimizer. Ranks meet at an
-evaluation and at a checkpoint only (`settle`); in between they drift apart by `comm.staleness` steps at
-most.
+Before a step `Asynchronous` pulls the weights, after the backward pass it pushes this rank's gradient,
+and the servers apply it by the run's own optimizer. Ranks meet at an evaluation and at a checkpoint only
+(`pause`); in between they drift apart by `run.asynchronous.staleness` steps at most.
 
 A push is the mean gradient of this rank's part of the global batch, applied at 1/p of the learning rate:
 p pushes move the weights as far as one synchronous step, also with weight decay and layer-wise rates.
@@ -14,16 +13,14 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.comm.exchange import SIGNALS, GradientExchange
-from paceline.comm.group import Group
-from paceline.comm.parameter_server import (
+from paceline.alternatives.asynchronous.parameter_server import (
     Clock,
     ParameterServer,
     Pushed,
@@ -31,57 +28,74 @@ from paceline.comm.parameter_server import (
     cut_shards,
     histogram_row,
 )
-from paceline.comm.settings import CommSettings
+from paceline.alternatives.asynchronous.settings import AsynchronousSettings
+from paceline.comm.exchange import SIGNALS, GradientExchange
+from paceline.comm.group import Group
+from paceline.comm.transport import Notify, Piece, Transport, Wait
+from paceline.config import RunConfig
+from paceline.data import BatchPlan
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.schedule import set_rate
-from paceline.train.batch_norm import BatchNormState
+from paceline.train.exchange_plan import ExchangeParts
+from paceline.train.micro_step import MicroStep
+from paceline.train.step_parts import StepParts, create_master_optimizer
+from paceline.train.strategy import Pending, Strategy
 from paceline.train.update import EXTRAS, parameter_names
 
 MakeOptimizer = Callable[[nn.Module], MasterOptimizer]
 
 
-@dataclass
-class Outcome:
-    """The outcome of a step, once all ranks have done it; `synchronize` waits for them."""
+class LocalTransport(Transport):
+    """Sends nothing: every rank keeps its own gradients and signals."""
 
-    row: Tensor
-    wait: Callable[[], None]
-    sums: Tensor
-    staleness: dict[str, int] = field(default_factory=dict)
-
-    def synchronize(self) -> None:
-        self.wait()
-        signals = len(SIGNALS)
-        self.row[:signals] = self.sums[:signals]
-        self.row[signals + EXTRAS.index("overflow")] = self.sums[signals]
-        self.staleness = counts_of(self.sums[signals + 1 :])
+    def send(self, pieces: Sequence[Piece], begun: Notify, ended: Notify) -> Wait:
+        begun()
+        ended()
+        return lambda: None
 
 
-class AsynchronousUpdate:
-    """`optimizer` belongs to the model of this rank; it never steps, but holds the state of the servers
-    after `settle`."""
+class Asynchronous(Strategy):
+    """The run's optimizer never steps here, but holds the state of the servers after `pause`."""
 
-    asynchronous = True
+    name = "asynchronous"
+    several_ranks = True
+    same_weights = False
+    stops_within_step = False
+    one_batch = "run.strategy = 'asynchronous' has one"
+    counts = {"staleness": ("Staleness", "updates by other ranks", "pushes")}  # noqa: RUF012
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: MasterOptimizer,
-        exchange: GradientExchange,
-        batch_norm: BatchNormState,
-        group: Group,
-        settings: CommSettings,
-        make_optimizer: MakeOptimizer,
-    ) -> None:
-        """A collective. `make_optimizer` makes one like `optimizer` for the servers' copy of a model."""
-        self.optimizer = optimizer
-        self.names = parameter_names(exchange, optimizer)
-        self._exchange, self._batch_norm, self._group = exchange, batch_norm, group
-        self._weights = Weights(optimizer)
-        self._parameters = [p for g in optimizer.param_groups for p in g["params"]]
-        self.lag = settings.staleness
+    def __init__(self, config: RunConfig, group: Group) -> None:
+        super().__init__(config, group)
+        self._settings = config.run.of(self.name, AsynchronousSettings)
+        self.lag = self._settings.staleness
+        self._started = self._closed = False
+
+    @classmethod
+    def outline(cls, config: RunConfig, ranks: int) -> dict[str, str]:
+        settings = config.run.of(cls.name, AsynchronousSettings)
+        servers = min(settings.servers or ranks, ranks)
+        return {
+            "exchange": f"asynchronous, {servers} parameter server(s), staleness of "
+            f"{settings.staleness} steps"
+        }
+
+    def create_exchange(
+        self, planned: ExchangeParts, *, accumulate: bool, graphs: bool, squares: bool
+    ) -> GradientExchange:
+        return planned.create(
+            self.group, accumulate=accumulate, graphs=graphs, squares=squares,
+            transport=LocalTransport(),
+        )  # fmt: skip
+
+    def attach(self, parts: StepParts, micro: MicroStep) -> None:
+        """A collective: it makes process groups."""
+        group = self.group
+        self._names = parameter_names(parts.exchange, parts.optimizer)
+        self._exchange, self._batch_norm = parts.exchange, parts.batch_norm
+        self._weights = Weights(parts.optimizer)
+        self._parameters = parts.optimizer.parameters()
         sizes = [p.numel() for p in self._parameters]
-        shards = cut_shards(sizes, group.world_size, settings.servers)
+        shards = cut_shards(sizes, group.world_size, self._settings.servers)
         self._server = group.watched(
             "the creation of process groups", lambda: ParameterServer(group, shards)
         )
@@ -95,36 +109,38 @@ class AsynchronousUpdate:
                 at += sizes[number]
         self._flat = torch.zeros(at)
         self._gradient = torch.zeros(at)
-        self._mirror = _Mirror(model, make_optimizer)
+        full = replace(parts.policy, dtype=torch.float32)
+        settings = replace(self.config.optim, fused="auto")
+        self._mirror = _Mirror(
+            parts.model, lambda model: create_master_optimizer(settings, model, full, 0.1)
+        )
         self._own = next((shard for shard in shards if shard.rank == group.rank), None)
-        self._started = self._closed = False
         self._exposed_s = 0.0
-        self._latest: Outcome | None = None
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, plan: BatchPlan) -> None:
         """Pulls the weights before a step."""
         if not self._started:
             self._start()
         started = time.perf_counter()
-        self._group.watched("a pull of weights", lambda: self._server.pull(self._flat))
+        self.group.watched("a pull of weights", lambda: self._server.pull(self._flat))
         self._weights.load(self._views(self._flat))
         self._exposed_s = time.perf_counter() - started
 
-    def run(self, rate: float, others: Mapping[str, float] | None = None) -> None:
+    def finish(self, rate: float, others: Mapping[str, float] | None) -> Pending:
         """Pushes the gradient that `GradientExchange.reduce` has left, unless this rank has failed.
         Servers take the rate of a push, and no `others` of the schedule's values."""
-        assert not others, "refused by RunConfig"
+        assert not others, "refused by AsynchronousSettings"
         tail = self._exchange.tail.detach().cpu()
         pushed: Pushed | None = None
         started = time.perf_counter()
         failed = bool(tail[SIGNALS.index("fault")]) or bool(tail[SIGNALS.index("abandon")])
         if not failed and bool(self._exchange.uses.sum() > 0):
-            ranks = self._group.world_size
+            ranks = self.group.world_size
             for view, parameter in zip(self._views(self._gradient), self._parameters, strict=True):
                 assert parameter.grad is not None
                 view.copy_(parameter.grad)
             self._gradient.mul_(ranks)
-            pushed = self._group.watched(
+            pushed = self.group.watched(
                 "a push of gradients", lambda: self._server.push(self._gradient, rate / ranks)
             )
         self._exposed_s += time.perf_counter() - started
@@ -139,20 +155,23 @@ class AsynchronousUpdate:
                 histogram_row(None if pushed is None else pushed.staleness),
             ]
         )
-        row = torch.zeros(len(SIGNALS) + len(EXTRAS) + len(self.names))
-        row[len(SIGNALS) + EXTRAS.index("scale")] = 1.0
-        self._latest = Outcome(row, self._clock.tick(sums), sums)
+        return self._pending(sums, self._exposed_s)
 
-    def outcome(self) -> Outcome:
-        """Of the step that `run` has just ended."""
-        assert self._latest is not None
-        return self._latest
+    def _pending(self, sums: Tensor, exposed_s: float) -> Pending:
+        """The outcome of a step, once all ranks have done it and `sums` are of all of them."""
+        signals = len(SIGNALS)
+        row = torch.zeros(signals + len(EXTRAS) + len(self._names))
+        row[signals + EXTRAS.index("scale")] = 1.0
+        arrived = self._clock.tick(sums)
+        fields: dict[str, Any] = {}
 
-    @property
-    def exposed(self) -> Callable[[], float]:
-        """How long the latest step waited for servers."""
-        waited = self._exposed_s
-        return lambda: waited
+        def wait() -> None:
+            arrived()
+            row[:signals] = sums[:signals]
+            row[signals + EXTRAS.index("overflow")] = sums[signals]
+            fields["staleness"] = counts_of(sums[signals + 1 :])
+
+        return Pending(row=row, wait=wait, exposed=lambda: exposed_s, fields=fields)
 
     @property
     def state_bytes(self) -> int:
@@ -165,21 +184,21 @@ class AsynchronousUpdate:
         """Weights are pulled and gradients pushed, in fp32."""
         return float(self._flat.nbytes + self._gradient.nbytes)
 
-    def settle(self) -> None:
-        """At a pause, when all ranks have done the same steps: the model and its optimizer get the
-        weights and the state of the servers, equal on all ranks. A collective."""
+    def pause(self) -> None:
+        """When all ranks have done the same steps: the model and its optimizer get the weights and the
+        state of the servers, equal on all ranks."""
         if not self._started:
             return
-        self._group.watched("a pull of weights", lambda: self._server.pull(self._flat))
-        self._group.watched("the servers' state", self._gather_momenta)
+        self.group.watched("a pull of weights", lambda: self._server.pull(self._flat))
+        self.group.watched("the servers' state", self._gather_momenta)
         self._weights.load_momenta(Weights(self._mirror.optimizer).momenta())
         self._weights.load(self._views(self._flat))
 
     def conclude(self) -> None:
-        """At the end of the run: servers stop."""
+        """Servers stop."""
         if self._started and not self._closed:
             self._closed = True
-            self._group.watched("the end of the servers", self._server.close)
+            self.group.watched("the end of the servers", self._server.close)
 
     def release(self) -> None:
         """Lets the servers end, also after an error. Holds no CUDA graph."""

@@ -15,9 +15,12 @@ import torch
 from torch import nn
 
 from comm.exchanges import joined
-from paceline.comm.parameter_server import Clock, ParameterServer, cut_shards
-from paceline.comm.settings import CommSettings
-from paceline.config import RunConfig
+from paceline.alternatives.asynchronous.parameter_server import (
+    Clock,
+    ParameterServer,
+    cut_shards,
+)
+from paceline.config import RunConfig, RunSettings
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.events import read_events
 from paceline.train import run_training
@@ -125,7 +128,7 @@ def test_servers_apply_every_push_once_and_staleness_is_bounded(servers: int, bo
 
 # Whole runs.
 
-ASYNC: dict[str, Any] = {"comm__mode": "asynchronous", "comm__staleness": 1}
+ASYNC: dict[str, Any] = {"run__strategy": "asynchronous", "run__asynchronous__staleness": 1}
 
 
 def _run(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +137,7 @@ def _run(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "values",
-    [{}, {"comm__servers": 1, "optim__name": "lars", "precision__amp_dtype": "bf16"}],
+    [{}, {"run__asynchronous__servers": 1, "optim__name": "lars", "precision__amp_dtype": "bf16"}],
 )
 def test_a_run_trains_evaluates_and_resumes(tmp_path: Path, values: dict[str, Any]) -> None:
     own = ASYNC | values | {"checkpoint__interval_steps": 3, "checkpoint__keep": 9}
@@ -156,7 +159,9 @@ def test_a_run_trains_evaluates_and_resumes(tmp_path: Path, values: dict[str, An
     assert again["resumed_at_steps"] == [3]
     assert again["steps"] == 7
     # A synchronous run can go on from its checkpoint, with its momenta.
-    plain = {key: value for key, value in own.items() if not key.startswith("comm")}
+    plain = {
+        key: value for key, value in own.items() if "asynchronous" not in (value, *key.split("__"))
+    }
     other = run_ranks(2, _run, str(tmp_path / "c"), plain | {"run__resume": str(saved)})[0]
     assert other["steps"] == 7
     if not values:
@@ -168,7 +173,7 @@ def test_a_run_trains_evaluates_and_resumes(tmp_path: Path, values: dict[str, An
 
 def test_norms_of_muon_come_back_from_the_servers(tmp_path: Path) -> None:
     own = {"optim__name": "muon", "optim__muon_steps": "fixed", "run__epochs": 1}
-    run_ranks(2, _run, str(tmp_path), ASYNC | {"comm__servers": 1} | own)
+    run_ranks(2, _run, str(tmp_path), ASYNC | {"run__asynchronous__servers": 1} | own)
     states = last(tmp_path).optimizer["state"].values()
     references = [float(s["reference_norm"]) for s in states if "reference_norm" in s]
     assert references
@@ -228,7 +233,7 @@ def test_an_error_of_one_rank_ends_all_with_its_line(tmp_path: Path) -> None:
 def test_without_momentum_and_staleness_it_follows_synchronous_sgd(tmp_path: Path) -> None:
     """Two pushes at half the rate are one step, but for the second seeing what the first has done."""
     values = {"optim__momentum": 0.0, "optim__lr": 1e-4, "optim__weight_decay": 0.1}
-    own = {"comm__mode": "asynchronous", "comm__staleness": 0}
+    own = {"run__strategy": "asynchronous", "run__asynchronous__staleness": 0}
     ours = run_ranks(2, _run, str(tmp_path / "a"), values | own)[0]
     theirs = run_ranks(2, _run, str(tmp_path / "b"), values)[0]
     assert abs(ours["val_loss"] - theirs["val_loss"]) < 2e-3
@@ -239,18 +244,18 @@ def test_without_momentum_and_staleness_it_follows_synchronous_sgd(tmp_path: Pat
     [
         ("comm.algorithm", "hierarchical"), ("comm.overlap", "on"), ("comm.wire", "int8"),
         ("comm.group_size", 2), ("comm.plan", "plan.toml"),
-        ("run.average_epochs", 1.0), ("optim.clip_norm", 1.0), ("comm.staleness", -1),
+        ("run.average_epochs", 1.0), ("optim.clip_norm", 1.0), ("run.asynchronous.staleness", -1),
         ("optim.name", "rmsprop_warmup"),
     ],
 )  # fmt: skip
 def test_what_excludes_asynchronous_training_is_refused(name: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
-        RunConfig().with_values({"comm.mode": "asynchronous", name: value})
+        RunConfig().with_values({"run.strategy": "asynchronous", name: value})
     assert caught.value.field == name
 
 
 def test_classes_and_objects_are_no_optimizers_of_servers(tmp_path: Path) -> None:
-    values = {"comm.mode": "asynchronous", "optim.name": "torch.optim:SGD", "optim.lr": 0.1}
+    values = {"run.strategy": "asynchronous", "optim.name": "torch.optim:SGD", "optim.lr": 0.1}
     with pytest.raises(ConfigError) as caught:
         RunConfig().with_values(values)
     assert caught.value.field == "optim.name"
@@ -273,6 +278,7 @@ def test_a_loss_scale_is_refused(tmp_path: Path) -> None:
     assert run_ranks(2, _refused, str(tmp_path)) == ["precision.amp_dtype"] * 2
 
 
-def test_unknown_modes_are_refused() -> None:
-    with pytest.raises(ConfigError):
-        CommSettings(mode="eventual")
+def test_unknown_strategies_are_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunSettings(strategy="eventual")
+    assert caught.value.field == "run.strategy"

@@ -130,7 +130,9 @@ def test_without_ranks_it_is_torchs_batch_norm() -> None:
     ))  # fmt: skip
 
 
-GROUPED: dict[str, Any] = {"run__batch_size": 4, "model__norm_group": 2, "run__seed": 3}
+GROUPED: dict[str, Any] = {
+    "run__batch_size": 4, "run__strategy": "synced_norms", "run__seed": 3,
+}  # fmt: skip
 
 
 def train_grouped(rank: int, output: str) -> dict[str, Any]:
@@ -148,7 +150,7 @@ def test_two_ranks_train_like_one_with_twice_the_micro_batch(tmp_path: Path) -> 
     run_small(tmp_path / "one", run__batch_size=8, run__seed=3)
     run_small(tmp_path / "apart", run__batch_size=4, run__seed=3)
     assert first["weights_sha256"] == second["weights_sha256"]
-    assert "1 group(s) of 2 ranks" in first["chosen"]["batch norm"]
+    assert "1 group(s) of 2 ranks" in first["chosen"]["synced norms"]
     found, wanted = losses(tmp_path / "two"), losses(tmp_path / "one")
     assert found == pytest.approx(wanted, rel=1e-3)
     assert losses(tmp_path / "apart") != pytest.approx(wanted, rel=1e-3), "statistics matter"
@@ -177,8 +179,9 @@ def test_the_statistics_of_the_last_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "field"),
     [
-        ({"model__norm_group": 2}, "model.norm_group"),
-        ({"model__norm_group": 0}, "model.norm_group"),
+        ({"run__strategy": "synced_norms"}, "run.synced_norms.ranks"),
+        ({"run__strategy": "synced_norms", "run__synced_norms__ranks": 1}, "run.synced_norms.ranks"),
+        ({"run__strategy": "synced_norms", "run__compile": "model"}, "run.compile"),
         ({"model__norm_statistics": "median"}, "model.norm_statistics"),
         ({"model__norm_statistics": "last", "model__name": "alexnet", "data__image_size": 64},
          "model.norm_statistics"),

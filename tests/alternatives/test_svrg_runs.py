@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import paceline as pl
+from paceline.alternatives.svrg import SVRG
 from paceline.core.errors import ConfigError, DataError
 from paceline.data import BatchPlan, create_train_loader, open_data
-from paceline.optim import SVRG
 from paceline.train import run_training
 from paceline.train.callbacks import Callback, RunControl
 from paceline.train.components import Components
@@ -24,7 +24,7 @@ from small_runs import Silent, run_small, small_config
 from train.runs import newest
 
 FIXED: dict[str, Any] = {
-    "optim__name": "halp", "optim__momentum": 0.0, "optim__halp_mu": 1.0, "data__augment": "none",
+    "optim__name": "halp", "optim__momentum": 0.0, "optim__halp__mu": 1.0, "data__augment": "none",
     "data__flip": False, "run__batch_size": 8, "optim__warmup_epochs": 0.0, "run__smoothing": 0.0,
 }  # fmt: skip
 
@@ -51,7 +51,7 @@ class Watch(Callback):
         self.weights: list[torch.Tensor] = []
 
     def on_step(self, run: RunControl, event: Any) -> None:
-        optimizer = run._training.step.update.optimizer
+        optimizer = run._training.step.optimizer
         assert isinstance(optimizer, SVRG)
         p = run.model.last.weight
         state = optimizer.state[p]
@@ -198,8 +198,7 @@ class Streaming(torch.utils.data.IterableDataset[Any]):
         ({"run__mixup": 0.2}, "run.mixup"),
         ({"run__cutmix": 1.0}, "run.cutmix"),
         ({"precision__amp_dtype": "bf16"}, "precision.amp_dtype"),
-        ({"model__norm_group": 2}, "model.norm_group"),
-        ({"run__shares": "probe"}, "run.shares"),
+        ({"run__strategy": "unequal"}, "run.strategy"),
         ({"comm__wire": "int8"}, "comm.wire"),
         ({"comm__wire": "float16"}, "comm.wire"),
         ({"run__noise_scale": True}, "run.noise_scale"),
