@@ -85,7 +85,8 @@ def test_a_run_steps_records_saves_and_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("run.slowed.factor", 2.0), ("run.slowed.speed", 1), ("run.noise_scale", True)]
+    ("name", "value"),
+    [("run.slowed.factor", 2.0), ("run.slowed.speed", 1), ("run.noise_scale", True)],
 )
 def test_its_settings_and_exclusions_are_checked(name: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -11,7 +11,7 @@ from paceline.comm.rehearsal import RehearsedExchange, cluster_groups
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.data import BatchPlan
-from paceline.plan.fusion_plan import EIGHT_BIT
+from paceline.plan.fusion_plan import EIGHT_BIT, FusionPlan
 from paceline.plan.plan_file import ClusterFacts
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.exchange_plan import ExchangeParts
@@ -31,6 +31,16 @@ class Rehearsal(Synchronous):
     def ranks(cls, config: RunConfig, processes: int) -> int:
         return config.rehearse.ranks
 
+    @classmethod
+    def check_plan(cls, config: RunConfig, plan: FusionPlan) -> None:
+        for bucket in plan.buckets:
+            if bucket.wire in EIGHT_BIT:
+                raise ConfigError(
+                    "comm.plan", config.comm.plan or None,
+                    f"has buckets in {bucket.wire}, which cannot be rehearsed",
+                    "make a plan without 8-bit formats, or leave comm.plan out",
+                )  # fmt: skip
+
     def cluster(self, nodes: int) -> ClusterFacts:
         return ClusterFacts(self.config.rehearse.ranks, self.config.rehearse.nodes)
 
@@ -41,13 +51,6 @@ class Rehearsal(Synchronous):
         self, planned: ExchangeParts, *, accumulate: bool, graphs: bool, squares: bool
     ) -> GradientExchange:
         cluster, comm = self.config.rehearse, self.config.comm
-        for bucket in planned.plan.buckets:
-            if bucket.wire in EIGHT_BIT:
-                raise ConfigError(
-                    "comm.plan", comm.plan or None,
-                    f"has buckets in {bucket.wire}, which cannot be rehearsed",
-                    "make a plan without 8-bit formats, or leave comm.plan out",
-                )  # fmt: skip
         groups = cluster_groups(cluster.nodes, cluster.gpus_per_node, comm.group_size)
         where = f"with the partial sums of {cluster.ranks:,} virtual ranks on {self.group.device}"
         frugal = ("hierarchical", "torus2d", "tree")

@@ -162,6 +162,7 @@ def _check_pinned(pinned: PinnedPlan, trained: dict[str, nn.Parameter]) -> None:
 def check_wires(config: RunConfig, plan: FusionPlan, origin: str) -> None:
     """A plan file has wire formats of its own: those that the configuration would refuse as `comm.wire`
     are refused in it too, alike on all ranks, which have the same plan. `origin` is that of the plan."""
+    strategy_class(config).check_plan(config, plan)
     wires = {bucket.wire for bucket in plan.buckets}
     from_file = origin == f"plan {config.comm.plan}"
     where = f"the {origin if from_file else 'plan of the checkpoint'} has buckets in"

@@ -7,7 +7,7 @@ that it excludes.
 
 Each rank has one strategy from the start of a run to its end:
 
-- build: `check`, `check_model`, `load`, `prepare`, `divide`, `create_exchange`, `attach`;
+- build: `check`, `check_plan`, `check_model`, `load`, `prepare`, `divide`, `create_exchange`, `attach`;
 - each step: `begin`, `micro_batches`, `finish`, and `record` once the step is complete;
 - pauses for evaluations and checkpoints: `pause`, `record_evaluation`, `replan`, `state`;
 - end: `conclude` and `summary`, or after an error only `release`.
@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from paceline.comm.exchange import GradientExchange
 from paceline.comm.group import Group
 from paceline.config import SYNCHRONOUS, RunConfig
-from paceline.core.extensions import find_extension, register
+from paceline.core.extensions import find_extension, load_extension, register
 from paceline.core.settings import register_settings
 from paceline.data import BatchPlan
+from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.micro_step import MicroStep
@@ -113,6 +114,10 @@ class Strategy:
     @classmethod
     def check(cls, config: RunConfig, ranks: int) -> None:
         """Raises ConfigError for settings that do not fit the number of ranks."""
+
+    @classmethod
+    def check_plan(cls, config: RunConfig, plan: FusionPlan) -> None:
+        """Raises ConfigError for a plan of the exchange that it cannot use."""
 
     @classmethod
     def check_model(cls, model: nn.Module) -> None:
@@ -267,11 +272,16 @@ def register_strategy(kind: type[Strategy], settings: type | None = None) -> Non
 
 def strategy_class(config: RunConfig) -> type[Strategy]:
     """Returns the strategy that `run.strategy` names."""
-    # Rehearsals still have a section of settings in the core; they move in a later step.
-    name = "rehearsal" if config.rehearse.ranks else config.run.strategy
-    if name == SYNCHRONOUS:
+    if config.rehearse.ranks:
+        # Rehearsals still have a section of settings in the core; they move in a later step.
+        nodes = config.rehearse.nodes
+        rehearsal: type[Strategy] = load_extension(
+            "rehearsal.strategy", "rehearse.nodes", nodes
+        ).Rehearsal
+        return rehearsal
+    if config.run.strategy == SYNCHRONOUS:
         return Synchronous
-    found: type[Strategy] = find_extension("strategy", name, "run.strategy")
+    found: type[Strategy] = find_extension("strategy", config.run.strategy, "run.strategy")
     return found
 
 
