@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from paceline.core import extensions
+import paceline.core.settings as owners
 from paceline.core.errors import ConfigError
 from paceline.core.exclusions import Exclusion, check_exclusions, one_of
 from paceline.core.settings import (
@@ -49,7 +49,7 @@ class RoomSettings(Section):
 def fan() -> Iterator[None]:
     register_settings("room", "fan", FanSettings)
     yield
-    extensions._registered.clear()
+    owners._registries.clear()
 
 
 def room(**values: object) -> RoomSettings:
@@ -113,14 +113,3 @@ def test_names_and_tables_of_tables() -> None:
     for names in ({"room.fan": 1, "room.fan.speed": 2}, {"room.fan.speed": 2, "room.fan": 1}):
         with pytest.raises(ConfigError):
             unflatten(names)
-
-
-def test_an_extension_is_found_by_kind_and_name() -> None:
-    extensions.register("colour", "red", 1)
-    assert "red" in extensions.extension_names("colour")
-    assert extensions.find_extension("colour", "red", "room.colour") == 1
-    assert extensions.find_extension("colour", "green", "room.colour") is None
-    extensions.check_extension("colour", ("white",), "red", "room.colour")
-    with pytest.raises(ConfigError) as caught:
-        extensions.check_extension("colour", ("white",), "green", "room.colour")
-    assert caught.value.field == "room.colour"

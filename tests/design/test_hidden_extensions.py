@@ -57,7 +57,7 @@ def test_a_training_has_the_same_weights(
         ("alternatives", small("--set", "run.strategy=unequal"), "run.strategy"),
         *(
             (f"alternatives.{name}", small("--set", f"run.strategy={name}"), "run.strategy")
-            for name in alternatives.PROVIDES["strategy"]
+            for name in alternatives.PROVIDES["strategies"]
         ),
         ("trackers", small("--set", "run.trackers=['csv']"), "run.trackers"),
         ("rehearsal", ["rehearse", *small()[1:], "--nodes", "1", "--gpus-per-node", "2"],

@@ -7,12 +7,12 @@ imported here, so that each module can be removed.
 from __future__ import annotations
 
 PROVIDES: dict[str, dict[str, str]] = {
-    "strategy": {
+    "strategies": {
         "asynchronous": "alternatives.asynchronous.strategy:Asynchronous",
         "synced_norms": "alternatives.synced_norms.strategy:SyncedNorms",
         "unequal": "alternatives.unequal.strategy:Unequal",
     },
-    "settings of run": {
+    "run settings": {
         "asynchronous": "alternatives.asynchronous.settings:AsynchronousSettings",
         "synced_norms": "alternatives.synced_norms.settings:SyncedNormsSettings",
         "unequal": "alternatives.unequal.settings:UnequalSettings",

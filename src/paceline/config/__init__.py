@@ -22,13 +22,14 @@ from paceline.config.run_config import (
     unflatten,
     with_defaults,
 )
-from paceline.config.settings import SYNCHRONOUS, CheckpointSettings, RunSettings
+from paceline.config.settings import STRATEGIES, SYNCHRONOUS, CheckpointSettings, RunSettings
 
 __all__ = [
     "RECIPES",
     "REMOVED",
     "RENAMED",
     "SECTIONS",
+    "STRATEGIES",
     "SYNCHRONOUS",
     "CheckpointSettings",
     "Job",

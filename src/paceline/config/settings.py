@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.exclusions import Exclusion, check_exclusions, not_in, one_of
-from paceline.core.extensions import check_extension
+from paceline.core.extensions import Registry
 from paceline.core.imports import split_name
 from paceline.core.settings import Section, SettingChecks
 
@@ -18,6 +18,7 @@ LOSSES = ("cross_entropy", "bce")
 # Parameters of Beta distributions: below, shares are 0 or 1; above, all the same.
 MIXES = (0.01, 100.0)
 SYNCHRONOUS = "synchronous"
+STRATEGIES: Registry[Any] = Registry("strategies", {SYNCHRONOUS: "train.strategy:Synchronous"})
 BATCH_NORM_ROWS = ("ranks", "average")
 SIGNAL_ACTIONS = ("save", "stop")
 COMPILE_MODES = ("auto", "off", "blocks", "model")
@@ -123,7 +124,7 @@ class RunSettings(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_extension("strategy", (SYNCHRONOUS,), self.strategy, "run.strategy")
+        STRATEGIES.check(self.strategy, "run.strategy")
         check = SettingChecks("run", self)
         for name in ("epochs", "log_interval", "eval_interval_epochs", "max_skipped_steps"):
             check.number(name, "at least 1")

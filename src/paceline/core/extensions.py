@@ -1,25 +1,24 @@
 """Extensions: what the core loads only if a setting or a command asks for it.
 
-The packages in `PACKAGES` list what they add in a table `PROVIDES`, by kind and name; `register` adds
-something from outside. The core looks a name up when a setting has it.
+Extension packages have a table of what their modules provide. A `Registry` looks up the names of one
+kind: the core's own parts, those of these tables, and those that a program registers.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from typing import Any, Generic, TypeVar
 
 from paceline.core.errors import ConfigError, nearest
 
-PACKAGES = ("alternatives", "rehearsal")
-# What was registered from outside, by kind and name.
-_registered: dict[tuple[str, str], Any] = {}
+Part = TypeVar("Part")
 
 
 def missing_extension(error: ImportError) -> str:
-    """Returns the package or module of Paceline that an import did not find; "" if another is missing."""
+    """Returns the part of Paceline that an import did not find; "" if another package is missing."""
     name = error.name or ""
     return name if name.startswith("paceline.") else ""
 
@@ -46,51 +45,75 @@ def load_extension(name: str, field: str, value: object) -> Any:
         return importlib.import_module(f"paceline.{name}")
 
 
-def register(kind: str, name: str, added: object) -> None:
-    """Adds something of a kind under a name, in this process. A second call replaces the first."""
-    _registered[kind, name] = added
+@cache
+def _tables() -> Mapping[str, Mapping[str, Mapping[str, str]] | None]:
+    """Returns the table of each extension package; None for one that was removed."""
+    tables: dict[str, Mapping[str, Mapping[str, str]] | None] = {}
+    for package in importlib.import_module("paceline.extensions").PACKAGES:
+        try:
+            tables[package] = importlib.import_module(f"paceline.{package}").PROVIDES
+        except ImportError as error:
+            if missing_extension(error) != f"paceline.{package}":
+                raise
+            tables[package] = None
+    return tables
 
 
-def extension_names(kind: str) -> list[str]:
-    """Returns all names of one kind, those that were registered last."""
-    own = [name for package in PACKAGES for name in (_provides(package) or {}).get(kind, ())]
-    return [*own, *(name for registered, name in _registered if registered == kind)]
+def provided(kind: str) -> Mapping[str, str]:
+    """Returns what extension packages add to a kind, as name and `module:attribute`."""
+    added: dict[str, str] = {}
+    for table in _tables().values():
+        added |= (table or {}).get(kind, {})
+    return added
 
 
-def find_extension(kind: str, name: str, field: str) -> Any:
-    """Returns what an extension adds under a name, or None if none does.
+def load_part(place: str, field: str, value: object) -> Any:
+    """Imports `module:attribute` of Paceline. Raises ConfigError if the module was removed."""
+    module, _, attribute = place.partition(":")
+    return getattr(load_extension(module, field, value), attribute)
 
-    Raises:
-        ConfigError: If it belongs to a module that was removed; `field` is the setting that asks for it.
+
+class Registry(Generic[Part]):
+    """Parts of one kind by name; modules of parts are imported when a part is used.
+
+    Args:
+        kind: The name of the kind in the tables of extension packages.
+        own: The core's parts, or their places as `module:attribute`.
     """
-    if (kind, name) in _registered:
-        return _registered[kind, name]
-    for package in PACKAGES:
-        place = (_provides(package) or {}).get(kind, {}).get(name)
-        if place is not None:
-            module, _, attribute = place.partition(":")
-            return getattr(load_extension(module, field, name), attribute)
-    return None
 
+    def __init__(self, kind: str, own: Mapping[str, Part | str]) -> None:
+        self._kind = kind
+        self._parts: dict[str, Part | str] = dict(own)
 
-def check_extension(kind: str, own: Collection[str], name: str, field: str) -> None:
-    """Raises ConfigError for a name that neither the core, which has the names `own`, nor an extension
-    has."""
-    if name in own or name in (known := extension_names(kind)):
-        return
-    missing = [f"paceline.{package}" for package in PACKAGES if _provides(package) is None]
-    without = f"; this installation has no {', '.join(missing)}" if missing else ""
-    raise ConfigError(field, name, f"unknown{without}", nearest(name, (*own, *known)))
+    def __contains__(self, name: str) -> bool:
+        return name in self._parts or name in provided(self._kind)
 
+    def names(self) -> list[str]:
+        """Returns all names, the core's first."""
+        return list(dict.fromkeys([*self._parts, *provided(self._kind)]))
 
-def _provides(package: str) -> Mapping[str, Mapping[str, str]] | None:
-    """The table of an extension package; None if the package was removed."""
-    try:
-        found: Mapping[str, Mapping[str, str]] = importlib.import_module(
-            f"paceline.{package}"
-        ).PROVIDES
-    except ImportError as error:
-        if not missing_extension(error):
-            raise
-        return None
-    return found
+    def register(self, name: str, part: Part) -> None:
+        """Adds a part from outside of the package, or replaces it."""
+        self._parts[name] = part
+
+    def check(self, name: str, field: str) -> None:
+        """Raises ConfigError, with the nearest name, for a name that the setting `field` cannot have."""
+        if name not in self:
+            hint = nearest(name, self.names())
+            if missing := [
+                f"paceline.{name}" for name, table in _tables().items() if table is None
+            ]:
+                hint += f" ({', '.join(missing)} is not part of this installation)"
+            raise ConfigError(field, name, "unknown", hint)
+
+    def get(self, name: str, field: str) -> Part:
+        """Returns the part that the setting `field` names.
+
+        Raises:
+            ConfigError: If the name is unknown, or if its module was removed.
+        """
+        self.check(name, field)
+        part = self._parts.get(name) or provided(self._kind)[name]
+        if isinstance(part, str):
+            part = self._parts[name] = load_part(part, field, name)
+        return part

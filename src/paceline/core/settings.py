@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.core.extensions import extension_names, find_extension, load_extension, register
+from paceline.core.extensions import Registry, load_part
 from paceline.core.untrusted import LONGEST_S, ParseError, is_finite, parse_toml
 
 Settings = TypeVar("Settings")
@@ -29,9 +29,9 @@ class Section:
     """Base of sections of which some settings belong to owners.
 
     A subclass lists its owners in `OWNERS`, as name and `module:Class` inside `paceline`; the module is
-    loaded if its table is given or if a setting in `CHOOSERS` names the owner. Extensions and
-    `register_settings` add further owners. The class of an owner is a dataclass with defaults only. Its
-    `EXCLUSIONS`, if it has any, are checked whenever it is chosen.
+    loaded if its table is given or if a setting in `CHOOSERS` names the owner. `register_settings` adds
+    owners from outside the package. The class of an owner is a dataclass with defaults only. Its
+    `EXCLUSIONS`, if it has any, are checked whenever its table is in use.
 
     Attributes:
         owned: The settings of each owner that is given or chosen, by the owner's name.
@@ -46,8 +46,6 @@ class Section:
     def __post_init__(self) -> None:
         owned = dict(self.owned)
         for chooser, name in self.choices():
-            if name == getattr(type(self), chooser) and name not in self.OWNERS:
-                continue  # a default belongs to the core: no extension is asked
             kind = settings_class(type(self), name, f"{self.NAME}.{chooser}")
             if kind is not None and name not in owned:
                 owned[name] = kind()
@@ -80,21 +78,24 @@ class Section:
             yield from getattr(self.owned.get(name), "EXCLUSIONS", ())
 
 
+# Classes of settings by owner, for each section: those of methods and those from outside the package.
+_registries: dict[str, Registry[type]] = {}
+
+
+def _owners(section: str) -> Registry[type]:
+    return _registries.setdefault(section, Registry(f"{section} settings", {}))
+
+
 def register_settings(section: str, owner: str, kind: type) -> None:
     """Makes the dataclass `kind` the settings of `owner`, as the table `[section.owner]`."""
-    register(_settings_of(section), owner, kind)
-
-
-def _settings_of(section: str) -> str:
-    """The kind under which extensions list the classes of their tables in a section."""
-    return f"settings of {section}"
+    _owners(section).register(owner, kind)
 
 
 def owner_names(section: type) -> list[str]:
     """Returns the names of all tables of owners that a section may have."""
     if not issubclass(section, Section):
         return []
-    return [*section.OWNERS, *extension_names(_settings_of(section.NAME))]
+    return [*section.OWNERS, *_owners(section.NAME).names()]
 
 
 def settings_class(section: type, owner: str, asked_by: str) -> type | None:
@@ -110,12 +111,11 @@ def settings_class(section: type, owner: str, asked_by: str) -> type | None:
     """
     if not issubclass(section, Section):
         return None
-    if owner not in section.OWNERS:
-        outside: type | None = find_extension(_settings_of(section.NAME), owner, asked_by)
-        return outside
-    module, _, name = section.OWNERS[owner].partition(":")
-    kind: type = getattr(load_extension(module, asked_by, owner), name)
-    return kind
+    if owner in section.OWNERS:
+        kind: type = load_part(section.OWNERS[owner], asked_by, owner)
+        return kind
+    others = _owners(section.NAME)
+    return others.get(owner, asked_by) if owner in others else None
 
 
 def from_table(cls: type[Settings], section: str, table: Mapping[str, Any]) -> Settings:

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from paceline.comm.exchange import GradientExchange
 from paceline.comm.group import Group
-from paceline.config import SYNCHRONOUS, RunConfig
-from paceline.core.extensions import find_extension, load_extension, register
+from paceline.config import STRATEGIES, SYNCHRONOUS, RunConfig
+from paceline.core.extensions import load_extension
 from paceline.core.settings import register_settings
 from paceline.data import BatchPlan
 from paceline.plan.fusion_plan import FusionPlan
@@ -265,7 +265,7 @@ class Synchronous(Strategy):
 
 def register_strategy(kind: type[Strategy], settings: type | None = None) -> None:
     """Makes `kind` the strategy `kind.name` of this process, with the class of `[run.NAME]`, if any."""
-    register("strategy", kind.name, kind)
+    STRATEGIES.register(kind.name, kind)
     if settings is not None:
         register_settings("run", kind.name, settings)
 
@@ -279,9 +279,7 @@ def strategy_class(config: RunConfig) -> type[Strategy]:
             "rehearsal.strategy", "rehearse.nodes", nodes
         ).Rehearsal
         return rehearsal
-    if config.run.strategy == SYNCHRONOUS:
-        return Synchronous
-    found: type[Strategy] = find_extension("strategy", config.run.strategy, "run.strategy")
+    found: type[Strategy] = STRATEGIES.get(config.run.strategy, "run.strategy")
     return found
 
 
