@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-PROVIDES: dict[str, dict[str, str]] = {"strategy": {"rehearsal": "rehearsal.strategy:Rehearsal"}}
+PROVIDES: dict[str, dict[str, str]] = {"strategies": {"rehearsal": "rehearsal.strategy:Rehearsal"}}

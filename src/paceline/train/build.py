@@ -18,7 +18,7 @@ from torch import nn
 from paceline.comm.group import Group
 from paceline.config import Job, RunConfig
 from paceline.core.errors import PacelineError
-from paceline.core.extensions import needed_by
+from paceline.core.extensions import load_extension
 from paceline.core.host import StartUp
 from paceline.data import BatchPlan, Source, TrainBatches, create_train_loader
 from paceline.models.pretrained import load_pretrained
@@ -246,9 +246,8 @@ def _cluster_layers(config: RunConfig, model: nn.Module, source: Source) -> Any:
     """Of a rehearsal: what the planner predicts the cluster's step from, where it is not measured."""
     if not config.rehearse.ranks:
         return None
-    with needed_by("rehearse.nodes", config.rehearse.nodes):
-        from paceline.rehearsal.cluster_clock import cluster_layers
-    return cluster_layers(config, model, config.model.num_classes or len(source.classes))
+    clock = load_extension("rehearsal.cluster_clock", "rehearse.nodes", config.rehearse.nodes)
+    return clock.cluster_layers(config, model, config.model.num_classes or len(source.classes))
 
 
 def _cluster_clock(
@@ -257,18 +256,18 @@ def _cluster_clock(
     """None where the run is no rehearsal, or says nothing about the cluster's speed."""
     if not config.rehearse.ranks:
         return None
-    from paceline.rehearsal.cluster_clock import clock_of_run
-
+    clock = load_extension("rehearsal.cluster_clock", "rehearse.nodes", config.rehearse.nodes)
     tensors = {
         name: (p.numel(), p.dtype != torch.float32) for name, p in parts.exchange.parameters.items()
     }
-    return clock_of_run(
+    found: ClusterClock | None = clock.clock_of_run(
         config, parts.exchange.plan, tensors, layers, half=parts.policy.is_half,
         batch=plan.micro_batch, accumulation=plan.accumulation,
         # With the mirror image of each.
         validation=len(inputs.validation) * (2 if config.data.eval_flip else 1),
         eval_batch=eval_batch(plan.micro_batch),
     )  # fmt: skip
+    return found
 
 
 def _set_threads(config: RunConfig, ranks: int, group: Group, checkpoint: Checkpoint | None) -> str:

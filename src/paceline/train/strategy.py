@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from paceline.comm.exchange import GradientExchange
 from paceline.comm.group import Group
 from paceline.config import STRATEGIES, SYNCHRONOUS, RunConfig
+from paceline.core.extensions import load_extension
 from paceline.core.settings import register_settings
 from paceline.data import BatchPlan
 from paceline.plan.plan_file import ClusterFacts
@@ -266,9 +267,14 @@ def register_strategy(kind: type[Strategy], settings: type | None = None) -> Non
 
 def strategy_class(config: RunConfig) -> type[Strategy]:
     """Returns the strategy that `run.strategy` names."""
-    # Rehearsals still have a section of settings in the core; they move in a later step.
-    name = "rehearsal" if config.rehearse.ranks else config.run.strategy
-    found: type[Strategy] = STRATEGIES.get(name, "run.strategy")
+    if config.rehearse.ranks:
+        # Rehearsals still have a section of settings in the core; they move in a later step.
+        nodes = config.rehearse.nodes
+        rehearsal: type[Strategy] = load_extension(
+            "rehearsal.strategy", "rehearse.nodes", nodes
+        ).Rehearsal
+        return rehearsal
+    found: type[Strategy] = STRATEGIES.get(config.run.strategy, "run.strategy")
     return found
 
 
