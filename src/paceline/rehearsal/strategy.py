@@ -1,4 +1,7 @@
-"""`Rehearsal`: one process computes the ranks of a cluster, and predicts the times there."""
+"""`Rehearsal`: one process computes the ranks of a cluster, and predicts the times there.
+
+`VirtualStatistics`: the running statistics of batch norm of all these ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.config import RunConfig
@@ -18,7 +21,7 @@ from paceline.plan.plan_file import ClusterFacts
 from paceline.rehearsal.cluster_clock import ClusterClock, clock_of_run, cluster_layers
 from paceline.rehearsal.exchange import RehearsedExchange, cluster_groups
 from paceline.rehearsal.settings import RehearsalSettings
-from paceline.rehearsal.statistics import VirtualStatistics
+from paceline.train.batch_norm import BatchNormState, pool
 from paceline.train.batch_sizes import eval_batch
 from paceline.train.exchange_plan import ExchangeParts
 from paceline.train.inputs import RunInputs
@@ -31,6 +34,43 @@ from paceline.train.training import Training
 
 # Algorithms for which an exchange keeps few partial sums.
 _FRUGAL = ("hierarchical", "torus2d", "tree")
+
+
+class VirtualStatistics(BatchNormState):
+    """Has a row for each virtual rank in `kept`. The layers use `flat`, which `load` fills for one rank
+    and `store` saves."""
+
+    def __init__(self, model: nn.Module, ranks: int) -> None:
+        super().__init__(model)
+        self.keep(
+            self.flat.expand(ranks, *self.flat.shape).clone(),
+            self.tracked.expand(ranks, -1).clone(),
+        )
+
+    @property
+    def saved_tracked(self) -> Tensor:
+        return self.kept_tracked[0]
+
+    def load(self, rank: int) -> None:
+        """Gives the layers the statistics of a virtual rank."""
+        self.flat.copy_(self.kept[rank])
+        self.tracked.copy_(self.kept_tracked[rank])
+
+    def store(self, rank: int) -> None:
+        """Makes the statistics of the layers those of a virtual rank."""
+        self.kept[rank].copy_(self.flat)
+        self.kept_tracked[rank].copy_(self.tracked)
+
+    def average(self, group: Group) -> Tensor:
+        return pool(self.kept)
+
+    def gather(self, kept: Tensor, group: Group, *, average: bool = False) -> Tensor:
+        if average:
+            kept.copy_(pool(kept))
+        return (kept[:1] if average else kept).detach().cpu().clone()
+
+    def own_rows(self, rows: Tensor, group: Group) -> Tensor:
+        return rows if len(rows) == len(self.kept) else pool(rows)
 
 
 class Rehearsal(Synchronous):
