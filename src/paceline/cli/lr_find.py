@@ -32,7 +32,7 @@ from paceline.report.chart import Chart, Line, Marker
 from paceline.train.display import create_display, print_line
 
 if TYPE_CHECKING:
-    from paceline.train.callbacks import RangeResult
+    from paceline.tune.range_test import RangeResult
 
 
 # Flags of `train` without meaning here: the range has its own rates, schedule and length.
@@ -127,9 +127,9 @@ def range_config(
 
 
 def _run(config: RunConfig, steps: int, as_json: bool) -> int:
-    from paceline.train.callbacks import RangeTest
     from paceline.train.components import Components
     from paceline.trainer import Trainer
+    from paceline.tune.range_test import RangeTest
 
     test = RangeTest(steps)
     console = Console(stderr=as_json)

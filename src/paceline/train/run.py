@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.comm.agreement import PeerError
 from paceline.comm.group import Group
-from paceline.comm.watchdog import ShowError
+from paceline.comm.peer_errors import PeerError, ShowError
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, DataError, DeviceError, PacelineError
 from paceline.core.events import JsonlWriter, NoteEvent, Observer, StopEvent
