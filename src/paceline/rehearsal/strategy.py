@@ -18,7 +18,8 @@ from paceline.core.events import NoteEvent, ShownField
 from paceline.core.units import format_duration
 from paceline.data import BatchPlan
 from paceline.plan.plan_file import ClusterFacts
-from paceline.rehearsal.cluster_clock import ClusterClock, clock_of_run, cluster_layers
+from paceline.planner.layers import Network
+from paceline.rehearsal.cluster_clock import ClusterClock, RehearsedCluster, cluster_clock
 from paceline.rehearsal.exchange import RehearsedExchange, cluster_groups
 from paceline.rehearsal.settings import RehearsalSettings
 from paceline.train.batch_norm import BatchNormState, pool
@@ -92,6 +93,7 @@ class Rehearsal(Synchronous):
     def __init__(self, config: RunConfig, group: Group) -> None:
         super().__init__(config, group)
         self.settings = config.run.of(self.name, RehearsalSettings)
+        self._there = RehearsedCluster(self.settings)
         self.clock: ClusterClock | None = None
         self._predicted_s = 0.0
         self._to_target: float | None = None
@@ -108,7 +110,22 @@ class Rehearsal(Synchronous):
         # With the mirror image of each.
         self._validation = len(inputs.validation) * (2 if self.config.data.eval_flip else 1)
         classes = self.config.model.num_classes or len(inputs.source.classes)
-        self._layers = cluster_layers(self.config, model, classes)
+        self._layers = self._count_layers(model, classes)
+
+    def _count_layers(self, model: nn.Module, classes: int) -> Network | None:
+        """Returns the layers that the cluster's step is predicted from; None if they are not needed."""
+        config = self.config
+        name, pixels, channels = config.model.name, config.data.image_size, config.data.channels
+
+        def count() -> Network:
+            # Here, because torch's counter of operations imports Triton.
+            from paceline.rehearsal.layer_count import count_trained
+
+            return count_trained(model, name, pixels, channels)
+
+        stem = config.model.stem_for(pixels)
+        net = self._there.network(name, pixels, classes, stem, count, channels=channels)
+        return net.recomputing_norms() if net is not None and config.run.recompute_norms else net
 
     @classmethod
     def cluster(cls, config: RunConfig, processes: int, nodes: int) -> ClusterFacts:
@@ -149,16 +166,23 @@ class Rehearsal(Synchronous):
 
     def attach(self, parts: StepParts, micro: MicroStep) -> None:
         super().attach(parts, micro)
-        self._micro, plan = micro, self._plan
+        self._micro = micro
+        config, batch, half = self.config, self._plan.micro_batch, parts.policy.is_half
+        # The format of the run here, which is fp32 on a CPU with `auto`, whatever a GPU would choose.
         tensors = {
             name: (p.numel(), p.dtype != torch.float32)
             for name, p in parts.exchange.parameters.items()
         }
-        self.clock = clock_of_run(
-            self.config, parts.exchange.plan, tensors, self._layers, half=parts.policy.is_half,
-            batch=plan.micro_batch, accumulation=plan.accumulation, validation=self._validation,
-            eval_batch=eval_batch(plan.micro_batch),
-        )  # fmt: skip
+        there, net = self._there, self._layers
+        there.check_batch(net, batch=batch, half=half, fused=config.run.allows_fused_norms)
+        work = there.workload(config.model.name, config.data.image_size, net, tensors)
+        if work is not None:
+            self.clock = cluster_clock(
+                self.settings, parts.exchange.plan, work.with_tensors(tensors), batch=batch,
+                accumulation=self._plan.accumulation, validation=self._validation,
+                eval_batch=eval_batch(batch),
+                left_out=there.left_out(work, config.optim.name, half=half, trained=tensors),
+            )  # fmt: skip
 
     @classmethod
     def outline(cls, config: RunConfig, ranks: int) -> dict[str, str]:
