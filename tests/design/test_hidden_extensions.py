@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -11,8 +12,10 @@ import pytest
 
 from cli_runs import Done, run, small
 from design.hidden import hide
+from paceline import alternatives
 
-EXTENSIONS = ("planner", "rehearsal", "report", "trackers", "tune")
+EXTENSIONS = ("alternatives", "planner", "rehearsal", "report", "trackers", "tune")
+METHODS = [f"alternatives.{module.name}" for module in pkgutil.iter_modules(alternatives.__path__)]
 
 
 def run_without(packages: Sequence[str], arguments: list[str], folder: Path) -> Done:
@@ -39,7 +42,9 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> str:
     return weights(small("--epochs", "1"), tmp_path_factory.mktemp("usual") / "run")
 
 
-@pytest.mark.parametrize("packages", [*((name,) for name in EXTENSIONS), EXTENSIONS], ids="+".join)
+@pytest.mark.parametrize(
+    "packages", [*((name,) for name in [*EXTENSIONS, *METHODS]), EXTENSIONS], ids="+".join
+)
 def test_a_training_has_the_same_weights(
     packages: tuple[str, ...], usual: str, tmp_path: Path
 ) -> None:
@@ -49,9 +54,14 @@ def test_a_training_has_the_same_weights(
 @pytest.mark.parametrize(
     ("package", "arguments", "named"),
     [
+        ("alternatives", small("--set", "run.strategy=unequal"), "run.strategy"),
+        *(
+            (f"alternatives.{name}", small("--set", f"run.strategy={name}"), "run.strategy")
+            for name in alternatives.PROVIDES["strategies"]
+        ),
         ("trackers", small("--set", "run.trackers=['csv']"), "run.trackers"),
         ("rehearsal", ["rehearse", *small()[1:], "--nodes", "1", "--gpus-per-node", "2"],
-         "run.strategy"),
+         "run.rehearsal"),
         ("planner", ["rehearse", *small()[1:], "--nodes", "1", "--gpus-per-node", "2"],
          "run.strategy"),
         ("planner", ["plan", "--gpu", "H100"], "paceline plan"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -16,7 +17,7 @@ SMALL: dict[str, str] = {}
 
 @functools.cache
 def imports() -> dict[str, set[str]]:
-    """Module path → the module paths that it imports, at the top and inside functions."""
+    """Module path → the module paths that it imports or loads by name, also inside functions."""
     paths = {
         ".".join(("paceline", *p.relative_to(ROOT).with_suffix("").parts)).removesuffix(
             ".__init__"
@@ -33,6 +34,9 @@ def imports() -> dict[str, set[str]]:
                     names.add(full if full in paths else str(node.module))
             elif isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names if alias.name in paths}
+            elif isinstance(node, ast.Constant) and re.fullmatch(r"[\w.]+:\w+", str(node.value)):
+                # Loaded by name, as `module:object`.
+                names.add(f"paceline.{str(node.value).partition(':')[0]}")
         here = path.relative_to(ROOT).as_posix()
         found[here] = {paths[n].relative_to(ROOT).as_posix() for n in names if n in paths} - {here}
     return found
