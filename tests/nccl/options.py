@@ -23,11 +23,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from paceline.alternatives.eight_bit.wires import ALL_TO_ALL
 from paceline.comm.group import Group
 from paceline.comm.settings import CommSettings
 from paceline.comm.transport import Piece, create_transport
 from paceline.core.topology import Topology
-from paceline.plan.fusion_plan import ALL_TO_ALL, FusionBucket, FusionPlan
+from paceline.plan.fusion_plan import FusionBucket, FusionPlan
 from paceline.train.machine import choose_device
 from paceline.train.run import run_training
 from small_runs import Silent, small_config

@@ -27,7 +27,8 @@ from paceline.comm.progress import BucketInfo, ExchangeObserver
 from paceline.comm.tracing import ExposedTime, Reading
 from paceline.comm.transport import DirectTransport, Piece, Transport, Wait
 from paceline.core.errors import RunError
-from paceline.plan.fusion_plan import FlatLayout, FusionPlan, TensorSpec, wire_bytes
+from paceline.plan.fusion_plan import FlatLayout, FusionPlan, TensorSpec
+from paceline.plan.wires import wire_bytes
 
 
 @dataclass(frozen=True)

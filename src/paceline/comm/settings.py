@@ -9,8 +9,8 @@ from typing import ClassVar
 from paceline.core.errors import ConfigError
 from paceline.core.exclusions import Exclusion, check_exclusions, not_in, one_of
 from paceline.core.settings import Section, SettingChecks
-from paceline.plan.fusion_plan import ALL_TO_ALL, EIGHT_BIT, WIRES
 from paceline.plan.schedules import algorithm_names
+from paceline.plan.wires import WIRES, own_algorithm, wire_format
 
 BACKENDS = ("auto", "gloo", "nccl")
 OVERLAPS = ("auto", "on", "off")
@@ -56,7 +56,7 @@ class CommSettings(Section):
 
     NAME: ClassVar[str] = "comm"
     OWNERS: ClassVar[Mapping[str, str]] = {"hybrid": "comm.settings:HybridSettings"}
-    CHOOSERS: ClassVar[tuple[str, ...]] = ("algorithm",)
+    CHOOSERS: ClassVar[tuple[str, ...]] = ("algorithm", "wire")
 
     backend: str = "auto"
     """`nccl`, `gloo`, or `auto` (NCCL on GPUs, Gloo elsewhere)."""
@@ -70,10 +70,15 @@ class CommSettings(Section):
     fusion_mib: float = 16.0
     """Size at which a gradient bucket is closed, in MiB; 0 sends every tensor separately."""
     wire: str = "auto"
-    """Format in which gradients travel: `float32`, `float16`, `bfloat16`, the 8-bit formats `int8`,
-    `float8_e4m3` and `float8_e5m2`, or `auto` (the gradients' own)."""
-    error_feedback: bool = True
-    """For 8-bit wire formats: add what rounding cut off to the gradients of the next step."""
+    """Format in which gradients travel: `float32`, `float16`, `bfloat16`, `auto` (the gradients' own), or
+    another one that docs/communication.md lists."""
+    mode: str = "synchronous"
+    """`synchronous`, or `asynchronous`: ranks push gradients to parameter servers and pull weights,
+    without waiting for one another."""
+    staleness: int = 4
+    """Asynchronous mode: steps by which ranks may drift apart."""
+    servers: int = 0
+    """Asynchronous mode: the first ranks that serve a shard of the weights; 0 means all ranks."""
     group_size: int = 0
     """Ranks of a group in `hierarchical`, `torus2d` and `central`, whose groups have a server each; 0
     takes the ranks of a node."""
@@ -91,7 +96,7 @@ class CommSettings(Section):
         check = SettingChecks("comm", self)
         check.known("backend", BACKENDS)
         check.known("algorithm", ("auto", "hybrid", *algorithm_names()))
-        check.known("wire", WIRES)
+        wire_format(self.wire)
         check.known("overlap", OVERLAPS)
         for name in ("timeout_s", "rendezvous_timeout_s"):
             value = getattr(self, name)
@@ -105,6 +110,11 @@ class CommSettings(Section):
             )
         check_exclusions((*EXCLUSIONS, *self.exclusions()), comm=self)
 
+    def unused(self) -> list[str]:
+        """Returns the owners whose settings are given, but which no setting has chosen. A plan file may
+        choose any wire format."""
+        return [name for name in super().unused() if not (self.plan and name in WIRES)]
+
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
     *(
@@ -115,13 +125,8 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         for name in _PLANNED
     ),
     Exclusion(
-        "comm.algorithm", not_in("auto"), {"comm.wire": one_of(*EIGHT_BIT)},
+        "comm.algorithm", not_in("auto"), {"comm.wire": lambda wire: bool(own_algorithm(wire))},
         "cannot sum {comm.wire} numbers",
-        f"leave it out: 8-bit formats travel by {ALL_TO_ALL}; or use comm.wire = 'float16'",
-    ),
-    Exclusion(
-        "comm.error_feedback", one_of(False),
-        {"comm.plan": one_of(""), "comm.wire": not_in(*EIGHT_BIT)},
-        "has no meaning with comm.wire = {comm.wire!r}", f"it belongs to {', '.join(EIGHT_BIT)}",
+        "leave it out: the format has an all-reduce of its own; or use comm.wire = 'float16'",
     ),
 )  # fmt: skip

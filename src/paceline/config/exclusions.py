@@ -6,22 +6,9 @@ Rows of a single section are in its settings module.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.config.settings import SYNCHRONOUS
-from paceline.core.exclusions import Exclusion, Test, above, not_in, one_of
-from paceline.optim.settings import ANCHORED, OPTIMIZERS_OF_SVRG
-from paceline.plan.fusion_plan import EIGHT_BIT
-
-_REHEARSAL = {"rehearse.nodes": above(0)}
-_ANCHORED = {"optim.name": one_of(*ANCHORED)}
-# The value that switches a setting off, and what it is called in messages.
-_OFF = {
-    "optim.batch_schedule": ("", "batch growth"),
-    "run.strategy": (SYNCHRONOUS, "run.strategy = {run.strategy!r}"),
-    "run.trace": (False, "run.trace"),
-}  # fmt: skip
+from paceline.core.exclusions import Exclusion, above, not_in, one_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,101 +24,10 @@ class Job:
     device: str = ""
 
 
-def _without(
-    names: tuple[str, ...], when: Mapping[str, Test], mode: str, reason: str = ""
-) -> list[Exclusion]:
-    """Rows for settings that have to be off in a mode."""
-    return [
-        Exclusion(
-            name, not_in(off), when, f"{title} is not supported with {mode}{reason and ': '}{reason}",
-            f"use {name}={str(off).lower() if isinstance(off, bool) else off or repr(off)}",
-        )
-        for name in names
-        for off, title in [_OFF[name]]
-    ]  # fmt: skip
-
-
-def _fixed(name: str, allowed: object) -> Exclusion:
-    """A row for a setting that makes gradients random."""
-    return Exclusion(
-        name, not_in(allowed), _ANCHORED,
-        "{optim.name} needs the same gradient of a sample in every pass",
-        f"use {name}={str(allowed).lower() if isinstance(allowed, bool) else allowed}",
-    )  # fmt: skip
-
-
 EXCLUSIONS: tuple[Exclusion, ...] = (
-    # Averages and gradient noise.
     Exclusion(
         "run.average_epochs", not_in(0.0), {"optim.schedule_free": above(0)},
         "schedule-free training averages the weights itself", "use 0 with optim.schedule_free",
-    ),
-    Exclusion(
-        "run.noise_scale", one_of(True), {"comm.wire": one_of(*EIGHT_BIT)},
-        "comm.wire = {comm.wire!r} adds noise to the gradients", "leave one of the two out",
-    ),
-    # Rehearsals.
-    Exclusion(
-        "rehearse.nodes", above(0), {"job.processes": above(1)},
-        "a rehearsal runs in one process, and this job has {job.processes}",
-        "start it without a launcher",
-    ),
-    *_without(
-        ("run.strategy", "optim.batch_schedule", "run.trace"), _REHEARSAL, "a rehearsal",
-    ),
-    Exclusion(
-        "comm.wire", one_of(*EIGHT_BIT), _REHEARSAL,
-        "cannot be rehearsed: each rank keeps its rounding errors", "use 'auto'",
-    ),
-    Exclusion(
-        "optim.name", one_of(*OPTIMIZERS_OF_SVRG), _REHEARSAL,
-        "cannot be rehearsed: it passes over all samples", "use another optimizer",
-    ),
-    # SVRG and its relatives.
-    Exclusion(
-        "precision.amp_dtype", not_in("auto", "fp32"), {"optim.name": one_of(*OPTIMIZERS_OF_SVRG)},
-        "{optim.name} computes in fp32", "use --amp-dtype fp32",
-    ),
-    Exclusion(
-        "precision.amp_dtype", one_of("auto"),
-        {"optim.name": one_of(*OPTIMIZERS_OF_SVRG), "job.device": one_of("cuda")},
-        "{optim.name} computes in fp32", "use --amp-dtype fp32",
-    ),
-    _fixed("data.augment", "none"),
-    _fixed("data.flip", False),
-    _fixed("data.cutout", 0),
-    _fixed("data.color_jitter", (0.0, 0.0, 0.0, 0.0)),
-    _fixed("run.mixup", 0.0),
-    _fixed("run.cutmix", 0.0),
-    Exclusion(
-        "run.noise_scale", one_of(True), _ANCHORED,
-        "{optim.name} exchanges differences of gradients, whose noise it would measure", "use false",
-    ),
-    Exclusion(
-        "data.randaugment", lambda value: value[0] > 0, _ANCHORED,
-        "{optim.name} needs the same gradient of a sample in every pass", "use [0, 9]",
-    ),
-    *(
-        Exclusion(
-            f"program.{name}", not_in(None), _ANCHORED,
-            "{optim.name} needs the same gradient of a sample in every pass; an own augmentation may "
-            "be random", "leave it out",
-        )
-        for name in ("augment", "device_augment")
-    ),
-    Exclusion(
-        "comm.wire", one_of(*EIGHT_BIT), _ANCHORED,
-        "{optim.name} exchanges differences and full gradients, between which error feedback would mix",
-        "use 'auto'",
-    ),
-    Exclusion(
-        "comm.wire", one_of("float16"), _ANCHORED,
-        "{optim.name} exchanges full gradients: if one overflows, all steps up to the next are lost",
-        "use 'auto' or 'bfloat16'",
-    ),
-    Exclusion(
-        "run.strategy", not_in(SYNCHRONOUS), _ANCHORED,
-        "{optim.name} has passes that only synchronous ranks make together", f"use {SYNCHRONOUS!r}",
     ),
     Exclusion(
         "optim.scaling", one_of("auto"), {"program.optimizer": not_in(None)},

@@ -26,8 +26,7 @@ from paceline.core.errors import CheckpointError, ConfigError, RunError
 from paceline.core.imports import first_line
 from paceline.core.units import format_bytes
 from paceline.data import Normalizer
-from paceline.optim.settings import ANCHORED
-from paceline.plan.fusion_plan import EIGHT_BIT, FusionPlan
+from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
 from paceline.precision.policy import Policy
 from paceline.train.batch_norm import BatchNormState
@@ -162,25 +161,18 @@ def _check_pinned(pinned: PinnedPlan, trained: dict[str, nn.Parameter]) -> None:
 def check_wires(config: RunConfig, plan: FusionPlan, origin: str) -> None:
     """A plan file has wire formats of its own: those that the configuration would refuse as `comm.wire`
     are refused in it too, alike on all ranks, which have the same plan. `origin` is that of the plan."""
-    strategy_class(config).check_plan(config, plan)
-    wires = {bucket.wire for bucket in plan.buckets}
     from_file = origin == f"plan {config.comm.plan}"
-    where = f"the {origin if from_file else 'plan of the checkpoint'} has buckets in"
-    remedy = (
-        "make a plan without it, or leave comm.plan out"
-        if from_file
-        else "start anew without --resume, or choose another optimizer"
-    )
-    for wire in sorted(wires & set(EIGHT_BIT)):
-        if config.run.noise_scale:
-            reason = f"but {where} {wire}, which adds noise of its own"
-            raise ConfigError("run.noise_scale", True, reason, "use False")
-    if config.optim.name in ANCHORED:
-        for wire in sorted(wires & {*EIGHT_BIT, "float16"}):
+    for wire in sorted({bucket.wire for bucket in plan.buckets}):
+        try:
+            config.check_wire(wire)
+        except ConfigError as error:
             raise ConfigError(
-                "optim.name", config.optim.name, f"but {where} {wire}, which its full gradients cannot "
-                "be exchanged in", remedy,
-            )  # fmt: skip
+                "comm.plan", config.comm.plan or None,
+                f"the {origin if from_file else 'plan of the checkpoint'} has buckets in {wire}: "
+                f"{error.cause}",
+                "make a plan without it, or leave comm.plan out" if from_file
+                else "start anew without --resume",
+            ) from None  # fmt: skip
 
 
 def count_nodes(group: Group) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from paceline.config import Job, RunConfig
+from paceline.config import SYNCHRONOUS, Job, RunConfig
 from paceline.core.errors import ConfigError
 from paceline.core.settings import flatten
 from paceline.data import BatchPlan
@@ -16,7 +16,6 @@ from paceline.optim.batch_growth import BatchGrowth
 from paceline.optim.scaling import Recipe, Target, scale_recipe
 from paceline.optim.schedule import LrSchedule
 from paceline.optim.settings import OptimSettings
-from paceline.plan.rehearsal import RehearseSettings
 from paceline.train.batch_sizes import (
     BatchSizes,
     batch_stages,
@@ -137,7 +136,7 @@ def create_schedule(settings: OptimSettings, peak: float, plan: BatchPlan) -> Lr
 
 def without_exchange(config: RunConfig, ranks: int) -> RunConfig:
     """Returns the settings with which one process measures what a rank computes, for any plan."""
-    config = replace(config, rehearse=RehearseSettings())
+    config = replace(config, run=replace(config.run, strategy=SYNCHRONOUS))
     if ranks == 1:
         return config
     alone = replace(config.comm, plan="", algorithm="auto")
@@ -160,8 +159,8 @@ def _scaled(config: RunConfig, facts: Facts, ranks: int) -> tuple[RunConfig, str
     sizes = resolve_batch_sizes(*requested_batch(config, ranks), samples=samples)
     strategy = strategy_class(config)
     recipe = Recipe(
-        optim, known, optim.known_good_optimizer or optim.name, config.run.batch_size,
-        config.run.average_epochs, kept=frozenset(optim.scaling_keeps),
+        optim, known, optim.known_good.optimizer or optim.name, config.run.batch_size,
+        config.run.average_epochs, kept=frozenset(optim.known_good.keeps),
         mixing=tuple(f"run.{name}" for name in ("mixup", "cutmix") if getattr(config.run, name)),
         averages=strategy.same_weights, one_batch=strategy.one_batch,
         pretrained=_pretrained(config, resumed),
@@ -170,10 +169,7 @@ def _scaled(config: RunConfig, facts: Facts, ranks: int) -> tuple[RunConfig, str
     scaling = scale_recipe(recipe, target if resumed is None else _as_before(target, resumed))
     values = {"run.global_batch_size": sizes.global_batch, **scaling.values}
     # The result is a recipe of its own, known for its own batch.
-    applied: dict[str, object] = {
-        "optim.scaling": "off", "optim.known_good_batch": None, "optim.known_good_optimizer": "",
-        "optim.known_good_lr": None, "optim.known_good_momentum": None, "optim.scaling_keeps": [],
-    }  # fmt: skip
+    applied: dict[str, object] = {"optim.scaling": "off", "optim.known_good_batch": None}
     try:
         return config.with_values(values | applied), scaling.describe()
     except ConfigError as error:

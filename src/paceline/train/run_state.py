@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 PINNED = (
     "run.seed", "model.name", "model.arguments", "model.freeze", "model.num_classes", "model.stem",
     "data.image_size", "data.channels", "data.shuffle", "data.val_split", "optim.name",
-    "optim.orthogonal",  # determines the meaning of the momentum
 )  # fmt: skip
 _PINNED_WITH_SHARDS = ("data.shuffle_window_shards",)
 
@@ -71,9 +70,6 @@ class Progress:
     resumes: list[int] = field(default_factory=list)
     # The running averages of `NoiseScale`: signal, variance, weight.
     noise: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    # Of a rehearsal: the cluster's time by the planner's clock, and when it reached the target.
-    predicted_s: float = 0.0
-    predicted_s_to_target: float | None = None
 
     @property
     def images_per_s(self) -> float:
@@ -84,9 +80,10 @@ class Progress:
 def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
     """Raises CheckpointError for a checkpoint of another run, before anything is built from it."""
     refuse_removed(checkpoint.config)
-    there, here = flatten(checkpoint.config), config.flat()
-    by_shards = config.data.shuffle == "shards"
-    for name in PINNED + (_PINNED_WITH_SHARDS if by_shards else ()):
+    there, here = flatten(with_defaults(checkpoint.config)), config.flat()
+    names = PINNED + (_PINNED_WITH_SHARDS if config.data.shuffle == "shards" else ())
+    own = config.optim.own_optimizer.PINNED
+    for name in (*names, *(f"optim.{config.optim.name}.{key}" for key in own)):
         _compare(path, name, there.get(name), here.get(name))
 
 
@@ -169,9 +166,9 @@ class RunState:
             # Results of averaged weights and of the last step's cannot be compared.
             progress.evaluated_step = progress.best_step = -1
             progress.best_top1 = -1.0
-            progress.time_to_target_s = progress.predicted_s_to_target = None
+            progress.time_to_target_s = None
         if flatten(checkpoint.config).get("run.target_top1") != self.config.run.target_top1:
-            progress.time_to_target_s = progress.predicted_s_to_target = None
+            progress.time_to_target_s = None
         return progress
 
     def _restore_exchange(self, checkpoint: Checkpoint, path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.exchange import SIGNALS, GradientExchange, Signals
+from paceline.comm.exchange import GradientExchange, Signals
 from paceline.comm.group import Group
 from paceline.comm.tracing import NoTimeline, Spans
 from paceline.core.errors import PacelineError, RunError
@@ -27,6 +27,7 @@ from paceline.data import Batch, BatchPlan, CorruptSample, Normalizer, TrainBatc
 from paceline.optim.base import MasterOptimizer
 from paceline.precision.policy import LossScale, Policy
 from paceline.train.batch_norm import BatchNormState
+from paceline.train.gradient_source import GradientSource
 from paceline.train.loss import Mixing
 from paceline.train.machine import explain_out_of_memory, out_of_memory, seed_micro_batch
 from paceline.train.micro_step import WARM_CALLS, MicroStep, step_error
@@ -34,7 +35,6 @@ from paceline.train.model_checks import check_parameters
 from paceline.train.observers import InputWait
 from paceline.train.stop_signals import STOP_FIELDS, StopSignals, agreed_stop
 from paceline.train.strategy import Pending, Strategy, parameter_names, row_values
-from paceline.train.update import Anchors
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,7 @@ class TrainStep:
     group: Group
     stop: StopSignals
     scale: LossScale
+    source: GradientSource
     seed: int
     mixing: Mixing | None = None
     # Whether the model is a user's: what it raises is then reported in one line.
@@ -122,10 +123,9 @@ class TrainStep:
     fault: PacelineError | None = None
     # A rank has failed, which all ranks know from the same step; it and later ones leave no trace.
     faulted: bool = False
-    anchors: Anchors | None = None
     spans: Spans = field(default_factory=NoTimeline)
     _under_way: deque[_Launched] = field(default_factory=deque)
-    _given_up: bool = False
+    given_up: bool = False
     _unfinished: bool = False
     _launches: int = 0
     # Of the trained parameters, in the optimizer's order.
@@ -162,9 +162,9 @@ class TrainStep:
         started = time.perf_counter()
         first, last = self.plan.step_range(step)
         self._agree_on_graphs()
-        if self.anchors is not None and step % self.anchors.interval == 0:
-            with self.spans.span("full gradient"):
-                self._center(step, self.anchors)
+        begun = self.source.begin(self, step)
+        self.fault = begun.fault or self.fault
+        self.given_up |= begun.abandoned
         self.strategy.begin(step, self.plan)
         self.exchange.begin(step)
         computed = _Computed(InputWait(self.policy.device))
@@ -181,7 +181,7 @@ class TrainStep:
             **self.stop.stop_flags(),
         )
         with self.spans.span("exposed exchange"):
-            self._reduce(signals)
+            self.reduce(signals)
         with self.spans.span("update"):
             pending = self._update(step, rate, others)
         self._unfinished = False
@@ -205,20 +205,15 @@ class TrainStep:
             if self.checks_parameters:
                 check_parameters(self.model, self._parameters, self.exchange.parameters)
             for part in self.strategy.micro_batches(step, self.plan):
-                if self._given_up or (self.strategy.stops_within_step and self._asked_to_stop()):
-                    computed.abandoned = self._given_up = True
+                if self.given_up or (self.strategy.stops_within_step and self.asked_to_stop()):
+                    computed.abandoned = self.given_up = True
                     break
                 batch = self._next_batch(computed)
                 seed_micro_batch(self.seed, step, part.number)
                 with self.spans.span("forward and backward"):
                     mix = self._mix(step, part.number, len(batch.labels))
                     computed.in_model = True
-                    if self.anchors is not None:
-                        self.anchors.subtract(self.micro, self.batch_norm, batch, usual=part.usual)
-                        seed_micro_batch(self.seed, step, part.number)
-                    self.micro.run(
-                        batch.images, batch.labels, usual=part.usual, last=part.last, mix=mix
-                    )
+                    self.source.add(self, step, batch, part, mix)
                     computed.in_model = False
         except Exception as error:  # a defect of the program is raised again
             foreign = self.foreign and computed.in_model
@@ -240,36 +235,6 @@ class TrainStep:
         computed.data_s += time.perf_counter() - waiting
         computed.corrupt += batch.corrupt
         return batch
-
-    def _center(self, step: int, anchors: Anchors) -> None:
-        """The gradient of all samples, through the loader and the exchange, and a new anchor. An error
-        on one rank is raised again in the step that follows, and reported there. A rank that is asked to
-        stop leaves the pass between two batches; a resumed run does it again from its beginning."""
-        self.exchange.begin(step)
-        self.batch_norm.remember()
-        self.micro.begin(anchors.plan.samples, anchors.plan.samples)
-        failed, abandoned = self.fault is not None, False
-        try:
-            if not failed:
-                abandoned = not anchors.add_all_samples(
-                    self.micro, self.seed, step, lambda: self._given_up or self._asked_to_stop()
-                )
-        except Exception as error:  # a defect of the program is raised again
-            fault = step_error(
-                error, step, self.plan.micro_batch, foreign=self.foreign, forward=self.micro.forward
-            )
-            if fault is None:
-                raise
-            self.fault, failed = fault, True
-        self.batch_norm.roll_back()
-        self._reduce(Signals(fault=float(failed), abandon=float(abandoned)))
-        # Read on the host: a full pass is rare, and long.
-        tail = self.exchange.tail[: len(SIGNALS)]
-        sums = dict(zip(SIGNALS, self.group.watched("the full gradient", tail.tolist), strict=True))
-        # The sum of a pass that one rank has left is of no use to the others: none does the step.
-        self._given_up |= sums["abandon"] > 0
-        if not sums["fault"] and not sums["abandon"]:
-            anchors.optimizer.center()
 
     def _agree_on_graphs(self) -> None:
         """When all graphs of a micro-step have been captured: where that failed on one rank, all
@@ -294,7 +259,8 @@ class TrainStep:
         table = self.mixing.table(step, number, samples)
         return table.pin_memory() if self.policy.device.type == "cuda" else table
 
-    def _reduce(self, signals: Signals) -> None:
+    def reduce(self, signals: Signals) -> None:
+        """Sums gradients and signals over all ranks."""
         remedy = "free memory, or lower comm.fusion_mib: messages get smaller"
         with explain_out_of_memory("in the exchange of gradients", remedy):
             self.exchange.reduce(self.micro.loss, signals)
@@ -357,11 +323,9 @@ class TrainStep:
         return self.optimizer.state_bytes() / trained, self.strategy.state_bytes / trained
 
     def exchange_bytes(self) -> float:
-        """Bytes that each rank gives to the all-reduces of one step; full gradients are spread over the
-        steps that use them."""
+        """Bytes that each rank gives to the all-reduces of one step, on average."""
         plain = sum(bucket.bytes for bucket in self.exchange.bucket_info())
-        once = self.strategy.step_bytes(plain)
-        return once * (1 if self.anchors is None else 1 + 1 / self.anchors.interval)
+        return self.strategy.step_bytes(plain) * self.source.exchanges
 
     def release(self) -> None:
         """Destroys all CUDA graphs, before the process groups whose collectives they hold. Does not
@@ -376,8 +340,9 @@ class TrainStep:
             self.batch_norm.roll_back()
             self._unfinished = False
 
-    def _asked_to_stop(self) -> bool:
-        """On this rank, or on another one, which then waits for this rank."""
+    def asked_to_stop(self) -> bool:
+        """Returns True after a stop signal on this rank, or on another one, which then waits for this
+        rank."""
         if self.stop.received is not None:
             self.group.announce_stop()
             return True

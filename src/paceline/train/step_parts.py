@@ -23,7 +23,6 @@ from paceline.data import BatchAugment, BatchPlan, Normalizer, TrainBatches
 from paceline.models.registry import count_norms, is_own, parameter_groups
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.build import create_optimizer, describe_layers, with_layer_decay
-from paceline.optim.muon import Muon
 from paceline.optim.orthogonal import SharedProducts
 from paceline.optim.settings import OptimSettings
 from paceline.plan.plan_file import PlanFile
@@ -46,6 +45,7 @@ from paceline.train.fast_path import (
     triton_problem,
     try_fast_path,
 )
+from paceline.train.gradient_source import GradientSource
 from paceline.train.loss import CrossEntropy, Mixing, OwnLoss, TrainingLoss, create_loss
 from paceline.train.micro_step import MicroStep
 from paceline.train.model_checks import with_one_output
@@ -53,7 +53,6 @@ from paceline.train.run_state import PinnedPlan
 from paceline.train.step import TrainStep
 from paceline.train.stop_signals import StopSignals
 from paceline.train.strategy import Strategy, Synchronous
-from paceline.train.update import Anchors
 from paceline.train.weights import WeightAverage, create_average, fingerprint
 
 
@@ -110,7 +109,7 @@ def create_parts(
     components = components or Components()
     settings = config.optim
     strategy = strategy or Synchronous(config, group)
-    cluster = strategy.cluster(count_nodes(group))
+    cluster = strategy.cluster(config, group.world_size, count_nodes(group))
     with group.phase("training parts") as same:
         problem = triton_problem(group.device)
         same.compare({"Triton": problem or "usable"}, "use the same image on all nodes")
@@ -172,10 +171,10 @@ def create_parts(
 
 def _compare_devices(optimizer: MasterOptimizer, device: torch.device, same: SharedFacts) -> None:
     """Of optimizers whose arithmetic differs between kinds of devices."""
-    own = isinstance(optimizer, Muon)
-    if own or optimizer.path == "torch":
-        name = type(optimizer).__name__.lower() if own else "this optimizer"
-        remedy = f"{name} wants one kind of device and as many threads everywhere; or use lars"
+    if optimizer.rule.has_products or optimizer.path == "torch":
+        remedy = (
+            "this optimizer wants one kind of device and as many threads everywhere; or use lars"
+        )
         same.compare({"what computes": _computes(device)}, remedy)
 
 
@@ -206,16 +205,16 @@ def _try_model(
 def share_products(
     config: RunConfig, optimizer: MasterOptimizer, group: Group, graphs: bool
 ) -> bool:
-    """Lets the ranks share Muon's products out, where `optim.share_products` says so; whether they do.
-    Shared or not, the results have the same bits on CPUs."""
-    wanted = config.optim.share_products
-    if not isinstance(optimizer, Muon) or group.world_size == 1 or wanted == "off":
+    """Lets the ranks share the optimizer's products of matrices out, if it has some and its setting
+    `share_products` allows it. Returns True if they do. The results have the same bits on CPUs."""
+    wanted = config.optim.own_optimizer.share_products
+    if not optimizer.rule.has_products or group.world_size == 1 or wanted == "off":
         return False
     cuda = group.device.type == "cuda"
     if cuda and group.backend != "nccl" and graphs:
         if wanted == "on":
             raise ConfigError(
-                "optim.share_products", "on",
+                f"optim.{config.optim.name}.share_products", "on",
                 f"{group.backend} cannot be captured in the CUDA graph of the update",
                 "use comm.backend = 'nccl', or --set run.cuda_graphs=off",
             )  # fmt: skip
@@ -237,7 +236,7 @@ def _computes(device: torch.device) -> str:
 def create_step(
     config: RunConfig, parts: StepParts, loader: TrainBatches, plan: BatchPlan, group: Group,
     stop: StopSignals, components: Components | None = None,
-    anchors: Anchors | None = None,
+    source: GradientSource | None = None,
 ) -> TrainStep:  # fmt: skip
     graphs = parts.fast.graphs
     augment = None
@@ -246,7 +245,7 @@ def create_step(
     micro = MicroStep(
         parts.fast.forward, parts.policy, parts.normalize, parts.exchange, parts.scale,
         config.run.smoothing, graphs=graphs, must_capture=config.run.cuda_graphs == "on",
-        loss=parts.loss, augment=augment, signed=anchors is not None,
+        loss=parts.loss, augment=augment,
     )  # fmt: skip
     parts.strategy.attach(parts, micro)
     run = config.run
@@ -270,7 +269,7 @@ def create_step(
         seed=run.seed,
         mixing=mixing,
         foreign=not is_own(parts.model),
-        anchors=anchors,
+        source=source or GradientSource(),
         checks_parameters=not is_own(parts.model) or bool(components and components.callbacks),
     )
     # An abort destroys CUDA graphs before the process groups whose collectives they hold.

@@ -7,7 +7,7 @@ that it excludes.
 
 Each rank has one strategy from the start of a run to its end:
 
-- build: `check`, `check_plan`, `check_model`, `load`, `prepare`, `divide`, `create_exchange`, `attach`;
+- build: `check`, `check_model`, `load`, `prepare`, `divide`, `create_exchange`, `attach`;
 - each step: `begin`, `micro_batches`, `finish`, and `record` once the step is complete;
 - pauses for evaluations and checkpoints: `pause`, `record_evaluation`, `replan`, `state`;
 - end: `conclude` and `summary`, or after an error only `release`.
@@ -25,19 +25,19 @@ from torch import Tensor, nn
 from paceline.comm.exchange import SIGNALS, GradientExchange
 from paceline.comm.group import Group
 from paceline.config import STRATEGIES, SYNCHRONOUS, RunConfig
-from paceline.core.extensions import load_extension
+from paceline.core.events import ShownField
 from paceline.core.settings import register_settings
 from paceline.data import BatchPlan
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.rule import accurate_norms
 from paceline.optim.schedule import set_rate
-from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.micro_step import Captured, MicroStep
 
 if TYPE_CHECKING:
     from paceline.train.exchange_plan import ExchangeParts
+    from paceline.train.inputs import RunInputs
     from paceline.train.step import StepOutcome
     from paceline.train.step_parts import StepParts
     from paceline.train.training import Training
@@ -95,6 +95,7 @@ class Strategy:
         eager: It needs collectives inside a pass, which compiled code and CUDA graphs cannot hold.
         one_batch: Why the global batch cannot grow during a run; "" if it can.
         counts: Record fields that count something by number: title, what is numbered, what is counted.
+        shown: Figures of the summary and of evaluations for reports.
     """
 
     name: ClassVar[str] = ""
@@ -103,6 +104,7 @@ class Strategy:
     eager: ClassVar[bool] = False
     one_batch: ClassVar[str] = ""
     counts: ClassVar[Mapping[str, tuple[str, str, str]]] = {}
+    shown: ClassVar[tuple[ShownField, ...]] = ()
     # Steps that may be under way while the next is prepared; None: as the device wants it.
     lag: int | None = None
     # False while ranks wait for one another inside a step, so that they stop between steps only.
@@ -123,22 +125,19 @@ class Strategy:
         """Raises ConfigError for settings that do not fit the number of ranks."""
 
     @classmethod
-    def check_plan(cls, config: RunConfig, plan: FusionPlan) -> None:
-        """Raises ConfigError for a plan of the exchange that it cannot use."""
-
-    @classmethod
     def check_model(cls, model: nn.Module) -> None:
         """Raises ConfigError for a model that it cannot train."""
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Takes what `state` returned, from the checkpoint of a resumed run."""
 
-    def prepare(self, model: nn.Module) -> None:
+    def prepare(self, model: nn.Module, inputs: RunInputs) -> None:
         """Changes or inspects the new model, before its fast forms are chosen. A collective."""
 
-    def cluster(self, nodes: int) -> ClusterFacts:
+    @classmethod
+    def cluster(cls, config: RunConfig, processes: int, nodes: int) -> ClusterFacts:
         """Returns the ranks and nodes that exchange gradients; `nodes` are those of the job."""
-        return ClusterFacts(self.group.world_size, nodes)
+        return ClusterFacts(processes, nodes)
 
     def batch_norm(self, model: nn.Module) -> BatchNormState:
         """Creates the running statistics of this rank."""
@@ -207,6 +206,10 @@ class Strategy:
         """Returns the record fields of an evaluation."""
         return {}
 
+    def remark(self) -> str:
+        """Returns what the line of an evaluation shows of them."""
+        return ""
+
     def replan(self, plan: BatchPlan) -> BatchPlan:
         """Divides the batches of later steps; returns `plan` if nothing changes. A collective."""
         return plan
@@ -240,9 +243,9 @@ class Strategy:
 class Synchronous(Strategy):
     """All ranks sum their gradients in each step, and make the same update, decided on the device.
 
-    If a gradient is not finite or a rank has given up, masters, momenta and half-precision weights stay as
-    they were; a rank's fault, or a stop in mid-step, halts them for good: the run then ends. A short row of
-    numbers says which; the step reads it later, so that nothing waits here.
+    If a gradient is not finite or a rank has given up, masters, momenta and half-precision weights stay
+    as they were; a rank's fault, or a stop in mid-step, halts them for good: the run then ends. A short
+    row of numbers says which; the step reads it later, so that nothing waits here.
     """
 
     name = SYNCHRONOUS
@@ -376,13 +379,6 @@ def register_strategy(kind: type[Strategy], settings: type | None = None) -> Non
 
 def strategy_class(config: RunConfig) -> type[Strategy]:
     """Returns the strategy that `run.strategy` names."""
-    if config.rehearse.ranks:
-        # Rehearsals still have a section of settings in the core; they move in a later step.
-        nodes = config.rehearse.nodes
-        rehearsal: type[Strategy] = load_extension(
-            "rehearsal.strategy", "rehearse.nodes", nodes
-        ).Rehearsal
-        return rehearsal
     found: type[Strategy] = STRATEGIES.get(config.run.strategy, "run.strategy")
     return found
 

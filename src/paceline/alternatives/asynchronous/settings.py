@@ -7,8 +7,11 @@ from typing import ClassVar
 
 from paceline.core.exclusions import Exclusion, not_in, one_of, switched_off
 from paceline.core.settings import SettingChecks
-from paceline.optim.settings import CYCLES
 
+RENAMED = {
+    "comm.servers": (0, "run.asynchronous.servers"),
+    "comm.staleness": (4, "run.asynchronous.staleness"),
+}
 _NO_ALL_REDUCE = "asynchronous training has no all-reduce: gradients go to parameter servers"
 _NO_AVERAGE = "is not supported with asynchronous training: no rank sees the averaged gradient"
 _NO_COMMON_SCALE = (
@@ -49,26 +52,13 @@ class AsynchronousSettings:
             "use 'auto' or 'off'",
         ),
         Exclusion(
-            "optim.cycle_momentum", not_in(()), {"optim.schedule": one_of(*CYCLES)},
-            "parameter servers use a constant momentum", "use []",
-        ),
-        Exclusion(
             "optim.name", lambda name: ":" in name, {},
             "parameter servers cannot send the state of a class of another module",
             "use another optimizer, such as 'sgd'",
         ),
         Exclusion(
-            "optim.name", one_of("rmsprop_warmup"), {},
-            "parameter servers do not know the epoch, which it needs",
-            "use another optimizer, such as 'sgd'",
-        ),
-        Exclusion(
-            "optim.name", one_of("halp", "lp_sgd", "lp_svrg", "svrg"), {},
-            "{optim.name} needs exact gradients of all ranks", "use another optimizer, such as 'sgd'",
-        ),
-        Exclusion(
-            "optim.share_products", one_of("on"), {}, "asynchronous ranks have different gradients",
-            "use 'auto'",
+            "optim.muon.share_products", one_of("on"), {"optim.name": one_of("muon")},
+            "asynchronous ranks have different gradients", "use 'auto'",
         ),
         Exclusion(
             "program.optimizer", not_in(None), {},

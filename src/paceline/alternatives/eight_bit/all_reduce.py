@@ -12,7 +12,7 @@ loss scale may change between steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,18 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.alternatives.eight_bit.wires import BLOCK, SCALE_BYTES, EightBitSettings
+from paceline.comm.collectives import all_gather_flat
 from paceline.comm.executor import Staging
 from paceline.comm.memory import Memory
-from paceline.comm.process_groups import ProcessGroups, all_gather_flat
+from paceline.comm.process_groups import ProcessGroups
+from paceline.comm.settings import CommSettings
 from paceline.core.errors import CheckpointError
-from paceline.plan.fusion_plan import WIRE_BLOCK
-
-_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """Blocks of `WIRE_BLOCK` numbers with one fp32 scale each: the block's largest magnitude becomes the
+    """Blocks of `BLOCK` numbers with one fp32 scale each: the block's largest magnitude becomes the
     largest number of the format. Packed: all scales, then all numbers, one byte each."""
 
     dtype: torch.dtype
@@ -39,12 +39,12 @@ class BlockFormat:
 
     def packed_bytes(self, length: int) -> int:
         """Of `length` numbers, a multiple of the block."""
-        return length + length // WIRE_BLOCK * _SCALE_BYTES
+        return length + length // BLOCK * SCALE_BYTES
 
     def encode(self, values: Tensor, packed: Tensor) -> None:
         """Quantizes fp32 `values`, whole blocks, into bytes. A block with a number that is not finite
         decodes to NaN throughout, so that every rank skips the step."""
-        rows = values.view(-1, WIRE_BLOCK)
+        rows = values.view(-1, BLOCK)
         scales, numbers = self._parts(packed)
         scales.copy_(rows.abs().amax(dim=1).div_(self.largest))
         # A block of zeros, or one too small for a scale: its residual keeps what it has.
@@ -58,15 +58,15 @@ class BlockFormat:
     def decode(self, packed: Tensor, out: Tensor, *, add: bool = False) -> None:
         """The fp32 numbers of `packed`, in `out` or added to it."""
         scales, numbers = self._parts(packed)
-        rows, wide = out.view(-1, WIRE_BLOCK), numbers.float()
+        rows, wide = out.view(-1, BLOCK), numbers.float()
         if add:
             rows.addcmul_(wide, scales[:, None])
         else:
             torch.mul(wide, scales[:, None], out=rows)
 
     def _parts(self, packed: Tensor) -> tuple[Tensor, Tensor]:
-        blocks = packed.numel() // (WIRE_BLOCK + _SCALE_BYTES)
-        cut = blocks * _SCALE_BYTES
+        blocks = packed.numel() // (BLOCK + SCALE_BYTES)
+        cut = blocks * SCALE_BYTES
         return packed[:cut].view(torch.float32), packed[cut:].view(self.dtype).view(blocks, -1)
 
 
@@ -132,14 +132,23 @@ class Residuals(Memory):
 
 
 class QuantizedAllReduce:
-    """Sums buffers over ranks in an 8-bit format. Every rank calls `run` with the same buffers in the
-    same order. Without `residuals` what is cut off is lost."""
+    """Sums buffers over ranks in 8-bit formats. Every rank calls `run` with the same buffers in the
+    same order. Without settings, or without error feedback, what is cut off is lost."""
 
     def __init__(
-        self, groups: ProcessGroups, staging: Staging, residuals: Residuals | None
+        self,
+        groups: ProcessGroups,
+        staging: Staging,
+        settings: CommSettings | None,
+        wires: Sequence[str],
     ) -> None:
         self._groups, self._staging = groups, staging
-        self.residuals = residuals
+        self._corrected = {
+            wire
+            for wire in wires
+            if settings is not None and settings.of(wire, EightBitSettings).error_feedback
+        }
+        self.memory = Residuals() if self._corrected else None
 
     def run(self, buffer: Tensor, wire: str) -> None:
         """Replaces `buffer`, of any number format, by its sum over ranks."""
@@ -148,7 +157,7 @@ class QuantizedAllReduce:
             return
         form = FORMATS[wire]
         # Equal chunks of whole blocks; the last may end behind the buffer.
-        chunk = -(-length // (ranks * WIRE_BLOCK)) * WIRE_BLOCK
+        chunk = -(-length // (ranks * BLOCK)) * BLOCK
         values = self._take("values", ranks * chunk, torch.float32, buffer)
         decoded = self._take("decoded", ranks * chunk, torch.float32, buffer)
         values[:length].copy_(buffer)
@@ -157,8 +166,8 @@ class QuantizedAllReduce:
         own = self._take("own bytes", ranks * size, torch.uint8, buffer)
         theirs = self._take("their bytes", ranks * size, torch.uint8, buffer)
         kept = fresh = None
-        if self.residuals is not None:
-            kept, fresh = self.residuals.pair(buffer, (ranks + 1) * chunk)
+        if self.memory is not None and wire in self._corrected:
+            kept, fresh = self.memory.pair(buffer, (ranks + 1) * chunk)
             self._add_residual(values, kept[: ranks * chunk])
         for rank in range(ranks):
             span = slice(rank * chunk, (rank + 1) * chunk)
@@ -189,7 +198,7 @@ class QuantizedAllReduce:
         return self._staging.take(f"quantized {name}", length, dtype, like.device)
 
     def _add_residual(self, values: Tensor, kept: Tensor) -> None:
-        scale = None if self.residuals is None else self.residuals.scale
+        scale = None if self.memory is None else self.memory.scale
         if scale is None:
             values.add_(kept)
         else:
@@ -197,8 +206,8 @@ class QuantizedAllReduce:
 
     def _keep_residual(self, values: Tensor, decoded: Tensor, fresh: Tensor) -> None:
         torch.sub(values, decoded, out=fresh)
-        if self.residuals is not None and self.residuals.scale is not None:
-            fresh.div_(self.residuals.scale)
+        if self.memory is not None and self.memory.scale is not None:
+            fresh.div_(self.memory.scale)
 
     def _exchange(
         self, collective: Callable[[Tensor, Tensor, Any], None], into: Tensor, out: Tensor

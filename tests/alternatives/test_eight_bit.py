@@ -11,15 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from comm.exchanges import CPU, joined
+from paceline.alternatives.eight_bit.all_reduce import FORMATS
+from paceline.alternatives.eight_bit.wires import ALL_TO_ALL, EIGHT_BIT, EightBitSettings
 from paceline.comm.exchange import GradientExchange, Signals, tensor_spec
 from paceline.comm.plan_choice import PlanChoice
-from paceline.comm.quantized import FORMATS
 from paceline.comm.settings import CommSettings
 from paceline.comm.transport import create_transport
+from paceline.config import load_config
 from paceline.core.errors import ConfigError
 from paceline.plan import ClusterFacts, FusionPlan, ModelFacts, PlanFile
 from paceline.plan.cluster import Cluster, Link
-from paceline.plan.fusion_plan import ALL_TO_ALL, EIGHT_BIT, FusionBucket
+from paceline.plan.fusion_plan import FusionBucket
 from paceline.plan.optimizer import Gradient, best_plan
 from paceline.planner.workload import Affine, Workload
 from ranks import run_ranks
@@ -121,7 +123,7 @@ def _all_reduce(rank: int, lengths: tuple[int, ...]) -> dict[tuple[str, bool], l
     with joined() as group:
         for wire, feedback in CASES:
             plan = FusionPlan((FusionBucket(("a",), ALL_TO_ALL, wire, "native"),))
-            settings = CommSettings(wire=wire, error_feedback=feedback)
+            settings = CommSettings(wire=wire, owned={wire: EightBitSettings(feedback)})
             transport = create_transport(group, settings, plan)
             assert (transport.memory is not None) == feedback
             buffers = {length: torch.zeros(length) for length in lengths}
@@ -163,7 +165,7 @@ def _repeated(rank: int, feedback: bool) -> np.ndarray:
     steps, mean = 64, np.zeros(1024)
     with joined() as group:
         plan = FusionPlan((FusionBucket(("a",), ALL_TO_ALL, "int8", "native"),))
-        settings = CommSettings(wire="int8", error_feedback=feedback)
+        settings = CommSettings(wire="int8", owned={"int8": EightBitSettings(feedback)})
         transport = create_transport(group, settings, plan)
         buffer = torch.zeros(1024)
         for _ in range(steps):
@@ -264,8 +266,8 @@ def test_an_algorithm_that_cannot_sum_8_bits_is_refused(wire: str) -> None:
             CommSettings(wire=wire, algorithm=algorithm)
         assert caught.value.field == "comm.algorithm"
     with pytest.raises(ConfigError) as caught:
-        CommSettings(wire="float16", error_feedback=False)
-    assert caught.value.field == "comm.error_feedback"
+        load_config(None, {"comm.wire": "float16", f"comm.{wire}.error_feedback": False})
+    assert caught.value.field == f"comm.{wire}.error_feedback"
 
 
 def test_a_plan_whose_algorithm_cannot_sum_8_bits_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ every centering. Who trains computes three gradients: of a batch at w, of the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from paceline.alternatives.svrg.settings import DRAW
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.registry import Context
 from paceline.optim.rule import Gates, Outcome, Row, Rows, UpdateRule
-from paceline.optim.settings import ANCHORED, OPTIMIZERS_OF_SVRG, OptimSettings
+from paceline.optim.settings import OptimSettings
 
-FORMS = tuple(sorted(OPTIMIZERS_OF_SVRG))
+FORMS = ("halp", "lp_sgd", "lp_svrg", "svrg")
 INTEGERS = {8: torch.int8, 16: torch.int16}
 ANCHOR, FULL, OFFSET, STEP_SIZE = "anchor", "full_gradient", "offset", "step_size"
-DRAW = "draw"
 
 
 def quantize(values: Tensor, step: Tensor, bits: int, generator: torch.Generator) -> Tensor:
@@ -59,9 +59,14 @@ class SvrgRule(UpdateRule):
         self.form, self.bits, self.span, self.seed = form, bits, span, seed
         self._generator = torch.Generator()
 
+    def check(self, group: Mapping[str, Any]) -> None:
+        super().check(group)
+        if not 0 < group["mu"] < math.inf:
+            raise ValueError(f"mu = {group['mu']}: must be above 0, and finite")
+
     @property
     def anchored(self) -> bool:
-        return self.form in ANCHORED
+        return self.form != "lp_sgd"
 
     def gradients(self, rows: Sequence[Row], gradients: list[Tensor]) -> list[Tensor]:
         if not self.anchored:
@@ -258,5 +263,6 @@ class SVRG(MasterOptimizer):
 def create(
     settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, context: Context
 ) -> SVRG:
-    form, bits, mu = settings.name, settings.bits, settings.halp_mu
-    return SVRG(groups, lr, form=form, bits=bits, mu=mu, seed=context.seed)
+    own = settings.own_optimizer
+    given = {name: getattr(own, name) for name in ("bits", "mu") if hasattr(own, name)}
+    return SVRG(groups, lr, form=settings.name, seed=context.seed, **given)

@@ -1,18 +1,18 @@
 """SGD that begins as RMSprop (Akiba et al. 2017), in mixed precision.
 
-The share of SGD comes from the schedule (`LrSchedule.others`). There are no kernels: on a GPU the update
-runs in torch's list operations, without host synchronization and outside of the CUDA graph.
+The share of SGD comes from the schedule (`RmspropWarmupSettings.values`). There are no kernels: on a GPU
+the update runs in torch's list operations, without host synchronization and outside of the CUDA graph.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.optim.optimizer import ParamsT
 
+from paceline.alternatives.rms_warmup.settings import RmspropWarmupSettings
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.registry import Context
 from paceline.optim.rule import Rows, UpdateRule
@@ -20,7 +20,6 @@ from paceline.optim.settings import OptimSettings
 from paceline.optim.state import MOMENTUM
 
 SQUARES = "square_avg"
-SGD_SHARE = "sgd_share"
 
 
 class RmsHyper(NamedTuple):
@@ -40,6 +39,11 @@ class RmsWarmupRule(UpdateRule):
 
     Hyper: ClassVar[Any] = RmsHyper
     buffers = (MOMENTUM, SQUARES)
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        super().check(group)
+        if not 0 <= group["sgd_share"] <= 1:
+            raise ValueError(f"sgd_share = {group['sgd_share']}: must be in [0, 1]")
 
     def update(self, rows: Rows, hyper: Any) -> None:
         momenta, squares = rows.buffers(MOMENTUM), rows.buffers(SQUARES)
@@ -85,14 +89,9 @@ class RMSpropWarmup(MasterOptimizer):
         return "SGD with RMSprop warm-up, foreach"
 
 
-def sgd_share(epoch: float, center: float, width: float) -> float:
-    """½·exp(2(e − c)/w) before epoch c, then ½ + (e − c)/w, and 1 from c + w/2 on."""
-    if epoch < center:
-        return 0.5 * math.exp(2 * (epoch - center) / width)
-    return min(0.5 + (epoch - center) / width, 1.0)
-
-
 def create(
     settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, context: Context
 ) -> RMSpropWarmup:
-    return RMSpropWarmup(groups, lr, settings.momentum, eps=settings.adam_eps)
+    own = settings.own_optimizer
+    assert isinstance(own, RmspropWarmupSettings)
+    return RMSpropWarmup(groups, lr, settings.momentum, eps=own.eps)

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.alternatives.svrg import SVRG, quantize
 from paceline.core.errors import ConfigError, PacelineError
-from paceline.optim import SVRG, OptimSettings, quantize
+from paceline.optim import OptimSettings
 
 Float = npt.NDArray[np.float64]
 
@@ -300,18 +301,18 @@ def test_a_scale_divides_the_full_gradient_too(form: str) -> None:
     ("values", "field"),
     [
         ({"momentum": 0.9}, "optim.momentum"),
-        ({"bits": 4}, "optim.bits"),
-        ({"halp_mu": 0.0}, "optim.halp_mu"),
-        ({"center_epochs": 0.0}, "optim.center_epochs"),
+        ({"bits": 4}, "optim.halp.bits"),
+        ({"mu": 0.0}, "optim.halp.mu"),
+        ({"center_epochs": 0.0}, "optim.halp.center_epochs"),
         ({"clip_norm": 1.0}, "optim.clip_norm"),
         ({"batch_schedule": "0:8,1:16"}, "optim.batch_schedule"),
-        ({"schedule": "one_cycle"}, "optim.cycle_momentum"),
+        ({"schedule": "one_cycle"}, "optim.one_cycle.momentum"),
         ({"fused": "triton"}, "optim.fused"),
     ],
 )
 def test_refused_settings(values: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        OptimSettings(**{"name": "halp", "momentum": 0.0, **values})
+        OptimSettings.gather(**{"name": "halp", "momentum": 0.0, **values})
     assert caught.value.field == field
 
 

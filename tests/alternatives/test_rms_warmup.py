@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.alternatives.rms_warmup import RMSpropWarmup, sgd_share
 from paceline.core.errors import ConfigError
-from paceline.optim import LrSchedule, OptimSettings, RMSpropWarmup, set_rate, sgd_share
+from paceline.optim import LrSchedule, OptimSettings, set_rate
 from small_runs import run_small
 
 
@@ -39,9 +40,9 @@ def test_updates_follow_the_equations(dtype: torch.dtype, decay: float) -> None:
     optimizer = RMSpropWarmup([weight], lr=0.1, weight_decay=decay)
     w = weight.detach().double().numpy().copy()
     s, v = np.zeros((4, 3)), np.zeros((4, 3))
-    settings = OptimSettings(
-        name="rmsprop_warmup", rms_center_epochs=2, rms_width_epochs=2, schedule="piecewise",
-        warmup_epochs=0, decay_epochs=(2.0, 3.0, 4.0),
+    settings = OptimSettings.gather(
+        name="rmsprop_warmup", center_epochs=2, width_epochs=2, schedule="piecewise",
+        warmup_epochs=0, epochs=(2.0, 3.0, 4.0),
     )  # fmt: skip
     schedule = LrSchedule(settings, 0.4, 40, 8.0)
     for step in range(40):
@@ -87,8 +88,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
 
 def test_a_run_resumes_bit_identically(tmp_path: Path) -> None:
     values: dict[str, Any] = {
-        "optim__name": "rmsprop_warmup", "optim__rms_center_epochs": 1.0,
-        "optim__rms_width_epochs": 1.0, "model__norm_statistics": "last",
+        "optim__name": "rmsprop_warmup", "optim__rmsprop_warmup__center_epochs": 1.0,
+        "optim__rmsprop_warmup__width_epochs": 1.0, "model__norm_statistics": "last",
         "checkpoint__interval_steps": 1, "checkpoint__keep": 99,
     }  # fmt: skip
     whole = run_small(tmp_path / "a", **values).summary
@@ -102,10 +103,10 @@ def test_a_run_resumes_bit_identically(tmp_path: Path) -> None:
     ("values", "field"),
     [
         ({"fused": "triton"}, "optim.fused"),
-        ({"rms_width_epochs": 0.0}, "optim.rms_width_epochs"),
+        ({"width_epochs": 0.0}, "optim.rmsprop_warmup.width_epochs"),
     ],
 )
 def test_refused_settings(values: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        OptimSettings(name="rmsprop_warmup", **values)
+        OptimSettings.gather(name="rmsprop_warmup", **values)
     assert caught.value.field == field

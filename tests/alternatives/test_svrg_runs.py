@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import paceline as pl
+from paceline.alternatives.svrg import SVRG
 from paceline.core.errors import ConfigError, DataError
 from paceline.data import BatchPlan, create_train_loader, open_data
-from paceline.optim import SVRG
 from paceline.train import run_training
 from paceline.train.callbacks import Callback, RunControl
 from paceline.train.components import Components
@@ -24,7 +24,7 @@ from small_runs import Silent, run_small, small_config
 from train.runs import newest
 
 FIXED: dict[str, Any] = {
-    "optim__name": "halp", "optim__momentum": 0.0, "optim__halp_mu": 1.0, "data__augment": "none",
+    "optim__name": "halp", "optim__momentum": 0.0, "optim__halp__mu": 1.0, "data__augment": "none",
     "data__flip": False, "run__batch_size": 8, "optim__warmup_epochs": 0.0, "run__smoothing": 0.0,
 }  # fmt: skip
 
