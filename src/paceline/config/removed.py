@@ -60,7 +60,7 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
 RENAMED: Mapping[str, tuple[Any, str]] = {
     "comm.eta_kib": (None, "comm.hybrid.eta_kib"),
     "comm.sizes": ("", "comm.hybrid.sizes"),
-    "optim.adam_eps": (1e-8, "optim.adamw.eps, or that of lamb or rmsprop_warmup"),
+    "optim.adam_eps": (1e-8, "optim.adamw.eps or optim.lamb.eps"),
     "optim.beta1": (0.9, "optim.adamw.beta1 or optim.lamb.beta1"),
     "optim.beta2": (0.999, "optim.adamw.beta2 or optim.lamb.beta2"),
     "optim.clip": (False, "optim.lars.clip or optim.lamb.clip"),
@@ -71,8 +71,8 @@ RENAMED: Mapping[str, tuple[Any, str]] = {
         0.001,
         "optim.lars.trust_coefficient or optim.muon.trust_coefficient",
     ),
-    "optim.bits": (8, "optim.halp.bits, or that of lp_svrg or lp_sgd"),
-    "optim.center_epochs": (1.0, "optim.svrg.center_epochs, or that of halp or lp_svrg"),
+    "optim.bits": (8, "optim.halp.bits or optim.lp_svrg.bits or optim.lp_sgd.bits"),
+    "optim.center_epochs": (1.0, "optim.halp.center_epochs or optim.svrg.center_epochs"),
     "optim.cycle_decay": (1.0, "optim.triangular.decay"),
     "optim.cycle_epochs": (8.0, "optim.triangular.epochs"),
     "optim.cycle_momentum": ([0.85, 0.95], "optim.one_cycle.momentum or optim.triangular.momentum"),
@@ -80,7 +80,7 @@ RENAMED: Mapping[str, tuple[Any, str]] = {
     "optim.decay_factors": ([0.5, 0.075, 0.01, 0.001], "optim.piecewise.factors"),
     "optim.decay_rate": (0.1, "optim.step.factor"),
     "optim.halp_mu": (0.1, "optim.halp.mu"),
-    "optim.poly.power": (2.0, "optim.poly.power"),
+    "optim.poly_power": (2.0, "optim.poly.power"),
     "optim.rms_center_epochs": (10.0, "optim.rmsprop_warmup.center_epochs"),
     "optim.rms_width_epochs": (5.0, "optim.rmsprop_warmup.width_epochs"),
 }
