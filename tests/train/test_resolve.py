@@ -96,7 +96,7 @@ def test_facts_about_the_job_and_the_program_are_refused(
     values: dict[str, object], job: Job, program: Components | None, field: str
 ) -> None:
     plain = {"run.global_batch_size": 12, "data.augment": "none", "data.flip": False}
-    if values.get("optim.name") in optim.OPTIMIZERS_OF_SVRG:
+    if values.get("optim.name") in ("halp", "lp_sgd"):
         plain["optim.momentum"] = 0.0
     config = RunConfig().with_values(plain | values)
     with pytest.raises(ConfigError) as caught:
