@@ -328,7 +328,11 @@ def test_asynchronous_weights_are_not_averaged() -> None:
     [
         {"run__strategy": "asynchronous"},
         {"run__strategy": "unequal"},
-        {"rehearse__nodes": 1, "rehearse__gpus_per_node": 4},
+        {
+            "run__strategy": "rehearsal",
+            "run__rehearsal__nodes": 1,
+            "run__rehearsal__gpus_per_node": 4,
+        },
     ],
     ids=str,
 )

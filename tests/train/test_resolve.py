@@ -80,7 +80,12 @@ def test_the_defaults_are_not_refused() -> None:
             None,
             "precision.amp_dtype",
         ),
-        ({"rehearse.nodes": 2}, Job(processes=2), None, "rehearse.nodes"),
+        (
+            {"run.strategy": "rehearsal", "run.rehearsal.nodes": 2},
+            Job(processes=2),
+            None,
+            "run.strategy",
+        ),
         (
             {"run.strategy": "synced_norms"},
             Job(processes=3),

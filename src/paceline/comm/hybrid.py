@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined] # public, not in __all__
 from torch.futures import Future
 
+from paceline.comm.collectives import backend_reason
 from paceline.comm.executor import Executor, Staging, check_buffer
 from paceline.comm.memory import Memory
-from paceline.comm.process_groups import ProcessGroups, backend_reason, current_topology
+from paceline.comm.process_groups import ProcessGroups, current_topology
 from paceline.comm.settings import CommSettings
 from paceline.core.errors import CommError, ConfigError, nearest
 from paceline.core.extensions import load_part

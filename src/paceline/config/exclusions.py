@@ -6,19 +6,9 @@ Rows of a single section are in its settings module.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.config.settings import SYNCHRONOUS
-from paceline.core.exclusions import Exclusion, Test, above, not_in, one_of
-
-_REHEARSAL = {"rehearse.nodes": above(0)}
-# The value that switches a setting off, and what it is called in messages.
-_OFF = {
-    "optim.batch_schedule": ("", "batch growth"),
-    "run.strategy": (SYNCHRONOUS, "run.strategy = {run.strategy!r}"),
-    "run.trace": (False, "run.trace"),
-}  # fmt: skip
+from paceline.core.exclusions import Exclusion, above, not_in, one_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,34 +24,10 @@ class Job:
     device: str = ""
 
 
-def _without(
-    names: tuple[str, ...], when: Mapping[str, Test], mode: str, reason: str = ""
-) -> list[Exclusion]:
-    """Rows for settings that have to be off in a mode."""
-    return [
-        Exclusion(
-            name, not_in(off), when, f"{title} is not supported with {mode}{reason and ': '}{reason}",
-            f"use {name}={str(off).lower() if isinstance(off, bool) else off or repr(off)}",
-        )
-        for name in names
-        for off, title in [_OFF[name]]
-    ]  # fmt: skip
-
-
 EXCLUSIONS: tuple[Exclusion, ...] = (
-    # Averages and gradient noise.
     Exclusion(
         "run.average_epochs", not_in(0.0), {"optim.schedule_free": above(0)},
         "schedule-free training averages the weights itself", "use 0 with optim.schedule_free",
-    ),
-    # Rehearsals.
-    Exclusion(
-        "rehearse.nodes", above(0), {"job.processes": above(1)},
-        "a rehearsal runs in one process, and this job has {job.processes}",
-        "start it without a launcher",
-    ),
-    *_without(
-        ("run.strategy", "optim.batch_schedule", "run.trace"), _REHEARSAL, "a rehearsal",
     ),
     Exclusion(
         "optim.scaling", one_of("auto"), {"program.optimizer": not_in(None)},

@@ -89,9 +89,11 @@ def without_removed(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the sections without earlier settings that have the value that applies now."""
     kept: dict[str, Any] = {}
     for section, table in tables.items():
-        kept[section] = table
+        rest = table
         if isinstance(table, Mapping):
-            kept[section] = {k: v for k, v in table.items() if not _is_usual(f"{section}.{k}", v)}
+            rest = {k: v for k, v in table.items() if not _is_usual(f"{section}.{k}", v)}
+        if rest or not table:  # a section of which nothing is left may have been removed as a whole
+            kept[section] = rest
     return kept
 
 

@@ -40,7 +40,6 @@ from paceline.models.settings import ModelSettings
 from paceline.optim.registry import SGD
 from paceline.optim.scaling import OF_ADAM, SCALED
 from paceline.optim.settings import KnownGood, OptimSettings
-from paceline.plan.rehearsal import RehearseSettings
 from paceline.precision.settings import PrecisionSettings
 
 Tables = dict[str, dict[str, Any]]
@@ -57,7 +56,6 @@ class RunConfig:
     precision: PrecisionSettings = field(default_factory=PrecisionSettings)
     comm: CommSettings = field(default_factory=CommSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
-    rehearse: RehearseSettings = field(default_factory=RehearseSettings)
 
     def __post_init__(self) -> None:
         check_exclusions(self.exclusions(), **self.sections())
@@ -124,7 +122,6 @@ SECTIONS: dict[str, type] = {
     "precision": PrecisionSettings,
     "comm": CommSettings,
     "checkpoint": CheckpointSettings,
-    "rehearse": RehearseSettings,
 }
 
 

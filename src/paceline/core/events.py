@@ -38,6 +38,25 @@ class Event:
 
 
 @dataclass(frozen=True)
+class ShownField:
+    """A figure of a strategy, and how reports show it.
+
+    Attributes:
+        name: A field of its part of the summary, and before the end of evaluations.
+        label: Its name in tables.
+        unit: `duration` (seconds), `rate` or `number`.
+        column: The title of its column in comparisons; empty for none.
+        axis: The label of the axis of a chart of accuracy over this time, in minutes; empty for none.
+    """
+
+    name: str
+    label: str
+    unit: str = "number"
+    column: str = ""
+    axis: str = ""
+
+
+@dataclass(frozen=True)
 class StartEvent(Event):
     """A process begins or resumes at `step`."""
 
@@ -58,6 +77,10 @@ class StartEvent(Event):
     startup_s: dict[str, float] = field(default_factory=dict)
     # Record fields of steps that count something by number: title, what is numbered, what is counted.
     counts: dict[str, list[str]] = field(default_factory=dict)
+    # Figures of the strategy, as `ShownField`s with the name of its `part` of the summary.
+    shown: list[dict[str, str]] = field(default_factory=list)
+    # Fewer than ranks if a process computes several of them; 0: as many.
+    processes: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,8 +117,6 @@ class StepEvent(Event):
     batch_size: int | None = None
     # None where the schedule leaves `optim.momentum` as it is.
     momentum: float | None = None
-    # Of a rehearsal: seconds on the cluster from its start to here, as the planner predicts them.
-    predicted_s: float | None = None
     # Of the strategy.
     fields: Mapping[str, Any] = field(default_factory=dict)
 
@@ -127,7 +148,8 @@ class EvalEvent(Event):
     loss: float
     samples: int
     eval_s: float
-    predicted_s: float | None = None
+    # What the strategy adds to the line of the evaluation.
+    remark: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 

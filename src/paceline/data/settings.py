@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,19 +9,22 @@ from paceline.core.exclusions import Exclusion, check_exclusions, not_in, one_of
 from paceline.core.extensions import Registry
 from paceline.core.settings import SettingChecks
 
-SOURCES = (
-    "auto",
-    "embedded",
-    "shards",
-    "folder",
-    "imagenet",
-    "cifar10",
-    "idx",
-    "synthetic",
-    "python",
+_DIRECTORY = "data.sources.layouts:KIND"
+# Kinds of data, and what opens them: a `SourceKind`, or the function of a program (`register_source`).
+SOURCES: Registry[Any] = Registry(
+    "sources",
+    {
+        "auto": _DIRECTORY,
+        "embedded": "data.sources.embedded:KIND",
+        "shards": _DIRECTORY,
+        "folder": _DIRECTORY,
+        "imagenet": _DIRECTORY,
+        "cifar10": _DIRECTORY,
+        "idx": _DIRECTORY,
+        "synthetic": "data.sources.synthetic:KIND",
+        "python": "data.sources.registry:PYTHON_OBJECT",
+    },
 )
-# Functions that open the sources of extensions and programs.
-OTHER_SOURCES: Registry[Callable[..., Any]] = Registry("sources", {})
 AUGMENTATIONS = ("random_resized_crop", "pad_crop", "none")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 RESIDENCE = ("auto", "on", "off")
@@ -122,7 +124,7 @@ class DataSettings:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         self._set_dependent_defaults()
         check = SettingChecks("data", self)
-        check.known("source", (*SOURCES, *OTHER_SOURCES.names()))
+        check.known("source", SOURCES.names())
         check.known("augment", AUGMENTATIONS)
         check.known("interpolation", INTERPOLATIONS)
         check.known("resident", RESIDENCE)

@@ -19,8 +19,8 @@ from typing import Any
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.units import plural, text_of
 from paceline.report.bottleneck import ExposedWaits
-from paceline.report.compare_runs import GLOBAL_BATCH, RANKS, REHEARSED, ComparedRun
-from paceline.report.outcome import Rehearsed
+from paceline.report.compare_runs import GLOBAL_BATCH, RANKS, ComparedRun
+from paceline.report.outcome import ExtraFigure
 
 Settings = Mapping[str, Any]
 _UNSET = "unset"
@@ -31,7 +31,7 @@ _DESCRIPTIVE = (
     "run.strategy", "comm.wire", "comm.algorithm",
 )  # fmt: skip
 _SECTIONS = (
-    "optim", "precision", "model", "data", "run", "comm", REHEARSED, RANKS, "checkpoint", "rehearse",
+    "optim", "precision", "model", "data", "run", "comm", RANKS, "checkpoint",
 )  # fmt: skip
 _MINOR = (
     "run.batch_size", "run.threads", "data.workers",
@@ -42,7 +42,7 @@ _WORDS = {"optim.name": "opt", "model.name": "model", GLOBAL_BATCH: "batch"}
 # Where files are says little about a run.
 _PATHS = (
     "data.dir", "data.cache_dir", "run.pretrained", "run.output", "run.resume", "comm.plan",
-    "comm.hybrid.sizes", "rehearse.profile",
+    "comm.hybrid.sizes",
 )  # fmt: skip
 # Values with which a setting switches nothing on, beside what is false, empty or unset.
 _OFF = ("auto", "none", "off", "synchronous")
@@ -143,21 +143,13 @@ class CompareRow:
         return _median(run.outcome.exchange_bytes_per_step for run in self.runs)
 
     @property
-    def predicted_s(self) -> float | None:
-        """Of rehearsals: the time on the cluster."""
-        return _median(found.predicted_s for found in self._rehearsed)
-
-    @property
-    def cost(self) -> float | None:
-        return _median(found.cost for found in self._rehearsed)
-
-    @property
-    def energy_kwh(self) -> float | None:
-        return _median(found.energy_kwh for found in self._rehearsed)
-
-    @property
-    def _rehearsed(self) -> list[Rehearsed]:
-        return [found for run in self.runs if (found := run.outcome.rehearsed) is not None]
+    def figures(self) -> dict[str, ExtraFigure]:
+        """The medians of figures of extensions that have a column, by name."""
+        every = [own for run in self.runs for own in run.outcome.figures if own.column]
+        return {
+            own.name: replace(own, value=_median(x.value for x in every if x.name == own.name))
+            for own in every
+        }
 
     @property
     def skipped_steps(self) -> int:
@@ -392,8 +384,6 @@ def _acts(settings: Settings, name: str) -> bool:
     """Whether the setting is a number, or switched on, and has an effect in this run."""
     section, value = name.partition(".")[0], settings.get(name)
     if settings.get(RANKS) == 1 and (section == "comm" or name == "run.strategy"):
-        return False
-    if section == "rehearse" and not settings.get(REHEARSED):
         return False
     return _is_number(value) or (bool(value) and value not in _OFF)
 

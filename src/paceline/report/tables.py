@@ -99,9 +99,9 @@ def result_rows(run: RunFiles) -> list[tuple[str, str]]:
         ("global batch", _batches(outcome)),
         ("ranks", count(outcome.world_size)),
     ]
-    if outcome.rehearsed is not None:
-        rows[-1] = ("ranks (rehearsed)", count(outcome.world_size))
-        rows += outcome.rehearsed.rows()
+    if outcome.is_virtual:
+        rows[-1] = ("ranks (virtual)", count(outcome.world_size))
+    rows += [(own.label, own.text) for own in outcome.figures if own.text]
     noise, batch = outcome.noise_scale or 0.0, outcome.largest_batch or 0
     if noise > 0 and batch > 0:
         described = describe_noise(noise, batch)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,14 +17,11 @@ from torch import nn
 from paceline.comm.group import Group
 from paceline.config import Job, RunConfig
 from paceline.core.errors import PacelineError
-from paceline.core.extensions import load_extension
 from paceline.core.host import StartUp
 from paceline.data import BatchPlan, Source, TrainBatches, create_train_loader
 from paceline.models.pretrained import load_pretrained
 from paceline.models.registry import is_own
 from paceline.models.synced_norm import keep_last_statistics
-from paceline.plan.rehearsal import ClusterClock
-from paceline.train.batch_sizes import eval_batch
 from paceline.train.callbacks import Callback, CallbackRunner
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
 from paceline.train.checkpoint_writer import CheckpointWriter
@@ -103,13 +99,12 @@ def _assemble(
     if checkpoint is not None:
         strategy.load(checkpoint.strategy.get(strategy.name, {}))
     built = _build_model(
-        config, strategy, source, plan, schedule.rate(0), checkpoint, components, startup
+        config, strategy, inputs, plan, schedule.rate(0), checkpoint, components, startup
     )
     model, parts = built.model, built.parts
     plan = strategy.divide(plan, parts.probe)
     startup.end("step")
 
-    clock = _cluster_clock(config, parts, plan, inputs, built.layers)
     state = RunState(
         config=config, batches=plan, exchange_plan=parts.exchange.plan, peak_lr=resolved.peak_lr,
         classes=tuple(source.classes), labels=inputs.labels, model=model,
@@ -128,7 +123,7 @@ def _assemble(
         config=config, written=resolved.written, group=group, folder=folder, lock=inputs.lock,
         sizes=resolved.sizes, plan=plan, schedule=schedule, model=model, state=state, step=step,
         source=source, validation=inputs.validation, progress=progress, stop=stop,
-        plan_file=parts.plan_file, trace=trace, make_loader=make_loader, clock=clock, startup=startup,
+        plan_file=parts.plan_file, trace=trace, make_loader=make_loader, startup=startup,
         store=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
         writer=CheckpointWriter(background=config.checkpoint.background),
     )  # fmt: skip
@@ -188,33 +183,29 @@ def _add_callbacks(
 
 @dataclass(frozen=True, kw_only=True)
 class _BuiltModel:
-    """The model and the parts of its step; `pretrained` and `notes` are for display. `layers`: of a
-    rehearsal, what its clock is predicted from."""
+    """The model and the parts of its step; `pretrained` and `notes` are for display."""
 
     model: nn.Module
     parts: StepParts
-    layers: Any
     pretrained: list[str]
     notes: list[str]
 
 
 def _build_model(
-    config: RunConfig, strategy: Strategy, source: Source, plan: BatchPlan, rate: float,
+    config: RunConfig, strategy: Strategy, inputs: RunInputs, plan: BatchPlan, rate: float,
     checkpoint: Checkpoint | None, components: Components, startup: StartUp,
 ) -> _BuiltModel:  # fmt: skip
-    group = strategy.group
+    group, source = strategy.group, inputs.source
     with group.phase("model"):
         model, pretrained = _create_model(config, source, group, components)
         notes = _check_model(config, model, source, plan, components)
     if isinstance(components.model, nn.Module):
         notes += filter(None, [share_weights(model, group)])
-    # Before kernels and formats of this device take the place of the model's own layers.
-    layers = _cluster_layers(config, model, source)
     check_model_norms(config, model)
     if config.model.norm_statistics == "last":
         keep_last_statistics(model)
     strategy.check_model(model)
-    strategy.prepare(model)
+    strategy.prepare(model, inputs)
     startup.end("model")
     varies = any(VARIES in note for note in notes)
     limits = ModelLimits.of(config.run, group, strategy.eager, varies)
@@ -226,9 +217,7 @@ def _build_model(
         steps_per_epoch=plan.samples / plan.last_batch, components=components,
         classes=config.model.num_classes or len(source.classes), limits=limits, strategy=strategy,
     )  # fmt: skip
-    return _BuiltModel(
-        model=model, parts=parts, layers=layers, pretrained=pretrained, notes=notes
-    )  # fmt: skip
+    return _BuiltModel(model=model, parts=parts, pretrained=pretrained, notes=notes)
 
 
 @contextmanager
@@ -240,34 +229,6 @@ def _leaving_together(group: Group) -> Iterator[None]:
     except PacelineError:
         group.all_reduce_sum(torch.zeros((), device=group.device))
         raise
-
-
-def _cluster_layers(config: RunConfig, model: nn.Module, source: Source) -> Any:
-    """Of a rehearsal: what the planner predicts the cluster's step from, where it is not measured."""
-    if not config.rehearse.ranks:
-        return None
-    clock = load_extension("rehearsal.cluster_clock", "rehearse.nodes", config.rehearse.nodes)
-    return clock.cluster_layers(config, model, config.model.num_classes or len(source.classes))
-
-
-def _cluster_clock(
-    config: RunConfig, parts: StepParts, plan: BatchPlan, inputs: RunInputs, layers: Any
-) -> ClusterClock | None:
-    """None where the run is no rehearsal, or says nothing about the cluster's speed."""
-    if not config.rehearse.ranks:
-        return None
-    clock = load_extension("rehearsal.cluster_clock", "rehearse.nodes", config.rehearse.nodes)
-    tensors = {
-        name: (p.numel(), p.dtype != torch.float32) for name, p in parts.exchange.parameters.items()
-    }
-    found: ClusterClock | None = clock.clock_of_run(
-        config, parts.exchange.plan, tensors, layers, half=parts.policy.is_half,
-        batch=plan.micro_batch, accumulation=plan.accumulation,
-        # With the mirror image of each.
-        validation=len(inputs.validation) * (2 if config.data.eval_flip else 1),
-        eval_batch=eval_batch(plan.micro_batch),
-    )  # fmt: skip
-    return found
 
 
 def _set_threads(config: RunConfig, ranks: int, group: Group, checkpoint: Checkpoint | None) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.config import changed_settings
@@ -78,12 +78,15 @@ class TrainingLoop:
                 changed=changed_settings(t.config),
                 startup_s=dict(t.startup.seconds),
                 counts={name: list(words) for name, words in t.step.strategy.counts.items()},
+                shown=[
+                    {"part": t.step.strategy.name, **asdict(own)} for own in t.step.strategy.shown
+                ],
+                processes=t.group.world_size,
             )
         )
         if t.callbacks is not None and t.callbacks.error is not None:
             # The first exchange tells all ranks, and its step leaves no trace.
             t.step.fault = t.callbacks.error
-        self._start_clock()
         t.step.strategy.start(t)
         if t.folder.resume_from is not None and t.saved_step < 0:
             # Resumed from another folder's checkpoint: this folder gets its own.
@@ -103,27 +106,6 @@ class TrainingLoop:
         t.write_trace()
         self._note_not_finite()
         return result
-
-    def _start_clock(self) -> None:
-        """Of a rehearsal. A checkpoint of a run without a clock has no time: its steps and evaluations
-        count as those that follow."""
-        t, progress = self._t, self._t.progress
-        if t.clock is None:
-            progress.predicted_s, progress.predicted_s_to_target = 0.0, None
-        elif progress.predicted_s == 0:
-            every = t.config.run.eval_interval_epochs
-            evaluations = sum(t.plan.ends_epoch(step, every) for step in range(progress.step - 1))
-            evaluations += progress.step > 0 and progress.evaluated_step == progress.step
-            progress.predicted_s = (
-                t.clock.startup_s + progress.step * t.clock.step_s + evaluations * t.clock.eval_s
-            )
-            if progress.step:
-                t.emit(
-                    NoteEvent(
-                        f"the checkpoint has no time of the cluster: its {progress.step:,} steps and "
-                        f"{evaluations:,} evaluations count as predicted for the rest"
-                    )
-                )
 
     def _note_not_finite(self) -> None:
         """The last line of a run whose numbers are of no use."""
@@ -204,8 +186,6 @@ class TrainingLoop:
             return None
         if self._t.progress.time_to_target_s is None:
             self._t.progress.time_to_target_s = self._t.progress.train_s
-            predicted = self._t.progress.predicted_s if self._t.clock else None
-            self._t.progress.predicted_s_to_target = predicted
         return RunResult("target", None)
 
     def _reached(self) -> bool:
@@ -260,8 +240,6 @@ class TrainingLoop:
         progress.train_s = self._elapsed()
         progress.evaluated_step = progress.step
         progress.top1, progress.top5, progress.val_loss = found.top1, found.top5, found.loss
-        if t.clock is not None:
-            progress.predicted_s += t.clock.eval_s
         # Diverged weights may score by chance, and must not replace the best checkpoint.
         best = found.top1 > progress.best_top1 and math.isfinite(found.loss) and self._may_be_best
         if best:
@@ -279,13 +257,12 @@ class TrainingLoop:
                 loss=found.loss,
                 samples=found.samples,
                 eval_s=found.eval_s,
-                predicted_s=progress.predicted_s if t.clock else None,
                 fields=t.step.strategy.record_evaluation(reached_target=reached),
+                remark=t.step.strategy.remark(),
             )
         )
         if reached and progress.time_to_target_s is None:
             progress.time_to_target_s = progress.train_s
-            progress.predicted_s_to_target = progress.predicted_s if t.clock else None
         if reached or (best and t.config.checkpoint.keep_best):
             self._save(best=best)
         elif self._save_is_due(progress.step):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from paceline.config import Job, RunConfig
+from paceline.config import SYNCHRONOUS, Job, RunConfig
 from paceline.core.errors import ConfigError
 from paceline.core.settings import flatten
 from paceline.data import BatchPlan
@@ -16,7 +16,6 @@ from paceline.optim.batch_growth import BatchGrowth
 from paceline.optim.scaling import Recipe, Target, scale_recipe
 from paceline.optim.schedule import LrSchedule
 from paceline.optim.settings import OptimSettings
-from paceline.plan.rehearsal import RehearseSettings
 from paceline.train.batch_sizes import (
     BatchSizes,
     batch_stages,
@@ -137,7 +136,7 @@ def create_schedule(settings: OptimSettings, peak: float, plan: BatchPlan) -> Lr
 
 def without_exchange(config: RunConfig, ranks: int) -> RunConfig:
     """Returns the settings with which one process measures what a rank computes, for any plan."""
-    config = replace(config, rehearse=RehearseSettings())
+    config = replace(config, run=replace(config.run, strategy=SYNCHRONOUS))
     if ranks == 1:
         return config
     alone = replace(config.comm, plan="", algorithm="auto")

@@ -12,16 +12,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.comm.agreement import PeerError
 from paceline.comm.group import Group
-from paceline.comm.watchdog import ShowError
+from paceline.comm.peer_errors import PeerError, ShowError
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, DataError, DeviceError, PacelineError
 from paceline.core.events import JsonlWriter, NoteEvent, Observer, StopEvent
@@ -360,23 +359,8 @@ def _summary(
         "chosen": training.chosen,
         "versions": versions(),
         "hardware": hardware(training.group.device),
-        **_rehearsal(training),
         **training.step.strategy.summary(),
     }
-
-
-def _rehearsal(training: Training) -> dict[str, Any]:
-    """Of a rehearsal: the cluster, and what the run would take there."""
-    settings, clock, progress = training.config.rehearse, training.clock, training.progress
-    if not settings.ranks:
-        return {}
-    found: dict[str, Any] = {
-        "nodes": settings.nodes, "gpus_per_node": settings.gpus_per_node, "ranks": settings.ranks,
-    }  # fmt: skip
-    if clock is not None:
-        found |= asdict(clock) | clock.totals(progress.predicted_s)
-        found["predicted_s_to_target"] = progress.predicted_s_to_target
-    return {"rehearsal": found}
 
 
 def salvage(training: Training, loop: TrainingLoop, error: PeerError) -> None:

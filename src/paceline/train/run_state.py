@@ -70,9 +70,6 @@ class Progress:
     resumes: list[int] = field(default_factory=list)
     # The running averages of `NoiseScale`: signal, variance, weight.
     noise: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    # Of a rehearsal: the cluster's time by the planner's clock, and when it reached the target.
-    predicted_s: float = 0.0
-    predicted_s_to_target: float | None = None
 
     @property
     def images_per_s(self) -> float:
@@ -169,9 +166,9 @@ class RunState:
             # Results of averaged weights and of the last step's cannot be compared.
             progress.evaluated_step = progress.best_step = -1
             progress.best_top1 = -1.0
-            progress.time_to_target_s = progress.predicted_s_to_target = None
+            progress.time_to_target_s = None
         if flatten(checkpoint.config).get("run.target_top1") != self.config.run.target_top1:
-            progress.time_to_target_s = progress.predicted_s_to_target = None
+            progress.time_to_target_s = None
         return progress
 
     def _restore_exchange(self, checkpoint: Checkpoint, path: Path) -> None:

@@ -109,7 +109,7 @@ def create_parts(
     components = components or Components()
     settings = config.optim
     strategy = strategy or Synchronous(config, group)
-    cluster = strategy.cluster(count_nodes(group))
+    cluster = strategy.cluster(config, group.world_size, count_nodes(group))
     with group.phase("training parts") as same:
         problem = triton_problem(group.device)
         same.compare({"Triton": problem or "usable"}, "use the same image on all nodes")

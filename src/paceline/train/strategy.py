@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from paceline.comm.exchange import GradientExchange
 from paceline.comm.group import Group
 from paceline.config import STRATEGIES, SYNCHRONOUS, RunConfig
-from paceline.core.extensions import load_extension
+from paceline.core.events import ShownField
 from paceline.core.settings import register_settings
 from paceline.data import BatchPlan
 from paceline.plan.plan_file import ClusterFacts
@@ -35,6 +35,7 @@ from paceline.train.update import Update
 
 if TYPE_CHECKING:
     from paceline.train.exchange_plan import ExchangeParts
+    from paceline.train.inputs import RunInputs
     from paceline.train.step import StepOutcome
     from paceline.train.step_parts import StepParts
     from paceline.train.training import Training
@@ -87,6 +88,7 @@ class Strategy:
         eager: It needs collectives inside a pass, which compiled code and CUDA graphs cannot hold.
         one_batch: Why the global batch cannot grow during a run; "" if it can.
         counts: Record fields that count something by number: title, what is numbered, what is counted.
+        shown: Figures of the summary and of evaluations for reports.
     """
 
     name: ClassVar[str] = ""
@@ -95,6 +97,7 @@ class Strategy:
     eager: ClassVar[bool] = False
     one_batch: ClassVar[str] = ""
     counts: ClassVar[Mapping[str, tuple[str, str, str]]] = {}
+    shown: ClassVar[tuple[ShownField, ...]] = ()
     # Steps that may be under way while the next is prepared; None: as the device wants it.
     lag: int | None = None
     # False while ranks wait for one another inside a step, so that they stop between steps only.
@@ -121,12 +124,13 @@ class Strategy:
     def load(self, saved: Mapping[str, Any]) -> None:
         """Takes what `state` returned, from the checkpoint of a resumed run."""
 
-    def prepare(self, model: nn.Module) -> None:
+    def prepare(self, model: nn.Module, inputs: RunInputs) -> None:
         """Changes or inspects the new model, before its fast forms are chosen. A collective."""
 
-    def cluster(self, nodes: int) -> ClusterFacts:
+    @classmethod
+    def cluster(cls, config: RunConfig, processes: int, nodes: int) -> ClusterFacts:
         """Returns the ranks and nodes that exchange gradients; `nodes` are those of the job."""
-        return ClusterFacts(self.group.world_size, nodes)
+        return ClusterFacts(processes, nodes)
 
     def batch_norm(self, model: nn.Module) -> BatchNormState:
         """Creates the running statistics of this rank."""
@@ -194,6 +198,10 @@ class Strategy:
     def record_evaluation(self, *, reached_target: bool) -> Mapping[str, Any]:
         """Returns the record fields of an evaluation."""
         return {}
+
+    def remark(self) -> str:
+        """Returns what the line of an evaluation shows of them."""
+        return ""
 
     def replan(self, plan: BatchPlan) -> BatchPlan:
         """Divides the batches of later steps; returns `plan` if nothing changes. A collective."""
@@ -267,13 +275,6 @@ def register_strategy(kind: type[Strategy], settings: type | None = None) -> Non
 
 def strategy_class(config: RunConfig) -> type[Strategy]:
     """Returns the strategy that `run.strategy` names."""
-    if config.rehearse.ranks:
-        # Rehearsals still have a section of settings in the core; they move in a later step.
-        nodes = config.rehearse.nodes
-        rehearsal: type[Strategy] = load_extension(
-            "rehearsal.strategy", "rehearse.nodes", nodes
-        ).Rehearsal
-        return rehearsal
     found: type[Strategy] = STRATEGIES.get(config.run.strategy, "run.strategy")
     return found
 

@@ -22,7 +22,6 @@ from paceline.models.settings import STEMS_OF_MODEL
 from paceline.optim.batch_growth import describe_stages
 from paceline.optim.schedule import LrSchedule
 from paceline.plan.plan_file import PlanFile
-from paceline.plan.rehearsal import ClusterClock
 from paceline.train.batch_sizes import BatchSizes
 from paceline.train.callbacks import CallbackRunner
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
@@ -66,8 +65,6 @@ class Training:
     trace: RunTrace
     make_loader: Callable[[BatchPlan, int], TrainBatches]
     startup: StartUp
-    # Of a rehearsal, where the planner knows the cluster's times.
-    clock: ClusterClock | None = None
     chosen: dict[str, str] = field(default_factory=dict)
     observers: list[Observer] = field(default_factory=list)
     callbacks: CallbackRunner | None = None
@@ -209,7 +206,6 @@ def describe_run(
         "resume": _describe_resume(training.folder, checkpoint),
         "changed on resume": changes(checkpoint, config, LOCAL_SETTINGS) if checkpoint else "",
         "exchange state": "; ".join(training.state.notes),
-        **_describe_rehearsal(config, training.clock),
         **_given_objects(components),
         **step.strategy.describe(),
     }
@@ -219,17 +215,6 @@ def describe_run(
 def _describe_norms(config: RunConfig) -> str:
     last = config.model.norm_statistics == "last"
     return "evaluation with the statistics of the last micro-batches" if last else ""
-
-
-def _describe_rehearsal(config: RunConfig, clock: ClusterClock | None) -> dict[str, str]:
-    settings = config.rehearse
-    if not settings.ranks:
-        return {}
-    unknown = "none: give --gpu, --profile or --cluster for the cluster's time"
-    return {
-        "rehearsal": f"of {settings.ranks:,} ranks on {settings.nodes:,} node(s), in one process",
-        "clock": unknown if clock is None else clock.describe(),
-    }
 
 
 def _given_objects(components: Components) -> dict[str, str]:

@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.alternatives.eight_bit.wires import BLOCK, SCALE_BYTES, EightBitSettings
+from paceline.comm.collectives import all_gather_flat
 from paceline.comm.executor import Staging
 from paceline.comm.memory import Memory
-from paceline.comm.process_groups import ProcessGroups, all_gather_flat
+from paceline.comm.process_groups import ProcessGroups
 from paceline.comm.settings import CommSettings
 from paceline.core.errors import CheckpointError
 

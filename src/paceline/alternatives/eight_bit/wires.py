@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from paceline.core.exclusions import Exclusion, above, one_of
+from paceline.core.exclusions import Exclusion, one_of
 from paceline.plan.cluster import Cluster
 from paceline.plan.cost import Seconds
 from paceline.plan.wires import Wire
@@ -55,7 +55,7 @@ class EightBitSettings:
             "comm.wire = {comm.wire!r} adds noise to the gradients", "leave one of the two out",
         ),
         Exclusion(
-            "comm.wire", one_of(*EIGHT_BIT), {"rehearse.nodes": above(0)},
+            "comm.wire", one_of(*EIGHT_BIT), {"run.strategy": one_of("rehearsal")},
             "cannot be rehearsed: each rank keeps its rounding errors", "use 'auto'",
         ),
     )  # fmt: skip

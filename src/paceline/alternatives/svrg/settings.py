@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from paceline.config.settings import SYNCHRONOUS
 from paceline.core.errors import ConfigError
-from paceline.core.exclusions import Exclusion, above, not_in, one_of
+from paceline.core.exclusions import Exclusion, not_in, one_of
 from paceline.core.settings import SettingChecks
 from paceline.optim.registry import MOMENTUM, SGD, Course, OptimizerSettings
 
@@ -39,10 +39,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
             "{optim.name} is not defined with momentum", "set it to []",
         )
         for schedule in ("one_cycle", "triangular")
-    ),
-    Exclusion(
-        "optim.name", lambda name: True, {"rehearse.nodes": above(0)},
-        "cannot be rehearsed: it passes over all samples", "use another optimizer",
     ),
     Exclusion(
         "run.strategy", not_in(SYNCHRONOUS), {},

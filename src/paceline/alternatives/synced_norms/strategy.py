@@ -11,6 +11,7 @@ from paceline.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.data import BatchPlan
 from paceline.models.synced_norm import NormGroup, find_norms, synchronize_norms
+from paceline.train.inputs import RunInputs
 from paceline.train.strategy import Pending, Synchronous
 
 
@@ -48,7 +49,7 @@ class SyncedNorms(Synchronous):
         if problem:
             raise ConfigError("run.strategy", cls.name, problem, "use 'synchronous'")
 
-    def prepare(self, model: nn.Module) -> None:
+    def prepare(self, model: nn.Module, inputs: RunInputs) -> None:
         size = _settings(self.config).ranks
         shared = self.group.create_subgroup(size, self.config.comm.timeout_s)
         self._norms = NormGroup(size, shared)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.plan.reduction import HELD, ROW, Plane, Reduction, compile_reduction
 from paceline.plan.schedules import algorithm_names
 from paceline.plan.steps import Groups
+from paceline.rehearsal.reduction import HELD, ROW, Plane, Reduction, compile_reduction
 
 CLUSTERS = ((1,), (2,), (3, 3), (2, 2, 2, 2), (4, 1), (5,))
 

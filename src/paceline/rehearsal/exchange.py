@@ -2,8 +2,8 @@
 
 The ranks of a cluster are virtual: one after the other computes its gradients here, and hands them over
 with `end_rank`. Each bucket is rounded to its wire format and added to what the ranks before have left,
-in the order and with the roundings of the plan's algorithm (`paceline.plan.reduction`), so that the sums
-are those of the cluster. `reduce` then puts them where an exchange over a network would.
+in the order and with the roundings of the plan's algorithm (`reduction`), so that the sums are those of
+the cluster. `reduce` then puts them where an exchange over a network would.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from paceline.comm.process_groups import Place, group_ranks
 from paceline.comm.transport import DirectTransport, Piece
 from paceline.core.units import format_bytes
 from paceline.plan.fusion_plan import FusionPlan
-from paceline.plan.reduction import ROW, WIDE, Plane, Reduction, compile_reduction
 from paceline.plan.schedules import NATIVE
 from paceline.plan.steps import Groups
+from paceline.rehearsal.reduction import ROW, WIDE, Plane, Reduction, compile_reduction
 
 
 def cluster_groups(nodes: int, ranks_per_node: int, group_size: int = 0) -> Groups:

@@ -45,24 +45,24 @@ def test_the_comparison_has_time_cost_and_energy(call: Call, tmp_path: Path) -> 
 
 
 def test_a_dry_run_of_a_rehearsal(call: Call, tmp_path: Path) -> None:
-    flags = [*SYNTHETIC, *IMAGES, "--global-batch-size", "16", "--set", "rehearse.nodes=2", "--set",
-             "rehearse.gpus_per_node=2"]  # fmt: skip
+    flags = [*SYNTHETIC, *IMAGES, "--global-batch-size", "16", "--set", "run.strategy=rehearsal",
+             "--set", "run.rehearsal.nodes=2", "--set", "run.rehearsal.gpus_per_node=2"]  # fmt: skip
     done = call("train", *flags, "--dry-run")
     assert (done.code, done.err) == (0, "")
     assert "rehearsal: of 4 ranks" in done.out
-    done = call("lr-find", "--set", "rehearse.nodes=2")
+    done = call("lr-find", "--set", "run.strategy=rehearsal", "--set", "run.rehearsal.nodes=2")
     assert done.code == 2
-    assert "rehearse.nodes" in done.err
+    assert "run.strategy" in done.err
     assert done.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--nodes", "0"], "--nodes"),
-        (["--nodes", "many"], "rehearse.nodes"),
+        (["--nodes", "0"], "run.rehearsal.nodes"),
+        (["--nodes", "many"], "run.rehearsal.nodes"),
         (["--gpu", "H1000"], "H1000"),
-        (["--profile", "missing.toml"], "rehearse.profile"),
+        (["--profile", "missing.toml"], "run.rehearsal.profile"),
         (["--gpus-per-node", "3"], "run.global_batch_size"),
     ],
 )

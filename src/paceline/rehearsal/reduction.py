@@ -3,7 +3,7 @@
 A schedule (`paceline.plan.schedules`) is played once with symbols in place of numbers. What arrives at
 rank 0 is, for each stretch of the buffer, a tree of additions over the ranks. `compile_reduction` turns
 these trees into a `Reduction`: instructions for ranks that come one after the other, each of which is
-forgotten as soon as the trees allow. `paceline.comm.rehearsal` executes them on tensors.
+forgotten as soon as the trees allow. `paceline.rehearsal.exchange` executes them on tensors.
 
 Planes are memory of the buffer's format (`HELD` for rows that wait, `SUM` for partial sums) or fp32
 (`WIDE`), each as long as the stretch that uses it. Neighbouring stretches with equal instructions are

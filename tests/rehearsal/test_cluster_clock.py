@@ -11,19 +11,19 @@ import pytest
 from paceline.core.errors import ConfigError
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import PlanFile
-from paceline.plan.rehearsal import ClusterClock, RehearseSettings
 from paceline.planner.accelerators import accelerator
 from paceline.planner.layers import Network, network
 from paceline.planner.memory import largest_batch
 from paceline.planner.workload import Affine, Workload
-from paceline.rehearsal.cluster_clock import RehearsedCluster, cluster_clock
+from paceline.rehearsal.cluster_clock import ClusterClock, RehearsedCluster, cluster_clock
+from paceline.rehearsal.settings import RehearsalSettings
 from plan.made import made_workload
 
-PLACE = RehearseSettings(nodes=2, gpus_per_node=2, gpu="H100")
+PLACE = RehearsalSettings(nodes=2, gpus_per_node=2, gpu="H100")
 HERE = RehearsedCluster(PLACE)
 
 
-def resnet(settings: RehearseSettings = PLACE, stem: str = "auto", **values: Any) -> Workload:
+def resnet(settings: RehearsalSettings = PLACE, stem: str = "auto", **values: Any) -> Workload:
     """The step of a ResNet-18 on small images."""
     there = RehearsedCluster(settings)
     work = there.workload("resnet18", 32, there.network("resnet18", 32, 10, stem), **values)
@@ -31,7 +31,7 @@ def resnet(settings: RehearseSettings = PLACE, stem: str = "auto", **values: Any
     return work
 
 
-def clock(settings: RehearseSettings = PLACE, **changes: Any) -> ClusterClock:
+def clock(settings: RehearsalSettings = PLACE, **changes: Any) -> ClusterClock:
     given: dict[str, Any] = {"batch": 10, "accumulation": 1, "validation": 40, "eval_batch": 20}
     work = resnet(settings)
     plan = FusionPlan.single(tuple(gradient.name for gradient in work.gradients))
@@ -57,7 +57,7 @@ def test_the_input_bounds_all_micro_steps_of_a_step(accumulation: int) -> None:
 def test_power_is_the_board_s_unless_it_is_given() -> None:
     assert clock().watts_per_gpu == 700
     assert clock(replace(PLACE, watts_per_gpu=900.0)).watts_per_gpu == 900
-    assert RehearsedCluster(RehearseSettings(nodes=2)).watts == 0
+    assert RehearsedCluster(RehearsalSettings(nodes=2)).watts == 0
 
 
 def test_what_the_times_leave_out_is_said() -> None:
@@ -86,7 +86,7 @@ def test_frozen_layers_are_not_sent_and_a_foreign_model_is_refused() -> None:
     assert "frozen layers" in HERE.left_out(work, "sgd", half=True, trained=trained)[0]
     with pytest.raises(ConfigError, match="lacks tensors") as caught:
         resnet(tensors={**trained, "mine.weight": (3, True)})
-    assert caught.value.field == "rehearse.gpu"
+    assert caught.value.field == "run.rehearsal.gpu"
 
 
 def test_a_cpu_is_timed_in_fp32() -> None:
@@ -103,7 +103,7 @@ def test_a_cpu_is_timed_in_fp32() -> None:
 def test_an_input_without_a_speed_is_refused(rate: float) -> None:
     with pytest.raises(ConfigError) as caught:
         replace(PLACE, input_images_per_s=rate)
-    assert caught.value.field == "rehearse.input_images_per_s"
+    assert caught.value.field == "run.rehearsal.input_images_per_s"
 
 
 def test_a_batch_that_does_not_fit_is_refused() -> None:
@@ -126,7 +126,7 @@ def test_a_cluster_file_without_a_step_names_what_is_missing(tmp_path: Path) -> 
     path = tmp_path / "c.toml"
     PlanFile(workload=made_workload().to_section()).write(path)
     with_step = RehearsedCluster(
-        RehearseSettings(nodes=2, cluster=str(path), input_images_per_s=10.0)
+        RehearsalSettings(nodes=2, cluster=str(path), input_images_per_s=10.0)
     )
     assert with_step.workload("m", 32) == replace(made_workload(), input=Affine(0.0, 0.1))
     PlanFile().write(path)
@@ -150,7 +150,7 @@ def test_layers_are_counted_only_where_the_planner_needs_them() -> None:
         RehearsedCluster(replace(PLACE, profile="p.toml")).network("mine", 32, 10, count=count)
         is None
     )
-    assert RehearsedCluster(RehearseSettings(nodes=2)).network("mine", 32, 10, count=count) is None
+    assert RehearsedCluster(RehearsalSettings(nodes=2)).network("mine", 32, 10, count=count) is None
     assert len(counts) == 2
 
     def refuse() -> Network:
@@ -158,5 +158,5 @@ def test_layers_are_counted_only_where_the_planner_needs_them() -> None:
 
     with pytest.raises(ConfigError, match="mine does not run on the meta device") as caught:
         HERE.network("mine", 32, 10, count=refuse)
-    assert caught.value.field == "rehearse.gpu"
+    assert caught.value.field == "run.rehearsal.gpu"
     assert "--profile FILE" in caught.value.remedy

@@ -227,7 +227,14 @@ def test_a_model_with_formats_of_its_own_is_counted_in_one() -> None:
 
 
 def test_the_planner_takes_any_factory() -> None:
-    flags = ["plan", "--gpu", "A100", "--model", "train.test_layer_count:make_attention", "--json"]
+    flags = [
+        "plan",
+        "--gpu",
+        "A100",
+        "--model",
+        "rehearsal.test_layer_count:make_attention",
+        "--json",
+    ]
     done = CliRunner().invoke(app, flags, catch_exceptions=False)
     found = json.loads(done.output)
     assert found["model"].endswith("make_attention")

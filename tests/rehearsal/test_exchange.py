@@ -10,18 +10,18 @@ from comm.clusters import made_groups, run_cluster
 from paceline.comm.exchange import Signals
 from paceline.comm.executor import Executor
 from paceline.comm.group import Group
-from paceline.comm.rehearsal import (
+from paceline.comm.settings import CommSettings
+from paceline.core.topology import Topology
+from paceline.plan.fusion_plan import FusionPlan
+from paceline.plan.schedules import algorithm_names
+from paceline.plan.steps import Groups
+from paceline.rehearsal.exchange import (
     RehearsedExchange,
     VirtualAllReduce,
     cluster_groups,
     rank_order,
 )
-from paceline.comm.settings import CommSettings
-from paceline.core.topology import Topology
-from paceline.plan.fusion_plan import FusionPlan
-from paceline.plan.reduction import compile_reduction
-from paceline.plan.schedules import algorithm_names
-from paceline.plan.steps import Groups
+from paceline.rehearsal.reduction import compile_reduction
 
 LENGTHS = (1, 100, 300_001)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
