@@ -34,8 +34,7 @@ from paceline.train.micro_step import WARM_CALLS, MicroStep, step_error
 from paceline.train.model_checks import check_parameters
 from paceline.train.observers import InputWait
 from paceline.train.stop_signals import STOP_FIELDS, StopSignals, agreed_stop
-from paceline.train.strategy import Pending, Strategy
-from paceline.train.update import parameter_names, row_values
+from paceline.train.strategy import Pending, Strategy, parameter_names, row_values
 
 
 @dataclass(frozen=True)
