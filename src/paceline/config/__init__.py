@@ -7,6 +7,7 @@ fail.
 from paceline.config.exclusions import Job
 from paceline.config.removed import REMOVED, RENAMED, refuse_removed
 from paceline.config.run_config import (
+    DEFAULTS,
     RECIPES,
     SECTIONS,
     RunConfig,
@@ -30,6 +31,7 @@ from paceline.config.settings import (
 )
 
 __all__ = [
+    "DEFAULTS",
     "EQUAL_SHARES",
     "PROBED_SHARES",
     "RECIPES",
