@@ -12,6 +12,7 @@ import pytest
 
 import paceline
 from paceline.config import (
+    DEFAULTS,
     REMOVED,
     RENAMED,
     SECTIONS,
@@ -117,6 +118,21 @@ def test_recipes_keep_their_warmup_at_their_own_length(name: str) -> None:
 def test_the_written_toml_reproduces_the_configuration() -> None:
     config = load_config("quickstart", {"run.target_top1": 80.0, "data.mean": [0.25]})
     assert RunConfig.from_tables(tomllib.loads(config.to_toml())) == config
+
+
+def test_the_written_toml_has_what_is_in_use_and_the_version_of_the_defaults() -> None:
+    values = {"optim.name": "lars", "optim.lars.clip": True, "optim.muon.steps": "fixed"}
+    config = RunConfig().with_values(values)
+    written = tomllib.loads(config.to_toml())
+    assert written.pop("defaults") == DEFAULTS
+    assert written["optim"]["lars"] == {"trust_coefficient": 0.001, "clip": True}
+    assert "muon" not in written["optim"]
+    # A checkpoint has all values, a file without a version means today's defaults.
+    assert config.to_tables()["optim"]["muon"]["steps"] == "fixed"
+    assert RunConfig.from_tables(written).in_use() == config.in_use() == written
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.from_tables({"defaults": DEFAULTS + 1, **written})
+    assert caught.value.field == "defaults"
 
 
 @pytest.mark.parametrize(
