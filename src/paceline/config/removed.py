@@ -62,7 +62,7 @@ RENAMED: Mapping[str, tuple[Any, str]] = {
     "comm.eta_kib": (None, "comm.hybrid.eta_kib"),
     "comm.mode": ("synchronous", "run.strategy"),
     "comm.sizes": ("", "comm.hybrid.sizes"),
-    "optim.adam_eps": (1e-8, "optim.adamw.eps, or that of lamb or rmsprop_warmup"),
+    "optim.adam_eps": (1e-8, "optim.adamw.eps or optim.lamb.eps"),
     "optim.beta1": (0.9, "optim.adamw.beta1 or optim.lamb.beta1"),
     "optim.beta2": (0.999, "optim.adamw.beta2 or optim.lamb.beta2"),
     "optim.clip": (False, "optim.lars.clip or optim.lamb.clip"),
