@@ -12,6 +12,7 @@ import pytest
 
 import paceline
 from paceline.config import (
+    DEFAULTS,
     REMOVED,
     RENAMED,
     SECTIONS,
@@ -24,6 +25,7 @@ from paceline.config import (
     setting_names,
 )
 from paceline.core.errors import ConfigError
+from paceline.core.extensions import provided
 from paceline.optim.schedule import LrSchedule
 from paceline.train.batch_sizes import batch_stages, requested_batch, resolve_batch_sizes
 from paceline.train.components import Components
@@ -118,6 +120,21 @@ def test_the_written_toml_reproduces_the_configuration() -> None:
     assert RunConfig.from_tables(tomllib.loads(config.to_toml())) == config
 
 
+def test_the_written_toml_has_what_is_in_use_and_the_version_of_the_defaults() -> None:
+    values = {"optim.name": "lars", "optim.lars.clip": True, "optim.muon.steps": "fixed"}
+    config = RunConfig().with_values(values)
+    written = tomllib.loads(config.to_toml())
+    assert written.pop("defaults") == DEFAULTS
+    assert written["optim"]["lars"] == {"trust_coefficient": 0.001, "clip": True}
+    assert "muon" not in written["optim"]
+    # A checkpoint has all values, a file without a version means today's defaults.
+    assert config.to_tables()["optim"]["muon"]["steps"] == "fixed"
+    assert RunConfig.from_tables(written).in_use() == config.in_use() == written
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.from_tables({"defaults": DEFAULTS + 1, **written})
+    assert caught.value.field == "defaults"
+
+
 def test_an_unknown_recipe_gets_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="did you mean 'quickstart'"):
         read_recipe("quikstart")
@@ -176,7 +193,7 @@ def test_every_setting_that_the_source_names_exists() -> None:
     known = set(setting_names())
     known |= {name.rpartition(".")[0] for name in known}
     # Files of the run folder and of torch.save, and names that are refused.
-    known |= {"run.lock", "data.pkl", *REMOVED, *RENAMED}
+    known |= {"run.lock", "data.pkl", *REMOVED, *RENAMED, *provided("renamed settings")}
     named = re.compile(rf"(?<![\w./-])(?:{'|'.join(SECTIONS)})(?:\.[a-z_0-9]+)+(?![\w(/.:\[])")
     unknown = []
     for file in Path(paceline.__file__).parent.rglob("*.py"):

@@ -110,7 +110,7 @@ def test_only_matrices_can_be_orthogonal(shape: tuple[int, ...], expected: bool)
             optimizer.add_param_group({"params": [odd], "orthogonal": True})
         assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": [odd]})
-    assert optimizer.param_groups[1]["orthogonal"] == expected
+    assert optimizer.parts()[1]["orthogonal"] == expected
     odd.grad = torch.ones(shape)
     optimizer.step()
 
@@ -403,7 +403,7 @@ def test_groups_of_other_optimizers_keep_their_own_kind() -> None:
     run(lars, qs, [0])
     optimizer, ps = create()
     optimizer.load_state_dict(lars.state_dict())
-    assert [group["orthogonal"] for group in optimizer.param_groups] == [True, False, True]
+    assert [part["orthogonal"] for part in optimizer.parts()] == [True, False, True]
     run(optimizer, ps, [1])
     saved = optimizer.state_dict()
     saved["param_groups"][1]["orthogonal"] = True
@@ -418,7 +418,7 @@ def test_groups_of_other_optimizers_keep_their_own_kind() -> None:
     loaded.load_state_dict(other.state_dict())
     momenta = [o.state[p]["momentum_buffer"] for o, p in ((loaded, ours), (other, theirs))]
     assert torch.equal(*momenta)
-    assert loaded.param_groups[0]["orthogonal"] is True
+    assert loaded.parts()[0]["orthogonal"] is True
 
 
 def test_a_capture_without_preparation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,11 +84,11 @@ def test_the_rate_follows_samples_and_batch(mode: str) -> None:
 
 def test_growth_in_place_of_decay_keeps_the_rate_and_the_limit_hands_over_to_decay() -> None:
     """Smith et al. 2018: batch ×5 where the rate would decay by 0.2, up to a largest batch."""
-    optim = OptimSettings(
-        schedule="step", decay_epochs=(2.0, 4.0, 6.0), decay_rate=0.2, warmup_epochs=0,
+    optim = OptimSettings.gather(
+        schedule="step", epochs=(2.0, 4.0, 6.0), factor=0.2, warmup_epochs=0,
         batch_schedule="x5", batch_limit=200,
     )  # fmt: skip
-    stages = optim.batch_growth.after(8, 8, optim.decay_epochs, 200)
+    stages = optim.batch_growth.after(8, 8, (2.0, 4.0, 6.0), 200)
     assert stages == ((2.0, 40), (4.0, 200))
     plan = BatchPlan(400, 8, 8, 8, 1, stages)
     schedule = create_schedule(optim, 0.1, plan)
@@ -163,8 +163,8 @@ def test_only_later_stages_may_change_on_resume(tmp_path: Path) -> None:
         ({"batch_schedule": "x1", "schedule": "step"}, "optim.batch_schedule"),
         ({"batch_schedule": "x4", "schedule": "cosine"}, "optim.batch_schedule"),
         (
-            {"batch_schedule": "x4", "schedule": "step", "decay_epochs": (1.0, 1.0)},
-            "optim.decay_epochs",
+            {"batch_schedule": "x4", "schedule": "step", "epochs": (1.0, 1.0)},
+            "optim.step.epochs",
         ),
         ({"batch_limit": 64}, "optim.batch_limit"),
         ({"batch_rate": "cubic"}, "optim.batch_rate"),
@@ -172,7 +172,7 @@ def test_only_later_stages_may_change_on_resume(tmp_path: Path) -> None:
 )
 def test_refused_settings(values: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        OptimSettings(**values)
+        OptimSettings.gather(**values)
     assert caught.value.field == field
 
 

@@ -114,16 +114,17 @@ def range_config(
     batch = resolve_batch_sizes(first, config.run.batch_size, world, samples).global_batch
     epochs = math.ceil(steps * batch / samples)
     register_schedule("range", Range)
-    return config.with_values({
+    config = config.with_values({
         "run.name": f"{config.run.name}-lr-find", "run.epochs": epochs,
         "run.global_batch_size": batch, "run.eval_interval_epochs": epochs,
         "run.average_epochs": 0.0, "run.target_top1": None, "run.rank_records": "off",
-        "optim.schedule": "range", "optim.range.lr": [low, high], "optim.range.steps": steps,
         "optim.warmup_epochs": 0.0,
         "optim.batch_schedule": "", "optim.batch_limit": None, "optim.schedule_free": 0.0,
         "optim.scaling": "off",
         "checkpoint.interval_epochs": 0, "checkpoint.interval_steps": 0, "checkpoint.keep": 1,
     })  # fmt: skip
+    owned = {**config.optim.owned, "range": Range((low, high), steps)}
+    return replace(config, optim=replace(config.optim, schedule="range", owned=owned))
 
 
 def _run(config: RunConfig, steps: int, as_json: bool) -> int:

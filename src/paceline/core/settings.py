@@ -186,7 +186,8 @@ def to_table(settings: object) -> dict[str, Any]:
         if value is not None:
             table[name] = list(value) if isinstance(value, tuple) else value
     if isinstance(settings, Section):
-        table |= {owner: to_table(own) for owner, own in settings.owned.items()}
+        tables = {owner: to_table(own) for owner, own in settings.owned.items()}
+        table |= {owner: own for owner, own in tables.items() if own}
     return table
 
 
