@@ -45,15 +45,10 @@ from paceline.planner.memory import step_memory
 from paceline.planner.plan_parts import planned_cluster, required_profile
 from paceline.planner.prediction import predict
 from paceline.planner.recommend import Job, Limits, input_supply, limits_of
-from paceline.report import (
-    Comparison,
-    RunFiles,
-    read_runs,
-    render_comparison,
-    render_run,
-    summary_rows,
-    verdict,
-)
+from paceline.report import RunFiles, render_run, summary_rows, verdict
+from paceline.report.compare_page import render_comparison
+from paceline.report.compare_runs import read_runs
+from paceline.report.comparison import Comparison
 from paceline.report.live_run import LiveRun, metrics_text
 from plan.made import made_cluster, made_workload
 from report.made_up_runs import CONFIG, SUMMARY, finished_events

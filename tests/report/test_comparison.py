@@ -9,19 +9,18 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.core.events import StepEvent
-from paceline.report import (
-    ComparedRun,
-    CompareError,
-    Comparison,
+from paceline.report.compare_page import (
     compare_caption,
+    compare_charts,
     compare_json,
     compare_markdown,
     compare_table,
-    read_runs,
     render_comparison,
+    series_look,
 )
-from paceline.report.compare_page import compare_charts, series_look
+from paceline.report.compare_runs import ComparedRun, CompareError, read_runs
 from paceline.report.comparison import (
+    Comparison,
     Difference,
     Spread,
     differing_settings,

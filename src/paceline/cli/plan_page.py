@@ -14,7 +14,8 @@ from paceline.plan.noise import LEAST_SAVING
 from paceline.planner.answer import MOST_RANKS, Answer, format_gbps, node_gbps
 from paceline.planner.prediction import BucketScore, Prediction
 from paceline.planner.recommend import CORE_IMAGES_PER_S, PACKED_IMAGES_PER_S, Option
-from paceline.report.chart import Bar, Chart, Line, gantt_chart
+from paceline.report.chart import Chart, Line
+from paceline.report.gantt import Bar, gantt_chart
 from paceline.report.html import document, figures, section
 from paceline.report.tables import Table
 
