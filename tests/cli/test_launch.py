@@ -29,9 +29,14 @@ from paceline.cli.failure import (
     Launcher,
     LauncherWatch,
     find_launcher,
+)
+from paceline.cli.launch import (
+    ADDRESS,
+    LaunchSignals,
+    LocalRendezvous,
+    register,
     root_cause,
 )
-from paceline.cli.launch import ADDRESS, LaunchSignals, LocalRendezvous, register
 from paceline.comm.agreement import PeerError
 from paceline.core.errors import CommError, ConfigError, PacelineError
 

@@ -40,7 +40,7 @@ _TRAINING_PACKAGES = ("torch", "PIL", "safetensors")
 
 # Where each command is. Its module is imported only if the command runs, or for `paceline --help`.
 _COMMANDS = {
-    "train": "train:train", "lr-find": "lr_find:find_rate", "rehearse": "train:rehearse",
+    "train": "train:train", "lr-find": "lr_find:find_rate", "rehearse": "rehearse:rehearse",
     "eval": "evaluate:evaluate_checkpoint", "recipes": "listings:recipes",
     "predict": "evaluate:predict_images", "export": "evaluate:export_weights",
     "models": "listings:list_models", "report": "report:report_run", "compare": "report:compare_runs",

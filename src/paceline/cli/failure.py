@@ -1,6 +1,5 @@
 """`Failure`: the error that ends a process, on standard error and in the error file of torchrun's agent;
-`root_cause`, which chooses among the failures of several ranks; and `LauncherWatch`, which ends a rank
-whose launcher is gone.
+and `LauncherWatch`, which ends a rank whose launcher is gone.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from paceline.core.errors import CommError, LaunchError, PacelineError
 from paceline.core.host import DeferredEnd, in_thread, process_ids, process_stat, started_with
@@ -29,15 +27,6 @@ LAUNCHER_VARIABLE = "PACELINE_LAUNCHER"
 _LAUNCHER_END_S = 1.0
 # The same under torchrun, which ends the other ranks a tenth of a second after the first one.
 _LAUNCHER_SEEN_S = 0.05
-# Exit codes of ranks that saved and stopped on request.
-_ASKED_TO_STOP = {
-    128 + number
-    for number in (
-        signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
-    )
-}  # fmt: skip
-# The agent sends SIGTERM to the other ranks when one has ended, which may interrupt their exit.
-_TERMINATED = {-signal.SIGTERM}
 
 
 def is_child_of_launcher() -> bool:
@@ -139,55 +128,6 @@ class Failure:
 def report_error(error: PacelineError) -> None:
     """For the watchdog of the ranks, which ends this process next."""
     Failure.of(error).report()
-
-
-class ChildFailure(Protocol):
-    """The part of torch's record of a failed process that is read; `exitcode` is -n for signal n."""
-
-    @property
-    def message(self) -> object: ...
-
-    @property
-    def exitcode(self) -> int: ...
-
-
-def root_cause(failures: Mapping[int, ChildFailure]) -> Failure | int:
-    """The failure to show, of all that the agent has collected, in the order in which it saw them; an
-    exit code where the ranks stopped on request.
-
-    A rank that reported a cause comes first, then one that ended without a report, then consequences.
-    """
-    reported = {
-        rank: Failure.from_record(failure.message, failure.exitcode)
-        for rank, failure in failures.items()
-    }
-    for failure in reported.values():
-        if failure and not failure.consequence:
-            return failure
-    silent = [rank for rank, failure in reported.items() if failure is None]
-    codes = {failures[rank].exitcode for rank in silent}
-    expected = _ASKED_TO_STOP | _TERMINATED
-    if codes & _ASKED_TO_STOP and codes <= expected:
-        return max(codes)
-    # The agent kills ranks that do not stop, but it saw the end of the first one before.
-    ended = [rank for rank in silent if failures[rank].exitcode not in expected] or silent
-    if ended:
-        return Failure(_unreported_end(ended[0], failures[ended[0]].exitcode), 1)
-    return next(failure for failure in reported.values() if failure)
-
-
-def _unreported_end(rank: int, exit_code: int) -> str:
-    """For a rank that was killed, or crashed in native code."""
-    if exit_code >= 0:
-        return (
-            f"rank {rank} ended with exit code {exit_code} without a message; see its output above"
-        )
-    try:
-        name = signal.Signals(-exit_code).name
-    except ValueError:  # a real-time signal has a number only
-        name = f"signal {-exit_code}"
-    hint = "was it out of memory? lower --batch-size or --workers; " if name == "SIGKILL" else ""
-    return f"rank {rank} was ended by {name}; {hint}continue with --resume auto"
 
 
 _POLL_S = 1.0

@@ -14,14 +14,8 @@ from rich.console import Console
 
 from paceline.cli.failure import report_error
 from paceline.cli.options import AsJson, check_at_least
-from paceline.cli.train import (
-    FLAGS,
-    launch_ranks,
-    parse_flags,
-    resolve,
-    take_signature,
-    train,
-)
+from paceline.cli.signature import take_signature
+from paceline.cli.train import FLAGS, launch_ranks, parse_flags, resolve, train
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, DataError
 from paceline.core.files import whole_file
