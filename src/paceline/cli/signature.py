@@ -1,9 +1,11 @@
-"""Commands that share flags with another command."""
+"""Signatures of commands, from which Typer makes flags: of another command, or of functions that make one
+argument each."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
+from functools import wraps
 from typing import Any, get_type_hints
 
 
@@ -22,3 +24,23 @@ def take_signature(
                 parameters[name] = parameter.replace(annotation=known[name])
     command.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
     command.__annotations__ = hints
+
+
+def flags_of(**makers: Callable[..., Any]) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Replaces parameters of a command by the flags of the functions in `makers`, which make them."""
+
+    def decorate(command: Callable[..., int]) -> Callable[..., int]:
+        @wraps(command)
+        def run(**given: Any) -> int:
+            made = {}
+            for name, make in makers.items():
+                flags = inspect.signature(make).parameters
+                made[name] = make(**{flag: given.pop(flag) for flag in flags})
+            return command(**made, **given)
+
+        functions = (*makers.values(), command)
+        names = {name for function in functions for name in inspect.signature(function).parameters}
+        take_signature(run, names - makers.keys(), *functions)
+        return run
+
+    return decorate
