@@ -11,20 +11,15 @@ from pathlib import Path
 import typer
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from paceline.cli.options import AsJson
 from paceline.cli.plan_page import (
     FROM_BACKWARD,
     PAGE_NAME,
-    advice_rows,
-    bucket_rows,
-    curve_columns,
-    curve_rows,
+    answer_tables,
     fact_rows,
-    option_columns,
-    option_rows,
     plan_page,
 )
 from paceline.cli.signature import flags_of
@@ -58,6 +53,7 @@ from paceline.planner.recommend import (
 from paceline.planner.request import ClusterRequest, StepRequest, question_about
 from paceline.planner.workload import LARGEST_BATCH, Workload
 from paceline.report.run_page import write_page
+from paceline.report.tables import Table
 
 
 class _Step(StepRequest):
@@ -339,29 +335,19 @@ def _print(answer: Answer) -> None:
     """No number is cut: a pipe is as wide as the widest table; in a narrow terminal heads wrap, columns
     move together, and what is left folds."""
     console = Console()
-    tables = [
-        (head, rows, caption)
-        for head, rows, caption in (
-            (("buckets", "tensors", "MiB", "algorithm", "ready ms", "start ms", "end ms"),
-             bucket_rows(answer), FROM_BACKWARD),
-            (curve_columns(answer), curve_rows(answer), ""),
-            (option_columns(answer), option_rows(answer), ""),
-            (("what would help", "images/s", "price"), advice_rows(answer), ""),
-        )
-        if rows
-    ]  # fmt: skip
+    tables = [table for table in answer_tables(answer) if table.rows]
     wide = console.options.update(width=10_000)
     if not console.is_terminal:
-        widths = (console.measure(_numbers(*table), options=wide).maximum for table in tables)
+        widths = (console.measure(_numbers(table), options=wide).maximum for table in tables)
         console.width = max(console.width, *widths)
-    facts = Table(show_header=False, box=None)
+    facts = RichTable(show_header=False, box=None)
     facts.add_column(no_wrap=True)
     facts.add_column(overflow="fold")
     for row in fact_rows(answer):
         facts.add_row(*(Text(one_line(cell)) for cell in row))
     console.print(facts)
     for table in tables:
-        forms = (_numbers(*table), _numbers(*table, gap=0), _numbers(*table, gap=0, fold=True))
+        forms = (_numbers(table), _numbers(table, gap=0), _numbers(table, gap=0, fold=True))
         drawn = (
             form for form in forms if console.measure(form, options=wide).minimum <= console.width
         )
@@ -369,19 +355,22 @@ def _print(answer: Answer) -> None:
         console.print(next(drawn, forms[-1]))
 
 
-def _numbers(
-    head: tuple[str, ...], rows: list[tuple[str, ...]], caption: str, gap: int = 1,
-    fold: bool = False,
-) -> Table:  # fmt: skip
+# Heads of first columns, which stand for the titles of tables.
+_HEADS = {"bucket": "buckets", "change": "what would help"}
+
+
+def _numbers(table: Table, gap: int = 1, fold: bool = False) -> RichTable:
     """Cells break at their spaces only, unless they may `fold`."""
-    table = Table(
-        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, caption=caption or None,
+    caption = FROM_BACKWARD if table.title.endswith(FROM_BACKWARD) else None
+    drawn = RichTable(
+        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, caption=caption,
         caption_justify="left", padding=(0, gap),
     )  # fmt: skip
-    for name, *cells in zip(head, *rows, strict=True):
+    for head, *cells in zip(table.columns, *table.rows, strict=True):
+        name = _HEADS.get(head, head)
         words = [word for text in (name, *cells) for word in text.split()]
         least = None if fold else max(map(len, words), default=1)
-        table.add_column(name, overflow="fold", min_width=least)
-    for row in rows:
-        table.add_row(*(Text(one_line(cell)) for cell in row))
-    return table
+        drawn.add_column(name, overflow="fold", min_width=least)
+    for row in table.rows:
+        drawn.add_row(*(Text(one_line(cell)) for cell in row))
+    return drawn

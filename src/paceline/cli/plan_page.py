@@ -35,26 +35,32 @@ def plan_page(answer: Answer) -> str:
         title,
         [
             f"<header><p>Paceline plan</p>\n<h1>{markup(title)}</h1></header>",
-            section("Answer", [_table("", ("", ""), fact_rows(answer), {0, 1})]),
+            section("Answer", [Table.of("", ("", ""), fact_rows(answer), {0, 1})]),
             _gantt(answer),
             figures([_efficiency(answer), _speed(answer)]),
-            section("What would help", [_table("", ("change", "images/s", "price"),
-                                               advice_rows(answer), {0, 2})]),
-            section("Nodes and batches", [_table("", option_columns(answer), option_rows(answer),
-                                                 set())]),
-            section("Scaling", [_table("", curve_columns(answer), curve_rows(answer), set())]),
-            section(f"Buckets, {FROM_BACKWARD}", [_table(
-                "", ("bucket", "tensors", "MiB", "algorithm", "ready ms", "start ms", "end ms"),
-                bucket_rows(answer), {3})]),
+            *(section(table.title, [table]) for table in reversed(answer_tables(answer))),
             "<footer>Paceline plan</footer>",
         ],
     )  # fmt: skip
 
 
-def _table(
-    title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], text: set[int] | None = None
-) -> Table:
-    return Table.of(title, columns, rows, {0} if text is None else text)
+def answer_tables(answer: Answer) -> list[Table]:
+    """What follows the facts, in the order of the terminal, which ends with what matters most."""
+    cost = ("cost",) if answer.limits.price else ()
+    energy = ("kWh",) if answer.job.watts else ()
+    same_loss = ("time to the same loss",) if answer.noise_scale else ()
+    buckets = ("bucket", "tensors", "MiB", "algorithm", "ready ms", "start ms", "end ms")
+    scaling = ("ranks", "images/s", "efficiency", "exposed ms", *same_loss)
+    options = (
+        "nodes", "batch", "time with start-up", "GPU-hours", *cost, *energy, "images/s",
+        "efficiency", "global batch",
+    )  # fmt: skip
+    return [
+        Table.of(f"Buckets, {FROM_BACKWARD}", buckets, bucket_rows(answer), {3}),
+        Table.of("Scaling", scaling, curve_rows(answer), set()),
+        Table.of("Nodes and batches", options, option_rows(answer), set()),
+        Table.of("What would help", ("change", "images/s", "price"), advice_rows(answer), {0, 2}),
+    ]
 
 
 def step_bars(answer: Answer) -> list[Bar]:
@@ -379,11 +385,6 @@ def _way(score: BucketScore) -> str:
     return score.algorithm + ("" if score.wire == "auto" else f", {score.wire}")
 
 
-def curve_columns(answer: Answer) -> tuple[str, ...]:
-    same_loss = ("time to the same loss",) if answer.noise_scale else ()
-    return ("ranks", "images/s", "efficiency", "exposed ms", *same_loss)
-
-
 def curve_rows(answer: Answer) -> list[Row]:
     return [
         (f"{p.ranks:,}", _few(p.images_per_s), f"{p.efficiency:.1%}",
@@ -395,15 +396,6 @@ def curve_rows(answer: Answer) -> list[Row]:
 
 def advice_rows(answer: Answer) -> list[Row]:
     return [(advice.change, f"{advice.gain:+.1%}", advice.price) for advice in answer.advice]
-
-
-def option_columns(answer: Answer) -> tuple[str, ...]:
-    cost = ("cost",) if answer.limits.price else ()
-    energy = ("kWh",) if answer.job.watts else ()
-    return (
-        "nodes", "batch", "time with start-up", "GPU-hours", *cost, *energy, "images/s", "efficiency",
-        "global batch",
-    )  # fmt: skip
 
 
 def option_rows(answer: Answer) -> list[Row]:

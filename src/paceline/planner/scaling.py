@@ -12,9 +12,10 @@ from paceline.core.errors import ConfigError
 from paceline.core.settings import check_input_rate
 from paceline.plan.cluster import Cluster
 from paceline.plan.schedules import check_name
-from paceline.planner.answer import Question, node_counts
+from paceline.planner.answer import scaling_curve
 from paceline.planner.layers import TRACED, known_network
 from paceline.planner.memory import check_memory
+from paceline.planner.prediction import Prediction
 from paceline.planner.recommend import (
     BatchLimit,
     largest_global_batch,
@@ -46,8 +47,8 @@ class ScalingRow:
     uncertainty: float
 
 
-@dataclass(frozen=True)
-class ScalingPrediction:
+@dataclass(frozen=True, kw_only=True)
+class ScalingPrediction(ScalingRow):
     """Throughput in images/s, efficiency against one rank alone, time of a step, and the part of the
     exchange that compute does not hide; `rows` has the same for other numbers of nodes. `assumed` has
     what was assumed of the cluster, by argument.
@@ -58,14 +59,7 @@ class ScalingPrediction:
 
     model: str
     source: str
-    nodes: int
-    ranks: int
     batch_size: int
-    images_per_s: float
-    efficiency: float
-    step_s: float
-    exposed_s: float
-    uncertainty: float
     rows: tuple[ScalingRow, ...]
     assumed: Mapping[str, str] = field(default_factory=dict)
 
@@ -188,29 +182,19 @@ def _predicted(
     elif net is not None and chip is not None:
         check_memory(net, chip, batch)
     question = replace(question, batch=batch)
-    rows = [_row(question, place.with_nodes(count)) for count in _counts(question, place)]
-    now = next(row for row in rows if row.nodes == place.nodes)
+    now = _row(question.answer(place), place)
+    rows = [_row(found, place) for found in scaling_curve(question, place)]
     return ScalingPrediction(
         model=work.model, source=work.source, batch_size=batch, rows=tuple(rows), **asdict(now),
         assumed=where.assumed(chip),
     )  # fmt: skip
 
 
-def _counts(question: Question, place: Cluster) -> list[int]:
-    """Numbers of nodes for which some algorithm has a price; the cluster's own always."""
-    return [
-        count
-        for count in node_counts(place)
-        if count == place.nodes or question.reaches(place.with_nodes(count))
-    ]
-
-
-def _row(question: Question, place: Cluster) -> ScalingRow:
-    found = question.answer(place)
+def _row(found: Prediction, place: Cluster) -> ScalingRow:
     return ScalingRow(
-        nodes=place.nodes, ranks=found.ranks, images_per_s=found.images_per_s,
-        efficiency=found.efficiency, step_s=found.step_s, exposed_s=found.exposed_comm_s,
-        uncertainty=found.uncertainty,
+        nodes=found.ranks // place.ranks_per_node, ranks=found.ranks,
+        images_per_s=found.images_per_s, efficiency=found.efficiency, step_s=found.step_s,
+        exposed_s=found.exposed_comm_s, uncertainty=found.uncertainty,
     )  # fmt: skip
 
 
