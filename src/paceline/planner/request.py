@@ -65,6 +65,7 @@ class StepRequest:
         is named; else the one that tune has left in the cluster's file."""
         file = where.read()
         if self.profile is not None:
+            self._refuse_own()
             measured = PlanFile.read(self.profile, "--profile")
             return replace(file, workload=measured.workload), required_profile(measured)
         file = replace(file, workload=None) if self.gpu else file
@@ -79,18 +80,22 @@ class StepRequest:
                     f"known GPUs are {', '.join(catalogue())}",
                 )  # fmt: skip
             return analytic_workload(net, self.chip, self.software)
-        for flag, value in (
-            ("--image-size", self.image_size), ("--classes", self.classes),
-            ("--channels", self.channels), ("--software", self.software or None),
-        ):  # fmt: skip
-            if value is not None:
-                raise ConfigError(flag, value, "a profile has its own", "leave it out")
+        self._refuse_own()
         if self.model and profiled.model != self.model:
             raise ConfigError(
                 "--model", self.model, f"the profile is of {profiled.model}",
                 f"profile {self.model}, or leave --model out",
             )  # fmt: skip
         return profiled
+
+    def _refuse_own(self) -> None:
+        """Raises ConfigError for what a profile says itself."""
+        for flag, value in (
+            ("--image-size", self.image_size), ("--classes", self.classes),
+            ("--channels", self.channels), ("--software", self.software or None),
+        ):  # fmt: skip
+            if value is not None:
+                raise ConfigError(flag, value, "a profile has its own", "leave it out")
 
 
 @dataclass(frozen=True)
