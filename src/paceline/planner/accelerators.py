@@ -16,9 +16,9 @@ from typing import Any
 
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.files import read_regular
-from paceline.core.settings import from_table
+from paceline.core.settings import errors_of_file, from_table
 from paceline.core.topology import RANKS_LIMIT
-from paceline.core.untrusted import ParseError, one_line, parse_toml
+from paceline.core.untrusted import one_line, parse_toml
 from paceline.plan.cluster import Cluster, Link
 
 
@@ -204,15 +204,9 @@ _WATTS_RATIOS = (0.5, 2.0)
 def own_accelerator(path: Path) -> Accelerator:
     """The one accelerator of a user's file. ConfigError for a file that cannot be read, or that has
     figures which no chip has."""
-    try:
+    remedy = "docs/planner.md#own-accelerators has an example"
+    with errors_of_file("--gpu", path, "fix it", remedy):
         tables = parse_toml(read_regular(path))
-    except OSError as error:
-        problem, remedy = f"cannot be read ({error.strerror})", "check the path"
-        raise ConfigError("--gpu", str(path), problem, remedy) from None
-    except ParseError as error:
-        problem = f"cannot be read (is not TOML: {error})"
-        raise ConfigError("--gpu", str(path), problem, "fix it") from None
-    try:
         if len(tables) != 1:
             raise ConfigError(
                 "tables", len(tables), "there must be one, named after the accelerator",
@@ -233,9 +227,6 @@ def own_accelerator(path: Path) -> Accelerator:
         _check_ranges(f"{name}.network", found.network, _NETWORK_RANGES)
         _check_sisters(name, found)
         return found.accelerator(name, is_own=True)
-    except ConfigError as error:
-        remedy = error.remedy or "docs/planner.md#own-accelerators has an example"
-        raise ConfigError("--gpu", str(path), error.cause, remedy) from None
 
 
 def _check_ranges(
