@@ -114,21 +114,14 @@ def _state(row: CompareRow) -> str:
 
 
 def _exchange_state(row: CompareRow) -> str:
-    """What the exchange keeps beside the optimizer's state; the sum over parameters, with its unit, where
-    an older run has that alone."""
-    each = row.median("exchange_state_bytes_per_parameter")
-    if each is None:
-        return _shown(row.median("exchange_state_bytes"), format_bytes)
-    return number(each)
+    """What the exchange keeps beside the optimizer's state."""
+    return _shown(row.median("exchange_state_bytes_per_parameter"), number)
 
 
 def _exchange_state_of_all(row: CompareRow) -> str:
     """Empty where the exchange keeps nothing, as most do."""
-    if not row.median("exchange_state_bytes"):
-        return ""
-    if row.median("exchange_state_bytes_per_parameter") is None:
-        return f"{_exchange_state(row)} of exchange state"
-    return f"{_exchange_state(row)} bytes of exchange state a parameter"
+    kept = row.median("exchange_state_bytes_per_parameter")
+    return f"{number(kept)} bytes of exchange state a parameter" if kept else ""
 
 
 def _sent(row: CompareRow) -> str:
