@@ -9,8 +9,9 @@ of the whole. A bucket costs its messages, each by the cheapest algorithm, in th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -180,14 +181,7 @@ def limited_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64], most: 
         found[np.tril_indices(count + 1)] = np.inf
         origins.append(found.argmin(axis=0))
         ends = np.concatenate([[0.0], found.min(axis=0)[1:]])
-    cuts = []
-    stop = count
-    for origin in reversed(origins):
-        if not stop:
-            break
-        cuts.append((int(origin[stop]), stop))
-        stop = int(origin[stop])
-    return cuts[::-1]
+    return _walked_back(reversed(origins), count)
 
 
 def optimal_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64]) -> list[Cut]:
@@ -199,11 +193,17 @@ def optimal_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64]) -> lis
         found = np.maximum(ends[:stop], ready_s[stop - 1]) + cost[:stop, stop]
         origin[stop] = found.argmin()
         ends[stop] = found[origin[stop]]
-    cuts = []
-    stop = count
-    while stop:
-        cuts.append((int(origin[stop]), stop))
-        stop = int(origin[stop])
+    return _walked_back(repeat(origin), count)
+
+
+def _walked_back(origins: Iterable[npt.NDArray[np.int64]], count: int) -> list[Cut]:
+    """The runs, of which the last ends at `count`. An origin tells for each end where the run begins."""
+    cuts: list[Cut] = []
+    for origin in origins:
+        if not count:
+            break
+        cuts.append((int(origin[count]), count))
+        count = int(origin[count])
     return cuts[::-1]
 
 
@@ -313,22 +313,20 @@ class _WireCost:
         if wire not in EIGHT_BIT:
             beside[:, :, -1] += self._times(self._tail)
         else:
-            beside[:, :, -1] += self._signal_times(self._tail).min(axis=0)
+            beside[:, :, -1] += self._times(self._tail, self._others).min(axis=0)
         bulk = self._times(self._large)
         self.seconds: Floats = bulk.min(axis=0) + beside.min(axis=0) + cast * cluster.cast_s
         if cluster.ranks == 1:
             self.seconds[:] = 0.0
 
-    def _times(self, sizes: npt.ArrayLike) -> Floats:
+    def _times(self, sizes: npt.ArrayLike, names: Sequence[str] = ()) -> Floats:
         """By every algorithm, in the first dimension."""
-        return np.stack([all_reduce_s(name, self._cluster, sizes) for name in self._algorithms])
-
-    def _signal_times(self, sizes: npt.ArrayLike) -> Floats:
-        return np.stack([all_reduce_s(name, self._cluster, sizes) for name in self._others])
+        names = names or self._algorithms
+        return np.stack([all_reduce_s(name, self._cluster, sizes) for name in names])
 
     def names(self, first: int, stop: int) -> tuple[str, str]:
         if self._algorithms == (ALL_TO_ALL,):
-            fastest = self._signal_times(self._tail.max()).argmin()
+            fastest = self._times(self._tail.max(), self._others).argmin()
             return ALL_TO_ALL, self._others[int(fastest)]
         small = self._times(self._small[first, stop])
         if stop == len(self._tail) - 1:
