@@ -22,7 +22,7 @@ from paceline.cli.plan_page import (
     plan_page,
 )
 from paceline.comm.plan_choice import PlanChoice
-from paceline.comm.settings import CommSettings
+from paceline.comm.settings import CommSettings, HybridSettings
 from paceline.config import RECIPES, load_config, parse_assignment
 from paceline.core.topology import Topology
 from paceline.core.units import parse_bytes
@@ -215,7 +215,8 @@ def _sizes(content: bytes, name: str, folder: Path) -> None:
     path.write_bytes(content)
     SizeTable.read(path).choose(5000)
     _strict_json(PlanFile.read(path).to_tables())
-    PlanChoice.read(CommSettings(algorithm="hybrid", sizes=str(path)), _TENSORS, _FACTS)
+    hybrid = {"hybrid": HybridSettings(sizes=str(path))}
+    PlanChoice.read(CommSettings(algorithm="hybrid", owned=hybrid), _TENSORS, _FACTS)
 
 
 def _metrics() -> list[Seed]:
