@@ -197,7 +197,7 @@ def optimal_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64]) -> lis
 
 
 def _walked_back(origins: Iterable[npt.NDArray[np.int64]], count: int) -> list[Cut]:
-    """The runs, of which the last ends at `count`. An origin tells for each end where the run begins."""
+    """The runs, of which the last ends at `count`. An origin has, for each end, the begin of its run."""
     cuts: list[Cut] = []
     for origin in origins:
         if not count:

@@ -100,9 +100,9 @@ class Specification:
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator(Specification):
-    """A specification and its name. Peaks hold at `reference_watts` of the board. `measured`, where the
-    law of the step does not hold as it is, may be a sister chip's, then `like` names it. `family` is the
-    chip whose software it shares. `compute_capability` is CUDA's, 0 for a CPU. `network` is that of its
+    """A specification and its name. Peaks hold at `reference_watts` of the board. `measured` corrects the
+    law of the step; `like` names a sister chip whose measurement counts. `family` is the chip whose
+    software it shares. `compute_capability` is CUDA's, 0 for a CPU. `network` is that of its
     reference system. `is_own`: from a user's file, so that the law of the step was not fitted to it."""
 
     name: str

@@ -114,7 +114,7 @@ def _state(row: CompareRow) -> str:
 
 
 def _exchange_state(row: CompareRow) -> str:
-    """What the exchange keeps beside the optimizer's state."""
+    """Memory of the exchange, which the optimizer's state does not include."""
     return _shown(row.median("exchange_state_bytes_per_parameter"), number)
 
 
