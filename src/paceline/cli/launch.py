@@ -32,7 +32,9 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from paceline.cli.failure import LAUNCHER_VARIABLE, Failure
-from paceline.core.errors import LaunchError
+from paceline.cli.options import without_options
+from paceline.config import Job, RunConfig
+from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.host import (
     SignalContext,
     available_cores,
@@ -40,10 +42,14 @@ from paceline.core.host import (
     process_stat,
     started_with,
 )
+from paceline.core.topology import Topology
+from paceline.train.batch_sizes import batch_stages, requested_batch, resolve_batch_sizes
 from paceline.train.machine import COMMAND_VARIABLE, command_line
+from paceline.train.stop_signals import user_signals
 
 ADDRESS = "127.0.0.1"
 BACKEND = "paceline-local"
+_LAUNCHER_OPTIONS = ("--nproc-per-node", "--master-port", "--max-restarts")
 _STORE_TIMEOUT = timedelta(seconds=60)
 # The agent gives ranks 30 s to stop. A signal after that counts again, in case the first was lost.
 _REPEAT_S = 35.0
@@ -56,6 +62,39 @@ _ASKED_TO_STOP = {
 }  # fmt: skip
 # The agent sends SIGTERM to the other ranks when one has ended, which may interrupt their exit.
 _TERMINATED = {-signal.SIGTERM}
+
+
+def launch_ranks(config: RunConfig, processes: int, port: int, max_restarts: int) -> int:
+    """Checks what can be checked once, before the ranks start."""
+    _refuse_to_nest(processes)
+    if not 0 <= port < 65536:
+        raise ConfigError("--master-port", port, "must be 0 to 65535")
+    config.check_job(Job(processes=processes))
+    asked = requested_batch(config, processes)
+    sizes = resolve_batch_sizes(*asked)
+    if asked[:2] != (None, None):
+        batch_stages(config.optim, sizes, processes)
+    return launch(
+        processes, without_options(sys.argv[1:], _LAUNCHER_OPTIONS), port=port,
+        max_restarts=max_restarts,
+        stops=user_signals(config.checkpoint, "stop"),
+        saves=user_signals(config.checkpoint, "save"),
+    )  # fmt: skip
+
+
+def _refuse_to_nest(processes: int) -> None:
+    """A rank that starts ranks would multiply them, or conflict with its neighbours."""
+    variables = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    found = next((name for name in variables if name in os.environ), None)
+    # One srun task may start the ranks of a node; several tasks are ranks themselves.
+    if found is None and Topology.from_env(os.environ).world_size > 1:
+        found = "SLURM_PROCID"
+    if found is not None:
+        raise ConfigError(
+            "--nproc-per-node", processes,
+            f"this process is a rank of a launcher already ({found} is set)",
+            "leave the flag out under torchrun, srun and mpirun",
+        )  # fmt: skip
 
 
 def launch(

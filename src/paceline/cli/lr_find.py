@@ -15,7 +15,7 @@ from rich.console import Console
 from paceline.cli.failure import report_error
 from paceline.cli.options import AsJson, check_at_least
 from paceline.cli.signature import take_signature
-from paceline.cli.train import FLAGS, launch_ranks, parse_flags, resolve, train
+from paceline.cli.train import FLAGS, parse_flags, resolve, train
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, DataError
 from paceline.core.files import whole_file
@@ -60,6 +60,8 @@ def find_rate(**given: Any) -> int:
     config = resolve(given["recipe"], flags, given["settings"], given["trust"])
     config = range_config(config, low, high, steps, ranks)
     if ranks > 1:
+        from paceline.cli.launch import launch_ranks
+
         return launch_ranks(config, ranks, given["master_port"], 0)
     return _run(config, steps, given["as_json"])
 

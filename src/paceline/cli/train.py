@@ -5,7 +5,6 @@ torchvision.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,19 +12,14 @@ import typer
 from rich.console import Console
 
 from paceline.cli.failure import report_error
-from paceline.cli.options import MasterPort, NprocPerNode, Trust, check_at_least, without_options
-from paceline.config import Job, RunConfig, load_config, parse_assignment, parse_value
-from paceline.core.errors import ConfigError
+from paceline.cli.options import MasterPort, NprocPerNode, Trust, check_at_least
+from paceline.config import RunConfig, load_config, parse_assignment, parse_value
 from paceline.core.host import StartUp, process_age_s
-from paceline.core.topology import Topology
 from paceline.train.display import create_display, print_line
 from paceline.train.stop_signals import (
     interrupted_at_once,
-    user_signals,
     without_save_requests,
 )
-
-_LAUNCHER_OPTIONS = ("--nproc-per-node", "--master-port", "--max-restarts")
 
 
 def train(
@@ -88,6 +82,8 @@ def train(
         return dry_run(config, nproc_per_node)
     with without_save_requests(config.checkpoint):
         if nproc_per_node > 1 or max_restarts > 0:
+            from paceline.cli.launch import launch_ranks
+
             return launch_ranks(config, nproc_per_node, master_port, max_restarts)
         with interrupted_at_once():
             return train_here(config)
@@ -128,42 +124,6 @@ def resolve(
     elif recipe is None and "data.source" not in overrides:
         recipe = "quickstart"
     return load_config(recipe, overrides, trust=trust)
-
-
-def launch_ranks(config: RunConfig, processes: int, port: int, max_restarts: int) -> int:
-    """Checks what can be checked once, before the ranks start."""
-    _refuse_to_nest(processes)
-    if not 0 <= port < 65536:
-        raise ConfigError("--master-port", port, "must be 0 to 65535")
-    from paceline.cli.launch import launch
-    from paceline.train.batch_sizes import batch_stages, requested_batch, resolve_batch_sizes
-
-    config.check_job(Job(processes=processes))
-    asked = requested_batch(config, processes)
-    sizes = resolve_batch_sizes(*asked)
-    if asked[:2] != (None, None):
-        batch_stages(config.optim, sizes, processes)
-    return launch(
-        processes, without_options(sys.argv[1:], _LAUNCHER_OPTIONS), port=port,
-        max_restarts=max_restarts,
-        stops=user_signals(config.checkpoint, "stop"),
-        saves=user_signals(config.checkpoint, "save"),
-    )  # fmt: skip
-
-
-def _refuse_to_nest(processes: int) -> None:
-    """A rank that starts ranks would multiply them, or conflict with its neighbours."""
-    variables = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-    found = next((name for name in variables if name in os.environ), None)
-    # One srun task may start the ranks of a node; several tasks are ranks themselves.
-    if found is None and Topology.from_env(os.environ).world_size > 1:
-        found = "SLURM_PROCID"
-    if found is not None:
-        raise ConfigError(
-            "--nproc-per-node", processes,
-            f"this process is a rank of a launcher already ({found} is set)",
-            "leave the flag out under torchrun, srun and mpirun",
-        )  # fmt: skip
 
 
 def train_here(config: RunConfig) -> int:
