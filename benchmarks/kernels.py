@@ -45,7 +45,8 @@ from benchmarks.optimizer import copy_seconds
 from benchmarks.program import run
 from paceline.cli import options
 from paceline.cli.bench import parse_switches
-from paceline.cli.options import check_at_least, chosen_device, environment, print_json
+from paceline.cli.measure import chosen_device, environment, print_json
+from paceline.cli.options import check_at_least
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, RunError

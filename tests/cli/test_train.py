@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from cli_runs import is_launchers, summary
-from paceline.cli.options import is_rank
-from paceline.cli.train import resolve, without_options
+from paceline.cli.measure import is_rank
+from paceline.cli.options import without_options
+from paceline.cli.train import resolve
 from paceline.core.errors import ConfigError
 
 

@@ -9,19 +9,18 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.core.events import StepEvent
-from paceline.report import (
-    ComparedRun,
-    CompareError,
-    Comparison,
+from paceline.report.compare_page import (
     compare_caption,
+    compare_charts,
     compare_json,
     compare_markdown,
     compare_table,
-    read_runs,
     render_comparison,
+    series_look,
 )
-from paceline.report.compare_page import compare_charts, series_look
+from paceline.report.compare_runs import ComparedRun, CompareError, read_runs
 from paceline.report.comparison import (
+    Comparison,
     Difference,
     Spread,
     differing_settings,
@@ -148,9 +147,10 @@ def test_figures_of_a_row(tmp_path: Path) -> None:
         {"val_loss": 0.6, "images_per_s": 200.0, "run__seed": 2},
     ).rows
     assert row.val_loss == pytest.approx(0.4)
-    assert (row.images_per_s, row.train_s) == (200.0, 600.0)
+    assert (row.median("images_per_s"), row.median("train_s")) == (200.0, 600.0)
     assert (row.epochs_done, row.epochs_planned) == ((3.0, 4.0), 4.0)
-    assert (row.global_batch_size, row.world_size, row.skipped_steps) == (250, 1, 0)
+    assert (row.outcome.global_batch_size, row.outcome.world_size) == (250, 1)
+    assert row.skipped_steps == 0
     (nan,) = compare(tmp_path / "nan", {}, {"val_loss": math.nan}).rows
     assert nan.val_loss is None, "a missing loss is not averaged away"
 

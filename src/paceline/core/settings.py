@@ -14,7 +14,9 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 from paceline.core.errors import ConfigError, nearest
@@ -326,6 +328,28 @@ def check_input_rate(images_per_s: float, flag: str = "--input-images-per-s") ->
             flag, images_per_s, f"must be 0, or finite and at least {least:g}",
             "state the images/s that one rank gets, such as 2000",
         )  # fmt: skip
+
+
+@contextmanager
+def errors_of_file(field: str, path: Path | str, syntax: str, remedy: str) -> Iterator[None]:
+    """Turns errors of reading a TOML file, and of what is in it, into a ConfigError that names the file.
+
+    Args:
+        field: The setting or flag that named the file.
+        path: The file.
+        syntax: The remedy for a file that is not TOML.
+        remedy: The remedy for contents whose error has none.
+    """
+    try:
+        yield
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+        raise ConfigError(field, str(path), problem, "check the path") from None
+    except ParseError as error:
+        problem = f"cannot be read (is not TOML: {error})"
+        raise ConfigError(field, str(path), problem, syntax) from None
+    except ConfigError as error:
+        raise ConfigError(field, str(path), error.cause, error.remedy or remedy) from None
 
 
 def parse_arguments(name: str, text: str) -> dict[str, Any]:
