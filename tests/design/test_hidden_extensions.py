@@ -51,9 +51,9 @@ def test_a_training_has_the_same_weights(
     [
         ("trackers", small("--set", "run.trackers=['csv']"), "run.trackers"),
         ("rehearsal", ["rehearse", *small()[1:], "--nodes", "1", "--gpus-per-node", "2"],
-         "rehearse.nodes"),
+         "run.strategy"),
         ("planner", ["rehearse", *small()[1:], "--nodes", "1", "--gpus-per-node", "2"],
-         "rehearse.nodes"),
+         "run.strategy"),
         ("planner", ["plan", "--gpu", "H100"], "paceline plan"),
         ("tune", ["profile"], "paceline profile"),
         ("report", ["compare", "a", "b"], "paceline compare"),

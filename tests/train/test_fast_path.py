@@ -22,7 +22,7 @@ from paceline.core.topology import Topology
 from paceline.models import product_choice
 from paceline.models.product_choice import begin, choices
 from paceline.models.resnet import RESNET_LAYOUTS, FastResNet, ResidualBlock, ResNet, SmallResNet
-from paceline.models.synced_norm import NormGroup, TorchNorm, use_torch_norms
+from paceline.models.synced_norm import TorchNorm, use_torch_norms
 from paceline.train import fast_path
 from paceline.train.fast_path import (
     FastPath,
@@ -344,10 +344,9 @@ def test_what_was_asked_for_and_fails_is_refused() -> None:
             tried({"compiled": problem})
 
 
-def test_shared_norms_can_be_recomputed() -> None:
+def test_norms_that_wait_for_other_ranks_can_be_recomputed() -> None:
     settings = RunConfig().with_values({"run.recompute_norms": True}).run
-    shared = NormGroup(2, lambda tensor: None)
-    limits = ModelLimits.of(settings, cast(Group, SimpleNamespace()), shared, False)
+    limits = ModelLimits.of(settings, cast(Group, SimpleNamespace()), eager=True, varies=False)
     assert limits.within(settings) == replace(
         settings, fused_norm="off", fused_convolutions="off", compile="off", cuda_graphs="off"
     )

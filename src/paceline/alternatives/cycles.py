@@ -11,6 +11,12 @@ from paceline.core.exclusions import Exclusion, not_in, one_of
 from paceline.core.settings import SettingChecks
 from paceline.optim.registry import Course, ScheduleSettings
 
+# Earlier names, with their defaults.
+RENAMED = {
+    "optim.cycle_decay": (1.0, "optim.triangular.decay"),
+    "optim.cycle_epochs": (8.0, "optim.triangular.epochs"),
+    "optim.cycle_momentum": ([0.85, 0.95], "optim.one_cycle.momentum or optim.triangular.momentum"),
+}
 # Lowest rate of a cycle, as a share of the peak rate.
 CYCLE_FLOOR = 0.1
 # Of `one_cycle`: share of the run after the cycle, in which the rate falls on to `optim.lr_end`.
@@ -25,7 +31,7 @@ def _exclusions(name: str) -> tuple[Exclusion, ...]:
             "{optim.name} keeps its own momentum", "set it to []",
         ),
         Exclusion(
-            field, not_in(()), {"comm.mode": one_of("asynchronous")},
+            field, not_in(()), {"run.strategy": one_of("asynchronous")},
             "parameter servers use a constant momentum", "use []",
         ),
     )  # fmt: skip

@@ -32,7 +32,7 @@ from paceline.report.chart import Chart, Line, Marker
 from paceline.train.display import create_display, print_line
 
 if TYPE_CHECKING:
-    from paceline.train.callbacks import RangeResult
+    from paceline.tune.range_test import RangeResult
 
 
 # Flags of `train` without meaning here: the range has its own rates, schedule and length.
@@ -102,9 +102,9 @@ def range_config(
         raise ConfigError(
             "run.resume", config.run.resume, "a range test starts afresh", "leave it out"
         )
-    if config.rehearse.ranks:
+    if config.run.strategy == "rehearsal":
         raise ConfigError(
-            "rehearse.nodes", config.rehearse.nodes, "a range test is not rehearsed",
+            "run.strategy", "rehearsal", "a range test is not rehearsed",
             "leave it out, and give --global-batch-size",
         )  # fmt: skip
     with closing(open_source(replace(config.data, cache="none"), "train")) as source:
@@ -128,9 +128,9 @@ def range_config(
 
 
 def _run(config: RunConfig, steps: int, as_json: bool) -> int:
-    from paceline.train.callbacks import RangeTest
     from paceline.train.components import Components
     from paceline.trainer import Trainer
+    from paceline.tune.range_test import RangeTest
 
     test = RangeTest(steps)
     console = Console(stderr=as_json)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.core.errors import ConfigError
+from paceline.core.extensions import load_part, provided
 
 _ARGUMENT = "leave it out; in a loop of your own it is an argument of pl.LARS"
 _DEFAULT = "leave it out"
@@ -59,6 +60,8 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
 
 RENAMED: Mapping[str, tuple[Any, str]] = {
     "comm.eta_kib": (None, "comm.hybrid.eta_kib"),
+    "comm.mode": ("synchronous", "run.strategy"),
+    "comm.servers": (0, "run.asynchronous.servers"),
     "comm.sizes": ("", "comm.hybrid.sizes"),
     "optim.adam_eps": (1e-8, "optim.adamw.eps or optim.lamb.eps"),
     "optim.beta1": (0.9, "optim.adamw.beta1 or optim.lamb.beta1"),
@@ -71,18 +74,14 @@ RENAMED: Mapping[str, tuple[Any, str]] = {
         0.001,
         "optim.lars.trust_coefficient or optim.muon.trust_coefficient",
     ),
-    "optim.bits": (8, "optim.halp.bits or optim.lp_svrg.bits or optim.lp_sgd.bits"),
-    "optim.center_epochs": (1.0, "optim.halp.center_epochs or optim.svrg.center_epochs"),
-    "optim.cycle_decay": (1.0, "optim.triangular.decay"),
-    "optim.cycle_epochs": (8.0, "optim.triangular.epochs"),
-    "optim.cycle_momentum": ([0.85, 0.95], "optim.one_cycle.momentum or optim.triangular.momentum"),
     "optim.decay_epochs": ([30.0, 60.0, 80.0], "optim.step.epochs or optim.piecewise.epochs"),
     "optim.decay_factors": ([0.5, 0.075, 0.01, 0.001], "optim.piecewise.factors"),
     "optim.decay_rate": (0.1, "optim.step.factor"),
-    "optim.halp_mu": (0.1, "optim.halp.mu"),
     "optim.poly_power": (2.0, "optim.poly.power"),
-    "optim.rms_center_epochs": (10.0, "optim.rmsprop_warmup.center_epochs"),
-    "optim.rms_width_epochs": (5.0, "optim.rmsprop_warmup.width_epochs"),
+    "comm.staleness": (4, "run.asynchronous.staleness"),
+    "model.norm_group": (1, "run.synced_norms.ranks"),
+    "run.rebalance": (False, "run.unequal.rebalance"),
+    "run.shares": ("equal", "run.unequal.shares"),
 }
 
 
@@ -90,9 +89,11 @@ def without_removed(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the sections without earlier settings that have the value that applies now."""
     kept: dict[str, Any] = {}
     for section, table in tables.items():
-        kept[section] = table
+        rest = table
         if isinstance(table, Mapping):
-            kept[section] = {k: v for k, v in table.items() if not _is_usual(f"{section}.{k}", v)}
+            rest = {k: v for k, v in table.items() if not _is_usual(f"{section}.{k}", v)}
+        if rest or not table:  # a section of which nothing is left may have been removed as a whole
+            kept[section] = rest
     return kept
 
 
@@ -100,8 +101,8 @@ def refuse_removed(tables: Mapping[str, Any]) -> None:
     """Raises ConfigError for an earlier setting that has another value than the one that applies now."""
     for section, table in without_removed(tables).items():
         for key, value in table.items() if isinstance(table, Mapping) else ():
-            if (name := f"{section}.{key}") in RENAMED:
-                new = RENAMED[name][1]
+            if (renamed := _renamed(name := f"{section}.{key}")) is not None:
+                new = renamed[1]
                 raise ConfigError(name, value, f"is called {new} now", f"write {new}")
             if name in REMOVED:
                 usual, remedy = REMOVED[name]
@@ -110,5 +111,13 @@ def refuse_removed(tables: Mapping[str, Any]) -> None:
 
 
 def _is_usual(name: str, value: Any) -> bool:
-    earlier = REMOVED.get(name) or RENAMED.get(name)
+    earlier = REMOVED.get(name) or _renamed(name)
     return earlier is not None and bool(value == earlier[0])
+
+
+def _renamed(name: str) -> tuple[Any, str] | None:
+    """Default and new name; those of an extension's settings are in the extension."""
+    if name in RENAMED or (place := provided("renamed settings").get(name)) is None:
+        return RENAMED.get(name)
+    found: tuple[Any, str] = load_part(place, name, None)[name]
+    return found

@@ -40,7 +40,6 @@ from paceline.models.settings import ModelSettings
 from paceline.optim.registry import SGD
 from paceline.optim.scaling import OF_ADAM, SCALED
 from paceline.optim.settings import KnownGood, OptimSettings
-from paceline.plan.rehearsal import RehearseSettings
 from paceline.precision.settings import PrecisionSettings
 
 Tables = dict[str, dict[str, Any]]
@@ -60,7 +59,6 @@ class RunConfig:
     precision: PrecisionSettings = field(default_factory=PrecisionSettings)
     comm: CommSettings = field(default_factory=CommSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
-    rehearse: RehearseSettings = field(default_factory=RehearseSettings)
 
     def __post_init__(self) -> None:
         check_exclusions(self.exclusions(), **self.sections())
@@ -78,6 +76,14 @@ class RunConfig:
         """
         facts = {"job": job} | ({} if program is None else {"program": program})
         check_exclusions(self.exclusions(), **self.sections(), **facts)
+
+    def check_wire(self, wire: str) -> None:
+        """Checks a wire format of a plan as if `comm.wire` named it.
+
+        Raises:
+            ConfigError: If it is refused.
+        """
+        replace(self, comm=replace(self.comm, plan="", wire=wire))
 
     def sections(self) -> dict[str, Any]:
         """Returns the settings object of each section."""
@@ -134,7 +140,6 @@ SECTIONS: dict[str, type] = {
     "precision": PrecisionSettings,
     "comm": CommSettings,
     "checkpoint": CheckpointSettings,
-    "rehearse": RehearseSettings,
 }
 
 
@@ -192,9 +197,13 @@ def _defaults(tables: Mapping[str, Any]) -> RunConfig:
     for section, kind in SECTIONS.items():
         table = tables.get(section)
         if isinstance(table, Mapping) and issubclass(kind, Section):
+            own = own_hints(kind)
+            given = {k for k, v in table.items() if k not in own and isinstance(v, Mapping)}
             chosen = {name for _, name in kind.choices_in(table)}
             kept[section] = {
-                owner: {} for owner in owner_names(kind) if owner in table or owner in chosen
+                owner: {}
+                for owner in (*given, *chosen)
+                if owner in given or owner in owner_names(kind)
             }
     return RunConfig.from_tables(kept)
 

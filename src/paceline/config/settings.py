@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.exclusions import Exclusion, check_exclusions, not_in, one_of
+from paceline.core.extensions import Registry
 from paceline.core.imports import split_name
-from paceline.core.settings import SettingChecks
+from paceline.core.settings import Section, SettingChecks
 
 DEVICES = ("auto", "cpu", "cuda")
 SWITCHES = ("auto", "on", "off")
 LOSSES = ("cross_entropy", "bce")
 # Parameters of Beta distributions: below, shares are 0 or 1; above, all the same.
 MIXES = (0.01, 100.0)
-EQUAL_SHARES, PROBED_SHARES = "equal", "probe"
+SYNCHRONOUS = "synchronous"
+STRATEGIES: Registry[Any] = Registry("strategies", {SYNCHRONOUS: "train.strategy:Synchronous"})
 BATCH_NORM_ROWS = ("ranks", "average")
 SIGNAL_ACTIONS = ("save", "stop")
 COMPILE_MODES = ("auto", "off", "blocks", "model")
@@ -24,8 +27,11 @@ MOST_THREADS = 4096
 
 
 @dataclass(frozen=True)
-class RunSettings:
+class RunSettings(Section):
     """The length, size and place of a run, and what it writes."""
+
+    NAME: ClassVar[str] = "run"
+    CHOOSERS: ClassVar[tuple[str, ...]] = ("strategy",)
 
     name: str = "run"
     """Name of the run; a recipe sets it to its own name, and run folders are named after it."""
@@ -37,11 +43,9 @@ class RunSettings:
     batch_size: int | None = None
     """Samples of one forward and backward pass of one process; unset, the largest equal share of at
     most 256."""
-    shares: str = "equal"
-    """Parts of the global batch for ranks of different speed: `equal`, `probe` (measured before the
-    first step), or a number for each rank, as in `3:3:1`."""
-    rebalance: bool = False
-    """Decide the shares again at every checkpoint, from the times of the steps."""
+    strategy: str = SYNCHRONOUS
+    """How ranks turn the micro-batches of a step into new weights: `synchronous` (one update with the sum
+    of all gradients), or the name of an extension, whose settings are the table `[run.NAME]`."""
     loss: str = "cross_entropy"
     """`cross_entropy`, `bce` (binary cross-entropy, mean over classes), or a function of outputs and
     targets, as in `my_package.losses:focal`."""
@@ -119,6 +123,8 @@ class RunSettings:
     """First and last step of the trace."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        STRATEGIES.check(self.strategy, "run.strategy")
         check = SettingChecks("run", self)
         for name in ("epochs", "log_interval", "eval_interval_epochs", "max_skipped_steps"):
             check.number(name, "at least 1")
@@ -126,7 +132,6 @@ class RunSettings:
             raise check.error("rank_records", "must be 'auto', 'on' or 'off'")
         for name in ("global_batch_size", "batch_size"):
             check.number(name, "at least 1")
-        self._check_shares()
         if ":" in self.loss:
             split_name("run.loss", self.loss)
         elif self.loss not in LOSSES:
@@ -172,26 +177,9 @@ class RunSettings:
         """Where model and device have them."""
         return self.channels_last and self.fused_norm != "off" and self.compile in ("auto", "off")
 
-    def _check_shares(self) -> None:
-        if self.shares in (EQUAL_SHARES, PROBED_SHARES):
-            return
-        try:
-            parts = [float(part) for part in self.shares.split(":")]
-        except ValueError:
-            parts = []
-        if len(parts) < 2 or not all(0 < part < 1e9 for part in parts):
-            raise ConfigError(
-                "run.shares", self.shares, "must be 'equal', 'probe', or a number for each rank",
-                "try 'probe', or 3:3:1 for three ranks",
-            )  # fmt: skip
-
 
 _COMPILED = {"run.compile": not_in("auto", "off")}
 EXCLUSIONS: tuple[Exclusion, ...] = (
-    Exclusion(
-        "run.rebalance", one_of(True), {"run.shares": one_of(EQUAL_SHARES)},
-        "run.shares = 'equal' fixes the shares", "use run.shares='probe'",
-    ),
     Exclusion(
         "run.fused_norm", one_of("on"), _COMPILED,
         "cannot be compiled by run.compile = {run.compile!r}", "choose one of the two",

@@ -1,7 +1,7 @@
-"""Extension packages: what the core loads only if a setting or a command asks for it.
+"""Extensions: what the core loads only if a setting or a command asks for it.
 
-The package `paceline.alternatives` has a table of what its modules provide. A `Registry` looks up the
-names of one kind: the core's own parts, those of that table, and those that a program registers.
+Extension packages have a table of what their modules provide. A `Registry` looks up the names of one
+kind: the core's own parts, those of these tables, and those that a program registers.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from typing import Any, Generic, TypeVar
 
 from paceline.core.errors import ConfigError, nearest
 
-METHODS = "paceline.alternatives"
 Part = TypeVar("Part")
 
 
 def missing_extension(error: ImportError) -> str:
-    """Returns the package or module of Paceline that an import missed; "" if another one is missing."""
+    """Returns the part of Paceline that an import did not find; "" if another package is missing."""
     name = error.name or ""
     return name if name.startswith("paceline.") else ""
 
@@ -47,20 +46,25 @@ def load_extension(name: str, field: str, value: object) -> Any:
 
 
 @cache
-def _methods() -> Mapping[str, Mapping[str, str]] | None:
-    """Returns the table of the package of methods; None if it was removed."""
-    try:
-        table: Mapping[str, Mapping[str, str]] = importlib.import_module(METHODS).PROVIDES
-    except ImportError as error:
-        if missing_extension(error) != METHODS:
-            raise
-        return None
-    return table
+def _tables() -> Mapping[str, Mapping[str, Mapping[str, str]] | None]:
+    """Returns the table of each extension package; None for one that was removed."""
+    tables: dict[str, Mapping[str, Mapping[str, str]] | None] = {}
+    for package in importlib.import_module("paceline.extensions").PACKAGES:
+        try:
+            tables[package] = importlib.import_module(f"paceline.{package}").PROVIDES
+        except ImportError as error:
+            if missing_extension(error) != f"paceline.{package}":
+                raise
+            tables[package] = None
+    return tables
 
 
 def provided(kind: str) -> Mapping[str, str]:
-    """Returns the parts of a kind in the package of methods, as name and `module:attribute`."""
-    return (_methods() or {}).get(kind, {})
+    """Returns what extension packages add to a kind, as name and `module:attribute`."""
+    added: dict[str, str] = {}
+    for table in _tables().values():
+        added |= (table or {}).get(kind, {})
+    return added
 
 
 def load_part(place: str, field: str, value: object) -> Any:
@@ -73,7 +77,7 @@ class Registry(Generic[Part]):
     """Parts of one kind by name; modules of parts are imported when a part is used.
 
     Args:
-        kind: The name of the kind in the table of the package of methods.
+        kind: The name of the kind in the tables of extension packages.
         own: The core's parts, or their places as `module:attribute`.
     """
 
@@ -92,18 +96,24 @@ class Registry(Generic[Part]):
         """Adds a part from outside of the package, or replaces it."""
         self._parts[name] = part
 
+    def check(self, name: str, field: str) -> None:
+        """Raises ConfigError, with the nearest name, for a name that the setting `field` cannot have."""
+        if name not in self:
+            hint = nearest(name, self.names())
+            if missing := [
+                f"paceline.{name}" for name, table in _tables().items() if table is None
+            ]:
+                hint += f" ({', '.join(missing)} is not part of this installation)"
+            raise ConfigError(field, name, "unknown", hint)
+
     def get(self, name: str, field: str) -> Part:
         """Returns the part that the setting `field` names.
 
         Raises:
             ConfigError: If the name is unknown, or if its module was removed.
         """
-        part = self._parts.get(name) or provided(self._kind).get(name)
-        if part is None:
-            hint = nearest(name, self.names())
-            if _methods() is None:
-                hint += f" ({METHODS}, which has more, is not part of this installation)"
-            raise ConfigError(field, name, "unknown", hint)
+        self.check(name, field)
+        part = self._parts.get(name) or provided(self._kind)[name]
         if isinstance(part, str):
             part = self._parts[name] = load_part(part, field, name)
         return part

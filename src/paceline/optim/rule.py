@@ -275,10 +275,6 @@ def check_range(name: str, value: float) -> None:
         raise ValueError(f"{name} = {value}: must be 0 or more, and finite")
     if name in _BELOW_ONE and not 0 <= value < 1:
         raise ValueError(f"{name} = {value}: must be in [0, 1){_BELOW_ONE[name]}")
-    if name == "sgd_share" and not 0 <= value <= 1:
-        raise ValueError(f"{name} = {value}: must be in [0, 1]")
-    if name == "mu" and not 0 < value < math.inf:
-        raise ValueError(f"{name} = {value}: must be above 0, and finite")
 
 
 def check_hyper(hyper: AnyHyper) -> AnyHyper:
