@@ -111,7 +111,6 @@ class TrainStep:
     group: Group
     stop: StopSignals
     scale: LossScale
-    source: GradientSource
     seed: int
     mixing: Mixing | None = None
     # Whether the model is a user's: what it raises is then reported in one line.
@@ -122,6 +121,7 @@ class TrainStep:
     fault: PacelineError | None = None
     # A rank has failed, which all ranks know from the same step; it and later ones leave no trace.
     faulted: bool = False
+    source: GradientSource = field(default_factory=GradientSource)
     spans: Spans = field(default_factory=NoTimeline)
     _under_way: deque[_Launched] = field(default_factory=deque)
     given_up: bool = False
