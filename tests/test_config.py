@@ -25,6 +25,7 @@ from paceline.config import (
     setting_names,
 )
 from paceline.core.errors import ConfigError
+from paceline.core.extensions import provided
 from paceline.optim.schedule import LrSchedule
 from paceline.train.batch_sizes import batch_stages, requested_batch, resolve_batch_sizes
 from paceline.train.components import Components
@@ -223,7 +224,7 @@ def test_every_setting_that_the_source_names_exists() -> None:
     known = set(setting_names())
     known |= {name.rpartition(".")[0] for name in known}
     # Files of the run folder and of torch.save, and names that are refused.
-    known |= {"run.lock", "data.pkl", *REMOVED, *RENAMED}
+    known |= {"run.lock", "data.pkl", *REMOVED, *RENAMED, *provided("renamed settings")}
     named = re.compile(rf"(?<![\w./-])(?:{'|'.join(SECTIONS)})(?:\.[a-z_0-9]+)+(?![\w(/.:\[])")
     unknown = []
     for file in Path(paceline.__file__).parent.rglob("*.py"):

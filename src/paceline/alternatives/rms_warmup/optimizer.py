@@ -94,4 +94,4 @@ def create(
 ) -> RMSpropWarmup:
     own = settings.own_optimizer
     assert isinstance(own, RmspropWarmupSettings)
-    return RMSpropWarmup(groups, lr, settings.momentum, eps=own.eps)
+    return RMSpropWarmup(groups, lr, settings.momentum)
