@@ -53,7 +53,7 @@ from paceline.core.topology import Topology
 from paceline.core.units import format_percent
 from paceline.models.cudnn_graphs import Plan
 from paceline.models.settings import check_model_name
-from paceline.train.gradient_source import GradientSource, source_class
+from paceline.train.micro_step import GradientSource, source_class
 from paceline.tune.step import StepRow, build_step
 
 _MARK = "paceline call "

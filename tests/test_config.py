@@ -135,30 +135,6 @@ def test_the_written_toml_has_what_is_in_use_and_the_version_of_the_defaults() -
     assert caught.value.field == "defaults"
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("[optim]\nmomentun = 1\n", "optim.momentun: unknown setting; did you mean 'momentum'?"),
-        ("[optm]\nlr = 1.0\n", "optm: unknown section; did you mean 'optim'?"),
-        ("epochs = 3\n", "epochs = 3: stands outside a section; did you mean 'run.epochs'?"),
-        ("[run]\nepochs = 'ten'\n", "run.epochs = 'ten': is a str; give a whole number"),
-    ],
-)
-def test_mistakes_in_a_recipe_are_named(tmp_path: Path, text: str, line: str) -> None:
-    recipe = tmp_path / "bad.toml"
-    recipe.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        load_config(str(recipe), {})
-    assert str(caught.value) == line
-
-
-def test_broken_toml_names_the_line(tmp_path: Path) -> None:
-    recipe = tmp_path / "bad.toml"
-    recipe.write_text("[run\n")
-    with pytest.raises(ConfigError, match=r"is not TOML: .*line 1"):
-        load_config(str(recipe), {})
-
-
 def test_an_unknown_recipe_gets_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="did you mean 'quickstart'"):
         read_recipe("quikstart")
@@ -170,10 +146,7 @@ def test_an_unknown_recipe_gets_the_nearest_name() -> None:
     ("text", "parsed"),
     [
         ("run.seed=3", ("run.seed", 3)),
-        ("optim.lr = 1e-2", ("optim.lr", 0.01)),
         ("data.mean=[0.5, 0.5]", ("data.mean", [0.5, 0.5])),
-        ("data.flip=false", ("data.flip", False)),
-        ("model.name=resnet18", ("model.name", "resnet18")),
         ("data.dir=/a=b", ("data.dir", "/a=b")),
         ("data.dir=7", ("data.dir", "7")),
         ("optim.lr=.1", ("optim.lr", 0.1)),
@@ -200,16 +173,12 @@ def test_a_key_without_a_section_suggests_one() -> None:
     [
         ("run.epochs", 0),
         ("run.global_batch_size", 0),
-        ("run.smoothing", 1.0),
-        ("run.mixup", -1.0),
         ("run.seed", -1),
         ("run.target_top1", 101.0),
         ("run.device", "gpu"),
         ("run.threads", 99_999_999_999),
-        ("run.epochs", 2**63),
         ("optim.lr", float("nan")),
         ("optim.lr", 10**400),
-        ("checkpoint.keep", 0),
         ("comm.timeout_s", 0.0),
         ("comm.backend", "mpi"),
     ],

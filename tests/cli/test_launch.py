@@ -263,7 +263,7 @@ def environment() -> dict[str, str]:
     ("variables", "shells", "name"),
     [
         (TORCHRUN, 0, "torchrun"), (TORCHRUN, 2, "torchrun"), (MPI, 0, "openmpi"),
-        (MPI, 2, "openmpi"), (SLURM, 2, "slurm"), ({}, 0, "-"), (BY_HAND, 0, "-"),
+        (SLURM, 2, "slurm"), ({}, 0, "-"), (BY_HAND, 0, "-"),
         (ONE_TASK, 0, "-"), ({"RANK": "not a number", "WORLD_SIZE": "2"}, 0, "-"),
     ],
 )  # fmt: skip

@@ -406,15 +406,6 @@ def test_the_remedy_of_a_refusal_is_accepted() -> None:
         assert scale_recipe(CIFAR, target).values
 
 
-def test_a_smaller_batch_and_many_steps_lose_nothing() -> None:
-    large = replace(MUON, batch=4000)
-    for batch, epochs in ((1000, 15), (2000, 15)):
-        assert not scale_recipe(large, Target(batch, 12_000, epochs)).losses
-    # Short runs say so at every number of steps an epoch for which Muon is chosen.
-    for batch, epochs in ((1000, 10), (1500, 10), (600, 11)):
-        assert scale_recipe(CIFAR, Target(batch, 50_000, epochs)).losses
-
-
 def test_the_layers_of_muon_are_chosen_by_the_net_unless_the_recipe_is_for_muon() -> None:
     assert scale_recipe(CIFAR, Target(2500, 50_000, 30)).values["optim.muon.orthogonal"] == "auto"
     for recipe in (MUON, replace(CIFAR, kept=frozenset({"optim.muon.orthogonal"}))):
@@ -459,12 +450,6 @@ def test_the_batch_grows_where_an_epoch_has_few_steps(target: Target, first: int
     whole = scale_recipe(replace(CIFAR, one_batch="so"), target).values["optim.lr"]
     assert found.values["optim.lr"] == pytest.approx(whole * math.sqrt(first / target.batch), 1e-3)
     assert len(found.values) == len(found.choices)
-
-
-@pytest.mark.parametrize(("ranks", "grows"), [(64, True), (128, True), (256, False)])
-def test_many_ranks_keep_the_batch_from_growing(ranks: int, grows: bool) -> None:
-    found = scale_recipe(CIFAR, Target(65_536, 1_281_167, 90, ranks))
-    assert ("run.global_batch_size" in found.values) == grows
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 8, 16])
@@ -544,18 +529,6 @@ def adamw_recipe(tmp_path: Path) -> str:
     return str(recipe)
 
 
-def test_a_recipe_for_adam_becomes_one_for_muon_unless_weights_are_given(adamw_recipe: str) -> None:
-    recipe, batch = adamw_recipe, 10_000
-    scaled, described = resolve_for(auto(recipe, run__global_batch_size=batch), 50_000, 4)
-    assert scaled.optim.name == "muon"
-    assert "optim.name = muon (fewer than 100 steps an epoch)" in described
-    tuned, described = resolve_for(
-        auto(recipe, run__global_batch_size=batch, run__pretrained="weights.pt"), 50_000, 4
-    )
-    assert tuned.optim.name == "adamw"
-    assert "adamw stays: the run begins with given weights" in described
-
-
 @pytest.mark.parametrize("named", [{}, {"optim__name": "muon"}])
 @pytest.mark.parametrize(("base", "rate"), [({}, 0.000125), ({"optim__lr_base": 0.004}, 0.002)])
 def test_muon_has_the_decay_of_a_recipe_for_adam_without_a_rate(
@@ -587,17 +560,6 @@ def test_a_resumed_run_remembers_that_it_began_with_given_weights(adamw_recipe: 
     object.__setattr__(resumed, "config", first.to_tables())
     again = resolve_for(auto(recipe, run__global_batch_size=batch), 50_000, 4, resumed=resumed)[0]
     assert again.optim == first.optim
-
-
-def test_flags_are_kept_and_an_optimizer_of_the_user_too() -> None:
-    config = auto(
-        "cifar10-resnet18", run__global_batch_size=10_000, optim__name="lars", optim__lr=3.0
-    )
-    assert config.optim.known_good.keeps == ("optim.name", "optim.lr")
-    scaled, described = resolve_for(config, 50_000, 1)
-    assert (scaled.optim.name, scaled.optim.lr) == ("lars", 3.0)
-    assert "optim.lr =" not in described
-    assert eta(scaled.optim) * 3.0 / 0.1 == pytest.approx(0.7 / 5**0.5, rel=1e-3)
 
 
 def test_the_settings_of_a_scaled_run_are_a_recipe_for_another_optimizer_too() -> None:
@@ -648,16 +610,6 @@ def _run(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any] | str
         return run_small(output, **values).summary
     except ConfigError as error:
         return str(error)
-
-
-def test_a_run_on_two_ranks_records_its_choices_and_can_be_repeated(tmp_path: Path) -> None:
-    found = run_ranks(2, _run, str(tmp_path / "a"), SCALED_RUN)[0]
-    assert isinstance(found, dict)
-    assert "optim.name = muon" in found["chosen"]["scaling"]
-    assert found["chosen"]["optimizer"].startswith("muon")
-    assert found["batch_size"] == 8
-    optim = tomllib.loads((tmp_path / "a/config.toml").read_text())["optim"]
-    assert (optim["scaling"], optim["name"]) == ("off", "muon")
 
 
 def test_a_run_of_another_batch_is_resumed_neither_as_it_was_nor_as_a_first_stage(

@@ -167,43 +167,6 @@ def test_resnet50_recipes(name: str) -> None:
     assert rates.rate(total) == pytest.approx(left, rel=0.2)
 
 
-def test_alexnet_recipe() -> None:
-    config = load_config("imagenet-alexnet-64k", {})
-    optim = config.optim
-    assert (config.run.global_batch_size, config.run.epochs) == (65536, 95)
-    assert (config.model.name, optim.name) == ("alexnet_bn", "lars")
-    assert (optim.schedule, optim.own_schedule) == ("poly", Poly(power=2))
-    assert not optim.decay_bias_norm
-    per_epoch = IMAGES / 65536
-    rates = LrSchedule(optim, optim.peak_lr(65536), int(95 * per_epoch), per_epoch)
-    assert rates.rate(int(10 * per_epoch)) == pytest.approx(24.0, rel=0.01)
-    assert rates.rate(round(52.5 * per_epoch)) == pytest.approx(6.0, rel=0.01)
-
-
-# optimizer, batch, rate, η, warm-up, CutMix, cutout, average: as measured (records/…_cifar10_h200).
-CIFAR = {
-    "": ("sgd", 256, 0.2, None, 5, 0.5, 8, 0),
-    "-2500": ("muon", 2500, 0.2, 0.00256, 5, 0.5, 8, 0),
-    "-10k": ("muon", 10000, 0.1, 0.00256, 5, 0.5, 8, 6),
-    "-10k-lars": ("lars", 10000, 0.1, 0.0075, 30, 0.5, 8, 6),
-}
-
-
-@pytest.mark.parametrize("name", CIFAR)
-def test_cifar10_recipes(name: str) -> None:
-    config = load_config(f"cifar10-resnet18{name}", {})
-    run, optim = config.run, config.optim
-    eta = getattr(optim.own_optimizer, "trust_coefficient", None)
-    found = (
-        optim.name, run.global_batch_size, optim.lr_base, eta, optim.warmup_epochs, run.cutmix,
-        config.data.cutout, run.average_epochs,
-    )  # fmt: skip
-    assert found == CIFAR[name]
-    assert optim.peak_lr(CIFAR[name][1]) == pytest.approx(CIFAR[name][2] * CIFAR[name][1] / 256)
-    assert (optim.momentum, optim.nesterov, optim.schedule) == (0.9, True, "cosine")
-    assert (run.epochs, run.smoothing, optim.weight_decay) == (90, 0.1, 5e-4)
-
-
 # --- create_optimizer --------------------------------------------------------------------------
 
 

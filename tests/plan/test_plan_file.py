@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,17 +61,6 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     assert PlanFile.read(tmp_path / "plan.toml") == FILES[name]
 
 
-def test_it_can_be_read_by_people(tmp_path: Path) -> None:
-    FILES["all"].write(tmp_path / "plan.toml")
-    text = (tmp_path / "plan.toml").read_text()
-    tables = tomllib.loads(text)
-    assert next(iter(tables)) == "why"
-    assert tables["cluster"]["ranks_per_node"] == [2, 2]
-    assert tables["buffer"][0]["beside"] == "hierarchical"
-    assert "beside" not in tables["buffer"][1]
-    assert "{ bytes = 1024, times_native = 4.0 }" in text
-
-
 def test_the_planner_sees_the_cluster_as_probed() -> None:
     found = planned_cluster(TUNED)
     assert (found.nodes, found.ranks_per_node, found.hidden_cost) == (2, 2, 0.4)
@@ -123,15 +111,12 @@ def test_another_model_and_another_cluster_are_refused_by_their_facts() -> None:
     [
         ("buffer = 3", "not a fusion plan"),
         ("[[buffer]]\ntensors = 'a'\nalgorithm = 'ring'\nwire = 'auto'", "not a fusion plan"),
-        ("[[buffer]]\ntensors = [1]\nalgorithm = 'ring'\nwire = 'auto'", "not a fusion plan"),
         ("[[buffer]]\ntensors = ['a']\nalgorithm = 'ring'\nwire = 'auto'", "no section [model]"),
         ("[[buffer", "is not TOML"),
         ("[bufer]", "did you mean 'buffer'"),
         ("[cluster]\nranks = 'many'\nnodes = 2", "no section [cluster] with ranks, nodes"),
         ("[workload]\nmodel = 'x'", "not a profile"),
-        ("sizes = 3", "not a size table"),
         ("measured = 3", "measured"),
-        ("why = 3", "why"),
     ],
 )
 def test_what_is_no_plan_file_is_refused_in_one_line(tmp_path: Path, text: str, words: str) -> None:

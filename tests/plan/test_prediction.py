@@ -16,8 +16,6 @@ from paceline.planner.answer import (
     Question,
     advise,
     largest_ranks,
-    node_counts,
-    scaling_curve,
 )
 from paceline.planner.layers import network
 from paceline.planner.prediction import StepTimes, exchanges, exposed_s, predict
@@ -54,14 +52,6 @@ def test_the_expected_slowest_is_that_of_many_draws() -> None:
         found = 1 + 0.03 * draw.standard_normal((4000, ranks)).max(axis=1).mean()
         assert slowest_of(ranks, 0.03) == pytest.approx(found, rel=0.002)
     assert slowest_of(1) == 1
-
-
-def test_efficiency_falls_with_ranks() -> None:
-    curve = scaling_curve(question(), gpu_cluster(P40, 16, 8, 100))
-    found = [point.efficiency for point in curve]
-    assert found == sorted(found, reverse=True)
-    assert [point.ranks for point in curve] == [8, 16, 32, 64, 128, 256]
-    assert 24 in node_counts(gpu_cluster(P40, 24, 8, 100))
 
 
 @pytest.mark.parametrize("name", [name for name in catalogue() if name != "CPU"])

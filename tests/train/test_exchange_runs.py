@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from paceline.config import RECIPES, load_config
 from paceline.core.events import read_events
-from paceline.plan import FusionPlan, SizeTable
+from paceline.plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts, PlanFile
 from paceline.train import exchange_plan
 from paceline.train.checkpoint import Checkpoint
@@ -106,16 +106,6 @@ def test_a_run_leaves_its_plan_which_another_may_take(tmp_path: Path) -> None:
     assert planned["weights_sha256"] == made["weights_sha256"]
     assert planned["chosen"]["exchange"] == made["chosen"]["exchange"] + f" (plan {path})"
     assert PlanFile.read(tmp_path / "b/plan.toml") == PlanFile.read(path)
-
-
-def test_a_plan_file_without_a_plan_still_gives_its_table_of_sizes(tmp_path: Path) -> None:
-    """`paceline tune` without a model measures sizes only."""
-    path = tmp_path / "plan.toml"
-    PlanFile(sizes=SizeTable.two_way(64 * 1024)).write(path)
-    found = run_ranks(2, _run, str(tmp_path / "a"), {"comm__plan": str(path)})[0]
-    by_hand = {"comm__algorithm": "hybrid", "comm__hybrid__eta_kib": 64}
-    made = run_ranks(2, _run, str(tmp_path / "b"), by_hand)[0]
-    assert found["weights_sha256"] == made["weights_sha256"]
 
 
 @pytest.mark.slow

@@ -61,7 +61,6 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
 RENAMED: Mapping[str, tuple[Any, str]] = {
     "comm.eta_kib": (None, "comm.hybrid.eta_kib"),
     "comm.mode": ("synchronous", "run.strategy"),
-    "comm.servers": (0, "run.asynchronous.servers"),
     "comm.sizes": ("", "comm.hybrid.sizes"),
     "optim.adam_eps": (1e-8, "optim.adamw.eps or optim.lamb.eps"),
     "optim.beta1": (0.9, "optim.adamw.beta1 or optim.lamb.beta1"),
@@ -78,10 +77,6 @@ RENAMED: Mapping[str, tuple[Any, str]] = {
     "optim.decay_factors": ([0.5, 0.075, 0.01, 0.001], "optim.piecewise.factors"),
     "optim.decay_rate": (0.1, "optim.step.factor"),
     "optim.poly_power": (2.0, "optim.poly.power"),
-    "comm.staleness": (4, "run.asynchronous.staleness"),
-    "model.norm_group": (1, "run.synced_norms.ranks"),
-    "run.rebalance": (False, "run.unequal.rebalance"),
-    "run.shares": ("equal", "run.unequal.shares"),
 }
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeVar
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.core.extensions import Registry, load_part
+from paceline.core.extensions import Registry, load_part, missing_packages
 from paceline.core.untrusted import LONGEST_S, ParseError, is_finite, parse_toml
 
 Settings = TypeVar("Settings")
@@ -159,7 +159,8 @@ def from_table(cls: type[Settings], section: str, table: Mapping[str, Any]) -> S
             owned[key] = from_table(kind, name, value)
         else:
             known = [*hints, *owner_names(cls)]
-            raise ConfigError(name, None, "unknown setting", nearest(key, known))
+            missing = missing_packages() if issubclass(cls, Section) else ""
+            raise ConfigError(name, None, "unknown setting", nearest(key, known) + missing)
     if owned:
         values["owned"] = owned
     assert dataclasses.is_dataclass(cls)

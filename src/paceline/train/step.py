@@ -27,15 +27,13 @@ from paceline.data import Batch, BatchPlan, CorruptSample, Normalizer, TrainBatc
 from paceline.optim.base import MasterOptimizer
 from paceline.precision.policy import LossScale, Policy
 from paceline.train.batch_norm import BatchNormState
-from paceline.train.gradient_source import GradientSource
 from paceline.train.loss import Mixing
 from paceline.train.machine import explain_out_of_memory, out_of_memory, seed_micro_batch
-from paceline.train.micro_step import WARM_CALLS, MicroStep, step_error
+from paceline.train.micro_step import WARM_CALLS, GradientSource, MicroStep, step_error
 from paceline.train.model_checks import check_parameters
 from paceline.train.observers import InputWait
 from paceline.train.stop_signals import STOP_FIELDS, StopSignals, agreed_stop
-from paceline.train.strategy import Pending, Strategy
-from paceline.train.update import parameter_names, row_values
+from paceline.train.strategy import Pending, Strategy, parameter_names, row_values
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from paceline.optim.registry import MOMENTUM, SGD, Course, OptimizerSettings
 # Earlier names, with their defaults.
 RENAMED = {
     "optim.bits": (8, "optim.halp.bits or optim.lp_svrg.bits or optim.lp_sgd.bits"),
-    "optim.center_epochs": (1.0, "optim.svrg.center_epochs or optim.halp.center_epochs"),
+    "optim.center_epochs": (1.0, "optim.halp.center_epochs or optim.svrg.center_epochs"),
     "optim.halp_mu": (0.1, "optim.halp.mu"),
 }
 DRAW = "draw"
