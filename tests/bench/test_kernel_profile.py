@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels import Call, CallCounter, Launched, attributed, grouped, profile_step
-from paceline.models.cudnn_graphs import Graph, Plan
+from paceline.accel.cudnn_graphs import Graph, Plan
 from paceline.tune.step import StepRow
 
 

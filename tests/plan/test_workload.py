@@ -277,7 +277,7 @@ def test_windows_are_those_of_training(name: str, size: int, channels: int) -> N
 
     from paceline.models.registry import create_model
     from paceline.models.settings import ModelSettings
-    from paceline.models.stem import window_form
+    from paceline.accel.stem import window_form
 
     model = create_model(ModelSettings(name), num_classes=10, in_channels=channels, image_size=size)
     first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))

@@ -19,8 +19,8 @@ from paceline.comm import CommSettings, Group
 from paceline.config import RunConfig, RunSettings
 from paceline.core.errors import ConfigError, PacelineError, RunError
 from paceline.core.topology import Topology
-from paceline.models import product_choice
-from paceline.models.product_choice import begin, choices
+from paceline.accel import product_choice
+from paceline.accel.product_choice import begin, choices
 from paceline.models.resnet import RESNET_LAYOUTS, FastResNet, ResidualBlock, ResNet, SmallResNet
 from paceline.models.synced_norm import NormGroup, TorchNorm, use_torch_norms
 from paceline.train import fast_path

@@ -193,13 +193,10 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "{optim.name} has passes that ranks do not make together", "use 1",
     ),
     # Batch norms that compute over several ranks need a collective inside a pass.
-    *(
-        Exclusion(
-            f"run.{name}", not_in("auto", "off"), {"model.norm_group": above(1)},
-            "cannot be used with model.norm_group = {model.norm_group}",
-            "use 'auto', or model.norm_group=1",
-        )
-        for name in ("fused_norm", "fused_convolutions", "compile", "cuda_graphs")
+    Exclusion(
+        "run.cuda_graphs", not_in("auto", "off"), {"model.norm_group": above(1)},
+        "cannot be used with model.norm_group = {model.norm_group}",
+        "use 'auto', or model.norm_group=1",
     ),
     Exclusion(
         "optim.scaling", one_of("auto"), {"program.optimizer": not_in(None)},

@@ -53,6 +53,10 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
 RENAMED: Mapping[str, tuple[Any, str]] = {
     "comm.eta_kib": (None, "comm.hybrid.eta_kib"),
     "comm.sizes": ("", "comm.hybrid.sizes"),
+    "run.compile": ("auto", "run.accel.compile"),
+    "run.fused_convolutions": ("off", "run.accel.fused_convolutions"),
+    "run.fused_norm": ("auto", "run.accel.fused_norm"),
+    "run.recompute_norms": (False, "run.accel.recompute_norms"),
 }
 
 

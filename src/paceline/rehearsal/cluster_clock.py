@@ -263,7 +263,8 @@ def cluster_layers(config: RunConfig, model: nn.Module, classes: int) -> Network
     net = RehearsedCluster(config.rehearse).network(
         name, pixels, classes, config.model.stem_for(pixels), count, channels=channels
     )
-    return net.recomputing_norms() if net is not None and config.run.recompute_norms else net
+    again = getattr(config.run.owned.get("accel"), "recompute_norms", False)
+    return net.recomputing_norms() if net is not None and again else net
 
 
 def clock_of_run(
@@ -275,7 +276,8 @@ def clock_of_run(
     trained, with their elements and whether in half precision; `half` is that of the run here, which is
     fp32 on a CPU with `auto`, whatever the cluster's GPUs would choose."""
     there = RehearsedCluster(config.rehearse)
-    there.check_batch(net, batch=batch, half=half, fused=config.run.allows_fused_norms)
+    fused = getattr(config.run.owned.get("accel"), "allows_fused_norms", True)
+    there.check_batch(net, batch=batch, half=half, fused=fused and config.run.channels_last)
     work = there.workload(config.model.name, config.data.image_size, net, tensors)
     if work is None:
         return None

@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 
 import numpy as np
 import numpy.typing as npt
@@ -302,6 +303,14 @@ class Normalizer:
             raise ValueError(f"channels_out = {channels_out} for {channels} channels")
         self._on_device: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._memory = ReusedMemory(_KEPT_RESULTS)
+
+    def without_padding(self) -> Normalizer:
+        """Returns the same without added channels, as a plain model takes images."""
+        if not self._extra:
+            return self
+        plain = copy(self)
+        plain._extra = 0
+        return plain
 
     def __call__(self, images: torch.Tensor, device: torch.device | str) -> torch.Tensor:
         """Queues the copy without waiting where `images` is pinned."""

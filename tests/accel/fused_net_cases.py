@@ -1,0 +1,196 @@
+"""Whole residual nets on the fused kernels, in Triton's interpreter, against plain ones in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import interpreted  # noqa: F401  (before any kernel)
+from paceline.accel import fused_blocks
+from paceline.models.alexnet import NORM_NAMES, AlexNet
+from paceline.accel.fused import as_map
+from paceline.accel.fused_blocks import Pending
+from paceline.accel.recompute import recompute_norms
+from paceline.models.resnet import (
+    BasicBlock,
+    Bottleneck,
+    FastResNet,
+    ResidualBlock,
+    ResNet,
+    SmallResNet,
+    Uses,
+    fuse_norms,
+    fuse_products,
+    split_uses,
+)
+from paceline.train.batch_norm import BatchNormState
+
+
+def small() -> nn.Module:
+    return SmallResNet(num_classes=5, in_channels=3, zero_init_gamma=False)
+
+
+def pooled() -> nn.Module:
+    return ResNet(BasicBlock, (1, 1, 1, 1), num_classes=5, zero_init_gamma=False)
+
+
+def small_stem() -> nn.Module:
+    return ResNet(BasicBlock, (2, 1, 1, 1), num_classes=5, stem="small", zero_init_gamma=False)
+
+
+def fast() -> nn.Module:
+    return FastResNet(num_classes=5, channels=(4, 8, 12, 16), zero_init_gamma=False)
+
+
+class Bottlenecks(nn.Module):
+    """Narrow, because the interpreter is slow, with few ReLUs: at an input near 0 rounding decides the
+    side, which is a large error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.blocks = nn.Sequential(
+            Bottleneck(8, 4), Bottleneck(16, 4), Bottleneck(16, 8, 2), Bottleneck(32, 8)
+        )
+        self.fc = nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps, _ = split_uses(self.blocks(self.conv1(x)))
+        logits: Tensor = self.fc(maps.mean((2, 3)))
+        return logits
+
+
+def images(size: int, batch: int = 6) -> Tensor:
+    """Large enough for a stable batch norm of the last maps."""
+    x = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(1))
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def prepared(
+    make: Callable[[], nn.Module], fused: bool, products: bool = False
+) -> tuple[nn.Module, BatchNormState]:
+    torch.manual_seed(0)
+    model = make().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    found = fuse_norms(model, fused)
+    assert found >= 4
+    assert fuse_products(model, products, cudnn=True) >= 3
+    return model, BatchNormState(model)
+
+
+def run(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits and gradients."""
+    logits = model(x)
+    F.cross_entropy(logits, torch.arange(len(x)) % 5).backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert len(grads) == len(list(model.parameters()))
+    return logits.detach(), grads
+
+
+def away(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours.double() - theirs).norm() / theirs.norm().clamp(min=1e-12))
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "products"),
+    [(small, 12, False), (pooled, 33, False), (fast, 20, False), (Bottlenecks, 10, False),
+     (small, 12, True), (pooled, 33, True), (fast, 20, True), (small_stem, 16, True)],
+)  # fmt: skip
+def test_a_fused_net_learns_what_a_plain_one_learns(
+    make: Callable[[], nn.Module], size: int, products: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[nn.Module] = []
+    fused_block = fused_blocks.fused_block
+
+    def recorded(block: ResidualBlock, x: Uses) -> Pending:
+        ran.append(block)
+        return fused_block(block, x)
+
+    monkeypatch.setattr(fused_blocks, "fused_block", recorded)
+    x = images(size)
+    fused, statistics = prepared(make, True, products)
+    plain, plain_statistics = prepared(make, fused=False)
+    exact = copy.deepcopy(plain).double()
+    logits, grads = run(fused, x)
+    assert bool(ran) == products
+    plain_logits, plain_grads = run(plain, x)
+    exact_logits, exact_grads = run(exact, x.double())
+    # About as far from the exact values as torch's own operators.
+    assert away(logits, exact_logits) < 5 * away(plain_logits, exact_logits) + 1e-6
+    for name, gradient in exact_grads.items():
+        limit = 5 * away(plain_grads[name], gradient) + 1e-5
+        assert away(grads[name], gradient) < limit, name
+    torch.testing.assert_close(statistics.flat, plain_statistics.flat, rtol=1e-4, atol=1e-5)
+    assert torch.equal(statistics.tracked, plain_statistics.tracked)
+    assert statistics.tracked.unique().tolist() == [1]
+
+
+def test_evaluation_uses_torchs_operators() -> None:
+    fused, plain = (prepared(small, on, on)[0].eval() for on in (True, False))
+    x = images(16)
+    assert torch.equal(fused(x), plain(x))
+
+
+@pytest.mark.parametrize("make", [fast, small_stem])
+def test_a_small_stem_takes_images_with_an_empty_channel(make: Callable[[], nn.Module]) -> None:
+    x = images(16)
+    plain, plain_grads = run(prepared(make, fused=True)[0], x)
+    padded, grads = run(prepared(make, fused=True)[0], as_map(F.pad(x, (0, 0, 0, 0, 0, 1))))
+    assert away(padded, plain.double()) < 1e-4
+    assert away(grads["conv1.weight"], plain_grads["conv1.weight"].double()) < 1e-3
+
+
+def test_images_with_an_empty_channel_give_the_same() -> None:
+    model, _ = prepared(pooled, fused=True)
+    assert isinstance(model, ResNet)
+    x = images(20)
+    found = []
+    for given in (x, F.pad(x, (0, 0, 0, 0, 0, 1))):
+        model.zero_grad()
+        maps, _ = split_uses(model.stem(given.contiguous(memory_format=torch.channels_last)))
+        (maps * torch.linspace(-1, 1, maps.numel()).view_as(maps)).sum().backward()
+        assert model.conv1.weight.grad is not None
+        found.append((maps.detach().double(), model.conv1.weight.grad.double()))
+    for padded, plain in zip(found[1], found[0], strict=True):
+        assert away(padded, plain) < 1e-4
+
+
+@pytest.mark.parametrize(("padded", "recompute"), [(False, False), (True, False), (True, True)])
+def test_the_fused_features_of_alexnet(padded: bool, recompute: bool) -> None:
+    torch.manual_seed(0)
+    model = AlexNet(num_classes=5, norms=NORM_NAMES)
+    model.classifier = nn.Identity()  # 59 million weights that are not used
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    exact, plain = copy.deepcopy(model).double(), copy.deepcopy(model)
+    assert fuse_norms(model) == recompute_norms(model, recompute) == 1
+    x = images(87, batch=3)
+    ours_x = as_map(F.pad(x, (0, 0, 0, 0, 0, 1))) if padded else x
+    found = []
+    for net, given in ((exact, x.double()), (plain, x), (model, ours_x)):
+        maps = net.fused_features(given) if net is model else net.features(given)
+        (maps * torch.linspace(-1, 1, maps.numel()).view_as(maps)).sum().backward()
+        found.append((maps.detach(), net))
+    assert away(found[2][0], found[0][0]) < 5 * away(found[1][0], found[0][0]) + 1e-6
+    for name, parameter in exact.named_parameters():
+        ours = model.get_parameter(name).grad
+        if name.endswith("bias") and ".bn" not in name:
+            assert ours is None, "the norm removes a convolution's bias"
+            continue
+        assert ours is not None
+        assert parameter.grad is not None
+        theirs = plain.get_parameter(name).grad
+        assert theirs is not None
+        limit = 5 * away(theirs, parameter.grad) + 1e-4
+        assert away(ours, parameter.grad) < limit, name
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(model.get_buffer(name), buffer, rtol=1e-4, atol=1e-5)
+
+
+def test_a_single_value_raises() -> None:
+    fused, _ = prepared(small, fused=True)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        fused(images(8, batch=1))
