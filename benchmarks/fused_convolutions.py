@@ -9,8 +9,8 @@ copy bandwidth of an H200), and how far the results are from those of the separa
 those of maps of 14 × 14 and more. Then whole training steps, `run.accel.fused_convolutions` off and
 auto, and auto with `recompute_norms`, in turn, through the rows of `paceline bench step`, with the forms
 that they chose; `profile`: milliseconds of such a step by kind of kernel. With the mode `cudnn`, the
-forms of cuDNN take part, and its steps are measured; `cudnn-recompute` are those with `recompute_norms`. A
-form or a layer that fails, or does not end, prints its error, and the next one follows. Kernels are
+forms of cuDNN take part, and its steps are measured; `cudnn-recompute` are those with `recompute_norms`.
+A form or a layer that fails, or does not end, prints its error, and the next one follows. Kernels are
 built first, by several processes.
 """
 

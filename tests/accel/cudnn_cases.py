@@ -20,8 +20,12 @@ from paceline.accel import cudnn_forms, products
 from paceline.accel.cudnn_graphs import CudnnError, Graph
 from paceline.accel.fused import Moments, apply, join_moments, moments
 from paceline.accel.operands import Epilogue, Operand
-from paceline.accel.product_choice import CUDNN, SEPARATE, choices
-from paceline.accel.recompute import recompute_norms
+from paceline.accel.product_choice import CUDNN, SEPARATE, Choices
+
+
+def of_cudnn() -> Choices:
+    return Choices(CUDNN, open=True)
+
 
 STATISTICS, WHOLE = "cudnn statistics", "cudnn reference"
 HALF = torch.float16
@@ -33,8 +37,9 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     wanted: str = request.param
 
     def choose(
-        key: str, forms: dict[str, Callable[[], object]], device: torch.device, then: object = None
-    ) -> str:
+        _: Choices, key: str, forms: dict[str, Callable[[], object]], device: torch.device,
+        then: object = None,
+    ) -> str:  # fmt: skip
         names = list(forms)
         for start in (wanted, CUDNN):
             for name in names:
@@ -47,9 +52,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     def cached() -> tuple[Callable[..., object], ...]:
         return cudnn_forms._forward_plans, cudnn_forms._input_plans, cudnn_forms._weight_plans
 
-    monkeypatch.setattr(products, "choose", choose)
-    monkeypatch.setattr(choices, "mode", CUDNN)
-    monkeypatch.setattr(choices, "open", True)
+    monkeypatch.setattr(Choices, "choose", choose)
     monkeypatch.setattr(cudnn_forms, "check", lambda *_, **__: None)
     # Maps of float32 stand for those of float16 here.
     with_halves = partial(join_moments, halves=True)
@@ -67,7 +70,7 @@ def test_blocks_compute_what_separate_operators_do(make: Make, form: str) -> Non
     """Within what scale and shift in fp16 make of it, for images where that changes no sign at a ReLU:
     of so few elements, a single one counts."""
     exact = run(exactly(made(False, make=make)), images(torch.float64, 3))
-    ours = run(made(True, make=make), images(torch.float32, 3))
+    ours = run(made(True, make=make, choices=of_cudnn()), images(torch.float32, 3))
     for name, value in exact.items():
         assert away(ours[name], value) < (1e-5 if form == STATISTICS else 2e-2), name
     assert all(value == 1 for name, value in ours.items() if name.endswith("tracked"))
@@ -77,7 +80,7 @@ def test_blocks_compute_what_separate_operators_do(make: Make, form: str) -> Non
 def test_half_precision_is_as_near_as_that_of_separate_operators(make: Make, form: str) -> None:
     exact = run(exactly(made(False, HALF, make)), images(HALF).double())
     theirs = run(made(False, HALF, make), images(HALF))
-    ours = run(made(True, HALF, make), images(HALF))
+    ours = run(made(True, HALF, make, choices=of_cudnn()), images(HALF))
     assert all(ours[name].dtype == value.dtype for name, value in theirs.items())
     # Of gradients, other signs change; outputs can be compared.
     assert away(ours["y"], exact["y"]) < 2 * away(theirs["y"], exact["y"])
@@ -86,8 +89,10 @@ def test_half_precision_is_as_near_as_that_of_separate_operators(make: Make, for
 
 @every_kind
 def test_recomputed_maps_and_frozen_weights(make: Make, form: str) -> None:
-    plain, net = made(True, make=make), made(True, make=make)
-    recompute_norms(net)
+    plain, net = (
+        made(True, make=make, choices=of_cudnn(), recompute=recompute)
+        for recompute in (False, True)
+    )
     for block in net.blocks:
         block.conv2.weight.requires_grad_(False)
     once = run(plain, images(torch.float32))
@@ -109,7 +114,7 @@ def test_a_normalized_map_is_computed_again_for_the_weight(stride: int, form: st
     dims = products.out_dims(tuple(x.shape), tuple(weight.shape), stride)
     gradient = as_map(torch.randn(dims).half())
     inputs = Operand.normalized(x, saved)
-    found = products._stored_weight_gradient(gradient, weight, inputs, stride)
+    found = products._stored_weight_gradient(of_cudnn(), gradient, weight, inputs, stride)
     y = apply(x, saved, None, relu=True)
     wanted = conv2d_weight(y.double(), weight.shape, gradient.double(), stride, 1)
     assert away(found, wanted) < 3e-3
@@ -148,30 +153,25 @@ def test_without_the_mode_cudnn_is_not_asked(mode: str, monkeypatch: pytest.Monk
     """And what has no kernels of Triton is not counted, timed or named."""
     asked: list[str] = []
 
-    def choose(key: str, forms: dict[str, Callable[[], object]], *rest: object) -> str:
+    def choose(_: Choices, key: str, forms: dict[str, Callable[[], object]], *rest: object) -> str:
         assert not any(name.startswith(CUDNN) for name in forms)
         assert all(then is None for then in rest[1:])
         asked.append(key)
         return SEPARATE if SEPARATE in forms else next(iter(forms))
 
-    monkeypatch.setattr(products, "choose", choose)
-    monkeypatch.setattr(choices, "mode", mode)
-    monkeypatch.setattr(choices, "open", True)
+    monkeypatch.setattr(Choices, "choose", choose)
     monkeypatch.setattr(cudnn_forms, "plans", lambda *_: pytest.fail("asked"))
-    run(made(True), images(torch.float32))
+    run(made(True, choices=Choices(mode, open=True)), images(torch.float32))
     assert asked
     assert not any("3/" in key or "recomputed" in key for key in asked)
 
 
-def test_what_cudnn_refuses_has_the_next_form_and_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices, "mode", CUDNN)
-    monkeypatch.setattr(choices, "open", True)
-    missing: dict[str, str] = {}
-    monkeypatch.setattr(choices, "missing", missing)
+def test_what_cudnn_refuses_has_the_next_form_and_a_reason() -> None:
+    choices = of_cudnn()
     wanted = run(made(False, torch.bfloat16), images(torch.bfloat16))
-    found = run(made(True, torch.bfloat16), images(torch.bfloat16))
+    found = run(made(True, torch.bfloat16, choices=choices), images(torch.bfloat16))
     assert found.keys() == wanted.keys()
-    outer = {why for key, why in missing.items() if key.startswith(("forward", "backward"))}
+    outer = {why for key, why in choices.missing.items() if key.startswith(("forward", "backward"))}
     assert outer == {"needs fp16, not bfloat16"}
 
 
@@ -186,7 +186,7 @@ def test_a_refusal_does_not_keep_the_maps(form: str, monkeypatch: pytest.MonkeyP
         return {"reference": ReferencePlan(graph)}
 
     monkeypatch.setattr(cudnn_forms, "plans", plans)
-    net = made(True, make=basic)
+    net = made(True, make=basic, choices=of_cudnn())
     gc.collect()
     gc.disable()
     try:
@@ -218,17 +218,16 @@ def test_a_refused_join_leaves_a_basic_block_the_statistics(
         return {"reference": ReferencePlan(graph)}
 
     monkeypatch.setattr(cudnn_forms, "plans", plans)
-    missing: dict[str, str] = {}
-    monkeypatch.setattr(choices, "missing", missing)
+    choices = of_cudnn()
     exact = run(exactly(made(False, make=basic)), images(torch.float64, 3))
-    ours = run(made(True, make=basic), images(torch.float32, 3))
+    ours = run(made(True, make=basic, choices=choices), images(torch.float32, 3))
     for name, value in exact.items():
         assert away(ours[name], value) < 2e-2, name
     first = [graph.work()[0] for graph in built if has_residual(graph)]
     assert first == ["input"], "behind the only conv1 of stride 1 of a pending map"
     assert {graph.work()[0] for graph in built} == {"forward", "input", "weight"}
-    assert [key.split()[0] for key in missing] == ["backward"]
-    assert set(missing.values()) == {"no engine takes it"}
+    assert [key.split()[0] for key in choices.missing] == ["backward"]
+    assert set(choices.missing.values()) == {"no engine takes it"}
 
 
 def test_maps_and_weights_that_cudnn_would_misread_are_refused() -> None:

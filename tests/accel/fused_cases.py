@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import interpreted  # noqa: F401  (before any kernel)
+from accel.forms import Chain, use_forms
 from accel.norm_reference import Wanted, as_map, assert_near, norm_for, ours, random_map
-from paceline.data.device.kernels import normalized
 from paceline.accel import fused, kernels
 from paceline.accel.fused import can_fuse, norm_act, norm_act_pool, norm_act_twice
-from paceline.accel.recompute import recompute_norms
-from paceline.models.resnet import BasicBlock, Bottleneck, fuse_norms, norm_relu, split_uses
+from paceline.data.device.kernels import normalized
+from paceline.models.resnet import BasicBlock, Bottleneck
 
 FULL, HALF = torch.float32, torch.float16
 TOLERANCE = {FULL: 1e-5, HALF: 2e-3}
@@ -232,22 +232,12 @@ def test_the_pool_propagates_nan() -> None:
     assert torch.nn.functional.max_pool2d(maps, 3).isnan().all()
 
 
-class Blocks(nn.Module):
+def blocks() -> Chain:
     """A map that is computed again, as input of a block, of its shortcut and of a convolution there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.bn, self.relu = nn.Conv2d(3, 4, 3, bias=False), norm_for(4), nn.ReLU(True)
-        self.blocks = nn.Sequential(
-            BasicBlock(4, 4), BasicBlock(4, 4), BasicBlock(4, 6, 2), Bottleneck(6, 2)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        stem = norm_relu(
-            self.conv(x), self.bn, self.relu, fused=True, recompute=self.blocks[0].recompute,
-            twice=True,
-        )  # fmt: skip
-        return split_uses(self.blocks(stem))[0]
+    return Chain(
+        BasicBlock(4, 4), BasicBlock(4, 4), BasicBlock(4, 6, 2), Bottleneck(6, 2),
+        stem=(nn.Conv2d(3, 4, 3, bias=False), norm_for(4)),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [FULL, HALF])
@@ -267,12 +257,11 @@ def test_recomputed_norms_have_the_bits_of_stored_ones(
     found, counts = [], []
     for recompute in (False, True):
         torch.manual_seed(0)
-        net = Blocks().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        net = blocks().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         for module in net.modules():
             if isinstance(module, nn.Conv2d):
                 module.to(kind)
-        assert fuse_norms(net) == 4
-        recompute_norms(net, recompute)
+        use_forms(net, fused=True, recompute=recompute)
         x = as_map(random_map((2, 3, 5, 5), kind))
         y = net(x)
         applied.clear()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,22 +13,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import interpreted  # noqa: F401  (before any kernel)
-from paceline.accel import fused_blocks
-from paceline.models.alexnet import NORM_NAMES, AlexNet
+from accel.forms import use_forms
+from paceline.accel import fused_forward
 from paceline.accel.fused import as_map
 from paceline.accel.fused_blocks import Pending
-from paceline.accel.recompute import recompute_norms
+from paceline.accel.fused_forward import FusedForward
+from paceline.accel.networks import Block, Network, part_of
+from paceline.accel.product_choice import CUDNN, Choices
+from paceline.accel.recompute import Uses, split_uses
+from paceline.models.alexnet import NORM_NAMES, AlexNet
 from paceline.models.resnet import (
     BasicBlock,
     Bottleneck,
     FastResNet,
-    ResidualBlock,
     ResNet,
     SmallResNet,
-    Uses,
-    fuse_norms,
-    fuse_products,
-    split_uses,
 )
 from paceline.train.batch_norm import BatchNormState
 
@@ -60,7 +61,9 @@ class Bottlenecks(nn.Module):
         self.fc = nn.Linear(32, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        maps, _ = split_uses(self.blocks(self.conv1(x)))
+        return self.head(self.blocks(self.conv1(x)))
+
+    def head(self, maps: Tensor) -> Tensor:
         logits: Tensor = self.fc(maps.mean((2, 3)))
         return logits
 
@@ -76,10 +79,19 @@ def prepared(
 ) -> tuple[nn.Module, BatchNormState]:
     torch.manual_seed(0)
     model = make().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    found = fuse_norms(model, fused)
-    assert found >= 4
-    assert fuse_products(model, products, cudnn=True) >= 3
+    choices = Choices(CUDNN) if products else None
+    if isinstance(model, Bottlenecks):
+        fuse_bottlenecks(model, fused, choices)
+    else:
+        use_forms(model, fused=fused, choices=choices)
     return model, BatchNormState(model)
+
+
+def fuse_bottlenecks(model: Bottlenecks, fused: bool, choices: Choices | None) -> None:
+    if fused:
+        parts = Network(tuple(map(part_of, model.blocks)), model.head)
+        forward = FusedForward(parts, choices=choices)
+        model.forward = lambda x: forward(model.conv1(x))  # type: ignore[method-assign]
 
 
 def run(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -104,13 +116,13 @@ def test_a_fused_net_learns_what_a_plain_one_learns(
     make: Callable[[], nn.Module], size: int, products: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[nn.Module] = []
-    fused_block = fused_blocks.fused_block
+    fused_block = fused_forward.fused_block
 
-    def recorded(block: ResidualBlock, x: Uses) -> Pending:
-        ran.append(block)
-        return fused_block(block, x)
+    def recorded(block: Block, x: Uses, *given: Any) -> Pending:
+        ran.append(block.module)
+        return fused_block(block, x, *given)
 
-    monkeypatch.setattr(fused_blocks, "fused_block", recorded)
+    monkeypatch.setattr(fused_forward, "fused_block", recorded)
     x = images(size)
     fused, statistics = prepared(make, True, products)
     plain, plain_statistics = prepared(make, fused=False)
@@ -151,12 +163,24 @@ def test_images_with_an_empty_channel_give_the_same() -> None:
     found = []
     for given in (x, F.pad(x, (0, 0, 0, 0, 0, 1))):
         model.zero_grad()
-        maps, _ = split_uses(model.stem(given.contiguous(memory_format=torch.channels_last)))
+        forward = model.forward
+        assert isinstance(forward, FusedForward)
+        first = forward.network.parts[0]
+        assert not isinstance(first, Block)
+        x = given.contiguous(memory_format=torch.channels_last)
+        maps, _ = split_uses(forward.conv_norm(first, x))
         (maps * torch.linspace(-1, 1, maps.numel()).view_as(maps)).sum().backward()
         assert model.conv1.weight.grad is not None
         found.append((maps.detach().double(), model.conv1.weight.grad.double()))
     for padded, plain in zip(found[1], found[0], strict=True):
         assert away(padded, plain) < 1e-4
+
+
+def fused_features(forward: FusedForward, x: Tensor) -> Tensor:
+    """The last maps, with a head that passes them on."""
+    net = forward.network
+    kept = FusedForward(replace(net, head=lambda maps: maps), recompute=forward.recompute)
+    return kept(x)
 
 
 @pytest.mark.parametrize(("padded", "recompute"), [(False, False), (True, False), (True, True)])
@@ -166,12 +190,12 @@ def test_the_fused_features_of_alexnet(padded: bool, recompute: bool) -> None:
     model.classifier = nn.Identity()  # 59 million weights that are not used
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     exact, plain = copy.deepcopy(model).double(), copy.deepcopy(model)
-    assert fuse_norms(model) == recompute_norms(model, recompute) == 1
+    forward = use_forms(model, fused=True, recompute=recompute)
     x = images(87, batch=3)
     ours_x = as_map(F.pad(x, (0, 0, 0, 0, 0, 1))) if padded else x
     found = []
     for net, given in ((exact, x.double()), (plain, x), (model, ours_x)):
-        maps = net.fused_features(given) if net is model else net.features(given)
+        maps = fused_features(forward, given) if net is model else net.features(given)
         (maps * torch.linspace(-1, 1, maps.numel()).view_as(maps)).sum().backward()
         found.append((maps.detach(), net))
     assert away(found[2][0], found[0][0]) < 5 * away(found[1][0], found[0][0]) + 1e-6

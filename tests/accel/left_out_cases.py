@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import interpreted  # noqa: F401  (before any kernel)
 from accel.cudnn_cases import form  # noqa: F401  (a fixture)
+from accel.forms import Chain, use_forms
 from accel.live_bytes import LiveBytes
 from accel.norm_reference import as_map, norm_for, random_map
 from accel.product_cases import SMALL, away, prefer, run, small_tiles  # noqa: F401  (a fixture)
@@ -20,71 +21,47 @@ from paceline.accel import operands
 from paceline.accel.fused import statistics
 from paceline.accel.fused_blocks import Pending
 from paceline.accel.operands import Operand
-from paceline.accel.product_choice import CUDNN, SEPARATE, choices
+from paceline.accel.product_choice import CUDNN, SEPARATE, Choices
 from paceline.accel.products import forward_product
-from paceline.accel.recompute import RecomputedMap, recompute_norms
-from paceline.models.resnet import (
-    BasicBlock,
-    Bottleneck,
-    fuse_norms,
-    fuse_products,
-    norm_relu,
-    split_uses,
-)
+from paceline.accel.recompute import RecomputedMap
+from paceline.models.resnet import BasicBlock, Bottleneck
 
 FULL, HALF = torch.float32, torch.float16
 # Of `Chain`, by the block that computes them.
 LEFT_OUT = [False, True, False, True, False]
 
 
-class Chain(nn.Module):
+def chain() -> nn.Module:
     """Outputs of the blocks 1 and 3 can be left out. That of block 3 has three readers: the convolutions
     of the branch and of the shortcut of block 4, and the ReLU before them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(
-            Bottleneck(12, 6, 2), *(Bottleneck(24, 6) for _ in range(3)), Bottleneck(24, 8, 2),
-            Bottleneck(32, 8),
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        return split_uses(self.blocks(x))[0]
+    return Chain(
+        Bottleneck(12, 6, 2), *(Bottleneck(24, 6) for _ in range(3)), Bottleneck(24, 8, 2),
+        Bottleneck(32, 8),
+    )  # fmt: skip
 
 
-class Identities(nn.Module):
+def identities() -> nn.Module:
     """The first block has the input of the net as its shortcut. The second output is stored, as the first
     is not, and read by a block that is not fused, whose output is left out by the other rule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(
-            Bottleneck(24, 6), Bottleneck(24, 6), BasicBlock(24, 24), Bottleneck(24, 6),
-            Bottleneck(24, 6),
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        return split_uses(self.blocks(x))[0]
+    return Chain(
+        Bottleneck(24, 6),
+        Bottleneck(24, 6),
+        BasicBlock(24, 24),
+        Bottleneck(24, 6),
+        Bottleneck(24, 6),
+    )
 
 
-class Stem(nn.Module):
+def stem() -> nn.Module:
     """The first block takes a map that is not stored."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(24, 24, 1, bias=False)
-        self.bn, self.relu = nn.BatchNorm2d(24), nn.ReLU(inplace=True)
-        self.blocks = nn.Sequential(*(Bottleneck(24, 6) for _ in range(3)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        stem = norm_relu(
-            self.conv(x), self.bn, self.relu, fused=True, recompute=self.blocks[0].recompute,
-            twice=True,
-        )  # fmt: skip
-        return split_uses(self.blocks(stem))[0]
+    first = nn.Conv2d(24, 24, 1, bias=False), nn.BatchNorm2d(24)
+    return Chain(*(Bottleneck(24, 6) for _ in range(3)), stem=first)
 
 
-def made(make: Callable[[], nn.Module], recompute: bool = True, kind: torch.dtype = FULL) -> Any:
+def made(
+    make: Callable[[], nn.Module], recompute: bool = True, kind: torch.dtype = FULL, *,
+    choices: Choices | None = None,
+) -> Any:  # fmt: skip
     torch.manual_seed(0)
     net = make().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     for module in net.modules():
@@ -94,9 +71,7 @@ def made(make: Callable[[], nn.Module], recompute: bool = True, kind: torch.dtyp
             with torch.no_grad():
                 module.weight.copy_(torch.linspace(-0.5, 1.5, module.num_features))
                 module.bias.copy_(torch.linspace(0.4, -0.3, module.num_features))
-    fuse_norms(net)
-    fuse_products(net)
-    recompute_norms(net, recompute)
+    use_forms(net, fused=True, recompute=recompute, choices=choices or Choices("auto"))
     return net
 
 
@@ -105,7 +80,7 @@ def images(kind: torch.dtype = FULL, channels: int = 24) -> Tensor:
 
 
 def inputs_of(make: Callable[[], nn.Module], kind: torch.dtype = FULL) -> Tensor:
-    return images(kind, 12 if make is Chain else 24)
+    return images(kind, 12 if make is chain else 24)
 
 
 @pytest.fixture
@@ -137,15 +112,15 @@ def test_bits_are_those_of_stored_outputs(
     stored: Callable[[], None],
 ) -> None:  # fmt: skip
     prefer(how, tile, monkeypatch)
-    again = run(made(Chain, kind=kind), inputs_of(Chain, kind))
-    neither = run(made(Chain, False, kind), inputs_of(Chain, kind))
+    again = run(made(chain, kind=kind), inputs_of(chain, kind))
+    neither = run(made(chain, False, kind), inputs_of(chain, kind))
     stored()
-    assert_same(run(made(Chain, kind=kind), inputs_of(Chain, kind)), again)
+    assert_same(run(made(chain, kind=kind), inputs_of(chain, kind)), again)
     assert_same(neither, again)
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("make", [Identities, Stem])
+@pytest.mark.parametrize("make", [identities, stem])
 def test_other_blocks_around_them(
     make: Callable[[], nn.Module], stored: Callable[[], None]
 ) -> None:
@@ -174,12 +149,12 @@ def test_every_second_block_of_a_stage_leaves_its_output_out(
         net(x)
         return list(found)
 
-    assert of(made(Chain), inputs_of(Chain)) == LEFT_OUT
-    assert of(made(Chain, False), inputs_of(Chain)) == [False] * 5
-    assert of(made(Identities), images()) == [True, False]
-    assert of(made(Stem), images()) == [False, True]
+    assert of(made(chain), inputs_of(chain)) == LEFT_OUT
+    assert of(made(chain, False), inputs_of(chain)) == [False] * 5
+    assert of(made(identities), images()) == [True, False]
+    assert of(made(stem), images()) == [False, True]
     with torch.no_grad():
-        assert of(made(Chain), inputs_of(Chain)) == [False] * 5
+        assert of(made(chain), inputs_of(chain)) == [False] * 5
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -189,7 +164,6 @@ def test_each_is_computed_once_and_freed_after_its_last_reader(
 ) -> None:
     """Whoever may read it: the forms of cuDNN read shortcuts in backward, too."""
     prefer("fused", 0, monkeypatch)
-    monkeypatch.setattr(choices, "mode", mode)
     made_again: list[weakref.ref[Tensor]] = []
     apply = operands.apply
 
@@ -204,11 +178,11 @@ def test_each_is_computed_once_and_freed_after_its_last_reader(
 
     def measured() -> tuple[int, int, int]:
         """Bytes behind forward, the most of backward, and outputs of blocks that it computes."""
-        net = made(Chain)
+        net = made(chain, choices=Choices(mode))
         for parameter in net.parameters():
             parameter.grad = torch.zeros_like(parameter)
         with LiveBytes() as live:
-            y = net(inputs_of(Chain))
+            y = net(inputs_of(chain))
             gradient = torch.ones_like(y)
             kept, live.most = live.now, live.now
             made_again.clear()
@@ -226,9 +200,9 @@ def test_each_is_computed_once_and_freed_after_its_last_reader(
 
 
 def test_a_graph_that_is_kept_can_be_walked_again() -> None:
-    once, twice = made(Chain), made(Chain)
+    once, twice = made(chain), made(chain)
     for net, passes in ((once, 1), (twice, 2)):
-        y = net(inputs_of(Chain)).sum()
+        y = net(inputs_of(chain)).sum()
         for number in range(passes):
             y.backward(retain_graph=number < passes - 1)
     for name, parameter in once.named_parameters():
@@ -240,11 +214,11 @@ def test_frozen_weights(stored: Callable[[], None]) -> None:
     """Of the readers of an output that is left out, too."""
 
     def gradients() -> dict[str, Tensor]:
-        net = made(Chain)
+        net = made(chain)
         frozen = [net.blocks[n].conv1 for n in (2, 4)] + [net.blocks[4].downsample[0]]
         for convolution in frozen:
             convolution.weight.requires_grad_(False)
-        net(inputs_of(Chain)).square().sum().backward()
+        net(inputs_of(chain)).square().sum().backward()
         assert all(convolution.weight.grad is None for convolution in frozen)
         return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
 
@@ -258,18 +232,18 @@ def test_a_convolution_of_the_shortcut_that_is_not_fused(stored: Callable[[], No
     """Its norm's output is stored by no one else, and the block's is."""
 
     def net() -> Any:
-        made_net = made(Chain)
+        made_net = made(chain)
         made_net.blocks[4].downsample[1].eval()
         return made_net
 
-    again = run(net(), inputs_of(Chain))
+    again = run(net(), inputs_of(chain))
     stored()
-    assert_same(run(net(), inputs_of(Chain)), again)
+    assert_same(run(net(), inputs_of(chain)), again)
 
 
 def test_weights_that_change_between_forward_and_backward_are_found() -> None:
-    net = made(Chain)
-    y = net(inputs_of(Chain)).sum()
+    net = made(chain)
+    y = net(inputs_of(chain)).sum()
     with torch.no_grad():
         net.blocks[2].conv1.weight.mul_(2)  # the reader of an output that is left out
     with pytest.raises(RuntimeError, match="changed in place"):
@@ -290,7 +264,7 @@ def test_every_form_keeps_the_bits_of_the_stored_operand(
     assert 0 < int((wanted == 0).sum()) < wanted.numel()
     for how, tile in ((SEPARATE, 0), *(("fused", n) for n in range(len(SMALL)))):
         prefer(how, tile, monkeypatch)
-        _, _, y = forward_product(operand, weight, norm_for(6), keep=True)
+        _, _, y = forward_product(Choices("auto"), operand, weight, norm_for(6), keep=True)
         assert y is not None
         assert torch.equal(y, wanted), (how, tile)
 
@@ -300,8 +274,9 @@ def test_forms_of_cudnn_agree_within_rounding(
     stored: Callable[[], None],
 ) -> None:
     """Those that compute the output read the norm's scale in fp16."""
-    again = run(made(Chain), inputs_of(Chain))
+    of_cudnn = Choices(CUDNN, open=True)
+    again = run(made(chain, choices=of_cudnn), inputs_of(chain))
     stored()
-    once = run(made(Chain), inputs_of(Chain))
+    once = run(made(chain, choices=of_cudnn), inputs_of(chain))
     for name, value in once.items():
         assert away(again[name], value) < (1e-6 if form == "cudnn statistics" else 1e-2), name

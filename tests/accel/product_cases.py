@@ -5,29 +5,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import interpreted  # noqa: F401  (before any kernel)
+from accel.forms import Chain, use_forms
 from accel.norm_reference import as_map, assert_near, norm_for, random_map
 from paceline.accel import products
 from paceline.accel.fused import apply, norm_act, statistics
 from paceline.accel.fused_blocks import Link, Pending, _Convolve
+from paceline.accel.fused_forward import FusedForward
 from paceline.accel.operands import Epilogue, NormedMap, Operand
-from paceline.accel.product_choice import SEPARATE
+from paceline.accel.product_choice import CUDNN, SEPARATE, Choices
 from paceline.accel.product_tiles import Tile
 from paceline.accel.products import backward_product, forward_product
-from paceline.accel.recompute import recompute_norms
-from paceline.models.resnet import (
-    BasicBlock,
-    Bottleneck,
-    ResidualBlock,
-    fuse_norms,
-    fuse_products,
-    split_uses,
-)
+from paceline.models.resnet import BasicBlock, Bottleneck, ResidualBlock
 
 FORMS = ("fused", "both", SEPARATE)
 # Maps of these nets have no multiple of their rows or channels, and take several programs and steps.
@@ -54,30 +49,34 @@ Make = Callable[[], list[ResidualBlock]]
 every_kind = pytest.mark.parametrize("make", [bottlenecks, basic])
 
 
-class Blocks(nn.Module):
+class Blocks(Chain):
     """The first block takes a stored map, the others a pending map."""
 
     def __init__(self, make: Make = bottlenecks) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*make())
+        super().__init__(*make())
         with torch.no_grad():  # all different, some γ negative
             for norm in self.modules():
                 if isinstance(norm, nn.BatchNorm2d):
                     norm.weight.copy_(torch.linspace(-0.5, 1.5, norm.num_features))
                     norm.bias.copy_(torch.linspace(0.4, -0.3, norm.num_features))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return split_uses(self.blocks(x))[0]
+
+def choices_of(make: Make, fused: bool = True) -> Choices | None:
+    """Blocks without products are fused by the mode of cuDNN only, here without its forms."""
+    return Choices("auto" if make is bottlenecks else CUDNN) if fused else None
 
 
-def made(fused: bool, kind: torch.dtype = torch.float32, make: Make = bottlenecks) -> Blocks:
+def made(
+    fused: bool, kind: torch.dtype = torch.float32, make: Make = bottlenecks, *,
+    recompute: bool = False, choices: Choices | None = None,
+) -> Any:  # fmt: skip
     torch.manual_seed(0)
     net = Blocks(make).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     for module in net.modules():
         if isinstance(module, nn.Conv2d):
             module.to(kind)
-    assert fuse_norms(net) == len(net.blocks)
-    assert fuse_products(net, fused, cudnn=True) == len(net.blocks)
+    choices = choices if choices and fused else choices_of(make, fused)
+    use_forms(net, fused=True, choices=choices, recompute=recompute)
     return net
 
 
@@ -100,14 +99,15 @@ def away(ours: Tensor, theirs: Tensor) -> float:
 
 def exactly(net: nn.Module) -> nn.Module:
     exact = copy.deepcopy(net).double()
-    fuse_norms(exact, False)
+    use_forms(exact)
     return exact
 
 
 def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(
-        key: str, forms: dict[str, Callable[[], object]], device: torch.device, then: object = None
-    ) -> str:
+        _: Choices, key: str, forms: dict[str, Callable[[], object]], device: torch.device,
+        then: object = None,
+    ) -> str:  # fmt: skip
         names = list(forms)
         fused = [name for name in names if name != SEPARATE]
         both = [name for name in names if name.split()[0] == form]
@@ -117,7 +117,7 @@ def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
             return SEPARATE
         return fused[tile % len(fused)]
 
-    monkeypatch.setattr(products, "choose", choose)
+    monkeypatch.setattr(Choices, "choose", choose)
 
 
 @pytest.fixture
@@ -131,18 +131,19 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "weight_fits", lambda *_, **__: True)
 
 
+def out_of_first(net: Any, x: Tensor) -> object:
+    """What the first block of a fused net passes on."""
+    forward: FusedForward = net.forward
+    return forward.block(forward.network.blocks()[0], x)
+
+
 def test_blocks_without_products_are_left_to_cudnn() -> None:
     """Without it, their convolutions have the separate form only."""
-
-    def switched() -> list[bool]:
-        return [block.fused_products for block in net.blocks]
-
-    net = made(True, make=basic)
-    assert all(switched())
-    assert fuse_products(net) == 0
-    assert not any(switched())
-    assert not isinstance(net.blocks(images(torch.float32)), Pending)
-    assert fuse_products(made(True)) == 2
+    for make, mode, fused in (
+        (basic, CUDNN, True), (basic, "auto", False), (bottlenecks, "auto", True),
+    ):  # fmt: skip
+        net = made(True, make=make, choices=Choices(mode))
+        assert isinstance(out_of_first(net, images(torch.float32)), Pending) == fused
 
 
 def images(kind: torch.dtype, seed: int = 1) -> Tensor:
@@ -218,7 +219,7 @@ def test_a_first_convolution_without_a_gradient_gives_none(monkeypatch: pytest.M
     block = made(True).blocks[0]
     x = images(torch.float32).requires_grad_()
     out, _ = _Convolve.apply(  # type: ignore[no-untyped-call]
-        x, block.conv1.weight, 1, block.bn1, Link(), True
+        x, block.conv1.weight, 1, block.bn1, Link(), True, Choices("auto")
     )
     _Unused.apply(out).sum().backward()  # type: ignore[no-untyped-call]
     assert x.grad is block.conv1.weight.grad is None
@@ -270,8 +271,7 @@ def test_recomputed_maps_have_the_bits_of_stored_ones(make: Make) -> None:
             net(images(torch.float32).requires_grad_())
         return sum(sizes)
 
-    net, plain = made(True, make=make), made(True, make=make)
-    assert recompute_norms(net) == len(net.blocks)
+    net, plain = made(True, make=make, recompute=True), made(True, make=make)
     once, again = run(plain, images(torch.float32)), run(net, images(torch.float32))
     for name, value in once.items():
         assert torch.equal(again[name], value), name
@@ -283,10 +283,9 @@ def test_recomputed_maps_have_the_bits_of_stored_ones(make: Make) -> None:
 def test_frozen_weights_get_no_gradient_and_the_others_theirs(make: Make) -> None:
     net = made(True, make=make)
     for block in net.blocks:
-        (_, _), *inner, (last, _) = block.branch()
         block.conv1.weight.requires_grad_(False)
-        if inner:
-            last.weight.requires_grad_(False)
+        if isinstance(block, Bottleneck):
+            block.conv3.weight.requires_grad_(False)
     net(images(torch.float32).requires_grad_()).sum().backward()
     for name, parameter in net.named_parameters():
         assert (parameter.grad is not None) == parameter.requires_grad, name
@@ -297,13 +296,14 @@ def test_frozen_weights_get_no_gradient_and_the_others_theirs(make: Make) -> Non
 def test_a_pending_map_is_passed_from_block_to_block_in_training_only(make: Make) -> None:
     net = made(True, make=make)
     x = images(torch.float32)
-    assert isinstance(net.blocks[0](x), Pending)
+    assert isinstance(out_of_first(net, x), Pending)
     plain = made(False, make=make)
-    plain.blocks[0](x)
+    out_of_first(plain, x)
     # A norm in evaluation mode has no fused form: its block takes the map as it comes.
     net.blocks[-1].bn2.eval()
     plain.blocks[-1].bn2.eval()
-    assert not isinstance(net.blocks(x), Pending)
+    last = net.forward.block(net.forward.network.blocks()[-1], net.blocks[:-1](x))
+    assert not isinstance(last, Pending)
     assert away(net(x), plain(x)) < 1e-5
     assert torch.equal(net.eval()(x), net(x))
 
@@ -318,6 +318,7 @@ def test_a_module_in_the_place_of_a_convolution_is_not_fused(place: str) -> None
                 block.conv1 = nn.Sequential(block.conv1)  # type: ignore[assignment]
             elif block.downsample is not None:
                 block.downsample[0] = nn.Sequential(block.downsample[0])
+        use_forms(net, fused=True, choices=choices_of(bottlenecks, fused))
         found.append(run(net, images(torch.float32)))
     for name, value in found[1].items():
         assert away(found[0][name], value) < 1e-4, name
@@ -327,7 +328,7 @@ def test_weights_of_another_type_are_not_fused() -> None:
     net = made(True)
     net.blocks[0].conv3.double()
     with pytest.raises(RuntimeError, match="dtype|type"):  # torch's own convolution refuses them
-        net.blocks[0](images(torch.float32))
+        net(images(torch.float32))
 
 
 def test_a_single_value_raises_the_error_of_torch() -> None:
@@ -351,7 +352,7 @@ def test_statistics_about_a_running_mean(
     norm = norm_for(16)
     assert norm.running_mean is not None
     norm.running_mean.fill_(running)
-    out, saved, _ = forward_product(Operand(x), weight, norm)
+    out, saved, _ = forward_product(Choices("auto"), Operand(x), weight, norm)
     assert torch.equal(out, x)
     exact = x.double().transpose(0, 1).flatten(1)
     assert_near(saved[0], exact.mean(1), 1e-6)
@@ -392,14 +393,14 @@ def test_nan_spreads_as_in_separate_kernels() -> None:
     dz = as_map(torch.ones(2, 8, 4, 4))
     dz[1, 3, 2, 2] = torch.inf
     found = backward_product(
-        Operand(dz), weight, Operand.normalized(x, saved),
+        Choices("auto"), Operand(dz), weight, Operand.normalized(x, saved),
         Epilogue.masked(NormedMap(x, saved, norm.weight, norm.bias)), wants_weight=True,
     )  # fmt: skip
     assert found.weight is not None
     assert not found.weight[3].isfinite().all()
     assert found.weight[[0, 1, 2, 4, 5, 6, 7]].isfinite().all()
     x[0, 2, 1, 1] = torch.nan
-    out, _, _ = forward_product(Operand.normalized(x, saved), weight, norm_for(8))
+    out, _, _ = forward_product(Choices("auto"), Operand.normalized(x, saved), weight, norm_for(8))
     assert out[0, :, 1, 1].isnan().all()
     assert out[1].isfinite().all()
 

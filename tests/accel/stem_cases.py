@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import interpreted  # noqa: F401  (before any kernel)
+from accel.forms import use_forms
 from accel.window_reference import CASES, convolution, form_of, windows_of
 from paceline.accel import stem_kernels
+from paceline.accel.stem import convolve_images
 from paceline.models import AlexNet, alexnet
 from paceline.models.alexnet import NORM_NAMES
-from paceline.models.resnet import BasicBlock, FastResNet, ResNet, fuse_norms
-from paceline.accel.stem import convolve_images
+from paceline.models.resnet import BasicBlock, FastResNet, ResNet
 
 
 def padded(images: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ def test_evaluation_of_networks(made: list[Tensor], monkeypatch: pytest.MonkeyPa
     for net, size, shape in networks():
         plain = net.double().eval()
         fused = copy.deepcopy(plain)
-        assert fuse_norms(fused)
+        use_forms(fused, fused=True)
         images = torch.randn(2, 3, size, size, dtype=torch.float64)
         with torch.inference_mode():
             found, wanted = fused(padded(images)), plain(images)

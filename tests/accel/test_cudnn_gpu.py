@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from full_products import full_products
 from accel.graph_reference import ReferencePlan
+from full_products import full_products
 from paceline.accel import cudnn_forms
 from paceline.accel.cudnn_graphs import CudnnError, Graph, Value, plans
 from paceline.accel.operands import JOINED, MASKED, MERGED, NORMALIZED, PLAIN, PROJECTED

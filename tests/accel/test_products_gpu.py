@@ -11,23 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from full_products import full_products
+from accel.forms import Chain, use_forms
 from accel.graph_reference import (
     GRADIENTS_NEAR,
     assert_near_but_for_signs,
     is_gradient,
     spread,
 )
-from paceline.accel.product_choice import SEPARATE, choices
-from paceline.accel.recompute import recompute_norms
-from paceline.models.resnet import (
-    BasicBlock,
-    Bottleneck,
-    ResNet,
-    fuse_norms,
-    fuse_products,
-    split_uses,
-)
+from full_products import full_products
+from paceline.accel.product_choice import SEPARATE, Choices
+from paceline.models.resnet import BasicBlock, Bottleneck, ResNet
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,27 +44,19 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         yield
 
 
-class Blocks(nn.Module):
+class Blocks(Chain):
     def __init__(self, narrow: int, into: int) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(Bottleneck(into, narrow), Bottleneck(4 * narrow, narrow, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return split_uses(self.blocks(x))[0]
+        super().__init__(Bottleneck(into, narrow), Bottleneck(4 * narrow, narrow, 2))
 
 
-class BasicBlocks(nn.Module):
+class BasicBlocks(Chain):
     """With as many ReLUs as `Blocks`. Behind an identity shortcut or a convolution, and then of stride
     2."""
 
     def __init__(self, width: int, into: int) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(
+        super().__init__(
             BasicBlock(into, width), BasicBlock(width, width), BasicBlock(width, 2 * width, 2)
         )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return split_uses(self.blocks(x))[0]
 
 
 every_kind = pytest.mark.parametrize("make", [Blocks, BasicBlocks])
@@ -85,13 +70,15 @@ def resnet18() -> nn.Module:
     return ResNet(BasicBlock, (2, 2, 2, 2), num_classes=16, stem="small")
 
 
-def prepared(net: nn.Module, kind: torch.dtype, fused: bool) -> nn.Module:
+def prepared(
+    net: nn.Module, kind: torch.dtype, choices: Choices | None, recompute: bool = False
+) -> nn.Module:
+    """With fused norms and, by `choices`, fused convolutions."""
     net = copy.deepcopy(net).cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     for module in net.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             module.to(kind)
-    assert fuse_norms(net)
-    fuse_products(net, fused, cudnn=True)
+    use_forms(net, fused=True, choices=choices, recompute=recompute)
     return net
 
 
@@ -115,9 +102,14 @@ def distances(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, f
     return {name: away(ours[name], value) for name, value in theirs.items()}
 
 
-def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The first tile from `tile` on that the GPU can run. Returns what will have been taken of cuDNN."""
-    from paceline.accel import products
+class Preferred(Choices):
+    """`taken`: of cuDNN."""
+
+    taken: list[str]
+
+
+def prefer(form: str, tile: int) -> Preferred:
+    """The first tile from `tile` on that the GPU can run."""
 
     def choose(
         key: str, forms: dict[str, Callable[[], object]], device: torch.device, then: object = None
@@ -149,13 +141,10 @@ def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 return taken[-1]
         return SEPARATE
 
-    monkeypatch.setattr(products, "choose", choose)
-    taken: list[str] = []
-    if form in CUDNN:
-        monkeypatch.setattr(choices, "mode", "cudnn")
-        monkeypatch.setattr(choices, "open", True)
-        monkeypatch.setattr(choices, "missing", {})
-    return taken
+    found = Preferred("cudnn", open=True) if form in CUDNN else Preferred("auto")
+    found.taken = taken = []
+    found.choose = choose  # type: ignore[method-assign]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -167,15 +156,15 @@ def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ("form", "tile"), [(f, n) for f in ("fused", "both", *CUDNN) for n in range(4)]
 )
 def test_blocks_have_the_gradients_of_separate_operators(
-    width: tuple[int, int], kind: str, tile: int, form: str, monkeypatch: pytest.MonkeyPatch
+    width: tuple[int, int], kind: str, tile: int, form: str
 ) -> None:
     """Within what rounding gives the separate ones, from float64. cuDNN's forward forms do not have the
     bits of the separate ones, so other signs change at ReLUs: their gradients are as near on the whole,
     but not tensor by tensor."""
     if form in CUDNN and kind != "fp16":
         pytest.skip("cuDNN has these kernels in fp16 only")
-    taken = prefer(form, tile, monkeypatch)
-    ours, theirs, wanted = compared(Blocks, width, HALF[kind])
+    choices = prefer(form, tile)
+    ours, theirs, wanted = compared(Blocks, width, HALF[kind], choices)
     if form not in CUDNN:
         for name, value in wanted.items():
             limit = 2 * away(theirs[name], value) + NEAR[kind]
@@ -183,12 +172,15 @@ def test_blocks_have_the_gradients_of_separate_operators(
     else:
         assert_near_but_for_signs(distances(ours, wanted))
         assert away(ours["y"], wanted["y"]) < 2 * away(theirs["y"], wanted["y"])
-        assert any(name.startswith(form) for name in taken), choices.missing
-        assert "cudnn" in taken, choices.missing
+        assert any(name.startswith(form) for name in choices.taken), choices.missing
+        assert "cudnn" in choices.taken, choices.missing
 
 
 def compared(
-    make: Callable[[int, int], nn.Module], width: tuple[int, int], kind: torch.dtype
+    make: Callable[[int, int], nn.Module],
+    width: tuple[int, int],
+    kind: torch.dtype,
+    choices: Choices,
 ) -> tuple[dict[str, Tensor], ...]:
     """Of fused convolutions, of separate ones, and of the latter in float64."""
     torch.manual_seed(0)
@@ -199,11 +191,11 @@ def compared(
             nn.init.uniform_(norm.bias, -0.3, 0.3)
     x = torch.randn(6, width[1], 13, 11, device="cuda").to(kind)
     x = x.contiguous(memory_format=torch.channels_last)
-    separate = prepared(net, kind, False)
+    separate = prepared(net, kind, None)
     exact = copy.deepcopy(separate).double()
-    fuse_norms(exact, False)
+    use_forms(exact)
     wanted, theirs = run(exact, x.double()), run(separate, x)
-    ours = run(prepared(net, kind, True), x)
+    ours = run(prepared(net, kind, choices), x)
     assert ours.keys() == theirs.keys()
     return ours, theirs, wanted
 
@@ -211,15 +203,15 @@ def compared(
 @pytest.mark.parametrize("width", BASIC_WIDTHS, ids=str)
 @pytest.mark.parametrize(("form", "tile"), [(f, n) for f in CUDNN for n in range(4)])
 def test_basic_blocks_have_the_gradients_of_separate_operators(
-    width: tuple[int, int], tile: int, form: str, monkeypatch: pytest.MonkeyPatch
+    width: tuple[int, int], tile: int, form: str
 ) -> None:
-    taken = prefer(form, tile, monkeypatch)
-    ours, theirs, wanted = compared(BasicBlocks, width, torch.float16)
+    choices = prefer(form, tile)
+    ours, theirs, wanted = compared(BasicBlocks, width, torch.float16, choices)
     assert_near_but_for_signs(distances(ours, wanted))
     assert away(ours["y"], wanted["y"]) < 2 * away(theirs["y"], wanted["y"])
-    assert any(name.startswith(form) for name in taken), choices.missing
+    assert any(name.startswith(form) for name in choices.taken), choices.missing
     # Behind conv2 of each block, and behind conv1 of the second one.
-    assert taken.count("cudnn") >= 4, choices.missing
+    assert choices.taken.count("cudnn") >= 4, choices.missing
 
 
 @pytest.mark.parametrize(
@@ -228,18 +220,18 @@ def test_basic_blocks_have_the_gradients_of_separate_operators(
     + [(m, f, 0) for m in (Blocks, BasicBlocks) for f in CUDNN],
 )
 def test_repetitions_are_bit_identical_or_near(
-    make: Callable[[int, int], nn.Module], form: str, tile: int, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[int, int], nn.Module], form: str, tile: int
 ) -> None:
     """cuDNN's sums have no order: what follows from them differs by rounding, and by signs at ReLUs. A
     scale in fp16 that is rounded the other way changes a whole channel, by up to 1e-3."""
-    prefer(form, tile, monkeypatch)
+    choices = prefer(form, tile)
     torch.manual_seed(0)
     net = make(64, 256)
     x = torch.randn(32, 256, 28, 28, device="cuda").half()
     x = x.contiguous(memory_format=torch.channels_last)
-    first = run(prepared(net, torch.float16, True), x)
+    first = run(prepared(net, torch.float16, choices), x)
     for _ in range(5):
-        again = run(prepared(net, torch.float16, True), x)
+        again = run(prepared(net, torch.float16, choices), x)
         if form in CUDNN:
             assert_near_but_for_signs(distances(again, first))
             continue
@@ -248,30 +240,27 @@ def test_repetitions_are_bit_identical_or_near(
 
 
 @every_kind
-def test_an_overflow_reaches_the_gradients(
-    make: Callable[[int, int], nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_overflow_reaches_the_gradients(make: Callable[[int, int], nn.Module]) -> None:
     """So that the step is skipped; the maximum of a GPU may drop NaN."""
-    prefer("cudnn engine", 0, monkeypatch)
+    choices = prefer("cudnn engine", 0)
     torch.manual_seed(0)
     x = torch.randn(4, 64, 8, 8, device="cuda").half()
     x = x.contiguous(memory_format=torch.channels_last)
     x[1, 3, 2, 2] = torch.inf
-    found = run(prepared(make(64, 64), torch.float16, True), x)
+    found = run(prepared(make(64, 64), torch.float16, choices), x)
     for name in ("blocks.0.conv1.weight", "blocks.0.bn1.weight", "blocks.1.conv1.weight"):
         assert not found[name].isfinite().all(), name
 
 
 def losses(
-    make: Callable[[], nn.Module], fused: bool, kind: torch.dtype, steps: int, graph: bool = False,
-    recompute: bool = False,
+    make: Callable[[], nn.Module], choices: Choices | None, kind: torch.dtype, steps: int,
+    graph: bool = False, recompute: bool = False,
 ) -> Tensor:  # fmt: skip
     """Of SGD on the same few images."""
     torch.manual_seed(0)
     net = make()
     masters = [p.detach().clone().cuda() for p in net.parameters()]
-    net = prepared(net, kind, fused)
-    recompute_norms(net, recompute)
+    net = prepared(net, kind, choices, recompute)
     draw = torch.Generator().manual_seed(1)
     side, rate = (96, 0.02) if make is resnet50 else (32, 0.1)
     images = torch.randn(32, 3, side, side, generator=draw).cuda().to(kind)
@@ -314,10 +303,10 @@ def losses(
     + [(m, f, "fp16") for m in (resnet50, resnet18) for f in CUDNN],
 )
 def test_nets_learn_as_with_separate_convolutions(
-    make: Callable[[], nn.Module], form: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], nn.Module], form: str, kind: str
 ) -> None:
-    prefer(form, 0, monkeypatch)
-    ours, theirs = (losses(make, fused, HALF[kind], 20) for fused in (True, False))
+    choices = prefer(form, 0)
+    ours, theirs = (losses(make, each, HALF[kind], 20) for each in (choices, None))
     assert ours.isfinite().all()
     assert theirs[-1] < 0.8 * theirs[0]
     torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
@@ -329,24 +318,22 @@ def test_nets_learn_as_with_separate_convolutions(
     [(resnet50, "fused"), *((m, f) for m in (resnet50, resnet18) for f in CUDNN)],
 )
 def test_a_captured_step_equals_an_eager_one(
-    make: Callable[[], nn.Module], form: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], nn.Module], form: str, recompute: bool
 ) -> None:
-    prefer(form, 0, monkeypatch)
+    choices = prefer(form, 0)
     eager, captured = (
-        losses(make, True, torch.float16, 8, graph, recompute) for graph in (False, True)
+        losses(make, choices, torch.float16, 8, graph, recompute) for graph in (False, True)
     )
     torch.testing.assert_close(captured, eager, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("form", ["fused", "both", *CUDNN])
-def test_outputs_that_are_left_out_change_no_bit(
-    form: str, graph: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outputs_that_are_left_out_change_no_bit(form: str, graph: bool) -> None:
     """Of the losses of eight steps, but for cuDNN's forms, whose sums have no order, and which read the
     scale of a norm in fp16."""
-    prefer(form, 0, monkeypatch)
-    stored, again = (losses(resnet50, True, torch.float16, 8, graph, on) for on in (False, True))
+    choices = prefer(form, 0)
+    stored, again = (losses(resnet50, choices, torch.float16, 8, graph, on) for on in (False, True))
     assert stored.isfinite().all()
     if form in CUDNN:
         torch.testing.assert_close(again, stored, rtol=1e-2, atol=1e-2)
@@ -394,37 +381,33 @@ def test_products_store_the_bits_that_backward_computes_again(
 
 @pytest.mark.parametrize("mode", ["auto", "cudnn"])
 def test_choices_are_timed_once_and_kept(mode: str, tmp_path: Path) -> None:
-    from paceline.accel import product_choice
-
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
-    net = prepared(Blocks(64, 256), torch.float16, True)
+    net = Blocks(64, 256)
     x = torch.randn(8, 256, 28, 28, device="cuda").half()
     x = x.contiguous(memory_format=torch.channels_last)
-    product_choice.begin(mode, device)
-    run(net, x)
-    chosen = product_choice.choices.own()
+    choices = Choices.begin(mode, device)
+    run(prepared(net, torch.float16, choices), x)
+    chosen = choices.own()
     assert choices.timed == len(chosen) > 0
     assert any("3/" in key for key in chosen) == (mode == "cudnn"), choices.describe()
     assert "no form of cuDNN" not in choices.describe()
-    product_choice.settle(chosen)
-    product_choice.begin(mode, device)
-    run(net, x)
+    choices.settle(chosen)
+    choices = Choices.begin(mode, device)
+    run(prepared(net, torch.float16, choices), x)
     assert choices.timed == 0
     assert choices.chosen == chosen
 
 
 def test_basic_blocks_are_timed_and_name_what_cudnn_lacks(tmp_path: Path) -> None:
-    from paceline.accel import product_choice
-
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
-    net = prepared(BasicBlocks(64, 64), torch.float16, True)
+    net = BasicBlocks(64, 64)
     x = torch.randn(32, 64, 32, 32, device="cuda").half()
     x = x.contiguous(memory_format=torch.channels_last)
-    product_choice.begin("cudnn", device)
-    run(net, x)
-    chosen = product_choice.choices.own()
+    choices = Choices.begin("cudnn", device)
+    run(prepared(net, torch.float16, choices), x)
+    chosen = choices.own()
     assert choices.timed == len(chosen) > 0
     assert not choices.problems
     # cuDNN 9.19 has no gradient of stride 2 with a residual sum.
@@ -432,28 +415,28 @@ def test_basic_blocks_are_timed_and_name_what_cudnn_lacks(tmp_path: Path) -> Non
     assert all("3/2" in key and "merged" in key for key in lacking), choices.missing
     ends = [key for key in chosen if key.startswith(("forward", "backward"))]
     assert f" of {len(ends) + len(lacking)} kinds of products" in choices.describe()
-    product_choice.settle(chosen)
-    product_choice.begin("cudnn", device)
-    run(net, x)
+    choices.settle(chosen)
+    choices = Choices.begin("cudnn", device)
+    run(prepared(net, torch.float16, choices), x)
     assert choices.timed == 0
     assert choices.chosen == chosen
 
 
-def test_a_whole_resnet18_is_as_near_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_resnet18_is_as_near_to_float32() -> None:
     """As with separate convolutions: over 17 ReLUs signs change everywhere, so gradients are compared on
     the whole."""
     for form in CUDNN:
-        taken = prefer(form, 0, monkeypatch)
+        choices = prefer(form, 0)
         torch.manual_seed(0)
         net = ResNet(BasicBlock, (2, 2, 2, 2), num_classes=16, stem="small", zero_init_gamma=False)
         x = torch.randn(64, 3, 32, 32, device="cuda").half()
         x = x.contiguous(memory_format=torch.channels_last)
-        separate = prepared(net, torch.float16, False)
+        separate = prepared(net, torch.float16, None)
         exact = copy.deepcopy(separate).float()
-        fuse_norms(exact, False)
+        use_forms(exact)
         wanted, theirs = run(exact, x.float()), run(separate, x)
-        ours = run(prepared(net, torch.float16, True), x)
-        assert any(name.startswith(form) for name in taken), choices.missing
+        ours = run(prepared(net, torch.float16, choices), x)
+        assert any(name.startswith(form) for name in choices.taken), choices.missing
         near, far = distances(ours, wanted), distances(theirs, wanted)
         assert near["y"] < 2 * far["y"] + 1e-3
         assert spread(near) < 1.5 * spread(far) + GRADIENTS_NEAR
@@ -462,14 +445,14 @@ def test_a_whole_resnet18_is_as_near_to_float32(monkeypatch: pytest.MonkeyPatch)
                 assert value < 2 * far[name] + 2e-3, name
 
 
-def test_kernels_of_cudnn_wait_for_a_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_cudnn_wait_for_a_side_stream() -> None:
     """cuDNN's handle follows torch's current stream."""
-    taken = prefer("cudnn engine", 0, monkeypatch)
+    choices = prefer("cudnn engine", 0)
     torch.manual_seed(0)
     net = Blocks(64, 64)
     x = torch.randn(8, 64, 28, 28, device="cuda").half()
     x = x.contiguous(memory_format=torch.channels_last)
-    wanted = run(prepared(net, torch.float16, True), x)
+    wanted = run(prepared(net, torch.float16, choices), x)
     stream = torch.cuda.Stream()
     busy = torch.randn(4096, 4096, device="cuda")
     torch.cuda.synchronize()
@@ -479,7 +462,7 @@ def test_kernels_of_cudnn_wait_for_a_side_stream(monkeypatch: pytest.MonkeyPatch
             busy /= busy.norm()
         # Made by what is still under way on this stream.
         late = x + 0 * busy.sum().clamp(0, 0).half()
-        found = run(prepared(net, torch.float16, True), late)
+        found = run(prepared(net, torch.float16, choices), late)
     stream.synchronize()
-    assert taken, choices.missing
+    assert choices.taken, choices.missing
     assert_near_but_for_signs(distances(found, wanted))

@@ -11,10 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from accel.forms import use_forms
 from accel.live_bytes import LiveBytes
+from paceline.accel.forward import Forward
+from paceline.accel.networks import network_of
+from paceline.accel.recompute import RecomputedMap
 from paceline.models import resnet
 from paceline.models.alexnet import NORM_NAMES, AlexNet
-from paceline.accel.recompute import RecomputedMap, recompute_norms
 from paceline.models.registry import create_model
 from paceline.models.resnet import BasicBlock, Bottleneck, FastResNet, ResNet, SmallResNet
 from paceline.models.settings import ModelSettings
@@ -79,7 +82,7 @@ def pair(make: Make, change: Callable[[nn.Module], object] = lambda net: None) -
     again = copy.deepcopy(net)
     change(net)
     change(again)
-    assert recompute_norms(again) > 0
+    use_forms(again, recompute=True)
     return net, again
 
 
@@ -143,7 +146,7 @@ def test_in_half_precision_and_in_nchw_memory() -> None:
 @narrowed
 def test_weights_that_change_between_forward_and_backward_are_found() -> None:
     model = create_model(ModelSettings(name="resnet_tiny"), num_classes=4, in_channels=3)
-    recompute_norms(model, True)
+    use_forms(model, recompute=True)
     loss = model(torch.randn(2, 3, 16, 16)).sum()
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -211,26 +214,25 @@ def test_evaluation_is_not_changed(name: str) -> None:
 
 
 @narrowed
-def test_every_second_block_stores_its_output() -> None:
+def test_every_second_block_stores_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
     _, net = pair(bottlenecks)
     kinds: list[bool] = []
-    blocks = [module for module in net.modules() if isinstance(module, Bottleneck)]
-    for block in blocks:
-        block.register_forward_hook(
-            lambda module, given, out: kinds.append(isinstance(out, RecomputedMap))
-        )
+    block = Forward.block
+
+    def noted(self: Forward, *given: Any) -> Any:
+        out = block(self, *given)
+        kinds.append(isinstance(out, RecomputedMap))
+        return out
+
+    monkeypatch.setattr(Forward, "block", noted)
     net(images(64))
     # The first block of a stage has a convolution in its shortcut.
     assert kinds == [False, True, False, False, True, False, False]
 
 
 def test_models_without_such_norms() -> None:
-    class Own(nn.Module):
-        recompute = "mine"
-
-    own = Own()
-    assert recompute_norms(nn.Sequential(own, AlexNet(num_classes=2), nn.BatchNorm2d(3))) == 0
-    assert own.recompute == "mine"
+    for net in (AlexNet(num_classes=2), nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))):
+        assert network_of(net) is None
 
 
 @pytest.mark.parametrize(
@@ -248,7 +250,7 @@ def test_the_planner_counts_what_is_not_kept(name: str, size: int) -> None:
     x = images(size, 2)
 
     def kept(recompute: bool) -> int:
-        recompute_norms(model, recompute)
+        use_forms(model, recompute=recompute)
         with LiveBytes() as live:
             out = model(x)
             assert out.requires_grad

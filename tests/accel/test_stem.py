@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from interpreter_run import needs_triton, run_interpreted
+from accel.forms import network, use_forms
 from accel.window_reference import CASES, convolution, form_of, windows_of
+from interpreter_run import needs_triton, run_interpreted
+from paceline.accel.networks import network_of
+from paceline.accel.stem import convolve_images, describe_stem, pads_images, window_form
 from paceline.models import AlexNet, alexnet
 from paceline.models.alexnet import NORM_NAMES
-from paceline.accel.recompute import recompute_norms
-from paceline.models.resnet import BasicBlock, FastResNet, ResNet, fuse_norms
-from paceline.accel.stem import TakesImages, convolve_images, describe_stem, window_form
+from paceline.models.resnet import BasicBlock, FastResNet, ResNet
 
 
 @needs_triton
@@ -98,8 +99,10 @@ def test_an_alexnet_takes_padded_images_where_its_norms_do_not_fuse(
     for name in NORM_NAMES[:-1]:
         nn.init.normal_(plain.features.get_submodule(name).running_mean)  # type: ignore[arg-type]
     fused = copy.deepcopy(plain)
-    assert fused.pads_images
-    assert fuse_norms(fused) == recompute_norms(fused, recompute) == 1
+    first = network(fused).first
+    assert first is not None
+    assert pads_images(first)
+    use_forms(fused, fused=True, recompute=recompute)
     images = torch.randn(4, 3, 71, 66, dtype=torch.float64)
     wanted = logits_and_gradient(plain, images)
     found = logits_and_gradient(fused, F.pad(images, (0, 0, 0, 0, 0, 1)))
@@ -110,16 +113,18 @@ def test_an_alexnet_takes_padded_images_where_its_norms_do_not_fuse(
 
 def test_only_a_fused_alexnet_takes_padded_images(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alexnet, "HIDDEN_FEATURES", 16)
-    assert not AlexNet(num_classes=3).pads_images
-    assert not AlexNet(num_classes=3, norms=NORM_NAMES, in_channels=1).pads_images
+    assert network_of(AlexNet(num_classes=3)) is None
+    first = network(AlexNet(num_classes=3, norms=NORM_NAMES, in_channels=1)).first
+    assert first is not None
+    assert not pads_images(first)
     unfused = AlexNet(num_classes=3, norms=NORM_NAMES).eval()
     with pytest.raises(RuntimeError, match="channels"):
         unfused(torch.zeros(1, 4, 64, 64))
 
 
-def nets() -> list[tuple[TakesImages, nn.Module, str]]:
+def nets() -> list[tuple[nn.Module, nn.Module, str]]:
     """With the module that holds the first convolution, and its name there."""
-    found: list[TakesImages] = [
+    found: list[nn.Module] = [
         AlexNet(num_classes=3, norms=NORM_NAMES), FastResNet(num_classes=3),
         ResNet(BasicBlock, (1, 1, 1, 1), num_classes=3, stem="small"),
     ]  # fmt: skip
@@ -135,15 +140,16 @@ def test_a_replaced_first_convolution_gets_images_as_they_are(
 ) -> None:
     monkeypatch.setattr(alexnet, "HIDDEN_FEATURES", 16)
     for net, holder, name in nets():
-        assert "windows of " in describe_stem(net)
-        fuse_norms(net)
-        first = net.first_convolution
+        first = network(net).first
         assert isinstance(first, nn.Conv2d)
+        assert "windows of " in describe_stem(first)
         other = nn.Conv2d(channels, 64, first.kernel_size, first.stride, first.padding, bias=False)
         for layer in (other, nn.Sequential(other)):
             holder.register_module(name, layer)
-            assert not net.pads_images
-            assert describe_stem(net) == ""
+            assert network(net).first is layer
+            assert not pads_images(layer)
+            assert describe_stem(layer) == ""
+            use_forms(net, fused=True)
             assert net.eval()(torch.randn(2, channels, 71, 66)).shape == (2, 3)
 
 
@@ -161,9 +167,8 @@ def test_a_replaced_first_convolution_gets_images_as_they_are(
 def test_other_convolutions_of_three_channels_get_images_as_they_are(layer: nn.Conv2d) -> None:
     net = FastResNet(num_classes=3, channels=(layer.out_channels, 8, 8, 8))
     net.conv1.register_forward_hook(lambda *given: None)
-    assert net.pads_images, "images are padded for the whole run, hooks may come and go"
-    net.conv1 = layer
-    assert not net.pads_images
+    assert pads_images(net.conv1), "images are padded for the whole run, hooks may come and go"
+    assert not pads_images(layer)
     images = torch.randn(2, 3, 9, 9)
     for biased in (True, False):
         assert convolve_images(layer, images, padded=False, biased=biased).equal(layer(images))
