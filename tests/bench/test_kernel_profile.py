@@ -175,7 +175,7 @@ def test_rows_are_for_one_step_and_the_longest_comes_first() -> None:
 def test_the_rows_of_a_step() -> None:
     row = StepRow(
         name="kernels", kind="ours", model="resnet_tiny", batch_size=4, image_size=28, classes=5,
-        device="cpu", steps=2, warm_up=1, switches={"run.recompute_norms": True},
+        device="cpu", steps=2, warm_up=1, switches={"run.accel.recompute_norms": True},
     )  # fmt: skip
     found = profile_step(row)
     rows = {each["call"]: each for each in found["rows"]}

@@ -12,7 +12,7 @@ import pytest
 from cli_runs import Done, run, small
 from design.hidden import hide
 
-EXTENSIONS = ("planner", "rehearsal", "report", "trackers", "tune")
+EXTENSIONS = ("accel", "planner", "rehearsal", "report", "trackers", "tune")
 
 
 def run_without(packages: Sequence[str], arguments: list[str], folder: Path) -> Done:
@@ -49,6 +49,7 @@ def test_a_training_has_the_same_weights(
 @pytest.mark.parametrize(
     ("package", "arguments", "named"),
     [
+        ("accel", small("--compile", "off"), "run.accel"),
         ("trackers", small("--set", "run.trackers=['csv']"), "run.trackers"),
         ("rehearsal", ["rehearse", *small()[1:], "--nodes", "1", "--gpus-per-node", "2"],
          "rehearse.nodes"),

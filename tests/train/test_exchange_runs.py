@@ -120,7 +120,7 @@ def test_a_plan_file_without_a_plan_still_gives_its_table_of_sizes(tmp_path: Pat
 
 @pytest.mark.slow
 def test_blocks_that_are_compiled_overlap_too(tmp_path: Path) -> None:
-    values = {"run__compile": "blocks", "run__epochs": 1}
+    values = {"run__accel__compile": "blocks", "run__epochs": 1}
     flat = run_ranks(2, _run, str(tmp_path / "flat"), values)[0]
     ours = run_ranks(2, _run, str(tmp_path / "ours"), values | HYBRID)[0]
     assert ours["chosen"]["exchange"].endswith("overlapped")
