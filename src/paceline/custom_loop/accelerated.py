@@ -79,8 +79,8 @@ def accelerate(
     """
     if "compile" in settings:
         raise ConfigError("compile", settings["compile"], "is not taken here", "use torch.compile")
-    own = from_table(RunSettings, "run", {"accel": settings} if settings else {})
-    if own.owned and example is None and own.owned["accel"].fused_convolutions != "off":
+    own = from_table(RunSettings, "run", {"accel": settings})
+    if example is None and own.owned["accel"].fused_convolutions != "off":
         raise ConfigError(
             "example", None, "fused_convolutions time their kernels on a micro-batch", "give images"
         )
