@@ -53,7 +53,7 @@ from paceline.core.errors import ConfigError, RunError
 from paceline.core.topology import Topology
 from paceline.core.units import format_percent
 from paceline.models.settings import check_model_name
-from paceline.optim.settings import ANCHORED
+from paceline.train.gradient_source import GradientSource, source_class
 from paceline.tune.step import StepRow, build_step
 
 _MARK = "paceline call "
@@ -70,8 +70,7 @@ _COPIED_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}
 _NAME_LENGTH = 60
 # Settings of a run that `tune.step.build_step` does not use.
 _NOT_IN_STEP = (
-    "comm.mode",
-    "model.norm_group",
+    "run.strategy",
     "optim.batch_schedule",
     "run.noise_scale",
 )
@@ -343,7 +342,8 @@ def _check(switches: Mapping[str, Any]) -> None:
     for name in _NOT_IN_STEP:
         if name in switches:
             raise ConfigError("--set", name, "is not part of the profiled step", "leave it out")
-    if switches.get("optim.name") in ANCHORED:
+    chosen = RunConfig().with_values({k: v for k, v in switches.items() if k == "optim.name"})
+    if source_class(chosen) is not GradientSource:
         raise ConfigError(
             "optim.name", switches["optim.name"],
             "its passes over the data are not part of the profiled step",

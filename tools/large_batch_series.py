@@ -31,6 +31,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.events import Event, StepEvent
 from paceline.data import DataSettings, Source, SyntheticImages, open_source
 from paceline.optim.scaling import PACE
+from paceline.optim.settings import KnownGood
 from paceline.train.components import Components
 from paceline.train.resolve import Facts, resolve
 from paceline.train.run import RunOutcome, run_training
@@ -63,7 +65,6 @@ BASE: dict[str, Any] = {
     "optim.warmup_epochs": 5.0,
     "optim.warmup_max_share": 0.2,
     "optim.schedule": "cosine",
-    "optim.known_good_optimizer": "sgd",
     "data.augment": "pad_crop",
     "data.eval_resize": 0,
     "data.source": "python",
@@ -124,25 +125,33 @@ def _average(config: RunConfig, cell: Cell) -> dict[str, Any]:
     return {"run.average_epochs": max(cell.epochs / 15, 2 / steps)}
 
 
+def _eta_of(optimizer: str) -> str:
+    return f"optim.{optimizer}.trust_coefficient"
+
+
+def _eta(config: RunConfig) -> float:
+    return float(getattr(config.optim.own_optimizer, "trust_coefficient"))  # noqa: B009
+
+
 def _linear_pace(config: RunConfig, cell: Cell) -> dict[str, Any]:
     """Linear instead of root scaling, from Muon's pace at the small batch."""
     images = SETS[cell.set]
     small = SMALL_PACE / math.sqrt(images.samples / images.small)
     pace = small * cell.global_batch / images.small
     assert config.optim.lr is not None
-    return {"optim.trust_coefficient": pace * (1 - config.optim.momentum) / config.optim.lr}
+    return {_eta_of(config.optim.name): pace * (1 - config.optim.momentum) / config.optim.lr}
 
 
 def _paced(factor: float) -> Callable[[RunConfig, Cell], dict[str, Any]]:
-    return lambda config, cell: {"optim.trust_coefficient": config.optim.trust_coefficient * factor}
+    return lambda config, cell: {_eta_of(config.optim.name): _eta(config) * factor}
 
 
 def _momentum(value: float) -> Callable[[RunConfig, Cell], dict[str, Any]]:
     """Another momentum at the same pace."""
 
     def change(config: RunConfig, cell: Cell) -> dict[str, Any]:
-        eta = config.optim.trust_coefficient * (1 - value) / (1 - config.optim.momentum)
-        return {"optim.momentum": value, "optim.trust_coefficient": eta}
+        eta = _eta(config) * (1 - value) / (1 - config.optim.momentum)
+        return {"optim.momentum": value, _eta_of(config.optim.name): eta}
 
     return change
 
@@ -154,7 +163,7 @@ def _bias_rate(factor: float) -> Callable[[RunConfig, Cell], dict[str, Any]]:
         assert config.optim.lr is not None
         return {
             "optim.lr": config.optim.lr * factor,
-            "optim.trust_coefficient": config.optim.trust_coefficient / factor,
+            _eta_of(config.optim.name): _eta(config) / factor,
         }
 
     return change
@@ -195,10 +204,10 @@ def _small_growth(config: RunConfig, cell: Cell) -> dict[str, Any]:
 
 def _schedule_free(config: RunConfig, cell: Cell) -> dict[str, Any]:
     """The interpolation takes the place of momentum; the pace stays."""
-    eta = config.optim.trust_coefficient / (1 - config.optim.momentum)
+    eta = _eta(config) / (1 - config.optim.momentum)
     return {
         "optim.schedule_free": 0.9, "optim.schedule": "constant", "optim.momentum": 0.0,
-        "optim.nesterov": False, "optim.trust_coefficient": eta, "run.average_epochs": 0.0,
+        "optim.nesterov": False, _eta_of(config.optim.name): eta, "run.average_epochs": 0.0,
     }  # fmt: skip
 
 
@@ -219,19 +228,19 @@ INGREDIENTS: dict[str, Callable[[RunConfig, Cell], dict[str, Any]]] = {
     "no-cutmix-linear": lambda config, cell: {
         "run.cutmix": 0.0,
         "optim.schedule": "poly",
-        "optim.poly_power": 1.0,
+        "optim.poly.power": 1.0,
     },
     "cutmix": lambda config, cell: {"run.cutmix": 0.5},
     "cosine": lambda config, cell: {"optim.schedule": "cosine"},
     "no-hole": lambda config, cell: {"data.cutout": 0},
-    "linear-decay": lambda config, cell: {"optim.schedule": "poly", "optim.poly_power": 1.0},
+    "linear-decay": lambda config, cell: {"optim.schedule": "poly", "optim.poly.power": 1.0},
     "momentum-0.8": _momentum(0.8),
     "momentum-0.95": _momentum(0.95),
     "bias-rate-quarter": _bias_rate(0.25),
     "bias-rate-double": _bias_rate(2.0),
-    "orthogonal-all": lambda config, cell: {"optim.orthogonal": "all"},
+    "orthogonal-all": lambda config, cell: {"optim.muon.orthogonal": "all"},
     # What the rule lets the optimizer decide by the net, for the small batch too.
-    "by-net": lambda config, cell: {"optim.orthogonal": "auto", "optim.muon_steps": "auto"},
+    "by-net": lambda config, cell: {"optim.muon.orthogonal": "auto", "optim.muon.steps": "auto"},
     "zero-gamma": lambda config, cell: {"model.zero_init_gamma": True},
     "no-smoothing": lambda config, cell: {"run.smoothing": 0.0},
     "growth-third": _growth(1 / 3),
@@ -245,7 +254,7 @@ def cell_config(
     cell: Cell, folder: Path, device: str = "auto", **more: Any
 ) -> tuple[RunConfig, str]:
     """The settings of a run, and what the scaling rule chose."""
-    images = SETS[cell.set]
+    images, known = SETS[cell.set], KnownGood(optimizer="sgd")
     values = BASE | {
         "run.name": cell.key.replace("/", "-"),
         "run.epochs": cell.epochs,
@@ -272,16 +281,18 @@ def cell_config(
             steps, rate = images.samples / images.small, BASE["optim.lr_base"]
             pace = PACE["lars"] if cell.optimizer == "lars" else SMALL_PACE
             eta = pace / math.sqrt(steps) * (1 - 0.9) / rate
-            values |= {"optim.lr": rate, "optim.trust_coefficient": eta}
+            values |= {"optim.lr": rate, _eta_of(cell.optimizer): eta}
         values["optim.name"] = cell.optimizer
     else:
         values["optim.scaling"] = "auto"
         if cell.optimizer != "rule":
-            values |= {"optim.name": cell.optimizer, "optim.scaling_keeps": ["optim.name"]}
+            values["optim.name"] = cell.optimizer
+            known = replace(known, keeps=("optim.name",))
     facts = Facts(
         job=Job(processes=1), program=Components(), samples=images.samples, classes=images.classes
     )
-    found = resolve(RunConfig().with_values(values | more), facts)
+    given = RunConfig().with_values(values | more)
+    found = resolve(replace(given, optim=replace(given.optim, known_good=known)), facts)
     config = found.config
     return config.with_values(INGREDIENTS[cell.ingredient](config, cell) | more), found.scaling
 

@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor, nn
 
-from paceline.comm.watchdog import ShowError
+from paceline.comm.peer_errors import ShowError
 from paceline.config import RunConfig, load_config
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.events import Observer

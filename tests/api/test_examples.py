@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import json
 import os
@@ -16,7 +17,7 @@ import pytest
 
 from cli_runs import is_launchers
 from data_sets import write_shards
-from paceline.data.sources import layouts
+from paceline.data.sources import embedded as images
 from ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -35,10 +36,12 @@ def _example(rank: int, name: str, folder: str) -> str:
     for launchers in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         del os.environ[launchers]
     os.chdir(folder)
-    program, embedded = (EXAMPLES / f"{name}.py").read_text(), layouts.EMBEDDED
+    program, embedded = (EXAMPLES / f"{name}.py").read_text(), images.EMBEDDED
     if name not in SLOW:
         program = program.replace("1024", "128")
-        layouts.EMBEDDED = write_shards(Path(folder) / "embedded", train=256)
+        images.EMBEDDED = write_shards(Path(folder) / "embedded", train=256)
+        for shard in images.EMBEDDED.glob("*.tar"):
+            shard.with_name(f"{shard.name}.gz").write_bytes(gzip.compress(shard.read_bytes()))
     copy = Path(folder) / f"{name}.py"
     copy.write_text(program)
     sys.argv = [copy.name, "1"]
@@ -46,7 +49,7 @@ def _example(rank: int, name: str, folder: str) -> str:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             runpy.run_path(str(copy), run_name="__main__")
     finally:
-        layouts.EMBEDDED = embedded
+        images.EMBEDDED = embedded
     return out.getvalue()
 
 

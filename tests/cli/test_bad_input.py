@@ -11,10 +11,11 @@ import torch
 
 import faults
 from cli_runs import Call, Done, events, run, run_two, small, started_ranks, summary
+from paceline.alternatives.eight_bit.wires import ALL_TO_ALL
 from paceline.cli.dry_run import StepTimes
 from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings
-from paceline.plan.fusion_plan import ALL_TO_ALL, FusionBucket, FusionPlan
+from paceline.plan.fusion_plan import FusionBucket, FusionPlan
 from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
 from paceline.plan.schedules import NATIVE
 from paceline.plan.size_table import SizeTable
@@ -71,12 +72,12 @@ def test_mistakes_in_flags(call: Call, arguments: str, words: str) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        "--set run.shares=1:2:3",
-        "--set model.norm_group=3",
+        "--set run.strategy=unequal --set run.unequal.shares=1:2:3",
+        "--set run.strategy=synced_norms --set run.synced_norms.ranks=3",
         "quickstart-halp --set data.flip=true",
         "quickstart-halp --amp-dtype bf16",
         "--set optim.schedule=one_cycle --warmup-epochs 3",
-        "--set rehearse.nodes=2 --set rehearse.gpus_per_node=1 --nproc-per-node 2",
+        "--set run.strategy=rehearsal --set run.rehearsal.nodes=2 --nproc-per-node 2",
     ],
 )
 def test_a_dry_run_refuses_what_training_refuses(call: Call, arguments: str) -> None:
@@ -91,33 +92,34 @@ def test_a_dry_run_counts_the_ranks_that_it_is_given(call: Call, tmp_path: Path)
     table = tmp_path / "sizes.toml"
     PlanFile(sizes=SizeTable.two_way(65536), cluster=ClusterFacts(2, 1)).write(table)
     sizes = ["--set", "comm.algorithm=hybrid", "--set", f"comm.hybrid.sizes={table}"]
-    done = call(*small(*sizes, "--set", "run.shares=1:3", "--dry-run", "--nproc-per-node", "2"))
+    unequal = ("--set", "run.strategy=unequal", "--set", "run.unequal.shares=1:3")
+    done = call(*small(*sizes, *unequal, "--dry-run", "--nproc-per-node", "2"))
     assert (done.code, done.err) == (0, "")
     assert "exchange: between 2 ranks: algorithm hybrid" in done.out
     assert "no effect" not in done.out
     other = ("--global-batch-size", "24", "--dry-run", "--nproc-per-node", "3")
     assert "comm.hybrid.sizes" in call(*small(*sizes, *other)).error_line()
-    assert "run.shares" in call(*small("--set", "run.shares=1:3", *other)).error_line()
-    alone = call(*small("--set", "comm.mode=asynchronous", "--dry-run")).out
-    assert "no effect: comm.mode = 'asynchronous'" in alone
+    assert "run.unequal.shares" in call(*small(*unequal, *other)).error_line()
+    alone = call(*small("--set", "run.strategy=asynchronous", "--dry-run")).out
+    assert "no effect: run.strategy = 'asynchronous'" in alone
 
 
 @pytest.mark.parametrize(
-    ("flags", "field"),
+    "flags",
     [
-        (["--set", "run.noise_scale=true", "--nproc-per-node", "2"], "run.noise_scale = True"),
-        (["--set", "rehearse.nodes=1", "--set", "rehearse.gpus_per_node=2"], "comm.plan = "),
+        "--set run.noise_scale=true --nproc-per-node 2",
+        "--set run.strategy=rehearsal --set run.rehearsal.nodes=1 --set run.rehearsal.gpus_per_node=2",
     ],
 )
-def test_a_dry_run_refuses_wires_of_a_plan(call: Call, flags: list[str], field: str) -> None:
+def test_a_dry_run_refuses_wires_of_a_plan(call: Call, flags: str) -> None:
     model = create_model(ModelSettings("resnet_tiny"), num_classes=4, in_channels=1, image_size=28)
     sizes = [(name, p.numel()) for name, p in model.named_parameters()]
     bucket = FusionBucket(
         tuple(name for name, _ in sizes), algorithm=ALL_TO_ALL, wire="int8", beside=NATIVE
     )
     PlanFile(FusionPlan((bucket,)), ModelFacts.of(sizes), ClusterFacts(2, 1)).write(Path("p.toml"))
-    done = call(*small("--set", "comm.plan=p.toml", "--dry-run", *flags))
-    assert field in done.error_line()
+    done = call(*small("--set", "comm.plan=p.toml", "--dry-run", *flags.split()))
+    assert "comm.plan" in done.error_line()
     assert "buckets in int8" in done.error_line()
     assert done.code == 2
 

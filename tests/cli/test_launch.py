@@ -32,7 +32,7 @@ from paceline.cli.failure import (
     root_cause,
 )
 from paceline.cli.launch import ADDRESS, LaunchSignals, LocalRendezvous, register
-from paceline.comm.agreement import PeerError
+from paceline.comm.peer_errors import PeerError
 from paceline.core.errors import CommError, ConfigError, PacelineError
 
 FAILURES = [

@@ -14,7 +14,7 @@ import pytest
 from cli_runs import IMAGES, SYNTHETIC, run
 from paceline.cli.lr_find import range_chart
 from paceline.core.errors import RunError
-from paceline.train.callbacks import RangeResult, smooth
+from paceline.tune.range_test import RangeResult, smooth
 
 LR_FIND = ["lr-find", *SYNTHETIC, *IMAGES[:18], "--device", "cpu", "--global-batch-size", "16"]
 

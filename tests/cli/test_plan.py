@@ -19,12 +19,12 @@ from paceline.plan.plan_file import (
     PlanFile,
     ProbedCluster,
 )
-from paceline.plan.rehearsal import RehearseSettings
 from paceline.planner.accelerators import accelerator, gpu_cluster
 from paceline.planner.analytic_workload import analytic_workload
 from paceline.planner.layers import TRACED, is_network, network
 from paceline.planner.scaling import predict_scaling
 from paceline.rehearsal.cluster_clock import RehearsedCluster, cluster_clock
+from paceline.rehearsal.settings import RehearsalSettings
 
 KEYS = {
     "images_per_s", "images_per_s_per_gpu", "step_s", "compute_s", "exposed_comm_s",
@@ -287,7 +287,7 @@ def test_a_gpu_of_ones_own(tmp_path: Path) -> None:
     assert this["energy_kwh"] == pytest.approx(this["gpu_hours"] * 0.5)
     told = predict_scaling(accelerator=str(chip), nodes=4, batch_size=found["batch_size"])
     assert told.step_s == pytest.approx(found["step_s"])
-    clock = RehearsedCluster(RehearseSettings(nodes=4, gpu=str(chip)))
+    clock = RehearsedCluster(RehearsalSettings(nodes=4, gpu=str(chip)))
     assert clock.watts == 500
     assert clock.place().intra == gpu_cluster(accelerator(str(chip)), 4).intra
     plan = best_plan(
@@ -299,7 +299,7 @@ def test_a_gpu_of_ones_own(tmp_path: Path) -> None:
 def test_start_up_as_given_or_as_in_a_rehearsal() -> None:
     flags = ("--gpu", "H100", "--nodes", "4", "-b", "64")
     found = json.loads(ask(*flags, "--json"))
-    settings = RehearseSettings(nodes=4, gpu="H100")
+    settings = RehearsalSettings(nodes=4, gpu="H100")
     work = analytic_workload(network("resnet50"), accelerator("H100"))
     plan = best_plan(work, RehearsedCluster(settings).place(), 64)
     clock = cluster_clock(
@@ -331,7 +331,7 @@ def test_a_cluster_starts_over_the_backend_it_was_probed_with(
     PlanFile(cluster=probed.facts, probed=probed).write(path)
     found = json.loads(ask("--cluster", str(path), "--gpu", "H100", "-b", "64", "--json"))
     assert (found["start_up"]["backend_s"] > 0) == is_nccl
-    settings = RehearseSettings(nodes=2, gpus_per_node=2, gpu="H100", cluster=str(path))
+    settings = RehearsalSettings(nodes=2, gpus_per_node=2, gpu="H100", cluster=str(path))
     there = RehearsedCluster(settings)
     work = analytic_workload(network("resnet50"), accelerator("H100"))
     rehearsed = there.start_up(best_plan(work, there.place(), 64))

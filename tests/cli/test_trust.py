@@ -57,8 +57,8 @@ FREE_TEXT = {
     "run.name": "shown", "run.output": "a folder to write", "data.cache_dir": "a folder to write",
     "run.resume": "a file, read as plain tensors", "run.pretrained": "a file, read as plain tensors",
     "data.dir": "images", "comm.plan": "a TOML file of numbers and known names",
-    "comm.hybrid.sizes": "a file of numbers and known names", "rehearse.gpu": "a TOML file of numbers",
-    "rehearse.profile": "a TOML file of numbers", "rehearse.cluster": "a TOML file of numbers",
+    "comm.hybrid.sizes": "a file of numbers and known names",
+    **{f"run.rehearsal.{name}": "a TOML file of numbers" for name in ("gpu", "profile", "cluster")},
     "model.freeze": "patterns of names", "optim.known_good_optimizer": "looked up in a table",
     "optim.scaling_keeps": "names of settings",
 }  # fmt: skip
@@ -338,7 +338,7 @@ def test_all_calls_that_read_configurations_are_listed() -> None:
 def test_all_settings_that_can_name_code_are_checked() -> None:
     """A text that accepts a name of a module, or a table of arguments, can."""
     base = {
-        "rehearse.nodes": 2, "optim.lr": 0.1, "model.name": "timm:x", "optim.name": "torch.optim:RAdam",
+        "optim.lr": 0.1, "model.name": "timm:x", "optim.name": "torch.optim:RAdam",
     }  # fmt: skip
     accepted = set()
     for name in setting_names():

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 
 import paceline
 from comm.clusters import made_groups, run_cluster, topology
-from paceline.comm import CommSettings, Group, PeerError, ProcessGroups, process_groups
+from paceline.comm import CommSettings, Group, PeerError, ProcessGroups, collectives
 from paceline.comm import heartbeats as heartbeats_module
 from paceline.comm.group import choose_backend
 from paceline.comm.process_groups import (
@@ -85,7 +85,7 @@ def _pieces(rank: int) -> tuple[list[bytes] | None, int]:
         return gather(tensor, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch, joined() as group:
-        patch.setattr(process_groups, "_GATHERED_BYTES", 10)
+        patch.setattr(collectives, "_GATHERED_BYTES", 10)
         patch.setattr(dist, "gather", noted)
         return group.gather_bytes(bytes(range(17 * rank))), max(sizes)
 
@@ -126,9 +126,10 @@ def test_a_store_that_goes_before_the_watchdog_is_an_error_of_a_peer(
     def gone(store: object) -> None:
         raise dist.DistNetworkError("Connection was likely closed")
 
-    monkeypatch.setattr("paceline.comm.group.RankHosts.read", gone)
+    monkeypatch.setattr("paceline.comm.membership.RankHosts.read", gone)
     monkeypatch.setattr(
-        "paceline.comm.group.meet", lambda *_: SimpleNamespace(store=HashStore(), restarted=False)
+        "paceline.comm.membership.meet",
+        lambda *_: SimpleNamespace(store=HashStore(), restarted=False),
     )
     with pytest.raises(PeerError, match="rank 1 lost the others"):
         Group(Topology(rank=1, world_size=2), CommSettings(), CPU)

@@ -6,7 +6,8 @@ import pytest
 
 from paceline.comm.exchange import Message, plan_messages
 from paceline.plan import FusionBucket, FusionPlan
-from paceline.plan.fusion_plan import FlatLayout, TensorSpec, wire_bytes
+from paceline.plan.fusion_plan import FlatLayout, TensorSpec
+from paceline.plan.wires import wire_bytes
 
 
 def layouts() -> dict[str, FlatLayout]:

@@ -15,9 +15,8 @@ from paceline.comm.progress import (
     BucketInfo,
     ProgressBoard,
     RankProgress,
-    stall_error,
-    unreachable_error,
 )
+from paceline.comm.stalls import stall_error, unreachable_error
 
 BUCKETS = [
     BucketInfo(3 << 20, "ring", ("d.weight", "d.bias", "c.weight", "c.bias", "b.weight")),

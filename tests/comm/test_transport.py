@@ -21,8 +21,9 @@ from paceline.comm import (
     create_transport,
 )
 from paceline.comm.hybrid import CommThread
+from paceline.comm.planned_transport import NativeTransport, ThreadTransport
 from paceline.comm.progress import Observers
-from paceline.comm.transport import NativeTransport, Piece, ThreadTransport
+from paceline.comm.transport import Piece
 from paceline.core.errors import CommError, RunError
 from paceline.core.topology import Topology
 from paceline.plan import FusionBucket, FusionPlan

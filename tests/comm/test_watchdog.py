@@ -17,7 +17,7 @@ import torch.distributed as dist
 import faults
 from cli_runs import Done, small, started_ranks, steps
 from paceline.comm import CommSettings, Group, create_transport
-from paceline.comm.transport import ThreadTransport
+from paceline.comm.planned_transport import ThreadTransport
 from paceline.comm.watchdog import beat_interval_s
 from paceline.core.topology import Topology
 from paceline.plan import FusionPlan

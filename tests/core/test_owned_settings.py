@@ -49,7 +49,7 @@ class RoomSettings(Section):
 def fan() -> Iterator[None]:
     register_settings("room", "fan", FanSettings)
     yield
-    owners._registered.clear()
+    owners._registries.clear()
 
 
 def room(**values: object) -> RoomSettings:

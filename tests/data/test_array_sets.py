@@ -28,7 +28,7 @@ from paceline.data.sources.array_sets import (
     read_pickled_batch,
     read_sheet,
 )
-from paceline.data.sources.layouts import EMBEDDED
+from paceline.data.sources.embedded import EMBEDDED
 
 FORMS = ["bin", "png", "py"]
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 5, 4), dtype=np.uint8)

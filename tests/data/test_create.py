@@ -23,7 +23,10 @@ from paceline.data import (
     create_train_loader,
     region_library,
 )
-from paceline.data.decode.decoder import RegionDecoder
+from paceline.data.decode import region
+from paceline.data.decode.region import RegionDecoder
+from paceline.data.device import gpu_decoder as gpu_decoder_module
+from paceline.data.device import resident
 from paceline.data.device.resident import UnequalSizesError
 from paceline.data.loaders import create as creating
 from paceline.data.loaders.create import create_host_decoder
@@ -69,7 +72,7 @@ def test_a_large_set_stays_with_the_threads(
     memory_source: Any, small_settings: Make, make: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("paceline.data.loaders.create.RESIDENT_MAX_MIB", 1)
+    monkeypatch.setattr("paceline.data.device.resident.RESIDENT_MAX_MIB", 1)
     chosen = small_settings(image_size=200, workers=2)
     assert "not resident" in make(memory_source(100), chosen, GPU).describe()
 
@@ -89,8 +92,8 @@ def test_a_decoder_on_the_gpu_is_never_passed_over(
         notes.append(more[-1])
         return host
 
-    monkeypatch.setattr(creating, "GpuDecoder", gpu_decoder)
-    monkeypatch.setattr(creating, "NvJpeg", lambda device: memory_source(1))
+    monkeypatch.setattr(gpu_decoder_module, "GpuDecoder", gpu_decoder)
+    monkeypatch.setattr(gpu_decoder_module, "NvJpeg", lambda device: memory_source(1))
     monkeypatch.setattr(memory_source, "describe", lambda self: "nvJPEG", raising=False)
     chosen = small_settings(decoder="nvjpeg", channels=3, augment="random_resized_crop")
     source = Noted(8)
@@ -136,7 +139,7 @@ def test_auto_says_why_not_and_a_device_without_memory_ends_the_run(
     def refuse(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(creating, "resident_set", refuse)
+    monkeypatch.setattr(resident, "resident_set", refuse)
     chosen = small_settings(augment="random_resized_crop", workers=2)
     assert "not resident: images of 1" in train(memory_source(8), chosen, GPU).describe()
     error = torch.OutOfMemoryError()
@@ -176,7 +179,7 @@ def _missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
         raise RegionUnavailableError("no C compiler", "install gcc")
 
-    monkeypatch.setattr(creating, "region_library", refuse)
+    monkeypatch.setattr(region, "region_library", refuse)
 
 
 def described(source: Any, chosen: DataSettings, *notes: str) -> str:
@@ -209,7 +212,7 @@ def test_without_the_library(jpeg_source: Any, small_settings: Make) -> None:
 def test_pillow_on_demand_and_where_nothing_is_a_jpeg(
     jpeg_source: Any, memory_source: Any, small_settings: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(creating, "region_library", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(region, "region_library", lambda: pytest.fail("asked"))
     pillow = small_settings(decoder="pillow", workers=2)
     assert described(jpeg_source, pillow, "not resident") == (
         "2 threads (Pillow decodes; not resident)"

@@ -17,9 +17,9 @@ from fork_server import permissions_obeyed
 from paceline.core.errors import DataError
 from paceline.data import DataSettings, numbered_classes, open_source
 from paceline.data.image import decode
-from paceline.data.sources import shards as tar_sources
+from paceline.data.sources import archives as tar_sources
+from paceline.data.sources.classes import read_classes
 from paceline.data.sources.folders import FlatFolder, ImageFiles, ImageFolder, class_directories
-from paceline.data.sources.labels import read_classes
 
 WNIDS = ["n01440764", "n01443537", "n02119789"]
 NAMES = [f"ILSVRC2012_val_{i:08d}.JPEG" for i in range(1, 6)]

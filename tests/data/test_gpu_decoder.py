@@ -30,7 +30,7 @@ from paceline.data.device.gpu_decoder import (
     check_source,
     chunks_of,
 )
-from paceline.data.sources.shards import TarShards
+from paceline.data.sources.index_store import open_shards
 
 Write = Callable[[Path, list[tuple[str, bytes]]], Path]
 CPU = torch.device("cpu")
@@ -250,7 +250,7 @@ def test_on_a_gpu_shards_are_read_in_bulk(tmp_path: Path, write_tar: Write) -> N
     samples = [(f"{i:03}.jpg", file) for i, file in enumerate(files)]
     labels = [(f"{i:03}.cls", str(i).encode()) for i in range(len(files))]
     pairs = [member for pair in zip(samples, labels, strict=True) for member in pair]
-    source = TarShards([write_tar(tmp_path / "train-0.tar", pairs)])
+    source = open_shards([write_tar(tmp_path / "train-0.tar", pairs)])
     device = torch.device("cuda", torch.cuda.current_device())
     common = {"resident": "off", "workers": 2}
     loaders = [

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from data_sets import write_folders, write_shards
 from paceline.core.errors import DataError
 from paceline.data import DataSettings, OpenedFiles, Source, open_data
-from paceline.data.sources import shards as tar_sources
+from paceline.data.sources import archives as tar_sources
 from paceline.data.sources.base import source_identity
 
 
@@ -117,6 +117,6 @@ def test_a_host_without_memory_for_it_shares_nothing(
         written.append(path)
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("safetensors.numpy.save_file", full)
+    monkeypatch.setattr("paceline.data.sources.opened_files.save_file", full)
     assert opened.write() is None
     assert [path.exists() for path in written] == [False]

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from data_sets import png, write_folders
-from paceline.core.errors import DataError
-from paceline.data import DataSettings, Source, as_source, open_data
+from paceline.core.errors import ConfigError, DataError
+from paceline.data import DataSettings, Source, as_source, open_data, register_source
+from small_runs import run_small
 
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 
@@ -35,6 +36,25 @@ def test_six_lines_suffice() -> None:
     ]
     assert train.read(0) == png(int(train.name(0)[6]))
     assert train.kind == "Small"
+
+
+def test_a_registered_source_is_opened_by_name(tmp_path: Path) -> None:
+    """One file outside of the package; the name is checked as those of the package are."""
+    opened = []
+
+    def open_letters(settings: DataSettings, split: str, classes: Any) -> Source:
+        opened.append((split, classes and list(classes)))
+        return Small()
+
+    register_source("letters", open_letters)
+    run_small(tmp_path / "run", data__source="letters", model__num_classes=2)
+    assert opened == [("train", None), ("val", ["a", "b"])]
+    with pytest.raises(ConfigError) as caught:
+        DataSettings(source="numbers")
+    assert caught.value.field == "data.source"
+    register_source("letters", lambda *_: Small(labels=[0.5]))
+    with pytest.raises(DataError):
+        open_data(DataSettings(source="letters"))
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from PIL import Image
 from paceline.core.errors import ConfigError, DataError
 from paceline.data import CorruptImage, DataSettings, PackOptions, open_source
 from paceline.data.pack import pack as pack_module
-from paceline.data.pack.manifest import PackManifest
 from paceline.data.pack.pack import pack_image
 from paceline.data.pack.pack import pack_splits as pack
+from paceline.data.sources.pack_manifest import PackManifest
 from paceline.data.sources.storage import file_lock
 
 pytestmark = pytest.mark.usefixtures("no_leaked_threads")

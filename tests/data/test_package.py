@@ -19,7 +19,15 @@ def test_every_public_name_is_there() -> None:
 
 
 def test_settings_and_sources_do_not_import_torch() -> None:
-    names = "settings", "sources.layouts", "chunk", "prefetch", "pack.splits", "pack.pack"
+    names = (
+        "settings",
+        "sources.layouts",
+        "sources.opening",
+        "chunk",
+        "prefetch",
+        "pack.splits",
+        "pack.pack",
+    )
     modules = ", ".join(f"paceline.data.{name}" for name in names)
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})

@@ -24,6 +24,7 @@ from paceline.data.sources.index_store import (
     IndexStore,
     UnfitIndexError,
     index_path,
+    open_shards,
     read_index,
     write_index,
 )
@@ -37,7 +38,7 @@ BUILDER = """
 import sys, time
 from pathlib import Path
 from paceline.data.sources import index_store, tar_index
-from paceline.data.sources.shards import TarShards
+from paceline.data.sources.index_store import open_shards
 index_store._KEPT_FROM_BYTES = 0
 real, count = tar_index.scan_shard, 0
 def scan(path, content):
@@ -46,7 +47,7 @@ def scan(path, content):
     time.sleep(0.05)  # as long as the others need to arrive
     return real(path, content)
 tar_index.scan_shard = scan
-source = TarShards(sorted(Path(sys.argv[1]).glob("train-*.tar")))
+source = open_shards(sorted(Path(sys.argv[1]).glob("train-*.tar")))
 print(count, len(source))
 """
 
@@ -57,7 +58,7 @@ def shards(request: pytest.FixtureRequest, tmp_path: Path, write_tar: Write, sam
         write_tar(tmp_path / f"train-0001{request.param}", samples(7, first=5)),
         write_tar(tmp_path / f"train-0000{request.param}", samples(5)),
     ]
-    opened = TarShards(paths)
+    opened = open_shards(paths)
     yield opened
     opened.close()
 
@@ -100,10 +101,10 @@ def open_descriptors() -> int:
 def test_more_shards_than_descriptors(
     tmp_path: Path, write_tar: Write, samples: Samples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tar_shards, "_DESCRIPTORS_KEPT", 2)
+    monkeypatch.setattr(tar_shards, "DESCRIPTORS_KEPT", 2)
     paths = [write_tar(tmp_path / f"train-{i}.tar", samples(1, first=i)) for i in range(6)]
     before = open_descriptors()
-    source = TarShards(paths)
+    source = open_shards(paths)
     for i in (5, 0, 3, 5, 1):
         assert np.asarray(decode(source.read(i), 1))[0, 0] == i
     assert open_descriptors() - before == 2
@@ -114,7 +115,7 @@ def test_more_shards_than_descriptors(
 def test_no_image_in_any_shard(tmp_path: Path, write_tar: Write) -> None:
     path = write_tar(tmp_path / "train-0000.tar", [("a.bmp", b"x"), ("b.txt", b"y")])
     with pytest.raises(DataError, match=r"train-0000\.tar: no image in it"):
-        TarShards([path])
+        open_shards([path])
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "no gzip"])
@@ -129,7 +130,7 @@ def test_damaged_gzip(tmp_path: Path, write_tar: Write, samples: Samples, damage
         content = bytearray(gzip.decompress(content))
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"train-0000\.tar\.gz: not a readable gzip"):
-        TarShards([path])
+        open_shards([path])
 
 
 def test_too_much_to_unpack_into_memory(
@@ -138,7 +139,7 @@ def test_too_much_to_unpack_into_memory(
     path = write_tar(tmp_path / "train-0000.tar.gz", samples(3))
     monkeypatch.setattr(tar_shards, "_COMPRESSED_LIMIT_BYTES", 10)
     with pytest.raises(DataError, match="gunzip"):
-        TarShards([path])
+        open_shards([path])
 
 
 # --- indexes, kept on disk -------------------------------------------------------------------------
@@ -172,10 +173,10 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 def test_built_once(large_shards: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     scanned = scans(monkeypatch)
-    first = TarShards(large_shards)
+    first = open_shards(large_shards)
     assert scanned == large_shards
     assert all(index_path(path).is_file() for path in large_shards)
-    second = TarShards(large_shards)
+    second = open_shards(large_shards)
     assert scanned == large_shards
     assert [second.name(i) for i in range(12)] == [first.name(i) for i in range(12)]
     assert [second.read(i) for i in range(12)] == [first.read(i) for i in range(12)]
@@ -188,7 +189,7 @@ def test_a_small_set_leaves_nothing_behind(
 ) -> None:
     monkeypatch.setattr(index_store, "_KEPT_FROM_BYTES", 64 << 20)
     before = sorted(large_shards[0].parent.iterdir())
-    assert len(TarShards(large_shards)) == 12
+    assert len(open_shards(large_shards)) == 12
     assert sorted(large_shards[0].parent.iterdir()) == before
 
 
@@ -198,25 +199,25 @@ def test_an_index_older_than_its_shard(
     samples: Samples,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    TarShards(large_shards)
+    open_shards(large_shards)
     write_tar(large_shards[1], samples(5, first=100))
     scanned = scans(monkeypatch)
-    source = TarShards(large_shards)
+    source = open_shards(large_shards)
     assert scanned == [large_shards[1]]
     assert len(source) == 13
     assert source.name(4) == "train-1.tar:000100.png"
     assert "index of train-1.tar belongs to an older state of the shard: built anew" in (
         source.note
     )
-    assert TarShards(large_shards).note == ""
+    assert open_shards(large_shards).note == ""
 
 
 def test_a_damaged_index(large_shards: list[Path]) -> None:
-    TarShards(large_shards)
+    open_shards(large_shards)
     content = bytearray(index_path(large_shards[2]).read_bytes())
     content[-40] ^= 1
     index_path(large_shards[2]).write_bytes(content)
-    source = TarShards(large_shards)
+    source = open_shards(large_shards)
     assert len(source) == 12
     assert "index of train-2.tar is damaged: built anew" in source.note
 
@@ -237,18 +238,18 @@ def test_shards_where_nothing_can_be_written(
     tmp_path: Path, large_shards: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read_only(monkeypatch, "data")
-    TarShards(large_shards)
+    open_shards(large_shards)
     assert not index_path(large_shards[0]).exists()
     assert len(list((tmp_path / "cache/paceline/index").glob("*.index"))) == 3
     scanned = scans(monkeypatch)
-    assert len(TarShards(large_shards)) == 12
+    assert len(open_shards(large_shards)) == 12
     assert scanned == []
 
 
 def test_a_damaged_shard_leaves_no_index(large_shards: list[Path]) -> None:
     os.truncate(large_shards[1], 3000)
     with pytest.raises(DataError, match=r"train-1\.tar: (truncated|not a readable)"):
-        TarShards(large_shards)
+        open_shards(large_shards)
     assert not index_path(large_shards[1]).exists()
 
 
@@ -296,13 +297,13 @@ def test_a_user_without_a_home(large_shards: list[Path], monkeypatch: pytest.Mon
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", nobody)
-    assert len(TarShards(large_shards)) == 12
+    assert len(open_shards(large_shards)) == 12
     assert index_path(large_shards[0]).is_file()
     for path in large_shards:
         index_path(path).unlink()
     read_only(monkeypatch, "data")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    source = TarShards(large_shards)
+    source = open_shards(large_shards)
     assert "index of train-0.tar cannot be kept: no place to write to" in source.note
 
 
@@ -312,7 +313,7 @@ def test_the_lock_of_a_read_only_place_is_in_the_cache(
     read_only(monkeypatch, "data")
     monkeypatch.setattr(os, "access", lambda path, mode: path != large_shards[0].parent)
     before = sorted(large_shards[0].parent.iterdir())
-    assert len(TarShards(large_shards)) == 12
+    assert len(open_shards(large_shards)) == 12
     assert sorted(large_shards[0].parent.iterdir()) == before
     kept = tmp_path / "cache/paceline/index"
     assert len(list(kept.glob("*.lock"))) == 1

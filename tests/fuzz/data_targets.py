@@ -20,19 +20,19 @@ from data_sets import png
 from fuzz.target import Seed, Target
 from paceline.data import DataSettings, Source
 from paceline.data.pack.inspect import shard_problems
-from paceline.data.pack.manifest import check_packed
 from paceline.data.sources.array_sets import read_binary, read_labels, read_pickle, read_sheet
 from paceline.data.sources.cache import from_entry, to_entry
+from paceline.data.sources.classes import read_classes
 from paceline.data.sources.index_store import UnfitIndexError, read_index, write_index
 from paceline.data.sources.labels import (
     FILE_NAMES,
     is_metadata,
     metadata_labels,
-    read_classes,
     read_flat_labels,
     read_metadata,
 )
 from paceline.data.sources.layouts import kinds_of, open_layout
+from paceline.data.sources.pack_manifest import check_packed
 from paceline.data.sources.storage import ShardStamp
 from paceline.data.sources.tar_index import NameTable, ShardIndex
 

@@ -34,7 +34,8 @@ from paceline.custom_loop import Checkpointer
 from paceline.data import DataSettings
 from paceline.data.pack.inspect import shard_problems
 from paceline.data.sources.array_sets import read_idx, read_labels
-from paceline.data.sources.labels import read_classes, read_metadata
+from paceline.data.sources.classes import read_classes
+from paceline.data.sources.labels import read_metadata
 from paceline.data.sources.layouts import open_layout
 from paceline.models import load_pretrained
 from paceline.plan.plan_file import PlanFile

@@ -21,8 +21,8 @@ from paceline.data import (
     TrainTransform,
     region_library,
 )
-from paceline.data.decode.decoder import RegionDecoder
 from paceline.data.decode.library import StoredFiles
+from paceline.data.decode.region import RegionDecoder
 from paceline.data.device.nvjpeg import jpeg_file
 from paceline.data.image import decode, image_facts
 from paceline.data.prefetch import Progress

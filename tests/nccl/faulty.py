@@ -25,7 +25,7 @@ def kill() -> None:
 
 def in_collective(nth: int, action: Callable[[], None]) -> None:
     """Once the nth all-reduce of the transport has been queued, outside of CUDA graphs."""
-    from paceline.comm.transport import NativeTransport
+    from paceline.comm.planned_transport import NativeTransport
 
     real, calls = NativeTransport._start, [0]
 

@@ -23,11 +23,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from paceline.alternatives.eight_bit.wires import ALL_TO_ALL
 from paceline.comm.group import Group
 from paceline.comm.settings import CommSettings
 from paceline.comm.transport import Piece, create_transport
 from paceline.core.topology import Topology
-from paceline.plan.fusion_plan import ALL_TO_ALL, FusionBucket, FusionPlan
+from paceline.plan.fusion_plan import FusionBucket, FusionPlan
 from paceline.train.machine import choose_device
 from paceline.train.run import run_training
 from small_runs import Silent, small_config
@@ -39,9 +40,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fp8": {"comm__wire": "float8_e4m3", "comm__overlap": "off"},
     "central": {"comm__algorithm": "central", "comm__fusion_mib": 0.1},
     # The servers' loss scale would have to be agreed in every step.
-    "asynchronous": {"comm__mode": "asynchronous", "precision__amp_dtype": "bf16"},
-    "norm-group": {"model__norm_group": 2},
-    "shares": {"run__shares": "3:1"},
+    "asynchronous": {"run__strategy": "asynchronous", "precision__amp_dtype": "bf16"},
+    "norm-group": {"run__strategy": "synced_norms"},
+    "shares": {"run__strategy": "unequal", "run__unequal__shares": "3:1"},
 }  # fmt: skip
 # What the run must say that it has chosen.
 CHOSEN = {
@@ -49,7 +50,7 @@ CHOSEN = {
     "fp8": ("exchange", "all_to_all, float8_e4m3 wire, after backward"),
     "central": ("exchange", "central"),
     "asynchronous": ("exchange", "asynchronous, 2 parameter server(s)"),
-    "norm-group": ("batch norm", "statistics over 1 group(s) of 2 ranks"),
+    "norm-group": ("synced norms", "statistics over 1 group(s) of 2 ranks"),
     "shares": ("shares", "(given)"),
 }
 

@@ -149,7 +149,7 @@ def trained(
         model.poison.fill_(float("inf") if poisoned and number == 1 else 0.0)
         outcome = step.run(number, RATE)
         skipped += [number] if outcome.skipped else []
-    masters = master_weights(step.model, step.update.optimizer)
+    masters = master_weights(step.model, step.optimizer)
     return torch.cat([m.flatten() for m in masters.values()]).float().cpu(), skipped, step
 
 

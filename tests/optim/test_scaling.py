@@ -299,16 +299,20 @@ def test_images_are_not_mixed_in_short_runs(batch: int, epochs: int, dropped: bo
 
 
 def test_asynchronous_weights_are_not_averaged() -> None:
-    config = auto("cifar10-resnet18", run__global_batch_size=10_000, comm__mode="asynchronous")
+    config = auto("cifar10-resnet18", run__global_batch_size=10_000, run__strategy="asynchronous")
     assert resolve_for(config, 50_000, 4)[0].run.average_epochs == 0
 
 
 @pytest.mark.parametrize(
     "own",
     [
-        {"comm__mode": "asynchronous"},
-        {"run__shares": "probe"},
-        {"rehearse__nodes": 1, "rehearse__gpus_per_node": 4},
+        {"run__strategy": "asynchronous"},
+        {"run__strategy": "unequal"},
+        {
+            "run__strategy": "rehearsal",
+            "run__rehearsal__nodes": 1,
+            "run__rehearsal__gpus_per_node": 4,
+        },
     ],
     ids=str,
 )

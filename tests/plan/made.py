@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from paceline.plan.cluster import Cluster, Link, slowest_of
 from paceline.plan.cost import all_reduce_s
-from paceline.plan.fusion_plan import FusionBucket, FusionPlan, travelling
+from paceline.plan.fusion_plan import FusionBucket, FusionPlan
 from paceline.plan.optimizer import Gradient
+from paceline.plan.wires import travelling
 from paceline.planner.workload import Affine, Workload
 
 

@@ -244,21 +244,19 @@ def test_rows_are_named_by_switches_and_descriptions_before_paths(
 
 
 FIELD: list[dict[str, Any]] = [
-    {"comm__wire": "int8"}, {"comm__mode": "asynchronous"},
-    {"run__shares": "probe", "run__rebalance": True},
+    {"comm__wire": "int8"}, {"run__strategy": "asynchronous"},
+    {"run__strategy": "unequal", "run__unequal__rebalance": True},
 ]  # fmt: skip
-OFF = {
-    "comm__wire": "auto", "comm__mode": "synchronous", "run__shares": "equal", "run__rebalance": False,
-}  # fmt: skip
+OFF = {"comm__wire": "auto", "run__strategy": "synchronous"}
 
 
 def test_a_row_is_named_by_what_it_switches_on(tmp_path: Path) -> None:
     """Without the plain row fewer settings would distinguish the others, but say nothing of int8."""
     several = [{"ranks": 2, **OFF, **values} for values in FIELD]
-    on = ["wire=int8", "mode=asynchronous", "shares=probe"]
+    on = ["wire=int8", "strategy=asynchronous", "strategy=unequal"]
     assert labels(compare(tmp_path / "three", *several)) == on
     plain = compare(tmp_path / "four", *several, {"ranks": 2, **OFF})
-    assert labels(plain) == [*on, "mode=synchronous wire=auto shares=equal"]
+    assert labels(plain) == [*on, "strategy=synchronous wire=auto"]
     rates = [{"optim__lr_base": rate, "ranks": 2, **OFF} for rate in (0.1, 0.2)]
     mixed = compare(tmp_path / "mixed", *rates, {**rates[1], "comm__wire": "int8"})
     assert labels(mixed) == ["lr_base=0.1", "lr_base=0.2", "wire=int8 lr_base=0.2"]

@@ -13,7 +13,7 @@ from paceline.report import Efficiency, RunFiles, bound_by
 from paceline.report.live_run import metrics_text
 from report.conftest import MakeRun
 from report.html_reader import run_page
-from report.made_up_runs import BEGAN, CONFIG, SUMMARY, evaluation, start
+from report.made_up_runs import BEGAN, SUMMARY, evaluation, start
 
 BATCH = 128
 # Six different ways to spend a step of 100 ms: the field that is set, and the cause it is reported as.
@@ -133,10 +133,8 @@ def test_prometheus_text(make_run: MakeRun) -> None:
     assert "nan" not in text.lower()
 
 
-def test_a_rehearsal_has_none_because_its_ranks_are_virtual(make_run: MakeRun) -> None:
-    folder = make_run(
-        [start(world_size=8), *steps(20)], config={**CONFIG, "rehearse": {"nodes": 2, "gpus_per_node": 4}}
-    )  # fmt: skip
+def test_virtual_ranks_have_none(make_run: MakeRun) -> None:
+    folder = make_run([start(world_size=8, processes=1), *steps(20)])
     run = RunFiles.read(folder)
     assert Efficiency.of(run) is None
     assert "paceline_efficiency" not in metrics_text([("run", run)])

@@ -300,20 +300,23 @@ def test_a_failed_write_leaves_the_old_report(
     assert names(finished_run) == ["config.toml", "metrics.jsonl", "report.html", "summary.json"]
 
 
-def test_the_staleness_of_asynchronous_runs_is_counted(make_run: MakeRun) -> None:
+def test_what_a_strategy_counts_is_a_table(make_run: MakeRun) -> None:
+    declared = replace(start(), counts={"staleness": ["Staleness", "updates", "pushes"]})
     steps = [
         StepEvent(step=n, epoch=n / 4, loss=1.0, lr=0.1, images_per_s=9.0, step_s=1.0, data_s=0.0,
-                  staleness={"0": 1, str(n): 3})
+                  fields={"staleness": {"0": 1, str(n): 3}})
         for n in (1, 2)
     ]  # fmt: skip
-    run = RunFiles.read(make_run(steps))
-    table = tables.staleness_table(run)
+    run = RunFiles.read(make_run([declared, *steps]))
+    (table,) = tables.count_tables(run)
+    assert table.columns == ("updates", "pushes", "share")
     assert table.rows == (("0", "2", "25.0 %"), ("1", "3", "37.5 %"), ("2", "3", "37.5 %"))
     assert "Staleness" in render_run(run)
-    plain = RunFiles.read(make_run([replace(steps[0], staleness=None)], name="plain"))
-    assert tables.staleness_table(plain).rows == ()
-    odd = [replace(steps[0], staleness={"x": 1, "2": "y"})]  # type: ignore[dict-item]
-    assert tables.staleness_table(RunFiles.read(make_run(odd, name="odd"))).rows == ()
+    plain = RunFiles.read(make_run([start(), *steps], name="plain"))
+    assert tables.count_tables(plain) == []
+    odd = [declared, replace(steps[0], fields={"staleness": {"x": 1, "2": "y"}})]
+    (empty,) = tables.count_tables(RunFiles.read(make_run(odd, name="odd")))
+    assert empty.rows == ()
 
 
 def test_metrics_of_callbacks_are_tables_and_curves(make_run: MakeRun) -> None:

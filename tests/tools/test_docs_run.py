@@ -110,7 +110,7 @@ def runnable(line: list[str], home: Path) -> list[str] | None:
         if "--nodes" in words:
             as_two_nodes(home / measured)
     if words[0] == "rehearse" and ("DIR" in words or "--profile" in words):
-        return None  # tests/train/test_rehearsal.py
+        return None  # tests/rehearsal/test_runs.py
     if "DIR" in words and "optim.scaling=auto" in words:
         return (
             None  # the rule refuses a batch of a few photos; the page has one on the quickstart's

@@ -6,12 +6,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.comm import CommSettings, GradientExchange, Group, Transport
+from paceline.config import RunConfig
 from paceline.core.topology import Topology
 from paceline.data import BatchPlan, DataSettings, Normalizer, create_train_loader, open_source
 from paceline.optim.settings import OptimSettings
@@ -25,7 +27,7 @@ from paceline.train.micro_step import MicroStep
 from paceline.train.step import TrainStep
 from paceline.train.step_parts import create_master_optimizer
 from paceline.train.stop_signals import StopSignals
-from paceline.train.update import Update
+from paceline.train.strategy import Synchronous
 from paceline.train.weights import create_average, master_weights
 
 CPU = torch.device("cpu")
@@ -105,12 +107,15 @@ def make_step(
         exchange = planned.create(group, accumulate=accumulate, graphs=made.graphs)
     micro_step = MicroStep(model, policy, normalize, exchange, scale, 0.1, graphs=made.graphs)
     average = create_average(made.average, 1, model, optimizer, norms)
-    update = Update(
-        optimizer, exchange, norms, scale, graphs=made.graphs, average=average,
-        clip_norm=made.optim.clip_norm,
+    strategy = Synchronous(RunConfig(), group)
+    parts = SimpleNamespace(
+        optimizer=optimizer, exchange=exchange, batch_norm=norms, scale=scale, average=average,
+        fast=SimpleNamespace(graphs=made.graphs), clip_norm=made.optim.clip_norm,
     )  # fmt: skip
+    strategy.attach(parts, micro_step)  # type: ignore[arg-type]
     return TrainStep(
-        model=model, micro=micro_step, update=update, exchange=exchange, batch_norm=norms,
+        model=model, micro=micro_step, strategy=strategy, optimizer=optimizer, exchange=exchange,
+        batch_norm=norms,
         loader=loader, normalize=normalize, policy=policy, plan=plan, group=group,
         stop=StopSignals(), scale=scale, seed=5,
     )  # fmt: skip
@@ -132,7 +137,7 @@ def joined() -> Iterator[Group]:
 
 def weights(step: TrainStep) -> Tensor:
     """All masters."""
-    masters = master_weights(step.model, step.update.optimizer)
+    masters = master_weights(step.model, step.optimizer)
     return torch.cat([value.flatten() for value in masters.values()]).clone()
 
 
@@ -140,7 +145,7 @@ def snapshot(step: TrainStep) -> dict[str, Tensor]:
     """All that a step may change: weights as computed with, masters, momenta, statistics."""
     found = {f"model {name}": value for name, value in step.model.state_dict().items()}
     found["masters"] = weights(step)
-    for number, state in enumerate(step.update.optimizer.state.values()):
+    for number, state in enumerate(step.optimizer.state.values()):
         found |= {f"{key} {number}": value for key, value in state.items()}
     found["tracked"] = step.batch_norm.tracked
     return {name: value.detach().clone() for name, value in found.items()}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm import CommSettings
-from paceline.comm.transport import ThreadTransport
+from paceline.comm.planned_transport import ThreadTransport
 from paceline.core.errors import RunError
 from paceline.train.micro_step import WARM_CALLS, Captured
 from ranks import run_ranks

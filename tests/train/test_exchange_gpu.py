@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
+from paceline.alternatives.eight_bit.wires import ALL_TO_ALL, EIGHT_BIT
 from paceline.comm import CommSettings, Group, ProcessGroups
 from paceline.comm.hybrid import PlannedAllReduce
-from paceline.comm.quantized import Residuals
 from paceline.comm.transport import Notify, Piece, Wait
 from paceline.core.topology import Topology
-from paceline.plan.fusion_plan import ALL_TO_ALL, EIGHT_BIT
 from paceline.plan.schedules import algorithm_names
 from ranks import run_ranks
 from train.steps import Made, alone, make_step, weights
@@ -133,8 +132,9 @@ def _eight_bit_sums(rank: int) -> bool:
         for wire in EIGHT_BIT:
             sums = []
             for device in ("cuda", "cpu"):
-                planned = PlannedAllReduce(ProcessGroups(topology, timeout_s=60), Residuals())
-                residuals = planned.quantized.residuals
+                groups, settings = ProcessGroups(topology, timeout_s=60), CommSettings(wire=wire)
+                planned = PlannedAllReduce(groups, [wire], settings)
+                residuals = planned.memory
                 assert residuals is not None
                 residuals.scale = torch.tensor(8.0, device=device)
                 buffer = torch.zeros(5000, device=device)

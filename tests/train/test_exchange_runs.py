@@ -135,7 +135,10 @@ def test_blocks_that_are_compiled_overlap_too(tmp_path: Path) -> None:
         ({"comm__wire": "float16"}, "comm.wire = 'float16'"),
         # Buckets with an algorithm are rounded to their wire format on one rank, too.
         ({"comm__algorithm": "ring", "comm__wire": "float16"}, "comm.algorithm = 'ring'"),
-        ({"comm__mode": "asynchronous", "comm__overlap": "off"}, "comm.mode = 'asynchronous'"),
+        (
+            {"run__strategy": "asynchronous", "comm__overlap": "off"},
+            "run.strategy = 'asynchronous'",
+        ),
         ({}, None),
     ],
 )

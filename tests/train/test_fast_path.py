@@ -18,7 +18,7 @@ from paceline.config import RunSettings
 from paceline.core.errors import ConfigError, PacelineError, RunError
 from paceline.core.topology import Topology
 from paceline.models.resnet import SmallResNet
-from paceline.models.synced_norm import NormGroup, TorchNorm, use_torch_norms
+from paceline.models.synced_norm import TorchNorm, use_torch_norms
 from paceline.train import fast_path
 from paceline.train.fast_path import (
     FastPath,
@@ -91,8 +91,7 @@ def test_a_cpu_gets_the_plain_model_and_a_gpu_graphs() -> None:
 
 
 def test_norms_over_several_ranks_are_not_captured() -> None:
-    shared = NormGroup(2, lambda tensor: None)
-    limits = ModelLimits.of(RunSettings(), cast(Group, SimpleNamespace()), shared, False)
+    limits = ModelLimits.of(RunSettings(), cast(Group, SimpleNamespace()), eager=True, varies=False)
     path = choose_fast_path(RunSettings(), SmallResNet(), GPU, "", limits=limits)
     assert not path.graphs
     assert path.applied is None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.train import shares
+from alternatives.test_unequal import REBALANCED, with_slow_rank
 from ranks import run_ranks
 from small_runs import run_small
 
@@ -18,8 +18,8 @@ pytestmark = [
 ]
 CASES: dict[str, dict[str, Any]] = {
     "int8": {"comm__wire": "int8"},
-    "asynchronous": {"comm__mode": "asynchronous", "precision__amp_dtype": "bf16"},
-    "shares": {"run__shares": "3:1"},
+    "asynchronous": {"run__strategy": "asynchronous", "precision__amp_dtype": "bf16"},
+    "shares": {"run__strategy": "unequal", "run__unequal__shares": "3:1"},
 }
 
 
@@ -36,13 +36,8 @@ def test_it_trains(tmp_path: Path, name: str) -> None:
 
 
 def _slow(rank: int, output: str) -> dict[str, Any]:
-    """Rank 1 seems to need three times as long for a sample."""
-    kept = shares.Rebalance.note
-    shares.Rebalance.note = (  # type: ignore[method-assign]
-        lambda self, *_: kept(self, 3.0 if rank else 1.0, 0.0)
-    )
-    values = {"run__shares": "1:1", "run__rebalance": True, "checkpoint__interval_steps": 5}
-    return _run(rank, output, {**values, "run__epochs": 4})
+    values = {**REBALANCED, "checkpoint__interval_steps": 5, "run__epochs": 4}
+    return with_slow_rank(rank, lambda: _run(rank, output, values))
 
 
 def test_micro_steps_are_captured_again_after_a_new_division(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_masters_are_those_of_their_own_weights(dtype: str) -> None:
     model = Mixed()
     drawn = {name: p.detach().clone() for name, p in model.named_parameters()}
     step = make_step(alone(), model=model, made=made(dtype=dtype))
-    for name, master in master_weights(model, step.update.optimizer).items():
+    for name, master in master_weights(model, step.optimizer).items():
         assert torch.equal(master, drawn[name]), name
     assert not step.run(0, 0.1).skipped
 

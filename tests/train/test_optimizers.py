@@ -119,12 +119,12 @@ def clipped_step(norm: float, dtype: str = "fp32", **optim: Any) -> Any:
 def test_clipping_is_torchs(dtype: str) -> None:
     """The norm of all gradients, unscaled, after their mean; the update is that of clipped ones."""
     plain, clipped, loose = (clipped_step(norm, dtype) for norm in (0.0, 0.05, 1e6))
-    before = [m.detach().clone() for m in plain.update.optimizer.masters()]
+    before = [m.detach().clone() for m in plain.optimizer.masters()]
     outcomes = [step.run(0, 0.1) for step in (plain, clipped, loose)]
     moves = [
         torch.cat([
             (b - m.detach()).flatten()
-            for b, m in zip(before, step.update.optimizer.masters(), strict=True)
+            for b, m in zip(before, step.optimizer.masters(), strict=True)
         ])
         for step in (plain, clipped, loose)
     ]  # fmt: skip

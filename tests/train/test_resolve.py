@@ -68,15 +68,30 @@ def test_the_defaults_are_not_refused() -> None:
 @pytest.mark.parametrize(
     ("values", "job", "program", "field"),
     [
-        ({"comm.mode": "asynchronous"}, Job(processes=2), Components(optimizer=dict), "optimizer"),
         (
-            {"comm.mode": "asynchronous"},
+            {"run.strategy": "asynchronous"},
+            Job(processes=2),
+            Components(optimizer=dict),
+            "optimizer",
+        ),
+        (
+            {"run.strategy": "asynchronous"},
             Job(processes=2, device="cuda"),
             None,
             "precision.amp_dtype",
         ),
-        ({"rehearse.nodes": 2}, Job(processes=2), None, "rehearse.nodes"),
-        ({"model.norm_group": 2}, Job(processes=3), None, "model.norm_group"),
+        (
+            {"run.strategy": "rehearsal", "run.rehearsal.nodes": 2},
+            Job(processes=2),
+            None,
+            "run.strategy",
+        ),
+        (
+            {"run.strategy": "synced_norms"},
+            Job(processes=3),
+            None,
+            "run.synced_norms.ranks",
+        ),
         ({"optim.scaling": "auto"}, Job(processes=1), Components(optimizer=dict), "optim.scaling"),
         ({"optim.name": "halp"}, Job(processes=1), Components(augment=dict), "augment"),
         ({"optim.name": "lp_sgd"}, Job(processes=1, device="cuda"), None, "precision.amp_dtype"),

@@ -106,7 +106,7 @@ def run_short_step(group: Group, micro: int, dtype: str) -> tuple[float, list[Te
             next(step.loader)
     outcome = step.run(2, 0.1)
     assert not outcome.skipped
-    return outcome.loss, [master.detach().clone() for master in step.update.optimizer.masters()]
+    return outcome.loss, [master.detach().clone() for master in step.optimizer.masters()]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -126,7 +126,7 @@ def test_a_short_step_takes_the_mean_over_its_own_samples(
         results = [run_short_step(alone(), micro, dtype)]
     else:
         results = run_ranks(ranks, _short_step, micro, dtype)
-    parameters = [p for group in step.update.optimizer.param_groups for p in group["params"]]
+    parameters = [p for group in step.optimizer.param_groups for p in group["params"]]
     for ours, masters in results:
         assert ours == pytest.approx(loss.item(), rel=tolerance)
         for master, parameter in zip(masters, parameters, strict=True):
@@ -161,7 +161,7 @@ def test_clipping_is_of_the_gradient_of_the_mean_loss_also_in_a_short_step(
         batch, before = next(other.loader), weights(step)
         names = dict(other.model.named_parameters())
         with torch.no_grad():
-            for name, master in master_weights(step.model, step.update.optimizer).items():
+            for name, master in master_weights(step.model, step.optimizer).items():
                 names[name].copy_(master)
         other.model.zero_grad()
         mean(other.model(other.normalize(batch.images, "cpu")), batch.labels).backward()
@@ -202,12 +202,12 @@ def test_weights_are_the_masters_rounded_and_masters_keep_small_steps(dtype: str
     assert torch.equal(step.model.conv.weight, rounded)
     assert not torch.equal(weights(step), begin)
     step.run(1, 0.1)
-    masters = step.update.optimizer.masters()
-    for name, master in zip(step.update.names, masters, strict=True):
+    masters = step.optimizer.masters()
+    for name, master in zip(step.names, masters, strict=True):
         parameter = step.model.get_parameter(name)
         assert parameter.dtype == (HALF[dtype] if parameter.dim() > 1 else torch.float32)
         assert torch.equal(parameter, master.to(parameter.dtype)), name
-        momentum = step.update.optimizer.state[parameter]["momentum_buffer"]
+        momentum = step.optimizer.state[parameter]["momentum_buffer"]
         assert master.dtype == momentum.dtype == torch.float32
 
 

@@ -134,12 +134,12 @@ def test_frozen_and_shared_parameters_are_exported_as_they_are(dtype: str) -> No
     assert not step.run(0, 0.1).skipped
     assert model.first.weight is model.second.weight
     assert not torch.equal(model.first.weight, trained)
-    assert "frozen.weight" not in (*step.exchange.names, *step.update.names)
-    state = full_state(model, step.update.optimizer)
+    assert "frozen.weight" not in (*step.exchange.names, *step.names)
+    state = full_state(model, step.optimizer)
     assert torch.equal(state["frozen.weight"], frozen.float())
     assert torch.equal(state["first.weight"], state["second.weight"])
     assert {v.dtype for n, v in state.items() if "tracked" not in n} == {torch.float32}
-    masters = master_weights(model, step.update.optimizer)
+    masters = master_weights(model, step.optimizer)
     assert masters.keys() == dict(model.named_parameters()).keys()
 
 
@@ -151,7 +151,7 @@ def test_a_parameter_of_zeros_is_trained_at_the_plain_rate(dtype: str) -> None:
     nn.init.ones_(model.conv.bias)  # else the ReLU would let no gradient through
     step = make_step(alone(), model=model, made=lars(dtype))
     assert not step.run(0, 0.1).skipped
-    ratios = dict(zip(step.update.names, step.update.optimizer.trust_ratios(), strict=True))
+    ratios = dict(zip(step.names, step.optimizer.trust_ratios(), strict=True))
     assert ratios["conv.weight"] == 1.0
     assert ratios["fc.weight"] != 1.0
     assert model.conv.weight.abs().sum() > 0
@@ -164,7 +164,7 @@ def test_an_empty_group_of_parameters_is_left_out(dtype: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(144, 4, bias=False))
     step = make_step(alone(), model=model, made=lars(dtype))
-    assert len(step.update.optimizer.param_groups) == 1
+    assert len(step.optimizer.param_groups) == 1
     losses = [step.run(number, 0.05).loss for number in range(2)]
     assert losses[1] < losses[0]
 

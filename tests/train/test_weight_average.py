@@ -38,12 +38,12 @@ def made_step(dtype: str = "fp32", steps: float = 3.0, model: nn.Module | None =
 
 
 def average_of(step: TrainStep) -> WeightAverage:
-    assert step.update.average is not None
-    return step.update.average
+    assert step.strategy.update.average is not None
+    return step.strategy.update.average
 
 
 def masters_and_statistics(step: TrainStep) -> Tensor:
-    masters = [m.detach().double().flatten() for m in step.update.optimizer.masters()]
+    masters = [m.detach().double().flatten() for m in step.optimizer.masters()]
     return torch.cat([*masters, step.batch_norm.flat.double().flatten()])
 
 
@@ -78,7 +78,7 @@ def test_training_never_uses_it_and_a_model_holds_it_only_inside_the_context(dty
     assert same(snapshot(plain), before)
     average = average_of(step)
     with average.applied():
-        parameters = [p for g in step.update.optimizer.param_groups for p in g["params"]]
+        parameters = [p for g in step.optimizer.param_groups for p in g["params"]]
         for parameter, weights in zip(parameters, average.weights, strict=True):
             assert torch.equal(parameter, weights.to(parameter.dtype))
         assert torch.equal(step.batch_norm.flat, average.statistics)
@@ -142,7 +142,7 @@ def test_running_out_of_memory_names_the_setting(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(RunError, match=r"run\.average_epochs=0"):
         average_of(step).applied().__enter__()
     with pytest.raises(RunError, match=r"run\.average_epochs=0"):
-        create_average(1.0, 4, step.model, step.update.optimizer, step.batch_norm)
+        create_average(1.0, 4, step.model, step.optimizer, step.batch_norm)
 
 
 def test_frozen_and_shared_parameters_are_in_the_state_as_they_are() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.core.exclusions import Exclusion, above, not_in, one_of
+from paceline.core.exclusions import Exclusion, not_in, one_of
 from paceline.core.settings import SettingChecks
 
 SWITCHES = ("auto", "on", "off")
@@ -52,15 +52,6 @@ class AccelSettings:
         Exclusion(
             "run.accel.recompute_norms", one_of(True), _COMPILED, _COMPILED_BY,
             "choose one of the two",
-        ),
-        # Batch norms that compute over several ranks need a collective inside a pass.
-        *(
-            Exclusion(
-                f"run.accel.{name}", not_in("auto", "off"), {"model.norm_group": above(1)},
-                "cannot be used with model.norm_group = {model.norm_group}",
-                "use 'auto', or model.norm_group=1",
-            )
-            for name in ("fused_norm", "fused_convolutions", "compile")
         ),
     )  # fmt: skip
 

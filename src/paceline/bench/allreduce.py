@@ -17,8 +17,8 @@ from torch import Tensor
 
 from paceline.comm.hybrid import HybridAllReduce, PlannedAllReduce, WireFormat
 from paceline.core.errors import CommError
-from paceline.plan.fusion_plan import ALL_TO_ALL, EIGHT_BIT
 from paceline.plan.size_table import SizeTable
+from paceline.plan.wires import wire_format
 from paceline.tune.timing import RankGroup, Times, interleaved
 
 NATIVE = "native"
@@ -45,9 +45,9 @@ class AllReduceBench:
 
     def __init__(self, ranks: RankGroup, job: AllReduceJob) -> None:
         self._ranks, self._job = ranks, job
-        self._made: dict[str, HybridAllReduce | _Quantized] = {}
-        if job.wire in EIGHT_BIT:
-            self._made[ALL_TO_ALL] = _Quantized(ranks, job.wire)
+        self._made: dict[str, HybridAllReduce | _OwnAllReduce] = {}
+        if own := wire_format(job.wire).algorithm:
+            self._made[own] = _OwnAllReduce(ranks, own, job.wire)
             return
         for name in job.algorithms:
             if name not in (NATIVE, HYBRID):
@@ -93,18 +93,15 @@ class AllReduceBench:
         }  # fmt: skip
 
 
-class _Quantized:
-    """An 8-bit format without error feedback: the sum of one call does not depend on earlier ones."""
+class _OwnAllReduce:
+    """A format's own all-reduce, without memory: the sum of one call does not depend on earlier ones."""
 
-    def __init__(self, ranks: RankGroup, wire: str) -> None:
-        self._planned, self._wire = PlannedAllReduce(ranks.groups), wire
+    def __init__(self, ranks: RankGroup, algorithm: str, wire: str) -> None:
+        self._planned = PlannedAllReduce(ranks.groups, [wire])
+        self._algorithm, self._wire = algorithm, wire
 
     def all_reduce(self, buffer: Tensor) -> None:
-        self._planned.carry(buffer, ALL_TO_ALL, self._wire)
-
-
-# The largest relative error of one rounding, of the largest number of a block for int8.
-_EIGHT_BIT_UNITS = {"int8": 1 / 254, "float8_e4m3": 1 / 16, "float8_e5m2": 1 / 8}
+        self._planned.carry(buffer, self._algorithm, self._wire)
 
 
 def choose_sizes(least: int, most: int, factor: float) -> tuple[int, ...]:
@@ -133,9 +130,10 @@ class Pattern:
         self._ones = float(world_size)
         # Integers are exact up to 1 / (2 · unit roundoff); beyond, each rank may round once.
         most = 2.0 * world_size
-        if wire in EIGHT_BIT:
+        form = wire_format(wire)
+        if form.algorithm:
             # Each rank's numbers are rounded once, and the sum.
-            self._tolerance = 2 * most * _EIGHT_BIT_UNITS[wire]
+            self._tolerance = 2 * most * form.roundoff
             return
         unit = WireFormat.named(wire).unit_roundoff
         self._tolerance = 0.0 if most * unit <= 0.5 else most * unit * world_size

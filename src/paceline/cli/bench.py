@@ -30,8 +30,8 @@ from paceline.config import RunConfig, parse_assignment
 from paceline.core.errors import ConfigError
 from paceline.core.units import format_percent, parse_bytes
 from paceline.models.settings import check_model_name
-from paceline.plan.fusion_plan import ALL_TO_ALL, EIGHT_BIT, WIRES
 from paceline.plan.size_table import SizeTable
+from paceline.plan.wires import AUTO, wire_format
 
 if TYPE_CHECKING:
     from paceline.bench.allreduce import AllReduceJob
@@ -266,14 +266,13 @@ def allreduce(
 ) -> int:
     """All-reduce: every size by every algorithm, against the backend's own."""
     check_settings(device, backend, group_size)
-    if wire not in WIRES or wire == "auto":
-        raise ConfigError("--wire", wire, "unknown", f"use one of {', '.join(WIRES[1:])}")
+    own = wire_format(wire, "--wire").algorithm
+    if wire == AUTO:
+        raise ConfigError("--wire", wire, "is each gradient's own format", "name a format")
     names = parse_algorithms(algorithms)
-    if wire in EIGHT_BIT and (algorithms != "all" or sizes is not None):
+    if own and (algorithms != "all" or sizes is not None):
         name, value = ("--sizes", str(sizes)) if sizes is not None else ("--algorithms", algorithms)
-        raise ConfigError(
-            name, value, f"cannot sum {wire} numbers", f"leave it out: {ALL_TO_ALL} does"
-        )
+        raise ConfigError(name, value, f"cannot sum {wire} numbers", f"leave it out: {own} does")
     table = None if sizes is None else SizeTable.read(sizes)
     check_at_least(1, {"--iterations": iterations})
     check_at_least(0, {"--warm-up": warm_up})

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 import typer
 
-from paceline.config import Job, RunConfig
+from paceline.config import Job, RunConfig, unflatten
 from paceline.core.topology import Topology
 from paceline.core.units import format_bytes, format_duration
 
@@ -62,24 +62,22 @@ class StepTimes:
 
 
 def dry_run(config: RunConfig, ranks: int) -> int:
-    """Prints settings, data, model, memory and time of a run on `ranks` ranks of this node. In a
-    rehearsal one process computes all virtual ranks, one after the other."""
+    """Prints settings, data, model, memory and time of a run on `ranks` ranks of this node."""
     from paceline.comm.group import Group
     from paceline.optim.scaling_report import describe_in_lines
-    from paceline.optim.settings import ANCHORED
     from paceline.train.components import Components
     from paceline.train.exchange_plan import describe_idle
     from paceline.train.inputs import check_trackers
     from paceline.train.machine import choose_device, choose_threads
     from paceline.train.resolve import Facts, refuse, resolve
+    from paceline.train.strategy import strategy_class
 
     device = choose_device(config, Topology())
     job, program = Job(processes=ranks, device=device.type), Components()
     refuse(config, job, program)
     check_trackers(config)
-    processes, virtual = ranks, config.rehearse.ranks
-    if virtual:
-        ranks, processes = virtual, 1
+    processes, strategy = ranks, strategy_class(config)
+    ranks = strategy.ranks(config, processes)
     typer.echo("# settings that differ from the defaults; docs/settings.md has all")
     typer.echo(tomli_w.dumps(_changed(config)).strip())
     samples, classes, about = _data(config)
@@ -93,21 +91,15 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     torch.set_num_threads(max(1, choose_threads(config, Topology()) // processes))
     with Group(Topology(), config.comm, device) as group:
         times = _measure(config, group, sizes, classes, samples / sizes.global_batch, ranks)
-    # A rehearsal computes all ranks' images, and one update.
-    times = replace(times, images_s=times.images_s * max(1, virtual))
-    passes = 1.0
-    if config.optim.name in ANCHORED:
-        # Each sample at the weights and at the anchor, and the full gradients, as `Anchors` takes them.
-        per_epoch = plan.steps_per_epoch
-        passes = 2 + per_epoch / max(1, round(config.optim.center_epochs * per_epoch))
+    # A process that computes several ranks makes one update.
+    times = replace(times, images_s=times.images_s * (ranks / processes))
+    passes = config.optim.own_optimizer.passes(plan.steps_per_epoch)
     # Passes cost as much as their samples, also where the batch grows.
     batches = plan.total_samples / sizes.global_batch
     train_s = times.training_s(plan.total_steps, batches, passes)
     _show("batch", sizes.describe(ranks))
     if idle := describe_idle(config, ranks):
         _show("no effect", idle)
-    if virtual:
-        _show("rehearsal", f"of {virtual:,} ranks, in one process, one after the other")
     _show("steps", f"{plan.total_steps:,} in {config.run.epochs} epochs")
     counted = f", {passes:.3g} passes over the data an epoch" if passes > 1 else ""
     _show("time", f"about {format_duration(train_s)} of training: a step's images "
@@ -124,12 +116,13 @@ def _show(name: str, text: str) -> None:
 
 def _changed(config: RunConfig) -> Mapping[str, Any]:
     plain = RunConfig().flat()
-    tables: dict[str, dict[str, Any]] = {}
-    for name, value in config.flat().items():
-        if value != plain.get(name) and value is not None:
-            section, _, key = name.partition(".")
-            tables.setdefault(section, {})[key] = value
-    return tables
+    return unflatten(
+        {
+            name: value
+            for name, value in config.flat().items()
+            if value != plain.get(name) and value is not None
+        }
+    )
 
 
 def _data(config: RunConfig) -> tuple[int, int, str]:
@@ -185,19 +178,20 @@ def _show_memory(config: RunConfig, model: nn.Module, sizes: BatchSizes) -> None
 def _exchange(config: RunConfig, model: nn.Module, ranks: int) -> dict[str, str]:
     """How several ranks would exchange gradients. Raises ConfigError for a plan or a table of sizes that
     cannot be used for this model and so many ranks."""
-    from paceline.plan.plan_file import ClusterFacts
-    from paceline.train.exchange_plan import ChosenPlan, check_wires, describe_option
+    from paceline.train.exchange_plan import ChosenPlan, check_wires
+    from paceline.train.strategy import strategy_class
 
     if ranks == 1:
         return {}
-    comm = config.comm
-    chosen = ChosenPlan.of(comm, model, ClusterFacts(ranks, config.rehearse.nodes or 1))
+    comm, strategy = config.comm, strategy_class(config)
+    chosen = ChosenPlan.of(comm, model, strategy.cluster(config, ranks, nodes=1))
     wire = "" if comm.wire == "auto" else f", {comm.wire} wire"
     text = f"plan {comm.plan}" if comm.plan else f"algorithm {comm.algorithm}{wire}"
     if chosen.plan is not None:
         check_wires(config, chosen.plan, chosen.origin)
         text += f", {len(chosen.plan.buckets)} bucket(s)"
-    return {"exchange": f"between {ranks:,} ranks: {describe_option(comm, ranks) or text}"}
+    lines = strategy.outline(config, ranks)
+    return {**lines, "exchange": f"between {ranks:,} ranks: {lines.get('exchange', text)}"}
 
 
 def _measure(
@@ -215,11 +209,13 @@ def _measure(
     from paceline.train.resolve import without_exchange
     from paceline.train.step_parts import create_parts, create_step
     from paceline.train.stop_signals import StopSignals
+    from paceline.train.strategy import strategy_class
     from paceline.tune.step import SyntheticBatches
 
     device = group.device
     model = make_model(config, config.model.num_classes or classes, Components())
     check_model_norms(config, model)
+    strategy_class(config).check_model(model)
     _show_memory(config, model, sizes)
     exchange = _exchange(config, model, ranks)
     config = without_exchange(config, ranks)

@@ -6,8 +6,8 @@ import json
 import math
 import os
 from contextlib import closing
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 from rich.console import Console
@@ -26,18 +26,37 @@ from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, DataError
 from paceline.core.files import whole_file
 from paceline.core.topology import Topology
+from paceline.optim.registry import DECAY, Course, ScheduleSettings, register_schedule
 from paceline.report import chart_document, range_page, write_page
 from paceline.report.chart import Chart, Line, Marker
 from paceline.train.display import create_display, print_line
 
 if TYPE_CHECKING:
-    from paceline.train.callbacks import RangeResult
+    from paceline.tune.range_test import RangeResult
 
 
 # Flags of `train` without meaning here: the range has its own rates, schedule and length.
 _OTHER = ("epochs", "lr", "warmup_epochs", "resume", "target_top1")
 _FLAGS = {name: setting for name, setting in FLAGS.items() if name not in _OTHER}
 _OWN = ("low", "high", "steps", "as_json")
+
+
+@dataclass(frozen=True)
+class Range(ScheduleSettings):
+    """The rate grows by the same factor with every step."""
+
+    WARMS_UP: ClassVar[bool] = False
+    READS: ClassVar[tuple[str, ...]] = DECAY
+
+    lr: tuple[float, float] = (1e-5, 10.0)
+    """First and last rate."""
+    steps: int = 100
+    """Steps from the first rate to the last."""
+
+    def rate(self, time: float, course: Course) -> float:
+        low, high = self.lr
+        share = min(time / (self.steps - 1), 1.0)
+        return float(low * (high / low) ** share)
 
 
 def _range_flags(
@@ -83,9 +102,9 @@ def range_config(
         raise ConfigError(
             "run.resume", config.run.resume, "a range test starts afresh", "leave it out"
         )
-    if config.rehearse.ranks:
+    if config.run.strategy == "rehearsal":
         raise ConfigError(
-            "rehearse.nodes", config.rehearse.nodes, "a range test is not rehearsed",
+            "run.strategy", "rehearsal", "a range test is not rehearsed",
             "leave it out, and give --global-batch-size",
         )  # fmt: skip
     with closing(open_source(replace(config.data, cache="none"), "train")) as source:
@@ -94,11 +113,13 @@ def range_config(
     first = config.optim.batch_growth.first_batch(config.run.global_batch_size)
     batch = resolve_batch_sizes(first, config.run.batch_size, world, samples).global_batch
     epochs = math.ceil(steps * batch / samples)
+    register_schedule("range", Range)
     return config.with_values({
         "run.name": f"{config.run.name}-lr-find", "run.epochs": epochs,
         "run.global_batch_size": batch, "run.eval_interval_epochs": epochs,
         "run.average_epochs": 0.0, "run.target_top1": None, "run.rank_records": "off",
-        "optim.schedule": "range", "optim.range_lr": [low, high], "optim.range_steps": steps,
+        "optim.schedule": "range", "optim.range.lr": [low, high], "optim.range.steps": steps,
+        "optim.warmup_epochs": 0.0,
         "optim.batch_schedule": "", "optim.batch_limit": None, "optim.schedule_free": 0.0,
         "optim.scaling": "off",
         "checkpoint.interval_epochs": 0, "checkpoint.interval_steps": 0, "checkpoint.keep": 1,
@@ -106,9 +127,9 @@ def range_config(
 
 
 def _run(config: RunConfig, steps: int, as_json: bool) -> int:
-    from paceline.train.callbacks import RangeTest
     from paceline.train.components import Components
     from paceline.trainer import Trainer
+    from paceline.tune.range_test import RangeTest
 
     test = RangeTest(steps)
     console = Console(stderr=as_json)

@@ -31,10 +31,11 @@ from paceline.core.errors import ConfigError
 from paceline.core.settings import check_input_rate
 from paceline.core.untrusted import one_line
 from paceline.plan.cluster import Cluster
-from paceline.plan.fusion_plan import FusionPlan, wire_names
+from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.optimizer import best_plan
 from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
 from paceline.plan.schedules import algorithm_names
+from paceline.plan.wires import wire_names
 from paceline.planner.accelerators import (
     GPUS_PER_NODE,
     Accelerator,

@@ -197,7 +197,7 @@ def train_here(config: RunConfig) -> int:
 
 # The settings of the flags that describe the cluster, by the names of their parameters.
 _CLUSTER = {
-    name: f"rehearse.{name}"
+    name: f"run.rehearsal.{name}"
     for name in (
         "nodes", "gpus_per_node", "gpu", "profile", "cluster", "node_gbps", "latency_us", "links",
         "oversubscription", "input_images_per_s", "eval_s", "startup_s", "price_per_gpu_hour",
@@ -236,10 +236,8 @@ def _cluster_flags(
 
 def rehearse(**given: Any) -> int:
     """Train here as a cluster would: same sums, same batch norm, predicted time."""
-    flags = parse_flags(given) | parse_flags(given, _CLUSTER)
+    flags = parse_flags(given) | {"run.strategy": "rehearsal"} | parse_flags(given, _CLUSTER)
     config = resolve(given["recipe"], flags, given["settings"], given["trust"])
-    if not config.rehearse.ranks:
-        raise ConfigError("--nodes", None, "says which cluster to rehearse", "try --nodes 64")
     with without_save_requests(config.checkpoint), interrupted_at_once():
         return train_here(config)
 

@@ -20,14 +20,14 @@ from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import Store
 
 from paceline.comm.job import Attendance, RankHosts
-from paceline.core.errors import (
-    CheckpointError,
-    CommError,
-    ConfigError,
-    DataError,
-    PacelineError,
-    RunError,
+from paceline.comm.peer_errors import (
+    SAME_SETTINGS,
+    AgreedError,
+    PeerError,
+    Remedies,
+    error_kind,
 )
+from paceline.core.errors import CommError, PacelineError
 from paceline.core.topology import Topology
 from paceline.core.untrusted import ParseError, is_count, parse_table
 
@@ -44,10 +44,10 @@ _SLICE_S = 30.0
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.01
 _GRACE_S = 15.0
 _LONGEST_TEXT = 100_000
+# How long the store's host stays for ranks that may still have to read; longer than they wait.
+_LEAVE_WAIT_S = 3.0
 # No value is this text: to compare a key with it only reads the key.
 _NOTHING = "none"
-SAME_SETTINGS = "start every rank with the same recipe and flags"
-Remedies = str | Mapping[str, str]
 
 
 class ActiveClock:
@@ -104,51 +104,6 @@ def peek(store: Store, key: str) -> str:
     return "" if found == _NOTHING else found
 
 
-class AgreedError(PacelineError):
-    """An error that all ranks raise; `exit_code` is that of the rank that found it."""
-
-    def __init__(self, text: str, exit_code: int) -> None:
-        PacelineError.__init__(self, text)
-        self.exit_code = exit_code
-
-    @classmethod
-    def of_kind(cls, kind: str, text: str, exit_code: int) -> AgreedError:
-        """Also of the class that the error had on the rank that found it, so that a program catches the
-        same class on one rank and on many."""
-        return _KINDS.get(kind, cls)(text, exit_code)
-
-
-class AgreedConfigError(AgreedError, ConfigError):
-    """`field` is not known any more."""
-
-    field = ""
-
-
-class AgreedDataError(AgreedError, DataError):
-    """See `AgreedError.of_kind`."""
-
-
-class AgreedCheckpointError(AgreedError, CheckpointError):
-    """See `AgreedError.of_kind`."""
-
-
-class AgreedRunError(AgreedError, RunError):
-    """See `AgreedError.of_kind`."""
-
-
-_KINDS: dict[str, type[AgreedError]] = {
-    "ConfigError": AgreedConfigError,
-    "DataError": AgreedDataError,
-    "CheckpointError": AgreedCheckpointError,
-    "RunError": AgreedRunError,
-}
-
-
-def error_kind(error: PacelineError) -> str:
-    """The name of the public class that `error` belongs to."""
-    return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS), "")
-
-
 def _as_report(error: PacelineError) -> dict[str, Any]:
     return {"error": str(error), "code": error.exit_code, "kind": error_kind(error)}
 
@@ -188,17 +143,6 @@ def _digest_and_rank(value: str) -> list[str]:
     if len(found) != 2 or not found[1].isdecimal():
         raise ParseError("is no digest")
     return found
-
-
-class PeerError(CommError):
-    """Something failed because another process is gone: a consequence, not a cause."""
-
-    @classmethod
-    def from_agreed(cls, cause: AgreedError) -> PeerError:
-        """With the message and the exit code of the rank that failed."""
-        error = cls(str(cause))
-        error.exit_code = cause.exit_code
-        return error
 
 
 @contextmanager
@@ -462,7 +406,7 @@ class Agreement:
     def has_news(self) -> bool:
         return bool(self._store.check([_NEWS]))
 
-    def leave(self, wait_s: float) -> None:
+    def leave(self, wait_s: float = _LEAVE_WAIT_S) -> None:
         """Marks that this rank needs the store no more; rank 0, where it hosts the store, waits for the
         others. Else the store would be gone before a slower rank has read why all ranks end."""
         if self._left:

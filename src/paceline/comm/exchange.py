@@ -27,7 +27,8 @@ from paceline.comm.progress import BucketInfo, ExchangeObserver
 from paceline.comm.tracing import ExposedTime, Reading
 from paceline.comm.transport import DirectTransport, Piece, Transport, Wait
 from paceline.core.errors import RunError
-from paceline.plan.fusion_plan import FlatLayout, FusionPlan, TensorSpec, wire_bytes
+from paceline.plan.fusion_plan import FlatLayout, FusionPlan, TensorSpec
+from paceline.plan.wires import wire_bytes
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,9 @@ SIGNALS = tuple(field.name for field in fields(Signals))
 
 class GradientExchange:
     """Owns the gradients' memory between backward pass and update, and all state of the exchange."""
+
+    # What a description says in place of when buckets are sent.
+    note = ""
 
     def __init__(
         self,

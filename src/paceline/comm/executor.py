@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from paceline.comm.process_groups import ProcessGroups, all_gather_flat, reduce_scatter_flat
+from paceline.comm.collectives import all_gather_flat, reduce_scatter_flat
+from paceline.comm.process_groups import ProcessGroups
 from paceline.core.errors import CommError
 from paceline.plan.schedules import NATIVE, algorithm, check_name
 from paceline.plan.steps import (

@@ -5,40 +5,26 @@ over all collectives. A single process without a launcher is a group of one that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
-from paceline.comm.agreement import (
-    SAME_SETTINGS,
-    Agreement,
-    PeerError,
-    Remedies,
-    explain_lost_store,
-)
-from paceline.comm.job import RankHosts
-from paceline.comm.process_groups import (
-    Collectives,
-    Made,
-    abort_process_groups,
-    init_default_group,
-    prepare_nccl,
-)
+from paceline.comm.collectives import Collectives, Made, abort_process_groups, backend_reason
+from paceline.comm.peer_errors import SAME_SETTINGS, PeerError, Remedies, ShowError
 from paceline.comm.progress import BucketInfo, ProgressBoard
-from paceline.comm.rendezvous import meet
-from paceline.comm.settings import BACKEND_GRACE_S, CommSettings
-from paceline.comm.watchdog import LostRanks, ShowError, Watchdog
+from paceline.comm.settings import CommSettings
 from paceline.core.errors import CommError, DeviceError, PacelineError, RunError
-from paceline.core.host import DeferredEnd, no_thread
+from paceline.core.extensions import load_part
+from paceline.core.host import no_thread
 from paceline.core.topology import Topology
 
-# How long the store's host stays for ranks that may still have to read; longer than they wait.
-_LEAVE_WAIT_S = 3.0
-# How long aborting NCCL's communicators may take before the process ends regardless.
-_ABORT_WAIT_S = 3.0
+if TYPE_CHECKING:
+    from paceline.comm.agreement import Agreement
+    from paceline.comm.job import RankHosts
+    from paceline.comm.membership import Membership
+    from paceline.comm.watchdog import LostRanks, Watchdog
 
 
 class SharedFacts:
@@ -74,8 +60,8 @@ class Group(Collectives):
         # An observer of the exchange; the watchdog reads it.
         self.board = ProgressBoard()
         self._watchdog: Watchdog | None = None
-        self._hosts = RankHosts()
-        self._lost = LostRanks(topology.rank)
+        self._hosts: RankHosts | None = None
+        self._lost: LostRanks | None = None
         self._agreement: Agreement | None = None
         self._own_fault: PacelineError | None = None
         self._stop_heard = False
@@ -94,74 +80,35 @@ class Group(Collectives):
                 "this process has a torch.distributed process group already",
                 "close it first: pl.init() and pl.Trainer each make their own, one after the other",
             )
-        if self.backend == "nccl":
-            prepare_nccl(topology, share_gpus=settings.share_gpus)
-        with ExitStack() as lookups:
-            store = self._join(settings, show_error, shared or {}, versions or {}, lookups)
-        wait_s = settings.timeout_s + BACKEND_GRACE_S
-        self.watched(
-            "joining the process group",
-            lambda: init_default_group(self.backend, store, topology, wait_s, device),
-        )
-
-    def _join(
-        self,
-        settings: CommSettings,
-        show_error: ShowError | None,
-        shared: Mapping[str, Any],
-        versions: Mapping[str, str],
-        lookups: ExitStack,
-    ) -> Store:
-        """Returns once all ranks have met, and have opened their watchdog's connection. Rank 0's store
-        looks no names up until then."""
-        with DeferredEnd(active=not self.topology.ends_together) as end:
-            meeting = meet(self.topology, settings.rendezvous_timeout_s, shared, lookups, end)
-        store, self.restarted = meeting.store, meeting.restarted
-        self._agreement = Agreement(store, self.topology, settings.rendezvous_timeout_s)
-        failed: PacelineError | None = None
-        if self.topology.world_size > 1:
-            try:
-                with explain_lost_store(self.topology.rank, "join"):
-                    self._hosts = RankHosts.read(store)
-                    self._watchdog = Watchdog(
-                        store, self.topology, settings.timeout_s, self.board, show_error,
-                        self._hosts, before_exit=self._forced_exit,
-                    )  # fmt: skip
-            except RuntimeError as error:
-                failed = no_thread(error)
-                if failed is None:
-                    raise
-        self._lost = LostRanks(self.rank, self._agreement, self._watchdog, self._hosts)
-        # Everyone is here before the backend connects: a late or dead rank is named, not waited for
-        # in the backend's own, unnamed handshake.
         facts = SharedFacts()
         facts.compare(
-            {f"version of {name}": version for name, version in versions.items()},
+            {f"version of {name}": version for name, version in (versions or {}).items()},
             "install the same software on every node",
         )
-        facts.compare(shared)
+        facts.compare(shared or {})
         facts.compare(
             {"comm.backend": self.backend, "device": self.device.type},
             "use the same kind of device everywhere",
         )
-        try:
-            self.agree("join", failed, facts.values, facts.remedies)
-        except PacelineError:
-            self._agreement.leave(_LEAVE_WAIT_S)
-            if self._watchdog is not None:
-                self._watchdog.close()
-            raise
-        return store
+        join = load_part("comm.membership:Membership", "comm.backend", self.backend)
+        members: Membership = join(
+            topology, settings, self.backend, self.board, shared or {}, facts.values, facts.remedies,
+            show_error, self._forced_exit,
+        )  # fmt: skip
+        self._agreement, self._watchdog = members.agreement, members.watchdog
+        self._hosts, self._lost = members.hosts, members.lost
+        self.restarted = members.restarted
+        self.watched("joining the process group", lambda: members.connect(device))
 
     @property
     def host_leader(self) -> int:
         """The lowest rank on this rank's host."""
-        return self._hosts.leader(self.rank)
+        return self.rank if self._hosts is None else self._hosts.leader(self.rank)
 
     @property
     def shares_host(self) -> bool:
         """Whether another rank has this rank's host."""
-        return self._hosts.count(self.rank) > 1
+        return self._hosts is not None and self._hosts.count(self.rank) > 1
 
     def post_to_host(self, name: str, text: str) -> None:
         """On the leader of a host, before a phase: a text for the other ranks of the host."""
@@ -225,7 +172,7 @@ class Group(Collectives):
 
     def fault(self) -> PacelineError:
         """The error that some rank posted; called once a collective has shown that there is one."""
-        found = self._lost.posted_fault() if self._agreement else self._own_fault
+        found = self._lost.posted_fault() if self._lost is not None else self._own_fault
         return found or CommError(
             "a rank failed without posting its error", "look into the ranks' logs"
         )
@@ -277,7 +224,7 @@ class Group(Collectives):
         connections close with the process."""
         if self.backend == "nccl":
             self.aborted = True
-            abort_process_groups(list(self._release_graphs), _ABORT_WAIT_S)
+            abort_process_groups(list(self._release_graphs))
 
     def before_forced_exit(self, action: Callable[[], None]) -> None:
         """`action` runs in seconds at most before the watchdog ends this process."""
@@ -311,7 +258,7 @@ class Group(Collectives):
         if dist.is_initialized() and not self._device_lost and not self.aborted:
             dist.destroy_process_group()
         if self._agreement is not None:
-            self._agreement.leave(_LEAVE_WAIT_S)
+            self._agreement.leave()
         if self._watchdog is not None:
             self._watchdog.close()
 
@@ -327,16 +274,21 @@ class Group(Collectives):
         except torch.AcceleratorError:
             raise  # this rank's own device failed; no other rank is to blame
         except RuntimeError as error:
-            raise no_thread(error) or self._lost.broken(what, error) from error
+            if self._lost is not None:
+                raise no_thread(error) or self._lost.broken(what, error) from error
+            alone = PeerError(f"{what} broke on rank {self.rank} ({backend_reason(error)})")
+            raise no_thread(error) or alone from error
 
     def peer_error(self, error: CommError) -> PeerError:
         """For an exchange that broke: the error that the failed rank posted, else `error` itself."""
+        if self._lost is None:
+            return PeerError(error.cause, error.remedy)
         return self._lost.peer_error(error)
 
     def lost_client(self) -> str:
         """After this rank's device failed: which rank is gone, where ranks share a GPU; else empty. Under
         MPS a client that is killed can break the GPU for all others."""
-        return self._lost.silent() if self._share_gpus else ""
+        return self._lost.silent() if self._share_gpus and self._lost is not None else ""
 
 
 def choose_backend(settings: CommSettings, topology: Topology, device: torch.device) -> str:

@@ -13,8 +13,9 @@ import time
 
 from torch.distributed.distributed_c10d import Store
 
-from paceline.comm.agreement import AgreedError, Agreement, Report
+from paceline.comm.agreement import Agreement, Report
 from paceline.comm.job import rank_hosts_store
+from paceline.comm.peer_errors import AgreedError
 from paceline.comm.progress import RankProgress
 from paceline.comm.store import names_from_files
 from paceline.core.errors import CommError

@@ -12,9 +12,9 @@ The sums or means are bit-identical on all ranks. They are computed on a communi
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,15 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined] # public, not in __all__
 from torch.futures import Future
 
-from paceline.comm.executor import Executor, check_buffer
-from paceline.comm.process_groups import ProcessGroups, backend_reason, current_topology
-from paceline.comm.quantized import QuantizedAllReduce, Residuals
+from paceline.comm.collectives import backend_reason
+from paceline.comm.executor import Executor, Staging, check_buffer
+from paceline.comm.memory import Memory
+from paceline.comm.process_groups import ProcessGroups, current_topology
+from paceline.comm.settings import CommSettings
 from paceline.core.errors import CommError, ConfigError, nearest
-from paceline.plan.fusion_plan import ALL_TO_ALL, EIGHT_BIT, SHORT_WIRES
+from paceline.core.extensions import load_part
 from paceline.plan.size_table import SizeTable
+from paceline.plan.wires import SHORT_WIRES, wire_format
 
 __all__ = ["CommThread", "HybridAllReduce", "PlannedAllReduce", "SizeTable", "WireFormat"]
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -51,13 +54,9 @@ class WireFormat:
     def named(cls, name: str, world_size: int = 1, *, scaled: bool | None = None) -> Self:
         """`scaled`: room for a sum over `world_size` ranks; None means for fp16 alone."""
         full = SHORT_WIRES.get(name, name)
-        if full in EIGHT_BIT:
-            raise ConfigError(
-                "comm.wire", name, "8-bit formats need buckets that never change, for their residuals",
-                "use `paceline train`, or fp16 here",
-            )  # fmt: skip
         if full not in _DTYPES:
-            raise ConfigError("comm.wire", name, "unknown format", nearest(str(name), WIRES))
+            problem = "is not a format in which every algorithm can sum"
+            raise ConfigError("comm.wire", name, problem, nearest(str(name), WIRES))
         wanted = full == "float16" if scaled is None else scaled
         # 2^shift ≥ p: p numbers of up to 65504 / 2^shift cannot add up to more than 65504.
         return cls(full, (world_size - 1).bit_length() if wanted else 0)
@@ -187,6 +186,37 @@ def _value(future: Future[Any]) -> Tensor:
     return outcome
 
 
+class WireCarrier(Protocol):
+    """The all-reduce of wire formats that schedules cannot sum."""
+
+    # What the format remembers between steps.
+    memory: Memory | None
+
+    def run(self, buffer: Tensor, wire: str) -> None:
+        """Replaces `buffer`, of any number format, by its sum over ranks. Every rank calls this with the
+        same buffers in the same order."""
+
+
+def _create_carriers(
+    wires: Collection[str], groups: ProcessGroups, staging: Staging, settings: CommSettings | None
+) -> dict[str, WireCarrier]:
+    """Formats with the same `Wire.create` share one carrier, and only one of a plan has a memory."""
+    makers: dict[Any, list[str]] = {}
+    for wire in sorted(wires):
+        if (form := wire_format(wire)).algorithm:
+            makers.setdefault(form.create, []).append(wire)
+    carriers: dict[str, WireCarrier] = {}
+    for place, names in makers.items():
+        create = load_part(place, "comm.wire", names[0]) if isinstance(place, str) else place
+        carriers |= dict.fromkeys(names, create(groups, staging, settings, names))
+    if len({id(c.memory) for c in carriers.values() if c.memory is not None}) > 1:
+        raise ConfigError(
+            "comm.plan", None, f"has buckets in {', '.join(carriers)}, which remember different things",
+            "use the formats of one kind",
+        )  # fmt: skip
+    return carriers
+
+
 class PlannedAllReduce:
     """Casts to the wire format, sums by the algorithm that it is given, casts back; in the caller's
     thread or on the communication thread.
@@ -195,13 +225,25 @@ class PlannedAllReduce:
     every later one, with a `CommError`; the timeout is that of the process groups.
     """
 
-    def __init__(self, groups: ProcessGroups, residuals: Residuals | None = None) -> None:
-        """`residuals`: error feedback of 8-bit formats."""
+    def __init__(
+        self,
+        groups: ProcessGroups,
+        wires: Collection[str] = (),
+        settings: CommSettings | None = None,
+    ) -> None:
+        """`wires` are the formats of the plan, `settings` those of formats that remember something
+        between steps; without settings none does."""
         self.groups = groups
         self._executor = Executor(groups)
         self.staging = self._executor.staging
-        self.quantized = QuantizedAllReduce(groups, self.staging, residuals)
+        self._carriers = _create_carriers(wires, groups, self.staging, settings)
         self._thread = CommThread()
+
+    @property
+    def memory(self) -> Memory | None:
+        """What wire formats remember between steps, if anything."""
+        found = (carrier.memory for carrier in self._carriers.values())
+        return next((memory for memory in found if memory is not None), None)
 
     def prepare(self, algorithm: str) -> None:
         """Connects the ranks as the algorithm needs it. All ranks call this at the same point."""
@@ -212,9 +254,9 @@ class PlannedAllReduce:
 
         The sum must not overflow the format; that of shares of a mean does not.
         """
-        if wire in EIGHT_BIT:
+        if (carrier := self._carriers.get(wire)) is not None:
             check_buffer(buffer)
-            self._guarded(ALL_TO_ALL, buffer, lambda: self.quantized.run(buffer, wire))
+            self._guarded(algorithm, buffer, lambda: carrier.run(buffer, wire))
         else:
             self.run(buffer, algorithm, WireFormat.for_tensor(buffer, wire))
 

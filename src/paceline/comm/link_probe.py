@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -150,40 +151,16 @@ def fit_cost(points: Sequence[tuple[int, float]]) -> LinkFacts:
     negative. The residual is the root mean square of the relative errors: 0.1 is 10 %."""
     if not points or any(seconds <= 0 for _, seconds in points):
         raise ValueError("a fit needs points with a time above 0")
-    candidates = [
-        cost
-        for cost in (_both(points), _alpha_only(points), _beta_only(points))
-        if cost is not None
-    ]
-    alpha, beta = min(candidates, key=lambda cost: _residual(points, *cost))
-    return LinkFacts(alpha, beta, _residual(points, alpha, beta))
-
-
-def _both(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
-    """The unbounded optimum, if it is one that a link can have."""
-    largest = max(size for size, _ in points) or 1
-    a = b = c = d = e = 0.0
-    for size, seconds in points:
-        x, y = 1 / seconds, (size / largest) / seconds
-        a, b, c, d, e = a + x * x, b + x * y, c + y * y, d + x, e + y
-    determinant = a * c - b * b
-    if determinant <= 1e-12 * a * c:
-        return None
-    alpha, beta = (d * c - e * b) / determinant, (a * e - b * d) / determinant
-    return (alpha, beta / largest) if alpha >= 0 and beta >= 0 else None
-
-
-def _alpha_only(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    weights = [1 / seconds for _, seconds in points]
-    return sum(weights) / sum(weight * weight for weight in weights), 0.0
-
-
-def _beta_only(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
-    shares = [size / seconds for size, seconds in points]
-    square = sum(share * share for share in shares)
-    return (0.0, sum(shares) / square) if square else None
-
-
-def _residual(points: Sequence[tuple[int, float]], alpha: float, beta: float) -> float:
-    errors = [(alpha + beta * size - seconds) / seconds for size, seconds in points]
-    return math.sqrt(sum(error * error for error in errors) / len(errors))
+    sizes, seconds = np.array(points, dtype=np.float64).T
+    largest = max(float(sizes.max()), 1.0)
+    # β counts in messages of the largest size, so that both numbers are of one magnitude.
+    shares = np.stack([1 / seconds, sizes / largest / seconds])
+    fits = []
+    for used in ([0, 1], [0], [1]):
+        found, _, rank, _ = np.linalg.lstsq(shares[used].T, np.ones(len(points)), rcond=1e-6)
+        if rank == len(used) and found.min() >= 0:
+            errors = found @ shares[used] - 1
+            cost = dict(zip(used, found.tolist(), strict=True))
+            residual = math.sqrt(float(np.mean(errors * errors)))
+            fits.append(LinkFacts(cost.get(0, 0.0), cost.get(1, 0.0) / largest, residual))
+    return min(fits, key=lambda fit: fit.residual)

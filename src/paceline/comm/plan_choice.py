@@ -15,19 +15,12 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.comm.settings import CommSettings, HybridSettings
-from paceline.core.errors import ConfigError, nearest
-from paceline.plan.fusion_plan import (
-    ALL_TO_ALL,
-    EIGHT_BIT,
-    WIRES,
-    FusionBucket,
-    FusionPlan,
-    TensorSpec,
-    wire_bytes,
-)
+from paceline.core.errors import ConfigError
+from paceline.plan.fusion_plan import FusionBucket, FusionPlan, TensorSpec
 from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
 from paceline.plan.schedules import NATIVE, check_name
 from paceline.plan.size_table import SizeTable
+from paceline.plan.wires import own_algorithm, wire_bytes, wire_format
 
 # What goes beside the bulk of a bucket is some hundred numbers long: the signals, norms, biases.
 _BESIDE_BYTES = 4096
@@ -77,8 +70,8 @@ class PlanChoice:
         return FusionPlan(tuple(self._with_algorithms(pool, by_name) for pool in pools.buckets))
 
     def _with_algorithms(self, pool: FusionBucket, by_name: dict[str, TensorSpec]) -> FusionBucket:
-        if self.settings.wire in EIGHT_BIT:
-            return replace(pool, algorithm=ALL_TO_ALL, beside=NATIVE)
+        if own := own_algorithm(self.settings.wire):
+            return replace(pool, algorithm=own, beside=NATIVE)
         bulk = self.table.choose(self._bulk_bytes(pool, by_name))
         small = self.table.choose(_BESIDE_BYTES)
         return replace(pool, algorithm=bulk, beside=small if small != bulk else "")
@@ -130,17 +123,16 @@ def _checked_plan(
     plan, path = file.plan, file.path
     file.check(ModelFacts.of((spec.name, spec.length) for spec in tensors), cluster, path)
     for number, bucket in enumerate(plan.buckets, start=1):
-        if bucket.wire in EIGHT_BIT and bucket.algorithm != ALL_TO_ALL:
+        where = f"{path}: bucket {number}"
+        own = wire_format(bucket.wire, f"{where}: wire").algorithm
+        if own and bucket.algorithm != own:
             raise ConfigError(
-                f"{path}: bucket {number}: algorithm", bucket.algorithm,
-                f"cannot sum {bucket.wire} numbers", f"use {ALL_TO_ALL!r}, or another wire format",
+                f"{where}: algorithm", bucket.algorithm,
+                f"cannot sum {bucket.wire} numbers", f"use {own!r}, or another wire format",
             )  # fmt: skip
-        if bucket.wire not in EIGHT_BIT:
-            check_name(bucket.algorithm, f"{path}: bucket {number}: algorithm")
-        check_name(bucket.beside_algorithm, f"{path}: bucket {number}: beside")
-        if bucket.wire not in WIRES:
-            name = f"{path}: bucket {number}: wire"
-            raise ConfigError(name, bucket.wire, "unknown", nearest(bucket.wire, WIRES))
+        if not own:
+            check_name(bucket.algorithm, f"{where}: algorithm")
+        check_name(bucket.beside_algorithm, f"{where}: beside")
     plan.check([spec.name for spec in tensors])
     return plan
 

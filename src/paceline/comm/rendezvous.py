@@ -36,7 +36,7 @@ from typing import Any
 from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from paceline.comm.agreement import ActiveClock, AgreedError, Agreement, PeerError, came, peek
+from paceline.comm.agreement import ActiveClock, Agreement, came, peek
 from paceline.comm.coordinator import (
     COMPLETE,
     COUNT,
@@ -56,6 +56,7 @@ from paceline.comm.job import (
     RankHost,
     rank_hosts_store,
 )
+from paceline.comm.peer_errors import AgreedError, PeerError
 from paceline.comm.store import forget_store, store_of_job
 from paceline.core.errors import CommError
 from paceline.core.host import DeferredEnd, no_thread

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.core.errors import ConfigError
-from paceline.core.exclusions import Exclusion, Test, check_exclusions, not_in, one_of
+from paceline.core.exclusions import Exclusion, check_exclusions, not_in, one_of
 from paceline.core.settings import Section, SettingChecks
-from paceline.plan.fusion_plan import ALL_TO_ALL, EIGHT_BIT, WIRES
 from paceline.plan.schedules import algorithm_names
+from paceline.plan.wires import WIRES, own_algorithm, wire_format
 
 BACKENDS = ("auto", "gloo", "nccl")
 OVERLAPS = ("auto", "on", "off")
-MODES = ("synchronous", "asynchronous")
-_OF_ASYNCHRONOUS = ("staleness", "servers")
 # What a plan file decides itself.
 _PLANNED = ("algorithm", "fusion_mib", "wire")
 # By how much torch's own timeout is longer than `timeout_s`. The watchdog enforces `timeout_s`: it can
@@ -58,7 +56,7 @@ class CommSettings(Section):
 
     NAME: ClassVar[str] = "comm"
     OWNERS: ClassVar[Mapping[str, str]] = {"hybrid": "comm.settings:HybridSettings"}
-    CHOOSERS: ClassVar[tuple[str, ...]] = ("algorithm",)
+    CHOOSERS: ClassVar[tuple[str, ...]] = ("algorithm", "wire")
 
     backend: str = "auto"
     """`nccl`, `gloo`, or `auto` (NCCL on GPUs, Gloo elsewhere)."""
@@ -72,10 +70,8 @@ class CommSettings(Section):
     fusion_mib: float = 16.0
     """Size at which a gradient bucket is closed, in MiB; 0 sends every tensor separately."""
     wire: str = "auto"
-    """Format in which gradients travel: `float32`, `float16`, `bfloat16`, the 8-bit formats `int8`,
-    `float8_e4m3` and `float8_e5m2`, or `auto` (the gradients' own)."""
-    error_feedback: bool = True
-    """For 8-bit wire formats: add what rounding cut off to the gradients of the next step."""
+    """Format in which gradients travel: `float32`, `float16`, `bfloat16`, `auto` (the gradients' own), or
+    another one that docs/communication.md lists."""
     mode: str = "synchronous"
     """`synchronous`, or `asynchronous`: ranks push gradients to parameter servers and pull weights,
     without waiting for one another."""
@@ -100,9 +96,8 @@ class CommSettings(Section):
         check = SettingChecks("comm", self)
         check.known("backend", BACKENDS)
         check.known("algorithm", ("auto", "hybrid", *algorithm_names()))
-        check.known("wire", WIRES)
+        wire_format(self.wire)
         check.known("overlap", OVERLAPS)
-        check.known("mode", MODES)
         for name in ("timeout_s", "rendezvous_timeout_s"):
             value = getattr(self, name)
             if not 1 <= value <= 86400:
@@ -113,51 +108,25 @@ class CommSettings(Section):
             raise ConfigError(
                 "comm.group_size", self.group_size, "must be 0 (the ranks of a node) or more"
             )
-        for name in _OF_ASYNCHRONOUS:
-            if getattr(self, name) < 0:
-                raise ConfigError(f"comm.{name}", getattr(self, name), "must be 0 or more")
         check_exclusions((*EXCLUSIONS, *self.exclusions()), comm=self)
 
-
-def _not_default(
-    names: tuple[str, ...], when: str, test: Test, problem: str, remedy: str
-) -> list[Exclusion]:
-    """Rows for settings that must have their defaults."""
-    return [
-        Exclusion(
-            f"comm.{name}", not_in(getattr(CommSettings, name)), {when: test}, problem, remedy
-        )
-        for name in names
-    ]
+    def unused(self) -> list[str]:
+        """Returns the owners whose settings are given, but which no setting has chosen. A plan file may
+        choose any wire format."""
+        return [name for name in super().unused() if not (self.plan and name in WIRES)]
 
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
-    *_not_default(
-        _OF_ASYNCHRONOUS, "comm.mode", one_of("synchronous"),
-        "has no meaning with comm.mode = 'synchronous'",
-        "leave it out, or set comm.mode = 'asynchronous'",
-    ),
-    *_not_default(
-        ("algorithm", "wire", "plan", "group_size"), "comm.mode", one_of("asynchronous"),
-        "comm.mode = 'asynchronous' has no all-reduce: gradients go to parameter servers",
-        "leave one of the two out",
+    *(
+        Exclusion(
+            f"comm.{name}", not_in(getattr(CommSettings, name)), {"comm.plan": not_in("")},
+            "but comm.plan = {comm.plan!r} decides it", "leave one of the two out",
+        )
+        for name in _PLANNED
     ),
     Exclusion(
-        "comm.overlap", one_of("on"), {"comm.mode": one_of("asynchronous")},
-        "comm.mode = 'asynchronous' pushes whole gradients, after backward", "use 'auto' or 'off'",
-    ),
-    *_not_default(
-        _PLANNED, "comm.plan", not_in(""), "but comm.plan = {comm.plan!r} decides it",
-        "leave one of the two out",
-    ),
-    Exclusion(
-        "comm.algorithm", not_in("auto"), {"comm.wire": one_of(*EIGHT_BIT)},
+        "comm.algorithm", not_in("auto"), {"comm.wire": lambda wire: bool(own_algorithm(wire))},
         "cannot sum {comm.wire} numbers",
-        f"leave it out: 8-bit formats travel by {ALL_TO_ALL}; or use comm.wire = 'float16'",
-    ),
-    Exclusion(
-        "comm.error_feedback", one_of(False),
-        {"comm.plan": one_of(""), "comm.wire": not_in(*EIGHT_BIT)},
-        "has no meaning with comm.wire = {comm.wire!r}", f"it belongs to {', '.join(EIGHT_BIT)}",
+        "leave it out: the format has an all-reduce of its own; or use comm.wire = 'float16'",
     ),
 )  # fmt: skip

@@ -32,22 +32,16 @@ from functools import partial
 
 from torch.distributed.distributed_c10d import Store
 
-from paceline.comm.agreement import ActiveClock, AgreedError, Agreement, PeerError
+from paceline.comm.agreement import ActiveClock, Agreement
+from paceline.comm.collectives import backend_reason
 from paceline.comm.heartbeats import HeartbeatChannel
 from paceline.comm.job import RankHosts, format_ranks, rank_hosts_store
-from paceline.comm.process_groups import backend_reason
-from paceline.comm.progress import (
-    BucketInfo,
-    ProgressBoard,
-    RankProgress,
-    stall_error,
-    unreachable_error,
-)
+from paceline.comm.peer_errors import AgreedError, PeerError, ShowError
+from paceline.comm.progress import BucketInfo, ProgressBoard, RankProgress
+from paceline.comm.stalls import stall_error, unreachable_error
 from paceline.core.errors import CommError, PacelineError
 from paceline.core.host import in_thread
 from paceline.core.topology import Topology
-
-ShowError = Callable[[PacelineError], None]
 
 # Longer than a rank waits for the cause and for the others to leave (see `group.py`).
 _LEAVE_S = 10.0
@@ -299,18 +293,18 @@ class LostRanks:
     def __init__(
         self,
         rank: int,
-        agreement: Agreement | None = None,
-        watchdog: Watchdog | None = None,
-        hosts: RankHosts | None = None,
+        agreement: Agreement,
+        watchdog: Watchdog | None,
+        hosts: RankHosts,
     ) -> None:
         self._rank = rank
         self._agreement = agreement
         self._watchdog = watchdog
-        self._hosts = hosts or RankHosts()
+        self._hosts = hosts
 
     def posted_fault(self) -> AgreedError | None:
         """The error that a failed rank has posted, or posts within seconds."""
-        return self._agreement.read_fault(_FAULT_WAIT_S) if self._agreement else None
+        return self._agreement.read_fault(_FAULT_WAIT_S)
 
     def broken(self, what: str, error: RuntimeError) -> PeerError:
         """For a collective of the backend: who failed and why, where that is known."""
@@ -341,7 +335,7 @@ class LostRanks:
     def _posted(self, error: PeerError, is_certain: bool) -> PeerError:
         """Where the lost ranks are known for certain, posts that, so that ranks whose own connections
         still stand end with the same line, and without a search of their own."""
-        if not is_certain or self._agreement is None:
+        if not is_certain:
             return error
         self._agreement.post_fault(error)
         first = self._agreement.read_fault()
@@ -350,20 +344,16 @@ class LostRanks:
     def _suspect(self, error: str) -> str:
         """Who is gone, by the peer's address in the backend's error; empty where that is unknown."""
         for address in re.findall(r"\[?([0-9a-fA-F.:]+)\]?:\d+", error):
-            suspect = self._hosts.gone_text(address)
-            if suspect and self._agreement is not None:
+            if suspect := self._hosts.gone_text(address):
                 return self._agreement.first_suspect(suspect)
         return ""
 
     def silent(self) -> str:
         """Who is gone, as another rank has found, or because it does not answer; empty where all
         answer."""
-        known = self._agreement.known_suspect() if self._agreement is not None else ""
-        if known:
+        if known := self._agreement.known_suspect():
             return known
         ranks = self._watchdog.silent_ranks() if self._watchdog is not None else set()
-        if self._agreement is None:
-            return ""
         if not ranks:
             return self._suspect_of_reader()
         verb = "gives" if len(ranks) == 1 else "give"
@@ -372,7 +362,6 @@ class LostRanks:
     def _suspect_of_reader(self) -> str:
         """Where ranks are many one of them reads all heartbeats, and the others wait for what it
         finds."""
-        assert self._agreement is not None
         waits = 0 if self._watchdog is None or self._watchdog.all_read else _SUSPECT_WAITS
         for _ in range(waits):
             if known := self._agreement.known_suspect():

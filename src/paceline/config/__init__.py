@@ -22,20 +22,15 @@ from paceline.config.run_config import (
     unflatten,
     with_defaults,
 )
-from paceline.config.settings import (
-    EQUAL_SHARES,
-    PROBED_SHARES,
-    CheckpointSettings,
-    RunSettings,
-)
+from paceline.config.settings import STRATEGIES, SYNCHRONOUS, CheckpointSettings, RunSettings
 
 __all__ = [
-    "EQUAL_SHARES",
-    "PROBED_SHARES",
     "RECIPES",
     "REMOVED",
     "RENAMED",
     "SECTIONS",
+    "STRATEGIES",
+    "SYNCHRONOUS",
     "CheckpointSettings",
     "Job",
     "RunConfig",

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.core.errors import ConfigError
+from paceline.core.extensions import load_part, provided
 
 _ARGUMENT = "leave it out; in a loop of your own it is an argument of pl.LARS"
 _DEFAULT = "leave it out"
@@ -26,20 +27,27 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
     "comm.local_steps": (4, _DEFAULT),
     "comm.local_start_step": (100, _DEFAULT),
     "comm.local_group_size": (1, _DEFAULT),
+    "optim.range_lr": ([1e-5, 10.0], "use paceline lr-find --from --to"),
+    "optim.range_steps": (100, "use paceline lr-find --steps"),
     "data.crop_ratio": ([3 / 4, 4 / 3], _DEFAULT),
     "data.prefetch_batches": (4, _DEFAULT),
     "data.read_retries": (6, _DEFAULT),
     "data.resident_max_mib": (4096, "use data.resident = 'on' or 'off'"),
     "data.shuffle_run": (16, _DEFAULT),
+    "optim.adapt_bias_norm": (False, _ARGUMENT),
     "optim.cycle_floor": (0.1, _DEFAULT),
     "optim.cycle_tail": (0.1, _DEFAULT),
     "optim.eps": (0.0, _ARGUMENT),
     "optim.in_half": (False, _DEFAULT),
+    "optim.known_good_lr": (None, _DEFAULT),
+    "optim.known_good_momentum": (None, _DEFAULT),
+    "optim.known_good_optimizer": ("", _DEFAULT),
     "optim.lr_in_momentum": (True, _ARGUMENT),
     "optim.lp_span": (0.0, _DEFAULT),
     "optim.muon_products": ("auto", _DEFAULT),
     "optim.rms_beta": (0.99, _DEFAULT),
     "optim.rms_rate": (3e-4, _DEFAULT),
+    "optim.scaling_keeps": ([], _DEFAULT),
     "optim.soap_interval": (10, _DEFAULT),
     "optim.trust_log_interval": (0, "leave it out; optimizers have trust_ratios()"),
     "precision.loss_scale": (None, "leave it out; use precision.loss_scale_init for the first one"),
@@ -52,11 +60,32 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
 
 RENAMED: Mapping[str, tuple[Any, str]] = {
     "comm.eta_kib": (None, "comm.hybrid.eta_kib"),
+    "comm.mode": ("synchronous", "run.strategy"),
+    "comm.servers": (0, "run.asynchronous.servers"),
     "comm.sizes": ("", "comm.hybrid.sizes"),
     "run.compile": ("auto", "run.accel.compile"),
     "run.fused_convolutions": ("off", "run.accel.fused_convolutions"),
     "run.fused_norm": ("auto", "run.accel.fused_norm"),
     "run.recompute_norms": (False, "run.accel.recompute_norms"),
+    "optim.adam_eps": (1e-8, "optim.adamw.eps, or that of lamb or rmsprop_warmup"),
+    "optim.beta1": (0.9, "optim.adamw.beta1 or optim.lamb.beta1"),
+    "optim.beta2": (0.999, "optim.adamw.beta2 or optim.lamb.beta2"),
+    "optim.clip": (False, "optim.lars.clip or optim.lamb.clip"),
+    "optim.muon_steps": ("relative", "optim.muon.steps"),
+    "optim.orthogonal": ("filters", "optim.muon.orthogonal"),
+    "optim.share_products": ("auto", "optim.muon.share_products"),
+    "optim.trust_coefficient": (
+        0.001,
+        "optim.lars.trust_coefficient or optim.muon.trust_coefficient",
+    ),
+    "optim.decay_epochs": ([30.0, 60.0, 80.0], "optim.step.epochs or optim.piecewise.epochs"),
+    "optim.decay_factors": ([0.5, 0.075, 0.01, 0.001], "optim.piecewise.factors"),
+    "optim.decay_rate": (0.1, "optim.step.factor"),
+    "optim.poly_power": (2.0, "optim.poly.power"),
+    "comm.staleness": (4, "run.asynchronous.staleness"),
+    "model.norm_group": (1, "run.synced_norms.ranks"),
+    "run.rebalance": (False, "run.unequal.rebalance"),
+    "run.shares": ("equal", "run.unequal.shares"),
 }
 
 
@@ -64,9 +93,11 @@ def without_removed(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the sections without earlier settings that have the value that applies now."""
     kept: dict[str, Any] = {}
     for section, table in tables.items():
-        kept[section] = table
+        rest = table
         if isinstance(table, Mapping):
-            kept[section] = {k: v for k, v in table.items() if not _is_usual(f"{section}.{k}", v)}
+            rest = {k: v for k, v in table.items() if not _is_usual(f"{section}.{k}", v)}
+        if rest or not table:  # a section of which nothing is left may have been removed as a whole
+            kept[section] = rest
     return kept
 
 
@@ -74,8 +105,8 @@ def refuse_removed(tables: Mapping[str, Any]) -> None:
     """Raises ConfigError for an earlier setting that has another value than the one that applies now."""
     for section, table in without_removed(tables).items():
         for key, value in table.items() if isinstance(table, Mapping) else ():
-            if (name := f"{section}.{key}") in RENAMED:
-                new = RENAMED[name][1]
+            if (renamed := _renamed(name := f"{section}.{key}")) is not None:
+                new = renamed[1]
                 raise ConfigError(name, value, f"is called {new} now", f"write {new}")
             if name in REMOVED:
                 usual, remedy = REMOVED[name]
@@ -84,5 +115,13 @@ def refuse_removed(tables: Mapping[str, Any]) -> None:
 
 
 def _is_usual(name: str, value: Any) -> bool:
-    earlier = REMOVED.get(name) or RENAMED.get(name)
+    earlier = REMOVED.get(name) or _renamed(name)
     return earlier is not None and bool(value == earlier[0])
+
+
+def _renamed(name: str) -> tuple[Any, str] | None:
+    """Default and new name; those of an extension's settings are in the extension."""
+    if name in RENAMED or (place := provided("renamed settings").get(name)) is None:
+        return RENAMED.get(name)
+    found: tuple[Any, str] = load_part(place, name, None)[name]
+    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,9 @@ from paceline.core.settings import unflatten as unflatten_names
 from paceline.core.untrusted import ParseError, parse_toml
 from paceline.data import DataSettings
 from paceline.models.settings import ModelSettings
+from paceline.optim.registry import SGD
 from paceline.optim.scaling import OF_ADAM, SCALED
-from paceline.optim.settings import CYCLES, OPTIMIZERS_OF_SGD, OptimSettings
-from paceline.plan.rehearsal import RehearseSettings
+from paceline.optim.settings import KnownGood, OptimSettings
 from paceline.precision.settings import PrecisionSettings
 
 Tables = dict[str, dict[str, Any]]
@@ -56,7 +56,6 @@ class RunConfig:
     precision: PrecisionSettings = field(default_factory=PrecisionSettings)
     comm: CommSettings = field(default_factory=CommSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
-    rehearse: RehearseSettings = field(default_factory=RehearseSettings)
 
     def __post_init__(self) -> None:
         check_exclusions(self.exclusions(), **self.sections())
@@ -74,6 +73,14 @@ class RunConfig:
         """
         facts = {"job": job} | ({} if program is None else {"program": program})
         check_exclusions(self.exclusions(), **self.sections(), **facts)
+
+    def check_wire(self, wire: str) -> None:
+        """Checks a wire format of a plan as if `comm.wire` named it.
+
+        Raises:
+            ConfigError: If it is refused.
+        """
+        replace(self, comm=replace(self.comm, plan="", wire=wire))
 
     def sections(self) -> dict[str, Any]:
         """Returns the settings object of each section."""
@@ -115,7 +122,6 @@ SECTIONS: dict[str, type] = {
     "precision": PrecisionSettings,
     "comm": CommSettings,
     "checkpoint": CheckpointSettings,
-    "rehearse": RehearseSettings,
 }
 
 
@@ -173,7 +179,14 @@ def _defaults(tables: Mapping[str, Any]) -> RunConfig:
     for section, kind in SECTIONS.items():
         table = tables.get(section)
         if isinstance(table, Mapping) and issubclass(kind, Section):
-            kept[section] = {owner: {} for owner in owner_names(kind) if owner in table}
+            own = own_hints(kind)
+            given = {k for k, v in table.items() if k not in own and isinstance(v, Mapping)}
+            chosen = {name for _, name in kind.choices_in(table)}
+            kept[section] = {
+                owner: {}
+                for owner in (*given, *chosen)
+                if owner in given or owner in owner_names(kind)
+            }
     return RunConfig.from_tables(kept)
 
 
@@ -236,14 +249,20 @@ def load_config(
     tables = read_recipe(recipe) if recipe else {}
     RunConfig.from_tables(tables)  # a mistake in the recipe is reported before one in a flag
     merged = merge(_without_rates(tables, overrides.get("optim.name")), unflatten(overrides))
-    if merged.get("optim", {}).get("scaling") == "auto":
-        _add_scaling_facts(tables, overrides, merged["optim"])
+    batch = tables.get("run", {}).get("global_batch_size")
+    scales = merged.get("optim", {}).get("scaling") == "auto"
+    if scales and batch is not None:
+        merged["optim"].setdefault("known_good_batch", batch)
     merged.setdefault("optim", {}).setdefault(
         "warmup_max_share", _warmup_share(tables, "optim.warmup_epochs" in overrides)
     )
     config = _from_file(merged, overrides, recipe, trust)
-    _refuse_unused(config, overrides)
-    if overrides.get("optim.warmup_epochs") and config.optim.schedule in CYCLES:
+    if scales:  # the rule may choose another optimizer, whose settings wait
+        known = _known_good(tables, overrides, config.optim.known_good_batch)
+        config = replace(config, optim=replace(config.optim, known_good=known))
+    else:
+        _refuse_unused(config, overrides)
+    if overrides.get("optim.warmup_epochs") and not config.optim.own_schedule.WARMS_UP:
         raise ConfigError(
             "optim.warmup_epochs", config.optim.warmup_epochs,
             f"but optim.schedule = {config.optim.schedule!r} rises by itself",
@@ -290,35 +309,39 @@ def _from_file(
     return config
 
 
-def _add_scaling_facts(recipe: Tables, overrides: Mapping[str, Any], optim: dict[str, Any]) -> None:
-    """What the rule of `optim.scaling` needs to know of where a value came from."""
-    batch = recipe.get("run", {}).get("global_batch_size")
-    if batch is not None:
-        optim.setdefault("known_good_batch", batch)
-    if recipe:
-        name = recipe.get("optim", {}).get("name", OptimSettings.name)
-        optim.setdefault("known_good_optimizer", name)
-        # A recipe without a rate has the default of its own optimizer.
-        to_muon = name in OF_ADAM and overrides.get("optim.name") == "muon"
-        bases = [key for key in ("lr_base", "lr_base_batch") if f"optim.{key}" in overrides]
-        rates = {key: overrides[f"optim.{key}"] for key in bases if to_muon}
-        own = from_table(OptimSettings, "optim", recipe.get("optim", {}) | rates)
-        known = optim.get("known_good_batch")
-        given = "optim.lr" in overrides or to_muon
-        if given and isinstance(known, int) and known > 0:
-            optim.setdefault("known_good_lr", own.peak_lr(known))
-        if "optim.momentum" in overrides:
-            optim.setdefault("known_good_momentum", own.momentum)
-    optim.setdefault("scaling_keeps", [name for name in SCALED if name in overrides])
+def _known_good(recipe: Tables, overrides: Mapping[str, Any], batch: int | None) -> KnownGood:
+    """Returns what the rule of `optim.scaling` needs to know of where a value came from."""
+    keeps = tuple(name for name in SCALED if name in overrides)
+    if not recipe:
+        return KnownGood(keeps=keeps)
+    table = recipe.get("optim", {})
+    name = table.get("name", OptimSettings.name)
+    # A recipe without a rate has the default of its own optimizer.
+    to_muon = name in OF_ADAM and overrides.get("optim.name") == "muon"
+    bases = [key for key in ("lr_base", "lr_base_batch") if f"optim.{key}" in overrides]
+    rates = {key: overrides[f"optim.{key}"] for key in bases if to_muon}
+    own = from_table(OptimSettings, "optim", table | rates)
+    given = "optim.lr" in overrides or to_muon
+    return KnownGood(
+        optimizer=name, keeps=keeps,
+        lr=own.peak_lr(batch) if given and batch is not None else None,
+        momentum=own.momentum if "optim.momentum" in overrides else None,
+    )  # fmt: skip
 
 
 def _without_rates(recipe: Tables, optimizer: object) -> Tables:
     """A recipe's rates are those of SGD, LARS or Muon: Adam's are some hundred times smaller."""
     own = recipe.get("optim", {}).get("name", OptimSettings.name)
-    if optimizer is None or optimizer == own or optimizer in OPTIMIZERS_OF_SGD:
+    if optimizer is None or optimizer == own or _rates_of(optimizer) == SGD:
         return recipe
     kept = {k: v for k, v in recipe.get("optim", {}).items() if k not in ("lr", "lr_base")}
     return {**recipe, "optim": kept}
+
+
+def _rates_of(optimizer: object) -> str:
+    """The scale of an optimizer's rates; empty for a class, and for a name that is refused later."""
+    kind = settings_class(OptimSettings, str(optimizer), "optim.name")
+    return getattr(kind, "RATES", "")
 
 
 def _warmup_share(recipe: Tables, asked: bool) -> float:

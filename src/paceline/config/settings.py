@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.core.exclusions import Exclusion, check_exclusions, one_of
+from paceline.core.extensions import Registry
 from paceline.core.imports import split_name
 from paceline.core.settings import Section, SettingChecks
 
@@ -17,7 +17,8 @@ SWITCHES = ("auto", "on", "off")
 LOSSES = ("cross_entropy", "bce")
 # Parameters of Beta distributions: below, shares are 0 or 1; above, all the same.
 MIXES = (0.01, 100.0)
-EQUAL_SHARES, PROBED_SHARES = "equal", "probe"
+SYNCHRONOUS = "synchronous"
+STRATEGIES: Registry[Any] = Registry("strategies", {SYNCHRONOUS: "train.strategy:Synchronous"})
 BATCH_NORM_ROWS = ("ranks", "average")
 SIGNAL_ACTIONS = ("save", "stop")
 # More than any node has cores; torch accepts 2^31 - 1 and then fails to start them.
@@ -31,6 +32,7 @@ class RunSettings(Section):
     NAME: ClassVar[str] = "run"
     OWNERS: ClassVar[Mapping[str, str]] = {"accel": "accel.settings:AccelSettings"}
     IN_USE: ClassVar[tuple[str, ...]] = ("accel",)
+    CHOOSERS: ClassVar[tuple[str, ...]] = ("strategy",)
 
     name: str = "run"
     """Name of the run; a recipe sets it to its own name, and run folders are named after it."""
@@ -42,11 +44,9 @@ class RunSettings(Section):
     batch_size: int | None = None
     """Samples of one forward and backward pass of one process; unset, the largest equal share of at
     most 256."""
-    shares: str = "equal"
-    """Parts of the global batch for ranks of different speed: `equal`, `probe` (measured before the
-    first step), or a number for each rank, as in `3:3:1`."""
-    rebalance: bool = False
-    """Decide the shares again at every checkpoint, from the times of the steps."""
+    strategy: str = SYNCHRONOUS
+    """How ranks turn the micro-batches of a step into new weights: `synchronous` (one update with the sum
+    of all gradients), or the name of an extension, whose settings are the table `[run.NAME]`."""
     loss: str = "cross_entropy"
     """`cross_entropy`, `bce` (binary cross-entropy, mean over classes), or a function of outputs and
     targets, as in `my_package.losses:focal`."""
@@ -108,6 +108,7 @@ class RunSettings(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        STRATEGIES.check(self.strategy, "run.strategy")
         check = SettingChecks("run", self)
         for name in ("epochs", "log_interval", "eval_interval_epochs", "max_skipped_steps"):
             check.number(name, "at least 1")
@@ -115,7 +116,6 @@ class RunSettings(Section):
             raise check.error("rank_records", "must be 'auto', 'on' or 'off'")
         for name in ("global_batch_size", "batch_size"):
             check.number(name, "at least 1")
-        self._check_shares()
         if ":" in self.loss:
             split_name("run.loss", self.loss)
         elif self.loss not in LOSSES:
@@ -151,28 +151,6 @@ class RunSettings(Section):
         check.known("device", DEVICES)
         check.known("eval_details", SWITCHES)
         check.known("cuda_graphs", SWITCHES)
-        check_exclusions(EXCLUSIONS, run=self)
-
-    def _check_shares(self) -> None:
-        if self.shares in (EQUAL_SHARES, PROBED_SHARES):
-            return
-        try:
-            parts = [float(part) for part in self.shares.split(":")]
-        except ValueError:
-            parts = []
-        if len(parts) < 2 or not all(0 < part < 1e9 for part in parts):
-            raise ConfigError(
-                "run.shares", self.shares, "must be 'equal', 'probe', or a number for each rank",
-                "try 'probe', or 3:3:1 for three ranks",
-            )  # fmt: skip
-
-
-EXCLUSIONS: tuple[Exclusion, ...] = (
-    Exclusion(
-        "run.rebalance", one_of(True), {"run.shares": one_of(EQUAL_SHARES)},
-        "run.shares = 'equal' fixes the shares", "use run.shares='probe'",
-    ),
-)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,29 @@ class Event:
     kind: ClassVar[str] = "event"
 
     def to_dict(self) -> dict[str, Any]:
-        return {"event": self.kind, **vars(self)}
+        """All fields; those of a strategy beside the others."""
+        own = dict(vars(self))
+        fields = own.pop("fields", {})
+        return {"event": self.kind, **own, **fields}
+
+
+@dataclass(frozen=True)
+class ShownField:
+    """A figure of a strategy, and how reports show it.
+
+    Attributes:
+        name: A field of its part of the summary, and before the end of evaluations.
+        label: Its name in tables.
+        unit: `duration` (seconds), `rate` or `number`.
+        column: The title of its column in comparisons; empty for none.
+        axis: The label of the axis of a chart of accuracy over this time, in minutes; empty for none.
+    """
+
+    name: str
+    label: str
+    unit: str = "number"
+    column: str = ""
+    axis: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,6 +75,12 @@ class StartEvent(Event):
     changed: list[str] = field(default_factory=list)
     # Of this rank: seconds from the start of the command, or of `Trainer.fit`, to this record, by part.
     startup_s: dict[str, float] = field(default_factory=dict)
+    # Record fields of steps that count something by number: title, what is numbered, what is counted.
+    counts: dict[str, list[str]] = field(default_factory=dict)
+    # Figures of the strategy, as `ShownField`s with the name of its `part` of the summary.
+    shown: list[dict[str, str]] = field(default_factory=list)
+    # Fewer than ranks if a process computes several of them; 0: as many.
+    processes: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,11 +117,8 @@ class StepEvent(Event):
     batch_size: int | None = None
     # None where the schedule leaves `optim.momentum` as it is.
     momentum: float | None = None
-    # Of asynchronous training: how many pushes of this step, by all ranks, had each staleness (updates by
-    # other ranks between a pull and the push); None elsewhere.
-    staleness: dict[str, int] | None = None
-    # Of a rehearsal: seconds on the cluster from its start to here, as the planner predicts them.
-    predicted_s: float | None = None
+    # Of the strategy.
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -123,7 +148,9 @@ class EvalEvent(Event):
     loss: float
     samples: int
     eval_s: float
-    predicted_s: float | None = None
+    # What the strategy adds to the line of the evaluation.
+    remark: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

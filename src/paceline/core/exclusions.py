@@ -47,6 +47,17 @@ class Exclusion:
     remedy: str
 
 
+def switched_off(fields: Mapping[str, object], problem: str) -> tuple[Exclusion, ...]:
+    """Returns rows for settings that must keep the given values, whatever else is set."""
+    return tuple(
+        Exclusion(
+            field, not_in(usual), {}, problem,
+            f"use {field}={str(usual).lower() if isinstance(usual, bool) else usual or repr(usual)}",
+        )
+        for field, usual in fields.items()
+    )  # fmt: skip
+
+
 def check_exclusions(rows: Iterable[Exclusion], **sections: object) -> None:
     """Checks the rows whose names all belong to the given sections, and whose owners are in use.
 

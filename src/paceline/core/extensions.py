@@ -1,19 +1,26 @@
-"""Extension packages: what the core loads only if a setting or a command asks for it."""
+"""Extensions: what the core loads only if a setting or a command asks for it.
+
+Extension packages have a table of what their modules provide. A `Registry` looks up the names of one
+kind: the core's own parts, those of these tables, and those that a program registers.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from typing import Any, Generic, TypeVar
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, nearest
+
+Part = TypeVar("Part")
 
 
 def missing_extension(error: ImportError) -> str:
-    """Returns the package of Paceline that an import did not find; "" if another one is missing."""
-    package = ".".join((error.name or "").split(".")[:2])
-    return package if package.startswith("paceline.") else ""
+    """Returns the part of Paceline that an import did not find; "" if another package is missing."""
+    name = error.name or ""
+    return name if name.startswith("paceline.") else ""
 
 
 @contextmanager
@@ -36,3 +43,77 @@ def load_extension(name: str, field: str, value: object) -> Any:
     ConfigError if it was removed."""
     with needed_by(field, value):
         return importlib.import_module(f"paceline.{name}")
+
+
+@cache
+def _tables() -> Mapping[str, Mapping[str, Mapping[str, str]] | None]:
+    """Returns the table of each extension package; None for one that was removed."""
+    tables: dict[str, Mapping[str, Mapping[str, str]] | None] = {}
+    for package in importlib.import_module("paceline.extensions").PACKAGES:
+        try:
+            tables[package] = importlib.import_module(f"paceline.{package}").PROVIDES
+        except ImportError as error:
+            if missing_extension(error) != f"paceline.{package}":
+                raise
+            tables[package] = None
+    return tables
+
+
+def provided(kind: str) -> Mapping[str, str]:
+    """Returns what extension packages add to a kind, as name and `module:attribute`."""
+    added: dict[str, str] = {}
+    for table in _tables().values():
+        added |= (table or {}).get(kind, {})
+    return added
+
+
+def load_part(place: str, field: str, value: object) -> Any:
+    """Imports `module:attribute` of Paceline. Raises ConfigError if the module was removed."""
+    module, _, attribute = place.partition(":")
+    return getattr(load_extension(module, field, value), attribute)
+
+
+class Registry(Generic[Part]):
+    """Parts of one kind by name; modules of parts are imported when a part is used.
+
+    Args:
+        kind: The name of the kind in the tables of extension packages.
+        own: The core's parts, or their places as `module:attribute`.
+    """
+
+    def __init__(self, kind: str, own: Mapping[str, Part | str]) -> None:
+        self._kind = kind
+        self._parts: dict[str, Part | str] = dict(own)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parts or name in provided(self._kind)
+
+    def names(self) -> list[str]:
+        """Returns all names, the core's first."""
+        return list(dict.fromkeys([*self._parts, *provided(self._kind)]))
+
+    def register(self, name: str, part: Part) -> None:
+        """Adds a part from outside of the package, or replaces it."""
+        self._parts[name] = part
+
+    def check(self, name: str, field: str) -> None:
+        """Raises ConfigError, with the nearest name, for a name that the setting `field` cannot have."""
+        if name not in self:
+            hint = nearest(name, self.names())
+            if missing := [
+                f"paceline.{name}" for name, table in _tables().items() if table is None
+            ]:
+                hint += f" ({', '.join(missing)} is not part of this installation)"
+            raise ConfigError(field, name, "unknown", hint)
+
+    def get(self, name: str, field: str) -> Part:
+        """Returns the part that the setting `field` names.
+
+        Raises:
+            ConfigError: If the name is unknown, or if its module was removed.
+        """
+        self.check(name, field)
+        part = self._parts.get(name) or provided(self._kind)[name]
+        if isinstance(part, str):
+            part = self._parts[name] = load_part(part, field, name)
+        return part

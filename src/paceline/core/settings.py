@@ -15,13 +15,17 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.core.extensions import load_extension
+from paceline.core.extensions import Registry, load_part
 from paceline.core.untrusted import LONGEST_S, ParseError, is_finite, parse_toml
 
 Settings = TypeVar("Settings")
+
+
+# Marks a field of a section that is not a setting of it.
+NO_SETTING = {"setting": False}
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,9 @@ class Section:
     # Owners that no setting chooses: their tables are in use if they are given.
     IN_USE: ClassVar[tuple[str, ...]] = ()
 
-    owned: Mapping[str, Any] = field(default_factory=dict, kw_only=True, hash=False)
+    owned: Mapping[str, Any] = field(
+        default_factory=dict, kw_only=True, hash=False, metadata=NO_SETTING
+    )
 
     def __post_init__(self) -> None:
         owned = dict(self.owned)
@@ -53,10 +59,28 @@ class Section:
                 owned[name] = kind()
         object.__setattr__(self, "owned", owned)
 
+    @classmethod
+    def gather(cls, **values: Any) -> Self:
+        """Builds the section; values that only a chosen owner has may stand among its own."""
+        own = own_hints(cls)
+        table = {name: values.pop(name) for name in own.keys() & values.keys()}
+        defaults = {chooser: getattr(cls, chooser) for chooser in cls.CHOOSERS}
+        for chooser, owner in cls.choices_in(defaults | table):
+            kind = settings_class(cls, owner, f"{cls.NAME}.{chooser}")
+            names = own_hints(kind).keys() & values.keys() if kind is not None else set()
+            if names:
+                table[owner] = {name: values.pop(name) for name in names}
+        return from_table(cls, cls.NAME, table | values)
+
     def choices(self) -> Iterator[tuple[str, str]]:
         """Yields the names that settings in `CHOOSERS` have chosen, each after its setting."""
-        for chooser in self.CHOOSERS:
-            value = getattr(self, chooser)
+        return self.choices_in({chooser: getattr(self, chooser) for chooser in self.CHOOSERS})
+
+    @classmethod
+    def choices_in(cls, table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yields the names that a table chooses, each after its setting."""
+        for chooser in cls.CHOOSERS:
+            value = table.get(chooser, ())
             for name in (value,) if isinstance(value, str) else value:
                 yield chooser, name
 
@@ -80,20 +104,24 @@ class Section:
             yield from getattr(self.owned.get(name), "EXCLUSIONS", ())
 
 
-# Classes of settings from outside the package, by section and owner.
-_registered: dict[tuple[str, str], type] = {}
+# Classes of settings by owner, for each section: those of methods and those from outside the package.
+_registries: dict[str, Registry[type]] = {}
+
+
+def _owners(section: str) -> Registry[type]:
+    return _registries.setdefault(section, Registry(f"{section} settings", {}))
 
 
 def register_settings(section: str, owner: str, kind: type) -> None:
     """Makes the dataclass `kind` the settings of `owner`, as the table `[section.owner]`."""
-    _registered[section, owner] = kind
+    _owners(section).register(owner, kind)
 
 
 def owner_names(section: type) -> list[str]:
     """Returns the names of all tables of owners that a section may have."""
     if not issubclass(section, Section):
         return []
-    return [*section.OWNERS, *(owner for name, owner in _registered if name == section.NAME)]
+    return [*section.OWNERS, *_owners(section.NAME).names()]
 
 
 def settings_class(section: type, owner: str, asked_by: str) -> type | None:
@@ -109,13 +137,11 @@ def settings_class(section: type, owner: str, asked_by: str) -> type | None:
     """
     if not issubclass(section, Section):
         return None
-    if (section.NAME, owner) in _registered:
-        return _registered[section.NAME, owner]
-    if owner not in section.OWNERS:
-        return None
-    module, _, name = section.OWNERS[owner].partition(":")
-    kind: type = getattr(load_extension(module, asked_by, owner), name)
-    return kind
+    if owner in section.OWNERS:
+        kind: type = load_part(section.OWNERS[owner], asked_by, owner)
+        return kind
+    others = _owners(section.NAME)
+    return others.get(owner, asked_by) if owner in others else None
 
 
 def from_table(cls: type[Settings], section: str, table: Mapping[str, Any]) -> Settings:
@@ -149,7 +175,8 @@ def from_table(cls: type[Settings], section: str, table: Mapping[str, Any]) -> S
 def own_hints(cls: type) -> dict[str, Any]:
     """Returns the types of a class's own settings."""
     hints = typing.get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.name != "owned"}
+    fields = dataclasses.fields(cls)
+    return {f.name: hints[f.name] for f in fields if f.metadata.get("setting", True)}
 
 
 def to_table(settings: object) -> dict[str, Any]:

@@ -17,11 +17,11 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from paceline.comm.agreement import AgreedError, Agreement, error_kind
+from paceline.comm.agreement import Agreement
+from paceline.comm.collectives import abort_process_groups, backend_reason
+from paceline.comm.peer_errors import AgreedError, error_kind
 from paceline.comm.process_groups import (
-    abort_process_groups,
     all_gather_json,
-    backend_reason,
     current_topology,
     init_default_group,
     prepare_nccl,
@@ -32,10 +32,6 @@ from paceline.core.errors import CommError, ConfigError, PacelineError
 from paceline.core.host import DeferredEnd, ask_for_connections
 from paceline.core.topology import Topology
 from paceline.train.machine import has_gpu_of_its_own
-
-# How long the host of the store waits for the other ranks to leave, and NCCL for an abort.
-_LEAVE_WAIT_S = 3.0
-_ABORT_WAIT_S = 3.0
 
 _current: Context | None = None
 # What holds process groups, and must release them before the context destroys them.
@@ -126,7 +122,7 @@ class Context:
             return
         if abort and self.backend == "nccl":
             # The other ranks may be in a collective that this rank never joins.
-            abort_process_groups([], _ABORT_WAIT_S)
+            abort_process_groups([])
         else:
             # DDP that outlives its Gloo group deadlocks: it then destroys the group's threads while it
             # holds the interpreter's lock, which they need to end.
@@ -138,7 +134,7 @@ class Context:
                 gc.collect()
             if dist.is_initialized():
                 dist.destroy_process_group()
-        self._agreement.leave(_LEAVE_WAIT_S)
+        self._agreement.leave()
 
     def __enter__(self) -> Context:
         return self
@@ -226,7 +222,7 @@ def _join(topology: Topology, wanted: str | torch.device | None, settings: CommS
         agreement.agree("join", error, facts, "use the same kind of device everywhere")
         init_default_group(backend, store, topology, settings.timeout_s, device)
     except PacelineError:
-        agreement.leave(_LEAVE_WAIT_S)
+        agreement.leave()
         raise
     except RuntimeError as failure:
         raise CommError(

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.core.errors import CheckpointError, ConfigError, nearest
+from paceline.core.settings import own_hints, settings_class
 from paceline.custom_loop.context import agreed, several_ranks
 from paceline.custom_loop.data_parallel import trained_parameters, wire_of
 from paceline.optim.schedule import set_rate
@@ -29,13 +30,10 @@ from paceline.train.step_parts import create_master_optimizer
 from paceline.train.weights import full_state
 
 _SCALE_FIELDS = {f.name for f in fields(PrecisionSettings) if f.name.startswith("loss_scale")}
-# Arguments of their own, and settings of the schedule and of the record, which an own loop makes itself.
-_NOT_TAKEN = {
-    "name", "lr", "weight_decay", "clip_norm", "lr_base", "lr_base_batch", "warmup_epochs",
-    "warmup_start", "warmup_max_share", "schedule", "decay_epochs", "decay_rate", "poly_power",
-    "lr_end", "decay_over_epochs",
+# Settings of `[optim]` that are not arguments of their own; an own loop makes the schedule itself.
+_SHARED_FIELDS = {
+    "arguments", "decay_bias_norm", "fused", "layer_decay", "momentum", "nesterov",
 }  # fmt: skip
-_OPTIM_FIELDS = {f.name for f in fields(OptimSettings)} - _NOT_TAKEN
 
 
 class Prepared:
@@ -221,8 +219,8 @@ def prepare(
         precision: `fp16`, `bf16`, `fp32`, or `auto`: fp16 on a GPU, fp32 elsewhere.
         weight_decay: only with a name; 1e-4 by default.
         clip_norm: largest norm of all gradients together; 0 clips nothing.
-        **arguments: further settings of `[optim]`, such as `momentum`, and those of `[precision]` that
-            begin with `loss_scale`.
+        **arguments: further settings of `[optim]`, such as `momentum`, those of the optimizer, such as
+            `trust_coefficient`, and those of `[precision]` that begin with `loss_scale`.
 
     Example:
         >>> import torch
@@ -258,13 +256,20 @@ def _prepare(
     device = _device(module)
     if not 0 <= clip_norm < float("inf"):
         raise ConfigError("clip_norm", clip_norm, "must be 0 or more", "0 clips nothing")
+    own = (
+        settings_class(OptimSettings, optimizer, "optimizer")
+        if isinstance(optimizer, str)
+        else None
+    )
+    own_fields = set(own_hints(own)) if own is not None else set()
+    known = _SCALE_FIELDS | _SHARED_FIELDS | own_fields
     for name in arguments:
-        if name not in _SCALE_FIELDS | _OPTIM_FIELDS:
-            raise ConfigError(name, None, "unknown", nearest(name, _SCALE_FIELDS | _OPTIM_FIELDS))
+        if name not in known:
+            raise ConfigError(name, None, "unknown", nearest(name, known))
     scale = {name: value for name, value in arguments.items() if name in _SCALE_FIELDS}
     settings = _precision(precision, scale)
     policy = _policy(settings, device)
-    update = {name: value for name, value in arguments.items() if name in _OPTIM_FIELDS}
+    update = {name: value for name, value in arguments.items() if name not in _SCALE_FIELDS}
     if not isinstance(optimizer, str):
         given = {"lr": lr, "weight_decay": weight_decay, **update}
         for name, value in given.items():
@@ -277,7 +282,7 @@ def _prepare(
         raise ConfigError("lr", None, f"{optimizer!r} needs a learning rate", "give lr=")
     if weight_decay is not None:
         update["weight_decay"] = weight_decay
-    chosen = OptimSettings(name=optimizer, lr=lr, **update)
+    chosen = OptimSettings.gather(name=optimizer, lr=lr, **update)
     made = create_master_optimizer(chosen, module, policy, lr)
     set_rate(made, lr)  # times the `lr_scale` of layers
     return Prepared(module, made, policy, settings, clip_norm)

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from paceline.data.augment import EvalTransform, TrainTransform, random_box
     from paceline.data.batch import Batch
     from paceline.data.chunk import CorruptSample, allowed_corrupt
-    from paceline.data.decode.decoder import Decoder
-    from paceline.data.decode.library import RegionUnavailableError, region_library
-    from paceline.data.device.augment import Normalizer
+    from paceline.data.decode.decoder import Decoder, RegionUnavailableError
+    from paceline.data.decode.library import region_library
+    from paceline.data.device.normalize import Normalizer
     from paceline.data.device.streams import mark_stream
     from paceline.data.image import CorruptImage, to_mode
     from paceline.data.loaders.create import create_eval_loader, create_train_loader
@@ -26,23 +26,24 @@ if TYPE_CHECKING:
     from paceline.data.order import BatchPlan, Int64, SampleOrder
     from paceline.data.own_augment import BatchAugment, ImageAugment
     from paceline.data.pack.inspect import inspect_set
-    from paceline.data.pack.manifest import PackedSplit, PackOptions
     from paceline.data.pack.pack import pack_splits
-    from paceline.data.pack.splits import (
-        OpenedFiles,
+    from paceline.data.pack.splits import open_splits
+    from paceline.data.prefetch import divide_wait, sum_by_stage
+    from paceline.data.settings import DataSettings
+    from paceline.data.sources.base import Source, Split
+    from paceline.data.sources.classes import numbered_classes
+    from paceline.data.sources.dataset import DatasetSource
+    from paceline.data.sources.opened_files import OpenedFiles
+    from paceline.data.sources.opening import (
         as_source,
         describe_channels,
         open_data,
         open_other,
         open_source,
-        open_splits,
     )
-    from paceline.data.prefetch import divide_wait, sum_by_stage
-    from paceline.data.settings import DataSettings
-    from paceline.data.sources.base import Source, Split
-    from paceline.data.sources.dataset import DatasetSource
-    from paceline.data.sources.labels import numbered_classes
-    from paceline.data.sources.layouts import SyntheticImages
+    from paceline.data.sources.pack_manifest import PackedSplit, PackOptions
+    from paceline.data.sources.registry import register_source
+    from paceline.data.sources.synthetic import SyntheticImages
 
 __all__ = [
     "Batch", "BatchAugment", "BatchPlan", "CorruptImage", "CorruptSample", "DataSettings",
@@ -53,15 +54,15 @@ __all__ = [
     "TrainTransform", "allowed_corrupt", "as_source", "create_eval_loader", "create_train_loader",
     "describe_channels", "divide_wait", "inspect_set", "mark_stream", "numbered_classes",
     "open_data", "open_other", "open_source", "open_splits", "pack_splits", "random_box",
-    "region_library", "sum_by_stage", "to_mode",
+    "region_library", "register_source", "sum_by_stage", "to_mode",
 ]  # fmt: skip
 _MODULES = {
     "augment": "EvalTransform TrainTransform random_box",
     "batch": "Batch",
     "chunk": "CorruptSample allowed_corrupt",
-    "decode.decoder": "Decoder",
-    "decode.library": "RegionUnavailableError region_library",
-    "device.augment": "Normalizer",
+    "decode.decoder": "Decoder RegionUnavailableError",
+    "decode.library": "region_library",
+    "device.normalize": "Normalizer",
     "device.streams": "mark_stream",
     "image": "CorruptImage to_mode",
     "loaders.create": "create_eval_loader create_train_loader",
@@ -70,15 +71,18 @@ _MODULES = {
     "order": "BatchPlan Int64 SampleOrder",
     "own_augment": "BatchAugment ImageAugment",
     "pack.inspect": "inspect_set",
-    "pack.manifest": "PackOptions PackedSplit",
     "pack.pack": "pack_splits",
-    "pack.splits": "OpenedFiles as_source describe_channels open_data open_other open_source open_splits",
+    "pack.splits": "open_splits",
     "prefetch": "divide_wait sum_by_stage",
     "settings": "DataSettings",
     "sources.base": "Source Split",
+    "sources.classes": "numbered_classes",
     "sources.dataset": "DatasetSource",
-    "sources.labels": "numbered_classes",
-    "sources.layouts": "SyntheticImages",
+    "sources.opened_files": "OpenedFiles",
+    "sources.opening": "as_source describe_channels open_data open_other open_source",
+    "sources.pack_manifest": "PackOptions PackedSplit",
+    "sources.registry": "register_source",
+    "sources.synthetic": "SyntheticImages",
 }
 if not TYPE_CHECKING:  # a type checker would accept every name
     __getattr__, __dir__ = lazy_exports(

@@ -277,22 +277,6 @@ def _moved(image: Image.Image, matrix: Sequence[float]) -> Image.Image:
     return image.transform(image.size, Image.Transform.AFFINE, matrix)
 
 
-def _sheared_x(image: Image.Image, s: float) -> Image.Image:
-    return _moved(image, (1, 0.3 * s, -0.15 * s * image.height, 0, 1, 0))
-
-
-def _sheared_y(image: Image.Image, s: float) -> Image.Image:
-    return _moved(image, (1, 0, 0, 0.3 * s, 1, -0.15 * s * image.width))
-
-
-def _shifted_x(image: Image.Image, s: float) -> Image.Image:
-    return _moved(image, (1, 0, round(0.45 * s * image.width), 0, 1, 0))
-
-
-def _shifted_y(image: Image.Image, s: float) -> Image.Image:
-    return _moved(image, (1, 0, 0, 0, 1, round(0.45 * s * image.height)))
-
-
 def _enhanced(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Change:
     """Towards the original turned about, or away from it, by at most nine tenths."""
     return lambda image, s: kind(image).enhance(1 + 0.9 * s)
@@ -300,10 +284,11 @@ def _enhanced(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Change:
 
 _OPERATIONS: tuple[Change, ...] = (
     lambda image, _: image,
-    _sheared_x,
-    _sheared_y,
-    _shifted_x,
-    _shifted_y,
+    # Sheared along rows and columns, then shifted.
+    lambda image, s: _moved(image, (1, 0.3 * s, -0.15 * s * image.height, 0, 1, 0)),
+    lambda image, s: _moved(image, (1, 0, 0, 0.3 * s, 1, -0.15 * s * image.width)),
+    lambda image, s: _moved(image, (1, 0, round(0.45 * s * image.width), 0, 1, 0)),
+    lambda image, s: _moved(image, (1, 0, 0, 0, 1, round(0.45 * s * image.height))),
     lambda image, s: image.rotate(30 * s),
     _enhanced(ImageEnhance.Brightness),
     _enhanced(ImageEnhance.Color),

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.core.exclusions import Exclusion, check_exclusions, not_in, one_of
+from paceline.core.extensions import Registry
 from paceline.core.settings import SettingChecks
 
-SOURCES = (
-    "auto",
-    "embedded",
-    "shards",
-    "folder",
-    "imagenet",
-    "cifar10",
-    "idx",
-    "synthetic",
-    "python",
+_DIRECTORY = "data.sources.layouts:KIND"
+# Kinds of data, and what opens them: a `SourceKind`, or the function of a program (`register_source`).
+SOURCES: Registry[Any] = Registry(
+    "sources",
+    {
+        "auto": _DIRECTORY,
+        "embedded": "data.sources.embedded:KIND",
+        "shards": _DIRECTORY,
+        "folder": _DIRECTORY,
+        "imagenet": _DIRECTORY,
+        "cifar10": _DIRECTORY,
+        "idx": _DIRECTORY,
+        "synthetic": "data.sources.synthetic:KIND",
+        "python": "data.sources.registry:PYTHON_OBJECT",
+    },
 )
 AUGMENTATIONS = ("random_resized_crop", "pad_crop", "none")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
@@ -48,7 +55,7 @@ class DataSettings:
     source: str = "auto"
     """Layout of `dir`: `shards`, `folder`, `imagenet` (the published archives), `cifar10` or `idx`;
     `auto` detects it; `embedded` and `synthetic` need no directory; `python` stands for a
-    source or dataset that a program gave to `pl.Trainer`."""
+    source or dataset that a program gave to `pl.Trainer`. `register_source` adds names."""
     image_size: int = 224
     """Edge of the images that the model sees, in pixels."""
     channels: int = 3
@@ -117,7 +124,7 @@ class DataSettings:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         self._set_dependent_defaults()
         check = SettingChecks("data", self)
-        check.known("source", SOURCES)
+        check.known("source", SOURCES.names())
         check.known("augment", AUGMENTATIONS)
         check.known("interpolation", INTERPOLATIONS)
         check.known("resident", RESIDENCE)

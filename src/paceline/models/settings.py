@@ -160,9 +160,6 @@ class ModelSettings:
     """Dropout of the AlexNets; no effect on ResNets."""
     pool5_norm: bool = True
     """Batch norm after pool5 of `alexnet_bn`; `false` is for ablations."""
-    norm_group: int = 1
-    """Ranks, one after the other, over whose micro-batches batch norm computes its statistics; 1: each
-    rank by itself."""
     norm_statistics: str = "average"
     """Batch-norm statistics for evaluation: `average` (moving averages) or `last` (those of the last
     micro-batch of each rank, averaged over ranks before evaluation)."""
@@ -170,7 +167,6 @@ class ModelSettings:
     def __post_init__(self) -> None:
         check_model_name(self.name)
         check = SettingChecks("model", self)
-        check.number("norm_group", "at least 1")
         check.known("norm_statistics", NORM_STATISTICS)
         check.number("num_classes", "at least 1", "leave it out to take the number from the data")
         self._check_stem()

@@ -8,7 +8,7 @@ the same on GPUs only. `TorchNorm` leaves cuDNN out, for ranks that share a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
-
-from paceline.core.errors import ConfigError
 
 
 @dataclass
@@ -159,7 +157,6 @@ def synchronize_norms(model: nn.Module, group: NormGroup) -> int:
     """Turns every batch norm of the model into a `SyncedBatchNorm` in place, with its parameters,
     statistics and keys; returns their number."""
     norms = find_norms(model)
-    check_norms(norms, group.size)
     for norm in norms:
         norm.__class__ = SyncedBatchNorm
         norm.group = group  # type: ignore[assignment]
@@ -168,23 +165,6 @@ def synchronize_norms(model: nn.Module, group: NormGroup) -> int:
 
 def find_norms(model: nn.Module) -> list[_BatchNorm]:
     return [module for module in model.modules() if isinstance(module, _BatchNorm)]
-
-
-def check_norms(norms: Sequence[_BatchNorm], size: int) -> None:
-    """Raises ConfigError for batch norms that a group of `size` ranks cannot share."""
-    if not norms:
-        raise ConfigError("model.norm_group", size, "this model has no batch norm", "use 1")
-    for norm in norms:
-        if norm.momentum is None:
-            raise ConfigError(
-                "model.norm_group", size, "this model averages batch-norm statistics over all "
-                "steps (momentum None), which has no synchronized form", "set a momentum, or use 1",
-            )  # fmt: skip
-        if isinstance(norm, nn.SyncBatchNorm):
-            raise ConfigError(
-                "model.norm_group", size, "this model has torch's SyncBatchNorm already",
-                "use 1, or plain batch norms",
-            )  # fmt: skip
 
 
 def keep_last_statistics(model: nn.Module) -> int:

@@ -15,25 +15,21 @@ if TYPE_CHECKING:
     from paceline.optim.muon import Muon
     from paceline.optim.orthogonal import SharedProducts, is_matrix, orthogonalize, share_out
     from paceline.optim.registry import register_optimizer
-    from paceline.optim.rms_warmup import RMSpropWarmup, sgd_share
     from paceline.optim.rule import Rows, UpdateRule
     from paceline.optim.schedule import LrSchedule, set_rate
     from paceline.optim.settings import OptimSettings
-    from paceline.optim.svrg import SVRG, quantize
     from paceline.optim.wrapped import WrappedOptimizer
 
 __all__ = [
     "LAMB",
     "LARS",
     "SGD",
-    "SVRG",
     "AdamW",
     "BatchGrowth",
     "LrSchedule",
     "MasterOptimizer",
     "Muon",
     "OptimSettings",
-    "RMSpropWarmup",
     "Rows",
     "SharedProducts",
     "UpdateRule",
@@ -41,10 +37,8 @@ __all__ = [
     "create_optimizer",
     "is_matrix",
     "orthogonalize",
-    "quantize",
     "register_optimizer",
     "set_rate",
-    "sgd_share",
     "share_out",
 ]
 if not TYPE_CHECKING:  # a type checker would accept every name
@@ -54,14 +48,12 @@ if not TYPE_CHECKING:  # a type checker would accept every name
             "LAMB": "adam",
             "LARS": "lars",
             "SGD": "lars",
-            "SVRG": "svrg",
             "AdamW": "adam",
             "BatchGrowth": "batch_growth",
             "LrSchedule": "schedule",
             "MasterOptimizer": "base",
             "Muon": "muon",
             "OptimSettings": "settings",
-            "RMSpropWarmup": "rms_warmup",
             "Rows": "rule",
             "SharedProducts": "orthogonal",
             "UpdateRule": "rule",
@@ -69,10 +61,8 @@ if not TYPE_CHECKING:  # a type checker would accept every name
             "create_optimizer": "build",
             "is_matrix": "orthogonal",
             "orthogonalize": "orthogonal",
-            "quantize": "svrg",
             "register_optimizer": "registry",
             "set_rate": "schedule",
-            "sgd_share": "rms_warmup",
             "share_out": "orthogonal",
         },
     )

@@ -30,6 +30,7 @@ from paceline.optim.rule import (
     norms_of,
     put,
 )
+from paceline.optim.rule_settings import AdamwSettings, LambSettings
 from paceline.optim.settings import OptimSettings
 from paceline.optim.state import EXP_AVG, EXP_AVG_SQ, STEP
 
@@ -230,14 +231,13 @@ class LAMB(MasterOptimizer):
 def create_adamw(
     settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, context: Context
 ) -> AdamW:
-    betas = (settings.beta1, settings.beta2)
-    return AdamW(groups, lr, betas, settings.adam_eps, fused=context.fused)
+    own = settings.of("adamw", AdamwSettings)
+    return AdamW(groups, lr, (own.beta1, own.beta2), own.eps, fused=context.fused)
 
 
 def create_lamb(
     settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, context: Context
 ) -> LAMB:
-    return LAMB(
-        groups, lr, (settings.beta1, settings.beta2), settings.adam_eps, clip=settings.clip,
-        adapt_bias_norm=settings.adapt_bias_norm, fused=context.fused,
-    )  # fmt: skip
+    own = settings.of("lamb", LambSettings)
+    betas = (own.beta1, own.beta2)
+    return LAMB(groups, lr, betas, own.eps, clip=own.clip, fused=context.fused)

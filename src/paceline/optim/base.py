@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import wraps
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ from paceline.optim.rule import (
     run_in_lists,
 )
 from paceline.optim.state import MASTER, create_state, restore_state
+
+if TYPE_CHECKING:
+    from paceline.optim.orthogonal import SharedProducts
 
 # Role of biases and normalization parameters in the groups of `paceline.models.parameter_groups`.
 BIAS_NORM = "bias_norm"
@@ -77,6 +80,8 @@ class MasterOptimizer(_PlainOptimizer):
     found_inf: Tensor | None
     hold: Tensor | None = None
     active: Tensor | None = None
+    # If set, ranks share the products of matrices of a rule that has some.
+    shared: SharedProducts | None = None
     # True: state is loaded into existing tensors, whose formats torch would not keep.
     loads_into_state = False
 
@@ -186,7 +191,7 @@ class MasterOptimizer(_PlainOptimizer):
         """
         self._ready()
         if self._table is not None:
-            self._table.send(tuple(self.rule.hyper(group) for group in self.param_groups))
+            self._table.send(tuple(self.rule.hyper(part) for part in self.parts()))
         self.rule.upload(self)
 
     def _device(self) -> torch.device:
@@ -207,14 +212,18 @@ class MasterOptimizer(_PlainOptimizer):
         if self._outcome is None or self._outcome.bad.numel() != len(self.parameters()):
             self._outcome = Outcome(len(self.parameters()), device)
             self.overflow = self._outcome.overflow
-        if fused and (self._table is None or len(self._table.values) != len(self.param_groups)):
-            columns = len(self.rule.hyper(self.param_groups[0]))
-            self._table = HyperTable(len(self.param_groups), columns, device)
+        parts = self.parts() if fused else []
+        if fused and (self._table is None or len(self._table.values) != len(parts)):
+            self._table = HyperTable(len(parts), len(self.rule.hyper(parts[0])), device)
         if fused and self.engine is None:
             self.engine = self.rule.kernels(self)
         self.rule.ready(self)
         self._ready_for = len(self.param_groups)
         return self._outcome
+
+    def parts(self) -> list[dict[str, Any]]:
+        """The groups, split if the rule moves some of their parameters in another way than the others."""
+        return [part for group in self.param_groups for part in self.rule.parts(group)]
 
     def parameters(self) -> list[Tensor]:
         """In group order."""
@@ -250,7 +259,7 @@ class MasterOptimizer(_PlainOptimizer):
         return loss
 
     def _run_in_lists(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
-        hypers = [self.rule.hyper(group) for group in self.param_groups]
+        hypers = [self.rule.hyper(part) for part in self.parts()]
         run_in_lists(self.rule, rows, hypers, gates, outcome)
 
     def _gates(self, outcome: Outcome) -> Gates:
@@ -260,10 +269,11 @@ class MasterOptimizer(_PlainOptimizer):
         return gates
 
     def _rows(self) -> list[Row]:
-        rows, index = [], -1
-        for number, group in enumerate(self.param_groups):
+        rows = []
+        places = {p: index for index, p in enumerate(self.parameters())}
+        for number, group in enumerate(self.parts()):
             for p in group["params"]:
-                index += 1
+                index = places[p]
                 if p.grad is None or p.numel() == 0:
                     continue
                 state = self.state[p]

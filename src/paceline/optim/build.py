@@ -16,10 +16,11 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from paceline.core.errors import ConfigError
+from paceline.core.extensions import load_part
 from paceline.core.imports import import_object
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.fused import triton_unavailable
-from paceline.optim.registry import Context, own_creator, registered_rule
+from paceline.optim.registry import Context, registered_rule
 from paceline.optim.rule import UpdateRule
 from paceline.optim.settings import OptimSettings
 from paceline.optim.wrapped import wrap
@@ -47,9 +48,8 @@ def create_optimizer(
             raise ConfigError("optim.fused", settings.fused, problem, "use 'auto' or 'foreach'")
     if rule := registered_rule(settings.name):
         return _of_rule(settings, rule, groups, lr, fused)
-    made: MasterOptimizer = own_creator(settings.name)(
-        settings, groups, lr, Context(fused, seed, norms)
-    )
+    create = load_part(settings.own_optimizer.CREATE, "optim.name", settings.name)
+    made: MasterOptimizer = create(settings, groups, lr, Context(fused, seed, norms))
     return made
 
 

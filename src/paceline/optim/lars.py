@@ -13,6 +13,7 @@ from paceline.optim.base import MasterOptimizer
 from paceline.optim.fused import FusedStep, LarsStep
 from paceline.optim.registry import Context
 from paceline.optim.rule import Rows, UpdateRule, check_hyper, norms_of, read_hyper
+from paceline.optim.rule_settings import LarsSettings
 from paceline.optim.settings import OptimSettings
 from paceline.optim.state import MOMENTUM
 
@@ -154,8 +155,8 @@ def create_sgd(
 def create_lars(
     settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, context: Context
 ) -> LARS:
+    own = settings.of("lars", LarsSettings)
     return LARS(
         groups, lr, settings.momentum, nesterov=settings.nesterov, fused=context.fused,
-        trust_coefficient=settings.trust_coefficient, clip=settings.clip,
-        adapt_bias_norm=settings.adapt_bias_norm,
+        trust_coefficient=own.trust_coefficient, clip=own.clip,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from paceline.optim.base import BIAS_NORM, MasterOptimizer
 from paceline.optim.fused import FusedStep, LarsStep
 from paceline.optim.fused_muon import MuonStep, products_unavailable, rows_are_outermost
 from paceline.optim.lars import Hyper, LarsRule
-from paceline.optim.orthogonal import SharedProducts, is_matrix, orthogonalize
+from paceline.optim.orthogonal import is_matrix, orthogonalize
 from paceline.optim.rule import (
     Gates,
     HyperTable,
@@ -50,10 +50,9 @@ def split_matrices(group: dict[str, Any], least_dims: int) -> tuple[list[Any], l
     """The tensors of a group that are orthogonalized, and the others, each in their order."""
     orthogonal: list[Any] = []
     rest: list[Any] = []
-    for entry in group["params"]:
-        p = entry[1] if isinstance(entry, tuple) else entry  # with its name, as torch accepts it
+    for p in group["params"]:
         chosen = group.get("role") != BIAS_NORM and is_matrix(p) and p.dim() >= least_dims
-        (orthogonal if chosen else rest).append(entry)
+        (orthogonal if chosen else rest).append(p)
     return orthogonal, rest
 
 
@@ -70,6 +69,7 @@ class MuonRule(UpdateRule):
     buffers = (MOMENTUM,)
     numbers = (REFERENCE,)
     has_kernels = True
+    has_products = True
 
     def __init__(self, directions_in_kernels: bool = True) -> None:
         self._along = LarsRule()
@@ -92,6 +92,17 @@ class MuonRule(UpdateRule):
     def reads_norms(self, hypers: Sequence[Any]) -> bool:
         return self._along.reads_norms(hypers)
 
+    def parts(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+        """Matrices and others, in a group that does not say whether it is `orthogonal`."""
+        if "orthogonal" in group:
+            return [group]
+        matrices, rest = split_matrices(group, 3 if "role" in group else 2)
+        made = [group | {"params": matrices, "orthogonal": True}] if matrices else []
+        if rest or not matrices:
+            eta = group["trust_coefficient"] * (1 - group["momentum"])
+            made.append(group | {"params": rest, "orthogonal": False, "trust_coefficient": eta})
+        return made
+
     def hyper(self, group: Mapping[str, Any]) -> Hyper:
         hyper = read_hyper(Hyper, group)
         if _is_fixed(group):
@@ -110,15 +121,12 @@ class MuonRule(UpdateRule):
             return "the rule has no kernels for them"
         if _fixed(optimizer):
             return "there are no kernels for steps of fixed length"
-        products, shared = _products(optimizer)
+        products, shared = getattr(optimizer, "products", "auto"), optimizer.shared
         if products == "torch":
             return "as asked for"
         if products == "auto" and shared is not None and shared.ranks > 1:
             return "not yet run with products that ranks share"
-        matrices = [
-            p for group in optimizer.param_groups if group["orthogonal"] for p in group["params"]
-        ]
-        if not all(rows_are_outermost(p) for p in matrices):
+        if not all(rows_are_outermost(p) for p in _matrices(optimizer)):
             return "a matrix whose rows are not outermost in memory"
         return products_unavailable(optimizer.overflow.device)
 
@@ -134,7 +142,7 @@ class MuonRule(UpdateRule):
                 self.knows_references = False
 
     def upload(self, optimizer: MasterOptimizer) -> None:
-        groups = optimizer.param_groups
+        groups = optimizer.parts()
         if self._own is None or len(self._own.values) != len(groups):
             device = optimizer.overflow.device
             self._own = HyperTable(len(groups), len(Hyper._fields), device)
@@ -158,8 +166,7 @@ class MuonRule(UpdateRule):
     def begin(self, optimizer: MasterOptimizer, rows: list[Row], gates: Gates) -> list[Row]:
         """Rows with orthogonalized directions as gradients; the new momenta are kept in `_next`.
         `MuonStep` takes the rows as they are."""
-        param_groups = optimizer.param_groups
-        _, shared = _products(optimizer)
+        param_groups, shared = optimizer.parts(), optimizer.shared
         if isinstance(optimizer.engine, MuonStep):
             optimizer.engine.groups = frozenset(
                 number for number, group in enumerate(param_groups) if group["orthogonal"]
@@ -242,8 +249,9 @@ class MuonRule(UpdateRule):
         """Stores the new momenta unless the step was skipped. A factor of 0 would let NaN through."""
         if isinstance(optimizer.engine, MuonStep):
             return
+        parts = optimizer.parts()
         for row, go in zip(rows, gates.allowed(rows, outcome).unbind(), strict=True):
-            if optimizer.param_groups[row.group]["orthogonal"]:
+            if parts[row.group]["orthogonal"]:
                 momentum = optimizer.state[row.parameter][MOMENTUM]
                 torch.where(go, self._next[row.index], momentum, out=momentum)
 
@@ -261,9 +269,9 @@ class Muon(MasterOptimizer):
 
     O makes all singular values equal; `nesterov` uses (1−m)·g + m·v in place of v. This applies to
     groups with `orthogonal=True`, whose tensors are matrices with one row per output; other groups are
-    updated as by LARS. A group without that key is split: of groups with a role, as
-    `paceline.models.parameter_groups` makes them, the filters of convolutions are orthogonalized, of
-    others all matrices; what remains moves as by LARS at η·(1−m). Momentum is an average here and does
+    updated as by LARS. In a group without that key, the filters of convolutions are orthogonalized if it
+    has a role, as `paceline.models.parameter_groups` makes them, otherwise all matrices; its other
+    parameters move as by LARS at η·(1−m). Momentum is an average here and does
     not multiply the layer's rate: η must be 1/(1−m) times that of LARS for equal step sizes. With a
     zero gradient only the decay applies, at λ = 1 as in LARS, and v keeps fading. The finite check
     applies to v. `products`: matrix products on a GPU by Triton's `kernels` or by `torch`; `auto` means
@@ -282,8 +290,6 @@ class Muon(MasterOptimizer):
     directions_in_kernels: ClassVar[bool] = True
     CHOICES: ClassVar[tuple[str, ...]] = (*MasterOptimizer.CHOICES, "products")
     products = "auto"
-    # If set, ranks share the products out instead of each computing all of them.
-    shared: SharedProducts | None = None
 
     def __init__(
         self,
@@ -314,19 +320,6 @@ class Muon(MasterOptimizer):
             adapt_bias_norm=adapt_bias_norm, foreach=foreach, maximize=maximize,
         )  # fmt: skip
 
-    @classmethod
-    def groups(cls, params: ParamsT, **options: Any) -> list[dict[str, Any]]:
-        """Splits `params` as the constructor does with the same `options`; for optimizers that hold the
-        groups themselves, such as ZeroRedundancyOptimizer.
-
-        Example:
-            optimizer = ZeroRedundancyOptimizer(Muon.groups(model.parameters()), Muon, lr=4.0)
-        """
-        made = cls(params, 0.0, **options).param_groups
-        return [
-            {n: v for n, v in group.items() if n not in ("lr", "param_names")} for group in made
-        ]
-
     @property
     def muon(self) -> MuonRule:
         assert isinstance(self.rule, MuonRule)
@@ -334,8 +327,8 @@ class Muon(MasterOptimizer):
 
     def describe(self) -> str:
         shared = f", products shared by {self.shared.ranks} ranks" if self.shared else ""
-        matrices = [p for g in self.param_groups if g["orthogonal"] for p in g["params"]]
-        linear = ", linear layers orthogonalized too" if any(p.dim() == 2 for p in matrices) else ""
+        has_linear = any(p.dim() == 2 for p in _matrices(self))
+        linear = ", linear layers orthogonalized too" if has_linear else ""
         fixed = ", steps of fixed length" if _fixed(self) else ""
         factors = {group.get(STEP_FACTOR, 1.0) for group in self.param_groups if _is_fixed(group)}
         if factors - {1.0}:
@@ -346,39 +339,22 @@ class Muon(MasterOptimizer):
         return f"{super().describe()}{linear}{fixed}{directions}{shared}"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, or two where the group does not say whether it is `orthogonal`."""
-        if "orthogonal" not in param_group:
-            for group in self._split(param_group):
-                self.add_param_group(group)
-            return
         super().add_param_group(param_group)
         group = self.param_groups.pop()
-        if group["orthogonal"]:
+        if group.get("orthogonal"):
             _require_matrices(group["params"])
         self.param_groups.append(group)
 
-    def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        given = group["params"]
-        parameters = [given] if isinstance(given, Tensor) else list(given)
-        least_dims = 3 if "role" in group else 2
-        orthogonal, rest = split_matrices(group | {"params": parameters}, least_dims)
-        made = [group | {"params": orthogonal, "orthogonal": True}] if orthogonal else []
-        if rest or not orthogonal:
-            values = self.defaults | group
-            eta = values["trust_coefficient"] * (1 - values["momentum"])
-            made.append(group | {"params": rest, "orthogonal": False, "trust_coefficient": eta})
-        return made
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Groups without the key `orthogonal`, as saved by other optimizers, keep their current kind."""
-        saved = list(state_dict["param_groups"])
+        saved = self._merged(state_dict["param_groups"])
         if len(saved) == len(self.param_groups):
             for place, (theirs, ours) in enumerate(zip(saved, self.param_groups, strict=True)):
-                kind = {"orthogonal": ours["orthogonal"]}
+                kind = {"orthogonal": ours["orthogonal"]} if "orthogonal" in ours else {}
                 if "orthogonal" not in theirs and "fixed_steps" in ours:
                     kind["fixed_steps"] = ours["fixed_steps"]
                 saved[place] = {**kind, **theirs}
-                if saved[place]["orthogonal"]:
+                if saved[place].get("orthogonal"):
                     _require_matrices(ours["params"])
         held = {p: self.state[p][REFERENCE] for p in _fixed(self) if REFERENCE in self.state[p]}
         super().load_state_dict({**state_dict, "param_groups": saved})
@@ -387,6 +363,25 @@ class Muon(MasterOptimizer):
             if self.state[p].get(REFERENCE) is None:
                 self.state[p][REFERENCE] = reference.zero_()
         self.muon.knows_references = False
+
+    def _merged(self, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Puts groups together that were saved in parts, as versions before 0.2 did."""
+        parts = [self.rule.parts(group) for group in self.param_groups]
+        if len(saved) == len(parts) or len(saved) != sum(map(len, parts)):
+            return list(saved)
+        merged, rest = [], iter(saved)
+        for group, own in zip(self.param_groups, parts, strict=True):
+            theirs = [next(rest) for _ in own]
+            names = {
+                p: name
+                for part, their in zip(own, theirs, strict=True)
+                for p, name in zip(part["params"], their["params"], strict=True)
+            }
+            whole = {**theirs[0], "params": [names[p] for p in group["params"]]}
+            if len(own) > 1:
+                del whole["orthogonal"]
+            merged.append(whole)
+        return merged
 
     def reset_masters(self) -> None:
         super().reset_masters()
@@ -419,12 +414,10 @@ def _require_matrices(parameters: Sequence[Tensor]) -> None:
             )
 
 
+def _matrices(optimizer: MasterOptimizer) -> list[Tensor]:
+    return [p for part in optimizer.parts() if part["orthogonal"] for p in part["params"]]
+
+
 def _fixed(optimizer: MasterOptimizer) -> list[Tensor]:
     """The matrices with steps of fixed length."""
-    return [p for group in optimizer.param_groups if _is_fixed(group) for p in group["params"]]
-
-
-def _products(optimizer: MasterOptimizer) -> tuple[str, SharedProducts | None]:
-    """What computes the matrix products, and which ranks share them."""
-    assert isinstance(optimizer, Muon)
-    return optimizer.products, optimizer.shared
+    return [p for part in optimizer.parts() if _is_fixed(part) for p in part["params"]]

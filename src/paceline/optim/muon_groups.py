@@ -11,6 +11,7 @@ from torch import Tensor
 from paceline.optim.base import BIAS_NORM
 from paceline.optim.muon import STEP_FACTOR, Muon, split_matrices
 from paceline.optim.registry import Context
+from paceline.optim.rule_settings import MuonSettings
 from paceline.optim.settings import OptimSettings
 
 # Nets with more orthogonalized matrices without a norm have shorter steps of fixed length; shorter ones
@@ -21,12 +22,13 @@ SHALLOW_MATRICES, LEAST_STEP_FACTOR = 4, 0.5
 def create_muon(
     settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, context: Context
 ) -> Muon:
+    own = settings.of("muon", MuonSettings)
     return Muon(
-        _muon_groups(settings, groups, context.norms),
+        _muon_groups(own, settings.momentum, groups, context.norms),
         lr,
         settings.momentum,
         nesterov=settings.nesterov,
-        trust_coefficient=settings.trust_coefficient,
+        trust_coefficient=own.trust_coefficient,
         fused=context.fused,
     )
 
@@ -58,16 +60,16 @@ def fixed_step_factor(bare: int) -> float:
 
 
 def _muon_groups(
-    settings: OptimSettings, groups: Sequence[dict[str, Any]], norms: int
+    settings: MuonSettings, momentum: float, groups: Sequence[dict[str, Any]], norms: int
 ) -> list[dict[str, Any]]:
     """Splits a group in two where only some of its tensors are orthogonalized."""
     least_dims = 3 if orthogonal_layers(settings.orthogonal, groups) == "filters" else 2
     matrices = [p for group in groups for p in split_matrices(group, least_dims)[0]]
     more: dict[str, Any] = {"adapt": True, "orthogonal": True}
-    more["fixed_steps"] = has_fixed_steps(settings.muon_steps, matrices, norms)
+    more["fixed_steps"] = has_fixed_steps(settings.steps, matrices, norms)
     # Momentum multiplies the rate of a LARS layer by 1 / (1 − m); this keeps the step sizes equal.
-    eta = settings.trust_coefficient / (1 - settings.momentum)
-    if more["fixed_steps"] and settings.muon_steps == "auto":
+    eta = settings.trust_coefficient / (1 - momentum)
+    if more["fixed_steps"] and settings.steps == "auto":
         more[STEP_FACTOR] = fixed_step_factor(len(matrices) - norms)
         eta *= more[STEP_FACTOR]
     made = []
@@ -76,6 +78,6 @@ def _muon_groups(
         if orthogonal:
             made.append(group | {"params": orthogonal, "trust_coefficient": eta} | more)
         if rest or not orthogonal:
-            adapted = settings.adapt_bias_norm or group.get("role") != BIAS_NORM
+            adapted = group.get("role") != BIAS_NORM
             made.append(group | {"params": rest, "adapt": adapted, "orthogonal": False})
     return made

@@ -1,23 +1,32 @@
-"""Optimizers by name, as `optim.name` has them; modules are imported when an optimizer is created.
+"""Optimizers and schedules by name, as `optim.name` and `optim.schedule` have them. Without torch.
 
-Paceline's own names are listed here. `register_optimizer` adds the update rule of a package or program.
+The settings class of an optimizer or a schedule, the table `[optim.NAME]`, also declares what the core
+has to know about it. The core's own are listed here, `paceline.alternatives` has more, and
+`register_optimizer` and `register_schedule` add those of a program.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from paceline.core.errors import ConfigError
-from paceline.core.extensions import load_extension
+from paceline.core.errors import ConfigError, nearest
+from paceline.core.extensions import Registry, provided
+from paceline.core.settings import register_settings
 
 if TYPE_CHECKING:
     from paceline.optim.rule import UpdateRule
 
+SGD, ADAM = "sgd", "adam"
+# The settings of `[optim]` that only some optimizers, or schedules, read.
+MOMENTUM = ("momentum", "nesterov")
+DECAY = ("lr_end", "decay_over_epochs")
+
 
 class Context(NamedTuple):
-    """What an optimizer is created with beside settings, groups and rate: `fused` as in
+    """What an optimizer is created with in addition to settings, groups and rate: `fused` as in
     `MasterOptimizer`, the `seed` of stochastic rounding, and the model's number of norm layers."""
 
     fused: bool | None
@@ -25,13 +34,102 @@ class Context(NamedTuple):
     norms: int
 
 
-# Module and function that creates each of Paceline's own optimizers.
-_OWN = {
-    "sgd": "lars:create_sgd", "lars": "lars:create_lars", "muon": "muon_groups:create_muon",
-    "adamw": "adam:create_adamw", "lamb": "adam:create_lamb",
-    "rmsprop_warmup": "rms_warmup:create",
-    **dict.fromkeys(("halp", "lp_sgd", "lp_svrg", "svrg"), "svrg:create"),
+@dataclass(frozen=True)
+class Course:
+    """A run as schedules see it. Times are in steps of the first batch.
+
+    Attributes:
+        peak: Peak rate.
+        end: Final rate of a schedule that has one (`optim.lr_end`).
+        total_steps: End of the run.
+        steps_per_epoch: Steps of one epoch.
+        warmup_steps: End of the warm-up.
+        decay_end: Time at which a schedule with a final rate reaches it.
+    """
+
+    peak: float
+    end: float
+    total_steps: float
+    steps_per_epoch: float
+    warmup_steps: float
+    decay_end: float
+
+    def left(self, time: float) -> float:
+        """Returns the share of the decay that is left, 1 after the warm-up and 0 at `decay_end`."""
+        span = max(self.decay_end - self.warmup_steps, 1.0)
+        return 1.0 - min(max(time - self.warmup_steps, 0.0) / span, 1.0)
+
+
+class OwnerSettings:
+    """Base of the settings of an optimizer or a schedule.
+
+    Attributes:
+        READS: Those settings in `MOMENTUM` or `DECAY` that it uses.
+    """
+
+    READS: ClassVar[tuple[str, ...]] = ()
+
+    def values(self, time: float, course: Course) -> Mapping[str, float]:
+        """Returns values that change with time, but for the rate, by their names in parameter groups."""
+        return {}
+
+
+class OptimizerSettings(OwnerSettings):
+    """Base of the settings of an optimizer; subclasses are frozen dataclasses.
+
+    Attributes:
+        CREATE: `module:function` inside `paceline` that creates it from `OptimSettings`, parameter
+            groups, rate and `Context`.
+        RATES: `sgd` or `adam`, the scale of its rates; empty for another one. A recipe's rate is dropped
+            if the command line chooses an optimizer with rates of another scale than those of SGD.
+        LR_BASE: Peak rate at a batch of 256 if `optim.lr_base` is not set.
+        HAS_KERNELS: True if the update has Triton kernels.
+        GRADIENTS: The gradient source that it needs (`paceline.train.gradient_source`).
+        PINNED: Its own settings that a resumed run must not change.
+        share_products: If ranks share products of matrices, see `MuonSettings`; for rules that have some.
+    """
+
+    CREATE: ClassVar[str] = ""
+    RATES: ClassVar[str] = ""
+    LR_BASE: ClassVar[float] = 0.1
+    HAS_KERNELS: ClassVar[bool] = False
+    GRADIENTS: ClassVar[str] = "backward"
+    PINNED: ClassVar[tuple[str, ...]] = ()
+    share_products: str = "auto"
+
+    def passes(self, steps_per_epoch: float) -> float:
+        """Returns how many gradients the optimizer computes of each sample that a step sees."""
+        return 1.0
+
+
+class ScheduleSettings(OwnerSettings):
+    """Base of the settings of a schedule; subclasses are frozen dataclasses.
+
+    Attributes:
+        WARMS_UP: False for a schedule that rises by itself, or that has no warm-up: `rate` then has the
+            whole run.
+    """
+
+    WARMS_UP: ClassVar[bool] = True
+
+    def rate(self, time: float, course: Course) -> float:
+        """Returns the rate at a time behind the warm-up."""
+        raise NotImplementedError
+
+
+_OPTIMIZERS = {
+    "sgd": "optim.rule_settings:SgdSettings", "lars": "optim.rule_settings:LarsSettings",
+    "muon": "optim.rule_settings:MuonSettings", "adamw": "optim.rule_settings:AdamwSettings",
+    "lamb": "optim.rule_settings:LambSettings",
 }  # fmt: skip
+_SCHEDULES = {
+    "constant": "optim.schedules:Constant", "cosine": "optim.schedules:Cosine",
+    "poly": "optim.schedules:Poly", "step": "optim.schedules:Step",
+    "piecewise": "optim.schedules:Piecewise",
+}  # fmt: skip
+OWNERS = {**_OPTIMIZERS, **_SCHEDULES}
+_optimizers: Registry[type[OptimizerSettings]] = Registry("optimizers", _OPTIMIZERS)
+_schedules: Registry[type[ScheduleSettings]] = Registry("schedules", _SCHEDULES)
 _registered: dict[str, type[UpdateRule]] = {}
 
 
@@ -41,28 +139,53 @@ def register_optimizer(name: str, rule: type[UpdateRule]) -> None:
     Training creates it with the rate of the schedule, the weight decay of the groups and
     `optim.arguments` as further hyper-parameters. A second call replaces the first.
     """
-    if not re.fullmatch(r"[a-z]\w*", name):
-        raise ConfigError(
-            "name", name, "is not a name of an optimizer", "use letters, digits and underscores"
-        )
-    if name in _OWN:
-        raise ConfigError("name", name, "is one of Paceline's own", "choose another name")
+    _check_new("optimizer", name, name in _optimizers)
     _registered[name] = rule
 
 
+def register_schedule(name: str, kind: type[ScheduleSettings]) -> None:
+    """Makes `name` a schedule of this process, with the settings `[optim.NAME]`. A second call replaces
+    the first."""
+    _check_new("schedule", name, name in OWNERS or name in provided("schedules"))
+    _schedules.register(name, kind)
+    register_settings("optim", name, kind)
+
+
+def _check_new(what: str, name: str, taken: bool) -> None:
+    if not re.fullmatch(r"[a-z]\w*", name):
+        article = "an" if what == "optimizer" else "a"
+        raise ConfigError(
+            "name",
+            name,
+            f"is not a name of {article} {what}",
+            "use letters, digits and underscores",
+        )
+    if taken:
+        raise ConfigError("name", name, "is one of Paceline's own", "choose another name")
+
+
 def optimizer_names() -> list[str]:
-    """All names, those that were registered last."""
-    return [*_OWN, *_registered]
+    """Returns all names of optimizers, those that were registered last."""
+    return [*_optimizers.names(), *_registered]
+
+
+def schedule_names() -> list[str]:
+    """Returns all names of schedules."""
+    return _schedules.names()
+
+
+def check_optimizer(name: str) -> None:
+    """Raises ConfigError, with the nearest name, if there is no optimizer of this name."""
+    if name not in _registered and name not in _optimizers:
+        remedy = f"{nearest(name, optimizer_names())} (a class is written torch.optim:RAdam)"
+        raise ConfigError("optim.name", name, "unknown", remedy)
+
+
+def check_schedule(name: str) -> None:
+    """Raises ConfigError, with the nearest name, if there is no schedule of this name."""
+    _schedules.get(name, "optim.schedule")
 
 
 def registered_rule(name: str) -> type[UpdateRule] | None:
-    """The rule of a name that is not one of Paceline's own."""
+    """Returns the rule of a name that a program has registered."""
     return _registered.get(name)
-
-
-def own_creator(name: str) -> Callable[..., Any]:
-    """The function that creates one of Paceline's own optimizers."""
-    module, function = _OWN[name].split(":")
-    module_loaded = load_extension(f"optim.{module}", "optim.name", name)
-    found: Callable[..., Any] = getattr(module_loaded, function)
-    return found

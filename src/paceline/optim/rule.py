@@ -158,6 +158,9 @@ class UpdateRule(ABC):
     formats: ClassVar[tuple[torch.dtype, ...]] = FORMATS
     # True: `kernels` returns a step.
     has_kernels: ClassVar[bool] = False
+    # True: it multiplies matrices, whose last bits depend on the kind of device. Ranks may share the
+    # products out (`MasterOptimizer.shared`).
+    has_products: ClassVar[bool] = False
     # True: `update` gets skipped rows too, as a rule needs that draws one random number after another.
     draws: ClassVar[bool] = False
 
@@ -172,6 +175,10 @@ class UpdateRule(ABC):
     def check(self, group: Mapping[str, Any]) -> None:
         """Raises ValueError for hyper-parameters of a new group that cannot be used."""
         check_hyper(self.hyper(group))
+
+    def parts(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+        """Splits a group if the rule moves some of its parameters in another way than the others."""
+        return [group]
 
     def reads_norms(self, hypers: Sequence[Any]) -> bool:
         """Returns True if `update` uses the norms of the gradients, which are then accurate."""
@@ -268,10 +275,6 @@ def check_range(name: str, value: float) -> None:
         raise ValueError(f"{name} = {value}: must be 0 or more, and finite")
     if name in _BELOW_ONE and not 0 <= value < 1:
         raise ValueError(f"{name} = {value}: must be in [0, 1){_BELOW_ONE[name]}")
-    if name == "sgd_share" and not 0 <= value <= 1:
-        raise ValueError(f"{name} = {value}: must be in [0, 1]")
-    if name == "mu" and not 0 < value < math.inf:
-        raise ValueError(f"{name} = {value}: must be above 0, and finite")
 
 
 def check_hyper(hyper: AnyHyper) -> AnyHyper:

@@ -17,24 +17,25 @@ from paceline.core.batch_range import (
     largest_batch_in_range,
 )
 from paceline.core.errors import ConfigError, nearest
+from paceline.optim.rule_settings import AdamwSettings, LambSettings, LarsSettings, MuonSettings
 from paceline.optim.scaling_report import MUON_LOSES_LESS, Choice, Scaling, expected_loss
 from paceline.optim.settings import OptimSettings
 
 OF_ADAM = ("adamw", "lamb")
 KNOWN = (*OF_ADAM, "lars", "muon", "sgd")
 # Who gives one of these for the new batch wants Adam there.
-_ADAMS_OWN = frozenset(
-    {"optim.lr", "optim.weight_decay", "optim.beta1", "optim.beta2", "optim.adam_eps"}
-)
+_ADAMS_OWN = frozenset({"optim.lr", "optim.weight_decay"}) | {
+    f"optim.{name}.{key}" for name in OF_ADAM for key in ("beta1", "beta2", "eps")
+}
 # Lower rates of Adam, but for its default, are those of fine-tuning, whose small steps Muon's pace would
 # not keep.
 LEAST_ADAM_RATE = 1e-4
 # What the rule may set, or has to know of; a setting that the user gives is kept.
 SCALED = (
-    "optim.name", "optim.lr", "optim.trust_coefficient", "optim.orthogonal", "optim.muon_steps",
-    "optim.momentum", "optim.nesterov", "optim.beta1", "optim.beta2", "optim.adam_eps",
-    "optim.weight_decay", "optim.warmup_epochs", "optim.warmup_max_share", "optim.schedule",
-    "optim.poly_power", "optim.batch_schedule", "optim.batch_rate", "run.batch_size",
+    "optim.name", "optim.lars.trust_coefficient", "optim.muon.trust_coefficient",
+    "optim.muon.orthogonal", "optim.muon.steps", "optim.momentum", "optim.nesterov",
+    *sorted(_ADAMS_OWN), "optim.warmup_epochs", "optim.warmup_max_share", "optim.schedule",
+    "optim.poly.power", "optim.batch_schedule", "optim.batch_rate", "run.batch_size",
     "run.average_epochs", "run.cutmix", "run.mixup",
 )  # fmt: skip
 # A batch this many times smaller than the known-good one, or less, has not been measured.
@@ -87,16 +88,18 @@ class Recipe:
     @property
     def rate(self) -> float:
         """The peak rate at the known-good batch, whichever rate the user gives for the new one."""
-        known = self.optim.known_good_lr
+        known = self.optim.known_good.lr
         return OptimSettings.peak_lr(self.optim, self.batch) if known is None else known
 
     @property
     def pace(self) -> float:
         """LARS and Muon: the relative step of a layer at the known-good batch. Where the user gives η,
         the rule does not use it."""
-        known = self.optim.known_good_momentum
+        known = self.optim.known_good.momentum
         momentum = self.optim.momentum if known is None else known
-        return self.rate * self.optim.trust_coefficient / (1 - momentum)
+        own = self.optim.owned[self.optimizer]
+        assert isinstance(own, LarsSettings | MuonSettings)
+        return self.rate * own.trust_coefficient / (1 - momentum)
 
 
 @dataclass(frozen=True)
@@ -211,6 +214,14 @@ def _check(recipe: Recipe, target: Target) -> None:
         )  # fmt: skip
 
 
+def given_value(optim: OptimSettings, name: str) -> Any:
+    """Returns the value of a setting of `[optim]` or of one of its owners; None for other sections."""
+    section, *owner, key = name.split(".")
+    if section != "optim":
+        return None
+    return getattr(optim.owned.get(owner[0]) if owner else optim, key, None)
+
+
 class _Rule:
     def __init__(self, recipe: Recipe, target: Target) -> None:
         self.recipe, self.target = recipe, target
@@ -223,8 +234,7 @@ class _Rule:
     def set(self, name: str, value: Any, reason: str) -> Any:
         """The value that the run will have: the user's where it was given."""
         if name in self.recipe.kept:
-            section, _, key = name.partition(".")
-            given = getattr(self.recipe.optim, key) if section == "optim" else None
+            given = given_value(self.recipe.optim, name)
             return value if given is None else given
         value = float(f"{value:.4g}") if isinstance(value, float) else value
         self.choices.append(Choice(name, value, reason))
@@ -247,8 +257,8 @@ class _Rule:
         if self.fine_tuning:
             return f"{self.fine_tuning} (--opt muon replaces it all the same)"
         optim, own = self.recipe.optim, sorted(self.recipe.kept & _ADAMS_OWN)
-        if optim.clip:
-            own.append("optim.clip")
+        if optim.of("lamb", LambSettings).clip and optim.name == "lamb":
+            own.append("optim.lamb.clip")
         if not own:
             return ""
         they, them = ("was", "it") if len(own) == 1 else ("were", "them")
@@ -263,7 +273,7 @@ class _Rule:
             return "the run begins with given weights"
         if optim.layer_decay < 1:
             return "optim.layer_decay is for fine-tuning"
-        unset = optim.lr is None and optim.known_good_lr is None and optim.has_default_base
+        unset = optim.lr is None and optim.known_good.lr is None and optim.has_default_base
         if self.rate < LEAST_ADAM_RATE and not unset:
             return f"a rate of {self.rate:.3g} is one for fine-tuning"
         return ""
@@ -271,9 +281,11 @@ class _Rule:
     def scale_adam(self, name: str) -> None:
         root, optim = math.sqrt(self.factor), self.recipe.optim
         self.set("optim.lr", self.rate * root, "root of the batch's growth")
-        beta2 = max(min(LEAST_BETA2, optim.beta2), 1 - self.factor * (1 - optim.beta2))
-        self.set("optim.beta2", beta2, "averages over as many samples")
-        self.set("optim.adam_eps", optim.adam_eps / root, "root of the batch's growth")
+        own = optim.owned[name]
+        assert isinstance(own, AdamwSettings)
+        beta2 = max(min(LEAST_BETA2, own.beta2), 1 - self.factor * (1 - own.beta2))
+        self.set(f"optim.{name}.beta2", beta2, "averages over as many samples")
+        self.set(f"optim.{name}.eps", own.eps / root, "root of the batch's growth")
         if name == "adamw" and optim.weight_decay:
             decay = optim.weight_decay * root
             self.set("optim.weight_decay", decay, "rate · decay per epoch stays")
@@ -285,11 +297,14 @@ class _Rule:
             self.set("optim.nesterov", True, "as measured")
         if name == "muon" and self.recipe.optimizer != name:
             self.set(
-                "optim.orthogonal", "auto", "filters, or all matrices of a net of linear layers"
+                "optim.muon.orthogonal",
+                "auto",
+                "filters, or all matrices of a net of linear layers",
             )
-        if name == "muon" and self.factor > 1 and optim.muon_steps == "relative":
+        own = optim.of("muon", MuonSettings)
+        if name == "muon" and self.factor > 1 and own.steps == "relative":
             self.set(
-                "optim.muon_steps", "auto", "of fixed length where some matrix has no norm layer"
+                "optim.muon.steps", "auto", "of fixed length where some matrix has no norm layer"
             )
         if self.recipe.optimizer == name:
             pace, why = self.recipe.pace * math.sqrt(self.factor), "root of the batch's growth"
@@ -307,7 +322,7 @@ class _Rule:
         )
         rate = self.set("optim.lr", min(linear, most), f"of biases and norms: {limited}")
         eta = pace * (1 - optim.momentum) / rate
-        self.set("optim.trust_coefficient", eta, f"a pace of {pace:.3g}: {why}")
+        self.set(f"optim.{name}.trust_coefficient", eta, f"a pace of {pace:.3g}: {why}")
         if from_adam and optim.weight_decay:
             decay = self.factor * self.rate * optim.weight_decay / rate
             self.set("optim.weight_decay", decay, "rate · decay per epoch stays")
@@ -337,7 +352,7 @@ class _Rule:
         given = "optim.schedule" in self.recipe.kept
         if name == "muon" and self.factor > 1 and is_cosine and not given:
             self.set("optim.schedule", "poly", "linear decay")
-            self.set("optim.poly_power", 1.0, "linear")
+            self.set("optim.poly.power", 1.0, "linear")
 
     def unmix(self) -> None:
         """Without mixed images where the run is too short for them."""
@@ -404,7 +419,7 @@ class _Rule:
             "optim.lr", rate.value * math.sqrt(first / batch), rate.reason + ", root of its share"
         )
         for number, choice in enumerate(self.choices):
-            if choice.name in ("optim.beta2", "optim.adam_eps", "optim.weight_decay"):
+            if choice.name.rpartition(".")[2] in ("beta2", "eps", "weight_decay"):
                 self.choices[number] = choice._replace(
                     reason=choice.reason + ", at the whole batch"
                 )

@@ -6,20 +6,14 @@ Times are counted in steps of the first batch, so that a schedule does not depen
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-from paceline.optim.rms_warmup import SGD_SHARE, sgd_share
-from paceline.optim.settings import CYCLES, OPTIMIZERS_OF_SVRG, OptimSettings
-from paceline.optim.svrg import DRAW
-
-# Of `one_cycle` and `triangular`: lowest rate of a cycle, as a share of the peak rate.
-CYCLE_FLOOR = 0.1
-# Of `one_cycle`: share of the run after the cycle, in which the rate falls on to `lr_end`.
-CYCLE_TAIL = 0.1
+from paceline.optim.registry import Course
+from paceline.optim.settings import OptimSettings
 
 
 def set_rate(
@@ -38,8 +32,8 @@ def set_rate(
 
 @dataclass(frozen=True)
 class LrSchedule:
-    """Linear warm-up from `warmup_start` to `peak`, then the decay that the settings name; or cycles,
-    which are a warm-up of their own.
+    """Linear warm-up from `warmup_start` to `peak`, then the schedule that the settings name; or that
+    schedule alone, if it rises by itself.
 
     `total_steps` and `steps_per_epoch` are those of the first batch. Where the batch grows, `position`
     gives the number of samples before a step.
@@ -72,19 +66,31 @@ class LrSchedule:
         wanted = self.settings.warmup_epochs * self.steps_per_epoch
         return wanted >= self._most_warmup_steps + 1
 
+    @cached_property
+    def course(self) -> Course:
+        """The run as the schedule sees it."""
+        over = self.settings.decay_over_epochs
+        end = self.total_steps if over is None else over * self.steps_per_epoch
+        return Course(
+            self.peak, self.settings.lr_end, self.total_steps, self.steps_per_epoch,
+            self.warmup_steps, end,
+        )  # fmt: skip
+
     def describe_cut(self) -> str:
         """Describes a warm-up shorter than `warmup_epochs`, or none; otherwise empty."""
-        if self.settings.schedule in CYCLES and self.settings.warmup_epochs:
+        wanted = self.settings.warmup_epochs
+        if not self.settings.own_schedule.WARMS_UP:
+            if not wanted:
+                return ""
             return (
-                f"none: {self.settings.schedule} rises by itself, optim.warmup_epochs = "
-                f"{self.settings.warmup_epochs:g} is not used"
+                f"none: {self.settings.schedule} rises by itself, optim.warmup_epochs = {wanted:g} "
+                "is not used"
             )
-        whole = self.settings.warmup_max_share == 1 or self.settings.schedule == "range"
-        if whole or not self._cuts_warmup:
+        if self.settings.warmup_max_share == 1 or not self._cuts_warmup:
             return ""
         epochs = self.warmup_steps / self.steps_per_epoch
         return (
-            f"{epochs:.3g} epochs instead of {self.settings.warmup_epochs:g}: at most "
+            f"{epochs:.3g} epochs instead of {wanted:g}: at most "
             f"{self.settings.warmup_max_share:.0%} of a run (--warmup-epochs overrides)"
         )
 
@@ -99,65 +105,15 @@ class LrSchedule:
 
     def others(self, step: int) -> dict[str, float]:
         """Values other than the rate that change with `step`, by their names in parameter groups."""
-        found: dict[str, float] = {}
-        if self.settings.schedule in CYCLES and self.settings.cycle_momentum:
-            low, high = self.settings.cycle_momentum
-            found["momentum"] = high - (high - low) * self._height(self.time(step))
-        if self.settings.name == "rmsprop_warmup":
-            epoch = self.time(step) / self.steps_per_epoch
-            center, width = self.settings.rms_center_epochs, self.settings.rms_width_epochs
-            found[SGD_SHARE] = sgd_share(epoch, center, width)
-        if self.settings.name in OPTIMIZERS_OF_SVRG:
-            found[DRAW] = step
-        return found
+        time = self.time(step)
+        schedule, optimizer = self.settings.own_schedule, self.settings.own_optimizer
+        return {**schedule.values(time, self.course), **optimizer.values(time, self.course)}
 
     def _rate(self, step: int) -> float:
-        kind = self.settings.schedule
-        if kind == "range":
-            low, high = self.settings.range_lr
-            share = min(step / (self.settings.range_steps - 1), 1.0)
-            return float(low * (high / low) ** share)
-        if kind in CYCLES:
-            return self._cycled(self.time(step))
+        schedule = self.settings.own_schedule
         # The end of the step, as far as warm-up is concerned.
         done = self.time(step + 1)
-        if done < self.warmup_steps:
+        if schedule.WARMS_UP and done < self.warmup_steps:
             start = self.settings.warmup_start
             return start + (self.peak - start) * done / self.warmup_steps
-        return self._decayed(self.time(step))
-
-    def _decayed(self, time: float) -> float:
-        kind, end = self.settings.schedule, self.settings.lr_end
-        if kind == "constant":
-            return self.peak
-        if kind in ("step", "piecewise"):
-            passed = sum(
-                time >= epoch * self.steps_per_epoch for epoch in self.settings.decay_epochs
-            )
-            if kind == "piecewise":
-                return self.peak * self.settings.decay_factors[passed]
-            return self.peak * float(self.settings.decay_rate**passed)
-        over = self.settings.decay_over_epochs
-        goal = self.total_steps if over is None else over * self.steps_per_epoch
-        span = max(goal - self.warmup_steps, 1.0)
-        left = 1.0 - min(max(time - self.warmup_steps, 0.0) / span, 1.0)
-        if kind == "poly":
-            return end + (self.peak - end) * float(left**self.settings.poly_power)
-        assert kind == "cosine", kind
-        return end + (self.peak - end) * 0.5 * (1.0 + math.cos(math.pi * (1.0 - left)))
-
-    def _cycled(self, time: float) -> float:
-        floor = self.peak * CYCLE_FLOOR
-        tail = CYCLE_TAIL * self.total_steps
-        if self.settings.schedule == "one_cycle" and time > self.total_steps - tail:
-            left = max((self.total_steps - time) / tail, 0.0)
-            return self.settings.lr_end + (floor - self.settings.lr_end) * left
-        return floor + (self.peak - floor) * self._height(time)
-
-    def _height(self, time: float) -> float:
-        """Between the floor of a cycle, 0, and its peak, 1."""
-        if self.settings.schedule == "one_cycle":
-            whole = max((1.0 - CYCLE_TAIL) * self.total_steps, 1.0)
-            return max(1.0 - abs(2.0 * time / whole - 1.0), 0.0)
-        cycles, share = divmod(time / (self.settings.cycle_epochs * self.steps_per_epoch), 1.0)
-        return float(self.settings.cycle_decay**cycles) * (1.0 - abs(2.0 * share - 1.0))
+        return schedule.rate(self.time(step), self.course)

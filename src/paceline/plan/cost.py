@@ -24,7 +24,6 @@ import numpy.typing as npt
 from paceline.core.errors import ConfigError
 from paceline.core.untrusted import LONGEST_S, SHORTEST_S
 from paceline.plan.cluster import Cluster, Link
-from paceline.plan.fusion_plan import ALL_TO_ALL
 from paceline.plan.schedules import algorithm, check_name
 from paceline.plan.steps import (
     Collective,
@@ -46,9 +45,12 @@ PLAYED_RANKS = 64
 _PLAYED_BYTES = tuple(float(4**power) for power in range(3, 17))
 
 
-def all_reduce_s(name: str, cluster: Cluster, sizes: npt.ArrayLike) -> Seconds:
-    """Seconds for each size; 0 for nothing to send, and with one rank."""
-    if not is_priced(name, cluster):
+def all_reduce_s(
+    name: str, cluster: Cluster, sizes: npt.ArrayLike, own_cost: Cost | None = None
+) -> Seconds:
+    """Seconds for each size; 0 for nothing to send, and with one rank. `own_cost` is that of a wire
+    format's own all-reduce."""
+    if own_cost is None and not is_priced(name, cluster):
         raise ConfigError(
             "--algorithm", name, f"has no closed form for more than {PLAYED_RANKS} ranks",
             "allow another one, too",
@@ -59,14 +61,14 @@ def all_reduce_s(name: str, cluster: Cluster, sizes: npt.ArrayLike) -> Seconds:
     probed = cluster.probed
     if probed is not None and name in probed.algorithms:
         return np.where(m > 0, probed.cost_s(name, cluster, m), 0.0)
-    cost = COSTS[name](cluster, m) if name in COSTS else _played(name, cluster, m)
+    closed_form = own_cost or COSTS.get(name)
+    cost = _played(name, cluster, m) if closed_form is None else closed_form(cluster, m)
     return np.where(m > 0, cost + cluster.launch_s, 0.0)
 
 
 def is_priced(name: str, cluster: Cluster) -> bool:
     """Whether there is a closed form, or few enough ranks to play the schedule."""
-    if name != ALL_TO_ALL:
-        check_name(name, "--algorithm")
+    check_name(name, "--algorithm")
     return name in COSTS or cluster.ranks <= PLAYED_RANKS
 
 
@@ -152,14 +154,6 @@ def _native(c: Cluster, m: Seconds) -> Seconds:
     return np.minimum(ring, tree)
 
 
-def _all_to_all(c: Cluster, m: Seconds) -> Seconds:
-    """Every rank sends each other one its chunk, twice; the ranks of a node share its links."""
-    p, link = c.ranks, c.slowest
-    shares = max(1.0, c.ranks_per_node / c.links) if c.nodes > 1 else 1.0
-    share = (p - 1) / p
-    return 2 * (p - 1) * link.alpha_s + share * m * (2 * shares * link.beta_s + c.gamma_s)
-
-
 COSTS: dict[str, Cost] = {
     "native": _native,
     "ring": _ring,
@@ -168,7 +162,6 @@ COSTS: dict[str, Cost] = {
     "halving_doubling": _halving_doubling,
     "tree": _tree,
     "central": _central,
-    ALL_TO_ALL: _all_to_all,
 }
 
 

@@ -18,26 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.core.errors import ConfigError, nearest
+from paceline.core.errors import ConfigError
 
-# The more exact first: of two that end as soon, the earlier one is taken. float32 comes after auto,
-# because what is computed in 16 bits gains little from a wider sum and takes twice the bytes.
-WIRES = ("auto", "float32", "float16", "bfloat16", "int8", "float8_e4m3", "float8_e5m2")
-SHORT_WIRES = {
-    "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3",
-    "e5m2": "float8_e5m2",
-}  # fmt: skip
-# No backend and no schedule can sum these: they have an all-reduce of their own, `ALL_TO_ALL`.
-EIGHT_BIT = ("int8", "float8_e4m3", "float8_e5m2")
-ALL_TO_ALL = "all_to_all"
-# Elements of an 8-bit format that share an fp32 scale.
-WIRE_BLOCK = 256
-_WIDTHS: dict[str, float] = {"float32": 4, "float16": 2, "bfloat16": 2} | dict.fromkeys(
-    EIGHT_BIT, 1 + 4 / WIRE_BLOCK
-)
-# What quantizing an element takes, in casts from 32 to 16 bits and back: int8's on a CPU, where fp8's
-# takes two to five times that (records/2026-11-17_eight-bit-wires_2-core-cpu).
-_QUANTIZING_CASTS = 8
 # Beside the gradients travel, in fp32, six numbers of the step and one for each tensor.
 _SIGNALS = 11
 
@@ -148,56 +130,9 @@ def _from_row(row: Mapping[str, Any]) -> FusionBucket:
     return FusionBucket(names, *words)
 
 
-# Wire formats: `auto` is each gradient's own, in which nothing is rounded. The communication module sends
-# the gradients of either width as a message of their own, in the bucket's format. Numbers of elements
-# may be integers or arrays.
-
-
-def wire_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Full names, each once, the most exact first; ConfigError for others."""
-    full = {SHORT_WIRES.get(name, name) for name in names}
-    for name in names:
-        if SHORT_WIRES.get(name, name) not in WIRES:
-            known = (*WIRES, *SHORT_WIRES)
-            raise ConfigError("--wire", name, "unknown", nearest(name, known) or "use auto or fp16")
-    return tuple(name for name in WIRES if name in full)
-
-
-def travelling(half: Any, full: Any, wire: str) -> tuple[Any, Any, Any]:
-    """Bytes of the message with what is held in 16 bits and of that with the rest, and the elements
-    that are cast there and back."""
-    width = _WIDTHS.get(wire)
-    if wire in EIGHT_BIT:
-        return half * width, full * width, (half + full) * _QUANTIZING_CASTS
-    cast = half * (width == 4) + full * (width == 2)
-    return half * (width or 2), full * (width or 4), cast
-
-
-def wire_bytes(elements: int, dtype: str, wire: str) -> int:
-    """Of `elements` numbers of the format `dtype` on the wire, scales included."""
-    name = dtype if wire == "auto" else wire
-    if name in EIGHT_BIT:
-        return elements + 4 * -(-elements // WIRE_BLOCK)
-    # A format's name ends with its bits.
-    return elements * int("".join(c for c in name if c.isdigit())) // 8
-
-
 def padded(elements: Any) -> Any:
     """What tensors take in the flat buffers: each one begins on a boundary."""
     return -(-elements // DEFAULT_ALIGN) * DEFAULT_ALIGN
-
-
-def wide_is_bulk(half: Any, full: Any, wire: str) -> Any:
-    """Whether the bucket's algorithm is for what is held in 32 bits, and the one beside it for what is
-    held in 16; from padded elements. As the communication module has it: before the signals are added,
-    and of two as large the 32 bits."""
-    narrow, wide, _ = travelling(half, full, wire)
-    return wide >= narrow
-
-
-def keeps_float32(wire: str) -> bool:
-    """Whether what is held in 32 bits travels in 32 bits, so that the signals may ride along."""
-    return wire in ("auto", "float32")
 
 
 def signal_bytes(tensors: int) -> int:

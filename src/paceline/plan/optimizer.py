@@ -19,19 +19,9 @@ import numpy.typing as npt
 from paceline.core.errors import ConfigError
 from paceline.plan.cluster import RANK_SPREAD, Cluster, slowest_of
 from paceline.plan.cost import all_reduce_s, is_priced
-from paceline.plan.fusion_plan import (
-    ALL_TO_ALL,
-    EIGHT_BIT,
-    FusionBucket,
-    FusionPlan,
-    keeps_float32,
-    padded,
-    signal_bytes,
-    travelling,
-    wide_is_bulk,
-    wire_names,
-)
+from paceline.plan.fusion_plan import FusionBucket, FusionPlan, padded, signal_bytes
 from paceline.plan.schedules import algorithm_names
+from paceline.plan.wires import keeps_float32, travelling, wide_is_bulk, wire_format, wire_names
 
 # So many smaller numbers of buckets are tried where hidden exchanges cost compute.
 _MOST_FEWER = 8
@@ -296,8 +286,9 @@ class _WireCost:
         algorithms: Sequence[str],
     ) -> None:  # fmt: skip
         self._cluster, self._others = cluster, tuple(algorithms)
-        # 8-bit numbers have one algorithm; the signals beside them travel by any.
-        self._algorithms = (ALL_TO_ALL,) if wire in EIGHT_BIT else self._others
+        # A format with an all-reduce of its own has no other; the signals beside it travel by any.
+        self._own, self._own_cost = wire_format(wire).algorithm, wire_format(wire).cost
+        self._algorithms = (self._own,) if self._own else self._others
         half, full = held
         narrow, wide, cast = travelling(half.astype(float), full.astype(float), wire)
         self.bytes: Floats = narrow + wide
@@ -310,10 +301,10 @@ class _WireCost:
         self._large = np.where(bulk_is_wide, wide, narrow)
         self._small = np.where(bulk_is_wide, narrow, wide)
         beside = self._times(self._small)
-        if wire not in EIGHT_BIT:
-            beside[:, :, -1] += self._times(self._tail)
-        else:
+        if self._own:
             beside[:, :, -1] += self._signal_times(self._tail).min(axis=0)
+        else:
+            beside[:, :, -1] += self._times(self._tail)
         bulk = self._times(self._large)
         self.seconds: Floats = bulk.min(axis=0) + beside.min(axis=0) + cast * cluster.cast_s
         if cluster.ranks == 1:
@@ -321,15 +312,16 @@ class _WireCost:
 
     def _times(self, sizes: npt.ArrayLike) -> Floats:
         """By every algorithm, in the first dimension."""
-        return np.stack([all_reduce_s(name, self._cluster, sizes) for name in self._algorithms])
+        own = self._own_cost
+        return np.stack([all_reduce_s(n, self._cluster, sizes, own) for n in self._algorithms])
 
     def _signal_times(self, sizes: npt.ArrayLike) -> Floats:
         return np.stack([all_reduce_s(name, self._cluster, sizes) for name in self._others])
 
     def names(self, first: int, stop: int) -> tuple[str, str]:
-        if self._algorithms == (ALL_TO_ALL,):
+        if self._own:
             fastest = self._signal_times(self._tail.max()).argmin()
-            return ALL_TO_ALL, self._others[int(fastest)]
+            return self._own, self._others[int(fastest)]
         small = self._times(self._small[first, stop])
         if stop == len(self._tail) - 1:
             small = small + self._times(self._tail[first])

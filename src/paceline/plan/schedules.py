@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.plan.fusion_plan import ALL_TO_ALL
 from paceline.plan.steps import (
     MIB,
     PAUSE,
@@ -82,9 +81,9 @@ def algorithm(name: str) -> Algorithm:
 
 def parts_used(algorithms: Collection[str], groups: Groups) -> frozenset[str]:
     """Which sub-groups the schedules of a plan have collectives in: `rows`, `masters`, `columns`. The
-    backend's own all-reduce and the exchange of 8-bit formats run among all ranks, and have none."""
+    backend's own all-reduce and those of wire formats run among all ranks, and have none."""
     found: set[str] = set()
-    for name in set(algorithms) - {NATIVE, ALL_TO_ALL}:
+    for name in set(algorithms) & set(REGISTRY):
         for rank in groups.groups[0]:
             for steps in algorithm(name).rounds(rank, groups, Segment(_LONG)):
                 found |= {_part(s, rank, groups) for s in steps if isinstance(s, Collective)}

@@ -14,9 +14,10 @@ from typing import Any
 
 from paceline.plan.cluster import Cluster, Link
 from paceline.plan.cost import is_priced
-from paceline.plan.fusion_plan import FusionPlan, keeps_float32
+from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.noise import LEAST_SAVING, relative_steps, time_saved
 from paceline.plan.optimizer import best_plan
+from paceline.plan.wires import keeps_float32
 from paceline.planner.accelerators import Accelerator, catalogue
 from paceline.planner.analytic_workload import analytic_workload
 from paceline.planner.layers import Network

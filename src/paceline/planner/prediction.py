@@ -15,17 +15,10 @@ from dataclasses import dataclass, replace
 from paceline.core.errors import ConfigError
 from paceline.plan.cluster import RANK_SPREAD, Cluster, Link, slowest_of
 from paceline.plan.cost import all_reduce_s
-from paceline.plan.fusion_plan import (
-    FusionBucket,
-    FusionPlan,
-    keeps_float32,
-    padded,
-    signal_bytes,
-    travelling,
-    wide_is_bulk,
-)
+from paceline.plan.fusion_plan import FusionBucket, FusionPlan, padded, signal_bytes
 from paceline.plan.optimizer import Gradient
 from paceline.plan.plan_file import Expected
+from paceline.plan.wires import keeps_float32, travelling, wide_is_bulk, wire_format
 from paceline.planner.workload import Workload
 
 # What an input delivers is given by hand, or measured elsewhere.
@@ -76,7 +69,8 @@ def _score(
     )
     if not wide_is_bulk(in_half, in_full, bucket.wire):
         small, large = large, small
-    cost = float(all_reduce_s(bucket.algorithm, cluster, large))
+    own_cost = wire_format(bucket.wire).cost
+    cost = float(all_reduce_s(bucket.algorithm, cluster, large, own_cost))
     for beside in (small, signals - rides):
         cost += float(all_reduce_s(bucket.beside_algorithm, cluster, beside))
     if cluster.ranks > 1:

@@ -12,9 +12,9 @@ from typing import Any
 from paceline.core.errors import ConfigError
 from paceline.core.settings import check_input_rate
 from paceline.plan.cluster import Cluster
-from paceline.plan.fusion_plan import wire_names
 from paceline.plan.plan_file import PlanFile
 from paceline.plan.schedules import algorithm_names, check_name
+from paceline.plan.wires import wire_names
 from paceline.planner.accelerators import accelerator as find_accelerator
 from paceline.planner.accelerators import assumed, gpu_cluster
 from paceline.planner.analytic_workload import analytic_workload

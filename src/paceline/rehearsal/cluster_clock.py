@@ -1,7 +1,7 @@
-"""The predicted times of the cluster that a rehearsal stands for.
+"""`ClusterClock`: the predicted times of the cluster that a rehearsal stands for.
 
 `cluster_clock` asks the planner how long a step, an evaluation and the start would take there with the
-run's own plan. The training loads this module if `rehearse.nodes` is set.
+run's own plan.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError
+from paceline.core.settings import SettingChecks
+from paceline.core.units import format_duration
 from paceline.plan.cluster import Cluster, slowest_of
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import PlanFile
-from paceline.plan.rehearsal import ClusterClock, RehearseSettings
 from paceline.planner.accelerators import accelerator, assumed, gpu_cluster
 from paceline.planner.analytic_workload import analytic_workload
 from paceline.planner.layers import Network, known_network
@@ -25,6 +26,7 @@ from paceline.planner.plan_parts import planned_cluster, profile_of, required_pr
 from paceline.planner.prediction import predict
 from paceline.planner.start_up import StartUp
 from paceline.planner.workload import Workload
+from paceline.rehearsal.settings import RehearsalSettings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,10 +36,57 @@ _PRICED_OPTIMIZERS = ("lars", "sgd")
 
 
 @dataclass(frozen=True)
+class ClusterClock:
+    """Predicted seconds on the cluster. `uncertainty` is the relative standard error of a step."""
+
+    ranks: int
+    step_s: float
+    eval_s: float
+    startup_s: float
+    uncertainty: float
+    images_per_s: float
+    efficiency: float
+    price_per_gpu_hour: float = 0.0
+    watts_per_gpu: float = 0.0
+    # What the run does and the times have not.
+    left_out: tuple[str, ...] = ()
+    # Where the step comes from.
+    source: str = ""
+    # Links between nodes that nothing has set.
+    assumed: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        without = f"; without {' and '.join(self.left_out)}" if self.left_out else ""
+        return (
+            f"a step {format_duration(self.step_s)} (± {self.uncertainty:.0%}), an evaluation "
+            f"{format_duration(self.eval_s)}, the start {format_duration(self.startup_s)}; "
+            f"{self.images_per_s:,.0f} images/s, efficiency {self.efficiency:.0%}{without}"
+            f"{f'; from {self.source}' if self.source else ''}"
+            f"{'; assumed: ' if self.assumed else ''}{', '.join(self.assumed)}"
+        )
+
+    def totals(self, predicted_s: float) -> dict[str, Any]:
+        """What `predicted_s` on the cluster amount to, for the summary."""
+        gpu_hours = self.ranks * predicted_s / 3600
+        found: dict[str, Any] = {"predicted_s": predicted_s, "gpu_hours": gpu_hours}
+        if self.price_per_gpu_hour:
+            found["cost"] = gpu_hours * self.price_per_gpu_hour
+        if self.watts_per_gpu:
+            found["energy_kwh"] = gpu_hours * self.watts_per_gpu / 1000
+        return found
+
+
+@dataclass(frozen=True)
 class RehearsedCluster:
     """What the planner knows of the cluster of `settings`."""
 
-    settings: RehearseSettings
+    settings: RehearsalSettings
+
+    def _error(self, name: str, problem: str, remedy: str) -> ConfigError:
+        return SettingChecks("run.rehearsal", self.settings).error(name, problem, remedy)
+
+    def _file(self, name: str) -> PlanFile:
+        return PlanFile.read(Path(getattr(self.settings, name)), f"run.rehearsal.{name}")
 
     @property
     def watts(self) -> float:
@@ -67,7 +116,7 @@ class RehearsedCluster:
             )
             if model.startswith("python:"):  # an object, which no command can make again
                 remedy = "leave it out (there is no clock then), or name a factory and profile that"
-            raise ConfigError("rehearse.gpu", self.settings.gpu, problem, remedy) from None
+            raise self._error("gpu", problem, remedy) from None
 
     def check_batch(
         self, net: Network | None, *, batch: int, half: bool, fused: bool = True
@@ -125,12 +174,7 @@ class RehearsedCluster:
                 f"has a step with images of {work.image_size} pixels, and the run has {image_size}"
             )
         if problem:
-            raise ConfigError(
-                f"rehearse.{field}",
-                getattr(self.settings, field),
-                problem,
-                f"measure it with {again}",
-            )
+            raise self._error(field, problem, f"measure it with {again}")
 
     def workload(
         self, model: str, image_size: int, net: Network | None = None,
@@ -141,14 +185,14 @@ class RehearsedCluster:
         elements and whether in half precision: a step of others is refused."""
         work: Workload | None = None
         if self.settings.profile:
-            work = required_profile(PlanFile.read(Path(self.settings.profile), "rehearse.profile"))
+            work = required_profile(self._file("profile"))
         elif self.settings.gpu and net is not None:
             work = analytic_workload(net, accelerator(self.settings.gpu))
         elif self.settings.cluster:
-            work = profile_of(PlanFile.read(Path(self.settings.cluster), "rehearse.cluster"))
+            work = profile_of(self._file("cluster"))
             if work is None:
-                raise ConfigError(
-                    "rehearse.cluster", self.settings.cluster, "has links, but no step: no [workload]",
+                raise self._error(
+                    "cluster", "has links, but no step: no [workload]",
                     f"run paceline tune there with --model {model}, or give --profile or --gpu as well",
                 )  # fmt: skip
         if work is not None and tensors is not None:
@@ -161,7 +205,7 @@ class RehearsedCluster:
         """Processes, meeting, agreement and process groups of the cluster's ranks."""
         settings, probed = self.settings, None
         if settings.cluster:
-            probed = PlanFile.read(Path(settings.cluster), "rehearse.cluster").probed
+            probed = self._file("cluster").probed
         algorithms = {
             name for bucket in plan.buckets for name in (bucket.algorithm, bucket.beside_algorithm)
         }
@@ -176,18 +220,18 @@ class RehearsedCluster:
     def place(self) -> Cluster:
         """The cluster's links."""
         if self.settings.cluster:
-            file = PlanFile.read(Path(self.settings.cluster), "rehearse.cluster")
+            file = self._file("cluster")
             found = planned_cluster(file)
             if found.ranks_per_node != self.settings.gpus_per_node:
-                raise ConfigError(
-                    "rehearse.gpus_per_node", self.settings.gpus_per_node,
-                    f"{self.settings.cluster} was measured with {found.ranks_per_node} ranks on a node",
-                    f"use {found.ranks_per_node}, or run paceline tune there again",
+                each = found.ranks_per_node
+                raise self._error(
+                    "gpus_per_node", f"{self.settings.cluster} was measured with {each} ranks on a node",
+                    f"use {each}, or run paceline tune there again",
                 )  # fmt: skip
             return found.with_nodes(self.settings.nodes)
         if not self.settings.gpu:
-            raise ConfigError(
-                "rehearse.profile", self.settings.profile, "says nothing about the links of the cluster",
+            raise self._error(
+                "profile", "says nothing about the links of the cluster",
                 "give --gpu as well, or --cluster FILE of paceline tune",
             )  # fmt: skip
         settings = self.settings
@@ -209,7 +253,7 @@ class RehearsedCluster:
 
 
 def cluster_clock(
-    settings: RehearseSettings, plan: FusionPlan, work: Workload, *, batch: int, accumulation: int,
+    settings: RehearsalSettings, plan: FusionPlan, work: Workload, *, batch: int, accumulation: int,
     validation: int, eval_batch: int, left_out: tuple[str, ...] = (),
 ) -> ClusterClock:  # fmt: skip
     """`batch` is a rank's micro-batch, of which it does `accumulation` for a step; an evaluation is of
@@ -260,7 +304,7 @@ def cluster_layers(config: RunConfig, model: nn.Module, classes: int) -> Network
 
         return count_trained(model, name, pixels, channels)
 
-    net = RehearsedCluster(config.rehearse).network(
+    net = RehearsedCluster(config.run.of("rehearsal", RehearsalSettings)).network(
         name, pixels, classes, config.model.stem_for(pixels), count, channels=channels
     )
     again = getattr(config.run.owned.get("accel"), "recompute_norms", False)
@@ -275,14 +319,15 @@ def clock_of_run(
     """Returns None if the settings say nothing about the cluster's speed. `tensors` are those that are
     trained, with their elements and whether in half precision; `half` is that of the run here, which is
     fp32 on a CPU with `auto`, whatever the cluster's GPUs would choose."""
-    there = RehearsedCluster(config.rehearse)
+    settings = config.run.of("rehearsal", RehearsalSettings)
+    there = RehearsedCluster(settings)
     fused = getattr(config.run.owned.get("accel"), "allows_fused_norms", True)
     there.check_batch(net, batch=batch, half=half, fused=fused and config.run.channels_last)
     work = there.workload(config.model.name, config.data.image_size, net, tensors)
     if work is None:
         return None
     return cluster_clock(
-        config.rehearse, plan, work.with_tensors(tensors), batch=batch, accumulation=accumulation,
+        settings, plan, work.with_tensors(tensors), batch=batch, accumulation=accumulation,
         validation=validation, eval_batch=eval_batch,
         left_out=there.left_out(work, config.optim.name, half=half, trained=tensors),
     )  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -28,7 +29,7 @@ from paceline.core.units import (
 from paceline.report.chart import SERIES_COLOURS, XY, Chart, Line
 from paceline.report.compare_runs import GLOBAL_BATCH, RANKS, ComparedRun
 from paceline.report.comparison import CompareRow, Comparison, value_text
-from paceline.report.curves import MAX_POINTS, over_cluster_time, spans_decades
+from paceline.report.curves import MAX_POINTS, over_figure, spans_decades
 from paceline.report.html import document, figures, link_to, list_section, section
 from paceline.report.run_page import REPORT_NAME
 from paceline.report.tables import Table
@@ -52,6 +53,8 @@ class _Column:
 
 
 def _columns(comparison: Comparison) -> list[_Column]:
+    figures = {name: own.column for row in comparison.rows for name, own in row.figures.items()}
+
     def difference(row: CompareRow) -> str:
         return "baseline" if row is comparison.baseline else _difference(row)
 
@@ -73,9 +76,7 @@ def _columns(comparison: Comparison) -> list[_Column]:
         ),
         _Column("exchange B/param", _exchange_state, _exchange_state_of_all),
         _Column("sent/step", _sent, lambda row: f"{_sent(row)} sent in a step"),
-        _Column("cluster time", lambda row: _shown(row.predicted_s, format_duration)),
-        _Column("cost", lambda row: _shown(row.cost, number)),
-        _Column("kWh", lambda row: _shown(row.energy_kwh, number)),
+        *(_Column(column, partial(_figure, name)) for name, column in figures.items()),
         _Column("epochs", _epochs, lambda row: f"{_epochs(row)} epochs"),
         _Column(
             "batch",
@@ -91,6 +92,10 @@ def _columns(comparison: Comparison) -> list[_Column]:
         ),
         _Column("skipped", lambda row: count(row.skipped_steps), _skipped),
     ]
+
+
+def _figure(name: str, row: CompareRow) -> str:
+    return row.figures[name].text if name in row.figures else ""
 
 
 def _shown(value: float | None, show: Callable[[float], str]) -> str:
@@ -284,9 +289,7 @@ def _row_json(row: CompareRow, differing: tuple[str, ...]) -> dict[str, Any]:
         "exchange_state_bytes": row.exchange_state_bytes,
         "exchange_state_bytes_per_parameter": row.exchange_state_bytes_per_parameter,
         "exchange_bytes_per_step": row.exchange_bytes_per_step,
-        "predicted_s_median": row.predicted_s,
-        "cost_median": row.cost,
-        "energy_kwh_median": row.energy_kwh,
+        **{f"{name}_median": own.value for name, own in row.figures.items()},
         "epochs_done_min": low,
         "epochs_done_max": high,
         "epochs_planned": row.epochs_planned,
@@ -365,7 +368,7 @@ def compare_charts(comparison: Comparison) -> list[Chart]:
     several = any(len(row.runs) > 1 for row in comparison.rows)
     span = "an epoch" if width == 1 else f"{number(width)} epochs"
     return [
-        *_cluster_time_charts(comparison, several),
+        *_charts_over_figures(comparison, several),
         Chart(
             "Validation top-1 (%)", "epoch", accuracy, (0.0, last), show_value=format_percent,
             note="mean, seeds thin" if several else "", legend=False,
@@ -377,22 +380,22 @@ def compare_charts(comparison: Comparison) -> list[Chart]:
     ]  # fmt: skip
 
 
-def _cluster_time_charts(comparison: Comparison, several: bool) -> list[Chart]:
-    """Top-1 over the predicted time of rehearsed clusters; rows without one have no line."""
+def _charts_over_figures(comparison: Comparison, several: bool) -> list[Chart]:
+    """Top-1 over each figure of an extension that wants to be an axis; rows without it have no line."""
+    charts = []
+    every = {name: own for row in comparison.rows for name, own in row.figures.items() if own.axis}
+    for name, own in every.items():
 
-    def top1(run: ComparedRun) -> dict[float, float]:
-        return {round(x, 6): y for x, y in over_cluster_time(run.files, "top1")}
+        def top1(run: ComparedRun, name: str = name) -> dict[float, float]:
+            return {round(x, 6): y for x, y in over_figure(run.files, "top1", name)}
 
-    lines = _lines(comparison.rows, top1)
-    last = max((x for line in lines for x, _ in line.points), default=0.0)
-    if not last:
-        return []
-    return [
-        Chart(
-            "Validation top-1 (%) over the cluster's time", "predicted minutes", lines, (0.0, last),
-            show_value=format_percent, note="mean, seeds thin" if several else "", legend=False,
-        )
-    ]  # fmt: skip
+        lines = _lines(comparison.rows, top1)
+        if last := max((x for line in lines for x, _ in line.points), default=0.0):
+            charts.append(Chart(
+                f"Validation top-1 (%) over the {own.label}", own.axis, lines, (0.0, last),
+                show_value=format_percent, note="mean, seeds thin" if several else "", legend=False,
+            ))  # fmt: skip
+    return charts
 
 
 def _lines(

@@ -23,8 +23,6 @@ _NAMES_AND_PATHS = frozenset({"run.name", "run.output", "run.resume"})
 # Not a setting, but it changes speed and, through batch norm, the result.
 RANKS = "ranks"
 GLOBAL_BATCH = "run.global_batch_size"
-# Follows from the settings of `[rehearse]`, none of which says it in one word.
-REHEARSED = "rehearsed"
 
 
 class CompareError(DataError):
@@ -92,7 +90,6 @@ def settings_of(files: RunFiles, outcome: Outcome) -> dict[str, Any]:
     settings = dict(flat(files.config))
     known = {GLOBAL_BATCH: outcome.global_batch_size, RANKS: outcome.world_size}
     settings |= {name: value for name, value in known.items() if value is not None}
-    settings[REHEARSED] = outcome.rehearsed is not None
     return {k: v for k, v in settings.items() if k not in _NAMES_AND_PATHS | {SEED}}
 
 

@@ -19,8 +19,8 @@ from typing import Any
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.units import plural, text_of
 from paceline.report.bottleneck import ExposedWaits
-from paceline.report.compare_runs import GLOBAL_BATCH, RANKS, REHEARSED, ComparedRun
-from paceline.report.outcome import Rehearsed
+from paceline.report.compare_runs import GLOBAL_BATCH, RANKS, ComparedRun
+from paceline.report.outcome import ExtraFigure
 
 Settings = Mapping[str, Any]
 _UNSET = "unset"
@@ -28,13 +28,13 @@ _UNSET = "unset"
 # speed alone. The rest comes between them, by section.
 _DESCRIPTIVE = (
     "optim.name", "model.name", GLOBAL_BATCH, "run.epochs", "optim.schedule", "optim.batch_schedule",
-    "comm.mode", "comm.wire", "comm.algorithm", "run.shares", "model.norm_group",
+    "run.strategy", "comm.wire", "comm.algorithm",
 )  # fmt: skip
 _SECTIONS = (
-    "optim", "precision", "model", "data", "run", "comm", REHEARSED, RANKS, "checkpoint", "rehearse",
+    "optim", "precision", "model", "data", "run", "comm", RANKS, "checkpoint",
 )  # fmt: skip
 _MINOR = (
-    "run.batch_size", "run.rebalance", "run.threads", "data.workers",
+    "run.batch_size", "run.threads", "data.workers",
 )  # fmt: skip
 # Every label has those of these in which rows differ.
 _ALWAYS = ("optim.name", GLOBAL_BATCH, "optim.lr", "optim.lr_base")
@@ -42,12 +42,10 @@ _WORDS = {"optim.name": "opt", "model.name": "model", GLOBAL_BATCH: "batch"}
 # Where files are says little about a run.
 _PATHS = (
     "data.dir", "data.cache_dir", "run.pretrained", "run.output", "run.resume", "comm.plan",
-    "comm.hybrid.sizes", "rehearse.profile",
+    "comm.hybrid.sizes",
 )  # fmt: skip
 # Values with which a setting switches nothing on, beside what is false, empty or unset.
-_OFF = ("auto", "equal", "none", "off", "synchronous")
-# Settings beside those of `[comm]` that have no effect on one rank.
-_OF_SEVERAL_RANKS = ("run.shares", "run.rebalance")
+_OFF = ("auto", "none", "off", "synchronous")
 
 
 @dataclass(frozen=True)
@@ -145,21 +143,13 @@ class CompareRow:
         return _median(run.outcome.exchange_bytes_per_step for run in self.runs)
 
     @property
-    def predicted_s(self) -> float | None:
-        """Of rehearsals: the time on the cluster."""
-        return _median(found.predicted_s for found in self._rehearsed)
-
-    @property
-    def cost(self) -> float | None:
-        return _median(found.cost for found in self._rehearsed)
-
-    @property
-    def energy_kwh(self) -> float | None:
-        return _median(found.energy_kwh for found in self._rehearsed)
-
-    @property
-    def _rehearsed(self) -> list[Rehearsed]:
-        return [found for run in self.runs if (found := run.outcome.rehearsed) is not None]
+    def figures(self) -> dict[str, ExtraFigure]:
+        """The medians of figures of extensions that have a column, by name."""
+        every = [own for run in self.runs for own in run.outcome.figures if own.column]
+        return {
+            own.name: replace(own, value=_median(x.value for x in every if x.name == own.name))
+            for own in every
+        }
 
     @property
     def skipped_steps(self) -> int:
@@ -393,9 +383,7 @@ def _has_number(rows: Sequence[Settings], name: str) -> bool:
 def _acts(settings: Settings, name: str) -> bool:
     """Whether the setting is a number, or switched on, and has an effect in this run."""
     section, value = name.partition(".")[0], settings.get(name)
-    if settings.get(RANKS) == 1 and (section == "comm" or name in _OF_SEVERAL_RANKS):
-        return False
-    if section == "rehearse" and not settings.get(REHEARSED):
+    if settings.get(RANKS) == 1 and (section == "comm" or name == "run.strategy"):
         return False
     return _is_number(value) or (bool(value) and value not in _OFF)
 

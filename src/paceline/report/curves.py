@@ -14,6 +14,7 @@ import numpy as np
 from paceline.core.units import count, format_percent, loss, number, rate
 from paceline.report.bottleneck import ExposedWaits
 from paceline.report.chart import SERIES_COLOURS, XY, Chart, Line, Marker
+from paceline.report.outcome import Outcome
 from paceline.report.records import Floats, finite
 from paceline.report.run_files import Curve, RunFiles
 
@@ -45,7 +46,7 @@ def run_charts(run: RunFiles) -> list[Chart]:
             ],
             show_value=format_percent,
         ),
-        *cluster_time_charts(run),
+        *charts_over_figures(run),
         axis.chart(
             "Loss",
             loss_lines,
@@ -93,22 +94,24 @@ def logged_charts(run: RunFiles) -> list[Chart]:
     return charts
 
 
-def cluster_time_charts(run: RunFiles) -> list[Chart]:
-    """Of a rehearsal: accuracy over the time that the cluster would have taken."""
-    top1, top5 = (over_cluster_time(run, name) for name in ("top1", "top5"))
-    if not top1:
-        return []
-    lines = [Line("top-1", top1, 1), Line("top-5", top5, 2)][: 1 + run.shows_top5]
-    title, label = "Accuracy over the cluster's time (%)", "predicted minutes"
-    return [Chart(title, label, lines, (0.0, top1[-1][0]), show_value=format_percent)]
+def charts_over_figures(run: RunFiles) -> list[Chart]:
+    """Accuracy over each figure of an extension that wants to be an axis."""
+    charts = []
+    for own in Outcome.of(run).figures:
+        top1, top5 = (over_figure(run, name, own.name) for name in ("top1", "top5"))
+        if own.axis and top1:
+            lines = [Line("top-1", top1, 1), Line("top-5", top5, 2)][: 1 + run.shows_top5]
+            title, span = f"Accuracy over the {own.label} (%)", (0.0, top1[-1][0])
+            charts.append(Chart(title, own.axis, lines, span, show_value=format_percent))
+    return charts
 
 
-def over_cluster_time(run: RunFiles, field: str) -> list[XY]:
-    """A field of the evaluations, by predicted minutes; empty for a run that is no rehearsal."""
+def over_figure(run: RunFiles, field: str, axis: str) -> list[XY]:
+    """A field of the evaluations by another one, a time that becomes minutes."""
     return sorted(
         (time / 60, value)
         for record in run.of_kind("eval")
-        if (time := finite(record, "predicted_s")) is not None
+        if (time := finite(record, axis)) is not None
         and (value := finite(record, field)) is not None
     )
 

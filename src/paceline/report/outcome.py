@@ -31,53 +31,42 @@ from paceline.report.run_files import RunFiles, computed_once, finite_values
 _DONE = frozenset({"finished", "target"})
 
 
-@dataclass(frozen=True)
-class Rehearsed:
-    """The cluster that a run rehearsed, and what the planner predicts for it; None where the run said
-    nothing about its speed, price or power."""
+# How the figures of extensions are written, by unit.
+_UNITS = {"duration": format_duration, "rate": rate}
+_MOST_FIGURES = 20
 
-    ranks: int
-    predicted_s: float | None
-    predicted_s_to_target: float | None
-    images_per_s: float | None
-    gpu_hours: float | None
-    cost: float | None
-    energy_kwh: float | None
+
+@dataclass(frozen=True)
+class ExtraFigure:
+    """A figure of an extension, as the first record of the run declares it (`core.events.ShownField`).
+    Its value is in the extension's part of the summary or, before the end, in the latest evaluation."""
+
+    name: str
+    label: str
+    unit: str
+    column: str
+    axis: str
+    value: float | None
 
     @classmethod
-    def of(cls, run: RunFiles) -> Rehearsed | None:
-        found = (run.summary or {}).get("rehearsal")
-        settings = run.config.get("rehearse")
-        settings = settings if isinstance(settings, dict) else {}
-        nodes, each = integer(settings, "nodes"), integer(settings, "gpus_per_node")
-        if not isinstance(found, dict):
-            if not nodes or not each:
-                return None
-            times = finite_values(run.of_kind("eval"), "predicted_s")
-            times += run.steps().known("predicted_s").tolist()
-            return cls(nodes * each, max(times, default=None), None, None, None, None, None)
-        return cls(
-            integer(found, "ranks") or 0,
-            *(
-                finite(found, name)
-                for name in (
-                    "predicted_s", "predicted_s_to_target", "images_per_s", "gpu_hours", "cost",
-                    "energy_kwh",
+    def of(cls, run: RunFiles) -> tuple[ExtraFigure, ...]:
+        declared, found = run.start.get("shown"), []
+        for one in declared[:_MOST_FIGURES] if isinstance(declared, list) else ():
+            if isinstance(one, dict):
+                name, label, unit, column, axis, part = (
+                    text_of(one.get(key, ""))
+                    for key in ("name", "label", "unit", "column", "axis", "part")
                 )
-            ),
-        )  # fmt: skip
+                ended = (run.summary or {}).get(part)
+                value = finite(ended, name) if isinstance(ended, dict) else None
+                if run.summary is None:
+                    value = max(finite_values(run.of_kind("eval"), name), default=None)
+                found.append(cls(name, label, unit, column, axis, value))
+        return tuple(found)
 
-    def rows(self) -> list[tuple[str, str]]:
-        """For the tables of a run; what is unknown is left out."""
-        known = [
-            ("cluster's time (predicted)", self.predicted_s, format_duration),
-            ("cluster's time to target", self.predicted_s_to_target, format_duration),
-            ("cluster's images/s", self.images_per_s, rate),
-            ("cluster's GPU hours", self.gpu_hours, number),
-            ("cluster's cost", self.cost, number),
-            ("cluster's energy (kWh)", self.energy_kwh, number),
-        ]
-        return [(label, show(value)) for label, value, show in known if value is not None]
+    @property
+    def text(self) -> str:
+        return "" if self.value is None else _UNITS.get(self.unit, number)(self.value)
 
 
 @dataclass(frozen=True)
@@ -112,7 +101,14 @@ class Outcome:
     exchange_state_bytes: float | None = None
     exchange_state_bytes_per_parameter: float | None = None
     exchange_bytes_per_step: float | None = None
-    rehearsed: Rehearsed | None = None
+    # Fewer than ranks if a process computes several of them.
+    processes: int | None = None
+    figures: tuple[ExtraFigure, ...] = ()
+
+    @property
+    def is_virtual(self) -> bool:
+        """Returns True if processes compute several ranks each."""
+        return bool(self.processes) and (self.processes or 0) < (self.world_size or 0)
 
     @property
     def largest_batch(self) -> int | None:
@@ -166,7 +162,8 @@ class Outcome:
                 summary, "exchange_state_bytes_per_parameter"
             ),
             exchange_bytes_per_step=finite(summary, "exchange_bytes_per_step"),
-            rehearsed=Rehearsed.of(run),
+            processes=integer(start, "processes"),
+            figures=ExtraFigure.of(run),
         )
 
 
@@ -203,27 +200,17 @@ def ends_without_loss(run: RunFiles) -> bool:
 def _result(outcome: Outcome) -> str:
     """Accuracy, time, speed and ranks, as far as they are known."""
     accuracy = "" if outcome.top1 is None else f"{format_percent(outcome.top1, 1)} top-1"
-    if outcome.rehearsed is not None:
-        return _rehearsed_result(outcome, outcome.rehearsed, accuracy)
     timed = outcome.train_s is not None and outcome.steps
     parts = [
         " in ".join(filter(None, (accuracy, format_duration(outcome.train_s) if timed else "")))
     ]
-    if outcome.images_per_s is not None:
+    if outcome.is_virtual:
+        parts.append(f"{count(outcome.world_size)} virtual ranks")
+        parts += [f"{own.label} {own.text}" for own in outcome.figures if own.axis and own.text]
+    elif outcome.images_per_s is not None:
         ranks = f" on {plural(outcome.world_size, 'rank')}" if outcome.world_size else ""
         parts.append(f"{rate(outcome.images_per_s)} images/s{ranks}")
     return ", ".join(filter(None, parts))
-
-
-def _rehearsed_result(outcome: Outcome, rehearsed: Rehearsed, accuracy: str) -> str:
-    """`81.2 % top-1 in 4 min 2 s (predicted) on 512 ranks, rehearsed in 31 min 40 s`."""
-    time = rehearsed.predicted_s
-    timed = f"in {format_duration(time)} (predicted)" if time and outcome.steps else ""
-    where = f"on {plural(rehearsed.ranks, 'rank')}"
-    took = (
-        f", rehearsed in {format_duration(outcome.train_s)}" if outcome.train_s else ", rehearsed"
-    )
-    return " ".join(filter(None, (accuracy, timed, where))) + took
 
 
 def _corrupt_count(run: RunFiles, field: str, split: str) -> int:
@@ -293,8 +280,8 @@ class Efficiency:
     @classmethod
     @computed_once
     def of(cls, run: RunFiles) -> Efficiency | None:
-        """None before the first step, where its records lack the times, and for a rehearsal, whose ranks
-        are virtual: one process does the work of all."""
+        """None before the first step, where its records lack the times, and if a process does the work of
+        several ranks."""
         steps = run.steps()
         timed = steps.or_zero("step_s") > 0
         lengths, first = steps["step_s"][timed], first_after_start(run)[timed]
@@ -303,7 +290,7 @@ class Efficiency:
         if all_images <= 0:
             return None
         outcome = Outcome.of(run)
-        if outcome.rehearsed is not None:
+        if outcome.is_virtual:
             return None
         ranks = outcome.world_size or 1
         # What the first step after each start took longer than the others.

@@ -27,12 +27,14 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-# Fields of a step that hold a number for each of several names.
-CAUSES, STALENESS = "input_stall_causes", "staleness"
+# The field of a step that holds seconds for each of several causes.
+CAUSES = "input_stall_causes"
+# More record fields than these count nothing that a page could show.
+_MOST_COUNTS = 8
 # No other field of a step is kept: a foreign file may have any number of them.
 _COLUMNS = (
     "time",
-    *(f.name for f in fields(StepEvent) if f.name not in ("step", "skipped", CAUSES, STALENESS)),
+    *(f.name for f in fields(StepEvent) if f.name not in ("step", "skipped", "fields", CAUSES)),
 )
 # A step has at most one record of these kinds; of the others it may have several.
 _ONE_PER_STEP = frozenset({"eval", "checkpoint", "ranks"})
@@ -67,6 +69,19 @@ def middle(values: Floats) -> float | None:
     return float(np.median(found)) if len(found) else None
 
 
+def declared_counts(start: Record) -> dict[str, list[str]]:
+    """The record fields of steps that count something by number, as a start declares them: title, what is
+    numbered, what is counted."""
+    found = start.get("counts")
+    if start["event"] != "start" or type(found) is not dict:
+        return {}
+    return {
+        name: words
+        for name, words in list(found.items())[:_MOST_COUNTS]
+        if type(words) is list and len(words) == 3 and all(type(word) is str for word in words)
+    }
+
+
 class _Named:
     """Numbers by row and name, as three columns."""
 
@@ -97,7 +112,7 @@ class RecordLog:
         self.steps, self.places = array("q"), array("q")
         self.skipped = array("b")
         self.columns: dict[str, array[float]] = {name: array("d") for name in _COLUMNS}
-        self.named = {CAUSES: _Named(), STALENESS: _Named()}
+        self.named = {CAUSES: _Named()}
         self._others: list[tuple[int, Record]] = []
 
     def append(self, record: Record) -> None:
@@ -105,6 +120,8 @@ class RecordLog:
         place, self._records = self._records, self._records + 1
         if record["event"] != "step":
             self._others.append((place, record))
+            for name in declared_counts(record):
+                self.named.setdefault(name, _Named())
             return
         row = len(self.steps)
         self.steps.append(record["step"])
@@ -116,15 +133,16 @@ class RecordLog:
             if type(value) is not float:
                 value = _NAN if value is None or not is_finite(value) else float(value)
             column.append(value)
-        causes, staleness = get(CAUSES), get(STALENESS)
+        causes = get(CAUSES)
         if type(causes) is dict:
             for name in causes:
                 if (seconds := finite(causes, name) or 0.0) > 0:
                     self.named[CAUSES].append(row, name, seconds)
-        if type(staleness) is dict:
-            for name, pushes in staleness.items():
-                if name.isdecimal() and is_count(pushes, most=2**53):
-                    self.named[STALENESS].append(row, name, pushes)
+        for field_name, named in self.named.items():
+            counts = get(field_name) if field_name != CAUSES else None
+            for name, times in counts.items() if type(counts) is dict else ():
+                if name.isdecimal() and is_count(times, most=2**53):
+                    named.append(row, name, times)
 
     def current(self) -> Records:
         """Without superseded ones: a start at step s drops the earlier records of steps after s, but
@@ -205,7 +223,7 @@ class Steps:
         return None if not len(self) or np.isnan(self[name][-1]) else float(self[name][-1])
 
     def sums(self, name: str, where: Bools | None = None) -> dict[str, float]:
-        """Of `CAUSES` or `STALENESS`, by name, over the steps that are true in `where`."""
+        """Of `CAUSES` or a declared count, by name, over the steps that are true in `where`."""
         rows = np.zeros(self._length, np.bool_)
         rows[self._rows if where is None else self._rows[where]] = True
         return self._log.named[name].sums(rows)

@@ -34,9 +34,7 @@ from paceline.report.run_files import EVENTS_NAME, RunFiles
 
 REPORT_NAME = "report.html"
 # The figures in large type.
-_LARGE = (
-    "top-1", "top-5", "images/s", "training time", "time to target", "cluster's time (predicted)",
-)  # fmt: skip
+_LARGE = ("top-1", "top-5", "images/s", "training time", "time to target")
 # No line break between a number and its unit.
 _UNIT_GAP = re.compile(r"(?<=\d) (?=(?:%|s|min|h|images/s|ranks?)(?!\w))")
 # A part of the start-up that takes less is not named.
@@ -72,6 +70,7 @@ def render_run(run: RunFiles) -> str:
 def run_parts(run: RunFiles) -> list[str]:
     """The parts of the page, some of them empty."""
     results = tables.result_rows(run)
+    large = {*_LARGE, *(own.label for own in Outcome.of(run).figures if own.axis)}
     incidents = [tables.resume_table(run), tables.skipped_table(run), tables.corrupt_table(run)]
     files_and_ranks = [
         tables.checkpoint_table(run), tables.save_table(run), tables.rank_table(run)
@@ -79,14 +78,14 @@ def run_parts(run: RunFiles) -> list[str]:
     return [
         _header(run),
         efficiency_section(run),
-        definition_list([row for row in results if row[0] in _LARGE], "tiles"),
-        definition_list([row for row in results if row[0] not in _LARGE], "facts"),
+        definition_list([row for row in results if row[0] in large], "tiles"),
+        definition_list([row for row in results if row[0] not in large], "facts"),
         figures(run_charts(run)),
         _loss_note(run),
         _logged_section(run),
         section("Predicted and measured", [tables.expectation_table(run)]),
         section("Waiting for the input", [tables.stall_table(run)]),
-        section("Staleness", [tables.staleness_table(run)]),
+        section("Counts", tables.count_tables(run), titled=True),
         section("Evaluations", [tables.epoch_table(run)]),
         _mistakes_section(run),
         section("Incidents", incidents, titled=True),

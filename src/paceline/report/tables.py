@@ -34,7 +34,7 @@ from paceline.report.bottleneck import (
     traced_buckets,
 )
 from paceline.report.outcome import Outcome
-from paceline.report.records import STALENESS, Record, finite, middle
+from paceline.report.records import Record, declared_counts, finite, middle
 from paceline.report.run_files import RunFiles, checkpoint_files
 
 Row = tuple[str, ...]
@@ -99,9 +99,9 @@ def result_rows(run: RunFiles) -> list[tuple[str, str]]:
         ("global batch", _batches(outcome)),
         ("ranks", count(outcome.world_size)),
     ]
-    if outcome.rehearsed is not None:
-        rows[-1] = ("ranks (rehearsed)", count(outcome.world_size))
-        rows += outcome.rehearsed.rows()
+    if outcome.is_virtual:
+        rows[-1] = ("ranks (virtual)", count(outcome.world_size))
+    rows += [(own.label, own.text) for own in outcome.figures if own.text]
     noise, batch = outcome.noise_scale or 0.0, outcome.largest_batch or 0
     if noise > 0 and batch > 0:
         described = describe_noise(noise, batch)
@@ -175,17 +175,23 @@ def stall_table(run: RunFiles) -> Table:
     return Table.of("Waiting for the input", columns, rows, {1})
 
 
-def staleness_table(run: RunFiles) -> Table:
-    """Of an asynchronous run: how many pushes, of all ranks, had each staleness."""
+def count_tables(run: RunFiles) -> list[Table]:
+    """What the strategy of the run has counted by number, over all steps."""
+    starts = run.of_kind("start")
+    declared = declared_counts(starts[-1]) if starts else {}
+    return [_count_table(run, name, *words) for name, words in declared.items()]
+
+
+def _count_table(run: RunFiles, name: str, title: str, numbered: str, counted: str) -> Table:
     counts: dict[int, int] = {}
-    for stale, pushes in run.steps().sums(STALENESS).items():
-        counts[int(stale)] = counts.get(int(stale), 0) + round(pushes)
+    for number_text, times in run.steps().sums(name).items():
+        counts[int(number_text)] = counts.get(int(number_text), 0) + round(times)
     total = sum(counts.values())
     rows = [
-        (count(stale), count(pushes), format_percent(100 * pushes / total, 1))
-        for stale, pushes in sorted(counts.items())
+        (count(at), count(times), format_percent(100 * times / total, 1))
+        for at, times in sorted(counts.items())
     ]
-    return Table.of("Staleness", ("updates by other ranks", "pushes", "share"), rows, set())
+    return Table.of(title, (numbered, counted, "share"), rows, set())
 
 
 def epoch_table(run: RunFiles) -> Table:

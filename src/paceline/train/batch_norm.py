@@ -1,4 +1,4 @@
-"""Running statistics of batch norm: of each rank, of virtual ranks, and their average over ranks."""
+"""Running statistics of batch norm: of each rank, and their average over ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class BatchNormState:
     The average over N ranks treats their statistics as those of N equal parts of one population: the
     mean of the means, and the mean of the variances plus the variance of the means.
 
-    In a rehearsal, one process has the statistics of all virtual ranks: `kept` is a row for each of them,
-    and the layers use `flat`, which `load` fills for one rank and `store` saves. Otherwise both are one.
+    `kept` and `kept_tracked` are what a step may change, a checkpoint has and the layers use. A subclass
+    may keep several rows.
     """
 
-    def __init__(self, model: nn.Module, virtual_ranks: int = 0) -> None:
+    def __init__(self, model: nn.Module) -> None:
         layers = [
             (name, layer)
             for name, layer in model.named_modules()
@@ -53,27 +53,17 @@ class BatchNormState:
                 self.tracked[number] = layer.num_batches_tracked
             layer.num_batches_tracked = self.tracked[number]
             start = stop
-        self.virtual_ranks = virtual_ranks
-        self.kept, self._kept_tracked = self.flat, self.tracked
-        if virtual_ranks:
-            self.kept = self.flat.expand(virtual_ranks, *self.flat.shape).clone()
-            self._kept_tracked = self.tracked.expand(virtual_ranks, -1).clone()
-        self._flat_before, self._tracked_before = self.kept.clone(), self._kept_tracked.clone()
+        self.keep(self.flat, self.tracked)
+
+    def keep(self, flat: Tensor, tracked: Tensor) -> None:
+        """Makes these what lasts from step to step."""
+        self.kept, self.kept_tracked = flat, tracked
+        self._flat_before, self._tracked_before = flat.clone(), tracked.clone()
 
     @property
     def saved_tracked(self) -> Tensor:
         """Batches that each layer has seen, on rank 0."""
-        return self._kept_tracked[0] if self.virtual_ranks else self.tracked
-
-    def load(self, rank: int) -> None:
-        """The layers get the statistics of a virtual rank."""
-        self.flat.copy_(self.kept[rank])
-        self.tracked.copy_(self._kept_tracked[rank])
-
-    def store(self, rank: int) -> None:
-        """The statistics of the layers become those of a virtual rank."""
-        self.kept[rank].copy_(self.flat)
-        self._kept_tracked[rank].copy_(self.tracked)
+        return self.kept_tracked
 
     def keys(self) -> frozenset[str]:
         """The keys of the statistics in the model's state dict."""
@@ -85,22 +75,22 @@ class BatchNormState:
     def remember(self) -> None:
         """Keeps the statistics before a step that may be skipped or stopped."""
         self._flat_before.copy_(self.kept)
-        self._tracked_before.copy_(self._kept_tracked)
+        self._tracked_before.copy_(self.kept_tracked)
 
     def roll_back(self) -> None:
         """Restores what `remember` kept."""
         self.kept.copy_(self._flat_before)
-        self._kept_tracked.copy_(self._tracked_before)
+        self.kept_tracked.copy_(self._tracked_before)
 
     def discard_if(self, flag: Tensor) -> None:
         """Restores what `remember` kept if the flag on the device is set, so that a NaN in one batch
         does not stay in the statistics. Does not synchronize with the device."""
         self.kept.copy_(torch.where(flag > 0, self._flat_before, self.kept))
-        self._kept_tracked.copy_(torch.where(flag > 0, self._tracked_before, self._kept_tracked))
+        self.kept_tracked.copy_(torch.where(flag > 0, self._tracked_before, self.kept_tracked))
 
     def average(self, group: Group) -> Tensor:
         """The average over ranks, bit-identical on all of them."""
-        return pool(self.kept) if self.virtual_ranks else average_over_ranks(self.flat, group)
+        return average_over_ranks(self.flat, group)
 
     @contextmanager
     def averaged(self, group: Group) -> Iterator[None]:
@@ -118,23 +108,15 @@ class BatchNormState:
 
     def gather(self, kept: Tensor, group: Group, *, average: bool = False) -> Tensor | None:
         """What every rank holds in the form of `kept`, on rank 0; see `gather_rows`."""
-        if not self.virtual_ranks:
-            return gather_rows(kept, group, average=average)
-        if average:
-            kept.copy_(pool(kept))
-            return kept[:1].detach().cpu().clone()
-        return kept.detach().cpu().clone()
+        return gather_rows(kept, group, average=average)
 
     def restore(self, rows: Tensor, tracked: Tensor, group: Group) -> None:
         self.kept.copy_(self.own_rows(rows, group))
-        self._kept_tracked.copy_(tracked.to(self.tracked.device))
+        self.kept_tracked.copy_(tracked.to(self.tracked.device))
 
     def own_rows(self, rows: Tensor, group: Group) -> Tensor:
-        """Of `[ranks, 2, width]`, this rank's row, or those of all virtual ranks; the average if the
-        number of ranks has changed."""
-        if rows.shape[0] != (self.virtual_ranks or group.world_size):
-            return pool(rows)
-        return rows if self.virtual_ranks else rows[group.rank]
+        """Of `[ranks, 2, width]`, this rank's row; the average if the number of ranks has changed."""
+        return rows[group.rank] if rows.shape[0] == group.world_size else pool(rows)
 
 
 def gather_rows(flat: Tensor, group: Group, *, average: bool) -> Tensor | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.optim.batch_growth import Stages
+from paceline.optim.schedules import Step
 from paceline.optim.settings import OptimSettings
 
 # Without `--batch-size`, the largest micro-batch of a process.
@@ -71,7 +72,9 @@ def eval_batch(micro_batch: int) -> int:
 def requested_batch(config: RunConfig, ranks: int) -> tuple[int | None, int | None, int]:
     """What `resolve_batch_sizes` checks before the data is open: `optim.scaling` chooses the micro-batch
     unless the user gave it."""
-    chosen = config.optim.scaling == "auto" and "run.batch_size" not in config.optim.scaling_keeps
+    chosen = (
+        config.optim.scaling == "auto" and "run.batch_size" not in config.optim.known_good.keeps
+    )
     first = config.optim.batch_growth.first_batch(config.run.global_batch_size)
     return first, None if chosen else config.run.batch_size, ranks
 
@@ -79,7 +82,7 @@ def requested_batch(config: RunConfig, ranks: int) -> tuple[int | None, int | No
 def batch_stages(settings: OptimSettings, sizes: BatchSizes, world_size: int) -> Stages:
     """The (epoch, global batch) that `optim.batch_schedule` adds to the first batch."""
     unit = sizes.micro_batch * world_size
-    epochs, limit = settings.decay_epochs, settings.batch_limit
+    epochs, limit = settings.of("step", Step).epochs, settings.batch_limit
     return settings.batch_growth.after(sizes.global_batch, unit, epochs, limit)
 
 

@@ -10,29 +10,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.comm.group import Group
-from paceline.comm.rehearsal import RehearsedExchange
 from paceline.config import Job, RunConfig
 from paceline.core.errors import PacelineError
-from paceline.core.extensions import needed_by
 from paceline.core.host import StartUp
 from paceline.data import BatchPlan, Source, TrainBatches, create_train_loader
 from paceline.models.pretrained import load_pretrained
 from paceline.models.registry import is_own
-from paceline.models.synced_norm import NormGroup
-from paceline.optim.settings import ANCHORED
-from paceline.plan.rehearsal import ClusterClock
-from paceline.train.batch_sizes import eval_batch
+from paceline.models.synced_norm import keep_last_statistics
 from paceline.train.callbacks import Callback, CallbackRunner
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
 from paceline.train.checkpoint_writer import CheckpointWriter
 from paceline.train.components import Components
-from paceline.train.fast_path import ModelLimits, share_norms
+from paceline.train.fast_path import ModelLimits, check_model_norms
+from paceline.train.gradient_source import source_class
 from paceline.train.inputs import (
     RunInputs,
     agree_on_inputs,
@@ -50,15 +45,14 @@ from paceline.train.model_checks import (
     share_weights,
 )
 from paceline.train.observers import RunTrace
-from paceline.train.resolve import Facts, Resolved, ranks_of, refuse, resolve
+from paceline.train.resolve import Facts, Resolved, refuse, resolve
 from paceline.train.run_folder import RunFolder
 from paceline.train.run_state import PinnedPlan, Progress, RunState, check_pinned
-from paceline.train.shares import with_shares
 from paceline.train.step import TrainStep
 from paceline.train.step_parts import StepParts, create_parts, create_step
 from paceline.train.stop_signals import StopSignals
+from paceline.train.strategy import Strategy, create_strategy
 from paceline.train.training import Training, describe_run
-from paceline.train.update import create_anchors
 
 
 def build(
@@ -100,41 +94,41 @@ def _assemble(
 ) -> Training:
     config, plan, schedule = resolved.config, resolved.batches, resolved.schedule
     source, folder = inputs.source, inputs.folder
-    threads = _set_threads(config, group, checkpoint)
+    threads = _set_threads(config, plan.world_size, group, checkpoint)
+    strategy = create_strategy(config, group)
+    if checkpoint is not None:
+        strategy.load(checkpoint.strategy.get(strategy.name, {}))
     built = _build_model(
-        config, group, source, plan, schedule.rate(0), checkpoint, components, startup
+        config, strategy, inputs, plan, schedule.rate(0), checkpoint, components, startup
     )
     model, parts = built.model, built.parts
-    plan, shares = with_shares(config, plan, group, checkpoint, parts.probe)
+    plan = strategy.divide(plan, parts.probe)
     startup.end("step")
 
-    clock = _cluster_clock(config, parts, plan, inputs, built.layers)
     state = RunState(
         config=config, batches=plan, exchange_plan=parts.exchange.plan, peak_lr=resolved.peak_lr,
         classes=tuple(source.classes), labels=inputs.labels, model=model,
         optimizer=parts.optimizer, batch_norm=parts.batch_norm, scale=parts.scale,
-        average=parts.average, group=group, memory=parts.exchange.memory,
+        average=parts.average, strategy=strategy, group=group, memory=parts.exchange.memory,
     )  # fmt: skip
     make_loader = _loader_factory(config, source, parts, group, components)
     with group.phase("loader"):
         progress = _restored(state, checkpoint, folder)
         loader = make_loader(plan, progress.step)
-    anchors = create_anchors(config, source, plan, parts.optimizer, group, components)
+    gradients = source_class(config).create(config, plan, make_loader)
     startup.end("loader")
-    step = create_step(
-        config, parts, loader, plan, group, stop, components, built.norm_group, anchors
-    )
+    step = create_step(config, parts, loader, plan, group, stop, components, gradients)
     trace = _create_trace(config, group, parts, step, folder, progress.step)
     training = Training(
         config=config, written=resolved.written, group=group, folder=folder, lock=inputs.lock,
         sizes=resolved.sizes, plan=plan, schedule=schedule, model=model, state=state, step=step,
         source=source, validation=inputs.validation, progress=progress, stop=stop,
-        plan_file=parts.plan_file, trace=trace, make_loader=make_loader, clock=clock, startup=startup,
+        plan_file=parts.plan_file, trace=trace, make_loader=make_loader, startup=startup,
         store=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
         writer=CheckpointWriter(background=config.checkpoint.background),
     )  # fmt: skip
     training.chosen = describe_run(
-        training, inputs, components, checkpoint, parts, threads=threads, shares=shares,
+        training, inputs, components, checkpoint, parts, threads=threads,
         scaling=resolved.scaling, model_notes=built.notes, pretrained=built.pretrained,
     )  # fmt: skip
     training.keeps_final_state = isinstance(components.model, nn.Module)
@@ -146,12 +140,12 @@ def _assemble(
 def _loader_factory(
     config: RunConfig, source: Source, parts: StepParts, group: Group, components: Components
 ) -> Callable[[BatchPlan, int], TrainBatches]:
-    """What creates this rank's loader: at the start, and again when the shares of the ranks change."""
+    """What creates this rank's loader: at the start, and again when the plan is replaced."""
 
     def make_loader(batches: BatchPlan, first_step: int) -> TrainBatches:
         return create_train_loader(
-            source, batches, config.data, seed=config.run.seed, rank=_computed_ranks(parts, group),
-            first_step=first_step, device=group.device, augment=components.augment,
+            source, batches, config.data, seed=config.run.seed, first_step=first_step,
+            rank=parts.strategy.computed_ranks, device=group.device, augment=components.augment,
         )  # fmt: skip
 
     return make_loader
@@ -189,44 +183,41 @@ def _add_callbacks(
 
 @dataclass(frozen=True, kw_only=True)
 class _BuiltModel:
-    """The model and the parts of its step; `pretrained` and `notes` are for display. `layers`: of a
-    rehearsal, what its clock is predicted from."""
+    """The model and the parts of its step; `pretrained` and `notes` are for display."""
 
     model: nn.Module
     parts: StepParts
-    norm_group: NormGroup | None
-    layers: Any
     pretrained: list[str]
     notes: list[str]
 
 
 def _build_model(
-    config: RunConfig, group: Group, source: Source, plan: BatchPlan, rate: float,
+    config: RunConfig, strategy: Strategy, inputs: RunInputs, plan: BatchPlan, rate: float,
     checkpoint: Checkpoint | None, components: Components, startup: StartUp,
 ) -> _BuiltModel:  # fmt: skip
+    group, source = strategy.group, inputs.source
     with group.phase("model"):
         model, pretrained = _create_model(config, source, group, components)
         notes = _check_model(config, model, source, plan, components)
     if isinstance(components.model, nn.Module):
         notes += filter(None, [share_weights(model, group)])
-    # Before kernels and formats of this device take the place of the model's own layers.
-    layers = _cluster_layers(config, model, source)
-    norm_group = share_norms(config, model, group)
+    check_model_norms(config, model)
+    if config.model.norm_statistics == "last":
+        keep_last_statistics(model)
+    strategy.check_model(model)
+    strategy.prepare(model, inputs)
     startup.end("model")
     varies = any(VARIES in note for note in notes)
-    limits = ModelLimits.of(config.run, group, norm_group, varies)
+    limits = ModelLimits.of(config.run, group, strategy.eager, varies)
     parts = create_parts(
         config, model, group, rate=rate,
         micro_batch=plan.micro_batch,
-        accumulate=plan.accumulation > 1 or config.optim.name in ANCHORED,
+        accumulate=plan.accumulation > 1 or source_class(config).several_passes,
         pinned=PinnedPlan.of(checkpoint, config, plan.world_size) if checkpoint else None,
         steps_per_epoch=plan.samples / plan.last_batch, components=components,
-        classes=config.model.num_classes or len(source.classes), limits=limits,
+        classes=config.model.num_classes or len(source.classes), limits=limits, strategy=strategy,
     )  # fmt: skip
-    return _BuiltModel(
-        model=model, parts=parts, norm_group=norm_group, layers=layers, pretrained=pretrained,
-        notes=notes,
-    )  # fmt: skip
+    return _BuiltModel(model=model, parts=parts, pretrained=pretrained, notes=notes)
 
 
 @contextmanager
@@ -240,49 +231,10 @@ def _leaving_together(group: Group) -> Iterator[None]:
         raise
 
 
-def _computed_ranks(parts: StepParts, group: Group) -> int | Sequence[int]:
-    """The ranks whose micro-batches this process computes, in this order."""
-    exchange = parts.exchange
-    return exchange.order if isinstance(exchange, RehearsedExchange) else group.rank
-
-
-def _cluster_layers(config: RunConfig, model: nn.Module, source: Source) -> Any:
-    """Of a rehearsal: what the planner predicts the cluster's step from, where it is not measured."""
-    if not config.rehearse.ranks:
-        return None
-    with needed_by("rehearse.nodes", config.rehearse.nodes):
-        from paceline.rehearsal.cluster_clock import cluster_layers
-    return cluster_layers(config, model, config.model.num_classes or len(source.classes))
-
-
-def _cluster_clock(
-    config: RunConfig, parts: StepParts, plan: BatchPlan, inputs: RunInputs, layers: Any
-) -> ClusterClock | None:
-    """None where the run is no rehearsal, or says nothing about the cluster's speed."""
-    if not config.rehearse.ranks:
-        return None
-    from paceline.rehearsal.cluster_clock import clock_of_run
-
-    tensors = {
-        name: (p.numel(), p.dtype != torch.float32) for name, p in parts.exchange.parameters.items()
-    }
-    return clock_of_run(
-        config, parts.exchange.plan, tensors, layers, half=parts.policy.is_half,
-        batch=plan.micro_batch, accumulation=plan.accumulation,
-        # With the mirror image of each.
-        validation=len(inputs.validation) * (2 if config.data.eval_flip else 1),
-        eval_batch=eval_batch(plan.micro_batch),
-    )  # fmt: skip
-
-
-def _set_threads(config: RunConfig, group: Group, checkpoint: Checkpoint | None) -> str:
+def _set_threads(config: RunConfig, ranks: int, group: Group, checkpoint: Checkpoint | None) -> str:
     """Sets torch's number of threads. A resumed run uses the checkpoint's, to be bit-identical."""
     threads, note = choose_threads(config, group.topology), ""
-    if (
-        checkpoint
-        and not config.run.threads
-        and checkpoint.world_size == ranks_of(config, group.world_size)
-    ):
+    if checkpoint and not config.run.threads and checkpoint.world_size == ranks:
         threads, note = checkpoint.threads, " (as in the checkpoint)"
     torch.set_num_threads(threads)
     return f"{threads}{note}"

@@ -1,23 +1,14 @@
-"""`Callback`: code of the user that runs at the events of a training run; `EarlyStopping` and `RangeTest`
-are two.
+"""`Callback`: code of the user that runs at the events of a training run; `EarlyStopping` is one.
 
 Callbacks run on every rank, in the order given. The numbers of an `EvalEvent` and the loss of a
 `StepEvent` are equal on all ranks. An exception in a callback on any rank ends the run on all ranks,
 after a checkpoint, with one line that names the callback.
-
-`RangeTest` is the learning-rate range test (Smith 2017): in a short run whose rate grows with every step
-it keeps rate and loss of each step and ends the run where the loss explodes. `RangeResult` says which
-rates the losses suggest.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -128,6 +119,15 @@ class Callback:
         """After the last step of this process."""
 
 
+_HOOKS: dict[type[Event], str] = {
+    StartEvent: "on_start",
+    StepEvent: "on_step",
+    EvalEvent: "on_evaluation",
+    CheckpointEvent: "on_checkpoint",
+    StopEvent: "on_stop",
+}
+
+
 class CallbackRunner:
     """Passes events to callbacks. An exception is kept in `error` and asks the run to stop."""
 
@@ -139,13 +139,13 @@ class CallbackRunner:
 
     def on_event(self, event: Event) -> None:
         for callback in self._callbacks:
-            hook = _hook(callback, event)
+            hook = _HOOKS.get(type(event))
             if hook is None or self.error is not None:
                 continue
             try:
-                hook(self._control, event)
+                getattr(callback, hook)(self._control, event)
             except Exception as error:  # noqa: BLE001  (the user's code may raise anything)
-                self._fail(callback, hook.__name__, error)
+                self._fail(callback, hook, error)
 
     def _fail(self, callback: Callback, hook: str, error: Exception) -> None:
         reason = str(error).splitlines()[0] if str(error) else ""
@@ -200,21 +200,6 @@ def _check_plain(value: object) -> None:
         raise TypeError(f"a {type(value).__name__}, which a checkpoint does not hold")
 
 
-def _hook(callback: Callback, event: Event) -> Callable[[RunControl, Any], None] | None:
-    match event:
-        case StartEvent():
-            return callback.on_start
-        case StepEvent():
-            return callback.on_step
-        case EvalEvent():
-            return callback.on_evaluation
-        case CheckpointEvent():
-            return callback.on_checkpoint
-        case StopEvent():
-            return callback.on_stop
-    return None
-
-
 class EarlyStopping(Callback):
     """Stops when `metric` ("top1", "top5" or "loss") has not improved by more than `min_delta` for
     `patience` evaluations in a row.
@@ -250,121 +235,3 @@ class EarlyStopping(Callback):
         self.waited += 1
         if self.waited >= self.patience:
             run.stop(f"{self.metric} has not improved in {self.waited} evaluations")
-
-
-# Weight of the past in the smoothed loss; losses of single steps are too noisy for a slope.
-SMOOTHING = 0.9
-# The run ends where the smoothed loss is this many times the lowest one.
-EXPLODED = 4.0
-# Before, the smoothed loss is that of few steps.
-_LEAST_STEPS = 10
-# A fall of the smoothed loss counts from its highest value after these first steps, of which it is hardly
-# an average yet.
-_SETTLING_STEPS = 4
-# A fall by less than this many standard deviations of the losses is noise: that of losses without any
-# trend is as large in at most two tests of a hundred, of 10 steps as of 1,000.
-_CLEAR_FALL = 1.85
-# The share of second differences that counts, the smallest ones, and their mean for normal numbers, in
-# their standard deviations: 0.5586 √6.
-_COUNTED_BENDS = 0.8
-_BEND_OF_NOISE = 1.368
-
-
-@dataclass(frozen=True)
-class RangeResult:
-    """`rates` and `losses` of the finite steps, and the smoothed losses.
-
-    `suggested` is the rate at which the smoothed loss falls fastest with the logarithm of the rate, None
-    where its fall is lost in noise; `largest` the one at its lowest point, an upper bound for the peak of
-    a cycle. `fall` is in standard deviations of the losses from step to step.
-    """
-
-    rates: Sequence[float]
-    losses: Sequence[float]
-    smoothed: Sequence[float]
-    suggested: float | None
-    largest: float
-    exploded: bool
-    fall: float
-
-    @classmethod
-    def of(cls, rates: Sequence[float], losses: Sequence[float], exploded: bool) -> RangeResult:
-        """RunError where there are too few losses to say anything."""
-        if len(rates) < _LEAST_STEPS:
-            raise RunError(
-                f"only {len(rates)} steps had a finite loss", "start with a lower --from"
-            )
-        smoothed = smooth(losses)
-        lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
-        # A slope over several steps, up to the lowest point; where there is none, the first rate.
-        reach = max(2, len(rates) // 20)
-        slopes = {
-            n: (smoothed[n + reach] - smoothed[n - reach])
-            / math.log(rates[n + reach] / rates[n - reach])
-            for n in range(reach, min(lowest + 1, len(rates) - reach))
-        }
-        steepest = min(slopes, key=slopes.__getitem__, default=0)
-        highest = max(smoothed[_SETTLING_STEPS : lowest + 1], default=smoothed[lowest])
-        # Equal losses have a smoothed loss that differs by rounding.
-        noise = max(_noise(losses[: max(lowest + 1, _LEAST_STEPS)]), 1e-9 * abs(highest)) or 1.0
-        fall = (highest - smoothed[lowest]) / noise
-        suggested = rates[steepest] if fall >= _CLEAR_FALL else None
-        return cls(rates, losses, smoothed, suggested, rates[lowest], exploded, fall)
-
-    def to_table(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "suggested_lr": self.suggested,
-            "fall": self.fall,
-            "largest_lr": self.largest,
-            "exploded": self.exploded,
-            "lr": list(self.rates),
-            "loss": list(self.losses),
-            "smoothed_loss": list(self.smoothed),
-        }
-
-
-def _noise(losses: Sequence[float]) -> float:
-    """The standard deviation around a trend. Second differences have nothing of a steady descent, and the
-    smaller ones nothing of an explosion."""
-    bends = sorted(abs(a - 2 * b + c) for (a, b), (_, c) in pairwise(pairwise(losses)))
-    return fmean(bends[: int(_COUNTED_BENDS * len(bends))]) / _BEND_OF_NOISE
-
-
-def smooth(losses: Sequence[float]) -> list[float]:
-    """The exponential moving average, without the bias of its first values."""
-    found, average = [], 0.0
-    for n, loss in enumerate(losses, start=1):
-        average = SMOOTHING * average + (1 - SMOOTHING) * loss
-        found.append(average / (1 - SMOOTHING**n))
-    return found
-
-
-@dataclass
-class RangeTest(Callback):
-    """Ends the run after `steps` steps, or where the loss explodes or is not finite."""
-
-    steps: int
-    rates: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    exploded: bool = False
-
-    def on_step(self, run: RunControl, event: StepEvent) -> None:
-        if self.exploded or len(self.rates) == self.steps:
-            return  # a step that was already under way: asynchronous ranks have several
-        if not math.isfinite(event.loss):
-            self.exploded = True
-            run.stop("the loss is not finite")
-            return
-        self.rates.append(event.lr)
-        self.losses.append(event.loss)
-        smoothed = smooth(self.losses)
-        if len(smoothed) > _LEAST_STEPS and smoothed[-1] > EXPLODED * min(smoothed):
-            self.exploded = True
-            run.stop(f"the loss is {EXPLODED:g} times its lowest value")
-        elif event.step == self.steps - 1:
-            run.stop("the last rate is reached")  # after the next step
-
-    def result(self) -> RangeResult:
-        """What was found."""
-        return RangeResult.of(self.rates, self.losses, self.exploded)

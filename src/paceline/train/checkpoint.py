@@ -59,7 +59,8 @@ class Checkpoint:
     Schedule, data order and random numbers are pure functions of configuration and step; `sampler`,
     `schedule` and `rng` describe them for readers and are checked on resuming. `average` is the state
     of `WeightAverage`, empty without one; `callbacks` that of the user's callbacks on rank 0; `exchange`
-    what the gradient exchange remembers on each rank, empty for most.
+    what the gradient exchange remembers on each rank, empty for most; `strategy` the state of the
+    strategy under its name.
     """
 
     progress: dict[str, Any]
@@ -79,6 +80,7 @@ class Checkpoint:
     average: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, Any] = field(default_factory=dict)
     exchange: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
 
     @property
     def step(self) -> int:

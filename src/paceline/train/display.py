@@ -123,7 +123,7 @@ def describe_event(event: Event) -> str | None:
                 f"epoch {event.epoch:g}: top-1 {format_percent(event.top1)}, "
                 f"top-5 {format_percent(event.top5)}, loss {event.loss:.4f} "
                 f"on {event.samples} images ({format_duration(event.eval_s)})"
-                + _cluster_time(event)
+                f"{event.remark and '; '}{event.remark}"
             )
         case CheckpointEvent():
             return printable(f"saved {event.path}{' (best so far)' if event.best else ''}")
@@ -142,12 +142,6 @@ def _describe_startup(seconds: Mapping[str, float]) -> str:
     parts = [f"{part} {took:.1f}" for part, took in seconds.items() if took >= _NOTABLE_PART_S]
     whole = f"{sum(seconds.values()):.1f} s until here"
     return f"{whole}: {', '.join(parts)}" if parts else whole
-
-
-def _cluster_time(event: EvalEvent) -> str:
-    if event.predicted_s is None:
-        return ""
-    return f"; on the cluster after {format_duration(event.predicted_s)}"
 
 
 def describe_step(event: StepEvent, rates: deque[float]) -> str:

@@ -19,18 +19,15 @@ from torch import Tensor, nn
 from paceline.comm.exchange import GradientExchange, tensor_spec
 from paceline.comm.group import Group
 from paceline.comm.plan_choice import PlanChoice, agree_order, record_order
-from paceline.comm.rehearsal import RehearsedExchange, cluster_groups
 from paceline.comm.settings import CommSettings
-from paceline.comm.transport import create_transport
-from paceline.config import EQUAL_SHARES, RunConfig
+from paceline.comm.transport import Transport, create_transport
+from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError, ConfigError, RunError
 from paceline.core.imports import first_line
 from paceline.core.units import format_bytes
 from paceline.data import Normalizer
-from paceline.optim.settings import ANCHORED
-from paceline.plan.fusion_plan import EIGHT_BIT, FusionPlan
+from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
-from paceline.plan.rehearsal import RehearseSettings
 from paceline.precision.policy import Policy
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.evaluate import takes_evaluation
@@ -40,6 +37,7 @@ from paceline.train.machine import explain_out_of_memory
 from paceline.train.micro_step import Advise, no_advice, step_error
 from paceline.train.model_checks import restored_buffers
 from paceline.train.run_state import PinnedPlan
+from paceline.train.strategy import is_idle, strategy_class
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,6 @@ class ExchangeParts:
     file: PlanFile
     trained: dict[str, nn.Parameter]
     origin: str
-    rehearse: RehearseSettings
 
     @property
     def plan(self) -> FusionPlan:
@@ -62,13 +59,12 @@ class ExchangeParts:
         return any(bucket.wire == "float16" for bucket in self.plan.buckets)
 
     def create(
-        self, group: Group, *, accumulate: bool, graphs: bool, squares: bool = False
-    ) -> GradientExchange:
+        self, group: Group, *, accumulate: bool, graphs: bool, squares: bool = False,
+        transport: Transport | None = None,
+    ) -> GradientExchange:  # fmt: skip
         """Process groups, thread and memory. `graphs`: micro-steps are captured in CUDA graphs;
-        `squares`: for the noise scale."""
-        if self.rehearse.ranks:
-            return group.agree_on("exchange", lambda: self._rehearsed(group, accumulate, squares))
-        transport = create_transport(group, self.settings, self.plan)
+        `squares`: for the noise scale. Without a `transport` the plan decides it."""
+        transport = transport or create_transport(group, self.settings, self.plan)
         wanted = self.settings.overlap
         overlap = wanted == "on" or (wanted == "auto" and (not graphs or transport.capturable))
 
@@ -80,20 +76,6 @@ class ExchangeParts:
                     self.trained.items(), group, self.plan, accumulate=accumulate,
                     transport=transport, overlap=overlap, squares=squares,
                 )  # fmt: skip
-
-    def _rehearsed(self, group: Group, accumulate: bool, squares: bool) -> GradientExchange:
-        cluster = self.rehearse
-        groups = cluster_groups(cluster.nodes, cluster.gpus_per_node, self.settings.group_size)
-        where = f"with the partial sums of {cluster.ranks:,} virtual ranks on {group.device}"
-        frugal = ("hierarchical", "torus2d", "tree")
-        remedy = "use fewer ranks"
-        if self.settings.algorithm not in frugal:
-            remedy += f", or comm.algorithm={', '.join(frugal)}, which keep fewer"
-        with explain_out_of_memory(where, remedy):
-            return RehearsedExchange(
-                self.trained.items(), group, self.plan, groups, accumulate=accumulate,
-                squares=squares,
-            )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -141,10 +123,7 @@ class ChosenPlan:
         return {"the trained parameters": self.model.describe(), **decides}
 
 
-def plan_exchange(
-    chosen: ChosenPlan, group: Group, backward: Callable[[], None],
-    rehearse: RehearseSettings | None = None,
-) -> ExchangeParts:  # fmt: skip
+def plan_exchange(chosen: ChosenPlan, group: Group, backward: Callable[[], None]) -> ExchangeParts:
     """All ranks have agreed on `chosen`. `backward` runs one pass, to record the order of the gradients
     where it matters."""
     plan = chosen.plan
@@ -155,8 +134,7 @@ def plan_exchange(
         plan = chosen.choice.plan(agree_order(group, order))
         plan.check(tuple(chosen.trained))
     file = PlanFile(plan, chosen.model, chosen.cluster, _expected(chosen.settings, plan))
-    rehearse = rehearse or RehearseSettings()
-    return ExchangeParts(chosen.settings, file, chosen.trained, chosen.origin, rehearse)
+    return ExchangeParts(chosen.settings, file, chosen.trained, chosen.origin)
 
 
 def _expected(settings: CommSettings, plan: FusionPlan) -> Expected | None:
@@ -183,50 +161,29 @@ def _check_pinned(pinned: PinnedPlan, trained: dict[str, nn.Parameter]) -> None:
 def check_wires(config: RunConfig, plan: FusionPlan, origin: str) -> None:
     """A plan file has wire formats of its own: those that the configuration would refuse as `comm.wire`
     are refused in it too, alike on all ranks, which have the same plan. `origin` is that of the plan."""
-    wires = {bucket.wire for bucket in plan.buckets}
     from_file = origin == f"plan {config.comm.plan}"
-    where = f"the {origin if from_file else 'plan of the checkpoint'} has buckets in"
-    remedy = (
-        "make a plan without it, or leave comm.plan out"
-        if from_file
-        else "start anew without --resume, or choose another optimizer"
-    )
-    for wire in sorted(wires & set(EIGHT_BIT)):
-        if config.run.noise_scale:
-            reason = f"but {where} {wire}, which adds noise of its own"
-            raise ConfigError("run.noise_scale", True, reason, "use False")
-        if config.rehearse.ranks:
+    for wire in sorted({bucket.wire for bucket in plan.buckets}):
+        try:
+            config.check_wire(wire)
+        except ConfigError as error:
             raise ConfigError(
                 "comm.plan", config.comm.plan or None,
-                f"has buckets in {wire}, which cannot be rehearsed",
-                "make a plan without 8-bit formats, or leave comm.plan out",
-            )  # fmt: skip
-    if config.optim.name in ANCHORED:
-        for wire in sorted(wires & {*EIGHT_BIT, "float16"}):
-            raise ConfigError(
-                "optim.name", config.optim.name, f"but {where} {wire}, which its full gradients cannot "
-                "be exchanged in", remedy,
-            )  # fmt: skip
+                f"the {origin if from_file else 'plan of the checkpoint'} has buckets in {wire}: "
+                f"{error.cause}",
+                "make a plan without it, or leave comm.plan out" if from_file
+                else "start anew without --resume",
+            ) from None  # fmt: skip
 
 
-def cluster_facts(rehearse: RehearseSettings, group: Group) -> ClusterFacts:
-    """The ranks and nodes that exchange gradients: of this job, or of the cluster that it rehearses."""
-    return ClusterFacts(rehearse.ranks or group.world_size, rehearse.nodes or _count_nodes(group))
-
-
-def _count_nodes(group: Group) -> int:
+def count_nodes(group: Group) -> int:
     seen = torch.zeros(group.world_size, device=group.device)
     seen[min(group.topology.node_rank, group.world_size - 1)] = 1
     group.all_reduce_sum(seen)
     return int((seen > 0).sum())
 
 
-def describe_exchange(
-    exchange: GradientExchange, parts: ExchangeParts, fast: FastPath, ranks: int
-) -> str:
+def describe_exchange(exchange: GradientExchange, parts: ExchangeParts, fast: FastPath) -> str:
     """`7 buckets of 84 KiB to 20.4 MiB, ring (5), hierarchical (2), float16 wire, overlapped`."""
-    if option := describe_option(parts.settings, ranks):
-        return option
     sizes = [bucket.bytes for bucket in exchange.bucket_info()]
     span = f"{len(sizes)} buckets of {format_bytes(min(sizes))} to {format_bytes(max(sizes))}"
     count = span if len(sizes) > 1 else f"1 bucket of {format_bytes(sizes[0])}"
@@ -239,8 +196,8 @@ def describe_exchange(
 
 
 def describe_idle(config: RunConfig, ranks: int) -> str:
-    """The settings that have no effect, such as `comm.mode = 'asynchronous'` on one rank or `optim.bits`
-    of another optimizer; empty where there are none. A rehearsal has the ranks of its cluster."""
+    """The settings that have no effect, such as `comm.algorithm` on one rank or `optim.bits` of another
+    optimizer; empty where there are none."""
     found = []
     if ranks == 1 and (idle := _idle_on_one_rank(config)):
         found.append(f"{', '.join(idle)}: for several ranks, and this is one")
@@ -255,7 +212,7 @@ def describe_idle(config: RunConfig, ranks: int) -> str:
 
 def _idle_on_one_rank(config: RunConfig) -> list[str]:
     comm, usual = config.comm, CommSettings()
-    names = ["mode", "algorithm", "group_size"]
+    names = ["algorithm", "group_size"]
     if comm.algorithm == "auto":
         # Others round buckets to the wire format, and send them during backward, on one rank as well.
         names += ["wire", *(["overlap"] if comm.overlap == "on" else [])]
@@ -264,29 +221,15 @@ def _idle_on_one_rank(config: RunConfig) -> list[str]:
         for name in names
         if getattr(comm, name) != getattr(usual, name)
     ]
-    if config.run.shares != EQUAL_SHARES:
-        idle.append(f"run.shares = {config.run.shares!r}")
-    if config.run.rebalance:
-        idle.append("run.rebalance = True")
+    if is_idle(strategy_class(config), 1):
+        idle.insert(0, f"run.strategy = {config.run.strategy!r}")
     return idle
-
-
-def describe_option(settings: CommSettings, ranks: int) -> str:
-    """Of an exchange that is no all-reduce of buckets; empty for others."""
-    if ranks == 1:
-        return ""
-    if settings.mode == "asynchronous":
-        servers = min(settings.servers or ranks, ranks)
-        return (
-            f"asynchronous, {servers} parameter server(s), staleness of {settings.staleness} steps"
-        )
-    return ""
 
 
 def _when(exchange: GradientExchange, fast: FastPath) -> str:
     """When buckets are sent."""
-    if isinstance(exchange, RehearsedExchange):
-        return exchange.describe()
+    if exchange.note:
+        return exchange.note
     if not exchange.overlaps:
         return "after backward"
     if fast.gradients_at_end:

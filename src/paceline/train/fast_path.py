@@ -34,11 +34,7 @@ from paceline.models.acceleration import (
     accelerations,
 )
 from paceline.models.synced_norm import (
-    NormGroup,
-    check_norms,
     find_norms,
-    keep_last_statistics,
-    synchronize_norms,
     use_torch_norms,
 )
 from paceline.train.model_checks import VARIES
@@ -49,7 +45,7 @@ class ModelLimits:
     """Fast forms that the built model cannot use on any rank, whatever the settings allow.
 
     Attributes:
-        eager: A norm has a collective inside, which no fast form of a pass can hold.
+        eager: A pass has collectives inside, which no fast form can hold.
         varies: The model keeps state or draws numbers in Python, which a CUDA graph would repeat.
     """
 
@@ -57,11 +53,9 @@ class ModelLimits:
     varies: bool = False
 
     @classmethod
-    def of(
-        cls, settings: RunSettings, group: Group, norm_group: NormGroup | None, varies: bool
-    ) -> ModelLimits:
+    def of(cls, settings: RunSettings, group: Group, eager: bool, varies: bool) -> ModelLimits:
         """The limits of all ranks. `varies` is what this rank has found. A collective on GPUs."""
-        if norm_group is not None:
+        if eager:
             return cls(eager=True)
         if group.device.type != "cuda" or settings.cuda_graphs == "off":
             return cls()
@@ -268,35 +262,9 @@ def triton_problem(device: torch.device) -> str:
         return f"no kernel can be built: {lines[0][:160] if lines else type(error).__name__}"
 
 
-def share_norms(config: RunConfig, model: nn.Module, group: Group) -> NormGroup | None:
-    """Batch norms of the settings `model.norm_group` and `model.norm_statistics`."""
-    check_model_norms(config, model)
-    if config.model.norm_statistics == "last":
-        keep_last_statistics(model)
-    size = config.model.norm_group
-    if size == 1:
-        return None
-    shared = NormGroup(size, group.create_subgroup(size, config.comm.timeout_s))
-    synchronize_norms(model, shared)
-    return shared
-
-
 def check_model_norms(config: RunConfig, model: nn.Module) -> None:
     """Raises ConfigError for settings of batch norm that this model's layers cannot follow."""
-    norms = find_norms(model)
-    if config.model.norm_statistics == "last" and not norms:
+    if config.model.norm_statistics == "last" and not find_norms(model):
         raise ConfigError(
             "model.norm_statistics", "last", "this model has no batch norm", "leave it out"
         )
-    if config.model.norm_group > 1:
-        check_norms(norms, config.model.norm_group)
-
-
-def describe_norms(config: RunConfig, group: Group, norm_group: NormGroup | None) -> dict[str, str]:
-    notes = []
-    if norm_group is not None:
-        count = group.world_size // norm_group.size
-        notes.append(f"statistics over {count} group(s) of {norm_group.size} ranks")
-    if config.model.norm_statistics == "last":
-        notes.append("evaluation with the statistics of the last micro-batches")
-    return {"batch norm": "; ".join(notes)} if notes else {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.config import changed_settings
@@ -26,7 +26,6 @@ from paceline.train.evaluate import EvalDetails, evaluate, wants_details
 from paceline.train.machine import command_line, hardware, versions
 from paceline.train.observers import InputReport
 from paceline.train.run_folder import RunFolderGoneError, RunFolderInUseError
-from paceline.train.shares import Rebalance
 from paceline.train.step import StepOutcome
 from paceline.train.step_records import StepRecords, check_divergence
 from paceline.train.training import Training
@@ -58,7 +57,6 @@ class TrainingLoop:
             training.emit,
         )
         self._records = StepRecords(training)
-        self._rebalance = Rebalance(training.group) if training.config.run.rebalance else None
         self._save_owed = False
 
     def run(self) -> RunResult:
@@ -79,12 +77,17 @@ class TrainingLoop:
                 command=command_line(),
                 changed=changed_settings(t.config),
                 startup_s=dict(t.startup.seconds),
+                counts={name: list(words) for name, words in t.step.strategy.counts.items()},
+                shown=[
+                    {"part": t.step.strategy.name, **asdict(own)} for own in t.step.strategy.shown
+                ],
+                processes=t.group.world_size,
             )
         )
         if t.callbacks is not None and t.callbacks.error is not None:
             # The first exchange tells all ranks, and its step leaves no trace.
             t.step.fault = t.callbacks.error
-        self._start_clock()
+        t.step.strategy.start(t)
         if t.folder.resume_from is not None and t.saved_step < 0:
             # Resumed from another folder's checkpoint: this folder gets its own.
             self._save(best=False)
@@ -103,27 +106,6 @@ class TrainingLoop:
         t.write_trace()
         self._note_not_finite()
         return result
-
-    def _start_clock(self) -> None:
-        """Of a rehearsal. A checkpoint of a run without a clock has no time: its steps and evaluations
-        count as those that follow."""
-        t, progress = self._t, self._t.progress
-        if t.clock is None:
-            progress.predicted_s, progress.predicted_s_to_target = 0.0, None
-        elif progress.predicted_s == 0:
-            every = t.config.run.eval_interval_epochs
-            evaluations = sum(t.plan.ends_epoch(step, every) for step in range(progress.step - 1))
-            evaluations += progress.step > 0 and progress.evaluated_step == progress.step
-            progress.predicted_s = (
-                t.clock.startup_s + progress.step * t.clock.step_s + evaluations * t.clock.eval_s
-            )
-            if progress.step:
-                t.emit(
-                    NoteEvent(
-                        f"the checkpoint has no time of the cluster: its {progress.step:,} steps and "
-                        f"{evaluations:,} evaluations count as predicted for the rest"
-                    )
-                )
 
     def _note_not_finite(self) -> None:
         """The last line of a run whose numbers are of no use."""
@@ -147,8 +129,7 @@ class TrainingLoop:
         of it in the same exchange, and save the state before it together."""
         t = self._t
         fresh = t.saved_step != t.progress.step and t.progress.step > 0
-        # Of asynchronous ranks each has its own steps under way, and no weights of one step.
-        exact = t.step.faulted and not t.step.update.asynchronous
+        exact = t.step.faulted and t.step.strategy.same_weights
         if exact and fresh and self._is_sound and "out of memory" not in str(error):
             self._save(best=False)
             t.finish_save()
@@ -205,8 +186,6 @@ class TrainingLoop:
             return None
         if self._t.progress.time_to_target_s is None:
             self._t.progress.time_to_target_s = self._t.progress.train_s
-            predicted = self._t.progress.predicted_s if self._t.clock else None
-            self._t.progress.predicted_s_to_target = predicted
         return RunResult("target", None)
 
     def _reached(self) -> bool:
@@ -219,8 +198,6 @@ class TrainingLoop:
     def _account(self, outcome: StepOutcome) -> None:
         self._save_owed |= outcome.save
         self._records.add(outcome, self._elapsed())
-        if self._rebalance is not None:
-            self._rebalance.note(outcome.step_s, outcome.exposed_comm_s)
         self._input.training(outcome.corrupt_here, outcome.corrupt_count)
         if outcome.skipped:
             check_divergence(self._t, outcome)
@@ -236,7 +213,7 @@ class TrainingLoop:
     def _evaluate(self) -> RunResult | None:
         """Evaluates, and saves if due or best. Returns a result if the run ends here."""
         t, progress = self._t, self._t.progress
-        t.step.update.settle()
+        t.step.strategy.pause()
         loader = create_eval_loader(
             t.validation,
             t.config.data,
@@ -263,8 +240,6 @@ class TrainingLoop:
         progress.train_s = self._elapsed()
         progress.evaluated_step = progress.step
         progress.top1, progress.top5, progress.val_loss = found.top1, found.top5, found.loss
-        if t.clock is not None:
-            progress.predicted_s += t.clock.eval_s
         # Diverged weights may score by chance, and must not replace the best checkpoint.
         best = found.top1 > progress.best_top1 and math.isfinite(found.loss) and self._may_be_best
         if best:
@@ -272,6 +247,7 @@ class TrainingLoop:
         self._input.evaluation(found.corrupt_here, found.corrupt_count)
         if details is not None:
             self._write_details(details)
+        reached = self._reached()
         t.emit(
             EvalEvent(
                 step=progress.step,
@@ -281,13 +257,12 @@ class TrainingLoop:
                 loss=found.loss,
                 samples=found.samples,
                 eval_s=found.eval_s,
-                predicted_s=progress.predicted_s if t.clock else None,
+                fields=t.step.strategy.record_evaluation(reached_target=reached),
+                remark=t.step.strategy.remark(),
             )
         )
-        reached = self._reached()
         if reached and progress.time_to_target_s is None:
             progress.time_to_target_s = progress.train_s
-            progress.predicted_s_to_target = progress.predicted_s if t.clock else None
         if reached or (best and t.config.checkpoint.keep_best):
             self._save(best=best)
         elif self._save_is_due(progress.step):
@@ -338,16 +313,14 @@ class TrainingLoop:
         if self._is_sound:
             self._save(best=False)
 
-    def _divide_again(self) -> None:
+    def _replan(self) -> None:
         t = self._t
-        if self._rebalance is None or t.progress.step >= t.plan.total_steps:
+        # After a fault the run ends. A new plan needs a phase, whose verdict would be the fault.
+        if t.progress.step >= t.plan.total_steps or t.step.faulted:
             return
-        if t.step.faulted:
-            # The run ends. New shares need a phase, whose verdict would be the fault, before the save.
-            return
-        plan = self._rebalance.decide(t.plan)
+        plan = t.step.strategy.replan(t.plan)
         if plan is not t.plan:
-            t.divide_again(plan)
+            t.replace_plan(plan)
             shares = ":".join(map(str, plan.shares))
             t.emit(NoteEvent(f"samples of each rank from step {t.progress.step} on: {shares}"))
 
@@ -356,9 +329,9 @@ class TrainingLoop:
         step."""
         t, progress = self._t, self._t.progress
         started = time.perf_counter()
-        t.step.update.settle()
-        # Before the checkpoint, which has the shares of the steps that follow it.
-        self._divide_again()
+        t.step.strategy.pause()
+        # Before the checkpoint, which has the plan of the steps that follow it.
+        self._replan()
         # No other rank waits for the file of the previous save.
         checkpoint = t.state.capture(progress, before_content=t.finish_save)
         t.saved_step = progress.step

@@ -171,13 +171,12 @@ class MicroStep:
         must_capture: bool = True,
         loss: TrainingLoss | None = None,
         augment: Callable[[Tensor], Tensor] | None = None,
-        signed: bool = False,
         advise: Advise = no_advice,
     ) -> None:
         """`graphs`: capture micro-steps; one that sends buckets only where the transport allows it.
         `must_capture`: raise where that fails, instead of going on without. Without a `loss` it is
-        cross-entropy with `smoothing`. `augment` changes the normalized images. `signed`: gradients may
-        be subtracted. `advise`: what to do about errors, see `Applied.advise`."""
+        cross-entropy with `smoothing`. `augment` changes the normalized images. `advise`: what
+        to do about errors, see `Applied.advise`."""
         self.forward = forward
         self.advise = advise
         self._policy = policy
@@ -191,30 +190,24 @@ class MicroStep:
         self.may_fall_back = graphs and not must_capture
         # Why micro-steps are not captured although they should be.
         self.uncaptured = ""
-        self._share = torch.zeros((), device=policy.device)
+        # What a sample's loss is multiplied by, in captured graphs too.
+        self.share = torch.zeros((), device=policy.device)
         self.loss = torch.zeros((), device=policy.device)
         self._captured: _CapturedMicroSteps | None = None
-        # On the device, so that one captured graph adds and subtracts.
-        self._sign = torch.ones((), device=policy.device) if signed else None
 
     def begin(self, samples: int, global_batch: int) -> None:
         """Before the first micro-batch of a step over `samples` samples, those of all ranks; a full
         step has `global_batch`."""
-        self._share.fill_(1.0 / samples)
+        self.share.fill_(1.0 / samples)
         self._scale.begin_step(samples, global_batch)
         self.loss.zero_()
 
     def run(
         self, images: Tensor, labels: Tensor, *, usual: bool, last: bool = False,
-        mix: Tensor | None = None, subtract: bool = False,
+        mix: Tensor | None = None,
     ) -> None:  # fmt: skip
         """`usual`: the size that nearly every micro-batch has, worth capturing. `last` of its step: the
-        exchange may send full buckets. `mix` is a table of `Mixing`, always or never. `subtract`: the
-        gradients count negatively, and the loss not at all."""
-        if self._sign is not None:
-            self._sign.fill_(-1.0 if subtract else 1.0)
-        else:
-            assert not subtract
+        exchange may send full buckets. `mix` is a table of `Mixing`, always or never."""
         inputs, device = (images, labels, mix), self._policy.device
         sends = last and self._exchange.overlaps
         if not (self._graphs and usual):
@@ -277,12 +270,9 @@ class MicroStep:
                 inputs, own = mixed(inputs, mix)
             outputs = self.forward(inputs)
         del inputs  # the first convolution may keep a form of its own
-        part = self.loss_function.total(outputs, labels, own) * self._share
-        scaled, counted = part * self._scale.step_value, part.detach()
-        if self._sign is not None:
-            scaled, counted = scaled * self._sign, counted * (self._sign > 0)
-        scaled.backward()  # type: ignore[no-untyped-call]
-        self.loss.add_(counted)
+        part = self.loss_function.total(outputs, labels, own) * self.share
+        (part * self._scale.step_value).backward()  # type: ignore[no-untyped-call]
+        self.loss.add_(part.detach())
         self._exchange.gather()
 
     def _compute_to_end(

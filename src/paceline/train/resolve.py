@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from paceline.config import EQUAL_SHARES, PROBED_SHARES, Job, RunConfig
+from paceline.config import SYNCHRONOUS, Job, RunConfig
 from paceline.core.errors import ConfigError
 from paceline.core.settings import flatten
 from paceline.data import BatchPlan
@@ -16,7 +16,6 @@ from paceline.optim.batch_growth import BatchGrowth
 from paceline.optim.scaling import Recipe, Target, scale_recipe
 from paceline.optim.schedule import LrSchedule
 from paceline.optim.settings import OptimSettings
-from paceline.plan.rehearsal import RehearseSettings
 from paceline.train.batch_sizes import (
     BatchSizes,
     batch_stages,
@@ -25,7 +24,7 @@ from paceline.train.batch_sizes import (
 )
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.components import Components
-from paceline.train.shares import given_speeds
+from paceline.train.strategy import strategy_class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +80,7 @@ def resolve(config: RunConfig, facts: Facts) -> Resolved:
     Raises:
         ConfigError: If a combination is refused, or no batch fits.
     """
-    ranks = ranks_of(config, facts.job.processes)
+    ranks = strategy_class(config).ranks(config, facts.job.processes)
     refuse(config, facts.job, facts.program)
     config, scaling = _scaled(config, facts, ranks)
     if scaling:
@@ -103,11 +102,6 @@ def resolve(config: RunConfig, facts: Facts) -> Resolved:
     )  # fmt: skip
 
 
-def ranks_of(config: RunConfig, processes: int) -> int:
-    """Returns the ranks that share a global batch: those of the job, or of the rehearsed cluster."""
-    return config.rehearse.ranks or processes
-
-
 def refuse(config: RunConfig, job: Job, program: Components) -> None:
     """Refuses what cannot be combined, whatever the data and the model are.
 
@@ -116,15 +110,10 @@ def refuse(config: RunConfig, job: Job, program: Components) -> None:
             the number of ranks.
     """
     config.check_job(job, program)
-    ranks = ranks_of(config, job.processes)
+    kind = strategy_class(config)
+    ranks = kind.ranks(config, job.processes)
     resolve_batch_sizes(*requested_batch(config, ranks))
-    if ranks % config.model.norm_group:
-        raise ConfigError(
-            "model.norm_group", config.model.norm_group, f"does not divide the {ranks} rank(s)",
-            "use a divisor of the number of ranks, or 1",
-        )  # fmt: skip
-    if config.run.shares not in (EQUAL_SHARES, PROBED_SHARES):
-        given_speeds(config.run.shares, ranks)
+    kind.check(config, ranks)
 
 
 def check_num_classes(config: RunConfig, classes: int) -> None:
@@ -147,7 +136,7 @@ def create_schedule(settings: OptimSettings, peak: float, plan: BatchPlan) -> Lr
 
 def without_exchange(config: RunConfig, ranks: int) -> RunConfig:
     """Returns the settings with which one process measures what a rank computes, for any plan."""
-    config = replace(config, rehearse=RehearseSettings())
+    config = replace(config, run=replace(config.run, strategy=SYNCHRONOUS))
     if ranks == 1:
         return config
     alone = replace(config.comm, plan="", algorithm="auto")
@@ -168,22 +157,19 @@ def _scaled(config: RunConfig, facts: Facts, ranks: int) -> tuple[RunConfig, str
             "set it, or run.global_batch_size in the recipe",
         )  # fmt: skip
     sizes = resolve_batch_sizes(*requested_batch(config, ranks), samples=samples)
+    strategy = strategy_class(config)
     recipe = Recipe(
-        optim, known, optim.known_good_optimizer or optim.name, config.run.batch_size,
-        config.run.average_epochs, kept=frozenset(optim.scaling_keeps),
+        optim, known, optim.known_good.optimizer or optim.name, config.run.batch_size,
+        config.run.average_epochs, kept=frozenset(optim.known_good.keeps),
         mixing=tuple(f"run.{name}" for name in ("mixup", "cutmix") if getattr(config.run, name)),
-        # Asynchronous ranks have different weights.
-        averages=config.comm.mode == "synchronous",
-        one_batch=_why_one_batch(config), pretrained=_pretrained(config, resumed),
+        averages=strategy.same_weights, one_batch=strategy.one_batch,
+        pretrained=_pretrained(config, resumed),
     )  # fmt: skip
     target = Target(sizes.global_batch, samples, config.run.epochs, ranks)
     scaling = scale_recipe(recipe, target if resumed is None else _as_before(target, resumed))
     values = {"run.global_batch_size": sizes.global_batch, **scaling.values}
     # The result is a recipe of its own, known for its own batch.
-    applied: dict[str, object] = {
-        "optim.scaling": "off", "optim.known_good_batch": None, "optim.known_good_optimizer": "",
-        "optim.known_good_lr": None, "optim.known_good_momentum": None, "optim.scaling_keeps": [],
-    }  # fmt: skip
+    applied: dict[str, object] = {"optim.scaling": "off", "optim.known_good_batch": None}
     try:
         return config.with_values(values | applied), scaling.describe()
     except ConfigError as error:
@@ -210,11 +196,3 @@ def _pretrained(config: RunConfig, resumed: Checkpoint | None) -> bool:
     """A resumed run may have begun with given weights, even if it is not named again."""
     before = flatten(resumed.config).get("run.pretrained") if resumed else ""
     return bool(config.run.pretrained or before)
-
-
-def _why_one_batch(config: RunConfig) -> str:
-    if config.rehearse.ranks:
-        return "a rehearsal has one, the cluster's run only with --set optim.batch_schedule=''"
-    if config.run.shares != EQUAL_SHARES:
-        return "run.shares divides a constant one"
-    return "comm.mode = 'asynchronous' has one" if config.comm.mode != "synchronous" else ""

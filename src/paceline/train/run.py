@@ -12,16 +12,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.comm.agreement import PeerError
 from paceline.comm.group import Group
-from paceline.comm.watchdog import ShowError
+from paceline.comm.peer_errors import PeerError, ShowError
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, DataError, DeviceError, PacelineError
 from paceline.core.events import JsonlWriter, NoteEvent, Observer, StopEvent
@@ -133,7 +132,7 @@ def _train(
 
 def _finish_given_module(training: Training, components: Components) -> None:
     if isinstance(components.model, nn.Module):
-        last = full_state(training.model, training.step.update.optimizer)
+        last = full_state(training.model, training.step.optimizer)
         finish_module(training.model, training.final_state or last)
 
 
@@ -258,8 +257,8 @@ def write_recent_events(training: Training) -> None:
 def _conclude(training: Training, result: RunResult) -> RunOutcome:
     """Checks that all ranks have the same weights; rank 0 writes weights, summary and report."""
     group, folder = training.group, training.folder.path
-    average, optimizer = training.state.average, training.step.update.optimizer
-    training.step.update.conclude()
+    average, optimizer = training.state.average, training.step.optimizer
+    training.step.strategy.conclude()
     weights = fingerprint(master_weights(training.model, optimizer))
     facts = {"the final weights": weights}
     if average is not None:
@@ -355,27 +354,13 @@ def _summary(
         "input_counters": counters,
         "resumed_at_steps": progress.resumes,
         "weights_sha256": weights,
-        "exchange_state_bytes": training.step.update.state_bytes,
+        "exchange_state_bytes": training.step.strategy.state_bytes,
         "seed": config.run.seed,
         "chosen": training.chosen,
         "versions": versions(),
         "hardware": hardware(training.group.device),
-        **_rehearsal(training),
+        **training.step.strategy.summary(),
     }
-
-
-def _rehearsal(training: Training) -> dict[str, Any]:
-    """Of a rehearsal: the cluster, and what the run would take there."""
-    settings, clock, progress = training.config.rehearse, training.clock, training.progress
-    if not settings.ranks:
-        return {}
-    found: dict[str, Any] = {
-        "nodes": settings.nodes, "gpus_per_node": settings.gpus_per_node, "ranks": settings.ranks,
-    }  # fmt: skip
-    if clock is not None:
-        found |= asdict(clock) | clock.totals(progress.predicted_s)
-        found["predicted_s_to_target"] = progress.predicted_s_to_target
-    return {"rehearsal": found}
 
 
 def salvage(training: Training, loop: TrainingLoop, error: PeerError) -> None:
@@ -388,7 +373,7 @@ def salvage(training: Training, loop: TrainingLoop, error: PeerError) -> None:
     the watchdog's deadline bounds the time. Failures here must not hide `error`, with which this rank
     ends.
     """
-    if training.step.update.asynchronous or not training.config.checkpoint.salvage:
+    if not (training.step.strategy.same_weights and training.config.checkpoint.salvage):
         return
     training.group.leaving(error)
     training.finish_save()

@@ -10,7 +10,7 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +33,14 @@ from paceline.train.machine import versions
 from paceline.train.run_folder import is_neutral
 from paceline.train.weights import WeightAverage, full_state, restore_masters
 
+if TYPE_CHECKING:
+    from paceline.train.strategy import Strategy
+
 # Settings that a resumed run must not change: sample order, shapes of the weights or the meaning of the
 # step count would differ.
 PINNED = (
     "run.seed", "model.name", "model.arguments", "model.freeze", "model.num_classes", "model.stem",
     "data.image_size", "data.channels", "data.shuffle", "data.val_split", "optim.name",
-    "optim.orthogonal",  # determines the meaning of the momentum
 )  # fmt: skip
 _PINNED_WITH_SHARDS = ("data.shuffle_window_shards",)
 
@@ -68,9 +70,6 @@ class Progress:
     resumes: list[int] = field(default_factory=list)
     # The running averages of `NoiseScale`: signal, variance, weight.
     noise: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    # Of a rehearsal: the cluster's time by the planner's clock, and when it reached the target.
-    predicted_s: float = 0.0
-    predicted_s_to_target: float | None = None
 
     @property
     def images_per_s(self) -> float:
@@ -81,9 +80,10 @@ class Progress:
 def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
     """Raises CheckpointError for a checkpoint of another run, before anything is built from it."""
     refuse_removed(checkpoint.config)
-    there, here = flatten(checkpoint.config), config.flat()
-    by_shards = config.data.shuffle == "shards"
-    for name in PINNED + (_PINNED_WITH_SHARDS if by_shards else ()):
+    there, here = flatten(with_defaults(checkpoint.config)), config.flat()
+    names = PINNED + (_PINNED_WITH_SHARDS if config.data.shuffle == "shards" else ())
+    own = config.optim.own_optimizer.PINNED
+    for name in (*names, *(f"optim.{config.optim.name}.{key}" for key in own)):
         _compare(path, name, there.get(name), here.get(name))
 
 
@@ -125,6 +125,7 @@ class RunState:
     batch_norm: BatchNormState
     scale: LossScale
     group: Group
+    strategy: Strategy | None = None
     average: WeightAverage | None = None
     labels: str = ""
     # What the exchange remembers from step to step, if anything.
@@ -165,9 +166,9 @@ class RunState:
             # Results of averaged weights and of the last step's cannot be compared.
             progress.evaluated_step = progress.best_step = -1
             progress.best_top1 = -1.0
-            progress.time_to_target_s = progress.predicted_s_to_target = None
+            progress.time_to_target_s = None
         if flatten(checkpoint.config).get("run.target_top1") != self.config.run.target_top1:
-            progress.time_to_target_s = progress.predicted_s_to_target = None
+            progress.time_to_target_s = None
         return progress
 
     def _restore_exchange(self, checkpoint: Checkpoint, path: Path) -> None:
@@ -332,7 +333,6 @@ class RunState:
                 "labels": self.labels,
                 "global_batch": batches.global_batch,
                 "seed": self.config.run.seed,
-                **({"shares": list(batches.shares)} if batches.shares else {}),
             },
             schedule={"peak_lr": self.peak_lr, "total_steps": batches.total_steps},
             rng={"seed": self.config.run.seed, "derived_from": "(seed, step, micro-batch)"},
@@ -341,6 +341,7 @@ class RunState:
             average=average,
             callbacks=self.callbacks(),
             exchange=exchange or {},
+            strategy={} if self.strategy is None else {self.strategy.name: self.strategy.state()},
         )
 
 

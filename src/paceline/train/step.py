@@ -11,31 +11,31 @@ from __future__ import annotations
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.exchange import SIGNALS, GradientExchange, Signals
+from paceline.comm.exchange import GradientExchange, Signals
 from paceline.comm.group import Group
-from paceline.comm.rehearsal import RehearsedExchange
 from paceline.comm.tracing import NoTimeline, Spans
 from paceline.core.errors import PacelineError, RunError
 from paceline.core.imports import first_line
 from paceline.data import Batch, BatchPlan, CorruptSample, Normalizer, TrainBatches
-from paceline.models.synced_norm import NormGroup
+from paceline.optim.base import MasterOptimizer
 from paceline.precision.policy import LossScale, Policy
-from paceline.train.asynchronous import AsynchronousUpdate, Outcome
 from paceline.train.batch_norm import BatchNormState
+from paceline.train.gradient_source import GradientSource
 from paceline.train.loss import Mixing
 from paceline.train.machine import explain_out_of_memory, out_of_memory, seed_micro_batch
 from paceline.train.micro_step import WARM_CALLS, MicroStep, step_error
 from paceline.train.model_checks import check_parameters
 from paceline.train.observers import InputWait
 from paceline.train.stop_signals import STOP_FIELDS, StopSignals, agreed_stop
-from paceline.train.update import Anchors, Update, row_values
+from paceline.train.strategy import Pending, Strategy
+from paceline.train.update import parameter_names, row_values
 
 
 @dataclass(frozen=True)
@@ -67,20 +67,18 @@ class StepOutcome:
     # Squared norms of the whole gradient and, summed, of its micro-steps'; 0 where unmeasured.
     whole_squared: float = 0.0
     parts_squared: float = 0.0
-    # Of asynchronous training: how many pushes of all ranks had each staleness.
-    staleness: dict[str, int] | None = None
+    # Record fields of the strategy.
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
 class _Launched:
     number: int
     rate: float
-    row: Tensor
-    ready: torch.cuda.Event | Outcome | None
+    pending: Pending
     corrupt: tuple[CorruptSample, ...]
     started: float
     data_s: float
-    exposed: Callable[[], float]
     stall: Callable[[], dict[str, float]]
 
 
@@ -98,22 +96,14 @@ class _Computed:
     in_model: bool = False
 
 
-class _Share(NamedTuple):
-    """A micro-batch of a step: its number in the step, whether it has the usual size, and whether it is
-    its rank's last."""
-
-    number: int
-    usual: bool
-    last: bool
-
-
 @dataclass(kw_only=True)
 class TrainStep:
     """Everything one step uses."""
 
     model: nn.Module
     micro: MicroStep
-    update: Update | AsynchronousUpdate
+    strategy: Strategy
+    optimizer: MasterOptimizer
     exchange: GradientExchange
     batch_norm: BatchNormState
     loader: TrainBatches
@@ -123,6 +113,7 @@ class TrainStep:
     group: Group
     stop: StopSignals
     scale: LossScale
+    source: GradientSource
     seed: int
     mixing: Mixing | None = None
     # Whether the model is a user's: what it raises is then reported in one line.
@@ -133,18 +124,18 @@ class TrainStep:
     fault: PacelineError | None = None
     # A rank has failed, which all ranks know from the same step; it and later ones leave no trace.
     faulted: bool = False
-    # Ranks that share batch-norm statistics; None where each has its own.
-    norm_group: NormGroup | None = None
-    anchors: Anchors | None = None
     spans: Spans = field(default_factory=NoTimeline)
     _under_way: deque[_Launched] = field(default_factory=deque)
-    _given_up: bool = False
+    given_up: bool = False
     _unfinished: bool = False
     _launches: int = 0
+    # Of the trained parameters, in the optimizer's order.
+    names: list[str] = field(init=False)
     # The parameters that the exchange holds and the model's frozen ones, with their memory.
     _parameters: dict[str, tuple[nn.Parameter, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.names = parameter_names(self.exchange, self.optimizer)
         if self.checks_parameters:
             frozen = {name: p for name, p in self.model.named_parameters() if not p.requires_grad}
             held = {**frozen, **self.exchange.parameters}
@@ -153,8 +144,8 @@ class TrainStep:
     @property
     def lag(self) -> int:
         """Steps that may be under way while the next is prepared; a CPU gains nothing from one."""
-        if self.update.lag is not None:
-            return self.update.lag
+        if self.strategy.lag is not None:
+            return self.strategy.lag
         return 1 if self.policy.device.type == "cuda" else 0
 
     @property
@@ -171,20 +162,17 @@ class TrainStep:
         the schedule's values."""
         started = time.perf_counter()
         first, last = self.plan.step_range(step)
-        full = last - first == self.plan.batch_at(step)
         self._agree_on_graphs()
-        if self.anchors is not None and step % self.anchors.interval == 0:
-            with self.spans.span("full gradient"):
-                self._center(step, self.anchors)
-        self.update.begin(step)
+        begun = self.source.begin(self, step)
+        self.fault = begun.fault or self.fault
+        self.given_up |= begun.abandoned
+        self.strategy.begin(step, self.plan)
         self.exchange.begin(step)
         computed = _Computed(InputWait(self.policy.device))
         self.batch_norm.remember()
         self._unfinished = True
         self.micro.begin(last - first, self.plan.batch_at(step))
-        self._compute(step, computed, synchronized=self._synchronize_norms(step, full=full))
-        if self.norm_group is not None:
-            self.norm_group.active = False
+        self._compute(step, computed)
         signals = Signals(
             corrupt=float(len(computed.corrupt)),
             fault=float(computed.failed),
@@ -194,53 +182,39 @@ class TrainStep:
             **self.stop.stop_flags(),
         )
         with self.spans.span("exposed exchange"):
-            self._reduce(signals)
+            self.reduce(signals)
         with self.spans.span("update"):
-            self._update(step, rate, others)
+            pending = self._update(step, rate, others)
         self._unfinished = False
-        row, ready = self._send_row()
         self._under_way.append(
             _Launched(
                 number=step,
                 rate=rate,
-                row=row,
-                ready=ready,
+                pending=pending,
                 corrupt=tuple(computed.corrupt),
                 started=started,
                 data_s=computed.data_s,
-                exposed=self.update.exposed
-                if isinstance(self.update, AsynchronousUpdate)
-                else self.exchange.exposed,
                 stall=computed.wait.stall,
             )
         )
 
-    def _compute(self, step: int, computed: _Computed, *, synchronized: bool) -> None:
-        """Forward and backward of this rank's micro-batches, up to an error or a request to stop.
-        `synchronized`: ranks share batch-norm statistics and wait for one another in every pass, so that
-        they stop between steps only."""
+    def _compute(self, step: int, computed: _Computed) -> None:
+        """Forward and backward of this rank's micro-batches, up to an error or a request to stop."""
         try:
             if self.fault is not None:
                 raise self.fault
             if self.checks_parameters:
                 check_parameters(self.model, self._parameters, self.exchange.parameters)
-            for share in self._shares(step):
-                if not self.update.asynchronous and (
-                    self._given_up or (not synchronized and self._asked_to_stop())
-                ):
-                    computed.abandoned = self._given_up = True
+            for part in self.strategy.micro_batches(step, self.plan):
+                if self.given_up or (self.strategy.stops_within_step and self.asked_to_stop()):
+                    computed.abandoned = self.given_up = True
                     break
                 batch = self._next_batch(computed)
-                seed_micro_batch(self.seed, step, share.number)
+                seed_micro_batch(self.seed, step, part.number)
                 with self.spans.span("forward and backward"):
-                    mix = self._mix(step, share.number, len(batch.labels))
+                    mix = self._mix(step, part.number, len(batch.labels))
                     computed.in_model = True
-                    if self.anchors is not None:
-                        self.anchors.subtract(self.micro, self.batch_norm, batch, usual=share.usual)
-                        seed_micro_batch(self.seed, step, share.number)
-                    self.micro.run(
-                        batch.images, batch.labels, usual=share.usual, last=share.last, mix=mix
-                    )
+                    self.source.add(self, step, batch, part, mix)
                     computed.in_model = False
         except Exception as error:  # a defect of the program is raised again
             foreign = self.foreign and computed.in_model
@@ -262,69 +236,6 @@ class TrainStep:
         computed.data_s += time.perf_counter() - waiting
         computed.corrupt += batch.corrupt
         return batch
-
-    def _center(self, step: int, anchors: Anchors) -> None:
-        """The gradient of all samples, through the loader and the exchange, and a new anchor. An error
-        on one rank is raised again in the step that follows, and reported there. A rank that is asked to
-        stop leaves the pass between two batches; a resumed run does it again from its beginning."""
-        self.exchange.begin(step)
-        self.batch_norm.remember()
-        self.micro.begin(anchors.plan.samples, anchors.plan.samples)
-        failed, abandoned = self.fault is not None, False
-        try:
-            if not failed:
-                abandoned = not anchors.add_all_samples(
-                    self.micro, self.seed, step, lambda: self._given_up or self._asked_to_stop()
-                )
-        except Exception as error:  # a defect of the program is raised again
-            fault = step_error(
-                error, step, self.plan.micro_batch, foreign=self.foreign, advise=self.micro.advise
-            )
-            if fault is None:
-                raise
-            self.fault, failed = fault, True
-        self.batch_norm.roll_back()
-        self._reduce(Signals(fault=float(failed), abandon=float(abandoned)))
-        # Read on the host: a full pass is rare, and long.
-        tail = self.exchange.tail[: len(SIGNALS)]
-        sums = dict(zip(SIGNALS, self.group.watched("the full gradient", tail.tolist), strict=True))
-        # The sum of a pass that one rank has left is of no use to the others: none does the step.
-        self._given_up |= sums["abandon"] > 0
-        if not sums["fault"] and not sums["abandon"]:
-            anchors.optimizer.center()
-
-    def _synchronize_norms(self, step: int, *, full: bool) -> bool:
-        """Whether ranks share batch-norm statistics in this step: not in a short last one in which they
-        have different numbers of micro-batches, where some would wait for the others forever."""
-        if self.norm_group is None:
-            return False
-        ranks = range(self.group.world_size)
-        even = full or len({len(self.plan.micro_batches(step, rank)) for rank in ranks}) == 1
-        self.norm_group.active = even
-        return even
-
-    def _shares(self, step: int) -> Iterator[_Share]:
-        """This rank's micro-batches. In a rehearsal those of all virtual ranks, one after the other, each
-        with its own batch-norm statistics; the exchange takes what each has computed."""
-        exchange = self.exchange
-        if not isinstance(exchange, RehearsedExchange):
-            yield from self._shares_of(step, self.group.rank)
-            return
-        for rank in exchange.order:
-            self.batch_norm.load(rank)
-            self.micro.loss.zero_()
-            yield from self._shares_of(step, rank)
-            exchange.end_rank(self.micro.loss)
-            self.batch_norm.store(rank)
-
-    def _shares_of(self, step: int, rank: int) -> Iterator[_Share]:
-        stretches = self.plan.micro_batches(step, rank)
-        for turn, (start, stop) in enumerate(stretches):
-            yield _Share(
-                number=rank + turn * self.plan.world_size,
-                usual=stop - start == self.plan.usual_micro_batch(rank),
-                last=turn == len(stretches) - 1,
-            )
 
     def _agree_on_graphs(self) -> None:
         """When all graphs of a micro-step have been captured: where that failed on one rank, all
@@ -349,48 +260,35 @@ class TrainStep:
         table = self.mixing.table(step, number, samples)
         return table.pin_memory() if self.policy.device.type == "cuda" else table
 
-    def _reduce(self, signals: Signals) -> None:
+    def reduce(self, signals: Signals) -> None:
+        """Sums gradients and signals over all ranks."""
         remedy = "free memory, or lower comm.fusion_mib: messages get smaller"
         with explain_out_of_memory("in the exchange of gradients", remedy):
             self.exchange.reduce(self.micro.loss, signals)
 
-    def _update(self, step: int, rate: float, others: Mapping[str, float] | None) -> None:
+    def _update(self, step: int, rate: float, others: Mapping[str, float] | None) -> Pending:
         remedy = "free memory, or use a smaller --batch-size"
         with explain_out_of_memory("in the update", remedy):
             try:
-                self.update.run(rate, others)
+                return self.strategy.finish(rate, others)
             except Exception as error:  # a defect of the program is raised again
                 # torch's own optimizers and the user's raise what they like, in any step.
                 own = isinstance(error, PacelineError | torch.AcceleratorError | MemoryError)
-                if own or self.update.optimizer.path != "torch" or out_of_memory(error, "", ""):
+                if own or self.optimizer.path != "torch" or out_of_memory(error, "", ""):
                     raise
                 raise RunError(
                     f"the optimizer failed in step {step + 1}: {first_line(error)}",
                     "fix it, or choose another --opt; continue with --resume auto",
                 ) from error
 
-    def _send_row(self) -> tuple[Tensor, torch.cuda.Event | Outcome | None]:
-        """The outcome's copy to host memory, queued behind the update."""
-        if isinstance(self.update, AsynchronousUpdate):
-            outcome = self.update.outcome()
-            return outcome.row, outcome
-        if self.policy.device.type != "cuda":
-            return self.update.row.clone(), None
-        row = torch.empty(self.update.row.shape, pin_memory=True)
-        row.copy_(self.update.row, non_blocking=True)
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record()
-        return row, ready
-
     def collect(self) -> StepOutcome:
         """Waits for the oldest step under way. Raises the error of any rank."""
         launched = self._under_way.popleft()
-        if launched.ready is not None:
+        pending = launched.pending
+        if pending.wait is not None:
             # Where the device exchanges by itself, this is where a rank waits for the others.
-            self.group.watched(
-                f"step {launched.number + 1} on the device", launched.ready.synchronize
-            )
-        row, bad = row_values(launched.row)
+            self.group.watched(f"step {launched.number + 1} on the device", pending.wait)
+        row, bad = row_values(pending.row)
         if row["fault"]:
             self.faulted = True
             raise self.group.fault()
@@ -402,7 +300,7 @@ class TrainStep:
             rate=launched.rate,
             done=done,
             skipped=done and bool(row["overflow"]),
-            bad=tuple(self.update.names[index] for index in bad),
+            bad=tuple(self.names[index] for index in bad),
             stop=agreed_stop([row[name] for name in STOP_FIELDS]),
             save=bool(row["save"]),
             requested=bool(row["request"]),
@@ -412,32 +310,29 @@ class TrainStep:
             corrupt_here=launched.corrupt,
             step_s=ended - launched.started,
             data_s=launched.data_s,
-            exposed_comm_s=launched.exposed(),
+            exposed_comm_s=pending.exposed(),
             stall=launched.stall(),
             grad_norm=row["grad_norm"],
             whole_squared=row["whole_squared"],
             parts_squared=row["parts_squared"],
-            staleness=launched.ready.staleness if isinstance(launched.ready, Outcome) else None,
+            fields=pending.fields,
         )
 
     def state_bytes_per_parameter(self) -> tuple[float, float]:
         """Bytes of optimizer state, masters included, and of exchange state, a trained parameter."""
-        optimizer = self.update.optimizer
-        trained = max(sum(p.numel() for p in optimizer.parameters()), 1)
-        return optimizer.state_bytes() / trained, self.update.state_bytes / trained
+        trained = max(sum(p.numel() for p in self.optimizer.parameters()), 1)
+        return self.optimizer.state_bytes() / trained, self.strategy.state_bytes / trained
 
     def exchange_bytes(self) -> float:
-        """Bytes that each rank gives to the all-reduces of one step; full gradients are spread over the
-        steps that use them."""
+        """Bytes that each rank gives to the all-reduces of one step, on average."""
         plain = sum(bucket.bytes for bucket in self.exchange.bucket_info())
-        once = self.update.step_bytes(plain)
-        return once * (1 if self.anchors is None else 1 + 1 / self.anchors.interval)
+        return self.strategy.step_bytes(plain) * self.source.exchanges
 
     def release(self) -> None:
         """Destroys all CUDA graphs, before the process groups whose collectives they hold. Does not
         wait for the device, which after a failure may be stuck in a collective."""
         self.micro.release()
-        self.update.release()
+        self.strategy.release()
         self.group.released(self.release)
 
     def roll_back(self) -> None:
@@ -446,8 +341,9 @@ class TrainStep:
             self.batch_norm.roll_back()
             self._unfinished = False
 
-    def _asked_to_stop(self) -> bool:
-        """On this rank, or on another one, which then waits for this rank."""
+    def asked_to_stop(self) -> bool:
+        """Returns True after a stop signal on this rank, or on another one, which then waits for this
+        rank."""
         if self.stop.received is not None:
             self.group.announce_stop()
             return True

@@ -22,22 +22,19 @@ from paceline.core.errors import ConfigError
 from paceline.data import BatchAugment, BatchPlan, Normalizer, TrainBatches
 from paceline.models.acceleration import Forward
 from paceline.models.registry import count_norms, is_own, parameter_groups
-from paceline.models.synced_norm import NormGroup
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.build import create_optimizer, describe_layers, with_layer_decay
-from paceline.optim.muon import Muon
 from paceline.optim.orthogonal import SharedProducts
 from paceline.optim.settings import OptimSettings
 from paceline.plan.plan_file import PlanFile
 from paceline.precision.policy import LossScale, Policy, allow_tf32, choose_policy
-from paceline.train.asynchronous import AsynchronousUpdate
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.components import Components
 from paceline.train.exchange_plan import (
     ChosenPlan,
     DryBackward,
     check_wires,
-    cluster_facts,
+    count_nodes,
     describe_exchange,
     plan_exchange,
 )
@@ -48,13 +45,14 @@ from paceline.train.fast_path import (
     triton_problem,
     try_fast_path,
 )
+from paceline.train.gradient_source import GradientSource
 from paceline.train.loss import CrossEntropy, Mixing, OwnLoss, TrainingLoss, create_loss
 from paceline.train.micro_step import MicroStep
 from paceline.train.model_checks import with_one_output
 from paceline.train.run_state import PinnedPlan
 from paceline.train.step import TrainStep
 from paceline.train.stop_signals import StopSignals
-from paceline.train.update import Anchors, Update
+from paceline.train.strategy import Strategy, Synchronous
 from paceline.train.weights import WeightAverage, create_average, fingerprint
 
 
@@ -67,6 +65,7 @@ class StepParts:
     optimizer: MasterOptimizer
     batch_norm: BatchNormState
     scale: LossScale
+    strategy: Strategy
     exchange: GradientExchange
     fast: FastPath
     normalize: Normalizer
@@ -102,14 +101,15 @@ def create_parts(
     config: RunConfig, model: nn.Module, group: Group, *, rate: float, micro_batch: int,
     accumulate: bool, pinned: PinnedPlan | None = None, steps_per_epoch: float = 1.0,
     components: Components | None = None, classes: int | None = None,
-    limits: ModelLimits = ModelLimits(),
+    limits: ModelLimits = ModelLimits(), strategy: Strategy | None = None,
 ) -> StepParts:  # fmt: skip
     """Rounds the model to its number format, switches its fast forms on, and plans the exchange.
     `steps_per_epoch` says how far the average of `run.average_epochs` reaches back, `classes` how many
-    there are for an own loss of mixed images."""
+    there are for an own loss of mixed images. Without a `strategy` the step is synchronous."""
     components = components or Components()
     settings = config.optim
-    cluster = cluster_facts(config.rehearse, group)
+    strategy = strategy or Synchronous(config, group)
+    cluster = strategy.cluster(config, group.world_size, count_nodes(group))
     with group.phase("training parts") as same:
         problem = triton_problem(group.device)
         same.compare({"Triton": problem or "usable"}, "use the same image on all nodes")
@@ -122,7 +122,7 @@ def create_parts(
         )
         loss = create_loss(config.run, components.loss, classes)
         _compare_devices(optimizer, group.device, same)
-        batch_norm = BatchNormState(model, config.rehearse.ranks)
+        batch_norm = strategy.batch_norm(model)
         shared = config.comm.share_gpus and group.world_size > 1
         fast = choose_fast_path(
             config.run, model, group.device, problem, shared_gpu=shared, dtype=policy.dtype,
@@ -146,11 +146,12 @@ def create_parts(
     fast = _try_model(config, model, group, fast, dry)
     dry = replace(dry, forward=fast.forward)
     # Refused alike on all ranks, which have agreed on the configuration.
-    share_products(config, optimizer, group, fast.graphs)
-    planned = plan_exchange(chosen, group, dry, config.rehearse)
+    if strategy.same_weights:
+        share_products(config, optimizer, group, fast.graphs)
+    planned = plan_exchange(chosen, group, dry)
     check_wires(config, planned.plan, planned.origin)
-    exchange = planned.create(
-        group, accumulate=accumulate, graphs=fast.graphs, squares=config.run.noise_scale
+    exchange = strategy.create_exchange(
+        planned, accumulate=accumulate, graphs=fast.graphs, squares=config.run.noise_scale
     )
     scale = LossScale(policy, config.precision, fp16_travels=planned.fp16_travels)
     if (memory := exchange.memory) is not None:
@@ -162,18 +163,18 @@ def create_parts(
     )  # fmt: skip
     return StepParts(
         model=model, policy=policy, optimizer=optimizer, batch_norm=batch_norm, scale=scale,
-        exchange=exchange, fast=fast, normalize=normalize, plan_file=planned.file,
-        exchange_summary=describe_exchange(exchange, planned, fast, group.world_size),
+        strategy=strategy, exchange=exchange, fast=fast, normalize=normalize, plan_file=planned.file,
+        exchange_summary=describe_exchange(exchange, planned, fast),
         average=average, loss=loss, dry=dry, clip_norm=settings.clip_norm,
     )  # fmt: skip
 
 
 def _compare_devices(optimizer: MasterOptimizer, device: torch.device, same: SharedFacts) -> None:
     """Of optimizers whose arithmetic differs between kinds of devices."""
-    own = isinstance(optimizer, Muon)
-    if own or optimizer.path == "torch":
-        name = type(optimizer).__name__.lower() if own else "this optimizer"
-        remedy = f"{name} wants one kind of device and as many threads everywhere; or use lars"
+    if optimizer.rule.has_products or optimizer.path == "torch":
+        remedy = (
+            "this optimizer wants one kind of device and as many threads everywhere; or use lars"
+        )
         same.compare({"what computes": _computes(device)}, remedy)
 
 
@@ -207,18 +208,16 @@ def _try_model(
 def share_products(
     config: RunConfig, optimizer: MasterOptimizer, group: Group, graphs: bool
 ) -> bool:
-    """Lets the ranks share Muon's products out, where `optim.share_products` says so; whether they do.
-    Shared or not, the results have the same bits on CPUs."""
-    wanted = config.optim.share_products
-    if not isinstance(optimizer, Muon) or group.world_size == 1 or wanted == "off":
+    """Lets the ranks share the optimizer's products of matrices out, if it has some and its setting
+    `share_products` allows it. Returns True if they do. The results have the same bits on CPUs."""
+    wanted = config.optim.own_optimizer.share_products
+    if not optimizer.rule.has_products or group.world_size == 1 or wanted == "off":
         return False
-    if config.comm.mode == "asynchronous":
-        return False  # ranks have gradients and momenta of their own
     cuda = group.device.type == "cuda"
     if cuda and group.backend != "nccl" and graphs:
         if wanted == "on":
             raise ConfigError(
-                "optim.share_products", "on",
+                f"optim.{config.optim.name}.share_products", "on",
                 f"{group.backend} cannot be captured in the CUDA graph of the update",
                 "use comm.backend = 'nccl', or --set run.cuda_graphs=off",
             )  # fmt: skip
@@ -239,8 +238,8 @@ def _computes(device: torch.device) -> str:
 
 def create_step(
     config: RunConfig, parts: StepParts, loader: TrainBatches, plan: BatchPlan, group: Group,
-    stop: StopSignals, components: Components | None = None, norm_group: NormGroup | None = None,
-    anchors: Anchors | None = None,
+    stop: StopSignals, components: Components | None = None,
+    source: GradientSource | None = None,
 ) -> TrainStep:  # fmt: skip
     graphs = parts.fast.graphs
     augment = None
@@ -249,9 +248,9 @@ def create_step(
     micro = MicroStep(
         parts.fast.forward, parts.policy, parts.normalize, parts.exchange, parts.scale,
         config.run.smoothing, graphs=graphs, must_capture=config.run.cuda_graphs == "on",
-        loss=parts.loss, augment=augment, signed=anchors is not None, advise=parts.fast.advise,
+        loss=parts.loss, augment=augment, advise=parts.fast.advise,
     )  # fmt: skip
-    update = _create_update(config, parts, group, components or Components())
+    parts.strategy.attach(parts, micro)
     run = config.run
     mixing = None
     if run.mixup or run.cutmix:
@@ -259,7 +258,8 @@ def create_step(
     step = TrainStep(
         model=parts.model,
         micro=micro,
-        update=update,
+        strategy=parts.strategy,
+        optimizer=parts.optimizer,
         exchange=parts.exchange,
         batch_norm=parts.batch_norm,
         loader=loader,
@@ -272,29 +272,12 @@ def create_step(
         seed=run.seed,
         mixing=mixing,
         foreign=not is_own(parts.model),
-        norm_group=norm_group,
-        anchors=anchors,
+        source=source or GradientSource(),
         checks_parameters=not is_own(parts.model) or bool(components and components.callbacks),
     )
     # An abort destroys CUDA graphs before the process groups whose collectives they hold.
     group.release_on_abort(step.release)
     return step
-
-
-def _create_update(
-    config: RunConfig, parts: StepParts, group: Group, components: Components
-) -> Update | AsynchronousUpdate:
-    if config.comm.mode == "asynchronous" and group.world_size > 1:
-        full = replace(parts.policy, dtype=torch.float32)
-        settings = replace(config.optim, fused="auto")
-        return AsynchronousUpdate(
-            parts.model, parts.optimizer, parts.exchange, parts.batch_norm, group, config.comm,
-            lambda model: create_master_optimizer(settings, model, full, 0.1, components.optimizer),
-        )  # fmt: skip
-    return Update(
-        parts.optimizer, parts.exchange, parts.batch_norm, parts.scale,
-        graphs=parts.fast.graphs, average=parts.average, clip_norm=parts.clip_norm,
-    )  # fmt: skip
 
 
 def create_master_optimizer(

@@ -70,8 +70,6 @@ class StepRecords:
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if outcome.skipped else 0
         progress.loss_finite = math.isfinite(outcome.loss)
         t.finish_save(wait=False)
-        if t.clock is not None:
-            progress.predicted_s += t.clock.step_s
         self._note_fallback()
         estimate = self._noise_estimate(outcome, last - first)
         event = StepEvent(
@@ -94,8 +92,7 @@ class StepRecords:
             noise_scale=None if estimate is None else self._noise.value,
             batch_size=last - first if t.plan.growth else None,
             momentum=t.schedule.others(number).get("momentum"),
-            staleness=outcome.staleness,
-            predicted_s=progress.predicted_s if t.clock else None,
+            fields=t.step.strategy.record(outcome),
         )
         t.emit(event)
         if self._rank_times is not None:

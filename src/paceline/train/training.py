@@ -22,14 +22,12 @@ from paceline.models.settings import STEMS_OF_MODEL
 from paceline.optim.batch_growth import describe_stages
 from paceline.optim.schedule import LrSchedule
 from paceline.plan.plan_file import PlanFile
-from paceline.plan.rehearsal import ClusterClock
 from paceline.train.batch_sizes import BatchSizes
 from paceline.train.callbacks import CallbackRunner
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
 from paceline.train.checkpoint_writer import CheckpointWriter
 from paceline.train.components import Components
 from paceline.train.exchange_plan import describe_idle
-from paceline.train.fast_path import describe_norms
 from paceline.train.inputs import RunInputs
 from paceline.train.model_checks import given_name
 from paceline.train.observers import RunTrace
@@ -67,8 +65,6 @@ class Training:
     trace: RunTrace
     make_loader: Callable[[BatchPlan, int], TrainBatches]
     startup: StartUp
-    # Of a rehearsal, where the planner knows the cluster's times.
-    clock: ClusterClock | None = None
     chosen: dict[str, str] = field(default_factory=dict)
     observers: list[Observer] = field(default_factory=list)
     callbacks: CallbackRunner | None = None
@@ -101,8 +97,8 @@ class Training:
                         )
                     )
 
-    def divide_again(self, plan: BatchPlan) -> None:
-        """Goes on with other shares of the global batch. Between steps, on all ranks."""
+    def replace_plan(self, plan: BatchPlan) -> None:
+        """Goes on with other micro-batches of the same global batches. Between steps, on all ranks."""
         # They have the size of this rank's micro-batches until now.
         self.step.drop_graphs()
         self.step.loader.close()
@@ -178,7 +174,6 @@ def describe_run(
     parts: StepParts,
     *,
     threads: str,
-    shares: str,
     scaling: str,
     model_notes: list[str],
     pretrained: list[str],
@@ -198,12 +193,11 @@ def describe_run(
         **_describe_input(config, inputs, components, loader),
         **parts.describe(),
         "batch": training.sizes.describe(plan.world_size),
-        "shares": shares,
         "no effect": describe_idle(config, plan.world_size),
         "peak_lr": f"{training.state.peak_lr:g}",
         "scaling": scaling,
-        "full gradient": step.anchors.describe() if step.anchors else "",
-        **describe_norms(config, group, step.norm_group),
+        **step.source.describe(),
+        "batch norm": _describe_norms(config),
         "warm-up": training.schedule.describe_cut(),
         "noise scale": _describe_noise_scale(config, plan),
         "batch schedule": describe_stages(plan.global_batch, plan.growth) if plan.growth else "",
@@ -212,8 +206,8 @@ def describe_run(
         "resume": _describe_resume(training.folder, checkpoint),
         "changed on resume": _changes_on_resume(checkpoint, config),
         "exchange state": "; ".join(training.state.notes),
-        **_describe_rehearsal(config, training.clock),
         **_given_objects(components),
+        **step.strategy.describe(),
     }
     return {name: text for name, text in chosen.items() if text}
 
@@ -222,15 +216,9 @@ def _changes_on_resume(checkpoint: Checkpoint | None, config: RunConfig) -> str:
     return changes(checkpoint, config, LOCAL_SETTINGS.__contains__) if checkpoint else ""
 
 
-def _describe_rehearsal(config: RunConfig, clock: ClusterClock | None) -> dict[str, str]:
-    settings = config.rehearse
-    if not settings.ranks:
-        return {}
-    unknown = "none: give --gpu, --profile or --cluster for the cluster's time"
-    return {
-        "rehearsal": f"of {settings.ranks:,} ranks on {settings.nodes:,} node(s), in one process",
-        "clock": unknown if clock is None else clock.describe(),
-    }
+def _describe_norms(config: RunConfig) -> str:
+    last = config.model.norm_statistics == "last"
+    return "evaluation with the statistics of the last micro-batches" if last else ""
 
 
 def _given_objects(components: Components) -> dict[str, str]:

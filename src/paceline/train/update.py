@@ -1,34 +1,24 @@
-"""`Update`: from summed gradients to new weights, decided on the device; `Anchors`: what SVRG and its
-relatives compute beside a step's own gradients.
+"""`Update`: from summed gradients to new weights, decided on the device.
 
 Updates masters, momenta and half-precision weights from the exchange's buffers after `reduce`; where a
 gradient is not finite or a rank has given up, all stay as they were. A short row of numbers says which;
 the step reads it later, so that nothing waits here.
-
-`Anchors` passes over all samples, and computes the gradients of each micro-batch at the anchor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from paceline.comm.exchange import SIGNALS, GradientExchange
-from paceline.comm.group import Group
-from paceline.config import RunConfig
-from paceline.data import Batch, BatchPlan, Source, TrainBatches, create_train_loader
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.rule import accurate_norms
 from paceline.optim.schedule import set_rate
-from paceline.optim.svrg import SVRG
 from paceline.precision.policy import LossScale
 from paceline.train.batch_norm import BatchNormState
-from paceline.train.components import Components
-from paceline.train.machine import seed_micro_batch
-from paceline.train.micro_step import Captured, MicroStep
+from paceline.train.micro_step import Captured
 from paceline.train.weights import WeightAverage
 
 # What follows the sums of the signals in the row.
@@ -37,10 +27,6 @@ EXTRAS = ("overflow", "halted", "scale", "grad_norm", "whole_squared", "parts_sq
 
 class Update:
     """A rank's fault, or a stop in mid-step, halts the weights for good: the run then ends."""
-
-    asynchronous = False
-    # Steps that may be under way while the next is prepared; None: as the device wants it.
-    lag: int | None = None
 
     def __init__(
         self,
@@ -79,25 +65,6 @@ class Update:
         # A wrapped optimizer reads flags on the host, and waits for the exchange there.
         self._waits = optimizer.path == "torch" and device.type == "cuda"
         self._captured = Captured(self._run, enabled=graphs and optimizer.path == "triton")
-
-    def begin(self, step: int) -> None:
-        """Before the first micro-batch of a step."""
-
-    @property
-    def state_bytes(self) -> int:
-        """Of what the exchange remembers on this rank."""
-        memory = self._exchange.memory
-        return 0 if memory is None else memory.state_bytes
-
-    def step_bytes(self, gradient_bytes: float) -> float:
-        """Returns the bytes that a rank sends for gradients of `gradient_bytes` in the wire format."""
-        return gradient_bytes
-
-    def settle(self) -> None:
-        """Before an evaluation and a checkpoint, when no step is under way."""
-
-    def conclude(self) -> None:
-        """At the end of the run."""
 
     def run(self, rate: float, others: Mapping[str, float] | None = None) -> None:
         """One update at the learning rate `rate`, with `others` of the schedule's values."""
@@ -179,61 +146,3 @@ def row_values(row: Tensor) -> tuple[dict[str, float], list[int]]:
     names, values = (*SIGNALS, *EXTRAS), row.tolist()
     bad = [index for index, flag in enumerate(values[len(names) :]) if flag]
     return dict(zip(names, values[: len(names)], strict=True)), bad
-
-
-@dataclass(frozen=True)
-class Anchors:
-    """Every `interval` steps a pass over all samples, in the micro-batches of `plan`, which `loader`
-    makes."""
-
-    optimizer: SVRG
-    interval: int
-    plan: BatchPlan
-    loader: Callable[[], TrainBatches]
-
-    def add_all_samples(
-        self, micro: MicroStep, seed: int, step: int, stops: Callable[[], bool]
-    ) -> bool:
-        """Adds up this rank's part of the gradient of all samples. False where `stops` has ended it
-        between two micro-batches."""
-        with self.loader() as batches:
-            for number, batch in enumerate(batches):
-                if stops():
-                    return False
-                seed_micro_batch(seed, step, number)
-                usual = len(batch.labels) == self.plan.micro_batch
-                micro.run(batch.images, batch.labels, usual=usual)
-        return True
-
-    def subtract(
-        self, micro: MicroStep, batch_norm: BatchNormState, batch: Batch, *, usual: bool
-    ) -> None:
-        """Subtracts the gradients of a micro-batch at the anchor, without a trace in batch norm."""
-        flat, tracked = batch_norm.flat.clone(), batch_norm.tracked.clone()
-        with self.optimizer.at_anchor():
-            micro.run(batch.images, batch.labels, usual=usual, subtract=True)
-        batch_norm.flat.copy_(flat)
-        batch_norm.tracked.copy_(tracked)
-
-    def describe(self) -> str:
-        return f"every {self.interval:,} steps, over {self.plan.samples:,} images"
-
-
-def create_anchors(
-    config: RunConfig, source: Source, plan: BatchPlan, optimizer: MasterOptimizer, group: Group,
-    components: Components,
-) -> Anchors | None:  # fmt: skip
-    """None for optimizers that need no full gradient."""
-    if not isinstance(optimizer, SVRG) or not optimizer.anchored:
-        return None
-    # As many micro-batches to a step as there are ranks: only their sum counts.
-    whole = replace(plan, epochs=1, global_batch=plan.micro_batch * plan.world_size)
-
-    def loader() -> TrainBatches:
-        return create_train_loader(
-            source, whole, config.data, seed=config.run.seed, rank=group.rank, first_step=0,
-            device=group.device, augment=components.augment,
-        )  # fmt: skip
-
-    interval = max(1, round(config.optim.center_epochs * plan.steps_per_epoch))
-    return Anchors(optimizer, interval, whole, loader)

@@ -102,7 +102,7 @@ def _one(step: TrainStep, device: torch.device) -> StepAnatomy:
     over = clock.mark()
     step.exchange.gather()
     step.exchange.reduce(loss.detach(), Signals())
-    step.update.run(0.0)
+    step.strategy.finish(0.0, None)
     done = clock.mark()
     clock.synchronize()
     for hook in hooks:

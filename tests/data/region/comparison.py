@@ -9,8 +9,9 @@ import numpy as np
 
 from paceline.data import CorruptImage, Source
 from paceline.data.augment import SquareTransform
-from paceline.data.decode.decoder import PillowDecoder, RegionDecoder
+from paceline.data.decode.decoder import PillowDecoder
 from paceline.data.decode.library import RegionLibrary
+from paceline.data.decode.region import RegionDecoder
 from paceline.data.prefetch import Progress
 from paceline.data.sources.base import Stored
 

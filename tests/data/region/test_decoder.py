@@ -33,12 +33,13 @@ from paceline.data import (
 )
 from paceline.data.augment import FitTransform
 from paceline.data.chunk import Chunk, CorruptLog
-from paceline.data.decode import decoder as module
-from paceline.data.decode.decoder import BulkRead, RegionDecoder
+from paceline.data.decode import region as module
 from paceline.data.decode.library import Pieces, RegionLibrary
+from paceline.data.decode.region import BulkRead, RegionDecoder
 from paceline.data.prefetch import Progress
 from paceline.data.sources import shards as shards_module
 from paceline.data.sources import storage
+from paceline.data.sources.index_store import open_shards
 from paceline.data.sources.shards import TarShards
 
 Write = Callable[[Path, list[tuple[str, bytes]]], Path]
@@ -174,7 +175,7 @@ def shards(tmp_path: Path, write_tar: Write) -> Iterator[TarShards]:
         write_tar(tmp_path / "train-0.tar", members(range(20))),
         write_tar(tmp_path / "train-1.tar", members(range(20, COUNT))),
     ]
-    opened = TarShards(paths)
+    opened = open_shards(paths)
     yield opened
     opened.close()
 
@@ -288,7 +289,7 @@ def both(
         write_tar(tmp_path / f"train-0{request.param}", samples(5)),
         write_tar(tmp_path / f"train-1{request.param}", samples(7, first=5)),
     ]
-    opened = TarShards(paths)
+    opened = open_shards(paths)
     yield opened
     opened.close()
 
@@ -321,8 +322,8 @@ def test_without_the_library(both: TarShards, monkeypatch: pytest.MonkeyPatch) -
 def test_shards_that_are_opened_for_each_read(
     tmp_path: Path, write_tar: Write, samples: Samples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards_module, "_DESCRIPTORS_KEPT", 1)
-    opened = TarShards([write_tar(tmp_path / f"train-{i}.tar", samples(5)) for i in range(2)])
+    monkeypatch.setattr(shards_module, "DESCRIPTORS_KEPT", 1)
+    opened = open_shards([write_tar(tmp_path / f"train-{i}.tar", samples(5)) for i in range(2)])
     before = len(list(Path("/proc/self/fd").iterdir()))
     found = BulkRead(opened).all([0, 7], Progress())
     BulkRead(opened).all([7, 7, 6, 0], Progress())
@@ -335,7 +336,7 @@ def test_shards_that_are_opened_for_each_read(
 @pytest.fixture
 def plain(tmp_path: Path, write_tar: Write, samples: Samples):
     path = write_tar(tmp_path / "train-0.tar", samples(5))
-    opened = TarShards([path])
+    opened = open_shards([path])
     yield opened, path
     opened.close()
 

@@ -1,42 +1,29 @@
-"""`Decoder`: makes the images of batches out of samples; `PillowDecoder`, which decodes whole images, and
-`RegionDecoder`, which decodes JPEGs only where the crop needs them.
+"""`Decoder`: makes the images of batches out of samples; `PillowDecoder`, which decodes whole images.
 
 A loader begins a batch with `begin`, fills its chunks in threads and finishes it in the thread that
 consumes it. All decoders give the same samples, boxes and flips; the host's decoders give the same
 pixels and errors, too.
-
-`RegionDecoder` calls the C library. Files that the library does not take (other formats, CMYK, rotated by
-Exif) and files that are not as they should be go to Pillow, which also says what is wrong with them. The
-samples of a chunk are read, decoded and cropped by a few calls, each without the interpreter's lock:
-threads that release and take it for every sample slow one another down, and the training with them.
 """
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from time import perf_counter
 
 import numpy as np
-import torch
 
+from paceline.core.errors import PacelineError
 from paceline.data.augment import Pixels, SquareTransform, Transform
 from paceline.data.batch import Batch, BatchBuffer
 from paceline.data.chunk import Chunk, CorruptSample
-from paceline.data.decode.library import (
-    Pieces,
-    RegionLibrary,
-    RegionUnavailableError,
-    StoredFiles,
-    down_first,
-    region_library,
-)
 from paceline.data.image import CorruptImage, decode
-from paceline.data.order import Int64
 from paceline.data.prefetch import Progress, cut
 from paceline.data.sources.base import Source, Stored
-from paceline.data.sources.storage import Loan, ShardFile
+
+
+class RegionUnavailableError(PacelineError):
+    """There is no region decoder here; cause and remedy."""
 
 
 class BatchInProgress(ABC):
@@ -185,229 +172,3 @@ class HostBatch(BatchInProgress):
 
     def finish(self, dropped: Sequence[int]) -> Batch:
         return self._buffer.batch(dropped)
-
-
-# Samples of one call; a loader that is closed waits for as many at most.
-_AT_ONCE = 16
-_ALIGNMENT = 64
-# Larger files are read one by one: the memory for these is kept as long as its thread lives.
-_LARGEST_FILE, _MOST_BYTES = 16 << 20, 64 << 20
-# Files that a thread may open at once beside those that are kept open: descriptors are few.
-_MOST_OPENED = 4
-
-
-class RegionDecoder(PillowDecoder):
-    """Decoding, cropping and resampling a JPEG are one step, which counts as decoding; resampling
-    of pixels counts as augmenting."""
-
-    transform: SquareTransform
-
-    def __init__(
-        self,
-        source: Source,
-        transform: SquareTransform,
-        library: RegionLibrary,
-        *,
-        channels: int,
-        workers: int = 0,
-        pin_memory: bool = False,
-        notes: Sequence[str] = (),
-    ) -> None:
-        super().__init__(
-            source,
-            transform,
-            channels=channels,
-            workers=workers,
-            pin_memory=pin_memory,
-            notes=(f"region decoder, {library.version}", *notes),
-        )
-        self._library = library
-        self._local = threading.local()
-        self._lock = threading.Lock()
-        self._seen = self._refused = 0
-
-    def prepare(
-        self, data: Stored, numbers: Sequence[float], out: Pixels, progress: Progress
-    ) -> None:
-        start = perf_counter()
-        if isinstance(data, bytes):
-            stage, done = "decode", self._decode(data, numbers, out)
-        else:
-            stage, done = "augment", self._resample(data, numbers, out)
-        prepared = perf_counter()
-        progress.add(stage, prepared - start)
-        self._count(1, refused=not done)
-        if not done:
-            super().prepare(data, numbers, out, progress)
-            return
-        self.transform.finish(numbers, out)
-        progress.add("augment", perf_counter() - prepared)
-
-    def _decode(self, data: bytes, numbers: Sequence[float], out: Pixels) -> bool:
-        shape = self._library.size(data)
-        if shape is None:
-            return False
-        transform = self.transform
-        box, flip = transform.box(*shape, numbers), transform.flips(numbers)
-        return self._library.prepare(data, shape, box, flip, transform.interpolation, out)
-
-    def _resample(self, pixels: Pixels, numbers: Sequence[float], out: Pixels) -> bool:
-        transform, (height, width, _) = self.transform, pixels.shape
-        box, flip = transform.box(width, height, numbers), transform.flips(numbers)
-        return self._library.square(pixels, box, flip, transform.interpolation, out)
-
-    def fill_together(self, chunk: Chunk, out: Pixels) -> Sequence[int]:
-        """Only where files can be read together: for pixels in memory it gains too little."""
-        if not self.source.has_extents:
-            return ()
-        numbers = chunk.numbers.tolist()
-        rows = [row for row in range(len(chunk)) if not chunk.is_dropped(row)]
-        filled: list[int] = []
-        for first in range(0, len(rows), _AT_ONCE):
-            chunk.progress.check()
-            filled += self._fill_some(chunk, rows[first : first + _AT_ONCE], numbers, out)
-        self._count(len(filled))
-        return filled
-
-    def _fill_some(
-        self, chunk: Chunk, rows: Sequence[int], numbers: Sequence[Sequence[float]], out: Pixels
-    ) -> list[int]:
-        if not hasattr(self._local, "read"):
-            self._local.read = BulkRead(self.source)
-        start = perf_counter()
-        data: list[memoryview | None] = self._local.read([int(chunk.indices[row]) for row in rows])
-        read = perf_counter()
-        held = {row: file for row, file in zip(rows, data, strict=True) if file is not None}
-        filled = self._decode_together(held, numbers, out) if held else []
-        decoded = perf_counter()
-        for row in filled:
-            self.transform.finish(numbers[row], out[row])
-        chunk.progress.add("read", read - start)
-        chunk.progress.add("decode", decoded - read)
-        chunk.progress.add("augment", perf_counter() - decoded)
-        return filled
-
-    def _decode_together(
-        self, held: dict[int, memoryview], numbers: Sequence[Sequence[float]], out: Pixels
-    ) -> list[int]:
-        """The rows of `held` that were filled."""
-        transform, rows = self.transform, list(held)
-        files = StoredFiles(list(held.values()))
-        sizes = self._library.sizes(files).tolist()
-        taken = [place for place, (width, _) in enumerate(sizes) if width]
-        if not taken:
-            return []
-        boxes = np.empty((len(taken), 4), dtype=np.float32)
-        turns = np.empty((len(taken), 2), dtype=np.int32)
-        for at, place in enumerate(taken):
-            row, (width, height) = numbers[rows[place]], sizes[place]
-            boxes[at] = transform.box(width, height, row)
-            turns[at] = transform.flips(row), down_first(width, height, transform.size)
-        done = self._library.prepare_many(
-            files.of(taken), boxes, turns, transform.interpolation,
-            [out[rows[place]] for place in taken],
-        )  # fmt: skip
-        return [rows[place] for place, is_done in zip(taken, done, strict=True) if is_done]
-
-    def _count(self, samples: int, *, refused: bool = False) -> None:
-        with self._lock:
-            self._seen += samples
-            self._refused += refused
-
-    def note(self) -> str:
-        if not self._refused:
-            return ""
-        return f"{self._refused:,} of {self._seen:,} samples went to Pillow, not the region decoder"
-
-
-class BulkRead:
-    """The files of several samples, read by one call. Belongs to one thread: what it returned is
-    good until its next call. `pinned`: into memory from which a GPU reads without a copy."""
-
-    def __init__(self, source: Source, *, pinned: bool = False) -> None:
-        self._source = source
-        self._library = _library() if source.has_extents else None
-        self._pinned = pinned
-        self._memory = np.empty(0, dtype=np.uint8)
-
-    def all(self, indices: Sequence[int], progress: Progress) -> list[Stored | memoryview]:
-        """What cannot be read together is read one by one."""
-        progress.check()
-        found: list[Stored | memoryview] = []
-        for index, data in zip(indices, self(indices), strict=True):
-            if data is None:
-                progress.check()
-            try:
-                found.append(self._source.read(index) if data is None else data)
-            except CorruptImage:
-                found.append(b"")  # as which it is reported
-        return found
-
-    def __call__(self, indices: Sequence[int]) -> list[memoryview | None]:
-        """None where an ordinary read must find out more: data in no file, a shard that changed or
-        fails."""
-        if self._library is None:
-            return [None] * len(indices)
-        loans: dict[ShardFile, Loan | None] = {}
-        try:
-            return self._read(self._library, indices, loans)
-        finally:
-            for loan in loans.values():
-                if loan is not None:
-                    loan.give_back()
-
-    def _read(
-        self,
-        library: RegionLibrary,
-        indices: Sequence[int],
-        loans: dict[ShardFile, Loan | None],
-    ) -> list[memoryview | None]:
-        """Notes what it borrowed in `loans`."""
-        found: list[memoryview | None] = [None] * len(indices)
-        wanted: list[tuple[int, Loan, int, int]] = []
-        left = _MOST_BYTES
-        for place, index in enumerate(indices):
-            extent = self._source.extent(index)
-            if extent is None:
-                continue
-            file, offset, size = extent
-            if not 0 <= size <= min(left, _LARGEST_FILE):
-                continue
-            left -= size
-            if file not in loans:
-                opened = sum(loan is not None and loan.extra for loan in loans.values())
-                loans[file] = file.lend(may_open=opened < _MOST_OPENED)
-            if (loan := loans[file]) is not None:
-                wanted.append((place, loan, offset, size))
-        if not wanted:
-            return found
-        sizes = np.array([size for *_, size in wanted], dtype=np.int64)
-        starts = self._reserve(sizes)
-        pieces = Pieces(
-            np.array([loan.descriptor for _, loan, *_ in wanted], dtype=np.int32),
-            np.array([offset for *_, offset, _ in wanted], dtype=np.int64),
-            sizes,
-            (starts + self._memory.ctypes.data).astype(np.uint64),
-        )
-        library.read_many(pieces)
-        view = self._memory.data
-        rows = zip(wanted, starts.tolist(), pieces.found.tolist(), strict=True)
-        for (place, loan, _, size), start, (done, *stamp) in rows:
-            if done == size and loan.fits(*stamp):
-                found[place] = view[start : start + size]
-        return found
-
-    def _reserve(self, sizes: Int64) -> Int64:
-        """Where each file begins in this reader's memory, which grows to hold them."""
-        ends = np.cumsum(-(-sizes // _ALIGNMENT) * _ALIGNMENT)
-        if ends[-1] > len(self._memory):
-            held = torch.empty(int(ends[-1]) * 5 // 4, dtype=torch.uint8, pin_memory=self._pinned)
-            self._memory = held.numpy()
-        return np.concatenate(([0], ends[:-1]))
-
-
-def _library() -> RegionLibrary | None:
-    try:
-        return region_library()
-    except RegionUnavailableError:
-        return None

@@ -22,9 +22,9 @@ import numpy.typing as npt
 import PIL
 from PIL import Image
 
-from paceline.core.errors import PacelineError
 from paceline.data.augment import RESAMPLING, Box, Pixels, pixels_of
 from paceline.data.decode.build import BuildError, cached_library
+from paceline.data.decode.decoder import RegionUnavailableError
 from paceline.data.image import MODES
 from paceline.data.order import Int64
 from paceline.data.settings import INTERPOLATIONS
@@ -50,10 +50,6 @@ _TYPES: dict[str, tuple[Any, ...]] = {
     "region_prepare_many": (None, _AT, _INT, *[_AT] * 4, *[_INT] * 3, *[_AT] * 2),
     "region_read_many": (None, _INT, *[_AT] * 5),
 }
-
-
-class RegionUnavailableError(PacelineError):
-    """There is no region decoder here; cause and remedy."""
 
 
 @dataclass

@@ -28,8 +28,9 @@ from paceline.core.host import few_connections
 from paceline.data.augment import SquareTransform
 from paceline.data.batch import Batch, kept_rows
 from paceline.data.chunk import Chunk
-from paceline.data.decode.decoder import BatchInProgress, BulkRead, Decoder, PillowDecoder
-from paceline.data.device.nvjpeg import Decoded, DeviceImage, JpegFile, jpeg_file
+from paceline.data.decode.decoder import BatchInProgress, Decoder, PillowDecoder
+from paceline.data.decode.region import BulkRead
+from paceline.data.device.nvjpeg import Decoded, DeviceImage, JpegFile, NvJpeg, jpeg_file
 from paceline.data.device.nvjpeg_library import CHUNK
 from paceline.data.device.streams import drained_stream, finish, mark_stream
 from paceline.data.image import CorruptImage
@@ -320,6 +321,27 @@ class HostShare:
         if not reasons:
             return ""
         return f"{unfit + refused:,} samples were decoded on the host: {', '.join(reasons)}"
+
+
+def create_decoder(
+    host: PillowDecoder,
+    transform: SquareTransform,
+    settings: DataSettings,
+    device: torch.device,
+    notes: Sequence[str],
+) -> GpuDecoder:
+    """ConfigError if the device is no GPU, or the images are no files."""
+    check_source(host.source, settings)
+    if device.type != "cuda":
+        raise ConfigError(
+            "data.decoder",
+            settings.decoder,
+            f"decodes on a GPU, but the device is {device}",
+            "use run.device = 'cuda', or data.decoder = 'auto'",
+        )
+    nvjpeg = NvJpeg(device)
+    cutout = settings.cutout if transform.draws else 0
+    return GpuDecoder(host, transform, nvjpeg, nvjpeg.describe(), device, cutout, notes)
 
 
 def check_source(source: Source, settings: DataSettings) -> None:

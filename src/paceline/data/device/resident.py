@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from paceline.core.errors import ConfigError
 from paceline.data.augment import FitTransform, Pixels, Transform, pixels_of
 from paceline.data.batch import Batch, kept_rows
 from paceline.data.chunk import Chunk, CorruptLog, CorruptSample
@@ -270,3 +271,51 @@ def _job(
         return [sample for chunk in chunks for sample in chunk.corrupt]
 
     return Job([partial(fill, rows) for rows in cut(len(piece), 1)], finish)
+
+
+# Largest decoded split that `data.resident = "auto"` keeps on the device.
+RESIDENT_MAX_MIB = 4096
+
+
+def create_decoder(
+    source: Source, settings: DataSettings, device: torch.device, training: bool
+) -> tuple[ResidentDecoder | None, str]:
+    """A decoder of the whole split on the device; else None, and why. ConfigError if `data.resident` is
+    on and this cannot be done."""
+    wanted = settings.resident
+    if not source.is_constant:
+        if wanted == "auto":
+            return None, "not resident: the images change between reads"
+        raise ConfigError(
+            "data.resident", wanted, f"{source.kind} gives other images at every read",
+            "set data.resident = 'off', or move random transforms to `augment`",
+        )  # fmt: skip
+    if device == torch.device("cuda"):
+        device = torch.device("cuda", torch.cuda.current_device())
+    form = PixelForm.for_training(settings) if training else PixelForm.for_evaluation(settings)
+    shape = form.shape(source)
+    if shape is None:
+        return None, "not resident: no sample can be decoded"  # which the threads report
+    size = mib(len(source), shape)
+    if wanted == "auto" and size > RESIDENT_MAX_MIB:
+        return None, f"not resident: {size:,.0f} MiB, over {RESIDENT_MAX_MIB:,}"
+    try:
+        held = resident_set(source, form, shape, settings.workers, device)
+    except UnequalSizesError as error:
+        if wanted == "auto":
+            return None, f"not resident: {error}"
+        raise ConfigError(
+            "data.resident",
+            wanted,
+            f"random_resized_crop on the device needs images of one size, there are {error}",
+            "set data.resident = 'off', or data.augment = 'pad_crop'",
+        ) from None
+    except torch.OutOfMemoryError:
+        # Not off by itself: ranks, and a resumed run, must not go different ways by chance.
+        raise ConfigError(
+            "data.resident",
+            wanted,
+            f"no room for {size:,.0f} MiB on {device}",
+            "set data.resident = 'off'",
+        ) from None
+    return ResidentDecoder(held, settings if training else None), ""

@@ -13,20 +13,10 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ConfigError
+from paceline.core.extensions import load_part
 from paceline.core.host import ask_for_connections
 from paceline.data.augment import EvalTransform, SquareTransform, TrainTransform, extra_draws
-from paceline.data.decode.decoder import Decoder, PillowDecoder, RegionDecoder
-from paceline.data.decode.library import RegionUnavailableError, region_library
-from paceline.data.device.gpu_decoder import GpuDecoder, check_source
-from paceline.data.device.nvjpeg import NvJpeg
-from paceline.data.device.resident import (
-    PixelForm,
-    ResidentDecoder,
-    ResidentSet,
-    UnequalSizesError,
-    mib,
-    resident_set,
-)
+from paceline.data.decode.decoder import Decoder, PillowDecoder, RegionUnavailableError
 from paceline.data.device.streams import CopyingDecoder
 from paceline.data.loaders.loader import EvalLoader, TrainLoader
 from paceline.data.order import BatchPlan, SampleOrder, shard_groups
@@ -36,8 +26,10 @@ from paceline.data.sources.base import Source
 
 _JPEG_NAMES = (".jpg", ".jpeg")
 _NAMES_LOOKED_AT = 64
-# Largest decoded split that `data.resident = "auto"` keeps on the device.
-RESIDENT_MAX_MIB = 4096
+# What creates decoders other than Pillow.
+_REGION = "data.decode.region:create_decoder"
+_NVJPEG = "data.device.gpu_decoder:create_decoder"
+_RESIDENT = "data.device.resident:create_decoder"
 
 
 def create_train_loader(
@@ -53,17 +45,10 @@ def create_train_loader(
 ) -> TrainLoader:
     """`augment`: the user's own augmentation (`own_augment`). DataError where decoding the set meets
     failing storage; ConfigError where `data.resident` = on, or `data.decoder`, cannot be done."""
-    _prepare_cuda(settings)
     own = None if augment is None else ImageAugment(settings, augment)
-    chosen = _choose_for_training(source, settings, device, own)
-    decoder: Decoder
-    if isinstance(chosen, ResidentSet):
-        decoder = ResidentDecoder(chosen, settings)
-    else:
-        transform = own or TrainTransform(settings)
-        decoder = _create_decoder(source, transform, settings, device, chosen)
-        if isinstance(decoder, PillowDecoder) and device.type == "cuda":
-            decoder = CopyingDecoder(decoder, device)
+    decoder = _create_decoder(source, own or TrainTransform(settings), settings, device)
+    if isinstance(decoder, PillowDecoder) and device.type == "cuda":
+        decoder = CopyingDecoder(decoder, device)
     order = SampleOrder(len(source), seed, groups=shard_groups(settings, source.shard_sizes))
     return TrainLoader(
         decoder,
@@ -85,15 +70,8 @@ def create_eval_loader(
     device: torch.device,
 ) -> EvalLoader:
     """Fails as `create_train_loader` does."""
-    _prepare_cuda(settings)
-    chosen = _choose(source, PixelForm.for_evaluation(settings), settings, device)
-    decoder = (
-        ResidentDecoder(chosen)
-        if isinstance(chosen, ResidentSet)
-        else _create_decoder(source, EvalTransform(settings), settings, device, chosen)
-    )
     return EvalLoader(
-        decoder,
+        _create_decoder(source, EvalTransform(settings), settings, device),
         len(source),
         rank=rank,
         world_size=world_size,
@@ -102,37 +80,23 @@ def create_eval_loader(
     )
 
 
-def _prepare_cuda(settings: DataSettings) -> None:
-    """A program may have a loader of ours, and no training."""
-    if settings.decoder in DEVICE_DECODERS:
-        ask_for_connections()
-
-
 def _create_decoder(
-    source: Source,
-    transform: SquareTransform,
-    settings: DataSettings,
-    device: torch.device,
-    note: str,
+    source: Source, transform: SquareTransform, settings: DataSettings, device: torch.device
 ) -> Decoder:
-    """`note` goes with the description, and so does the source's own."""
+    if settings.decoder in DEVICE_DECODERS:
+        ask_for_connections()  # a program may have a loader of ours, and no training
+    resident, note = _resident_decoder(source, transform, settings, device)
+    if resident is not None:
+        return resident
     notes = (note, source.note)
     if settings.decoder not in DEVICE_DECODERS:
         return create_host_decoder(
             source, transform, settings, notes, pin_memory=device.type == "cuda"
         )
-    check_source(source, settings)
-    if device.type != "cuda":
-        raise ConfigError(
-            "data.decoder",
-            settings.decoder,
-            f"decodes on a GPU, but the device is {device}",
-            "use run.device = 'cuda', or data.decoder = 'auto'",
-        )
-    nvjpeg = NvJpeg(device)
     host = create_host_decoder(source, transform, replace(settings, decoder="auto"))
-    cutout = settings.cutout if transform.draws else 0
-    return GpuDecoder(host, transform, nvjpeg, nvjpeg.describe(), device, cutout, notes)
+    create = load_part(_NVJPEG, "data.decoder", settings.decoder)
+    found: Decoder = create(host, transform, settings, device, notes)
+    return found
 
 
 def create_host_decoder(
@@ -157,9 +121,9 @@ def create_host_decoder(
     own_note = "Pillow decodes" if wanted == "pillow" else ""
     if wanted == "region" or (wanted == "auto" and _has_jpegs(source)):
         try:
-            return RegionDecoder(
-                source, transform, region_library(), channels=channels, workers=workers,
-                pin_memory=pin_memory, notes=notes,
+            found: PillowDecoder = load_part(_REGION, "data.decoder", wanted)(
+                source, transform, channels=channels, workers=workers, pin_memory=pin_memory,
+                notes=notes,
             )  # fmt: skip
         except RegionUnavailableError as error:
             if wanted == "region":
@@ -167,6 +131,8 @@ def create_host_decoder(
                     "data.decoder", wanted, error.cause, f"{error.remedy}, or set it to 'auto'"
                 ) from None
             own_note = f"Pillow decodes; no region decoder: {error.cause}"
+        else:
+            return found
     return PillowDecoder(
         source, transform, channels=channels, workers=workers, pin_memory=pin_memory,
         notes=(own_note, *notes),
@@ -179,76 +145,42 @@ def _has_jpegs(source: Source) -> bool:
     return any(source.name(i).lower().endswith(_JPEG_NAMES) for i in range(0, len(source), step))
 
 
-def _choose_for_training(
-    source: Source, settings: DataSettings, device: torch.device, own: ImageAugment | None
-) -> ResidentSet | str:
-    """Extras and own augmentation are done on the host: a resident set has no place for them."""
-    if own is not None and settings.decoder in DEVICE_DECODERS:
-        raise ConfigError(
-            "data.decoder", settings.decoder, "decodes on the GPU, and `augment` works on the host",
-            "use `device_augment`, or set data.decoder = 'auto'",
-        )  # fmt: skip
-    if not extra_draws(settings) and own is None:
-        return _choose(source, PixelForm.for_training(settings), settings, device)
-    which, remedy = "data.color_jitter and data.randaugment are", "leave these at 0"
-    if own is not None:
+def _resident_decoder(
+    source: Source, transform: SquareTransform, settings: DataSettings, device: torch.device
+) -> tuple[Decoder | None, str]:
+    """A decoder of a set on the device; else None, and why if somebody could expect one. Extras and own
+    augmentation are done on the host: a resident set has no place for them."""
+    wanted = settings.resident
+    which, remedy = "", ""
+    if isinstance(transform, ImageAugment):
         which, remedy = "`augment` is", "use `device_augment`"
-    if settings.resident == "on":
+        if settings.decoder in DEVICE_DECODERS:
+            raise ConfigError(
+                "data.decoder", settings.decoder,
+                "decodes on the GPU, and `augment` works on the host",
+                f"{remedy}, or set data.decoder = 'auto'",
+            )  # fmt: skip
+    elif isinstance(transform, TrainTransform) and extra_draws(settings):
+        which, remedy = "data.color_jitter and data.randaugment are", "leave these at 0"
+    if wanted == "off" or (wanted == "auto" and device.type != "cuda"):
+        return None, ""
+    if which and wanted == "on":
         raise ConfigError(
             "data.resident", "on", f"{which} done on the host",
             f"set data.resident = 'off', or {remedy}",
         )  # fmt: skip
-    asked = settings.resident == "auto" and device.type == "cuda"
-    return f"not resident: {which} done on the host" if asked else ""
-
-
-def _choose(
-    source: Source, form: PixelForm, settings: DataSettings, device: torch.device
-) -> ResidentSet | str:
-    """The resident set, or why there is none; nothing to say where nobody would expect one."""
-    wanted = settings.resident
-    if wanted == "off" or (wanted == "auto" and device.type != "cuda"):
-        return ""
+    if which:
+        return None, f"not resident: {which} done on the host"
     if settings.decoder in DEVICE_DECODERS:
         if wanted == "auto":  # the user chose the decoder, not residence
-            return f"not resident: data.decoder = {settings.decoder}"
+            return None, f"not resident: data.decoder = {settings.decoder}"
         raise ConfigError(
             "data.resident",
             wanted,
             f"is decoded once, by the host: data.decoder = {settings.decoder!r} would do nothing",
             "set data.resident = 'off', or data.decoder = 'auto'",
         )
-    if not source.is_constant:
-        if wanted == "auto":
-            return "not resident: the images change between reads"
-        raise ConfigError(
-            "data.resident", wanted, f"{source.kind} gives other images at every read",
-            "set data.resident = 'off', or move random transforms to `augment`",
-        )  # fmt: skip
-    if device == torch.device("cuda"):
-        device = torch.device("cuda", torch.cuda.current_device())
-    shape = form.shape(source)
-    if shape is None:
-        return "not resident: no sample can be decoded"  # which the threads report
-    size = mib(len(source), shape)
-    if wanted == "auto" and size > RESIDENT_MAX_MIB:
-        return f"not resident: {size:,.0f} MiB, over {RESIDENT_MAX_MIB:,}"
-    try:
-        return resident_set(source, form, shape, settings.workers, device)
-    except UnequalSizesError as error:
-        if wanted == "auto":
-            return f"not resident: {error}"
-        raise ConfigError(
-            "data.resident",
-            wanted,
-            f"random_resized_crop on the device needs images of one size, there are {error}",
-            "set data.resident = 'off', or data.augment = 'pad_crop'",
-        ) from None
-    except torch.OutOfMemoryError:
-        # Not off by itself: ranks, and a resumed run, must not go different ways by chance.
-        raise ConfigError(
-            "data.resident",
-            wanted,
-            f"no room for {size:,.0f} MiB on {device}",
-            "set data.resident = 'off'",
-        ) from None
+    training = isinstance(transform, TrainTransform)
+    create = load_part(_RESIDENT, "data.resident", wanted)
+    found: tuple[Decoder | None, str] = create(source, settings, device, training)
+    return found

@@ -16,13 +16,13 @@ import torch
 from paceline.core.errors import ConfigError, DataError, nearest
 from paceline.core.settings import convert
 from paceline.data.chunk import CorruptSample
-from paceline.data.device.augment import Normalizer
+from paceline.data.device.normalize import Normalizer
 from paceline.data.loaders.create import create_eval_loader, create_train_loader
 from paceline.data.loaders.loader import EvalLoader, TrainLoader
 from paceline.data.order import BatchPlan, Stretch
-from paceline.data.pack.splits import as_source
 from paceline.data.settings import DataSettings
 from paceline.data.sources.base import Source, Split, split_source
+from paceline.data.sources.opening import as_source
 
 LAYOUTS = ("NCHW", "NHWC")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

@@ -20,13 +20,13 @@ from paceline.core.files import open_regular
 from paceline.data.chunk import CorruptSample
 from paceline.data.image import CorruptImage, ImageFacts, decode, image_facts
 from paceline.data.order import PACK_STREAM, Int64, hash64
-from paceline.data.pack.manifest import PackedShard, PackManifest
 from paceline.data.pack.pack import file_digest
 from paceline.data.pack.splits import SPLITS, open_splits
 from paceline.data.prefetch import map_ahead
 from paceline.data.sources.base import Source
 from paceline.data.sources.index_store import UnfitIndexError, index_path, read_index
 from paceline.data.sources.layouts import all_shards, data_root, kinds_of, shard_paths
+from paceline.data.sources.pack_manifest import PackedShard, PackManifest
 from paceline.data.sources.storage import Retry, ShardStamp, unreadable, write_file
 from paceline.data.sources.tar_index import ShardIndex, scan_file
 

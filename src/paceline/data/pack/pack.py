@@ -28,17 +28,17 @@ from paceline.core.files import LEFTOVERS
 from paceline.data.chunk import CorruptSample, allowed_corrupt
 from paceline.data.image import CorruptImage, decode, image_facts
 from paceline.data.order import PACK_STREAM, Int64, hash64
-from paceline.data.pack.manifest import (
+from paceline.data.prefetch import map_ahead
+from paceline.data.sources.base import Source, source_identity
+from paceline.data.sources.classes import CLASSES_FILE, read_classes
+from paceline.data.sources.index_store import index_path, write_index
+from paceline.data.sources.pack_manifest import (
     MANIFEST_FILE,
     PackedShard,
     PackedSplit,
     PackManifest,
     PackOptions,
 )
-from paceline.data.prefetch import map_ahead
-from paceline.data.sources.base import Source, source_identity
-from paceline.data.sources.index_store import index_path, write_index
-from paceline.data.sources.labels import CLASSES_FILE, read_classes
 from paceline.data.sources.storage import (
     ShardStamp,
     file_lock,

@@ -30,7 +30,7 @@ from paceline.core.untrusted import ParseError, parse_json
 from paceline.data.image import CorruptImage, decode
 from paceline.data.order import Int64
 from paceline.data.sources.base import Source, Split
-from paceline.data.sources.labels import numbered_classes, read_classes
+from paceline.data.sources.classes import numbered_classes, read_classes
 
 _STEMS = {"train": "train", "val": "t10k"}
 _UNSIGNED_BYTE = 8

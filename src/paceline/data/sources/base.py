@@ -104,6 +104,11 @@ class Source(ABC):
         """What the user should know about the source; empty where there is nothing."""
         return ""
 
+    @property
+    def uncached(self) -> Source:
+        """The source without the cache in front of it."""
+        return self
+
     def file_facts(self) -> FileFacts | None:
         """By which another process makes this source without a look at its files; None where opening
         it takes only a few of them."""

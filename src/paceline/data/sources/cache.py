@@ -38,8 +38,6 @@ _HEADER = struct.Struct("<4sIqqIII")
 def cached(source: Source, settings: DataSettings, split: Split) -> Source:
     """`source` behind the cache that the settings ask for; each split has its own. DataError: a
     directory that cannot be written to; ConfigError: a cache that could be of no use."""
-    if settings.cache == "none":
-        return source
     if source.is_in_memory:
         raise ConfigError(
             "data.cache",
@@ -98,6 +96,10 @@ class CachedSource(WrappedSource):
 
     def extent(self, i: int) -> None:
         """Reading goes through the cache."""
+
+    @property
+    def uncached(self) -> Source:
+        return self.whole
 
     def _form(self, data: Stored) -> Stored:
         if self._channels is None:

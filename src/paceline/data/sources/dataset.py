@@ -30,7 +30,7 @@ from paceline.data.image import GREY_MODES, CorruptImage, to_mode
 from paceline.data.order import Int64
 from paceline.data.prefetch import map_ahead
 from paceline.data.sources.base import Source, Stored
-from paceline.data.sources.labels import numbered_classes
+from paceline.data.sources.classes import numbered_classes
 
 _IMAGE_KEYS, _LABEL_KEYS = ("image", "img"), ("label", "labels")
 _LABEL_ATTRIBUTES = ("targets", "labels", "samples")

@@ -1,4 +1,4 @@
-"""`IndexStore`: the indexes of a split's tar shards, built once and kept on disk.
+"""`open_shards`: the tar shards of a split; `IndexStore`: their indexes, built once and kept on disk.
 
 On disk an index is one small binary file: a header, four arrays of 64-bit numbers, the letters of the
 names, and a SHA-256 of all that. It is read from `SHARD.tar.index` beside the shard or, if that
@@ -20,6 +20,7 @@ import numpy as np
 
 from paceline.core.errors import DataError
 from paceline.core.files import read_regular, user_cache
+from paceline.data.sources.shards import TarShards, files_on_disk, shards_in_memory
 from paceline.data.sources.storage import (
     Retry,
     ShardStamp,
@@ -31,6 +32,28 @@ from paceline.data.sources.tar_index import NameTable, ShardIndex, scan_file, st
 # A sample takes at least four blocks of 512 bytes, a scan 50 µs: below this it takes a second or two.
 _KEPT_FROM_BYTES = 64 << 20
 _LOCK_FILE = ".paceline-index.lock"
+
+
+def open_shards(
+    paths: Sequence[Path],
+    classes: Sequence[str] | None = None,
+    retry: Retry | None = None,
+    keep_index: bool = True,
+) -> TarShards:
+    """Finds or makes the index of every shard; one that is damaged or wrongly labelled fails by name.
+    Without `keep_index` what was made is not written anywhere."""
+    paths, retry = sorted(paths), retry or Retry(0)
+    store = IndexStore(retry, keep_index)
+    packed = [path for path in paths if path.name.endswith("gz")]
+    plain = [path for path in paths if path not in packed]
+    taken = store.take(plain)
+    files = files_on_disk(zip(plain, (stamp for stamp, _ in taken), strict=True), retry)
+    shards = [*zip(files, (index for _, index in taken), strict=True), *shards_in_memory(packed)]
+    source = TarShards.of(sorted(shards, key=lambda shard: shard[0].path), classes, retry)
+    if store.notes:
+        more = f" and {len(store.notes) - 1} more" if store.notes[1:] else ""
+        source.add_note(f"{store.notes[0]}{more}")
+    return source
 
 
 class IndexStore:

@@ -1,8 +1,7 @@
-"""Class names and labels from files beside the images.
+"""Labels from files beside the images.
 
-`classes.json` is a list of {"cls": index, "name": text}, a list of texts, or a table {name: index}; the
-indices must be 0, 1, 2 … without gap or repetition. A validation folder without class folders, as
-ImageNet's is published, takes its labels from one of these files, beside `val/` or in it:
+A validation folder without class folders, as ImageNet's is published, takes its labels from one of these
+files, beside `val/` or in it:
 
 | file | a line is |
 | --- | --- |
@@ -24,55 +23,11 @@ import csv
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from paceline.core.errors import DataError
 from paceline.core.files import LARGEST_BYTES, open_regular, read_regular
 from paceline.core.untrusted import ParseError, parse_json
-
-CLASSES_FILE = "classes.json"
-_FORM = 'write it as [{"cls": 0, "name": "…"}, …] or {"name": 0, …}'
-
-
-def read_classes(directory: Path) -> list[str] | None:
-    """The classes that `directory` declares, or None where it has no such file."""
-    path = directory / CLASSES_FILE
-    try:
-        content = parse_json(read_regular(path))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})", "check it") from None
-    except ParseError as error:
-        raise DataError(f"{path}: is not JSON ({error})", _FORM) from None
-    names = dict(_pairs(content, path))
-    if len(names) != len(content) or sorted(names) != list(range(len(names))) or not names:
-        raise DataError(f"{path}: class indices must be 0, 1, 2 … each once", _FORM)
-    return [names[index] for index in range(len(names))]
-
-
-def numbered_classes(count: int) -> list[str]:
-    """Stand-in names where nobody gave any: the index itself."""
-    return [str(index) for index in range(count)]
-
-
-def _pairs(content: Any, path: Path) -> list[tuple[int, str]]:
-    pairs: list[tuple[Any, Any]] = []
-    if isinstance(content, dict):
-        pairs = [(index, name) for name, index in content.items()]
-    elif isinstance(content, list):
-        for position, item in enumerate(content):
-            if isinstance(item, dict):
-                pairs.append((item.get("cls"), item.get("name", item.get("wnid"))))
-            else:
-                pairs.append((position, item))
-    for index, name in pairs:
-        if type(index) is not int or not isinstance(name, str):
-            raise DataError(f"{path}: class {name!r} with index {index!r}", _FORM)
-    if not pairs:
-        raise DataError(f"{path}: holds no classes", _FORM)
-    return pairs
-
+from paceline.data.sources.classes import numbered_classes
 
 _GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 _NUMBER_MAP = "map_clsloc.txt"
@@ -106,44 +61,43 @@ def find_label_file(root: Path) -> Path | None:
 def read_flat_labels(path: Path, images: Sequence[str], classes: Sequence[str]) -> list[int]:
     """A label for each of `images`, sorted file names. DataError names the line that is wrong."""
     lines, known = _lines(path), {name: index for index, name in enumerate(classes)}
-    reader: Callable[[Path, list[str], Sequence[str], Mapping[str, int]], list[int]] = {
-        "val.txt": _by_name,
-        "LOC_val_solution.csv": _by_kaggle_id,
-        _GROUND_TRUTH: _by_devkit_number,
-        ANNOTATIONS: _by_annotation,
-    }.get(path.name, _by_place)
-    return reader(path, lines, images, known)
+    if path.name == "val.txt":
+        return _by_name(path, lines, images, known, (" ", ""), str, numbers=True)
+    if path.name == "LOC_val_solution.csv":
+        return _by_name(
+            path, lines, images, known, (",", " "), lambda name: Path(name).stem, header=1
+        )
+    if path.name == ANNOTATIONS:
+        return _by_name(path, lines, images, known, ("\t", "\t"), lambda name: Path(name).name)
+    if path.name == _GROUND_TRUTH:
+        return _by_devkit_number(path, lines, images, known)
+    return _by_place(path, lines, images, known)
 
 
 def _by_name(
-    path: Path, lines: list[str], images: Sequence[str], classes: Mapping[str, int]
+    path: Path,
+    lines: list[str],
+    images: Sequence[str],
+    classes: Mapping[str, int],
+    ends: tuple[str, str],
+    key: Callable[[str], str],
+    *,
+    header: int = 0,
+    numbers: bool = False,
 ) -> list[int]:
+    """A line is a name and a class; `ends` are what follows each. `key` is the name of an image there."""
     table: dict[str, int] = {}
-    for number, line in enumerate(lines, start=1):
-        name, _, text = line.partition(" ")
-        index = _class(path, number, text.strip(), classes, numbers=True)
-        table[Path(name).name] = index
-    return _looked_up(path, table, images, str)
-
-
-def _by_annotation(
-    path: Path, lines: list[str], images: Sequence[str], classes: Mapping[str, int]
-) -> list[int]:
-    table: dict[str, int] = {}
-    for number, line in enumerate(lines, start=1):
-        name, *rest = line.split("\t")
-        table[name] = _class(path, number, rest[0] if rest else "", classes)
-    return _looked_up(path, table, images, lambda name: Path(name).name)
-
-
-def _by_kaggle_id(
-    path: Path, lines: list[str], images: Sequence[str], classes: Mapping[str, int]
-) -> list[int]:
-    table: dict[str, int] = {}
-    for number, line in enumerate(lines[1:], start=2):
-        identity, _, boxes = line.partition(",")
-        table[identity] = _class(path, number, boxes.split(" ")[0], classes)
-    return _looked_up(path, table, images, lambda name: Path(name).stem)
+    for number, line in enumerate(lines[header:], start=1 + header):
+        name, _, rest = line.partition(ends[0])
+        text = rest.partition(ends[1])[0] if ends[1] else rest.strip()
+        table[Path(name).name] = _class(path, number, text, classes, numbers)
+    missing = [name for name in images if key(name) not in table]
+    if missing:
+        raise DataError(
+            f"{path}: no label for {len(missing)} of {len(images)} images, such as {missing[0]}",
+            "complete the file, or remove the images",
+        )
+    return [table[key(name)] for name in images]
 
 
 def _by_place(
@@ -187,18 +141,6 @@ def _class(
         f"{path}:{number}: {text!r} is none of the {len(classes)} classes",
         "the training split, or classes.json, names the classes",
     )
-
-
-def _looked_up(
-    path: Path, table: dict[str, int], images: Sequence[str], key: Callable[[str], str]
-) -> list[int]:
-    missing = [name for name in images if key(name) not in table]
-    if missing:
-        raise DataError(
-            f"{path}: no label for {len(missing)} of {len(images)} images, such as {missing[0]}",
-            "complete the file, or remove the images",
-        )
-    return [table[key(name)] for name in images]
 
 
 def _check_count(path: Path, lines: list[str], images: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """Finds out what a directory holds and opens it as a `Source`.
 
-Shards, class folders, ImageNet's archives, CIFAR-10, idx files, the embedded set or synthetic
-images. Anything that is missing fails here, with the path, what was looked for and the remedy.
+Shards, class folders, ImageNet's archives, CIFAR-10 or idx files. Anything that is missing fails here,
+with the path, what was looked for and the remedy.
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from paceline.core.errors import DataError
-from paceline.data.order import SYNTHETIC_STREAM, hash64, to_unit
 from paceline.data.settings import DataSettings
+from paceline.data.sources.archives import (
+    TRAIN_TAR,
+    VAL_TAR,
+    TarredImages,
+    open_class_tars,
+    open_flat_tar,
+)
 from paceline.data.sources.array_sets import Cifar10, IdxFiles, find_idx, find_layout
 from paceline.data.sources.base import Source, Split
+from paceline.data.sources.classes import read_classes
 from paceline.data.sources.folders import (
     FlatFolder,
     ImageFiles,
@@ -31,84 +35,15 @@ from paceline.data.sources.folders import (
     has_images,
 )
 from paceline.data.sources.formats import check_format, check_level, level_error
-from paceline.data.sources.labels import (
-    ANNOTATIONS,
-    KAGGLE_FOLDER,
-    find_metadata,
-    numbered_classes,
-    read_classes,
-)
-from paceline.data.sources.shards import (
-    SHARD_SUFFIXES,
-    TRAIN_TAR,
-    VAL_TAR,
-    TarredImages,
-    TarShards,
-    open_class_tars,
-    open_flat_tar,
-)
+from paceline.data.sources.index_store import open_shards
+from paceline.data.sources.labels import ANNOTATIONS, KAGGLE_FOLDER, find_metadata
+from paceline.data.sources.pack_manifest import check_packed
+from paceline.data.sources.registry import SourceKind
+from paceline.data.sources.shards import TarShards
 from paceline.data.sources.storage import Retry
 from paceline.data.sources.tar_index import is_shard
 
-# Stripes along both sides and the noise together stay within 255, so no sum needs clipping.
-_STRIPE_LEVELS = 80
-_NOISE_LEVELS = 95
-_NOISE_STARTS = 65_536
-
-
-class SyntheticImages(Source):
-    """Generated images, for speed tests and smoke tests; labels are as balanced as the counts allow.
-
-    Pixels are a function of the index: stripes whose widths and phases depend on the class, under noise
-    that depends on the index, so that a model can learn the classes but cannot memorize the images.
-    """
-
-    is_in_memory = True
-
-    def __init__(
-        self, count: int, classes: int, image_size: int, channels: int, salt: int = 0
-    ) -> None:
-        """`salt` tells splits apart: the same classes under other noise."""
-        self.classes = numbered_classes(classes)
-        self.labels = np.arange(count, dtype=np.int64) % classes
-        self._shape = (image_size, image_size, channels)
-        # Stripes across are grey, stripes along have a phase in each channel: so every addition runs
-        # over whole rows of bytes, ten times as fast as over pixels of three.
-        self._across = _stripes(classes, 0, image_size, 1)
-        self._along = _stripes(classes, 1, image_size, channels)
-        # Hashing each pixel of each image would cost more than decoding a JPEG; a window into one
-        # long strip of noise costs nothing, and its start is the image's own.
-        length = image_size * image_size * channels + _NOISE_STARTS
-        strip = hash64(salt, SYNTHETIC_STREAM, 0, np.arange(length))
-        self._noise = (to_unit(strip) * _NOISE_LEVELS).astype(np.uint8)
-        # All at once: a hash of one number costs more than the rest of a small image.
-        starts = hash64(salt, SYNTHETIC_STREAM, 1, np.arange(count))
-        self._starts = (starts % np.uint64(_NOISE_STARTS)).astype(np.int64)
-
-    def read(self, i: int) -> npt.NDArray[np.uint8]:
-        """Height × width × channels."""
-        rows, columns, channels = self._shape
-        start = self._starts[i]
-        noise = self._noise[start : start + rows * columns * channels].reshape(rows, -1)
-        image: npt.NDArray[np.uint8] = noise + self._along[self.labels[i]].reshape(1, -1)
-        image += self._across[self.labels[i]]
-        return image.reshape(self._shape)
-
-    def name(self, i: int) -> str:
-        return f"synthetic:{i}"
-
-
-def _stripes(classes: int, side: int, length: int, channels: int) -> npt.NDArray[np.uint8]:
-    """Classes × length × channels: along one side a wave of one to six periods in each channel."""
-    label = np.arange(classes)[:, None, None]
-    channel = np.arange(channels)[None, None, :]
-    periods = 1 + 5 * to_unit(hash64(0, SYNTHETIC_STREAM, 2, side, label, channel))
-    phases = to_unit(hash64(0, SYNTHETIC_STREAM, 3, side, label, channel))
-    turns = np.arange(length)[None, :, None] / length * periods + phases
-    return ((np.sin(2 * np.pi * turns) + 1) / 2 * _STRIPE_LEVELS).astype(np.uint8)
-
-
-EMBEDDED = Path(__file__).parent.parent / "embedded"
+SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 _LAYOUT = (
     "--data-dir takes a folder with train-*.tar and val-*.tar, with train/<class>/ and val/<class>/, "
     "with CIFAR-10 or with idx files, or with <class>/ alone and --val-split 0.1; the embedded images "
@@ -127,26 +62,18 @@ def open_layout(
     settings: DataSettings,
     split: Split,
     classes: Sequence[str] | None = None,
-    *,
     keep_index: bool = True,
 ) -> Source:
     """Opens one split. `classes`, those of the training split, define what the labels mean where
     the data does not say it: a validation split may lack some classes. Without `keep_index` nothing
-    is written beside the data."""
-    if settings.source == "synthetic":
-        return _synthetic(settings, split)
-    if settings.source == "embedded":
-        return _shards(EMBEDDED, split, classes, Retry(0), keep_index)
-    if settings.source == "python":
-        raise DataError(
-            "the data was given as a Python object, which the settings cannot open",
-            "use the program that made it, or give --data-dir",
-        )
+    is written beside the data. DataError also for an unfinished or incomplete pack."""
     if not settings.dir:
         # Never the embedded set in place of somebody's forgotten --data-dir.
         raise DataError("no data: data.dir is not set", _LAYOUT)
     directory = data_root(settings.dir)
     _check_directory(directory)
+    if settings.source == "shards" or (settings.source == "auto" and shard_paths(directory, split)):
+        check_packed(directory, split)
     kind = settings.source if settings.source != "auto" else detect(directory, split)
     retry = Retry()
     if kind == "shards":
@@ -272,8 +199,6 @@ def _check_found(directory: Path) -> None:
 
 def has_validation(settings: DataSettings) -> str:
     """The sign of a validation set, empty where there is none."""
-    if settings.source in ("synthetic", "embedded"):
-        return f"data.source = {settings.source}"
     found = kinds_of(data_root(settings.dir), "val")
     if settings.source == "auto":
         return " and ".join(found.values())
@@ -348,7 +273,7 @@ def _shards(
     if not paths:
         raise DataError(f"{directory}: no {split}-*.tar[.gz] in it", _LAYOUT)
     known = read_classes(directory) or read_classes(paths[0].parent) or classes
-    source = TarShards(paths, known, retry, keep_index)
+    source = open_shards(paths, known, retry, keep_index)
     word = _split_word(paths[0]) if paths[0].parent == directory else paths[0].parent.name.lower()
     if split == "val" and word == _TEST:
         source.add_note(
@@ -421,13 +346,4 @@ def _tars(root: Path) -> list[Path]:
     return sorted(path for path in root.glob("*.tar") if not path.name.startswith("."))
 
 
-def _synthetic(settings: DataSettings, split: Split) -> SyntheticImages:
-    """Validation has a tenth as many, at least one."""
-    training = split == "train"
-    return SyntheticImages(
-        count=settings.synthetic_samples if training else max(1, settings.synthetic_samples // 10),
-        classes=settings.synthetic_classes,
-        image_size=settings.image_size,
-        channels=settings.channels,
-        salt=0 if training else 1,
-    )
+KIND = SourceKind(open_layout, has_validation)

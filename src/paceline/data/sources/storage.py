@@ -120,16 +120,6 @@ class ShardStamp:
         return found.st_size == self.size and found.st_mtime_ns == self.mtime_ns
 
 
-class _Handle:
-    """A descriptor, and how many read through it."""
-
-    def __init__(self, path: Path, readers: int = 0, retired: bool = False) -> None:
-        """One that is retired is closed by its last reader."""
-        self.descriptor = regular_descriptor(path)
-        self.readers = readers
-        self.retired = retired
-
-
 class ShardFile:
     """The content of one shard, read by position, so that threads share one descriptor without a
     lock.
@@ -144,7 +134,8 @@ class ShardFile:
         self._retry = retry
         self._keep_open = keep_open
         self._lock = threading.Lock()
-        self._handle: _Handle | None = None
+        # Readers use copies of it, so that it can be closed at any time.
+        self._kept: int | None = None
         self._looked_s = 0.0
 
     def read(self, offset: int, size: int) -> bytes:
@@ -161,39 +152,39 @@ class ShardFile:
         reading, for the file may have changed. None where the file would have to be opened and must
         not be, and on any error: an ordinary read then meets the same error, with retries and a
         message."""
-        try:
-            if not self._keep_open and not may_open:
-                return None
-            if not self._keep_open:
-                opened = _Handle(self._path, readers=1, retired=True)
-                return Loan(self, opened, self._stamp, extra=True)
-            handle = self._taken()
-            try:
-                self._look_at_name(handle.descriptor)
-            except BaseException:
-                self._give_back(handle)
-                raise
-        except (OSError, DataError):
+        if not (self._keep_open or may_open):
             return None
-        return Loan(self, handle, self._stamp)
+        try:
+            descriptor = self._open()
+        except OSError:
+            return None
+        try:
+            self._look_at_name(descriptor)
+        except (OSError, DataError):
+            os.close(descriptor)
+            return None
+        return Loan(descriptor, self._stamp, extra=not self._keep_open)
+
+    def _open(self) -> int:
+        """A descriptor that the caller closes."""
+        if not self._keep_open:
+            return regular_descriptor(self._path)
+        with self._lock:
+            if self._kept is None:
+                self._kept = regular_descriptor(self._path)
+            return os.dup(self._kept)
 
     def _read(self, offset: int, size: int) -> bytes:
-        if not self._keep_open:
-            descriptor = regular_descriptor(self._path)
-            try:
-                return self._checked(descriptor, offset, size)
-            finally:
-                os.close(descriptor)
-        handle = self._taken()
+        descriptor = self._open()
         try:
-            self._look_at_name(handle.descriptor)
-            return self._checked(handle.descriptor, offset, size)
+            self._look_at_name(descriptor)
+            return self._checked(descriptor, offset, size)
         except OSError:
             # A stale handle of a network file system never gets well: the next try opens anew.
-            self._retire(handle)
+            self.close()
             raise
         finally:
-            self._give_back(handle)
+            os.close(descriptor)
 
     def _checked(self, descriptor: int, offset: int, size: int) -> bytes:
         data = _pread(descriptor, offset, size)
@@ -204,8 +195,9 @@ class ShardFile:
         return data
 
     def _look_at_name(self, descriptor: int) -> None:
+        """Finds a file in place of the one that is kept open."""
         now = time.monotonic()
-        if now - self._looked_s < _LOOK_EVERY_S:
+        if not self._keep_open or now - self._looked_s < _LOOK_EVERY_S:
             return
         found = self._path.stat()
         if not self._stamp.fits(found) and found.st_ino != os.fstat(descriptor).st_ino:
@@ -219,53 +211,26 @@ class ShardFile:
             "do not change shards under a run; put the shard back and resume",
         )
 
-    def _taken(self) -> _Handle:
-        with self._lock:
-            if self._handle is None:
-                self._handle = _Handle(self._path)
-            self._handle.readers += 1
-            return self._handle
-
-    def _retire(self, handle: _Handle) -> None:
-        """No more readers; the last one that has it closes it."""
-        with self._lock:
-            handle.retired = True
-            if self._handle is handle:
-                self._handle = None
-
-    def _give_back(self, handle: _Handle) -> None:
-        with self._lock:
-            handle.readers -= 1
-            if handle.retired and not handle.readers:
-                os.close(handle.descriptor)
-
     def close(self) -> None:
         with self._lock:
-            if self._handle is not None:
-                self._handle.retired = True
-                if not self._handle.readers:
-                    os.close(self._handle.descriptor)
-                self._handle = None
+            kept, self._kept = self._kept, None
+        if kept is not None:
+            os.close(kept)
 
 
 @dataclass(frozen=True)
 class Loan:
-    """A descriptor that is not closed before `give_back`. `extra`: it was opened for this loan."""
+    """A descriptor that is not closed before `give_back`. `extra`: the file was opened for this loan."""
 
-    file: ShardFile
-    handle: _Handle
+    descriptor: int
     stamp: ShardStamp
-    extra: bool = False
-
-    @property
-    def descriptor(self) -> int:
-        return self.handle.descriptor
+    extra: bool
 
     def fits(self, size: int, mtime_ns: int) -> bool:
         return (size, mtime_ns) == (self.stamp.size, self.stamp.mtime_ns)
 
     def give_back(self) -> None:
-        self.file._give_back(self.handle)
+        os.close(self.descriptor)
 
 
 def _pread(descriptor: int, offset: int, size: int) -> bytes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -267,6 +267,13 @@ class NameTable:
         table = cls(())
         table._ends, table._letters = ends, letters
         return table
+
+    @classmethod
+    def joined(cls, tables: Sequence[NameTable]) -> Self:
+        """The names of all tables, in order."""
+        lengths = np.concatenate([np.diff(table._ends) for table in tables])
+        letters = b"".join(table._letters for table in tables)
+        return cls.from_parts(np.cumsum([0, *lengths.tolist()], dtype=np.int64), letters)
 
     def to_arrays(self) -> dict[str, npt.NDArray[Any]]:
         return {"ends": self._ends, "letters": np.frombuffer(self._letters, dtype=np.uint8)}

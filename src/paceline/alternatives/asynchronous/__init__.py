@@ -1,0 +1,1 @@
+"""Asynchronous SGD with bounded staleness: the strategy `asynchronous`."""

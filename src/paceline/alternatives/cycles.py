@@ -1,0 +1,113 @@
+"""Schedules that rise and fall by themselves (Smith 2017): `one_cycle` and `triangular`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.core.errors import ConfigError
+from paceline.core.exclusions import Exclusion, not_in, one_of
+from paceline.core.settings import SettingChecks
+from paceline.optim.registry import Course, ScheduleSettings
+
+# Earlier names, with their defaults.
+RENAMED = {
+    "optim.cycle_decay": (1.0, "optim.triangular.decay"),
+    "optim.cycle_epochs": (8.0, "optim.triangular.epochs"),
+    "optim.cycle_momentum": ([0.85, 0.95], "optim.one_cycle.momentum or optim.triangular.momentum"),
+}
+# Lowest rate of a cycle, as a share of the peak rate.
+CYCLE_FLOOR = 0.1
+# Of `one_cycle`: share of the run after the cycle, in which the rate falls on to `optim.lr_end`.
+CYCLE_TAIL = 0.1
+
+
+def _exclusions(name: str) -> tuple[Exclusion, ...]:
+    field = f"optim.{name}.momentum"
+    return (
+        Exclusion(
+            field, not_in(()), {"optim.name": lambda optimizer: ":" in optimizer},
+            "{optim.name} keeps its own momentum", "set it to []",
+        ),
+        Exclusion(
+            field, not_in(()), {"run.strategy": one_of("asynchronous")},
+            "parameter servers use a constant momentum", "use []",
+        ),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Cycle(ScheduleSettings):
+    WARMS_UP: ClassVar[bool] = False
+    NAME: ClassVar[str]
+
+    momentum: tuple[float, ...] = (0.85, 0.95)
+    """Momentum (β₁ of AdamW and LAMB) at the highest and at the lowest rate of a cycle; an empty list
+    keeps `optim.momentum`."""
+
+    def __post_init__(self) -> None:
+        momenta = list(self.momentum)
+        if momenta and not (len(momenta) == 2 and 0 <= momenta[0] <= momenta[1] < 1):
+            raise ConfigError(
+                f"optim.{self.NAME}.momentum", momenta,
+                "must be a lower and a higher value in [0, 1)",
+                "try [0.85, 0.95], or [] to keep optim.momentum",
+            )  # fmt: skip
+
+    def rate(self, time: float, course: Course) -> float:
+        floor = course.peak * CYCLE_FLOOR
+        return floor + (course.peak - floor) * self.height(time, course)
+
+    def values(self, time: float, course: Course) -> Mapping[str, float]:
+        if not self.momentum:
+            return {}
+        low, high = self.momentum
+        return {"momentum": high - (high - low) * self.height(time, course)}
+
+    def height(self, time: float, course: Course) -> float:
+        """Returns the height between the floor of a cycle, 0, and its peak, 1."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class OneCycle(_Cycle):
+    """One cycle over the run, then a tail."""
+
+    NAME: ClassVar[str] = "one_cycle"
+    READS: ClassVar[tuple[str, ...]] = ("lr_end",)
+    EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = _exclusions(NAME)
+
+    def rate(self, time: float, course: Course) -> float:
+        floor, tail = course.peak * CYCLE_FLOOR, CYCLE_TAIL * course.total_steps
+        if time > course.total_steps - tail:
+            left = max((course.total_steps - time) / tail, 0.0)
+            return course.end + (floor - course.end) * left
+        return super().rate(time, course)
+
+    def height(self, time: float, course: Course) -> float:
+        whole = max((1.0 - CYCLE_TAIL) * course.total_steps, 1.0)
+        return max(1.0 - abs(2.0 * time / whole - 1.0), 0.0)
+
+
+@dataclass(frozen=True)
+class Triangular(_Cycle):
+    """Cycles of equal length."""
+
+    NAME: ClassVar[str] = "triangular"
+    EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = _exclusions(NAME)
+
+    epochs: float = 8.0
+    """Epochs of one cycle, up and down."""
+    decay: float = 1.0
+    """Factor of a cycle's height to the next one's; 0.5 is Smith's `triangular2`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check = SettingChecks("optim.triangular", self)
+        check.number("decay", "in (0, 1]", "try 0.5")
+        check.number("epochs", "above 0", "try 8")
+
+    def height(self, time: float, course: Course) -> float:
+        cycles, share = divmod(time / (self.epochs * course.steps_per_epoch), 1.0)
+        return float(self.decay**cycles) * (1.0 - abs(2.0 * share - 1.0))

@@ -1,0 +1,61 @@
+"""The 8-bit wire formats, their cost and their settings, without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from paceline.core.exclusions import Exclusion, one_of
+from paceline.plan.cluster import Cluster
+from paceline.plan.cost import Seconds
+from paceline.plan.wires import Wire
+
+# Earlier names, with their defaults.
+RENAMED = {
+    "comm.error_feedback": (True, "comm.int8.error_feedback"),
+}
+ALL_TO_ALL = "all_to_all"
+EIGHT_BIT = ("int8", "float8_e4m3", "float8_e5m2")
+# Elements that share an fp32 scale.
+BLOCK = 256
+SCALE_BYTES = 4
+
+
+def all_to_all_s(c: Cluster, m: Seconds) -> Seconds:
+    """Every rank sends each other one its chunk, twice; the ranks of a node share its links."""
+    p, link = c.ranks, c.slowest
+    shares = max(1.0, c.ranks_per_node / c.links) if c.nodes > 1 else 1.0
+    share = (p - 1) / p
+    return 2 * (p - 1) * link.alpha_s + share * m * (2 * shares * link.beta_s + c.gamma_s)
+
+
+# What quantizing an element takes is int8's on a CPU, where fp8's takes two to five times that
+# (records/2026-11-17_eight-bit-wires_2-core-cpu).
+_wire = partial(
+    Wire, bits=8, block=BLOCK, block_bytes=SCALE_BYTES, algorithm=ALL_TO_ALL, cost=all_to_all_s,
+    casts=8, create="alternatives.eight_bit.all_reduce:QuantizedAllReduce",
+)  # fmt: skip
+# The roundoff is that of the largest number of a block.
+INT8 = _wire("int8", roundoff=1 / 254)
+FLOAT8_E4M3 = _wire("float8_e4m3", short="e4m3", roundoff=1 / 16)
+FLOAT8_E5M2 = _wire("float8_e5m2", short="e5m2", roundoff=1 / 8)
+
+
+@dataclass(frozen=True)
+class EightBitSettings:
+    """Settings of an 8-bit wire format."""
+
+    error_feedback: bool = True
+    """Add what rounding cut off to the gradients of the next step."""
+
+    EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = (
+        Exclusion(
+            "run.noise_scale", one_of(True), {"comm.wire": one_of(*EIGHT_BIT)},
+            "comm.wire = {comm.wire!r} adds noise to the gradients", "leave one of the two out",
+        ),
+        Exclusion(
+            "comm.wire", one_of(*EIGHT_BIT), {"run.strategy": one_of("rehearsal")},
+            "cannot be rehearsed: each rank keeps its rounding errors", "use 'auto'",
+        ),
+    )  # fmt: skip

@@ -1,0 +1,59 @@
+"""Settings of `rmsprop_warmup`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.core.exclusions import Exclusion, one_of
+from paceline.core.settings import SettingChecks
+from paceline.optim.registry import SGD, Course, OptimizerSettings
+
+# Earlier names, with their defaults.
+RENAMED = {
+    "optim.rms_center_epochs": (10.0, "optim.rmsprop_warmup.center_epochs"),
+    "optim.rms_width_epochs": (5.0, "optim.rmsprop_warmup.width_epochs"),
+}
+SGD_SHARE = "sgd_share"
+
+
+def sgd_share(epoch: float, center: float, width: float) -> float:
+    """½·exp(2(e − c)/w) before epoch c, then ½ + (e − c)/w, and 1 from c + w/2 on."""
+    if epoch < center:
+        return 0.5 * math.exp(2 * (epoch - center) / width)
+    return min(0.5 + (epoch - center) / width, 1.0)
+
+
+@dataclass(frozen=True)
+class RmspropWarmupSettings(OptimizerSettings):
+    """Settings of SGD that begins as RMSprop."""
+
+    CREATE: ClassVar[str] = "alternatives.rms_warmup.optimizer:create"
+    RATES: ClassVar[str] = SGD
+    READS: ClassVar[tuple[str, ...]] = ("momentum",)
+    EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = (
+        Exclusion(
+            "optim.name", one_of("rmsprop_warmup"), {"run.strategy": one_of("asynchronous")},
+            "parameter servers do not know the epoch, which it needs",
+            "use another optimizer, such as 'sgd'",
+        ),
+    )  # fmt: skip
+
+    eps: float = 1e-8
+    """Added to the root of the average of squares."""
+    center_epochs: float = 10.0
+    """Epoch at which SGD and RMSprop have equal shares."""
+    width_epochs: float = 5.0
+    """Width of the transition in epochs; it is over half of it after `center_epochs`."""
+
+    def __post_init__(self) -> None:
+        check = SettingChecks("optim.rmsprop_warmup", self)
+        for name in ("eps", "center_epochs"):
+            check.number(name, "0 or more")
+        check.number("width_epochs", "above 0", "try 5")
+
+    def values(self, time: float, course: Course) -> Mapping[str, float]:
+        epoch = time / course.steps_per_epoch
+        return {SGD_SHARE: sgd_share(epoch, self.center_epochs, self.width_epochs)}

@@ -1,0 +1,157 @@
+"""Settings of SVRG, HALP and their relatives in low precision, and what they are not defined with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.config.settings import SYNCHRONOUS
+from paceline.core.errors import ConfigError
+from paceline.core.exclusions import Exclusion, not_in, one_of
+from paceline.core.settings import SettingChecks
+from paceline.optim.registry import MOMENTUM, SGD, Course, OptimizerSettings
+
+# Earlier names, with their defaults.
+RENAMED = {
+    "optim.bits": (8, "optim.halp.bits, or that of lp_svrg or lp_sgd"),
+    "optim.center_epochs": (1.0, "optim.svrg.center_epochs, or that of halp or lp_svrg"),
+    "optim.halp_mu": (0.1, "optim.halp.mu"),
+}
+DRAW = "draw"
+_FP32 = ("{optim.name} computes in fp32", "use --amp-dtype fp32")
+_RANDOM = "{optim.name} needs the same gradient of a sample in every pass"
+
+EXCLUSIONS: tuple[Exclusion, ...] = (
+    *(
+        Exclusion(
+            f"optim.{name}", not_in(wanted), {}, "{optim.name} is not defined with it",
+            f"set optim.{name} = {wanted!r}",
+        )
+        for name, wanted in (
+            ("momentum", 0.0), ("nesterov", False), ("clip_norm", 0.0), ("batch_schedule", ""),
+            ("schedule_free", 0.0), ("scaling", "off"),
+        )
+    ),
+    *(
+        Exclusion(
+            f"optim.{schedule}.momentum", not_in(()), {"optim.schedule": one_of(schedule)},
+            "{optim.name} is not defined with momentum", "set it to []",
+        )
+        for schedule in ("one_cycle", "triangular")
+    ),
+    Exclusion(
+        "run.strategy", not_in(SYNCHRONOUS), {},
+        "{optim.name} has passes that only synchronous ranks make together", f"use {SYNCHRONOUS!r}",
+    ),
+    Exclusion("precision.amp_dtype", not_in("auto", "fp32"), {}, *_FP32),
+    Exclusion("precision.amp_dtype", one_of("auto"), {"job.device": one_of("cuda")}, *_FP32),
+)  # fmt: skip
+
+
+def _fixed(name: str, allowed: object) -> Exclusion:
+    """A row for a setting that makes gradients random."""
+    shown = str(allowed).lower() if isinstance(allowed, bool) else allowed
+    return Exclusion(name, not_in(allowed), {}, _RANDOM, f"use {name}={shown}")
+
+
+ANCHORED_EXCLUSIONS: tuple[Exclusion, ...] = (
+    *EXCLUSIONS,
+    _fixed("data.augment", "none"),
+    _fixed("data.flip", False),
+    _fixed("data.cutout", 0),
+    _fixed("data.color_jitter", (0.0, 0.0, 0.0, 0.0)),
+    _fixed("run.mixup", 0.0),
+    _fixed("run.cutmix", 0.0),
+    Exclusion(
+        "run.noise_scale", one_of(True), {},
+        "{optim.name} exchanges differences of gradients, whose noise it would measure", "use false",
+    ),
+    Exclusion("data.randaugment", lambda value: value[0] > 0, {}, _RANDOM, "use [0, 9]"),
+    *(
+        Exclusion(
+            f"program.{name}", not_in(None), {},
+            f"{_RANDOM}; an own augmentation may be random", "leave it out",
+        )
+        for name in ("augment", "device_augment")
+    ),
+    Exclusion(
+        "comm.wire", not_in("auto", "float32", "bfloat16"), {},
+        "{optim.name} exchanges differences and full gradients, which others could overflow or mix",
+        "use 'auto' or 'bfloat16'",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Form(OptimizerSettings):
+    NAME: ClassVar[str]
+    CREATE: ClassVar[str] = "alternatives.svrg.optimizer:create"
+    RATES: ClassVar[str] = SGD
+    READS: ClassVar[tuple[str, ...]] = MOMENTUM  # refused, not idle
+    EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = EXCLUSIONS
+
+    def __post_init__(self) -> None:
+        bits = getattr(self, "bits", 8)
+        if bits not in (8, 16):
+            raise ConfigError(f"optim.{self.NAME}.bits", bits, "must be 8 or 16", "try 8")
+        check = SettingChecks(f"optim.{self.NAME}", self)
+        for name in ("mu", "center_epochs"):
+            if hasattr(self, name):
+                check.number(name, "above 0")
+
+    def values(self, time: float, course: Course) -> Mapping[str, float]:
+        """The number of the step, for random numbers; the batch does not grow."""
+        return {DRAW: time}
+
+
+@dataclass(frozen=True)
+class LpSgdSettings(_Form):
+    """Settings of `lp_sgd`."""
+
+    NAME: ClassVar[str] = "lp_sgd"
+
+    bits: int = 8
+    """Bits of the integers that hold the weights, 8 or 16."""
+
+
+@dataclass(frozen=True)
+class SvrgSettings(_Form):
+    """Settings of `svrg`."""
+
+    NAME: ClassVar[str] = "svrg"
+    GRADIENTS: ClassVar[str] = "svrg"
+    EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = ANCHORED_EXCLUSIONS
+
+    center_epochs: float = 1.0
+    """Epochs from one full gradient to the next."""
+
+    def interval(self, steps_per_epoch: float) -> int:
+        """Returns the steps from one full gradient to the next."""
+        return max(1, round(self.center_epochs * steps_per_epoch))
+
+    def passes(self, steps_per_epoch: float) -> float:
+        """At the weights, at the anchor, and for the full gradients."""
+        return 2 + steps_per_epoch / self.interval(steps_per_epoch)
+
+
+@dataclass(frozen=True)
+class LpSvrgSettings(SvrgSettings):
+    """Settings of `lp_svrg`."""
+
+    NAME: ClassVar[str] = "lp_svrg"
+
+    bits: int = 8
+    """Bits of the integers that hold the weights, 8 or 16."""
+
+
+@dataclass(frozen=True)
+class HalpSettings(SvrgSettings):
+    """Settings of `halp`."""
+
+    NAME: ClassVar[str] = "halp"
+
+    bits: int = 8
+    """Bits of the integers that hold the offset, 8 or 16."""
+    mu: float = 0.1
+    """Assumed strong convexity μ; the offset reaches ‖full gradient‖ / μ."""

@@ -1,0 +1,122 @@
+"""The gradients of SVRG and its relatives: full gradients, and differences of two passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from paceline.alternatives.svrg.optimizer import SVRG
+from paceline.alternatives.svrg.settings import SvrgSettings
+from paceline.comm.exchange import SIGNALS, Signals
+from paceline.config import RunConfig
+from paceline.core.errors import PacelineError
+from paceline.data import Batch, BatchPlan, TrainBatches
+from paceline.train.gradient_source import Begun, GradientSource, MakeLoader
+from paceline.train.machine import seed_micro_batch
+from paceline.train.micro_step import step_error
+from paceline.train.step import TrainStep
+from paceline.train.strategy import MicroBatch
+
+
+@dataclass(frozen=True)
+class SvrgSource(GradientSource):
+    """Every `interval` steps a pass over all samples, in the micro-batches of `plan`, which `loader`
+    makes; for each micro-batch the gradient at the weights, less the one at the anchor."""
+
+    interval: int
+    plan: BatchPlan
+    loader: Callable[[], TrainBatches]
+
+    several_passes: ClassVar[bool] = True
+
+    @classmethod
+    def create(cls, config: RunConfig, plan: BatchPlan, make_loader: MakeLoader) -> GradientSource:
+        own = config.optim.own_optimizer
+        assert isinstance(own, SvrgSettings)
+        # As many micro-batches to a step as there are ranks: only their sum counts.
+        whole = replace(plan, epochs=1, global_batch=plan.micro_batch * plan.world_size)
+        return cls(own.interval(plan.steps_per_epoch), whole, lambda: make_loader(whole, 0))
+
+    @property
+    def exchanges(self) -> float:  # type: ignore[override] # read only
+        return 1 + 1 / self.interval
+
+    def begin(self, step: TrainStep, number: int) -> Begun:
+        """The gradient of all samples, through the loader and the exchange, and a new anchor, every
+        `interval` steps. An error on one rank is raised again in the step that follows, and reported
+        there. A rank that is asked to stop leaves the pass between two batches; a resumed run does it
+        again from its beginning."""
+        if number % self.interval:
+            return Begun()
+        with step.spans.span("full gradient"):
+            return self._center(step, number)
+
+    def _center(self, step: TrainStep, number: int) -> Begun:
+        step.exchange.begin(number)
+        step.batch_norm.remember()
+        step.micro.begin(self.plan.samples, self.plan.samples)
+        fault, abandoned = step.fault, False
+        try:
+            if fault is None:
+                abandoned = not self._add_all_samples(step, number)
+        except Exception as error:  # a defect of the program is raised again
+            fault = _fault(error, step, number)
+            if fault is None:
+                raise
+        step.batch_norm.roll_back()
+        step.reduce(Signals(fault=float(fault is not None), abandon=float(abandoned)))
+        # Read on the host: a full pass is rare, and long.
+        tail = step.exchange.tail[: len(SIGNALS)]
+        sums = dict(zip(SIGNALS, step.group.watched("the full gradient", tail.tolist), strict=True))
+        # The sum of a pass that one rank has left is of no use to the others: none does the step.
+        if not sums["fault"] and not sums["abandon"]:
+            _optimizer(step).center()
+        return Begun(fault, sums["abandon"] > 0)
+
+    def _add_all_samples(self, step: TrainStep, number: int) -> bool:
+        """Adds up this rank's part of the gradient of all samples; returns False if it was asked to stop
+        between two micro-batches."""
+        with self.loader() as batches:
+            for place, batch in enumerate(batches):
+                if step.given_up or step.asked_to_stop():
+                    return False
+                seed_micro_batch(step.seed, number, place)
+                usual = len(batch.labels) == self.plan.micro_batch
+                step.micro.run(batch.images, batch.labels, usual=usual)
+        return True
+
+    def add(
+        self, step: TrainStep, number: int, batch: Batch, part: MicroBatch, mix: Tensor | None
+    ) -> None:
+        """Subtracts the gradients at the anchor, without a trace in batch norm and in the loss, and adds
+        those at the weights."""
+        micro, norms = step.micro, step.batch_norm
+        kept = micro.loss, norms.flat, norms.tracked
+        values = [tensor.clone() for tensor in kept]
+        micro.share.neg_()
+        with _optimizer(step).at_anchor():
+            micro.run(batch.images, batch.labels, usual=part.usual)
+        micro.share.neg_()
+        for tensor, value in zip(kept, values, strict=True):
+            tensor.copy_(value)
+        seed_micro_batch(step.seed, number, part.number)
+        super().add(step, number, batch, part, mix)
+
+    def describe(self) -> dict[str, str]:
+        every = f"every {self.interval:,} steps, over {self.plan.samples:,} images"
+        return {"full gradient": every}
+
+
+def _optimizer(step: TrainStep) -> SVRG:
+    optimizer = step.optimizer
+    assert isinstance(optimizer, SVRG)
+    return optimizer
+
+
+def _fault(error: Exception, step: TrainStep, number: int) -> PacelineError | None:
+    return step_error(
+        error, number, step.plan.micro_batch, foreign=step.foreign, advise=step.micro.advise
+    )

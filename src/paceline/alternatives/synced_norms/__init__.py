@@ -1,0 +1,1 @@
+"""Batch norm over the micro-batches of several ranks: the strategy `synced_norms`."""

@@ -1,0 +1,29 @@
+"""Settings of synchronized batch norm: the table `[run.synced_norms]`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.core.exclusions import Exclusion, not_in
+from paceline.core.settings import SettingChecks
+
+
+@dataclass(frozen=True)
+class SyncedNormsSettings:
+    """Batch norm takes its statistics over the micro-batches of several ranks."""
+
+    ranks: int = 2
+    """Ranks, one after the other, that share statistics."""
+
+    def __post_init__(self) -> None:
+        SettingChecks("run.synced_norms", self).number("ranks", "at least 2")
+
+    # A norm has a collective inside, which fused kernels, compiled code and CUDA graphs cannot hold.
+    EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = tuple(
+        Exclusion(
+            f"run.{name}", not_in("auto", "off"), {},
+            "cannot be used with run.strategy = 'synced_norms'", "use 'auto'",
+        )
+        for name in ("accel.fused_norm", "accel.fused_convolutions", "accel.compile", "cuda_graphs")
+    )  # fmt: skip

@@ -1,0 +1,44 @@
+"""Settings of unequal workers: the table `[run.unequal]`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.core.errors import ConfigError
+from paceline.core.exclusions import Exclusion, switched_off
+
+PROBED = "probe"
+
+
+@dataclass(frozen=True)
+class UnequalSettings:
+    """Each rank has a part of the global batch in proportion to its speed."""
+
+    shares: str = PROBED
+    """`probe` (measured before the first step), or a number for each rank, as in `3:3:1`."""
+    rebalance: bool = False
+    """Decide the shares again at every checkpoint, from the times of the steps."""
+
+    def __post_init__(self) -> None:
+        if self.shares == PROBED:
+            return
+        try:
+            speeds = self.speeds
+        except ValueError:
+            speeds = []
+        if len(speeds) < 2 or not all(0 < speed < 1e9 for speed in speeds):
+            raise ConfigError(
+                "run.unequal.shares", self.shares, "must be 'probe', or a number for each rank",
+                "try 'probe', or 3:3:1 for three ranks",
+            )  # fmt: skip
+
+    @property
+    def speeds(self) -> list[float]:
+        """The given numbers; none if shares are measured."""
+        return [] if self.shares == PROBED else [float(part) for part in self.shares.split(":")]
+
+    EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = switched_off(
+        {"optim.batch_schedule": "", "run.noise_scale": False},
+        "is not supported with run.strategy = 'unequal'",
+    )

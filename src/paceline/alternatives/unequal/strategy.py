@@ -1,0 +1,155 @@
+"""Shares of the global batch in proportion to the speed of ranks.
+
+A synchronous step takes as long as its slowest rank. Where ranks differ (a slow node, two kinds of GPU),
+`Unequal` gives each a part of every global batch in proportion to what it computes in a second: given as
+numbers, measured before the first step (`probe`), or measured again at checkpoints (`rebalance`). The
+loss of a rank is divided by the samples of all ranks, so the summed gradient is the mean over true
+samples whatever the shares are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from paceline.alternatives.unequal.settings import UnequalSettings
+from paceline.comm.group import Group
+from paceline.config import RunConfig
+from paceline.core.errors import ConfigError
+from paceline.data import BatchPlan
+from paceline.train.step import StepOutcome
+from paceline.train.strategy import Synchronous
+
+_WARM_UP, _SAMPLES = 2, 5
+# Batch norm needs two samples in a micro-batch.
+_LEAST = 2
+# A new division must shift more than this part of an equal share, or it is noise.
+_WORTHWHILE = 0.05
+
+
+class Unequal(Synchronous):
+    """A resumed run keeps the shares, to be bit-identical, where neither ranks nor settings differ."""
+
+    name = "unequal"
+    several_ranks = True
+    one_batch = "run.strategy = 'unequal' divides a constant one"
+
+    def __init__(self, config: RunConfig, group: Group) -> None:
+        super().__init__(config, group)
+        self._settings = config.run.of(self.name, UnequalSettings)
+        self._shares: tuple[int, ...] = ()
+        self._saved: Mapping[str, Any] = {}
+        self._note = ""
+        # Of the steps since the last division: seconds in which this rank did not wait for others.
+        self._busy_s: list[float] = []
+
+    @classmethod
+    def check(cls, config: RunConfig, ranks: int) -> None:
+        settings = config.run.of(cls.name, UnequalSettings)
+        if settings.speeds and len(settings.speeds) != ranks:
+            raise ConfigError(
+                "run.unequal.shares", settings.shares,
+                f"has {len(settings.speeds)} numbers, but there are {ranks} ranks",
+                "give one for each rank, or use 'probe'",
+            )  # fmt: skip
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        self._saved = saved
+
+    def state(self) -> dict[str, Any]:
+        return {"shares": list(self._shares), "asked": self._settings.shares}
+
+    def divide(self, plan: BatchPlan, compute: Callable[[], None]) -> BatchPlan:
+        kept = tuple(int(share) for share in self._saved.get("shares", ()))
+        fits = len(kept) == plan.world_size and sum(kept) == plan.global_batch and min(kept) > 0
+        if fits and self._saved.get("asked") == self._settings.shares:
+            self._shares, note = kept, "as in the checkpoint"
+        elif self._settings.speeds:
+            self._shares, note = divided(plan, self._settings.speeds), "given"
+        else:
+            speeds = measure_speeds(self.group, compute, plan.micro_batch)
+            self._shares = divided(plan, speeds)
+            note = "by speed: " + ", ".join(f"{speed:.0f}" for speed in speeds) + " images/s"
+        self._note = f"{_shown(self._shares)} ({note})"
+        return replace(plan, shares=self._shares)
+
+    def describe(self) -> dict[str, str]:
+        return {"shares": self._note}
+
+    def record(self, outcome: StepOutcome) -> Mapping[str, Any]:
+        self._busy_s.append(max(outcome.step_s - outcome.exposed_comm_s, 1e-9))
+        return outcome.fields
+
+    def replan(self, plan: BatchPlan) -> BatchPlan:
+        """The plan with new shares, or the same one where they would be about the same: all ranks have
+        done the same steps."""
+        if not self._settings.rebalance or len(self._busy_s) < _SAMPLES:
+            return plan
+        busy, self._busy_s = self._busy_s, []
+        speeds = gather_numbers(self.group, self._shares[self.group.rank] / median(busy))
+        found = divided(plan, speeds)
+        equal = plan.global_batch / plan.world_size
+        moved = max(abs(new - old) for new, old in zip(found, self._shares, strict=True))
+        if moved <= _WORTHWHILE * equal:
+            return plan
+        self._shares = found
+        return replace(plan, shares=found)
+
+
+def apportion(
+    total: int, speeds: Sequence[float], unit: int = 1, least: int = 1
+) -> tuple[int, ...]:
+    """`total` in whole units, in proportion to `speeds`, at least `least` units for each: the largest
+    remainders (Hamilton's method) are rounded up; of equal ones the first."""
+    units = total // unit
+    least = min(least, units // len(speeds))
+    spare, weight = units - least * len(speeds), sum(speeds)
+    exact = [spare * speed / weight for speed in speeds]
+    # Whoever is entitled to no more than the least has it; the others share the rest by speed.
+    goal = [max(units * speed / weight - least, 0.0) for speed in speeds]
+    if sum(goal) > 0:
+        exact = [spare * part / sum(goal) for part in goal]
+    found = [int(part) for part in exact]
+    order = sorted(range(len(speeds)), key=lambda rank: (found[rank] - exact[rank], rank))
+    for rank in order[: spare - sum(found)]:
+        found[rank] += 1
+    return tuple(unit * (least + part) for part in found)
+
+
+def divided(plan: BatchPlan, speeds: Sequence[float]) -> tuple[int, ...]:
+    """Each rank's samples of a full global batch: equal micro-batches within a rank."""
+    return apportion(plan.global_batch, speeds, plan.accumulation, _LEAST)
+
+
+def measure_speeds(group: Group, compute: Callable[[], None], samples: int) -> list[float]:
+    """Samples a second of every rank. All compute at the same time, as in training: ranks of a node
+    share its cores. A collective."""
+    times = []
+    for turn in range(_WARM_UP + _SAMPLES):
+        # A barrier, so that no rank measures while another has ended.
+        group.all_reduce_sum(torch.zeros((), device=group.device))
+        started = time.perf_counter()
+        compute()
+        if turn >= _WARM_UP:
+            times.append(time.perf_counter() - started)
+    return gather_numbers(group, samples / median(times))
+
+
+def gather_numbers(group: Group, own: float) -> list[float]:
+    """Every rank's number, on all ranks. A collective."""
+    row = torch.zeros(group.world_size, dtype=torch.float64, device=group.device)
+    row[group.rank] = own
+    group.all_reduce_sum(row)
+    return [float(value) for value in row.tolist()]
+
+
+def _shown(shares: Sequence[int]) -> str:
+    """`40:40:40:8 samples`; where ranks are many, the smallest and the largest."""
+    if len(shares) > 8:
+        return f"{min(shares)} to {max(shares)} samples a rank"
+    return ":".join(str(share) for share in shares) + " samples"

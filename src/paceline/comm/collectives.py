@@ -1,0 +1,194 @@
+"""`Collectives`: what all ranks do together with tensors and bytes."""
+
+from __future__ import annotations
+
+import re
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from paceline.comm.settings import BACKEND_GRACE_S
+from paceline.core.topology import Topology
+
+Made = TypeVar("Made")
+
+# How long aborting NCCL's communicators may take before the process ends regardless.
+_ABORT_WAIT_S = 3.0
+# Of all ranks, on rank 0's device at a time.
+_GATHERED_BYTES = 256 * 2**20
+
+
+class Collectives(ABC):
+    """What all ranks compute together; every method is called by all of them alike. With the backend
+    `none` a single process has nothing to send."""
+
+    def __init__(self, topology: Topology, device: torch.device, backend: str) -> None:
+        self.topology = topology
+        self.rank = topology.rank
+        self.world_size = topology.world_size
+        self.device = device
+        self.backend = backend
+
+    @abstractmethod
+    def watched(self, what: str, action: Callable[[], Made]) -> Made:
+        """Runs a collective under the watchdog and returns its result."""
+
+    def completed(self, what: str, action: Callable[[], object]) -> None:
+        """`watched`, until the collective has ended on the device. NCCL's calls return once the work is
+        queued; the wait for a lost rank would come later, unwatched."""
+
+        def complete() -> None:
+            action()
+            if self.backend == "nccl":
+                torch.cuda.current_stream(self.device).synchronize()
+
+        self.watched(what, complete)
+
+    def all_reduce_sum(self, tensor: Tensor, *, wait: bool = True) -> None:
+        """Replaces `tensor` by its sum over ranks, bit-identical on all of them. Without `wait` a
+        GPU may not have finished; whoever waits for the device does so under `watched`."""
+        if self.backend == "none":
+            return
+        if wait:
+            self.completed("all-reduce", lambda: dist.all_reduce(tensor))
+        else:
+            self.watched("all-reduce", lambda: dist.all_reduce(tensor))
+
+    def create_subgroup(self, size: int, timeout_s: float) -> Callable[[Tensor], None]:
+        """A sum over this rank's neighbours in groups of `size` ranks, one group after the other. All
+        ranks call this. The result does not wait for a GPU; over Gloo a sum is complete on return."""
+        made: Any = None
+        wait = timedelta(seconds=timeout_s + BACKEND_GRACE_S)
+        for first in range(0, self.world_size, size):
+            members = list(range(first, first + size))
+            # Every rank goes through all of them, members or not: torch counts groups to name them.
+            make = partial(dist.new_group, members, timeout=wait, backend=self.backend)
+            found = self.watched("creating a group of ranks", make)
+            made = found if self.rank in members else made
+
+        def all_reduce(tensor: Tensor) -> None:
+            self.watched("batch-norm statistics", lambda: dist.all_reduce(tensor, group=made))
+
+        return all_reduce
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Replaces `tensor` by rank 0's."""
+        if self.backend != "none":
+            self.completed("broadcast", lambda: dist.broadcast(tensor, src=0))
+
+    def gather_rows(self, rows: Tensor, lengths: Sequence[int]) -> None:
+        """Completes `rows`, one for each rank, of which this rank has filled its own; `lengths` says how
+        many elements of each row count. NCCL's collective can be captured in a CUDA graph, and takes
+        whole rows; Gloo, whose all-gather is slower than its broadcasts, sends what counts only."""
+        if self.backend == "none":
+            return
+        if self.backend == "nccl":
+            own = rows[self.rank]
+            self.watched("all-gather", lambda: all_gather_flat(rows.view(-1), own))
+            return
+
+        def send() -> None:
+            under_way = [
+                dist.broadcast(rows[r, :length], src=r, async_op=True)
+                for r, length in enumerate(lengths)
+                if length
+            ]
+            for work in under_way:
+                assert work is not None
+                work.wait()
+
+        self.watched("all-gather", send)
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes, on every rank."""
+        if self.backend == "none":
+            assert data is not None
+            return data
+        length = torch.tensor([len(data) if data is not None else 0], device=self.device)
+        self.broadcast(length)
+        if data is not None and self.rank == 0:
+            content = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8).to(self.device)
+        else:
+            content = torch.empty(max(1, int(length)), dtype=torch.uint8, device=self.device)
+        self.broadcast(content)
+        return content.cpu().numpy().tobytes()[: int(length)]
+
+    def gather(self, row: Tensor) -> Tensor | None:
+        """Every rank's `row`, one beneath the other, on rank 0's CPU; None elsewhere."""
+        if self.backend == "none":
+            return row.detach().cpu()[None].clone()
+        rows = [torch.empty_like(row) for _ in range(self.world_size)] if self.rank == 0 else None
+        self.completed("gather", lambda: dist.gather(row.contiguous(), rows, dst=0))
+        # One by one: a stack on the device would take its memory twice.
+        return torch.stack([own.cpu() for own in rows]) if rows is not None else None
+
+    def gather_bytes(self, data: bytes) -> list[bytes] | None:
+        """Every rank's bytes, in order of rank, on rank 0; None elsewhere."""
+        lengths = self.gather(torch.tensor([len(data)], device=self.device))
+        longest = int(lengths.max()) if lengths is not None else 0
+        width = int(self.broadcast_bytes(str(longest).encode()))
+        row = torch.zeros(max(1, width), dtype=torch.uint8)
+        row[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[
+            : len(data)
+        ]
+        # Piece by piece: rank 0's device holds a piece of every rank at a time, not all their bytes.
+        piece = max(1, _GATHERED_BYTES // self.world_size)
+        parts = [self.gather(own.to(self.device)) for own in torch.split(row, piece)]
+        if lengths is None:
+            return None
+        found = [bytearray() for _ in range(self.world_size)]
+        for part in parts:
+            assert part is not None
+            for own, content in zip(found, part, strict=True):
+                own += content.numpy().tobytes()
+        sizes = lengths.flatten().tolist()
+        return [bytes(own[:size]) for own, size in zip(found, sizes, strict=True)]
+
+
+def abort_process_groups(
+    release_graphs: Iterable[Callable[[], None]], limit_s: float = _ABORT_WAIT_S
+) -> None:
+    """Ends all process groups without waiting for the other ranks, within about `limit_s` seconds.
+
+    The abort ends kernels that wait for a lost rank. It returns once no CUDA graph refers to the
+    communicators any more, so graphs are destroyed first. A thread does it, because after a CUDA error
+    or on a stuck device the calls may not return.
+    """
+
+    def run() -> None:
+        for release in release_graphs:
+            # On a lost context: the other graphs are released and the groups aborted all the same.
+            with suppress(Exception):
+                release()
+        with suppress(Exception):  # likewise, or the groups are gone already
+            if dist.is_initialized():
+                distributed_c10d._abort_process_group()
+
+    thread = threading.Thread(target=run, name="paceline-abort", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+
+
+def backend_reason(error: RuntimeError) -> str:
+    """The first sentence of a backend's error, without the line of source code that it begins with."""
+    text = re.sub(r"^\[[^\]]*:\d+\]\s*", "", str(error).strip())
+    return text.splitlines()[0].partition(". ")[0][:160] if text else type(error).__name__
+
+
+def _either(new: str, old: str) -> Callable[..., Any]:
+    """Torch renamed two collectives: the old names warn from 2.13 on, and 2.11 has only them."""
+    found: Callable[..., Any] = getattr(dist, new if hasattr(dist, new) else old)
+    return found
+
+
+reduce_scatter_flat = _either("reduce_scatter_single", "reduce_scatter_tensor")
+all_gather_flat = _either("all_gather_single", "all_gather_into_tensor")

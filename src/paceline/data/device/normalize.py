@@ -1,0 +1,115 @@
+"""`Normalizer`: from stored pixels to what the model computes with, (pixel / 255 − mean) / std.
+
+It takes uint8 images, samples × height × width × channels, in host memory or on the device, so that a
+quarter of the bytes travels. The result is seen as samples × channels × height × width in channels-last
+memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from copy import copy
+
+import torch
+import torch.nn.functional as F
+
+from paceline.data.batch import ReusedMemory
+
+# Values that fit into a core's own cache, so that three passes over them cost one over memory.
+_CHUNK = 64 * 1024
+# Results that may be alive at once: of the batch in hand, and of those that a consumer keeps.
+_KEPT_RESULTS = 4
+
+
+class Normalizer:
+    """One multiplication and one addition a pixel, in float32, with constants kept on each device.
+
+    Nothing waits for the device. Call `prepare` before capturing a CUDA graph.
+    """
+
+    def __init__(
+        self,
+        mean: Sequence[float],
+        std: Sequence[float],
+        channels: int,
+        dtype: torch.dtype = torch.float32,
+        *,
+        channels_out: int | None = None,
+        channels_last: bool = True,
+        kernel: bool = True,
+    ) -> None:
+        """One value of `mean` or `std` stands for all channels. `dtype` is the result's, to which
+        it is rounded once. `channels_out` adds channels of zeros: GPUs convolve four faster than
+        three. `kernel` = False keeps to torch's own operators on a GPU."""
+        for name, values in (("mean", mean), ("std", std)):
+            if len(values) not in (1, channels):
+                raise ValueError(f"{name} has {len(values)} values for {channels} channels")
+        means = torch.tensor(mean, dtype=torch.float64).expand(channels)
+        stds = torch.tensor(std, dtype=torch.float64).expand(channels)
+        # Divided in float64 and rounded once, so the result is within one rounding of the formula.
+        self._scale = (1 / (255 * stds)).to(torch.float32).view(1, channels, 1, 1)
+        self._shift = (-means / stds).to(torch.float32).view(1, channels, 1, 1)
+        self.dtype = dtype
+        self._format = torch.channels_last if channels_last else torch.contiguous_format
+        self._kernel = kernel
+        self._extra = (channels_out or channels) - channels
+        if self._extra < 0:
+            raise ValueError(f"channels_out = {channels_out} for {channels} channels")
+        self._on_device: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._memory = ReusedMemory(_KEPT_RESULTS)
+
+    def without_padding(self) -> Normalizer:
+        """Returns the same without added channels, as a plain model takes images."""
+        if not self._extra:
+            return self
+        plain = copy(self)
+        plain._extra = 0
+        return plain
+
+    def __call__(self, images: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+        """Queues the copy without waiting where `images` is pinned."""
+        scale, shift = self.prepare(device)
+        images = images.to(device, non_blocking=True)
+        if self._kernel and images.is_cuda and _has_triton():
+            from paceline.data.device.kernels import normalized
+
+            result = normalized(images, scale, shift, self.dtype, self._extra)
+            return result.contiguous(memory_format=self._format)
+        if self._in_chunks(images):
+            return self._chunked(images).contiguous(memory_format=self._format)
+        pixels = images.permute(0, 3, 1, 2)
+        result = pixels.to(torch.float32).mul_(scale).add_(shift).to(self.dtype)
+        if self._extra:
+            result = F.pad(result, (0, 0, 0, 0, 0, self._extra))
+        return result.contiguous(memory_format=self._format)
+
+    def _in_chunks(self, images: torch.Tensor) -> bool:
+        """On the host, in single precision: what a compiler sees must stay plain operators."""
+        plain = self.dtype == torch.float32 and not self._extra and images.device.type == "cpu"
+        return plain and images.is_contiguous() and not torch.compiler.is_compiling()
+
+    def _chunked(self, images: torch.Tensor) -> torch.Tensor:
+        """The same numbers as below, several times as fast: whole lines of pixels at a time, in
+        cache, into memory that is there already."""
+        samples, height, width, channels = images.shape
+        scale, shift = (c.view(1, -1).repeat(1, width) for c in (self._scale, self._shift))
+        result = self._memory.take((samples * height, width * channels), torch.float32)
+        lines = images.view(samples * height, width * channels)
+        step = max(1, _CHUNK // (width * channels))
+        for start in range(0, len(lines), step):
+            result[start : start + step].copy_(lines[start : start + step]).mul_(scale).add_(shift)
+        return result.view(samples, height, width, channels).permute(0, 3, 1, 2)
+
+    def prepare(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+        """The constants on `device`: copied at the first call, which a CUDA graph cannot capture."""
+        name = str(device)
+        if name not in self._on_device:
+            self._on_device[name] = (self._scale.to(device), self._shift.to(device))
+        return self._on_device[name]
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

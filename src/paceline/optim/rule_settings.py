@@ -1,0 +1,108 @@
+"""Settings of the core's optimizers: the tables `[optim.lars]`, `[optim.muon]` and so on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.core.settings import SettingChecks
+from paceline.optim.registry import ADAM, MOMENTUM, SGD, OptimizerSettings
+
+ORTHOGONALS = ("filters", "all", "auto")
+SHARES = ("auto", "on", "off")
+STEPS = ("relative", "fixed", "auto")
+
+
+@dataclass(frozen=True)
+class SgdSettings(OptimizerSettings):
+    """SGD has the shared settings only."""
+
+    CREATE: ClassVar[str] = "optim.lars:create_sgd"
+    READS: ClassVar[tuple[str, ...]] = MOMENTUM
+    RATES: ClassVar[str] = SGD
+    HAS_KERNELS: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class LarsSettings(OptimizerSettings):
+    """Settings of LARS."""
+
+    CREATE: ClassVar[str] = "optim.lars:create_lars"
+    READS: ClassVar[tuple[str, ...]] = MOMENTUM
+    RATES: ClassVar[str] = SGD
+    HAS_KERNELS: ClassVar[bool] = True
+
+    trust_coefficient: float = 0.001
+    """Trust coefficient η."""
+    clip: bool = False
+    """Limit the local learning rate to the global one, as in LARC."""
+
+    def __post_init__(self) -> None:
+        SettingChecks("optim.lars", self).number("trust_coefficient", "above 0", "try 0.001")
+
+
+@dataclass(frozen=True)
+class MuonSettings(OptimizerSettings):
+    """Settings of Muon."""
+
+    CREATE: ClassVar[str] = "optim.muon_groups:create_muon"
+    PINNED: ClassVar[tuple[str, ...]] = ("orthogonal",)  # determines the meaning of the momentum
+    READS: ClassVar[tuple[str, ...]] = MOMENTUM
+    RATES: ClassVar[str] = SGD
+    HAS_KERNELS: ClassVar[bool] = True
+
+    trust_coefficient: float = 0.001
+    """Trust coefficient η: the step sizes are those of LARS with the same η and momentum."""
+    orthogonal: str = "filters"
+    """Layers with orthogonalized momentum: `filters` (convolutions), `all` (linear layers too) or
+    `auto` (`all` if hidden linear layers have more weights than convolutions)."""
+    steps: str = "relative"
+    """Length of a step of an orthogonalized matrix: `relative` to its norm, `fixed` (relative to its
+    first norm), or `auto` (`fixed` in nets with fewer norm layers than such matrices, the last linear
+    layer aside; shorter if many have none)."""
+    share_products: str = "auto"
+    """Each rank computes a part of the matrix products and all get the results: `on`, `off`, or `auto`
+    (with several ranks, unless they share a GPU or use Gloo on GPUs)."""
+
+    def __post_init__(self) -> None:
+        check = SettingChecks("optim.muon", self)
+        check.number("trust_coefficient", "above 0", "try 0.001")
+        check.known("orthogonal", ORTHOGONALS)
+        check.known("steps", STEPS)
+        check.known("share_products", SHARES)
+
+
+@dataclass(frozen=True)
+class AdamwSettings(OptimizerSettings):
+    """Settings of AdamW."""
+
+    NAME: ClassVar[str] = "adamw"
+    CREATE: ClassVar[str] = "optim.adam:create_adamw"
+    RATES: ClassVar[str] = ADAM
+    LR_BASE: ClassVar[float] = 2.5e-4  # DeiT's
+    HAS_KERNELS: ClassVar[bool] = True
+
+    beta1: float = 0.9
+    """Decay of the average of gradients."""
+    beta2: float = 0.999
+    """Decay of the average of squared gradients."""
+    eps: float = 1e-8
+    """Added to the root of the average of squares."""
+
+    def __post_init__(self) -> None:
+        check = SettingChecks(f"optim.{self.NAME}", self)
+        for name in ("beta1", "beta2"):
+            check.number(name, "in [0, 1)")
+        check.number("eps", "0 or more")
+
+
+@dataclass(frozen=True)
+class LambSettings(AdamwSettings):
+    """Settings of LAMB."""
+
+    NAME: ClassVar[str] = "lamb"
+    CREATE: ClassVar[str] = "optim.adam:create_lamb"
+    LR_BASE: ClassVar[float] = 6.25e-4  # of "ResNet strikes back"
+
+    clip: bool = False
+    """Limit the trust ratio to 1."""

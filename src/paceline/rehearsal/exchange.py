@@ -1,0 +1,185 @@
+"""`RehearsedExchange`: the gradient exchange of many ranks in one process.
+
+The ranks of a cluster are virtual: one after the other computes its gradients here, and hands them over
+with `end_rank`. Each bucket is rounded to its wire format and added to what the ranks before have left,
+in the order and with the roundings of the plan's algorithm (`reduction`), so that the sums are those of
+the cluster. `reduce` then puts them where an exchange over a network would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.exchange import SIGNALS, GradientExchange, Message, Signals
+from paceline.comm.group import Group
+from paceline.comm.hybrid import WireFormat
+from paceline.comm.process_groups import Place, group_ranks
+from paceline.comm.transport import DirectTransport, Piece
+from paceline.core.units import format_bytes
+from paceline.plan.fusion_plan import FusionPlan
+from paceline.plan.schedules import NATIVE
+from paceline.plan.steps import Groups
+from paceline.rehearsal.reduction import ROW, WIDE, Plane, Reduction, compile_reduction
+
+
+def cluster_groups(nodes: int, ranks_per_node: int, group_size: int = 0) -> Groups:
+    """The groups that ranks on such nodes form, `group_size` as in `comm.group_size`."""
+    ranks = nodes * ranks_per_node
+    places = [
+        Place(rank, ranks, rank // ranks_per_node, rank % ranks_per_node, ranks_per_node)
+        for rank in range(ranks)
+    ]
+    return Groups(group_ranks(places, group_size or None))
+
+
+def rank_order(ranks: int, plan: FusionPlan) -> range:
+    """In which order the ranks are computed, so that little has to be kept: Gloo's own ring goes
+    downwards, the algorithms of Paceline upwards. It changes no number."""
+    native = all(bucket.algorithm == NATIVE for bucket in plan.buckets)
+    return range(ranks - 1, -1, -1) if native else range(ranks)
+
+
+class VirtualAllReduce:
+    """The sum of one buffer over ranks that come one after the other."""
+
+    def __init__(self, reduction: Reduction, dtype: torch.dtype, device: torch.device) -> None:
+        self._reduction = reduction
+        self._planes: dict[Plane, tuple[int, Tensor]] = {}
+        for plane, (start, stop) in reduction.planes.items():
+            kind = torch.float32 if plane[0] == WIDE else dtype
+            self._planes[plane] = (start, torch.empty(stop - start, dtype=kind, device=device))
+        self._come = 0
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(tensor.nbytes for _, tensor in self._planes.values())
+
+    def begin(self) -> None:
+        """Forgets the ranks that have come."""
+        self._come = 0
+
+    def add(self, row: Tensor) -> None:
+        """What the next rank holds. `row` is not kept."""
+        for into, term, first, adds, start, stop in self._reduction.arrivals[self._come]:
+            target, value = self._part(into, start, stop), self._part(term, start, stop, row)
+            if first is not None:
+                target.copy_(self._part(first, start, stop, row))
+            if not adds:
+                target.copy_(value)
+            elif target.dtype != value.dtype:
+                # Torch's loop over mixed formats is slow on the CPU.
+                target.add_(value.to(target.dtype))
+            else:
+                target.add_(value)
+        self._come += 1
+
+    def result(self, into: Tensor) -> None:
+        """Writes the sum, once all ranks have come."""
+        assert self._come == len(self._reduction.arrivals), "ranks are missing"
+        for plane, start, stop in self._reduction.result:
+            into[start:stop].copy_(self._part(plane, start, stop))
+
+    def _part(self, plane: Plane, start: int, stop: int, row: Tensor | None = None) -> Tensor:
+        if plane[0] == ROW:
+            assert row is not None
+            return row[start:stop]
+        first, tensor = self._planes[plane]
+        return tensor[start - first : stop - first]
+
+
+class RehearsedExchange(GradientExchange):
+    """Sums the gradients of virtual ranks. For each step: `begin`; for each rank, in `order`, its
+    micro-steps and `end_rank`; then `reduce`."""
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        group: Group,
+        plan: FusionPlan,
+        groups: Groups,
+        *,
+        accumulate: bool = False,
+        squares: bool = False,
+    ) -> None:
+        super().__init__(
+            parameters, group, plan, accumulate=accumulate, transport=DirectTransport(group),
+            overlap=False, squares=squares,
+        )  # fmt: skip
+        self.order = rank_order(len(groups.order), plan)
+        self._come = 0
+        self._wires: dict[tuple[int, torch.dtype], Tensor] = {}
+        made: dict[tuple[str, int, int], Reduction] = {}
+        self._reduces = [
+            [self._virtual(message, groups, made) for message in bucket] for bucket in self.messages
+        ]
+
+    def _virtual(
+        self, message: Message, groups: Groups, made: dict[tuple[str, int, int], Reduction]
+    ) -> VirtualAllReduce:
+        length = message.stop - message.start
+        wire = self._wire(message)
+        key = (message.algorithm, length, wire.itemsize)
+        if key not in made:
+            made[key] = compile_reduction(
+                message.algorithm, groups, length, wire.itemsize, order=self.order,
+                segmented=self.group.device.type != "cuda",
+            )  # fmt: skip
+        return VirtualAllReduce(made[key], wire, self.group.device)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory for what ranks have left and others still have to come to."""
+        return sum(reduce.held_bytes for bucket in self._reduces for reduce in bucket)
+
+    @property
+    def note(self) -> str:  # type: ignore[override]
+        return f"{len(self.order):,} virtual ranks, {format_bytes(self.held_bytes)} of partial sums"
+
+    def begin(self, step: int = 0) -> None:
+        super().begin(step)
+        self._come = 0
+        for bucket in self._reduces:
+            for reduce in bucket:
+                reduce.begin()
+
+    def end_rank(self, loss: Tensor) -> None:
+        """After the last micro-step of the next rank of `order`: its gradients join the sums."""
+        self._write_tail(loss, Signals())
+        for number, bucket in enumerate(self._reduces):
+            for reduce, piece in zip(bucket, self._pieces(number), strict=True):
+                reduce.add(self._travelling(piece))
+        self._come += 1
+        self._forget()
+
+    def reduce(self, loss: Tensor, signals: Signals) -> None:
+        """Where a rank failed or was stopped nothing is summed: the signals say so."""
+        complete = self._come == len(self.order)
+        if not complete:
+            for buffer in self.buffers.values():
+                buffer.zero_()
+        for messages, bucket in zip(self.messages, self._reduces, strict=True):
+            for message, reduce in zip(messages, bucket, strict=True):
+                if complete:
+                    reduce.result(self.buffers[message.dtype][message.start : message.stop])
+        own = [getattr(signals, name) for name in SIGNALS]
+        if any(own):  # the loss is the ranks'
+            values = torch.tensor(own[1:], pin_memory=self.tail.is_cuda)
+            self.tail[1 : len(SIGNALS)].copy_(values, non_blocking=True)
+        self._publish(0.0)
+
+    def _wire(self, message: Message) -> torch.dtype:
+        name = message.dtype if message.wire == "auto" else message.wire
+        return WireFormat.named(name, scaled=False).dtype
+
+    def _travelling(self, piece: Piece) -> Tensor:
+        wire = WireFormat.for_tensor(piece.tensor, piece.wire)
+        if wire.dtype == piece.tensor.dtype:
+            return piece.tensor
+        key = (piece.tensor.data_ptr(), wire.dtype)
+        if key not in self._wires:
+            self._wires[key] = torch.empty_like(piece.tensor, dtype=wire.dtype)
+        wire.encode(piece.tensor, self._wires[key])
+        return self._wires[key]

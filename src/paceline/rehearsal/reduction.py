@@ -1,0 +1,368 @@
+"""In which order a schedule adds up what the ranks hold, and where it rounds; without any messages.
+
+A schedule (`paceline.plan.schedules`) is played once with symbols in place of numbers. What arrives at
+rank 0 is, for each stretch of the buffer, a tree of additions over the ranks. `compile_reduction` turns
+these trees into a `Reduction`: instructions for ranks that come one after the other, each of which is
+forgotten as soon as the trees allow. `paceline.rehearsal.exchange` executes them on tensors.
+
+Planes are memory of the buffer's format (`HELD` for rows that wait, `SUM` for partial sums) or fp32
+(`WIDE`), each as long as the stretch that uses it. Neighbouring stretches with equal instructions are
+one instruction.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from paceline.plan.schedules import NATIVE, algorithm
+from paceline.plan.steps import (
+    Algorithm,
+    Collective,
+    Groups,
+    Pause,
+    Receive,
+    Round,
+    Segment,
+    Send,
+    Span,
+)
+
+# Kinds of nodes: a sum in the buffer's format, a sum that stays in fp32, a rounding of such a sum.
+_ADD, _ADD_WIDE, _ROUND = range(3)
+HELD, SUM, WIDE, ROW = "held", "sum", "wide", "row"
+# A plane: its kind and number; the row of the rank that has come is no plane.
+Plane = tuple[str, int]
+_ROW: Plane = (ROW, 0)
+
+
+class Instruction(NamedTuple):
+    """`into` ← `into` + `term` or, where `first` is given, `first` + `term`; a copy of `term` where
+    `adds` is False. All on elements `start` to `stop` of the buffer."""
+
+    into: Plane
+    term: Plane
+    first: Plane | None
+    adds: bool
+    start: int
+    stop: int
+
+
+class Reduction(NamedTuple):
+    """`arrivals` has what to do once the row of each rank has come, in the order in which they come;
+    `result` says which plane holds the sum of which stretch; `planes` has the stretch of each plane."""
+
+    arrivals: tuple[tuple[Instruction, ...], ...]
+    result: tuple[tuple[Plane, int, int], ...]
+    planes: dict[Plane, Span]
+
+    def memory_bytes(self, item_bytes: int) -> int:
+        """Of all planes."""
+        return sum(
+            (stop - start) * (4 if kind == WIDE else item_bytes)
+            for (kind, _), (start, stop) in self.planes.items()
+        )
+
+
+def compile_reduction(
+    name: str, groups: Groups, length: int, item_bytes: int, *, order: Sequence[int],
+    segmented: bool = True,
+) -> Reduction:  # fmt: skip
+    """Of a buffer of `length` elements of `item_bytes`; 2 means sums in fp32 and a rounding wherever
+    the schedule rounds. `order` is that in which the ranks come: it changes how much has to be kept,
+    and no number. `segmented`: cut as over Gloo; over NCCL a buffer is one segment.
+
+    `native` is the backend's own. Its order is that of Gloo's ring; NCCL's is not documented.
+    """
+    ranks = len(groups.order)
+    parts: list[tuple[int, _Program]] = []
+    if name == NATIVE:
+        parts.append((0, _Program(_gloo_ring(ranks, length, item_bytes), order)))
+    else:
+        chosen, width = algorithm(name), len(groups.columns)
+        cuts = chosen.segments(length, item_bytes) if segmented else [(0, length)]
+        made: dict[Segment, _Program] = {}
+        for number, (start, stop) in enumerate(cuts):
+            turn = number % width if len(cuts) > 1 else 0
+            segment = Segment(stop - start, item_bytes, turn)
+            if segment not in made:
+                made[segment] = _Program(_play(chosen, groups, segment), order)
+            parts.append((start, made[segment]))
+    every = len(parts)
+    arrivals = tuple(
+        tuple(
+            instruction
+            for number, (start, program) in enumerate(parts)
+            for instruction in program.arrival(rank, start, number, every)
+        )
+        for rank in order
+    )
+    result: list[tuple[Plane, int, int]] = []
+    planes: dict[Plane, Span] = {}
+    for number, (start, program) in enumerate(parts):
+        for plane, low, high in program.results():
+            result.append((_renumbered(plane, number, every), start + low, start + high))
+        for plane, (low, high) in program.hulls().items():
+            planes[_renumbered(plane, number, every)] = (start + low, start + high)
+    return Reduction(arrivals, tuple(result), planes)
+
+
+def _renumbered(plane: Plane, segment: int, segments: int) -> Plane:
+    """Planes of one segment are apart from those of the others."""
+    return plane if plane == _ROW else (plane[0], plane[1] * segments + segment)
+
+
+class _Trees(NamedTuple):
+    """Additions of one segment. Nodes below the number of ranks are the ranks' own numbers; `kind`,
+    `left` and `right` are of the others. `roots` has the node of each stretch between two `bounds`."""
+
+    bounds: list[int]
+    roots: list[int]
+    kind: list[int]
+    left: list[int]
+    right: list[int]
+
+
+# Gloo's largest message, in bytes, and its least number of messages for each rank.
+_GLOO_MOST_BYTES, _GLOO_LEAST_MESSAGES = 1 << 20, 2
+
+
+def _gloo_ring(ranks: int, length: int, item_bytes: int) -> _Trees:
+    """Gloo's all-reduce cuts a buffer into equal chunks, one for each rank, of whole messages. Chunk c
+    begins on rank c − 1 and travels downwards; every rank on its way adds and rounds. By test."""
+    size = length * item_bytes
+    most = item_bytes * (_GLOO_MOST_BYTES // item_bytes)
+    messages = -(-max(-(-size // most), _GLOO_LEAST_MESSAGES * ranks) // ranks)
+    message_bytes = -(-size // (messages * ranks))
+    chunk = messages * -(-message_bytes // item_bytes)
+    bounds = [*range(0, length, max(1, chunk)), length]
+    trees = _Trees(bounds, [], [], [], [])
+    for number in range(len(bounds) - 1):
+        total = (number - 1) % ranks
+        for at in range(2, ranks + 1):
+            trees.kind.append(_ADD)
+            trees.left.append(total)
+            trees.right.append((number - at) % ranks)
+            total = ranks + len(trees.kind) - 1
+        trees.roots.append(total)
+    return trees
+
+
+def _play(chosen: Algorithm, groups: Groups, segment: Segment) -> _Trees:
+    """Runs all ranks' steps on symbols. A rank goes on until it waits for a message, so the order in
+    which ranks are taken does not matter."""
+    ranks = groups.order
+    steps = {rank: list(_steps(chosen, rank, groups, segment)) for rank in ranks}
+    bounds = sorted({0, segment.length}.union(*(s.span for own in steps.values() for s in own)))
+    place = {edge: at for at, edge in enumerate(bounds)}
+    symbols = _Symbols(len(ranks), len(bounds) - 1, half=segment.item_bytes == 2)
+    sent: dict[tuple[int, int], deque[list[int]]] = defaultdict(deque)
+    at = dict.fromkeys(ranks, 0)
+    waiting: set[tuple[int, int]] = set()
+    ready = list(ranks)
+    while ready:
+        rank = ready.pop()
+        for number in range(at[rank], len(steps[rank])):
+            step = steps[rank][number]
+            low, high = place[step.span[0]], place[step.span[1]]
+            if isinstance(step, Send):
+                key = (rank, step.peer)
+                sent[key].append(symbols.content[rank][low:high])
+                if key in waiting:
+                    waiting.remove(key)
+                    ready.append(step.peer)
+            elif isinstance(step, Receive):
+                missing = [peer for peer in step.peers if not sent[peer, rank]]
+                if missing:
+                    waiting.add((missing[0], rank))
+                    at[rank] = number
+                    break
+                arrivals = [sent[peer, rank].popleft() for peer in step.peers]
+                symbols.receive(rank, low, high, step, arrivals)
+            else:
+                symbols.round(rank, low, high)
+        else:
+            at[rank] = len(steps[rank])
+    assert all(at[rank] == len(steps[rank]) for rank in ranks), f"{chosen.name} waits in a circle"
+    return _Trees(bounds, symbols.content[ranks[0]], symbols.kind, symbols.left, symbols.right)
+
+
+def _steps(
+    chosen: Algorithm, rank: int, groups: Groups, segment: Segment
+) -> Iterator[Send | Receive | Round]:
+    for step in chosen.schedule(rank, groups, segment):
+        assert not isinstance(step, Collective), "a rehearsal has messages only"
+        if not isinstance(step, Pause) and step.span[0] < step.span[1]:
+            yield step
+
+
+class _Symbols:
+    """What each rank holds of each stretch, as a node. With 16 bits, `_wide` are sums in fp32."""
+
+    def __init__(self, ranks: int, stretches: int, *, half: bool) -> None:
+        self.content = [[rank] * stretches for rank in range(ranks)]
+        self._half = half
+        self._wide: dict[int, list[int]] = {}
+        self._ranks = ranks
+        self.kind: list[int] = []
+        self.left: list[int] = []
+        self.right: list[int] = []
+
+    def receive(
+        self, rank: int, low: int, high: int, step: Receive, arrivals: list[list[int]]
+    ) -> None:
+        own = self.content[rank]
+        if not step.add:
+            own[low:high] = arrivals[0]
+        elif step.wide and self._half:
+            wide = self._wide.setdefault(rank, own.copy())
+            for arrival in arrivals:
+                wide[low:high] = self._nodes(_ADD_WIDE, wide[low:high], arrival)
+        else:
+            terms = [*arrivals[: step.own], own[low:high], *arrivals[step.own :]]
+            # Two 16-bit numbers are added in fp32 and rounded once; more of them are rounded at the end.
+            at_once = len(terms) == 2 or not self._half
+            total: Sequence[int] = terms[0]
+            for term in terms[1:]:
+                total = self._nodes(_ADD if at_once else _ADD_WIDE, total, term)
+            own[low:high] = total if at_once else self._nodes(_ROUND, total, total)
+
+    def round(self, rank: int, low: int, high: int) -> None:
+        if not self._half or rank not in self._wide:
+            return
+        wide = self._wide[rank][low:high]
+        # What has not been added to is in the buffer's format already.
+        self.content[rank][low:high] = [
+            node if node < self._ranks else self._nodes(_ROUND, [node], [node])[0] for node in wide
+        ]
+
+    def _nodes(self, kind: int, left: Sequence[int], right: Sequence[int]) -> range:
+        first = self._ranks + len(self.kind)
+        self.kind += [kind] * len(left)
+        self.left += left
+        self.right += right
+        return range(first, first + len(left))
+
+
+# An instruction without its stretch: into, term, first, adds.
+_Op = tuple[Plane, Plane, Plane | None, bool]
+
+
+class _Program:
+    """The instructions of one segment: `steps[rank][stretch]`, with planes that are used again as soon
+    as nothing waits in them."""
+
+    def __init__(self, trees: _Trees, order: Sequence[int]) -> None:
+        self.bounds = trees.bounds
+        self.steps: list[list[list[_Op]]] = [[[] for _ in trees.roots] for _ in order]
+        self._order = order
+        self._roots: list[Plane] = []
+        self._uses: dict[Plane, list[int]] = {}
+        for stretch, root in enumerate(trees.roots):
+            self._roots.append(self._compile(trees, stretch, root))
+
+    def arrival(self, rank: int, start: int, segment: int, segments: int) -> Iterator[Instruction]:
+        """The instructions once the row of `rank` has come. The first of every stretch come first, then
+        the second; stretches do not depend on each other."""
+        stretches = self.steps[rank]
+        for at in range(max((len(ops) for ops in stretches), default=0)):
+            before: _Op | None = None
+            low = high = 0
+            for number, ops in enumerate(stretches):
+                op = ops[at] if at < len(ops) else None
+                if op is not None and op == before and high == self.bounds[number]:
+                    high = self.bounds[number + 1]
+                    continue
+                if before is not None:
+                    yield _instruction(before, start + low, start + high, segment, segments)
+                before, low, high = op, self.bounds[number], self.bounds[number + 1]
+            if before is not None:
+                yield _instruction(before, start + low, start + high, segment, segments)
+
+    def results(self) -> Iterator[tuple[Plane, int, int]]:
+        yield from zip(self._roots, self.bounds, self.bounds[1:], strict=False)
+
+    def hulls(self) -> dict[Plane, Span]:
+        return {
+            plane: (self.bounds[min(used)], self.bounds[max(used) + 1])
+            for plane, used in self._uses.items()
+        }
+
+    def _compile(self, trees: _Trees, stretch: int, root: int) -> Plane:
+        ranks = len(self._order)
+        parent = _parents(trees, ranks, root)
+        where: dict[int, Plane] = {}
+        live: dict[str, set[int]] = {HELD: set(), SUM: set(), WIDE: set()}
+
+        def take(kind: str) -> Plane:
+            # By how many wait, because that is mostly the same in neighbouring stretches.
+            number = len(live[HELD]) if kind == HELD else len(live[SUM]) + len(live[WIDE])
+            while number in live[kind]:
+                number += 1
+            live[kind].add(number)
+            plane = (kind, number)
+            self._uses.setdefault(plane, []).append(stretch)
+            return plane
+
+        def give_back(plane: Plane) -> None:
+            if plane != _ROW:
+                live[plane[0]].remove(plane[1])
+
+        for rank in self._order:
+            ops = self.steps[rank][stretch]
+            node, value = rank, _ROW
+            while node != root:
+                above = parent[node]
+                kind = trees.kind[above - ranks]
+                if kind == _ROUND:
+                    give_back(value)
+                    into = take(SUM)
+                    ops.append((into, value, None, False))
+                else:
+                    left, right = trees.left[above - ranks], trees.right[above - ranks]
+                    other = where.pop(right if node == left else left, None)
+                    if other is None:
+                        break
+                    wanted = SUM if kind == _ADD else WIDE
+                    # Addition is commutative: the operand that can take the sum takes it.
+                    same = next((p for p in (other, value) if p[0] == wanted), None)
+                    if same is not None:
+                        into = same
+                        term = value if same == other else other
+                        ops.append((into, term, None, True))
+                        give_back(term)
+                    else:
+                        give_back(value)
+                        give_back(other)
+                        into = take(wanted)
+                        ops.append((into, value, other, True))
+                node, value = above, into
+            if value == _ROW:
+                value = take(HELD)
+                ops.append((value, _ROW, None, False))
+            where[node] = value
+        return where[root]
+
+
+def _parents(trees: _Trees, ranks: int, root: int) -> dict[int, int]:
+    """Of all nodes below `root`."""
+    found: dict[int, int] = {}
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if node < ranks:
+            continue
+        for below in {trees.left[node - ranks], trees.right[node - ranks]}:
+            assert below not in found, "a schedule adds a rank's numbers once"
+            found[below] = node
+            stack.append(below)
+    return found
+
+
+def _instruction(op: _Op, start: int, stop: int, segment: int, segments: int) -> Instruction:
+    into, term, first, adds = op
+    return Instruction(
+        _renumbered(into, segment, segments), _renumbered(term, segment, segments),
+        None if first is None else _renumbered(first, segment, segments), adds, start, stop,
+    )  # fmt: skip

@@ -1,0 +1,97 @@
+"""Settings of rehearsals: the table `[run.rehearsal]`, in use with `run.strategy = "rehearsal"`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from paceline.core.exclusions import Exclusion, above, one_of, switched_off
+from paceline.core.settings import SettingChecks, check_input_rate
+from paceline.core.topology import RANKS_LIMIT
+
+# The order of additions is worked out in time and memory in proportion to the square of the ranks: for
+# 1,024, the most that were tried, 18 s and 0.9 GB with `ring` (records/2026-11-17_rehearse_2-core-cpu).
+MOST_RANKS = 1024
+
+
+@dataclass(frozen=True)
+class RehearsalSettings:
+    """The cluster that a rehearsal stands for, and what is known about its speed."""
+
+    nodes: int = 0
+    """Nodes of the cluster; a rehearsal needs them."""
+    gpus_per_node: int = 8
+    """Ranks of each of its nodes."""
+    gpu: str = ""
+    """Its accelerator, from the planner's catalog, such as `H100`, or a TOML file that describes another
+    (docs/planner.md); for the predicted times."""
+    profile: str = ""
+    """File of `paceline profile` or `tune` with the measured step of this model, in place of one that is
+    predicted from its layers."""
+    cluster: str = ""
+    """File of `paceline tune` with the cluster's measured links, instead of the four settings below."""
+    node_gbps: float | None = None
+    """All links of a node together, in Gb/s; unset, those of the reference system of `gpu`."""
+    latency_us: float = 10.0
+    """Start of a message between nodes, in microseconds."""
+    links: int | None = None
+    """Links of a node; unset, 1 with `node_gbps`, otherwise those of the reference system."""
+    oversubscription: float = 1.0
+    """By how much the rate between nodes falls when all of them send."""
+    input_images_per_s: float = 0.0
+    """Images that the input of one rank delivers in a second; 0: enough."""
+    eval_s: float | None = None
+    """Seconds of one evaluation on the cluster; unset, predicted from the forward pass."""
+    startup_s: float | None = None
+    """Seconds until the first step; unset, an estimate by the number of ranks."""
+    price_per_gpu_hour: float = 0.0
+    """Price of a GPU for an hour, in any currency; 0 leaves the cost out."""
+    watts_per_gpu: float = 0.0
+    """Power of a GPU with its share of the node, in watts; 0 takes the board's from the planner's
+    catalog where `gpu` is given, and leaves the energy out otherwise."""
+
+    def __post_init__(self) -> None:
+        check = SettingChecks("run.rehearsal", self)
+        if not 0 <= self.nodes <= RANKS_LIMIT:
+            raise check.error("nodes", f"must be 1 to {RANKS_LIMIT:,}")
+        for name in ("gpus_per_node", "links"):
+            check.number(name, "at least 1")
+        if self.ranks > MOST_RANKS:
+            raise check.error(
+                "nodes", f"{self.ranks:,} ranks are more than {MOST_RANKS:,}",
+                "rehearse a smaller cluster; paceline plan predicts the time of larger ones",
+            )  # fmt: skip
+        for name in ("node_gbps", "latency_us", "oversubscription"):
+            check.number(name, "above 0")
+        for name in (
+            "input_images_per_s", "eval_s", "startup_s", "price_per_gpu_hour", "watts_per_gpu",
+        ):  # fmt: skip
+            check.number(name, "0 or more")
+        check_input_rate(self.input_images_per_s, "run.rehearsal.input_images_per_s")
+
+    @property
+    def ranks(self) -> int:
+        """Virtual ranks."""
+        return self.nodes * self.gpus_per_node
+
+    EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = (
+        Exclusion(
+            "run.rehearsal.nodes", one_of(0), {}, "says which cluster to rehearse",
+            "try 64, or paceline rehearse --nodes 64",
+        ),
+        Exclusion(
+            "run.strategy", one_of("rehearsal"), {"job.processes": above(1)},
+            "a rehearsal runs in one process, and this job has {job.processes}",
+            "start it without a launcher",
+        ),
+        *switched_off(
+            {"optim.batch_schedule": "", "run.trace": False}, "is not supported in a rehearsal"
+        ),
+    )  # fmt: skip
+
+
+# Default and new name of each by its earlier name.
+RENAMED = {
+    f"rehearse.{own.name}": (own.default, f"run.rehearsal.{own.name}")
+    for own in fields(RehearsalSettings)
+}

@@ -1,0 +1,202 @@
+"""`Rehearsal`: one process computes the ranks of a cluster, and predicts the times there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.comm.group import Group
+from paceline.config import RunConfig
+from paceline.core.events import NoteEvent, ShownField
+from paceline.core.units import format_duration
+from paceline.data import BatchPlan
+from paceline.plan.plan_file import ClusterFacts
+from paceline.rehearsal.cluster_clock import ClusterClock, clock_of_run, cluster_layers
+from paceline.rehearsal.exchange import RehearsedExchange, cluster_groups
+from paceline.rehearsal.settings import RehearsalSettings
+from paceline.rehearsal.statistics import VirtualStatistics
+from paceline.train.batch_sizes import eval_batch
+from paceline.train.exchange_plan import ExchangeParts
+from paceline.train.inputs import RunInputs
+from paceline.train.machine import explain_out_of_memory
+from paceline.train.micro_step import MicroStep
+from paceline.train.step import StepOutcome
+from paceline.train.step_parts import StepParts
+from paceline.train.strategy import MicroBatch, Synchronous, micro_batches_of
+from paceline.train.training import Training
+
+# Algorithms for which an exchange keeps few partial sums.
+_FRUGAL = ("hierarchical", "torus2d", "tree")
+
+
+class Rehearsal(Synchronous):
+    """Yields the micro-batches of each virtual rank with its batch-norm statistics; the exchange adds up
+    what each has computed. The clock advances with every step and evaluation."""
+
+    name = "rehearsal"
+    one_batch = "a rehearsal has one, the cluster's run only with --set optim.batch_schedule=''"
+    shown = (
+        ShownField("predicted_s", "cluster's time (predicted)", "duration", "cluster time",
+                   "predicted minutes"),
+        ShownField("predicted_s_to_target", "cluster's time to target", "duration"),
+        ShownField("images_per_s", "cluster's images/s", "rate"),
+        ShownField("gpu_hours", "cluster's GPU hours"),
+        ShownField("cost", "cluster's cost", column="cost"),
+        ShownField("energy_kwh", "cluster's energy (kWh)", column="kWh"),
+    )  # fmt: skip
+
+    def __init__(self, config: RunConfig, group: Group) -> None:
+        super().__init__(config, group)
+        self.settings = config.run.of(self.name, RehearsalSettings)
+        self.clock: ClusterClock | None = None
+        self._predicted_s = 0.0
+        self._to_target: float | None = None
+
+    @classmethod
+    def ranks(cls, config: RunConfig, processes: int) -> int:
+        return config.run.of(cls.name, RehearsalSettings).ranks
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        self._predicted_s = saved.get("predicted_s", 0.0)
+        self._to_target = saved.get("predicted_s_to_target")
+
+    def prepare(self, model: nn.Module, inputs: RunInputs) -> None:
+        # With the mirror image of each.
+        self._validation = len(inputs.validation) * (2 if self.config.data.eval_flip else 1)
+        classes = self.config.model.num_classes or len(inputs.source.classes)
+        self._layers = cluster_layers(self.config, model, classes)
+
+    @classmethod
+    def cluster(cls, config: RunConfig, processes: int, nodes: int) -> ClusterFacts:
+        settings = config.run.of(cls.name, RehearsalSettings)
+        return ClusterFacts(settings.ranks, settings.nodes)
+
+    def batch_norm(self, model: nn.Module) -> VirtualStatistics:
+        self._statistics = VirtualStatistics(model, self.settings.ranks)
+        return self._statistics
+
+    def create_exchange(
+        self, planned: ExchangeParts, *, accumulate: bool, graphs: bool, squares: bool
+    ) -> RehearsedExchange:
+        group, settings = self.group, self.settings
+        groups = cluster_groups(settings.nodes, settings.gpus_per_node, planned.settings.group_size)
+        remedy = "use fewer ranks"
+        if planned.settings.algorithm not in _FRUGAL:
+            remedy += f", or comm.algorithm={', '.join(_FRUGAL)}, which keep fewer"
+
+        def create() -> RehearsedExchange:
+            where = f"with the partial sums of {settings.ranks:,} virtual ranks on {group.device}"
+            with explain_out_of_memory(where, remedy):
+                return RehearsedExchange(
+                    planned.trained.items(), group, planned.plan, groups, accumulate=accumulate,
+                    squares=squares,
+                )  # fmt: skip
+
+        self._virtual = group.agree_on("exchange", create)
+        return self._virtual
+
+    def divide(self, plan: BatchPlan, compute: Callable[[], None]) -> BatchPlan:
+        self._plan = plan
+        return plan
+
+    @property
+    def computed_ranks(self) -> Sequence[int]:
+        return self._virtual.order
+
+    def attach(self, parts: StepParts, micro: MicroStep) -> None:
+        super().attach(parts, micro)
+        self._micro, plan = micro, self._plan
+        tensors = {
+            name: (p.numel(), p.dtype != torch.float32)
+            for name, p in parts.exchange.parameters.items()
+        }
+        self.clock = clock_of_run(
+            self.config, parts.exchange.plan, tensors, self._layers, half=parts.policy.is_half,
+            batch=plan.micro_batch, accumulation=plan.accumulation, validation=self._validation,
+            eval_batch=eval_batch(plan.micro_batch),
+        )  # fmt: skip
+
+    @classmethod
+    def outline(cls, config: RunConfig, ranks: int) -> dict[str, str]:
+        nodes = config.run.of(cls.name, RehearsalSettings).nodes
+        return {
+            "rehearsal": f"of {cls.ranks(config, 1):,} ranks on {nodes:,} node(s), in one process, one "
+            "after the other"
+        }
+
+    def describe(self) -> dict[str, str]:
+        unknown = "none: give --gpu, --profile or --cluster for the cluster's time"
+        clock = unknown if self.clock is None else self.clock.describe()
+        return {**super().describe(), "clock": clock}
+
+    def start(self, training: Training) -> None:
+        """Starts the clock. Steps and evaluations of a checkpoint without one count as those that
+        follow."""
+        self._progress = progress = training.progress
+        if progress.time_to_target_s is None:
+            self._to_target = None
+        if self.clock is None:
+            self._predicted_s = 0.0
+            return
+        if self._predicted_s:
+            return
+        every, plan = self.config.run.eval_interval_epochs, training.plan
+        evaluations = sum(plan.ends_epoch(step, every) for step in range(progress.step - 1))
+        evaluations += progress.step > 0 and progress.evaluated_step == progress.step
+        self._predicted_s = (
+            self.clock.startup_s
+            + progress.step * self.clock.step_s
+            + evaluations * self.clock.eval_s
+        )
+        if progress.step:
+            training.emit(
+                NoteEvent(
+                    f"the checkpoint has no time of the cluster: its {progress.step:,} steps and "
+                    f"{evaluations:,} evaluations count as predicted for the rest"
+                )
+            )
+
+    def micro_batches(self, step: int, plan: BatchPlan) -> Iterator[MicroBatch]:
+        for rank in self._virtual.order:
+            self._statistics.load(rank)
+            self._micro.loss.zero_()
+            yield from micro_batches_of(plan, step, rank)
+            self._virtual.end_rank(self._micro.loss)
+            self._statistics.store(rank)
+
+    def record(self, outcome: StepOutcome) -> Mapping[str, Any]:
+        return self._advanced(self.clock.step_s if self.clock else 0.0)
+
+    def record_evaluation(self, *, reached_target: bool) -> Mapping[str, Any]:
+        found = self._advanced(self.clock.eval_s if self.clock else 0.0)
+        if reached_target and self._to_target is None:
+            self._to_target = self._predicted_s
+        return found
+
+    def _advanced(self, seconds: float) -> dict[str, Any]:
+        """Advances the clock; returns the record field, if there is a clock."""
+        self._predicted_s += seconds
+        return {"predicted_s": self._predicted_s} if self.clock else {}
+
+    def remark(self) -> str:
+        return f"on the cluster after {format_duration(self._predicted_s)}" if self.clock else ""
+
+    def state(self) -> dict[str, Any]:
+        return {"predicted_s": self._predicted_s, "predicted_s_to_target": self._to_target}
+
+    def summary(self) -> dict[str, Any]:
+        settings = self.settings
+        found: dict[str, Any] = {
+            "nodes": settings.nodes, "gpus_per_node": settings.gpus_per_node, "ranks": settings.ranks,
+        }  # fmt: skip
+        if self.clock is not None:
+            found |= asdict(self.clock) | self.clock.totals(self._predicted_s)
+            reached = self._progress.time_to_target_s is not None
+            found["predicted_s_to_target"] = (
+                (self._to_target or self._predicted_s) if reached else None
+            )
+        return {self.name: found}

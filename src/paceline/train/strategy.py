@@ -1,0 +1,290 @@
+"""`Strategy`: how the ranks of a run turn the micro-batches of a step into new weights.
+
+`run.strategy` names it. `Synchronous`, the default, sums the gradients of all ranks and updates all
+weights with the sum. Other strategies are extensions: a subclass, under a name in `PROVIDES` of its
+package or given to `register_strategy`. Its settings are the table `[run.NAME]`, with the combinations
+that it excludes.
+
+Each rank has one strategy from the start of a run to its end:
+
+- build: `check`, `check_model`, `load`, `prepare`, `divide`, `create_exchange`, `attach`;
+- each step: `begin`, `micro_batches`, `finish`, and `record` once the step is complete;
+- pauses for evaluations and checkpoints: `pause`, `record_evaluation`, `replan`, `state`;
+- end: `conclude` and `summary`, or after an error only `release`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.exchange import GradientExchange
+from paceline.comm.group import Group
+from paceline.config import STRATEGIES, SYNCHRONOUS, RunConfig
+from paceline.core.events import ShownField
+from paceline.core.settings import register_settings
+from paceline.data import BatchPlan
+from paceline.plan.plan_file import ClusterFacts
+from paceline.train.batch_norm import BatchNormState
+from paceline.train.micro_step import MicroStep
+from paceline.train.update import Update
+
+if TYPE_CHECKING:
+    from paceline.train.exchange_plan import ExchangeParts
+    from paceline.train.inputs import RunInputs
+    from paceline.train.step import StepOutcome
+    from paceline.train.step_parts import StepParts
+    from paceline.train.training import Training
+
+
+class MicroBatch(NamedTuple):
+    """A micro-batch of a step: its number in the step, whether it has the usual size, and whether it is
+    its rank's last."""
+
+    number: int
+    usual: bool
+    last: bool
+
+
+def micro_batches_of(plan: BatchPlan, step: int, rank: int) -> Iterator[MicroBatch]:
+    """Yields the micro-batches of one rank in a step."""
+    stretches = plan.micro_batches(step, rank)
+    for turn, (start, stop) in enumerate(stretches):
+        yield MicroBatch(
+            number=rank + turn * plan.world_size,
+            usual=stop - start == plan.usual_micro_batch(rank),
+            last=turn == len(stretches) - 1,
+        )
+
+
+@dataclass(kw_only=True)
+class Pending:
+    """The outcome of a step that is under way, in the form of `Update.row`.
+
+    Attributes:
+        row: The outcome in host memory, complete once `wait` has returned.
+        wait: Waits for the device or for other ranks; None if there is nothing to wait for.
+        exposed: Reads how long this rank waited for the exchange after its own backward pass.
+        fields: Record fields of the strategy, which `wait` may add to.
+    """
+
+    row: Tensor
+    wait: Callable[[], None] | None
+    exposed: Callable[[], float]
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+class Strategy:
+    """What a strategy decides. All defaults are those of plain synchronous training.
+
+    Attributes:
+        name: Its name in `run.strategy`, in checkpoints and in error messages.
+        several_ranks: It has no effect on one rank, which then trains synchronously.
+        same_weights: All ranks have the same weights after each step.
+        eager: It needs collectives inside a pass, which compiled code and CUDA graphs cannot hold.
+        one_batch: Why the global batch cannot grow during a run; "" if it can.
+        counts: Record fields that count something by number: title, what is numbered, what is counted.
+        shown: Figures of the summary and of evaluations for reports.
+    """
+
+    name: ClassVar[str] = ""
+    several_ranks: ClassVar[bool] = False
+    same_weights: ClassVar[bool] = True
+    eager: ClassVar[bool] = False
+    one_batch: ClassVar[str] = ""
+    counts: ClassVar[Mapping[str, tuple[str, str, str]]] = {}
+    shown: ClassVar[tuple[ShownField, ...]] = ()
+    # Steps that may be under way while the next is prepared; None: as the device wants it.
+    lag: int | None = None
+    # False while ranks wait for one another inside a step, so that they stop between steps only.
+    stops_within_step: bool = True
+
+    def __init__(self, config: RunConfig, group: Group) -> None:
+        self.config, self.group = config, group
+
+    # Before and while the run is built.
+
+    @classmethod
+    def ranks(cls, config: RunConfig, processes: int) -> int:
+        """Returns the number of ranks that share a global batch."""
+        return processes
+
+    @classmethod
+    def check(cls, config: RunConfig, ranks: int) -> None:
+        """Raises ConfigError for settings that do not fit the number of ranks."""
+
+    @classmethod
+    def check_model(cls, model: nn.Module) -> None:
+        """Raises ConfigError for a model that it cannot train."""
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Takes what `state` returned, from the checkpoint of a resumed run."""
+
+    def prepare(self, model: nn.Module, inputs: RunInputs) -> None:
+        """Changes or inspects the new model, before its fast forms are chosen. A collective."""
+
+    @classmethod
+    def cluster(cls, config: RunConfig, processes: int, nodes: int) -> ClusterFacts:
+        """Returns the ranks and nodes that exchange gradients; `nodes` are those of the job."""
+        return ClusterFacts(processes, nodes)
+
+    def batch_norm(self, model: nn.Module) -> BatchNormState:
+        """Creates the running statistics of this rank."""
+        return BatchNormState(model)
+
+    def divide(self, plan: BatchPlan, compute: Callable[[], None]) -> BatchPlan:
+        """Divides each global batch among ranks. `compute` runs one micro-batch without a trace."""
+        return plan
+
+    def create_exchange(
+        self, planned: ExchangeParts, *, accumulate: bool, graphs: bool, squares: bool
+    ) -> GradientExchange:
+        """Creates what sums gradients and signals. A collective."""
+        return planned.create(self.group, accumulate=accumulate, graphs=graphs, squares=squares)
+
+    @property
+    def computed_ranks(self) -> int | Sequence[int]:
+        """The rank whose micro-batches this process computes, or several, one after the other."""
+        return self.group.rank
+
+    def attach(self, parts: StepParts, micro: MicroStep) -> None:
+        """Takes the parts of the step, once they exist."""
+        raise NotImplementedError
+
+    @classmethod
+    def outline(cls, config: RunConfig, ranks: int) -> dict[str, str]:
+        """Returns lines for a dry run on so many ranks, which replace those of the same name."""
+        return {}
+
+    def describe(self) -> dict[str, str]:
+        """Returns lines for the start of the run, which replace those of the same name."""
+        return self.outline(self.config, self.group.world_size)
+
+    def start(self, training: Training) -> None:
+        """Called once before the first step."""
+
+    # In each step.
+
+    def begin(self, step: int, plan: BatchPlan) -> None:
+        """Called before the first micro-batch."""
+
+    def micro_batches(self, step: int, plan: BatchPlan) -> Iterator[MicroBatch]:
+        """Yields the micro-batches of this process, in the order of its loader. The consumer may leave
+        before the end."""
+        return micro_batches_of(plan, step, self.group.rank)
+
+    def finish(self, rate: float, others: Mapping[str, float] | None) -> Pending:
+        """Updates the weights after the exchange has summed the gradients.
+
+        Args:
+            rate: The learning rate.
+            others: Further values of the schedule.
+        """
+        raise NotImplementedError
+
+    def record(self, outcome: StepOutcome) -> Mapping[str, Any]:
+        """Returns the record fields of a completed step."""
+        return outcome.fields
+
+    # Between steps.
+
+    def pause(self) -> None:
+        """Called before an evaluation and a checkpoint, when no step is under way. A collective."""
+
+    def record_evaluation(self, *, reached_target: bool) -> Mapping[str, Any]:
+        """Returns the record fields of an evaluation."""
+        return {}
+
+    def remark(self) -> str:
+        """Returns what the line of an evaluation shows of them."""
+        return ""
+
+    def replan(self, plan: BatchPlan) -> BatchPlan:
+        """Divides the batches of later steps; returns `plan` if nothing changes. A collective."""
+        return plan
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps."""
+        return {}
+
+    # At the end.
+
+    def conclude(self) -> None:
+        """Called after the last step of a run that ends without an error. A collective."""
+
+    def summary(self) -> dict[str, Any]:
+        """Returns entries for `summary.json`."""
+        return {}
+
+    def release(self) -> None:
+        """Gives up CUDA graphs, threads and connections, also after an error. Waits for nothing."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of what this rank keeps from step to step beside the optimizer's state."""
+        return 0
+
+    def step_bytes(self, gradient_bytes: float) -> float:
+        """Returns the bytes that a rank sends in a step; `gradient_bytes` are those of the plan."""
+        return gradient_bytes
+
+
+class Synchronous(Strategy):
+    """All ranks sum their gradients in each step, and make the same update."""
+
+    name = SYNCHRONOUS
+
+    def attach(self, parts: StepParts, micro: MicroStep) -> None:
+        self.update = Update(
+            parts.optimizer, parts.exchange, parts.batch_norm, parts.scale,
+            graphs=parts.fast.graphs, average=parts.average, clip_norm=parts.clip_norm,
+        )  # fmt: skip
+        self._exchange = parts.exchange
+
+    def finish(self, rate: float, others: Mapping[str, float] | None) -> Pending:
+        """Queues the update, and behind it the copy of the outcome to host memory."""
+        self.update.run(rate, others)
+        source, exposed = self.update.row, self._exchange.exposed
+        if not source.is_cuda:
+            return Pending(row=source.clone(), wait=None, exposed=exposed)
+        row = torch.empty(source.shape, pin_memory=True)
+        row.copy_(source, non_blocking=True)
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record()
+        return Pending(row=row, wait=ready.synchronize, exposed=exposed)
+
+    def release(self) -> None:
+        self.update.release()
+
+    @property
+    def state_bytes(self) -> int:
+        memory = self._exchange.memory
+        return 0 if memory is None else memory.state_bytes
+
+
+def register_strategy(kind: type[Strategy], settings: type | None = None) -> None:
+    """Makes `kind` the strategy `kind.name` of this process, with the class of `[run.NAME]`, if any."""
+    STRATEGIES.register(kind.name, kind)
+    if settings is not None:
+        register_settings("run", kind.name, settings)
+
+
+def strategy_class(config: RunConfig) -> type[Strategy]:
+    """Returns the strategy that `run.strategy` names."""
+    found: type[Strategy] = STRATEGIES.get(config.run.strategy, "run.strategy")
+    return found
+
+
+def create_strategy(config: RunConfig, group: Group) -> Strategy:
+    """Creates the strategy of a run; the default where the one that is named needs several ranks."""
+    kind = strategy_class(config)
+    return Synchronous(config, group) if is_idle(kind, group.world_size) else kind(config, group)
+
+
+def is_idle(kind: type[Strategy], ranks: int) -> bool:
+    """Returns True if a strategy has no effect on so many ranks."""
+    return kind.several_ranks and ranks == 1

@@ -1,0 +1,351 @@
+"""Rehearsals: one process trains to the bits of the ranks that it stands for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.core.errors import ConfigError
+from paceline.core.events import EvalEvent, NoteEvent, StartEvent, StepEvent
+from paceline.rehearsal.statistics import VirtualStatistics
+from paceline.report import RunFiles, summary_rows, verdict
+from paceline.train.batch_norm import pool
+from paceline.train.components import Components
+from paceline.train.run import run_training
+from ranks import run_ranks
+from small_runs import Silent, run_small, small_config
+from train.runs import EVERY_STEP, last, stop_after, watched
+
+
+def _real(rank: int, folder: str, values: dict[str, Any]) -> str:
+    return str(run_small(folder, **values).summary["weights_sha256"])
+
+
+def rehearsed(ranks: int, **settings: Any) -> dict[str, Any]:
+    named = {"nodes": 1, "gpus_per_node": ranks, **settings}
+    return {"run__strategy": "rehearsal", **{f"run__rehearsal__{k}": v for k, v in named.items()}}
+
+
+# The last step is short: 112 samples in batches of 32. Three micro-steps a rank need fp32 sums.
+CASES: dict[str, dict[str, Any]] = {
+    "native": {"run__global_batch_size": 32, "run__batch_size": 4},
+    "hierarchical in fp16": {
+        "run__global_batch_size": 16, "comm__algorithm": "hierarchical", "comm__wire": "float16",
+        "comm__fusion_mib": 0.1,
+    },
+    "halving in bf16, averaged": {
+        "run__global_batch_size": 16, "comm__algorithm": "halving_doubling", "comm__wire": "bfloat16",
+        "run__average_epochs": 1.0, "comm__fusion_mib": 0.2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "case"), [(2, "native"), (4, "native"),
+    (4, "hierarchical in fp16"), (4, "halving in bf16, averaged")])  # fmt: skip
+def test_a_rehearsal_ends_with_the_bits_of_its_ranks(tmp_path: Path, ranks: int, case: str) -> None:
+    real = run_ranks(ranks, _real, str(tmp_path / "real"), CASES[case])[0]
+    found = run_small(tmp_path / "rehearsed", **CASES[case], **rehearsed(ranks)).summary
+    assert found["weights_sha256"] == real
+    there = json.loads((tmp_path / "real/summary.json").read_text())
+    assert found["world_size"] == there["world_size"] == ranks
+    assert found["top1"] == there["top1"]
+    assert found["val_loss"] == pytest.approx(there["val_loss"], rel=1e-6)
+    # Batch norm is each rank's own, and the checkpoint has them all.
+    ours, theirs = last(tmp_path / "rehearsed").batch_norm, last(tmp_path / "real").batch_norm
+    assert torch.equal(ours["rows"], theirs["rows"])
+    assert torch.equal(ours["tracked"], theirs["tracked"])
+
+
+def test_a_rehearsal_resumes_bit_identically_and_its_clock_goes_on(tmp_path: Path) -> None:
+    values = {**rehearsed(4, profile=profile(tmp_path), gpu="H100"), **EVERY_STEP}
+    whole = run_small(tmp_path / "a", **values).summary
+    stop_after(3, tmp_path / "b", **values)
+    rest = run_small(tmp_path / "b", run__resume="auto", **values).summary
+    assert rest["resumed_at_steps"] == [3]
+    assert rest["weights_sha256"] == whole["weights_sha256"]
+    assert rest["rehearsal"] == whole["rehearsal"]
+
+
+def test_a_clock_counts_what_a_run_without_one_has_done(tmp_path: Path) -> None:
+    clock: dict[str, Any] = {
+        "run__rehearsal__profile": profile(tmp_path),
+        "run__rehearsal__gpu": "H100",
+    }
+    whole = run_small(tmp_path / "a", **rehearsed(4), **clock, **EVERY_STEP).summary
+    stop_after(5, tmp_path / "b", **rehearsed(4), **EVERY_STEP)
+    rest, events = watched(
+        tmp_path / "b", run__resume="auto", **rehearsed(4), **clock, **EVERY_STEP
+    )
+    for name in ("predicted_s", "gpu_hours", "energy_kwh"):
+        assert rest.summary["rehearsal"][name] == pytest.approx(whole["rehearsal"][name])
+    notes = [event.text for event in events if isinstance(event, NoteEvent)]
+    assert any("5 steps and 1 evaluations count" in text for text in notes)
+
+
+FULL_GRADIENTS: dict[str, Any] = {
+    "optim__name": "svrg", "optim__momentum": 0.0, "data__augment": "none", "data__flip": False,
+}  # fmt: skip
+
+
+def plan_in(wire: str, folder: Path, ranks: int) -> str:
+    """A plan file with all of resnet_tiny's tensors in one bucket."""
+    from paceline.models.registry import create_model
+    from paceline.models.settings import ModelSettings
+    from paceline.plan.fusion_plan import FusionBucket, FusionPlan
+    from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
+    from paceline.plan.wires import own_algorithm
+
+    net = create_model(
+        ModelSettings(name="resnet_tiny"), num_classes=4, in_channels=1, image_size=12
+    )
+    sizes = [(name, p.numel()) for name, p in net.named_parameters()]
+    names = tuple(name for name, _ in sizes)
+    own = own_algorithm(wire)
+    bucket = FusionBucket(names, own or "native", wire, "ring" if own else "")
+    path = folder / "plan.toml"
+    PlanFile(FusionPlan((bucket,)), ModelFacts.of(sizes), ClusterFacts(ranks, 1)).write(path)
+    return str(path)
+
+
+def test_a_plan_in_8_bits_is_refused_by_its_own_name(tmp_path: Path) -> None:
+    path = plan_in("int8", tmp_path, 2)
+    with pytest.raises(ConfigError, match="int8") as caught:
+        run_small(tmp_path / "a", **rehearsed(2), comm__plan=path)
+    assert caught.value.field == "comm.plan"
+
+
+@pytest.mark.parametrize(
+    ("wire", "values"),
+    [
+        ("int8", {"run__noise_scale": True}),
+        ("int8", FULL_GRADIENTS),
+        ("float16", FULL_GRADIENTS),
+    ],
+)
+def test_wires_of_a_plan_are_refused_as_those_of_the_settings(
+    tmp_path: Path, wire: str, values: dict[str, Any]
+) -> None:
+    """They are known only once the plan file is read."""
+    with pytest.raises(ConfigError, match=wire) as caught:
+        run_small(tmp_path / "a", comm__plan=plan_in(wire, tmp_path, 1), **values)
+    assert caught.value.field == "comm.plan"
+
+
+def _resumed(rank: int, folder: str, saved: str) -> str:
+    return str(run_small(folder, run__resume=saved).summary["weights_sha256"])
+
+
+def test_the_cluster_continues_what_was_rehearsed(tmp_path: Path) -> None:
+    """A checkpoint of virtual ranks is that of as many real ones."""
+    whole = run_small(tmp_path / "a", **rehearsed(2), **EVERY_STEP).summary
+    saved = str(tmp_path / "a/checkpoints/step-00000003.pt")
+    found = run_ranks(2, _resumed, str(tmp_path / "b"), saved)
+    assert found == [whole["weights_sha256"]] * 2
+
+
+def profile(folder: Path, image_size: int = 12, prefix: str = "") -> str:
+    """A step of resnet_tiny as `paceline profile` would have measured it."""
+    from paceline.models.registry import create_model
+    from paceline.models.settings import ModelSettings
+    from paceline.plan.optimizer import Gradient
+    from paceline.plan.plan_file import PlanFile
+    from paceline.planner.workload import Affine, Workload
+
+    net = create_model(
+        ModelSettings(name="resnet_tiny"), num_classes=4, in_channels=1, image_size=12
+    )
+    names = [(name, p.numel()) for name, p in net.named_parameters()]
+    gradients = tuple(
+        Gradient(prefix + name, size, False, (at + 1) / len(names))
+        for at, (name, size) in enumerate(reversed(names))
+    )
+    work = Workload(
+        "resnet_tiny", gradients, Affine(0.001, 1e-4), Affine(0.002, 2e-4), 0.001,
+        image_size=image_size,
+    )  # fmt: skip
+    path = folder / "profile.toml"
+    PlanFile(workload=work.to_section()).write(path)
+    return str(path)
+
+
+def test_the_clock_advances_by_the_predicted_times(tmp_path: Path) -> None:
+    outcome, events = watched(
+        tmp_path / "a",
+        **rehearsed(
+            4, profile=profile(tmp_path), gpu="H100", startup_s=7.0, eval_s=3.0,
+            price_per_gpu_hour=2.0, watts_per_gpu=700.0,
+        ),
+    )  # fmt: skip
+    found = outcome.summary["rehearsal"]
+    steps = [event for event in events if isinstance(event, StepEvent)]
+    evals = [event for event in events if isinstance(event, EvalEvent)]
+    assert steps[0].fields["predicted_s"] == pytest.approx(7.0 + found["step_s"])
+    assert evals[-1].fields["predicted_s"] == pytest.approx(7.0 + 7 * found["step_s"] + 2 * 3.0)
+    assert found["predicted_s"] == evals[-1].fields["predicted_s"]
+    assert found["gpu_hours"] == pytest.approx(4 * found["predicted_s"] / 3600)
+    assert found["cost"] == pytest.approx(2 * found["gpu_hours"])
+    assert found["energy_kwh"] == pytest.approx(0.7 * found["gpu_hours"])
+    run = RunFiles.read(tmp_path / "a")
+    labels = dict(summary_rows(run))
+    assert labels["ranks (virtual)"] == "4"
+    assert "cluster's cost" in labels
+    assert "4 virtual ranks, cluster's time (predicted)" in verdict(run)
+    assert "Accuracy over the cluster" in (tmp_path / "a/report.html").read_text()
+
+
+@pytest.mark.parametrize(("image_size", "prefix"), [(32, ""), (12, "net.")])
+def test_a_profile_of_other_images_or_another_model_is_refused(
+    tmp_path: Path, image_size: int, prefix: str
+) -> None:
+    path = profile(tmp_path, image_size, prefix)
+    with pytest.raises(ConfigError) as caught:
+        run_small(tmp_path / "a", **rehearsed(4, profile=path, gpu="H100"))
+    assert caught.value.field == "run.rehearsal.profile"
+
+
+def test_the_clock_is_of_the_format_that_runs(tmp_path: Path) -> None:
+    """`auto` on a CPU trains in fp32 and sends fp32, whatever a GPU would choose."""
+    given: dict[str, Any] = rehearsed(
+        1, nodes=2, gpu="H100", node_gbps=0.1, profile=profile(tmp_path)
+    ) | {"run__epochs": 1}
+    steps = {}
+    for dtype in ("auto", "fp32", "bf16"):
+        outcome, events = watched(tmp_path / dtype, **given, precision__amp_dtype=dtype)
+        start = events[0]
+        assert isinstance(start, StartEvent)
+        assert ("the times are of fp32" in start.chosen["clock"]) == (dtype == "bf16")
+        steps[dtype] = outcome.summary["rehearsal"]["step_s"]
+    assert steps["auto"] == steps["fp32"] > 1.5 * steps["bf16"]
+
+
+def test_a_model_that_the_planner_does_not_know_is_counted(tmp_path: Path) -> None:
+    """Without a profile the clock has a step, and counting changes no bit of the training."""
+    given: dict[str, Any] = {**rehearsed(4), "run__epochs": 1}
+    plain = run_small(tmp_path / "plain", **given).summary
+    outcome, events = watched(tmp_path / "timed", **given, run__rehearsal__gpu="H100")
+    start = events[0]
+    assert isinstance(start, StartEvent)
+    assert "layers of the network, counted from a trace, on H100" in start.chosen["clock"]
+    assert outcome.summary["weights_sha256"] == plain["weights_sha256"]
+    found = outcome.summary["rehearsal"]
+    assert 0 < found["step_s"] < 0.1
+    assert found["energy_kwh"] > 0
+    # Frozen layers are not sent, but the step is that of a training without them.
+    _, events = watched(
+        tmp_path / "frozen", **given, run__rehearsal__gpu="H100", model__freeze=["conv1"]
+    )
+    start = events[0]
+    assert isinstance(start, StartEvent)
+    assert "frozen layers (the times are of a step that trains all)" in start.chosen["clock"]
+
+
+class _Looks(nn.Module):
+    """Decides by the values of its input, which the meta device has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(12 * 12, 4)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.fc(images.flatten(1))
+        return found if images.mean() > -100 else -found
+
+
+def test_a_model_that_cannot_be_counted_needs_a_profile(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "a", **rehearsed(2, gpu="H100"))
+    with pytest.raises(ConfigError, match="does not run on the meta device") as caught:
+        run_training(config, Silent, components=Components(model=_Looks()))
+    assert caught.value.field == "run.rehearsal.gpu"
+
+
+def test_more_micro_steps_take_longer_but_one_exchange(tmp_path: Path) -> None:
+    def step_s(batch: int) -> float:
+        outcome, _ = watched(
+            tmp_path / str(batch), **rehearsed(2, profile=profile(tmp_path), gpu="H100"),
+            run__batch_size=batch, run__epochs=1,
+        )  # fmt: skip
+        return float(outcome.summary["rehearsal"]["step_s"])
+
+    one, two = step_s(8), step_s(4)
+    # Two micro-steps of 4 take two fixed parts more than one of 8, on the slower of two ranks.
+    assert two - one == pytest.approx(0.003, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"run__rehearsal__profile": "missing.toml"}, "run.rehearsal.profile"),
+        ({"run__rehearsal__nodes": -1}, "run.rehearsal.nodes"),
+        ({"run__rehearsal__nodes": 5000}, "run.rehearsal.nodes"),
+        ({"run__rehearsal__node_gbps": 0.0}, "run.rehearsal.node_gbps"),
+        ({"run__rehearsal__eval_s": -1.0}, "run.rehearsal.eval_s"),
+        ({"run__rehearsal__nodes": 0}, "run.rehearsal.nodes"),
+        ({"run__trace": True}, "run.trace"),
+        ({"comm__wire": "int8"}, "comm.wire"),
+        ({"optim__batch_schedule": "1:2"}, "optim.batch_schedule"),
+        ({**FULL_GRADIENTS}, "run.strategy"),
+        ({"run__global_batch_size": 7}, "run.global_batch_size"),
+        ({"run__rehearsal__nodes": 300}, "run.rehearsal.nodes"),
+    ],
+)
+def test_bad_input_is_named(tmp_path: Path, values: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run_small(tmp_path / "a", **(rehearsed(4) | values))
+    assert caught.value.field == field
+
+
+def _nested(rank: int, folder: str) -> str:
+    try:
+        run_small(folder, **rehearsed(2))
+    except ConfigError as error:
+        return error.field
+    return ""
+
+
+def test_a_rehearsal_on_several_processes_is_refused(tmp_path: Path) -> None:
+    assert run_ranks(2, _nested, str(tmp_path / "a")) == ["run.strategy"] * 2
+
+
+def test_statistics_of_virtual_ranks_are_apart() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(3))
+    state = VirtualStatistics(net, 2)
+    for rank in range(2):
+        state.load(rank)
+        net(torch.randn(8, 3) + 10 * rank)
+        state.store(rank)
+    assert not torch.allclose(state.kept[0], state.kept[1])
+    state.remember()
+    state.load(0)
+    net(torch.full((8, 3), float("nan")))
+    state.store(0)
+    state.discard_if(torch.ones(()))
+    assert torch.isfinite(state.kept).all()
+    assert torch.equal(state.average(None), pool(state.kept))  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("algorithm", ["native", "hierarchical"])
+def test_a_rehearsal_on_a_gpu_is_captured_and_close_to_that_on_the_cpu(
+    tmp_path: Path, algorithm: str
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    values = {**rehearsed(4), "run__epochs": 1, "comm__algorithm": algorithm}
+    fp32: dict[str, Any] = {"precision__amp_dtype": "fp32", "data__image_size": 28}
+    found, events = watched(
+        tmp_path / "gpu", run__device="cuda", run__cuda_graphs="on", **values, **fp32
+    )
+    start = events[0]
+    assert isinstance(start, StartEvent)
+    assert "CUDA graphs on" in start.chosen["speed"]
+    expected = run_small(tmp_path / "cpu", **values, **fp32).summary
+    assert found.summary["val_loss"] == pytest.approx(expected["val_loss"], rel=0.02)
+    again, _ = watched(
+        tmp_path / "eager", run__device="cuda", run__cuda_graphs="off", **values, **fp32
+    )
+    assert again.summary["val_loss"] == pytest.approx(found.summary["val_loss"], rel=0.01)
