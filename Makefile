@@ -102,7 +102,7 @@ $(VENV)/models/.installed: $(VENV)/.installed-test tools/make_models_environment
 	touch $@
 
 models-test: $(VENV)/models/.installed
-	$(VENV)/models/bin/python -m pytest tests/models/test_zoo.py tests/models/test_torchvision.py 'tests/api/test_examples.py::test_examples_run[timm_model]' $(ARGS)
+	$(VENV)/models/bin/python -m pytest tests/models/test_zoo.py tests/models/test_torchvision.py tests/accel/test_own_loop.py 'tests/api/test_examples.py::test_examples_run[timm_model]' $(ARGS)
 
 # Whole trainings and other checks that take minutes.
 test-slow: $(VENV)/.installed-test

@@ -6,11 +6,11 @@
 Prints one JSON object a line. First every kind of convolution with its norms, forward and backward:
 milliseconds of all forms, the bytes that the fused form has to move and their share of 4.26 TB/s (the
 copy bandwidth of an H200), and how far the results are from those of the separate form; `large`: only
-those of maps of 14 × 14 and more. Then whole training steps, `run.fused_convolutions` off and auto, and
-auto with `run.recompute_norms`, in turn, through the rows of `paceline bench step`, with the forms that
-they chose; `profile`: milliseconds of such a step by kind of kernel. With the mode `cudnn`, the forms of
-cuDNN take part, and its steps are measured; `cudnn-recompute` are those with `run.recompute_norms`. A
-form or a layer that fails, or does not end, prints its error, and the next one follows. Kernels are
+those of maps of 14 × 14 and more. Then whole training steps, `run.accel.fused_convolutions` off and
+auto, and auto with `recompute_norms`, in turn, through the rows of `paceline bench step`, with the forms
+that they chose; `profile`: milliseconds of such a step by kind of kernel. With the mode `cudnn`, the
+forms of cuDNN take part, and its steps are measured; `cudnn-recompute` are those with `recompute_norms`.
+A form or a layer that fails, or does not end, prints its error, and the next one follows. Kernels are
 built first, by several processes.
 """
 
@@ -32,12 +32,11 @@ import torch
 import triton
 from torch import Tensor, nn
 
+from paceline.accel.fused import join_moments, moments
+from paceline.accel.operands import MERGED, PLAIN, Epilogue, Gradients, NormedMap, Operand
+from paceline.accel.product_choice import CUDNN, SEPARATE, Choices
+from paceline.accel.products import backward_product, forward_product
 from paceline.bench.step import RowProcess, measure
-from paceline.models import product_choice, products
-from paceline.models.fused import join_moments, moments
-from paceline.models.operands import MERGED, PLAIN, Epilogue, Gradients, NormedMap, Operand
-from paceline.models.product_choice import CUDNN, SEPARATE, choices
-from paceline.models.products import backward_product, forward_product
 from paceline.train.step import TrainStep
 from paceline.tune.step import StepRow
 
@@ -105,7 +104,7 @@ LAYERS = (
 JOINING = ("reduce", "projected")
 NORMED = ("expand", "middle")
 MODES = ("off", "auto", "recompute")
-# Modes with `run.recompute_norms`, and their `run.fused_convolutions`.
+# Modes with `run.accel.recompute_norms`, and their `run.accel.fused_convolutions`.
 RECOMPUTED = {"recompute": "auto", f"{CUDNN}-recompute": CUDNN}
 # Kinds of kernels, by their names.
 KERNELS = {
@@ -124,7 +123,8 @@ def emit(**values: object) -> None:
 class Case:
     """A layer on random maps."""
 
-    def __init__(self, layer: Layer, batch: int, dtype: torch.dtype) -> None:
+    def __init__(self, layer: Layer, batch: int, dtype: torch.dtype, choices: Choices) -> None:
+        self.choices = choices
         self.layer, self.dtype, self.batch = layer, dtype, batch
         device = torch.device("cuda")
         torch.manual_seed(0)
@@ -154,7 +154,7 @@ class Case:
             self.operand = Operand(self.before)
 
     def statistics(self, x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
-        halves = choices.mode == CUDNN and self.dtype == torch.float16
+        halves = self.choices.mode == CUDNN and self.dtype == torch.float16
         return join_moments(moments(x), norm, halves=halves)
 
     def map(self, channels: int, side: int = 0) -> Tensor:
@@ -167,6 +167,7 @@ class Case:
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:
         return forward_product(
+            self.choices,
             self.operand,
             self.weight,
             self.norm,
@@ -199,6 +200,7 @@ class Case:
 
     def backward(self) -> Gradients:
         return backward_product(
+            self.choices,
             self.gradient,
             self.weight,
             self.inputs,
@@ -257,6 +259,7 @@ def backward_results(case: Case) -> list[Tensor]:
 
 
 def report(case: Case, keys: list[str], results: Callable[[Case], list[Tensor]]) -> None:
+    choices = case.choices
     for key in keys:
         times, best = choices.times[key], choices.chosen[key]
         moved = case.bytes(key)
@@ -286,14 +289,14 @@ def report(case: Case, keys: list[str], results: Callable[[Case], list[Tensor]])
         emit(**line)
 
 
-def measure_shapes(batch: int, dtype: torch.dtype, layers: list[Layer]) -> None:
+def measure_shapes(batch: int, dtype: torch.dtype, layers: list[Layer], choices: Choices) -> None:
     """Ends at a layer that loses the device."""
     for layer in layers:
         earlier = seen = set(choices.times)
         problems = set(choices.problems)
         emit(layer=layer.name)
         try:
-            case = Case(layer, batch, dtype)
+            case = Case(layer, batch, dtype, choices)
             case.forward()
             keys = [key for key in choices.times if key not in seen]
             report(case, keys, forward_results)
@@ -315,7 +318,7 @@ def measure_shapes(batch: int, dtype: torch.dtype, layers: list[Layer]) -> None:
         for key in choices.problems.keys() - problems:
             emit(form=key, problem=choices.problems[key])
         # Kept layer by layer, for the steps that follow: `settle` ends the trial.
-        product_choice.settle(choices.own())
+        choices.settle(choices.own())
         choices.open = True
         torch.cuda.empty_cache()
 
@@ -356,9 +359,11 @@ def build(part: int, of: int, dtype: torch.dtype, layers: list[Layer]) -> None:
     """Builds the kernels of every `of`th form on small maps; later processes find them on disk."""
     number = -1
 
-    def build_some(
-        key: str, forms: dict[str, Any], device: torch.device, then: object = None
-    ) -> str:
+    class BuildSome(Choices):
+        def choose(self, key: str, forms: Any, device: torch.device, then: object = None) -> str:
+            return build_some(forms, device)
+
+    def build_some(forms: dict[str, Any], device: torch.device) -> str:
         nonlocal number
         fused = {
             name: call for name, call in forms.items() if name.split()[0] not in (SEPARATE, "cudnn")
@@ -378,11 +383,10 @@ def build(part: int, of: int, dtype: torch.dtype, layers: list[Layer]) -> None:
             forms[SEPARATE] = lambda: weight if end is None else (end.like, sums, gradient.x)
         return SEPARATE
 
-    products.choose = build_some  # type: ignore[assignment, attr-defined]
     for layer in layers:
         if layer.kernel > 1 or layer.stride > 1:
             continue  # no kernels of Triton
-        case = Case(Layer(layer.kind, 16, layer.into, layer.out, 1), 2, dtype)
+        case = Case(Layer(layer.kind, 16, layer.into, layer.out, 1), 2, dtype, BuildSome())
         case.prepare_backward()
         case.backward()
     torch.cuda.synchronize()
@@ -407,7 +411,7 @@ def measure_steps(batch: int, steps: int, rounds: int, dtype: str, modes: list[s
             emit(batch=batch, **process.measure())
     for mode in modes:
         if mode in ("auto", CUDNN):
-            product_choice.begin(mode, torch.device("cuda", torch.cuda.current_device()))
+            choices = Choices.begin(mode, torch.device("cuda", torch.cuda.current_device()))
             emit(mode=mode, file=str(choices.path), chosen=choices.chosen)
 
 
@@ -415,7 +419,8 @@ def step_row(mode: str, batch: int, steps: int, dtype: str) -> StepRow:
     recompute = mode in RECOMPUTED
     fused = RECOMPUTED.get(mode, mode)
     switches = {
-        "run.fused_convolutions": fused, "precision.amp_dtype": dtype, "run.recompute_norms": recompute,
+        "run.accel.fused_convolutions": fused, "run.accel.recompute_norms": recompute,
+        "precision.amp_dtype": dtype,
     }  # fmt: skip
     return StepRow(
         name=f"fused convolutions {fused}{' recompute' if recompute else ''}", switches=switches,
@@ -497,9 +502,9 @@ def main() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     mode = CUDNN if CUDNN in given.modes else "auto"
     if given.layers:
-        product_choice.begin(mode, device)
+        choices = Choices.begin(mode, device)
         choices.chosen.clear()  # all forms are timed, whatever was chosen before
-        measure_shapes(given.batch, dtype, [LAYERS[number] for number in given.layers])
+        measure_shapes(given.batch, dtype, [LAYERS[number] for number in given.layers], choices)
         return
     emit(
         device=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
@@ -508,7 +513,7 @@ def main() -> None:
     )  # fmt: skip
     if given.fresh:
         for each in {"auto", mode}:
-            product_choice.begin(each, device)
+            choices = Choices.begin(each, device)
             if choices.path is not None:
                 choices.path.unlink(missing_ok=True)
     if given.only not in ("steps", "profile"):

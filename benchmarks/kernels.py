@@ -43,6 +43,7 @@ from torch.utils.flop_counter import flop_registry
 
 from benchmarks.optimizer import copy_seconds
 from benchmarks.program import run
+from paceline.accel.cudnn_graphs import Plan
 from paceline.cli import options
 from paceline.cli.bench import parse_switches
 from paceline.cli.measure import chosen_device, environment, print_json
@@ -52,7 +53,6 @@ from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.topology import Topology
 from paceline.core.units import format_percent
-from paceline.models.cudnn_graphs import Plan
 from paceline.models.settings import check_model_name
 from paceline.train.micro_step import GradientSource, source_class
 from paceline.tune.step import StepRow, build_step
@@ -152,7 +152,7 @@ class CallCounter(TorchDispatchMode):
 
     @contextmanager
     def cudnn_graphs(self) -> Iterator[None]:
-        """Notes the graphs of cuDNN of `run.fused_convolutions=cudnn`, too."""
+        """Notes the graphs of cuDNN of `run.accel.fused_convolutions=cudnn`, too."""
         execute = Plan.run
 
         def noted(plan: Plan, tensors: Mapping[str, Tensor]) -> None:
@@ -334,9 +334,10 @@ def _check(switches: Mapping[str, Any]) -> None:
             "run.cuda_graphs", "on", "kernels inside of a graph have no launch of their own",
             "leave it out: the kernels are the same",
         )  # fmt: skip
-    if switches.get("run.compile", "off") not in ("off", "auto"):
+    if switches.get("run.accel.compile", "off") not in ("off", "auto"):
         raise ConfigError(
-            "run.compile", switches["run.compile"], "compiled kernels have no operators to count",
+            "run.accel.compile", switches["run.accel.compile"],
+            "compiled kernels have no operators to count",
             "leave it out, or use `paceline bench step` for the time of the whole step",
         )  # fmt: skip
     for name in _NOT_IN_STEP:
@@ -359,7 +360,7 @@ def profile_step(row: StepRow, *, shapes: bool = False) -> dict[str, Any]:
         device = torch.device("cuda", torch.cuda.current_device())
     _check(row.switches)
     # Under a dispatch mode, torch.compile would run the function that it has compiled from.
-    uncompiled = {"run.cuda_graphs": "off", "run.compile": "off"}
+    uncompiled = {"run.cuda_graphs": "off", "run.accel.compile": "off"}
     row = replace(row, switches={**row.switches, **uncompiled})
     counter = CallCounter()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]

@@ -33,12 +33,19 @@ if TYPE_CHECKING:
         StepEvent,
         StopEvent,
     )
+    from paceline.custom_loop.accelerated import Accelerated, accelerate
     from paceline.custom_loop.checkpointer import Checkpointer
     from paceline.custom_loop.context import Context, init
     from paceline.custom_loop.data_parallel import DataParallel
     from paceline.custom_loop.prepared import Prepared, prepare
     from paceline.data import CorruptImage, DatasetSource, ImageLoader, Source
-    from paceline.models import ModelSettings, create_model, parameter_groups, register_model
+    from paceline.models import (
+        ModelSettings,
+        create_model,
+        parameter_groups,
+        register_acceleration,
+        register_model,
+    )
     from paceline.optim import LAMB, LARS, SGD, AdamW, Muon
     from paceline.plan.size_table import SizeTable
     from paceline.planner.scaling import ScalingPrediction, predict_scaling
@@ -50,12 +57,15 @@ _MODULES = {
     "paceline.comm.hybrid": "HybridAllReduce",
     "paceline.core.errors": "CheckpointError CommError ConfigError DataError PacelineError RunError",
     "paceline.core.events": "CheckpointEvent EvalEvent MetricEvent StartEvent StepEvent StopEvent",
+    "paceline.custom_loop.accelerated": "Accelerated accelerate",
     "paceline.custom_loop.checkpointer": "Checkpointer",
     "paceline.custom_loop.context": "Context init",
     "paceline.custom_loop.data_parallel": "DataParallel",
     "paceline.custom_loop.prepared": "Prepared prepare",
     "paceline.data": "CorruptImage DatasetSource ImageLoader Source",
-    "paceline.models": "ModelSettings create_model parameter_groups register_model",
+    "paceline.models": (
+        "ModelSettings create_model parameter_groups register_acceleration register_model"
+    ),
     "paceline.optim": "AdamW LAMB LARS Muon SGD",
     "paceline.planner.scaling": "ScalingPrediction predict_scaling",
     "paceline.plan.size_table": "SizeTable",
@@ -64,13 +74,14 @@ _MODULES = {
     "paceline.trainer": "Result Trainer",
 }
 __all__ = [
-    "LAMB", "LARS", "SGD", "AdamW", "Callback", "CheckpointError", "CheckpointEvent", "Checkpointer",
-    "CommError", "ConfigError", "Context", "CorruptImage", "DataError", "DataParallel", "DatasetSource",
-    "EarlyStopping", "EvalEvent", "HybridAllReduce", "ImageLoader", "MetricEvent", "ModelSettings",
+    "LAMB", "LARS", "SGD", "Accelerated", "AdamW", "Callback", "CheckpointError", "CheckpointEvent",
+    "Checkpointer", "CommError", "ConfigError", "Context", "CorruptImage", "DataError", "DataParallel",
+    "DatasetSource", "EarlyStopping", "EvalEvent", "HybridAllReduce", "ImageLoader", "MetricEvent",
+    "ModelSettings",
     "Muon", "PacelineError", "Prediction", "Predictor", "Prepared", "Result", "RunControl", "RunError",
     "ScalingPrediction", "SizeTable", "Source", "StartEvent", "StepEvent", "StopEvent", "Trainer",
-    "__version__", "create_model", "init", "parameter_groups", "predict_scaling", "prepare",
-    "register_model",
+    "__version__", "accelerate", "create_model", "init", "parameter_groups", "predict_scaling", "prepare",
+    "register_acceleration", "register_model",
 ]  # fmt: skip
 if not TYPE_CHECKING:  # a type checker would accept every name
     __getattr__, __dir__ = lazy_exports(

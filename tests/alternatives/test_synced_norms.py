@@ -181,7 +181,7 @@ def test_the_statistics_of_the_last_batch(tmp_path: Path) -> None:
     [
         ({"run__strategy": "synced_norms"}, "run.synced_norms.ranks"),
         ({"run__strategy": "synced_norms", "run__synced_norms__ranks": 1}, "run.synced_norms.ranks"),
-        ({"run__strategy": "synced_norms", "run__compile": "model"}, "run.compile"),
+        ({"run__strategy": "synced_norms", "run__accel__compile": "model"}, "run.accel.compile"),
         ({"model__norm_statistics": "median"}, "model.norm_statistics"),
         ({"model__norm_statistics": "last", "model__name": "alexnet", "data__image_size": 64},
          "model.norm_statistics"),

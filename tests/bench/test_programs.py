@@ -159,7 +159,7 @@ def test_ddp_on_two_ranks() -> None:
         (kernels.main, "--set optim.nmae=sgd", "optim.nmae"),
         (kernels.main, "--set model.name=resnet18", "model.name"),
         (kernels.main, "--set run.cuda_graphs=on", "run.cuda_graphs = 'on'"),
-        (kernels.main, "--set run.compile=model", "run.compile = 'model'"),
+        (kernels.main, "--set run.accel.compile=model", "run.accel.compile = 'model'"),
         (kernels.main, "--set run.strategy=unequal", "'run.strategy'"),
         (kernels.main, "--set optim.name=svrg --set optim.momentum=0", "optim.name = 'svrg'"),
         (kernels.main, "--steps 0", "--steps"),

@@ -101,7 +101,9 @@ class Waits(nn.Module):
 
 @pytest.mark.parametrize("compiled", ["auto", "off"])
 def test_a_model_that_waits_for_the_device_is_not_captured(tmp_path: Path, compiled: str) -> None:
-    chosen, losses, _ = train(tmp_path / "run", Components(model=Waits()), run__compile=compiled)
+    chosen, losses, _ = train(
+        tmp_path / "run", Components(model=Waits()), run__accel__compile=compiled
+    )
     check_losses(losses)
     assert (
         "CUDA graphs off; this model cannot be captured (it waits for the device" in chosen["speed"]
@@ -116,7 +118,7 @@ def test_a_capture_that_fails_unforeseen_goes_on_uncaptured(
     """The trial before the run does not see it; dropout draws outside of a capture afterwards."""
     monkeypatch.setattr("paceline.train.fast_path._graph_problem", lambda *_: "")
     net = Components(model=Waits())
-    chosen, losses, notes = train(tmp_path / "run", net, run__compile="off")
+    chosen, losses, notes = train(tmp_path / "run", net, run__accel__compile="off")
     check_losses(losses)
     assert "CUDA graphs on" in chosen["speed"]
     assert [note for note in notes if "steps are not captured from here on" in note]
@@ -153,15 +155,15 @@ def test_after_a_failed_capture_the_device_works(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_compiled_runs_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(model: nn.Module, how: str) -> Any:
+    def broken(model: nn.Module, **how: object) -> Any:
         def forward(images: Tensor) -> Tensor:
             raise torch._dynamo.exc.InternalTorchDynamoError("no such operator")
 
         return forward
 
-    monkeypatch.setattr("paceline.train.fast_path.compiled", broken)
+    monkeypatch.setattr(torch, "compile", broken)
     net = UserNet(4, in_channels=3, several=False)
     chosen, losses, _ = train(tmp_path / "run", Components(model=net))
     check_losses(losses)
-    expected = "compile off, CUDA graphs on; torch.compile failed (no such operator)"
+    expected = "compile off (torch.compile failed: no such operator), CUDA graphs on"
     assert expected in chosen["speed"]

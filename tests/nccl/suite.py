@@ -108,7 +108,7 @@ def configuration(case: Case, device: torch.device) -> RunConfig:
         "comm.algorithm": case["algorithm"], "comm.wire": case["wire"],
         "comm.overlap": case["overlap"], "comm.fusion_mib": case["fusion_mib"],
         "run.cuda_graphs": case["graphs"] if device.type == "cuda" else "off",
-        "precision.amp_dtype": case["dtype"], "precision.tf32": False, "run.compile": "off",
+        "precision.amp_dtype": case["dtype"], "precision.tf32": False, "run.accel.compile": "off",
         "data.image_size": SIZE, "data.eval_resize": 0, "optim.name": "sgd", "optim.lr": RATE,
         "optim.weight_decay": 0.0, "optim.warmup_epochs": 0.0,
     }  # fmt: skip

@@ -122,7 +122,7 @@ def test_the_largest_batch_is_the_largest(name: str) -> None:
     assert fits <= usable_bytes(gpu) < exceeds
     assert check_memory(NET, gpu, most).total <= gpu.memory_bytes
     again = largest_batch(NET.recomputing_norms(), gpu)
-    for net, hint in ((NET, f"{most:,} fit; with run.recompute_norms, {again:,}"),
+    for net, hint in ((NET, f"{most:,} fit; with run.accel.recompute_norms, {again:,}"),
                       (NET.recomputing_norms(), f"{again:,} fit")):  # fmt: skip
         with pytest.raises(ConfigError) as caught:
             check_memory(net, gpu, again + 1)
@@ -140,7 +140,7 @@ def test_chips_without_triton_keep_the_maps_before_pools() -> None:
     for name in ("V100", "A100", "H100"):
         gpu = accelerator(name)
         assert memory_on(gpu, net, 64) == step_memory(net, 64)
-        # As with run.fused_norm = "off".
+        # As with run.accel.fused_norm = "off".
         assert largest_batch(net, gpu, fused=False) < largest_batch(net, gpu)
         assert memory_on(gpu, net, 64, fused=False) == step_memory(net, 64, fused=False)
     stem, pooled = 64 * 112**2, 64 * 56**2

@@ -233,8 +233,8 @@ def test_the_tensors_are_the_models_own(name: str) -> None:
     """Names, sizes and which stay fp32, as in training; the order is that of the forward pass."""
     import torch
 
+    from paceline.accel.networks import network_of
     from paceline.models.registry import create_model
-    from paceline.models.resnet import fuse_norms
     from paceline.models.settings import ModelSettings
     from paceline.precision.policy import choose_policy
     from paceline.precision.settings import PrecisionSettings
@@ -244,7 +244,7 @@ def test_the_tensors_are_the_models_own(name: str) -> None:
     wanted = {n: (p.numel(), p.dtype != torch.float32) for n, p in model.named_parameters()}
     found = network(name)
     assert {t.name: (t.elements, t.half) for t in found.tensors} == wanted
-    assert found.has_fused_form == (fuse_norms(model, False) > 0)
+    assert found.has_fused_form == (network_of(model) is not None)
     assert found.pads_images == getattr(model, "pads_images", False)
     assert not network(name, channels=1).pads_images
 
@@ -258,9 +258,9 @@ def test_the_tensors_are_the_models_own(name: str) -> None:
 def test_windows_are_those_of_training(name: str, size: int, channels: int) -> None:
     from torch import nn
 
+    from paceline.accel.stem import window_form
     from paceline.models.registry import create_model
     from paceline.models.settings import ModelSettings
-    from paceline.models.stem import window_form
 
     model = create_model(ModelSettings(name), num_classes=10, in_channels=channels, image_size=size)
     first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))

@@ -114,7 +114,7 @@ def test_a_batch_that_does_not_fit_is_refused() -> None:
     assert small is not None
     most = largest_batch(small, accelerator(PLACE.gpu))
     HERE.check_batch(small, batch=most, half=True)
-    with pytest.raises(ConfigError, match="at most"):  # as with run.fused_norm = "off"
+    with pytest.raises(ConfigError, match="at most"):  # as with run.accel.fused_norm = "off"
         HERE.check_batch(small, batch=most, half=True, fused=False)
     for batch, half in ((1_000_000, True), (1_000, False)):
         with pytest.raises(ConfigError, match="at most") as caught:

@@ -110,7 +110,7 @@ def test_a_run_leaves_its_plan_which_another_may_take(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_blocks_that_are_compiled_overlap_too(tmp_path: Path) -> None:
-    values = {"run__compile": "blocks", "run__epochs": 1}
+    values = {"run__accel__compile": "blocks", "run__epochs": 1}
     flat = run_ranks(2, _run, str(tmp_path / "flat"), values)[0]
     ours = run_ranks(2, _run, str(tmp_path / "ours"), values | HYBRID)[0]
     assert ours["chosen"]["exchange"].endswith("overlapped")

@@ -25,7 +25,8 @@ def peak_of(model: str, batch: int, **switches: object) -> int:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
-    values = {"precision.amp_dtype": "fp16", **{f"run.{name}": it for name, it in switches.items()}}
+    accel = {f"run.accel.{name}": it for name, it in switches.items()}
+    values = {"precision.amp_dtype": "fp16", **accel}
     row = StepRow("memory", "ours", model, batch, 224, 1000, "cuda", 3, 2, values)
     measure_ours(row, lambda: None)
     return torch.cuda.max_memory_allocated() - held

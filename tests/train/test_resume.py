@@ -32,7 +32,7 @@ def content(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 def test_recomputed_norms_may_begin_with_a_resumed_run(finished: Path, tmp_path: Path) -> None:
     saved = finished / "checkpoints/step-00000003.pt"
-    rest = run_small(tmp_path / "rest", run__resume=str(saved), run__recompute_norms=True)
+    rest = run_small(tmp_path / "rest", run__resume=str(saved), run__accel__recompute_norms=True)
     assert rest.summary["weights_sha256"] == summary(finished)["weights_sha256"]
 
 
@@ -126,7 +126,7 @@ def test_a_finished_run_is_left_unchanged(tmp_path: Path, target: float | None) 
     own: dict[str, Any] = {"run__target_top1": target, "run__resume": "auto"}
     again = run_small(
         tmp_path / "a", **own, data__workers=0, checkpoint__interval_steps=3,
-        run__fused_convolutions="auto",
+        run__accel__fused_convolutions="auto",
     )  # fmt: skip
     assert (first.already_finished, again.already_finished) == (False, True)
     assert again.summary == first.summary

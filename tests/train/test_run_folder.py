@@ -68,10 +68,10 @@ def test_auto_finds_the_newest_unfinished_run_of_this_configuration(restarted: b
 @pytest.mark.parametrize(
     "change",
     [
-        {"run__fused_convolutions": "auto"},
-        {"run__recompute_norms": True},
+        {"run__accel__fused_convolutions": "auto"},
+        {"run__accel__recompute_norms": True},
         {"run__cuda_graphs": "off"},
-        {"run__compile": "off", "run__fused_norm": "off"},
+        {"run__accel__compile": "off", "run__accel__fused_norm": "off"},
     ],
 )
 def test_auto_finds_a_run_that_another_kernel_computed(change: dict[str, Any]) -> None:
@@ -86,11 +86,11 @@ def test_auto_finds_a_run_that_another_kernel_computed(change: dict[str, Any]) -
 def test_auto_prefers_the_run_that_the_same_kernels_computed() -> None:
     plain = choose()
     started(plain, step=5)
-    fused = choose(run__fused_convolutions="auto")
+    fused = choose(run__accel__fused_convolutions="auto")
     started(fused, step=3)
-    fused.write_config(small_config("", run__fused_convolutions="auto"))
+    fused.write_config(small_config("", run__accel__fused_convolutions="auto"))
     assert choose(run__resume="auto").path == plain.path, "though the other one is newer"
-    assert choose(run__resume="auto", run__fused_convolutions="auto").path == fused.path
+    assert choose(run__resume="auto", run__accel__fused_convolutions="auto").path == fused.path
     assert choose(run__resume="auto", run__cuda_graphs="off").path == fused.path, "the newest"
 
 

@@ -93,8 +93,8 @@ def test_recomputed_norms_change_no_bit(model: str, size: int, dtype: str, fused
     for recompute in (False, True):
         switches = {
             "precision.amp_dtype": dtype, "precision.tf32": False, "precision.loss_scale_init": 1024.0,
-            "run.fused_norm": fused, "run.compile": "off", "run.recompute_norms": recompute,
-            "model.dropout": 0.0,
+            "run.accel.fused_norm": fused, "run.accel.compile": "off", "model.dropout": 0.0,
+            "run.accel.recompute_norms": recompute,
         }  # fmt: skip
         row = StepRow("bits", "ours", model, 32, size, 10, "cuda", STEPS, 0, switches)
         with alone(torch.device("cuda", torch.cuda.current_device())) as group:

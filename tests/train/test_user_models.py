@@ -51,7 +51,7 @@ def test_a_users_module_trains_and_resumes_bit_identically(tmp_path: Path) -> No
     whole, events = train(tmp_path / "whole", several())
     assert "UserNet (given in Python)" in chosen(events)["model"]
     assert "model notes" not in chosen(events)
-    assert "this model has none" in chosen(events)["speed"]
+    assert "plain model" in chosen(events)["speed"]
     train(tmp_path / "cut", several(), StopAt(3))
     rest, _ = train(tmp_path / "cut", several(), run__resume="auto")
     assert rest.summary["resumed_at_steps"] == [3]

@@ -129,10 +129,10 @@ _OURS: dict[str, dict[str, Any]] = {
     "ours N>1": {"comm.algorithm": "native"},
     "ours muon": {"optim.name": "muon"},
     "ours no graphs": {"run.cuda_graphs": "off"},
-    "ours recompute": {"run.recompute_norms": True},
+    "ours recompute": {"run.accel.recompute_norms": True},
     # `auto`: bottlenecks only; `cudnn`: all residual blocks.
-    "ours fused convolutions": {"run.fused_convolutions": "auto"},
-    "ours fused by cudnn": {"run.fused_convolutions": "cudnn"},
+    "ours fused convolutions": {"run.accel.fused_convolutions": "auto"},
+    "ours fused by cudnn": {"run.accel.fused_convolutions": "cudnn"},
     "ours tf32": {"precision.amp_dtype": "fp32"},
     "ours fp32": {"precision.amp_dtype": "fp32", "precision.tf32": False},
 }
@@ -200,7 +200,7 @@ class RowProcess:
 
 
 _FUSED = ("ours fused convolutions", "ours fused by cudnn")
-# As `train.fast_path` describes it.
+# As `accel` describes it.
 _NOT_FUSED = "convolutions: off ("
 
 

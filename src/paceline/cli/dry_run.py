@@ -143,7 +143,8 @@ def _show_memory(config: RunConfig, model: nn.Module, sizes: BatchSizes) -> None
     is more than the host has."""
     import torch
 
-    from paceline.models.recompute import recompute_norms
+    from paceline.models.acceleration import AccelerationContext
+    from paceline.train.fast_path import accelerate
 
     kept: dict[int, int] = {}
 
@@ -151,12 +152,14 @@ def _show_memory(config: RunConfig, model: nn.Module, sizes: BatchSizes) -> None
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    recompute_norms(model, config.run.recompute_norms)
     data = config.data
+    context = AccelerationContext(device=torch.device("cpu"), kernel_problem="needs a GPU")
+    applied, _ = accelerate(config.run, model, context)
+    forward = model if applied is None else applied.forward
     images = torch.zeros(_PROBED_IMAGES, data.channels, data.image_size, data.image_size)
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        model(images)
+        forward(images)
     saved = sum(size for place, size in kept.items() if place not in own)
     state = sum(p.numel() * p.element_size() * _COPIES for p in model.parameters())
     total = state + saved // _PROBED_IMAGES * sizes.micro_batch

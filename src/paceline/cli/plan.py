@@ -170,7 +170,9 @@ def plan(
         None, help="Seconds until the first step; an estimate by the number of ranks."
     ),
     recompute_norms: bool = typer.Option(
-        False, "--recompute-norms", help="With run.recompute_norms: less memory, a longer step."
+        False,
+        "--recompute-norms",
+        help="With run.accel.recompute_norms: less memory, a longer step.",
     ),
     algorithm: list[str] = typer.Option([], help="Allowed all-reduces; may be repeated. All."),
     wire: list[str] = typer.Option(
@@ -307,7 +309,8 @@ def _recomputing_norms(net: Network | None, profiled: Workload | None) -> Networ
     if net is None or profiled is not None:
         raise ConfigError(
             "--recompute-norms", True, "a profile has the times and layers of the step it measured",
-            "leave it out, or make the file with paceline tune RECIPE --set run.recompute_norms=true",
+            "leave it out, or make the file with paceline tune RECIPE "
+            "--set run.accel.recompute_norms=true",
         )  # fmt: skip
     if not net.can_recompute_norms:
         raise ConfigError(

@@ -100,7 +100,7 @@ FLAGS = {
     "seed": "run.seed", "workers": "data.workers", "output": "run.output", "resume": "run.resume",
     "log_interval": "run.log_interval", "target_top1": "run.target_top1",
     "pretrained": "run.pretrained", "device": "run.device", "amp_dtype": "precision.amp_dtype",
-    "compile": "run.compile", "plan": "comm.plan",
+    "compile": "run.accel.compile", "plan": "comm.plan",
 }  # fmt: skip
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.core.exclusions import Exclusion, check_exclusions, not_in, one_of
 from paceline.core.extensions import Registry
 from paceline.core.imports import split_name
 from paceline.core.settings import Section, SettingChecks
@@ -21,7 +21,6 @@ SYNCHRONOUS = "synchronous"
 STRATEGIES: Registry[Any] = Registry("strategies", {SYNCHRONOUS: "train.strategy:Synchronous"})
 BATCH_NORM_ROWS = ("ranks", "average")
 SIGNAL_ACTIONS = ("save", "stop")
-COMPILE_MODES = ("auto", "off", "blocks", "model")
 # More than any node has cores; torch accepts 2^31 - 1 and then fails to start them.
 MOST_THREADS = 4096
 
@@ -31,6 +30,8 @@ class RunSettings(Section):
     """The length, size and place of a run, and what it writes."""
 
     NAME: ClassVar[str] = "run"
+    OWNERS: ClassVar[Mapping[str, str]] = {"accel": "accel.settings:AccelSettings"}
+    IN_USE: ClassVar[tuple[str, ...]] = ("accel",)
     CHOOSERS: ClassVar[tuple[str, ...]] = ("strategy",)
 
     name: str = "run"
@@ -66,23 +67,6 @@ class RunSettings(Section):
     """CPU threads of each rank; 0 divides the cores of a node among its ranks."""
     channels_last: bool = True
     """Keep weights and activations in NHWC memory format."""
-    fused_norm: str = "auto"
-    """Fused kernels for batch norm with ReLU, residual sum and pooling: `on`, `off`, or `auto` (on
-    a GPU, for models that have them)."""
-    fused_convolutions: str = "off"
-    """1×1 convolutions fused with the batch norms around them, for ResNets with bottlenecks in half
-    precision on a GPU: `on`, `off`, `auto` (where a timing at the first start shows that they are
-    faster; kept in `~/.cache/paceline/products`), or `cudnn` (as `auto`, with kernels of cuDNN's graph
-    API in fp16, also for other convolutions and for ResNets without bottlenecks; their sums have no
-    fixed order, so that repetitions agree within rounding only)."""
-    recompute_norms: bool = False
-    """Do not store outputs of batch norm and ReLU that convolutions read: backward computes them again.
-    Less memory, a slower step, the same bits unless convolutions are fused. For ResNets and
-    `alexnet_bn`, without torch.compile."""
-    compile: str = "auto"
-    """torch.compile: `off`, `blocks` (each residual block), `model`, or `auto` (`model` on a GPU
-    for models without fused kernels). Batches of another size than the usual one, such as a run's last,
-    are not compiled."""
     cuda_graphs: str = "auto"
     """Capture micro-step and update as CUDA graphs: `on`, `off`, or `auto` (on a GPU)."""
     output: str = ""
@@ -166,33 +150,7 @@ class RunSettings(Section):
             raise check.error("watch_port", "must be 0 to 65535")
         check.known("device", DEVICES)
         check.known("eval_details", SWITCHES)
-        check.known("fused_norm", SWITCHES)
-        check.known("fused_convolutions", (*SWITCHES, "cudnn"))
-        check.known("compile", COMPILE_MODES)
         check.known("cuda_graphs", SWITCHES)
-        check_exclusions(EXCLUSIONS, run=self)
-
-    @property
-    def allows_fused_norms(self) -> bool:
-        """Where model and device have them."""
-        return self.channels_last and self.fused_norm != "off" and self.compile in ("auto", "off")
-
-
-_COMPILED = {"run.compile": not_in("auto", "off")}
-EXCLUSIONS: tuple[Exclusion, ...] = (
-    Exclusion(
-        "run.fused_norm", one_of("on"), _COMPILED,
-        "cannot be compiled by run.compile = {run.compile!r}", "choose one of the two",
-    ),
-    Exclusion(
-        "run.fused_convolutions", one_of("on"), {"run.fused_norm": one_of("off")},
-        "needs run.fused_norm", "choose one of the two",
-    ),
-    Exclusion(
-        "run.recompute_norms", one_of(True), _COMPILED,
-        "cannot be compiled by run.compile = {run.compile!r}", "choose one of the two",
-    ),
-)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,22 @@ class DeviceError(RunError):
     process ends at once."""
 
 
+def is_compile_error(error: Exception) -> bool:
+    """Returns True for an error of torch.compile or Triton. By name, because importing the compiler takes
+    a second."""
+    return any(
+        kind.__module__.startswith(("torch._dynamo", "torch._inductor", "triton"))
+        for kind in type(error).__mro__
+    )
+
+
+def compile_reason(error: Exception) -> str:
+    """Returns the first line with a reason: torch adds pages of advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # "backend='inductor' raised:" only announces it.
+    return next((line for line in lines if not line.endswith(":")), type(error).__name__)[:200]
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """`did you mean 'x'?`, or the whole list where nothing is near."""
     names = sorted(known)

@@ -46,6 +46,8 @@ class Section:
     NAME: ClassVar[str] = ""
     OWNERS: ClassVar[Mapping[str, str]] = {}
     CHOOSERS: ClassVar[tuple[str, ...]] = ()
+    # Owners that no setting chooses: their tables are in use if they are given.
+    IN_USE: ClassVar[tuple[str, ...]] = ()
 
     owned: Mapping[str, Any] = field(
         default_factory=dict, kw_only=True, hash=False, metadata=NO_SETTING
@@ -95,12 +97,12 @@ class Section:
 
     def unused(self) -> list[str]:
         """Returns the owners whose settings are given, but which no setting has chosen."""
-        chosen = {name for _, name in self.choices()}
+        chosen = {name for _, name in self.choices()} | set(self.IN_USE)
         return [name for name in self.owned if name not in chosen] if self.CHOOSERS else []
 
     def exclusions(self) -> Iterator[Any]:
-        """Yields the rows that the chosen owners declare."""
-        for _, name in self.choices():
+        """Yields the rows that the owners in use declare."""
+        for name in (*(name for _, name in self.choices()), *self.IN_USE):
             yield from getattr(self.owned.get(name), "EXCLUSIONS", ())
 
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 from paceline.core import lazy_exports
 
 if TYPE_CHECKING:
+    from paceline.models.acceleration import register_acceleration
     from paceline.models.alexnet import AlexNet
     from paceline.models.pretrained import load_pretrained
     from paceline.models.registry import create_model, named_roles, parameter_groups
-    from paceline.models.resnet import SmallResNet, fuse_norms
+    from paceline.models.resnet import SmallResNet
     from paceline.models.settings import (
         MODEL_NAMES,
         ModelSettings,
@@ -27,11 +28,11 @@ __all__ = [
     "TensorFileError",
     "check_model_name",
     "create_model",
-    "fuse_norms",
     "load_pretrained",
     "load_tensors",
     "named_roles",
     "parameter_groups",
+    "register_acceleration",
     "register_model",
 ]
 if not TYPE_CHECKING:  # a type checker would accept every name
@@ -45,11 +46,11 @@ if not TYPE_CHECKING:  # a type checker would accept every name
             "TensorFileError": "tensor_file",
             "check_model_name": "settings",
             "create_model": "registry",
-            "fuse_norms": "resnet",
             "load_pretrained": "pretrained",
             "load_tensors": "tensor_file",
             "named_roles": "registry",
             "parameter_groups": "registry",
+            "register_acceleration": "acceleration",
             "register_model": "settings",
         },
     )

@@ -2,84 +2,19 @@
 
 Version 1.5 puts the stride into the 3x3 convolution of a bottleneck instead of the 1x1 before it. He
 et al. 2015, "Deep Residual Learning for Image Recognition"; zero gamma at the end of each branch from
-Goyal et al. 2017. Blocks have a plain form, torch's operators on any device and under torch.compile,
-and a fused form, our Triton kernels in training mode on a GPU.
+Goyal et al. 2017. Faster forms of these networks are in `paceline.accel`.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
-from paceline.models.recompute import RecomputedMap, not_stored, recomputed_norm, switch_forms
-from paceline.models.stem import TakesImages, convolve_images
-
-if TYPE_CHECKING:
-    from paceline.models.fused_blocks import Pending
-
-# A feature map, or the same map twice: for the branch and for the shortcut (see `norm_act_twice`), or
-# one that is not stored, or one that its user computes.
-Uses: TypeAlias = "Tensor | tuple[Tensor, Tensor] | RecomputedMap | Pending"
 STAGE_CHANNELS = (64, 128, 256, 512)
 # `FastResNet`: first convolution, then each stage.
 FAST_CHANNELS = (64, 64, 256, 256)
-
-
-def norm_can_fuse(module: nn.Module) -> bool:
-    """Whether a batch norm has the form that the fused kernels compute: training mode, running
-    averages of fixed momentum, γ and β. True for other modules. Does not import Triton."""
-    if not isinstance(module, nn.BatchNorm2d):
-        return True
-    return (
-        module.training
-        and module.momentum is not None
-        and module.track_running_stats
-        and module.affine
-    )
-
-
-def split_uses(x: Uses) -> tuple[Tensor, Tensor]:
-    if isinstance(x, Tensor):
-        return x, x
-    if isinstance(x, RecomputedMap):
-        return x.branch, x.shortcut
-    return x if isinstance(x, tuple) else x.output()
-
-
-def convolve(convolution: nn.Module, x: Uses, *, shortcut: bool = False) -> Tensor:
-    """The convolution of the branch, or that of the shortcut."""
-    maps = split_uses(x)[int(shortcut)]
-    with not_stored(x):
-        out: Tensor = convolution(maps)
-        return out
-
-
-def computed(x: Uses) -> Uses:
-    """A map that was left to its user, or `x` itself."""
-    return x if isinstance(x, Tensor | RecomputedMap) else split_uses(x)
-
-
-def norm_relu(
-    x: Tensor, norm: nn.BatchNorm2d, relu: nn.Module, shortcut: Tensor | None = None, *,
-    fused: bool, recompute: bool, twice: bool = False,
-) -> Uses:  # fmt: skip
-    """relu(norm(x) + shortcut). `twice`: for branch and shortcut of a block. `recompute`: not stored,
-    for which the shortcut has to be."""
-    recompute = recompute and torch.is_grad_enabled()
-    if fused:
-        from paceline.models.fused import can_fuse, norm_act, norm_act_recomputed, norm_act_twice
-
-        if can_fuse(x, norm):
-            form = norm_act_recomputed if recompute else norm_act_twice if twice else norm_act
-            return form(x, norm, shortcut)
-    if recompute:
-        return recomputed_norm(x, norm, relu, shortcut)
-    maps: Tensor = norm(x)
-    out: Tensor = relu(maps if shortcut is None else maps + shortcut)
-    return out
 
 
 def projection(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
@@ -92,86 +27,24 @@ def projection(in_channels: int, out_channels: int, stride: int) -> nn.Sequentia
 
 
 class ResidualBlock(nn.Module):
-    """Base of all blocks. `fuse_norms` sets `fused` on every block of a model or on none
-    and `fuse_products` sets `fused_products`."""
+    """relu(norm(branch(x)) + shortcut(x))."""
 
-    fused = False
-    fused_products = False
-    recompute = False
     relu: nn.ReLU
     downsample: nn.Sequential | None
 
-    def branch(self) -> tuple[tuple[nn.Conv2d, nn.BatchNorm2d], ...]:
-        """The convolutions in their order, each with the norm behind it."""
+    def branch(self, x: Tensor) -> Tensor:
+        """All layers of the branch before its last norm."""
         raise NotImplementedError
 
     @property
     def last_norm(self) -> nn.BatchNorm2d:
-        return self.branch()[-1][1]
+        raise NotImplementedError
 
-    def forward(self, x: Uses) -> Uses:
-        if self.fused and self.fused_products:
-            from paceline.models.fused_blocks import can_fuse_block, fused_block
-
-            if can_fuse_block(self, x):
-                return fused_block(self, x)
-        maps = x = computed(x)
-        *inner, (last, last_norm) = self.branch()
-        for convolution, norm in inner:
-            maps = self.norm_relu(convolve(convolution, maps), norm)
-        return self.join(convolve(last, maps), last_norm, x)
-
-    def norm_relu(self, x: Tensor, norm: nn.BatchNorm2d) -> Uses:
-        return norm_relu(x, norm, self.relu, fused=self.fused, recompute=self.recompute)
-
-    def shortcut(self, x: Uses) -> Tensor:
-        if self.downsample is None:
-            return split_uses(x)[1]
-        convolution, norm = self.downsample
-        maps = convolve(convolution, x, shortcut=True)
-        if self.fused:
-            from paceline.models.fused import can_fuse, norm_act
-
-            assert isinstance(norm, nn.BatchNorm2d)
-            if can_fuse(maps, norm):
-                return norm_act(maps, norm, relu=False)
-        out: Tensor = norm(maps)
+    def forward(self, x: Tensor) -> Tensor:
+        maps = self.branch(x)
+        shortcut = x if self.downsample is None else self.downsample(x)
+        out: Tensor = self.relu(self.last_norm(maps) + shortcut)
         return out
-
-    def join(self, x: Tensor, norm: nn.BatchNorm2d, inputs: Uses) -> Uses:
-        """Last norm of the branch, sum with the shortcut, last ReLU."""
-        shortcut_is_stored = self.downsample is None and not isinstance(inputs, RecomputedMap)
-        return norm_relu(
-            x, norm, self.relu, self.shortcut(inputs),
-            fused=self.fused, recompute=self.recompute and shortcut_is_stored, twice=True,
-        )  # fmt: skip
-
-
-def fused_norm_pool(x: Tensor, norm: nn.BatchNorm2d) -> Uses:
-    """Norm, ReLU and a 3 × 3 max-pool of stride 2. The map before the pool is not stored."""
-    from paceline.models.fused import can_fuse, norm_act_pool
-
-    if not can_fuse(x, norm):
-        return nn.functional.max_pool2d(nn.functional.relu(norm(x)), 3, 2, 1)
-    return norm_act_pool(x, norm)
-
-
-def fuse_products(model: nn.Module, fused: bool = True, *, cudnn: bool = False) -> int:
-    """Switches the fused convolutions of every `Bottleneck` and, with `cudnn`, of every other block,
-    which only cuDNN has fused kernels for; returns the number of these blocks. They need the fused
-    norms."""
-    count = 0
-    for module in model.modules():
-        if isinstance(module, ResidualBlock):
-            has_forms = cudnn or isinstance(module, Bottleneck)
-            module.fused_products = fused and has_forms
-            count += has_forms
-    return count
-
-
-def fuse_norms(model: nn.Module, fused: bool = True) -> int:
-    """Switches every module of `model` that has a fused form; returns their number."""
-    return switch_forms(model, "fused", fused)
 
 
 def conv3x3(in_channels: int, out_channels: int, stride: int = 1) -> nn.Conv2d:
@@ -193,8 +66,14 @@ class BasicBlock(ResidualBlock):
         self.bn2 = nn.BatchNorm2d(channels)
         self.downsample = projection(in_channels, channels, stride)
 
-    def branch(self) -> tuple[tuple[nn.Conv2d, nn.BatchNorm2d], ...]:
-        return (self.conv1, self.bn1), (self.conv2, self.bn2)
+    @property
+    def last_norm(self) -> nn.BatchNorm2d:
+        return self.bn2
+
+    def branch(self, x: Tensor) -> Tensor:
+        x = self.relu(self.bn1(self.conv1(x)))
+        out: Tensor = self.conv2(x)
+        return out
 
 
 class Bottleneck(ResidualBlock):
@@ -214,8 +93,15 @@ class Bottleneck(ResidualBlock):
         self.relu = nn.ReLU(inplace=True)
         self.downsample = projection(in_channels, out_channels, stride)
 
-    def branch(self) -> tuple[tuple[nn.Conv2d, nn.BatchNorm2d], ...]:
-        return (self.conv1, self.bn1), (self.conv2, self.bn2), (self.conv3, self.bn3)
+    @property
+    def last_norm(self) -> nn.BatchNorm2d:
+        return self.bn3
+
+    def branch(self, x: Tensor) -> Tensor:
+        x = self.relu(self.bn1(self.conv1(x)))
+        x = self.relu(self.bn2(self.conv2(x)))
+        out: Tensor = self.conv3(x)
+        return out
 
 
 Block = type[BasicBlock] | type[Bottleneck]
@@ -249,11 +135,8 @@ def init_residual(model: nn.Module, *, zero_init_gamma: bool) -> None:
             nn.init.zeros_(module.last_norm.weight)
 
 
-class ResNet(TakesImages):
+class ResNet(nn.Module):
     """The stems `imagenet` and `small` differ in the shape of conv1, not in the state-dict keys."""
-
-    fused = False
-    recompute = False
 
     def __init__(
         self,
@@ -287,27 +170,13 @@ class ResNet(TakesImages):
         self.fc = nn.Linear(grown[3], num_classes)
         init_residual(self, zero_init_gamma=zero_init_gamma)
 
-    @property
-    def first_convolution(self) -> nn.Module:
-        return self.conv1
-
     def forward(self, x: Tensor) -> Tensor:
-        maps, _ = split_uses(self.layer4(self.layer3(self.layer2(self.layer1(self.stem(x))))))
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        return self.head(self.layer4(self.layer3(self.layer2(self.layer1(x)))))
+
+    def head(self, maps: Tensor) -> Tensor:
         logits: Tensor = self.fc(self.avgpool(maps).flatten(1))
         return logits
-
-    def stem(self, x: Tensor) -> Uses:
-        """All layers before the first block."""
-        fused = self.fused
-        x = convolve_images(self.conv1, x, padded=fused and self.pads_images)
-        if not isinstance(self.maxpool, nn.MaxPool2d):
-            return norm_relu(
-                x, self.bn1, self.relu, fused=fused, recompute=self.recompute, twice=True
-            )
-        if fused:
-            return fused_norm_pool(x, self.bn1)
-        maps: Tensor = self.maxpool(self.relu(self.bn1(x)))
-        return maps
 
 
 class SmallResNet(nn.Module):
@@ -318,8 +187,6 @@ class SmallResNet(nn.Module):
     stage halves the maps, and the only second block is in the last stage, where it is cheapest and
     helps most.
     """
-
-    recompute = False
 
     def __init__(
         self, *, num_classes: int = 10, in_channels: int = 1, zero_init_gamma: bool = True
@@ -336,16 +203,16 @@ class SmallResNet(nn.Module):
         init_residual(self, zero_init_gamma=zero_init_gamma)
 
     def forward(self, x: Tensor) -> Tensor:
-        stem = norm_relu(self.conv1(x), self.bn1, self.relu, fused=False, recompute=self.recompute)
-        maps, _ = split_uses(self.layer3(self.layer2(self.layer1(stem))))
+        x = self.relu(self.bn1(self.conv1(x)))
+        return self.head(self.layer3(self.layer2(self.layer1(x))))
+
+    def head(self, maps: Tensor) -> Tensor:
         logits: Tensor = self.fc(self.avgpool(maps).flatten(1))
         return logits
 
 
 class PooledConv(nn.Module):
     """A 3x3 convolution, norm, ReLU and a max-pool that halves the map."""
-
-    fused = False
 
     def __init__(self, in_channels: int, channels: int) -> None:
         super().__init__()
@@ -354,15 +221,12 @@ class PooledConv(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
 
-    def forward(self, x: Uses) -> Uses:
-        maps = convolve(self.conv, x)
-        if self.fused:
-            return fused_norm_pool(maps, self.bn)
-        pooled: Tensor = self.maxpool(self.relu(self.bn(maps)))
+    def forward(self, x: Tensor) -> Tensor:
+        pooled: Tensor = self.maxpool(self.relu(self.bn(self.conv(x))))
         return pooled
 
 
-class FastResNet(TakesImages):
+class FastResNet(nn.Module):
     """A residual net for images of 32 pixels that trains in seconds on a GPU.
 
     Three stages of a pooled convolution and a residual block. Only two convolutions see the full image,
@@ -370,8 +234,6 @@ class FastResNet(TakesImages):
     of the last layer, the largest values of the maps, are far from zero at the start.
     """
 
-    fused = False
-    recompute = False
     logit_scale: ClassVar[float] = 1 / 8
 
     def __init__(
@@ -393,18 +255,10 @@ class FastResNet(TakesImages):
         self.fc = nn.Linear(channels[-1], num_classes)
         init_residual(self, zero_init_gamma=zero_init_gamma)
 
-    @property
-    def first_convolution(self) -> nn.Module:
-        return self.conv1
-
     def forward(self, x: Tensor) -> Tensor:
-        x = convolve_images(self.conv1, x, padded=self.fused and self.pads_images)
-        stem = norm_relu(
-            x, self.bn1, self.relu, fused=self.fused, recompute=self.recompute, twice=True
-        )
-        last = self.layer3(self.layer2(self.layer1(stem)))
-        maps, _ = split_uses(last)
-        with not_stored(last):
-            largest = maps.amax((2, 3))
-        logits: Tensor = self.fc(largest) * self.logit_scale
+        x = self.relu(self.bn1(self.conv1(x)))
+        return self.head(self.layer3(self.layer2(self.layer1(x))))
+
+    def head(self, maps: Tensor) -> Tensor:
+        logits: Tensor = self.fc(maps.amax((2, 3))) * self.logit_scale
         return logits

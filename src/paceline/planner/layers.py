@@ -16,7 +16,7 @@ from functools import partial
 from paceline.core.errors import ConfigError, nearest
 
 # By channels, kernel and stride of a first convolution, kernel and channels of its form on windows of
-# pixels (`models.stem`).
+# pixels (`accel.stem`).
 _WINDOWS = {(3, 11, 4): (3, 64), (3, 3, 1): (1, 32)}
 # A place of a maximum as torch keeps it; our fused kernels keep a byte.
 INDEX_BYTES = 8
@@ -104,7 +104,7 @@ class Network:
         return not self.traced and self.name != "alexnet"
 
     def recomputing_norms(self) -> Network:
-        """The same with `run.recompute_norms`, where the model has norms for it."""
+        """The same with `run.accel.recompute_norms`, where the model has norms for it."""
         layers = (replace(layer, recomputed=True) for layer in self.layers)
         return replace(self, layers=tuple(layers))
 

@@ -131,7 +131,7 @@ def check_memory(
         again = largest_batch(net.recomputing_norms(), gpu, half, fused)
         remedy = f"at most {most:,} fit" if most else "choose a GPU with more memory"
         if again > most:
-            remedy += f"; with run.recompute_norms, {again:,}"
+            remedy += f"; with run.accel.recompute_norms, {again:,}"
         raise ConfigError(
             "--batch-size", batch,
             f"{net.name} needs {needed.total / 1e9:,.0f} GB on one GPU; {gpu.name} has "

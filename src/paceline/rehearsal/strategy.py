@@ -125,7 +125,8 @@ class Rehearsal(Synchronous):
 
         stem = config.model.stem_for(pixels)
         net = self._there.network(name, pixels, classes, stem, count, channels=channels)
-        return net.recomputing_norms() if net is not None and config.run.recompute_norms else net
+        again = getattr(config.run.owned.get("accel"), "recompute_norms", False)
+        return net.recomputing_norms() if net is not None and again else net
 
     @classmethod
     def cluster(cls, config: RunConfig, processes: int, nodes: int) -> ClusterFacts:
@@ -174,7 +175,8 @@ class Rehearsal(Synchronous):
             for name, p in parts.exchange.parameters.items()
         }
         there, net = self._there, self._layers
-        there.check_batch(net, batch=batch, half=half, fused=config.run.allows_fused_norms)
+        fused = getattr(config.run.owned.get("accel"), "allows_fused_norms", True)
+        there.check_batch(net, batch=batch, half=half, fused=fused and config.run.channels_last)
         work = there.workload(config.model.name, config.data.image_size, net, tensors)
         if work is not None:
             self.clock = cluster_clock(

@@ -34,7 +34,7 @@ from paceline.train.evaluate import takes_evaluation
 from paceline.train.fast_path import FastPath
 from paceline.train.loss import CrossEntropy, OwnLoss, TrainingLoss, check_gradient
 from paceline.train.machine import explain_out_of_memory
-from paceline.train.micro_step import step_error
+from paceline.train.micro_step import Advise, no_advice, step_error
 from paceline.train.model_checks import restored_buffers
 from paceline.train.run_state import PinnedPlan
 from paceline.train.strategy import is_idle, strategy_class
@@ -232,8 +232,8 @@ def _when(exchange: GradientExchange, fast: FastPath) -> str:
         return exchange.note
     if not exchange.overlaps:
         return "after backward"
-    if fast.compile == "model":
-        return "overlapped (of little use: compiled as a whole, backward yields all gradients at its end)"
+    if fast.gradients_at_end:
+        return "overlapped (of little use: backward yields all gradients at its end)"
     if not fast.graphs:
         return "overlapped"
     if exchange.transport.capturable:
@@ -257,6 +257,7 @@ class DryBackward:
     loss: TrainingLoss = field(default_factory=CrossEntropy)
     # A user's model: its other buffers are restored too, and what it raises is reported in one line.
     foreign: nn.Module | None = None
+    advise: Advise = no_advice
 
     def __call__(self, guard: AbstractContextManager[None] | None = None) -> None:
         """Raises the errors of a first step. `guard` is around forward and backward."""
@@ -271,7 +272,7 @@ class DryBackward:
                 yield
         except Exception as error:  # a defect of the program is raised again
             fault = step_error(
-                error, 0, self.images[0], foreign=self.foreign is not None, forward=self.forward
+                error, 0, self.images[0], foreign=self.foreign is not None, advise=self.advise
             )
             if fault is None:
                 raise

@@ -229,7 +229,7 @@ class TrainingLoop:
             details = EvalDetails(classes, t.group.device)
         with applied(t.state.average), t.step.batch_norm.averaged(t.group), loader:
             found = evaluate(
-                t.model, loader, t.step.normalize, t.step.policy, t.group, t.stop,
+                t.model, loader, t.step.normalize.without_padding(), t.step.policy, t.group, t.stop,
                 corrupt_limit=limit, classes=classes, loss_function=t.step.micro.loss_function,
                 details=details, flip=t.config.data.eval_flip,
             )  # fmt: skip

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -23,12 +23,10 @@ from torch import Tensor
 
 from paceline.comm.exchange import GradientExchange
 from paceline.config import RunConfig
-from paceline.core.errors import PacelineError, RunError
+from paceline.core.errors import PacelineError, RunError, compile_reason, is_compile_error
 from paceline.core.extensions import Registry
 from paceline.core.imports import first_line
 from paceline.data import Batch, BatchPlan, Normalizer, TrainBatches
-from paceline.models.product_choice import choices
-from paceline.models.recompute import stores_norms
 from paceline.precision.policy import LossScale, Policy
 from paceline.train.loss import CrossEntropy, TrainingLoss, mixed
 from paceline.train.machine import out_of_memory, run_eagerly
@@ -41,6 +39,14 @@ if TYPE_CHECKING:
 # cannot do.
 WARM_CALLS = 2
 _LOCK_WAIT_S = 1.0
+
+
+Advise = Callable[[Exception], Sequence[str]]
+
+
+def no_advice(error: Exception) -> Sequence[str]:
+    """What an acceleration knows about an error of a plain model."""
+    return ()
 
 
 class CaptureError(RunError):
@@ -126,7 +132,7 @@ class Captured:
             reason = str(cause).splitlines()[0][:200]
             raise CaptureError(
                 f"the step could not be captured as a CUDA graph ({reason})",
-                _with_fused_convolutions("use --set run.cuda_graphs=off"),
+                "use --set run.cuda_graphs=off",
             ) from error
         return graph
 
@@ -175,11 +181,14 @@ class MicroStep:
         must_capture: bool = True,
         loss: TrainingLoss | None = None,
         augment: Callable[[Tensor], Tensor] | None = None,
+        advise: Advise = no_advice,
     ) -> None:
         """`graphs`: capture micro-steps; one that sends buckets only where the transport allows it.
         `must_capture`: raise where that fails, instead of going on without. Without a `loss` it is
-        cross-entropy with `smoothing`. `augment` changes the normalized images."""
+        cross-entropy with `smoothing`. `augment` changes the normalized images. `advise`: what
+        to do about errors, see `Applied.advise`."""
         self.forward = forward
+        self.advise = advise
         self._policy = policy
         self._normalize = normalize
         self._exchange = exchange
@@ -393,17 +402,19 @@ def source_class(config: RunConfig) -> type[GradientSource]:
 
 
 def step_error(
-    error: Exception, step: int, micro_batch: int, *, foreign: bool = False, forward: object = None
-) -> PacelineError | None:
+    error: Exception, step: int, micro_batch: int, *, foreign: bool = False,
+    advise: Advise = no_advice,
+) -> PacelineError | None:  # fmt: skip
     """The error, with cause and remedy, for an exception out of a forward or backward pass; None
     where it is a defect of the program and must keep its traceback. With a `foreign` model, all
-    exceptions count as the model's. `forward` is what computes the pass, a model where it is not
-    compiled."""
+    exceptions count as the model's. `advise` is of the acceleration that computes the pass."""
+    if isinstance(error, CaptureError):
+        return CaptureError(error.cause, _first_of(advise(error), error.remedy))
     if isinstance(error, PacelineError):
         return error
     if is_compile_error(error):
-        return _compile_error(error)
-    known = _memory_error(error, step, micro_batch, forward) or _single_value_error(error, step)
+        return _compile_error(error, advise(error))
+    known = _memory_error(error, step, micro_batch, advise) or _single_value_error(error, step)
     if known is None and foreign and not isinstance(error, torch.AcceleratorError):
         return RunError(
             f"the model's forward or backward failed at step {step + 1} on {micro_batch} images: "
@@ -413,15 +424,19 @@ def step_error(
     return known
 
 
-def _memory_error(error: Exception, step: int, size: int, forward: object) -> RunError | None:
+def _first_of(advice: Sequence[str], remedy: str) -> str:
+    return "; if that does not help, ".join(filter(None, (*advice, remedy)))
+
+
+def _memory_error(error: Exception, step: int, size: int, advise: Advise) -> RunError | None:
     remedies = ["free memory, or choose a smaller model"]
     if size > 1:
         smaller = f"use a smaller one, such as --batch-size {size // 2}"
         remedies = [f"{smaller}; the global batch and the result stay the same"]
-    if stores_norms(forward):
-        remedies.append("--set run.recompute_norms=true needs less memory, too")
     where = f"at step {step + 1} with a batch size of {size} a process"
-    return out_of_memory(error, where, "; ".join(remedies))
+    if out_of_memory(error, where, "") is None:
+        return None
+    return out_of_memory(error, where, "; ".join([*remedies, *advise(error)]))
 
 
 def _single_value_error(error: Exception, step: int) -> RunError | None:
@@ -435,33 +450,9 @@ def _single_value_error(error: Exception, step: int) -> RunError | None:
     )
 
 
-def is_compile_error(error: Exception) -> bool:
-    """By name, because importing the compiler takes a second."""
-    return any(
-        kind.__module__.startswith(("torch._dynamo", "torch._inductor", "triton"))
-        for kind in type(error).__mro__
-    )
-
-
-def compile_reason(error: Exception) -> str:
-    """The first line with a reason: torch adds pages of advice."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # "backend='inductor' raised:" only announces it.
-    return next((line for line in lines if not line.endswith(":")), type(error).__name__)[:200]
-
-
-def _compile_error(error: Exception) -> RunError:
+def _compile_error(error: Exception, advice: Sequence[str]) -> RunError:
     reason = compile_reason(error)
     if type(error).__module__.startswith("triton"):
-        remedy = "use --set run.fused_norm=off --set optim.fused=foreach"
-        return RunError(
-            f"Triton could not build a kernel ({reason})", _with_fused_convolutions(remedy)
-        )
-    return RunError(f"torch.compile failed ({reason})", "use --compile off")
-
-
-def _with_fused_convolutions(remedy: str) -> str:
-    """The switch of the newest kernels comes first, where they are on."""
-    if choices.mode == "off":
-        return remedy
-    return f"use --set run.fused_convolutions=off; if that does not help, {remedy}"
+        remedy = _first_of(advice, "use --set optim.fused=foreach")
+        return RunError(f"Triton could not build a kernel ({reason})", remedy)
+    return RunError(f"torch.compile failed ({reason})", _first_of(advice, "check the model's code"))

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config import DEFAULTS, RunConfig, with_defaults
+from paceline.config import DEFAULTS, SECTIONS, RunConfig, with_defaults
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError
 from paceline.core.files import LEFTOVERS, open_regular, read_regular
-from paceline.core.settings import flatten
+from paceline.core.settings import flatten, settings_class
 from paceline.core.untrusted import ParseError, parse_toml
 from paceline.train.checkpoint import CheckpointStore, write_atomically
 
@@ -180,10 +180,7 @@ LOCAL_SETTINGS = frozenset(
 )
 # How a step is computed: within rounding the results are the same. Where memory or a kernel fails, the
 # remedy is to change one of them and to resume, and a recipe may get another one with a new version.
-_KERNEL_SETTINGS = frozenset(
-    {"run.fused_norm", "run.fused_convolutions", "run.recompute_norms"}
-    | {"run.compile", "run.cuda_graphs"}
-)
+_KERNEL_SETTINGS = frozenset({"run.cuda_graphs"})
 # Settings that do not affect the results of a run, but for rounding: a finished run may be resumed with
 # other values.
 NEUTRAL_SETTINGS = LOCAL_SETTINGS | _KERNEL_SETTINGS | {
@@ -191,6 +188,22 @@ NEUTRAL_SETTINGS = LOCAL_SETTINGS | _KERNEL_SETTINGS | {
     "comm.timeout_s", "comm.rendezvous_timeout_s",
     "checkpoint.interval_epochs", "checkpoint.interval_steps", "checkpoint.keep_best",
 }  # fmt: skip
+
+
+def is_neutral(name: str) -> bool:
+    """Returns True for a setting that does not affect the results of a run, but for rounding."""
+    return name in NEUTRAL_SETTINGS or _is_of_kernels(name)
+
+
+def _is_of_kernels(name: str) -> bool:
+    """Owners say it of their settings, by `EXACT` = False."""
+    section, *owner, _ = name.split(".")
+    if not owner:
+        return name in _KERNEL_SETTINGS
+    kind = settings_class(SECTIONS[section], owner[0], name)
+    return not getattr(kind, "EXACT", True)
+
+
 ROOT = Path("runs")
 # Launchers end all ranks before they start new ones, but processes take a moment to exit.
 _RESTART_WAIT_S = 10.0
@@ -359,7 +372,7 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
         different = _differences(_identity(with_defaults(there)), wanted)
         if not different:
             return folder, ""
-        if _KERNEL_SETTINGS.issuperset(different):
+        if all(map(_is_of_kernels, different)):
             by_other_kernels = by_other_kernels or folder
         other = other or f" ({folder} differs in {', '.join(different[:3])})"
     return by_other_kernels, "" if by_other_kernels else note + other

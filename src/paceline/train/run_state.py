@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from paceline.precision.policy import LossScale
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.machine import versions
-from paceline.train.run_folder import NEUTRAL_SETTINGS
+from paceline.train.run_folder import is_neutral
 from paceline.train.weights import WeightAverage, full_state, restore_masters
 
 if TYPE_CHECKING:
@@ -87,11 +87,11 @@ def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
         _compare(path, name, there.get(name), here.get(name))
 
 
-def changes(checkpoint: Checkpoint, config: RunConfig, ignored: Collection[str]) -> str:
+def changes(checkpoint: Checkpoint, config: RunConfig, ignored: Callable[[str], bool]) -> str:
     """Settings that differ between this run and the one that wrote the checkpoint."""
     there, here = flatten(with_defaults(checkpoint.config)), config.flat()
-    names = sorted((there.keys() | here.keys()) - set(ignored))
-    different = [name for name in names if there.get(name) != here.get(name)]
+    names = [name for name in there.keys() | here.keys() if there.get(name) != here.get(name)]
+    different = sorted(name for name in names if not ignored(name))
     return ", ".join(f"{name} {there.get(name)!r} → {here.get(name)!r}" for name in different)
 
 
@@ -247,10 +247,12 @@ class RunState:
     def _check_unchanged(self, checkpoint: Checkpoint, path: Path, elsewhere: bool) -> None:
         """A finished run must not record settings with which no step was trained."""
         # The size of the global batch has been compared; how it was given does not matter.
-        ignored = NEUTRAL_SETTINGS | {"run.global_batch_size"}
+        compared = {"run.global_batch_size"}
         if elsewhere:
-            ignored |= {"run.average_epochs"}  # evaluated again there
-        different = changes(checkpoint, self.config, ignored)
+            compared |= {"run.average_epochs"}  # evaluated again there
+        different = changes(
+            checkpoint, self.config, lambda name: name in compared or is_neutral(name)
+        )
         if different:
             raise CheckpointError(
                 f"{path} is the end of its run, no step is left to train with {different}",

@@ -217,7 +217,7 @@ class TrainStep:
         except Exception as error:  # a defect of the program is raised again
             foreign = self.foreign and computed.in_model
             fault = step_error(
-                error, step, self.plan.micro_batch, foreign=foreign, forward=self.micro.forward
+                error, step, self.plan.micro_batch, foreign=foreign, advise=self.micro.advise
             )
             if fault is None:
                 raise

@@ -20,6 +20,7 @@ from paceline.comm.group import Group, SharedFacts
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.data import BatchAugment, BatchPlan, Normalizer, TrainBatches
+from paceline.models.acceleration import Forward
 from paceline.models.registry import count_norms, is_own, parameter_groups
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.build import create_optimizer, describe_layers, with_layer_decay
@@ -39,7 +40,6 @@ from paceline.train.exchange_plan import (
 )
 from paceline.train.fast_path import (
     FastPath,
-    Forward,
     ModelLimits,
     choose_fast_path,
     triton_problem,
@@ -140,7 +140,7 @@ def create_parts(
     size, channels = config.data.image_size, config.data.channels
     dry = DryBackward(
         fast.forward, policy, normalize, batch_norm, (micro_batch, size, size, channels), loss,
-        None if is_own(model) else model,
+        None if is_own(model) else model, advise=fast.advise,
     )  # fmt: skip
     fast = _try_model(config, model, group, fast, dry)
     dry = replace(dry, forward=fast.forward)
@@ -192,9 +192,12 @@ def _try_model(
 
     if not isinstance(dry.loss, CrossEntropy):
         mixes = bool(config.run.mixup or config.run.cutmix)
-        eager = replace(dry, forward=with_one_output(model) if one_output else model)
+        eager = replace(
+            dry, forward=with_one_output(model) if one_output else model,
+            normalize=dry.normalize.without_padding(),
+        )  # fmt: skip
         group.agree_on("loss on a batch", lambda: eager.check_loss(model, mixes=mixes))
-    fast = try_fast_path(config.run, fast, model, group, trial, foreign=foreign)
+    fast = try_fast_path(config.run, fast, group, trial, foreign=foreign)
     if foreign:
         # Also where the order of the gradients is known: its backward pass may fail.
         group.agree_on("first pass", lambda: trial(fast.forward))
@@ -244,7 +247,7 @@ def create_step(
     micro = MicroStep(
         parts.fast.forward, parts.policy, parts.normalize, parts.exchange, parts.scale,
         config.run.smoothing, graphs=graphs, must_capture=config.run.cuda_graphs == "on",
-        loss=parts.loss, augment=augment,
+        loss=parts.loss, augment=augment, advise=parts.fast.advise,
     )  # fmt: skip
     parts.strategy.attach(parts, micro)
     run = config.run

@@ -37,7 +37,6 @@ from paceline.core.events import (
     StepEvent,
 )
 from paceline.core.host import HostLoad
-from paceline.models.resnet import fuse_norms
 from paceline.plan.noise import NoiseEstimate, NoiseScale
 from paceline.precision.policy import Policy
 from paceline.train.machine import run_eagerly
@@ -208,7 +207,6 @@ def find_bad_layer(model: nn.Module, policy: Policy, images: tuple[int, ...]) ->
 
     leaves = [(name, m) for name, m in model.named_modules() if not list(m.children())]
     handles = [module.register_forward_hook(look(name)) for name, module in leaves]
-    fuse_norms(model, False)  # fused kernels bypass hooks
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(images, generator=generator).to(policy.device, policy.dtype)
     try:

@@ -204,12 +204,16 @@ def describe_run(
         "average": parts.average.describe(plan.samples / plan.last_batch) if parts.average else "",
         "pretrained": "; ".join(pretrained),
         "resume": _describe_resume(training.folder, checkpoint),
-        "changed on resume": changes(checkpoint, config, LOCAL_SETTINGS) if checkpoint else "",
+        "changed on resume": _changes_on_resume(checkpoint, config),
         "exchange state": "; ".join(training.state.notes),
         **_given_objects(components),
         **step.strategy.describe(),
     }
     return {name: text for name, text in chosen.items() if text}
+
+
+def _changes_on_resume(checkpoint: Checkpoint | None, config: RunConfig) -> str:
+    return changes(checkpoint, config, LOCAL_SETTINGS.__contains__) if checkpoint else ""
 
 
 def _describe_norms(config: RunConfig) -> str:

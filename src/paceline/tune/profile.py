@@ -25,8 +25,7 @@ from paceline.tune.step import StepRow, build_step, measure_ours
 _TAKEN_APART = 5
 # Settings of the run and of the data that the step depends on.
 _STEP = (
-    "run.compile", "run.cuda_graphs", "run.channels_last", "run.fused_norm",
-    "run.fused_convolutions", "run.recompute_norms",
+    "run.accel.", "run.cuda_graphs", "run.channels_last",
 )  # fmt: skip
 _IMAGES = (
     "data.channels", "data.mean", "data.std", "data.augment", "data.crop_padding", "data.crop_scale",
@@ -69,7 +68,9 @@ def take_apart(row: StepRow) -> StepAnatomy:
     device = torch.device(row.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    eager = replace(row, switches={**row.switches, "run.cuda_graphs": "off", "run.compile": "off"})
+    eager = replace(
+        row, switches={**row.switches, "run.cuda_graphs": "off", "run.accel.compile": "off"}
+    )
     with Group(Topology(), RunConfig().comm, device) as group:
         step, _ = build_step(eager, group)
         found = [_one(step, device) for _ in range(_TAKEN_APART + 2)][2:]

@@ -117,5 +117,5 @@ def _optimizer(step: TrainStep) -> SVRG:
 
 def _fault(error: Exception, step: TrainStep, number: int) -> PacelineError | None:
     return step_error(
-        error, number, step.plan.micro_batch, foreign=step.foreign, forward=step.micro.forward
+        error, number, step.plan.micro_batch, foreign=step.foreign, advise=step.micro.advise
     )

@@ -27,5 +27,5 @@ class SyncedNormsSettings:
             f"run.{name}", not_in("auto", "off"), {},
             "cannot be used with run.strategy = 'synced_norms'", "use 'auto'",
         )
-        for name in ("fused_norm", "fused_convolutions", "compile", "cuda_graphs")
+        for name in ("accel.fused_norm", "accel.fused_convolutions", "accel.compile", "cuda_graphs")
     )  # fmt: skip

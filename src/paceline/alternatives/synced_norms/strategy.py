@@ -58,8 +58,6 @@ class SyncedNorms(Synchronous):
     def describe(self) -> dict[str, str]:
         size = self._norms.size
         text = f"statistics over {self.group.world_size // size} group(s) of {size} ranks"
-        if self.config.run.fused_convolutions == "auto":
-            text += "; run.fused_convolutions is off for these"
         return {"synced norms": text}
 
     def begin(self, step: int, plan: BatchPlan) -> None:

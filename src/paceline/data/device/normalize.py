@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +59,14 @@ class Normalizer:
             raise ValueError(f"channels_out = {channels_out} for {channels} channels")
         self._on_device: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._memory = ReusedMemory(_KEPT_RESULTS)
+
+    def without_padding(self) -> Normalizer:
+        """Returns the same without added channels, as a plain model takes images."""
+        if not self._extra:
+            return self
+        plain = copy(self)
+        plain._extra = 0
+        return plain
 
     def __call__(self, images: torch.Tensor, device: torch.device | str) -> torch.Tensor:
         """Queues the copy without waiting where `images` is pinned."""

@@ -1,0 +1,241 @@
+"""`ACCELERATION`: chooses the form of a model's forward pass by `[run.accel]`, the model and the device.
+
+A switch that cannot be obeyed is refused. What was chosen automatically and does not work with the model
+is left out on all ranks, and said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from paceline.accel.networks import Network, network_of
+from paceline.accel.product_choice import CUDNN, Choices, is_fatal
+from paceline.accel.settings import AccelSettings
+from paceline.accel.stem import PADDED_CHANNELS, describe_stem, pads_images
+from paceline.core.errors import ConfigError, PacelineError, compile_reason, is_compile_error
+from paceline.core.imports import first_line
+from paceline.models.acceleration import AccelerationContext, Forward, Ranks, TrialPass
+
+_TABLE = "run.accel"
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The forms of one model. `notes` are for display, and say why a form is not there."""
+
+    network: Network | None = None
+    fused: bool = False
+    # `run.accel.fused_convolutions` as it applies.
+    products: str = "off"
+    recompute: bool = False
+    compile: str = "off"
+    notes: tuple[str, ...] = ()
+
+    @property
+    def changes(self) -> bool:
+        return self.fused or self.recompute or self.compile != "off"
+
+
+class Accel:
+    """Fused norms and convolutions, recomputed norms and torch.compile."""
+
+    def supports(self, model: nn.Module, context: AccelerationContext) -> str:
+        plan = _plan(model, context)
+        return "" if plan.changes else ", ".join(plan.notes) or "nothing is switched on"
+
+    def apply(self, model: nn.Module, context: AccelerationContext) -> AppliedAccel:
+        return AppliedAccel(model, _plan(model, context), _settings(context), context.device)
+
+
+ACCELERATION = Accel()
+
+
+def _settings(context: AccelerationContext) -> AccelSettings:
+    settings = context.settings or AccelSettings()
+    assert isinstance(settings, AccelSettings)
+    return settings
+
+
+def _plan(model: nn.Module, context: AccelerationContext) -> _Plan:
+    settings = _settings(context)
+    network = network_of(model)
+    notes = []
+    problem = context.kernel_problem
+    if network is None or not network.can_fuse():
+        problem = problem or "this model has none"
+    elif context.collective_norms:
+        problem = problem or "norms exchange their statistics"
+    elif not context.channels_last:
+        problem = problem or "needs run.channels_last"
+    if settings.fused_norm == "on" and problem:
+        raise ConfigError(f"{_TABLE}.fused_norm", "on", problem, "use 'auto'")
+    fused = not problem and settings.allows_fused_norms
+    if not fused:
+        notes.append(f"fused norms off ({problem})" if problem else "fused norms off")
+    if settings.recompute_norms and network is None:
+        raise ConfigError(
+            f"{_TABLE}.recompute_norms", True,
+            "this model has no norms that backward can compute again", "use false",
+        )  # fmt: skip
+    how = settings.compile
+    if how == "auto":
+        # The compiler would not take part in what is computed again or exchanged.
+        plain = not (fused or settings.recompute_norms or context.collective_norms)
+        how = "model" if plain and context.device.type == "cuda" else "off"
+    if how == "blocks" and (network is None or not network.blocks()):
+        raise ConfigError(
+            f"{_TABLE}.compile", how, "this model has no residual blocks", "use 'model' or 'off'"
+        )
+    products, problem = _products(settings, network, fused, context)
+    if problem and settings.fused_convolutions != "off":
+        notes.append(f"convolutions: off ({problem})")
+    return _Plan(network, fused, products, settings.recompute_norms, how, tuple(notes))
+
+
+def _products(
+    settings: AccelSettings, network: Network | None, fused: bool, context: AccelerationContext
+) -> tuple[str, str]:
+    """`run.accel.fused_convolutions` as it applies, and the reason if it does not: the model comes first,
+    then what the fused norms lack, which they need."""
+    cudnn = settings.fused_convolutions == CUDNN
+    blocks = [] if network is None else network.blocks()
+    bottlenecks = [block for block in blocks if len(block.branch) == 3]
+    problem = ""
+    if not (blocks if cudnn else bottlenecks):
+        problem = f"this model has no {'residual blocks' if cudnn else 'bottlenecks'}"
+    elif context.kernel_problem:
+        problem = context.kernel_problem
+    elif settings.compile not in ("auto", "off"):
+        problem = f"cannot be compiled by {_TABLE}.compile = {settings.compile!r}"
+    elif not context.channels_last:
+        problem = "needs run.channels_last"
+    elif not fused:
+        problem = f"needs {_TABLE}.fused_norm"
+    elif context.dtype == torch.float32:
+        problem = "needs half precision"
+    elif not bottlenecks and context.dtype != torch.float16:
+        problem = "needs fp16 for a model without bottlenecks"
+    if settings.fused_convolutions == "on" and problem:
+        raise ConfigError(f"{_TABLE}.fused_convolutions", "on", problem, "use 'auto'")
+    return "off" if problem else settings.fused_convolutions, problem
+
+
+@dataclass
+class AppliedAccel:
+    """The forms of one model, with its choices. See `models.acceleration.Applied`."""
+
+    model: nn.Module
+    plan: _Plan
+    settings: AccelSettings
+    device: torch.device
+    choices: Choices | None = None
+    forward: Forward = field(init=False)
+    input_channels: int | None = None
+    _failed: str = ""
+
+    def __post_init__(self) -> None:
+        self.forward = self._forward()
+        first = None if self.plan.network is None else self.plan.network.first
+        if self.plan.fused and first is not None and pads_images(first):
+            self.input_channels = PADDED_CHANNELS
+
+    @property
+    def gradients_at_end(self) -> bool:
+        return self.plan.compile == "model"
+
+    def _forward(self) -> Forward:
+        plan = self.plan
+        if plan.compile == "model":
+            # A model of its own name in the compiler's eyes: evaluation calls the plain one. Static
+            # shapes: only the usual micro-batch is compiled.
+            compiled: Forward = torch.compile(self.model, dynamic=False)
+            return compiled
+        if not plan.changes:
+            return self.model
+        network = plan.network
+        assert network is not None
+        if plan.fused:
+            from paceline.accel.fused_forward import FusedForward
+
+            return FusedForward(network, recompute=plan.recompute, choices=self.choices)
+        from paceline.accel.forward import CompiledBlocks
+        from paceline.accel.forward import Forward as PlainForward
+
+        if plan.compile == "blocks":
+            return CompiledBlocks(network)
+        return PlainForward(network, recompute=plan.recompute)
+
+    def calibrate(self, ranks: Ranks, trial: TrialPass, *, foreign: bool) -> None:
+        if self.plan.products != "off":
+            self.choices = Choices.begin(self.plan.products, self.device)
+            self.forward = self._forward()
+            ranks.agree_on("trial of fused convolutions", lambda: trial(self.forward))
+            differs = self.choices.settle(_agreed_products(self.choices, ranks))
+            # What another rank has chosen is built here before the first step.
+            ranks.agree_on(
+                "agreed fused convolutions", lambda: trial(self.forward) if differs else None
+            )
+        if self.plan.compile == "model" and self.settings.compile == "auto":
+            attempt = partial(_compile_problem, trial, self.forward, foreign)
+            own = ranks.agree_on("trial of compile", attempt)
+            if any(ranks.all_gather(own)):
+                self._failed = own or "on another rank"
+                self.plan = replace(self.plan, compile="off")
+                self.forward = self._forward()
+
+    def describe(self) -> str:
+        plan = self.plan
+        notes = ["fused norms on" if plan.fused else "", *plan.notes, f"compile {plan.compile}"]
+        if self._failed:
+            notes[-1] += f" (torch.compile failed: {self._failed})"
+        if plan.fused and plan.network is not None and plan.network.first is not None:
+            notes.append(describe_stem(plan.network.first))
+        if plan.recompute:
+            notes.append("norms recomputed")
+        if self.choices is not None:
+            notes.append(f"convolutions: {self.choices.describe()}")
+        return ", ".join(filter(None, notes))
+
+    def advise(self, error: Exception) -> Sequence[str]:
+        plan, use = self.plan, f"use --set {_TABLE}"
+        if is_fatal(error):
+            short = plan.network is not None and plan.compile == "off" and not plan.recompute
+            return [f"--set {_TABLE}.recompute_norms=true needs less memory, too"] if short else []
+        found = [f"{use}.fused_convolutions=off"] if self.choices is not None else []
+        if is_compile_error(error):
+            triton = type(error).__module__.startswith("triton")
+            found.append(f"{use}.fused_norm=off" if triton else "use --compile off")
+        return found
+
+    def undo(self) -> None:
+        self.forward, self.choices = self.model, None
+
+
+def _agreed_products(choices: Choices, ranks: Ranks) -> dict[str, str]:
+    """The choices of the first rank with this kind of GPU; for shapes that only other ranks have, of
+    the first of those. They affect rounding, and ranks and resumed runs are to round alike."""
+    agreed: dict[str, str] = {}
+    for kind, chosen in reversed(ranks.all_gather([choices.kind(), choices.own()])):
+        if kind == choices.kind():
+            agreed.update(chosen)
+    return agreed
+
+
+def _compile_problem(trial: TrialPass, forward: Forward, foreign: bool) -> str:
+    """Why a compiled pass fails. Any error of a user's model counts: the pass without the compiler,
+    which follows, raises the model's own."""
+    try:
+        trial(forward)
+    except PacelineError as error:
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        compiler = is_compile_error(cause)
+        if is_fatal(cause) or not (foreign or compiler):
+            raise
+        torch._dynamo.reset()
+        return compile_reason(cause) if compiler else first_line(cause)
+    return ""

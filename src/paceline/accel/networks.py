@@ -1,0 +1,224 @@
+"""Reads networks as parts that have faster forms: convolution with norm, residual block.
+
+`network_of` knows Paceline's residual nets and AlexNet with norms, and residual nets with the layout of
+torchvision's and timm's. Those of others are read by their structure, and a pass over noise has to
+confirm that the parts compute what the model computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.models.alexnet import CONVOLUTIONS, AlexNet
+from paceline.models.registry import is_own
+from paceline.models.resnet import FastResNet, PooledConv, ResNet, SmallResNet
+
+# Pixels and images of the pass that confirms the structure of a model.
+_SIDE, _IMAGES = 64, 2
+
+# Norms over several ranks are no `BatchNorm2d`, but have its attributes.
+Pair = tuple[nn.Module, nn.BatchNorm2d]
+
+
+@dataclass(frozen=True)
+class ConvNorm:
+    """A convolution, its norm, ReLU and perhaps a pool. Without `fusible`, it has no fused form."""
+
+    convolution: nn.Module
+    norm: nn.BatchNorm2d
+    pool: nn.MaxPool2d | None = None
+    fusible: bool = True
+
+    def pairs(self) -> Iterator[Pair]:
+        yield self.convolution, self.norm
+
+
+@dataclass(frozen=True)
+class Block:
+    """A residual block: convolutions with norms, a ReLU behind each norm and behind the sum."""
+
+    module: nn.Module
+    branch: tuple[Pair, ...]
+    downsample: Pair | None = None
+
+    @property
+    def last_norm(self) -> nn.BatchNorm2d:
+        return self.branch[-1][1]
+
+    def pairs(self) -> Iterator[Pair]:
+        yield from self.branch
+        if self.downsample is not None:
+            yield self.downsample
+
+
+@dataclass(frozen=True)
+class Network:
+    """Parts in their order; `head` is what follows the last one, behind `norm` if there is one."""
+
+    parts: tuple[ConvNorm | Block, ...]
+    head: Callable[[Tensor], Tensor]
+    norm: nn.BatchNorm2d | None = None
+
+    @property
+    def first(self) -> nn.Module | None:
+        """The convolution that takes images, if it has a fused form."""
+        part = self.parts[0]
+        return part.convolution if isinstance(part, ConvNorm) and part.fusible else None
+
+    def blocks(self) -> list[Block]:
+        return [part for part in self.parts if isinstance(part, Block)]
+
+    def can_fuse(self) -> bool:
+        """Returns True if its norms are batch norms of a rank's own batch."""
+        return all(isinstance(n, nn.BatchNorm2d) for part in self.parts for _, n in part.pairs())
+
+
+def network_of(model: nn.Module) -> Network | None:
+    """Returns the parts of a model, None for a model without such parts. Changes nothing."""
+    if type(model) is AlexNet:
+        return _alexnet(model)
+    try:
+        network = _residual(model)
+    except _UnknownLayerError:
+        return None
+    return network if type(model) in _OWN or _confirmed(model, network) else None
+
+
+_OWN = (ResNet, FastResNet, SmallResNet)
+
+
+class _UnknownLayerError(Exception):
+    """A module is not what the structure of a residual net has in its place."""
+
+
+def _alexnet(model: AlexNet) -> Network | None:
+    layers = dict(model.features.named_children())
+    parts = []
+    for number in CONVOLUTIONS:
+        norm, pool = layers.get(f"bn{number}"), layers.get(str(number + 2))
+        if not _is_norm(norm):
+            return None
+        pool = pool if isinstance(pool, nn.MaxPool2d) else None
+        parts.append(ConvNorm(layers[str(number)], norm, pool))
+    last = layers.get("bn_pool5")
+    return Network(tuple(parts), model.head, last if _is_norm(last) else None)
+
+
+def _residual(model: nn.Module) -> Network:
+    """Reads conv1, bn1, ReLU, perhaps a pool, layer1, layer2, … and a head."""
+    children = _children(model)
+    stages = [children.pop(name) for name in list(children) if name.startswith("layer")]
+    pool = children.pop("maxpool", None)
+    if not stages or not isinstance(pool, nn.MaxPool2d | None):
+        raise _UnknownLayerError
+    if pool is not None and (pool.kernel_size, pool.stride, pool.padding) != (3, 2, 1):
+        raise _UnknownLayerError
+    stem = ConvNorm(*_pair(children, "1"), pool, fusible=type(model) is not SmallResNet)
+    head = _head(model, children)
+    inner = [part for stage in stages for part in stage.children()]
+    return Network((stem, *map(part_of, inner)), head)
+
+
+def _is_norm(module: nn.Module | None) -> TypeGuard[nn.BatchNorm2d]:
+    """Returns True for torch's own batch norm, and for those that Paceline makes of it. A subclass of a
+    user may compute anything."""
+    own = isinstance(module, _BatchNorm) and type(module).__module__.startswith("paceline.")
+    return own or type(module) is nn.BatchNorm2d
+
+
+def _children(module: nn.Module) -> dict[str, nn.Module]:
+    """Returns the children that compute something, but ReLUs."""
+    return {
+        name: child
+        for name, child in module.named_children()
+        if type(child) not in (nn.ReLU, nn.Identity)
+    }
+
+
+def _pair(children: dict[str, nn.Module], number: str) -> Pair:
+    convolution, norm = children.pop(f"conv{number}", None), children.pop(f"bn{number}", None)
+    if convolution is None or not _is_norm(norm):
+        raise _UnknownLayerError
+    return convolution, norm
+
+
+def part_of(module: nn.Module) -> ConvNorm | Block:
+    """Reads a residual block, or a `PooledConv`. Raises `_UnknownLayerError` for others."""
+    children = _children(module)
+    if type(module) is PooledConv:
+        return ConvNorm(*_pair(children, ""), module.maxpool)
+    shortcut = children.pop("downsample", None)
+    branch = tuple(_pair(children, str(number + 1)) for number in range(len(children) // 2))
+    if len(branch) not in (2, 3) or children:
+        raise _UnknownLayerError
+    if shortcut is None:
+        return Block(module, branch)
+    layers = [child for child in shortcut.children() if type(child) is not nn.Identity]
+    if len(layers) != 2:
+        raise _UnknownLayerError
+    return Block(module, branch, _pair({"conv": layers[0], "bn": layers[1]}, ""))
+
+
+def _head(model: nn.Module, children: dict[str, nn.Module]) -> Callable[[Tensor], Tensor]:
+    """What follows the blocks: of ours, of timm's models, or of torchvision's."""
+    for name in ("head", "forward_head"):
+        if (name == "forward_head" or is_own(model)) and callable(getattr(model, name, None)):
+            found: Callable[[Tensor], Tensor] = getattr(model, name)
+            return found
+    if children.keys() != {"avgpool", "fc"}:
+        raise _UnknownLayerError
+    pool, linear = children["avgpool"], children["fc"]
+    return lambda maps: linear(pool(maps).flatten(1))
+
+
+def _confirmed(model: nn.Module, network: Network) -> bool:
+    """Compares a pass of the parts with one of the model, with noise in place of images and weights, such
+    as zeros in γ, in the model's own mode. Its tensors and the random generators stay as they are."""
+    from paceline.accel.forward import Forward
+
+    first = network.first
+    if not isinstance(first, nn.Conv2d) or first.weight.is_meta:
+        return False
+    both = _Both(model, Forward(network))
+    device = first.weight.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+        torch.manual_seed(0)
+        values = {
+            name: value.float() + 0.1 * torch.rand_like(value, dtype=torch.float32)
+            if value.is_floating_point()
+            else value.clone()
+            for name, value in both.state_dict().items()
+        }
+        channels = first.in_channels * first.groups
+        images = torch.randn(_IMAGES, channels, _SIDE, _SIDE, device=device)
+        try:
+            torch.manual_seed(1)
+            wanted = torch.func.functional_call(both, values, (images, True), strict=True)
+            torch.manual_seed(1)
+            found = torch.func.functional_call(both, values, (images, False), strict=True)
+        except Exception:  # noqa: BLE001  (a user's code; the first step reports what is wrong with it)
+            return False
+    return (
+        isinstance(wanted, Tensor)
+        and wanted.shape == found.shape
+        and bool((wanted - found).norm() <= 1e-3 * wanted.norm())
+    )
+
+
+class _Both(nn.Module):
+    """A model, or its parts, with the weights of a functional call."""
+
+    def __init__(self, model: nn.Module, parts: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model, self._parts = model, parts
+        self.training = model.training
+
+    def forward(self, images: Tensor, whole: bool) -> Tensor:
+        out: Tensor = self.model(images) if whole else self._parts(images)
+        return out

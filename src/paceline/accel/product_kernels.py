@@ -1,0 +1,450 @@
+"""Triton kernels of 1 × 1 convolutions, as products of rows × channels in NHWC memory, fused with the
+batch norms around them.
+
+A product reads its map as stored, or computes it from what is stored while it loads (`FORM`):
+`NORMALIZED` relu(scale · x + shift); `JOINED` relu(scale · x + shift + residual), the output of a
+residual block; `PROJECTED` the same with a residual that is normalized too; `GRADIENT` a · dz + b · x +
+c, the gradient of a norm's input (see `backward_factors_kernel`). What follows the product happens to
+its tile in registers (`EPILOGUE`): `MOMENTS` sums the statistics of the next norm; `MASKED` takes the
+gradient through the ReLU of the norm before, and `MERGED` through the sum and ReLU of a block, and sum
+the gradients of γ and β.
+
+A program computes one block of columns of `span` rows, tile by tile, and keeps its sums in registers.
+Threads add theirs together after the last tile only: for each tile, that took more instructions than
+all else. Most tiles are computed as their transpose (`TURNED`): tensor cores leave a thread two rows of
+many columns, and so many rows of two columns of a transposed tile. Parts are joined in a fixed order, so
+repetitions are bit-identical. Values are rounded to the map's type where the separate operators store
+them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from paceline.accel.kernels import centre_of
+
+PLAIN = tl.constexpr(0)
+NORMALIZED = tl.constexpr(1)
+JOINED = tl.constexpr(2)
+GRADIENT = tl.constexpr(3)
+MOMENTS = tl.constexpr(4)
+MASKED = tl.constexpr(5)
+MERGED = tl.constexpr(6)
+PROJECTED = tl.constexpr(7)
+
+
+@triton.jit
+def _operand(
+    x, other, saved, found, at, ok, cols, col_ok, channels,
+    FORM: tl.constexpr, RELU: tl.constexpr,
+):  # fmt: skip
+    """A tile of the map that the product takes, in the type of `x`. `RELU`: `x` is the gradient
+    behind the ReLU of the norm whose input is `other`. `found` has the factors of `GRADIENT`, or the
+    statistics of `other` for `PROJECTED`."""
+    value = tl.load(x + at, mask=ok, other=0.0)
+    if FORM == NORMALIZED or FORM == JOINED or FORM == PROJECTED:  # noqa: SIM109
+        scale = tl.load(saved + 2 * channels + cols, mask=col_ok, other=0.0)[None, :]
+        shift = tl.load(saved + 3 * channels + cols, mask=col_ok, other=0.0)[None, :]
+        wide = value.to(tl.float32) * scale + shift
+        if FORM == JOINED:
+            wide += tl.load(other + at, mask=ok, other=0.0).to(tl.float32)
+        if FORM == PROJECTED:
+            # Rounded where the separate operators store it.
+            scale = tl.load(found + 2 * channels + cols, mask=col_ok, other=0.0)[None, :]
+            shift = tl.load(found + 3 * channels + cols, mask=col_ok, other=0.0)[None, :]
+            residual = tl.load(other + at, mask=ok, other=0.0).to(tl.float32) * scale + shift
+            wide += residual.to(x.dtype.element_ty).to(tl.float32)
+        wide = tl.maximum(wide, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        value = wide.to(x.dtype.element_ty)
+    if FORM == GRADIENT:
+        a = tl.load(found + 2 * channels + cols, mask=col_ok, other=0.0)[None, :]
+        b = tl.load(found + 3 * channels + cols, mask=col_ok, other=0.0)[None, :]
+        c = tl.load(found + 4 * channels + cols, mask=col_ok, other=0.0)[None, :]
+        before = tl.load(other + at, mask=ok, other=0.0).to(tl.float32)
+        grad = value.to(tl.float32)
+        if RELU:
+            scale = tl.load(saved + 2 * channels + cols, mask=col_ok, other=0.0)[None, :]
+            shift = tl.load(saved + 3 * channels + cols, mask=col_ok, other=0.0)[None, :]
+            grad = tl.where(before * scale + shift > 0.0, grad, 0.0)
+        value = (a * grad + b * before + c).to(x.dtype.element_ty)
+    return value
+
+
+@triton.jit
+def _columns(
+    out_saved, out_other_saved, centre, cols, col_ok, n,
+    EPILOGUE: tl.constexpr, PROJECT: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """What an epilogue takes of each column: the value that it sums about, scale and shift of the norm,
+    and the mean of the residual's norm."""
+    middle = tl.zeros(cols.shape, tl.float32)
+    scale, shift, other_middle = middle, middle, middle
+    if EPILOGUE == MOMENTS:
+        middle = centre_of(centre, cols, col_ok)
+    if EPILOGUE == MASKED or EPILOGUE == MERGED:  # noqa: SIM109  (Triton has no `in`)
+        middle = tl.load(out_saved + cols, mask=col_ok, other=0.0)
+    if EPILOGUE == MASKED:
+        scale = tl.load(out_saved + 2 * n + cols, mask=col_ok, other=0.0)
+        shift = tl.load(out_saved + 3 * n + cols, mask=col_ok, other=0.0)
+    if PROJECT:
+        other_middle = tl.load(out_other_saved + cols, mask=col_ok, other=0.0)
+    return (
+        _along(middle, TURNED), _along(scale, TURNED), _along(shift, TURNED),
+        _along(other_middle, TURNED),
+    )  # fmt: skip
+
+
+@triton.jit
+def _along(vector, FIRST: tl.constexpr):
+    """Along the first axis of a tile, or the second. The first one of a turned tile has columns."""
+    return vector[:, None] if FIRST else vector[None, :]
+
+
+@triton.jit
+def _product(tile, factors, result, TURNED: tl.constexpr):
+    if TURNED:
+        result = tl.dot(factors, tl.trans(tile), result, input_precision="ieee")
+    else:
+        result = tl.dot(tile, factors, result, input_precision="ieee")
+    return result
+
+
+@triton.jit
+def _part_of(maps, elements, DESCRIBED: tl.constexpr):
+    """The map from the part of this program on; a descriptor counts from the first row."""
+    return maps if DESCRIBED else maps + elements
+
+
+@triton.jit
+def _tile_of(maps, at, ok, line, col, TURNED: tl.constexpr, DESCRIBED: tl.constexpr):
+    if DESCRIBED:
+        tile = maps.load([line, col])
+        tile = tl.trans(tile) if TURNED else tile
+    else:
+        tile = tl.load(maps + at, mask=ok, other=0.0)
+    return tile.to(tl.float32)
+
+
+@triton.jit
+def _finish(
+    result, at, ok, line, col, out, out_x, out_y, out_add, out_other, y_tile,
+    middle, scale, shift, other_middle, TYPE: tl.constexpr,
+    EPILOGUE: tl.constexpr, ADD: tl.constexpr, PROJECT: tl.constexpr, LOADED: tl.constexpr,
+    TURNED: tl.constexpr, DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """The epilogue of a tile of a product: stores it in `TYPE`, and returns what is to be summed over
+    rows. `LOADED`: `y_tile` is the tile of `out_y`."""
+    value, second, third = result, result, result
+    if EPILOGUE == MASKED or EPILOGUE == MERGED:  # noqa: SIM109
+        before = _tile_of(out_x, at, ok, line, col, TURNED, DESCRIBED)
+        if EPILOGUE == MASKED:
+            lit = ok & (before * scale + shift > 0.0)
+        else:
+            if ADD:
+                result += _tile_of(out_add, at, ok, line, col, TURNED, DESCRIBED)
+            if LOADED:
+                lit = ok & (y_tile.to(tl.float32) > 0.0)
+            else:
+                lit = ok & (_tile_of(out_y, at, ok, line, col, TURNED, DESCRIBED) > 0.0)
+        rounded = tl.where(lit, result, 0.0).to(TYPE)
+        value = rounded.to(tl.float32)
+        second = tl.where(ok, value * (before - middle), 0.0)
+        if PROJECT:
+            before = _tile_of(out_other, at, ok, line, col, TURNED, DESCRIBED)
+            third = tl.where(ok, value * (before - other_middle), 0.0)
+    else:
+        rounded = result.to(TYPE)
+        if EPILOGUE == MOMENTS:
+            value = tl.where(ok, rounded.to(tl.float32) - middle, 0.0)
+            second = value * value
+    if DESCRIBED:
+        out.store([line, col], tl.trans(rounded) if TURNED else rounded)
+    else:
+        tl.store(out + at, rounded, mask=ok)
+    return value, second, third
+
+
+@triton.jit
+def _fold(
+    value, TURNED: tl.constexpr, GROUPS: tl.constexpr, LINES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Adds up the rows of a tile that a thread has, or for a turned tile a quarter of a warp: threads and
+    warps add theirs to each other's once, after the last tile. Rows are in `GROUPS`; of a group, a thread
+    has those that are `LINES` apart."""
+    if TURNED:
+        folded = tl.sum(tl.reshape(value, (BLOCK_N, GROUPS, BLOCK_M // GROUPS)), 2)
+    else:
+        rows: tl.constexpr = BLOCK_M // GROUPS // LINES
+        folded = tl.sum(tl.reshape(value, (GROUPS, rows, LINES, BLOCK_N)), 1)
+    return folded
+
+
+@triton.jit
+def _no_sums(
+    TURNED: tl.constexpr, GROUPS: tl.constexpr, LINES: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """As `_fold` gives them."""
+    if TURNED:
+        sums = tl.zeros((BLOCK_N, GROUPS), tl.float32)
+    else:
+        sums = tl.zeros((GROUPS, LINES, BLOCK_N), tl.float32)
+    return sums
+
+
+@triton.jit
+def _store_sums(
+    sums, later, col_ok, total, second_total, third_total,
+    PROJECT: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    total = _whole(total, TURNED)
+    tl.store(sums, total, mask=col_ok)
+    tl.store(sums + later, _whole(second_total, TURNED), mask=col_ok)
+    if PROJECT:
+        tl.store(sums + 2 * later, total, mask=col_ok)
+        tl.store(sums + 3 * later, _whole(third_total, TURNED), mask=col_ok)
+
+
+@triton.jit
+def _whole(folded, TURNED: tl.constexpr):
+    return tl.sum(folded, 1) if TURNED else tl.sum(tl.sum(folded, 0), 0)
+
+
+@triton.jit
+def product_kernel(
+    x, other, saved, found, side, weight, out, out_x, out_y, out_add, out_other,
+    out_saved, out_other_saved, centre, parts, rows, span, k, n,
+    FORM: tl.constexpr, RELU: tl.constexpr, SIDE: tl.constexpr, FORWARD: tl.constexpr,
+    EPILOGUE: tl.constexpr, ADD: tl.constexpr, PROJECT: tl.constexpr, SINGLE: tl.constexpr,
+    STAGES: tl.constexpr, TURNED: tl.constexpr, DESCRIBED: tl.constexpr,
+    GROUPS: tl.constexpr, LINES: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out [rows, n] = operand [rows, k] · weight, stored [n, k] if `FORWARD`, else [k, n].
+
+    `SIDE` also stores the operand. `SINGLE`: k ≤ BLOCK_K, so that the weights are read once; else
+    the compiler makes one loop of two. `parts` [2, parts, n] gets two sums a part: Σ (y − centre) and
+    Σ (y − centre)² for `MOMENTS`, else Σ dz and Σ dz · (x − mean) with the norm of `out_x` and
+    `out_saved`. `PROJECT`: [4, parts, n], and the same with the norm of `out_other`. `TURNED`: a tile
+    is computed as its transpose. `DESCRIBED`: the maps of the epilogue come as descriptors. `GROUPS` and
+    `LINES`: see `_fold`.
+    """
+    blocks = tl.cdiv(n, BLOCK_N)
+    block = tl.program_id(0) % blocks
+    part = tl.program_id(0) // blocks
+    cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    col_ok = cols < n
+    first = part.to(tl.int64) * span
+    count = tl.minimum(rows - first, span).to(tl.int32)
+    lines = tl.arange(0, BLOCK_M)
+    deep = tl.arange(0, BLOCK_K)
+    sums = parts + part * n + cols
+    later = (tl.num_programs(0) // blocks) * n
+    x += first * k
+    other += first * k
+    side += first * k
+    out = _part_of(out, first * n, DESCRIBED)
+    out_x = _part_of(out_x, first * n, DESCRIBED)
+    out_y = _part_of(out_y, first * n, DESCRIBED)
+    out_add = _part_of(out_add, first * n, DESCRIBED)
+    out_other = _part_of(out_other, first * n, DESCRIBED)
+    if FORWARD:
+        weight_at = weight + _along(deep, not TURNED) + _along(cols, TURNED) * k
+    else:
+        weight_at = weight + _along(deep, not TURNED) * n + _along(cols, TURNED)
+    if SINGLE:
+        if EVEN_K and EVEN_N:
+            factors = tl.load(weight_at)
+        else:
+            ok = _along(deep < k, not TURNED) & _along(col_ok, TURNED)
+            factors = tl.load(weight_at, mask=ok, other=0.0)
+    middle, scale, shift, other_middle = _columns(
+        out_saved, out_other_saved, centre, cols, col_ok, n, EPILOGUE, PROJECT, TURNED
+    )
+    total = _no_sums(TURNED, GROUPS, LINES, BLOCK_N)
+    second_total, third_total = total, total
+    for start in tl.range(0, count, BLOCK_M, num_stages=STAGES, flatten=not SINGLE):
+        row = start + lines
+        row_ok = tl.full((BLOCK_M,), True, tl.int1) if EVEN_M else row < count
+        if TURNED:
+            result = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        else:
+            result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if SINGLE:
+            deep_ok = deep < k
+            ok = row_ok[:, None] if EVEN_K else row_ok[:, None] & deep_ok[None, :]
+            at = row[:, None] * k + deep[None, :]
+            tile = _operand(x, other, saved, found, at, ok, deep, deep_ok, k, FORM, RELU)
+            if SIDE:
+                tl.store(side + at, tile, mask=ok & (block == 0))
+            result = _product(tile, factors, result, TURNED)
+        else:
+            for begin in range(0, k, BLOCK_K):
+                inner = begin + deep
+                deep_ok = inner < k
+                ok = row_ok[:, None] if EVEN_K else row_ok[:, None] & deep_ok[None, :]
+                at = row[:, None] * k + inner[None, :]
+                tile = _operand(x, other, saved, found, at, ok, inner, deep_ok, k, FORM, RELU)
+                if SIDE:
+                    tl.store(side + at, tile, mask=ok & (block == 0))
+                place = weight_at + (begin if FORWARD else begin * n)
+                if EVEN_K and EVEN_N:
+                    factors = tl.load(place)
+                else:
+                    ok = _along(deep_ok, not TURNED) & _along(col_ok, TURNED)
+                    factors = tl.load(place, mask=ok, other=0.0)
+                result = _product(tile, factors, result, TURNED)
+        ok = _along(row_ok, not TURNED)
+        if not EVEN_N:
+            ok = ok & _along(col_ok, TURNED)
+        at = _along(row, not TURNED) * n + _along(cols, TURNED)
+        value, second, third = _finish(
+            result, at, ok, (first + start).to(tl.int32), block * BLOCK_N,
+            out, out_x, out_y, out_add, out_other, result, middle, scale, shift, other_middle,
+            x.dtype.element_ty, EPILOGUE, ADD, PROJECT, False, TURNED, DESCRIBED,
+        )  # fmt: skip
+        if EPILOGUE != PLAIN:
+            total += _fold(value, TURNED, GROUPS, LINES, BLOCK_M, BLOCK_N)
+            second_total += _fold(second, TURNED, GROUPS, LINES, BLOCK_M, BLOCK_N)
+        if PROJECT:
+            third_total += _fold(third, TURNED, GROUPS, LINES, BLOCK_M, BLOCK_N)
+    if EPILOGUE != PLAIN:
+        _store_sums(sums, later, col_ok, total, second_total, third_total, PROJECT, TURNED)
+
+
+@triton.jit
+def weight_gradient_kernel(
+    dz, x, saved, found, inputs, input_saved, partial, rows, span, n, k,
+    FORM: tl.constexpr, RELU: tl.constexpr, INPUT_FORM: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """partial [part, n, k] = Σ gradientᵀ · input over the `span` rows of a part."""
+    tiles_k = tl.cdiv(k, BLOCK_K)
+    tiles = tl.cdiv(n, BLOCK_N) * tiles_k
+    tile = tl.program_id(0) % tiles
+    part = tl.program_id(0) // tiles
+    outs = (tile // tiles_k) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ins = (tile % tiles_k) * BLOCK_K + tl.arange(0, BLOCK_K)
+    out_ok = outs < n
+    in_ok = ins < k
+    first = part.to(tl.int64) * span
+    count = tl.minimum(rows - first, span).to(tl.int32)
+    dz += first * n
+    x += first * n
+    inputs += first * k
+    lines = tl.arange(0, BLOCK_R)
+    result = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for start in range(0, count, BLOCK_R):
+        row = start + lines
+        row_ok = (row < count)[:, None]
+        ok = row_ok if EVEN else row_ok & out_ok[None, :]
+        at = row[:, None] * n + outs[None, :]
+        grad = _operand(dz, x, saved, found, at, ok, outs, out_ok, n, FORM, RELU)
+        if FORM == GRADIENT:  # not 0 where dz and x are
+            grad = tl.where(row_ok, grad, 0.0).to(dz.dtype.element_ty)
+        ok = row_ok if EVEN else row_ok & in_ok[None, :]
+        at = row[:, None] * k + ins[None, :]
+        value = _operand(
+            inputs, inputs, input_saved, input_saved, at, ok, ins, in_ok, k, INPUT_FORM, False
+        )
+        result = tl.dot(tl.trans(grad), value, result, input_precision="ieee")
+    place = partial + part.to(tl.int64) * n * k + outs[:, None] * k + ins[None, :]
+    tl.store(place, result, mask=out_ok[:, None] & in_ok[None, :])
+
+
+@triton.jit
+def both_gradients_kernel(
+    dz, x, saved, found, weight, inputs, input_saved, out, out_x, out_y, out_add, out_other,
+    out_saved, out_other_saved, parts, partial, rows, span, n, k,
+    FORM: tl.constexpr, RELU: tl.constexpr, INPUT_FORM: tl.constexpr, EPILOGUE: tl.constexpr,
+    ADD: tl.constexpr, PROJECT: tl.constexpr, STAGES: tl.constexpr, TURNED: tl.constexpr,
+    DESCRIBED: tl.constexpr, GROUPS: tl.constexpr, LINES: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`product_kernel` for the gradient of the input and `weight_gradient_kernel` in one: both read the
+    same maps. For few channels, n ≤ BLOCK_N and k ≤ BLOCK_K, whose products fit the registers. With
+    `MERGED`, `inputs` is the block's output, `out_y`."""
+    part = tl.program_id(0)
+    outs = tl.arange(0, BLOCK_N)
+    ins = tl.arange(0, BLOCK_K)
+    out_ok = outs < n
+    in_ok = ins < k
+    first = part.to(tl.int64) * span
+    count = tl.minimum(rows - first, span).to(tl.int32)
+    sums = parts + part * k + ins
+    later = tl.num_programs(0) * k
+    dz += first * n
+    x += first * n
+    inputs += first * k
+    out = _part_of(out, first * k, DESCRIBED)
+    out_x = _part_of(out_x, first * k, DESCRIBED)
+    out_y = _part_of(out_y, first * k, DESCRIBED)
+    out_add = _part_of(out_add, first * k, DESCRIBED)
+    out_other = _part_of(out_other, first * k, DESCRIBED)
+    lines = tl.arange(0, BLOCK_M)
+    weight_at = weight + outs[:, None] * k + ins[None, :]
+    factors = tl.load(weight_at, mask=out_ok[:, None] & in_ok[None, :], other=0.0)
+    gathered = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    if TURNED:
+        factors = tl.trans(factors)
+    middle, scale, shift, other_middle = _columns(
+        out_saved, out_other_saved, saved, ins, in_ok, k, EPILOGUE, PROJECT, TURNED
+    )
+    total = _no_sums(TURNED, GROUPS, LINES, BLOCK_K)
+    second_total, third_total = total, total
+    for start in tl.range(0, count, BLOCK_M, num_stages=STAGES):
+        row = start + lines
+        row_ok = tl.full((BLOCK_M,), True, tl.int1) if EVEN_M else row < count
+        ok = row_ok[:, None] if EVEN else row_ok[:, None] & out_ok[None, :]
+        at = row[:, None] * n + outs[None, :]
+        grad = _operand(dz, x, saved, found, at, ok, outs, out_ok, n, FORM, RELU)
+        if FORM == GRADIENT:  # not 0 where dz and x are
+            grad = tl.where(row_ok[:, None], grad, 0.0).to(dz.dtype.element_ty)
+        ok = row_ok[:, None] if EVEN else row_ok[:, None] & in_ok[None, :]
+        at = row[:, None] * k + ins[None, :]
+        source = _operand(
+            inputs, inputs, input_saved, input_saved, at, ok, ins, in_ok, k, INPUT_FORM, False
+        )
+        gathered = tl.dot(tl.trans(grad), source, gathered, input_precision="ieee")
+        if TURNED:
+            result = tl.zeros((BLOCK_K, BLOCK_M), tl.float32)
+            ok = row_ok[None, :] if EVEN else row_ok[None, :] & in_ok[:, None]
+            at = row[None, :] * k + ins[:, None]
+            source = tl.trans(source)
+        else:
+            result = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+        result = _product(grad, factors, result, TURNED)
+        value, second, third = _finish(
+            result, at, ok, (first + start).to(tl.int32), 0,
+            out, out_x, out_y, out_add, out_other, source, middle, scale, shift, other_middle,
+            x.dtype.element_ty, EPILOGUE, ADD, PROJECT, True, TURNED, DESCRIBED,
+        )  # fmt: skip
+        if EPILOGUE != PLAIN:
+            total += _fold(value, TURNED, GROUPS, LINES, BLOCK_M, BLOCK_K)
+            second_total += _fold(second, TURNED, GROUPS, LINES, BLOCK_M, BLOCK_K)
+        if PROJECT:
+            third_total += _fold(third, TURNED, GROUPS, LINES, BLOCK_M, BLOCK_K)
+    if EPILOGUE != PLAIN:
+        _store_sums(sums, later, in_ok, total, second_total, third_total, PROJECT, TURNED)
+    place = partial + part.to(tl.int64) * n * k + outs[:, None] * k + ins[None, :]
+    tl.store(place, gathered, mask=out_ok[:, None] & in_ok[None, :])
+
+
+@triton.jit
+def join_products_kernel(
+    partial, out, elements, parts, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr
+):
+    """out = Σ partial over its parts."""
+    at = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    at_ok = at < elements
+    lines = tl.arange(0, BLOCK_P)
+    total = tl.zeros((BLOCK_P, BLOCK_E), tl.float32)
+    for start in range(0, parts, BLOCK_P):
+        part = start + lines
+        ok = (part < parts)[:, None] & at_ok[None, :]
+        place = partial + part[:, None].to(tl.int64) * elements + at[None, :]
+        total += tl.load(place, mask=ok, other=0.0)
+    tl.store(out + at, tl.sum(total, 0).to(out.dtype.element_ty), mask=at_ok)

@@ -1,0 +1,191 @@
+"""Launches of the kernels of `product_kernels`: 1 × 1 convolutions of stride 1 and their gradients.
+
+In: operands, a weight and a `Tile` that fits (`product_tiles`). Out: the product or the gradients, and
+partial sums of the epilogue. A launch divides the rows into parts, about as many as programs run on the
+GPU at a time, and allocates what the kernel writes. `products` chooses the tile; while it has kernels
+only compiled (`product_choice.building`), none runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from paceline.accel import product_kernels as kernels
+from paceline.accel.operands import MERGED, PLAIN, Epilogue, Gradients, Operand
+from paceline.accel.product_choice import building
+from paceline.accel.product_tiles import Tile
+
+# Offsets inside a part are counted in 32 bits.
+_MOST_ELEMENTS = 2**31 - 1
+# Parts and elements per program that adds up partial products.
+_JOIN_PARTS, _JOIN_ELEMENTS = 32, 64
+# Without a GPU, in Triton's interpreter.
+_INTERPRETED_PROCESSORS = 3
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _span(rows: int, widest: int, block: int, programs: int) -> int:
+    """Rows of a part: about `programs` parts of whole tiles."""
+    tiles = -(-rows // block)
+    span = -(-tiles // max(min(programs, tiles), 1)) * block
+    return max(min(span, _MOST_ELEMENTS // widest // block * block), block)
+
+
+def resident_programs(tile: Tile, operand: Operand, end: Epilogue) -> int:
+    """Programs of `launch_product` that run on a multiprocessor at a time; 0 if the tile does not fit."""
+    k, maps = operand.x.shape[1], 1 if operand.other is None else 2
+    return tile.resident(k, inputs=maps, computed=operand.form != PLAIN, ends=len(end.maps()))
+
+
+def _run(kernel: Any, programs: int, *given: object, **options: object) -> None:
+    if building.get():
+        kernel.warmup(*given, grid=(programs,), **options)
+    else:
+        kernel[(programs,)](*given, **options)
+
+
+def launch_product(
+    operand: Operand, weight: Tensor, tile: Tile, *, forward: bool, epilogue: int, side: bool,
+    centre: Tensor | None = None, end: Epilogue | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """The product, sums of its epilogue, and the operand if `side`."""
+    x, rows = operand.x, operand.rows
+    images, k, height, width = x.shape
+    n = weight.shape[0] if forward else weight.shape[1]
+    blocks = -(-n // tile.block_n)
+    end = end or Epilogue.plain(x)
+    programs = max(resident_programs(tile, operand, end), 1) * _processors(x.device)
+    span = _span(rows, max(k, n), tile.block_m, programs // blocks)
+    parts = -(-rows // span)
+    out = torch.empty(
+        (images, n, height, width), dtype=x.dtype, device=x.device,
+        memory_format=torch.channels_last,
+    )  # fmt: skip
+    sums, project = None, end.shortcut is not None
+    if epilogue != PLAIN:
+        sums = torch.empty((4 if project else 2, parts, n), dtype=torch.float32, device=x.device)
+    kept = torch.empty_like(x) if side else None
+    single = k <= tile.block_k
+    maps, described = _maps(tile, tile.block_n, out, end)
+    groups, lines = tile.rows(tile.block_n)
+    _run(
+        kernels.product_kernel, parts * blocks,
+        x, _or(operand.other, x), _or(operand.saved, x), _or(operand.found, x), _or(kept, x), weight,
+        *maps, *_saved(end, x), _or(centre, x), _or(sums, x), rows, span, k, n,
+        FORM=operand.form, RELU=operand.relu, SIDE=side, FORWARD=forward, EPILOGUE=epilogue,
+        ADD=end.add is not None, PROJECT=project, SINGLE=single, EVEN_K=k % tile.block_k == 0,
+        EVEN_N=n % tile.block_n == 0, STAGES=tile.stages, TURNED=tile.turned, DESCRIBED=described,
+        GROUPS=groups, LINES=lines, EVEN_M=rows % tile.block_m == 0,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out, sums, kept
+
+
+def _maps(
+    tile: Tile, block: int, out: Tensor, end: Epilogue
+) -> tuple[list[Tensor | TensorDescriptor], bool]:
+    """What an epilogue stores and reads, `block` columns at a time, and whether as descriptors: those of
+    Hopper's copy engine, which need rows of whole 16 bytes."""
+    n = out.shape[1]
+    other = None if end.shortcut is None else end.shortcut.x
+    maps = (out, end.like, end.y, end.add, other)
+    described = tile.turned and all(
+        given is None or (given.data_ptr() % 16 == 0 and n * given.element_size() % 16 == 0)
+        for given in maps
+    )
+    if not described:
+        return [_or(given, out) for given in maps], False
+    return [
+        TensorDescriptor(_or(given, out), [out.numel() // n, n], [n, 1], [tile.block_m, block])
+        for given in maps
+    ], True
+
+
+def _saved(end: Epilogue, unused: Tensor) -> tuple[Tensor, Tensor]:
+    """Statistics of the norms of an epilogue."""
+    return (
+        unused if end.branch is None else end.branch.saved,
+        unused if end.shortcut is None else end.shortcut.saved,
+    )
+
+
+def _or(tensor: Tensor | None, unused: Tensor) -> Tensor:
+    """A kernel takes some pointer also where it reads nothing."""
+    return unused if tensor is None else tensor
+
+
+def launch_weight_gradient(
+    gradient: Operand, weight: Tensor, inputs: Operand, tile: Tile
+) -> Tensor:
+    (out, into), rows = weight.shape[:2], gradient.rows
+    tiles = -(-out // tile.block_n) * -(-into // tile.block_k)
+    programs = tile.programs * _processors(weight.device) // tiles
+    span = _span(rows, max(out, into), tile.block_m, programs)
+    parts = -(-rows // span)
+    x, source = gradient.x, inputs.x
+    partial_products = torch.empty((parts, out, into), dtype=torch.float32, device=x.device)
+    _run(
+        kernels.weight_gradient_kernel, parts * tiles,
+        x, _or(gradient.other, x), _or(gradient.saved, x), _or(gradient.found, x),
+        source, _or(inputs.saved, source), partial_products, rows, span, out, into,
+        FORM=gradient.form, RELU=gradient.relu, INPUT_FORM=inputs.form,
+        EVEN=out % tile.block_n == 0 and into % tile.block_k == 0,
+        BLOCK_R=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return _join_products(partial_products, weight)
+
+
+def _join_products(partial_products: Tensor, weight: Tensor) -> Tensor:
+    found = torch.empty_like(weight)
+    _run(
+        kernels.join_products_kernel, -(-weight.numel() // _JOIN_ELEMENTS),
+        partial_products, found, weight.numel(), len(partial_products),
+        BLOCK_P=_JOIN_PARTS, BLOCK_E=_JOIN_ELEMENTS,
+    )  # fmt: skip
+    return found
+
+
+def launch_both_gradients(
+    gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, tile: Tile
+) -> Gradients:
+    """Both gradients by one kernel, for few channels."""
+    (out, into), rows = weight.shape[:2], gradient.rows
+    span = _span(rows, max(out, into), tile.block_m, tile.programs * _processors(weight.device))
+    parts = -(-rows // span)
+    x, source, project = gradient.x, inputs.x, end.shortcut is not None
+    assert end.form != MERGED or source is end.y
+    dx = torch.empty_like(end.like)
+    sums = None
+    if end.form != PLAIN:
+        sums = torch.empty((4 if project else 2, parts, into), dtype=torch.float32, device=x.device)
+    partial_products = torch.empty((parts, out, into), dtype=torch.float32, device=x.device)
+    maps, described = _maps(tile, tile.block_k, dx, end)
+    groups, lines = tile.rows(tile.block_k)
+    _run(
+        kernels.both_gradients_kernel, parts,
+        x, _or(gradient.other, x), _or(gradient.saved, x), _or(gradient.found, x), weight,
+        source, _or(inputs.saved, source), *maps, *_saved(end, x), _or(sums, x), partial_products,
+        rows, span, out, into,
+        FORM=gradient.form, RELU=gradient.relu, INPUT_FORM=inputs.form, EPILOGUE=end.form,
+        ADD=end.add is not None, PROJECT=project, STAGES=tile.stages,
+        TURNED=tile.turned, DESCRIBED=described, GROUPS=groups, LINES=lines,
+        # Without masks, the compiler does not load the gradient of other tiles ahead.
+        EVEN_M=tile.turned and rows % tile.block_m == 0,
+        EVEN=out == tile.block_n and into == tile.block_k,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return Gradients(dx, sums, _join_products(partial_products, weight))

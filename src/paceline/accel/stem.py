@@ -1,0 +1,129 @@
+"""The first convolution of a network, on a GPU in a form that tensor cores compute faster.
+
+In: normalized images, on the fused path with a fourth channel of zeros, and the convolution. Out: its
+maps. Few channels keep most of a tensor core idle, so `convolve_images` makes windows of pixels into
+channels and convolves those with the rearranged weight: the same products, summed in another order. The
+weight stays as it is in the state dict.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TypeGuard
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Of images on the fused path: GPUs convolve four channels faster than three.
+PADDED_CHANNELS = 4
+
+
+def can_launch(x: Tensor) -> bool:
+    """Whether Triton kernels can run on `x`: on a GPU, or in Triton's interpreter."""
+    return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def is_plain(module: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """Whether it does nothing but a convolution of one group without dilation, on zeros as padding, and
+    perhaps add a bias; someone may have put another module in its place. Hooks may come and go."""
+    return (
+        type(module) is nn.Conv2d
+        and "forward" not in vars(module)
+        # Else a hook computes it, as torch's `spectral_norm` does.
+        and "weight" in module._parameters
+        and not isinstance(module.padding, str)
+        and module.padding_mode == "zeros"
+        and module.dilation == (1, 1)
+        and module.groups == 1
+    )
+
+
+def pads_images(first: nn.Module) -> bool:
+    """Returns True if a fused form with this convolution takes images with a fourth channel of zeros."""
+    return is_plain(first) and first.in_channels == 3
+
+
+@dataclass(frozen=True)
+class WindowForm:
+    """Images as windows of `side` × `side` pixels, one every `stride` pixels, whose values are channels:
+    `channels` of each pixel, then zeros up to `width`. A convolution of `kernel` × `kernel` pixels
+    becomes one of `taps` × `taps` windows, with stride 1 and without padding."""
+
+    kernel: int
+    stride: int
+    padding: int
+    side: int
+    channels: int
+    width: int
+
+    @property
+    def taps(self) -> int:
+        return -(-self.kernel // self.side)
+
+    def windows(self, pixels: int) -> int:
+        """Windows along a side of that many pixels; less than `taps` where the kernel does not fit."""
+        return (pixels + 2 * self.padding - self.kernel) // self.stride + self.taps
+
+    def weight(self, weight: Tensor) -> Tensor:
+        """The weight of the convolution of windows, differentiable, in channels-last memory."""
+        filters, channels = weight.shape[:2]
+        taps, side = self.taps, self.side
+        more = taps * side - self.kernel
+        weight = F.pad(weight, (0, more, 0, more, 0, self.channels - channels))
+        blocks = weight.reshape(filters, self.channels, taps, side, taps, side)
+        blocks = blocks.permute(0, 2, 4, 3, 5, 1).reshape(filters, taps, taps, -1)
+        return F.pad(blocks, (0, self.width - blocks.shape[3])).permute(0, 3, 1, 2)
+
+
+# Side of a window, channels of a pixel and width, by kernel and stride: where an H200 was faster. The
+# 7 × 7 convolution of stride 2 gained nothing by such forms.
+_MEASURED = {(11, 4): (4, 4, 64), (3, 1): (3, 3, 32)}
+
+
+def describe_stem(first: nn.Module) -> str:
+    """Returns how the fused form convolves images, "" if as they are."""
+    form = window_form(first) if pads_images(first) else None
+    return "" if form is None else f"first convolution on windows of {form.width} channels"
+
+
+def window_form(convolution: nn.Module) -> WindowForm | None:
+    """The form of a convolution of three channels, or None where it has none."""
+    if not is_plain(convolution):
+        return None
+    (kernel, *kernels), (stride, *strides) = convolution.kernel_size, convolution.stride
+    padding = convolution.padding
+    found = _MEASURED.get((kernel, stride))
+    if (
+        found is None
+        or isinstance(padding, str)
+        or (kernels, strides, padding[1]) != ([kernel], [stride], padding[0])
+        or convolution.in_channels != 3
+    ):
+        return None
+    return WindowForm(kernel, stride, padding[0], *found)
+
+
+def convolve_images(
+    convolution: nn.Conv2d, x: Tensor, *, padded: bool, biased: bool = True
+) -> Tensor:
+    """The first convolution, without its bias where it is not `biased`. If `padded`, images may have a
+    fourth channel of zeros; these take the form of windows where there is one."""
+    if not padded or x.shape[1] != PADDED_CHANNELS:
+        if biased or convolution.bias is None:
+            maps: Tensor = convolution(x)
+            return maps
+        return F.conv2d(x, convolution.weight, None, convolution.stride, convolution.padding)
+    bias = convolution.bias if biased else None
+    form = window_form(convolution)
+    # The kernel has no backward pass.
+    if form is not None and can_launch(x) and not x.requires_grad and len(x):
+        down, across = form.windows(x.shape[2]), form.windows(x.shape[3])
+        if min(down, across) >= form.taps:
+            from paceline.accel.stem_kernels import image_windows
+
+            return F.conv2d(
+                image_windows(x, form, down, across), form.weight(convolution.weight), bias
+            )
+    weight = F.pad(convolution.weight, (0, 0, 0, 0, 0, 1))
+    return F.conv2d(x, weight, bias, convolution.stride, convolution.padding)

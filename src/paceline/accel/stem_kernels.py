@@ -1,0 +1,67 @@
+"""A Triton kernel that makes windows of the pixels of images into channels, in one pass over memory."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.accel.stem import WindowForm
+
+# Per program.
+ELEMENTS = 2048
+
+
+@triton.jit
+def windows_kernel(
+    images, out, positions, height, width, down, across,
+    PIXEL: tl.constexpr, SIDE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """out[n, y, x, (r · SIDE + q) · CHANNELS + c] = images[n, y · STRIDE + r − PAD, x · STRIDE + q − PAD,
+    c], 0 outside of the images and in channels without a pixel. A pixel of the images has PIXEL channels.
+
+    One program: BLOCK_M windows. Positions are counted in 32 bits, because 64-bit division is slow;
+    elements in 64.
+    """
+    at = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first_col = (at % across) * STRIDE - PAD
+    first_row = (at // across) % down * STRIDE - PAD
+    image = at // (across * down)
+    values = tl.arange(0, WIDTH)
+    row = values // (SIDE * CHANNELS)
+    # In this order: of (values % ...) // CHANNELS the compiler does not know that it is constant over a
+    # pixel, and a mask that may change within a pixel keeps it from loading pixels as a whole.
+    col = values // CHANNELS % SIDE
+    offset = values % (SIDE * CHANNELS)
+    if CHANNELS != PIXEL:  # else a line of a window is contiguous
+        offset = col * PIXEL + values % CHANNELS
+    rows = first_row[:, None] + row[None, :]
+    cols = first_col[:, None] + col[None, :]
+    inside = (at < positions)[:, None]
+    ok = inside & (rows >= 0) & (rows < height) & (cols >= 0) & (cols < width)
+    ok = ok & (row < SIDE)[None, :]
+    start = ((image * height + first_row).to(tl.int64) * width + first_col) * PIXEL
+    source = start[:, None] + (row * (width * PIXEL) + offset)[None, :]
+    value = tl.load(images + source, mask=ok, other=0.0)
+    place = at[:, None].to(tl.int64) * WIDTH + values[None, :]
+    tl.store(out + place, value, mask=inside)
+
+
+def image_windows(images: Tensor, form: WindowForm, down: int, across: int) -> Tensor:
+    """The `down` × `across` windows of each image, in channels-last memory. No gradient."""
+    images = images.detach().contiguous(memory_format=torch.channels_last)
+    samples, pixel, height, width = images.shape
+    out = torch.empty(
+        (samples, form.width, down, across), dtype=images.dtype, device=images.device,
+        memory_format=torch.channels_last,
+    )  # fmt: skip
+    positions = samples * down * across
+    block = ELEMENTS // form.width
+    windows_kernel[(-(-positions // block),)](
+        images, out, positions, height, width, down, across,
+        PIXEL=pixel, SIDE=form.side, STRIDE=form.stride, PAD=form.padding,
+        CHANNELS=form.channels, WIDTH=form.width, BLOCK_M=block,
+    )  # fmt: skip
+    return out

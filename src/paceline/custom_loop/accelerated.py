@@ -1,0 +1,130 @@
+"""`accelerate`: faster forms of a model's parts for an own loop.
+
+In: a model on its device, in the number format in which it is to be trained. Out: `Accelerated`. The
+model computes by it in training mode, and as before in evaluation mode. Parameters, buffers and names of
+the state dict stay the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.process_groups import all_gather_json
+from paceline.config import RunSettings
+from paceline.core.errors import ConfigError
+from paceline.core.settings import from_table
+from paceline.custom_loop.context import agreed, several_ranks
+from paceline.models.acceleration import AccelerationContext, Applied, Forward, Result
+from paceline.train.fast_path import accelerate as apply_first
+from paceline.train.fast_path import triton_problem
+
+
+class Accelerated:
+    """What `accelerate` has done to a model; `undo` reverts it."""
+
+    def __init__(self, model: nn.Module, applied: Applied | None, reason: str) -> None:
+        self._model, self._applied, self._reason = model, applied, reason
+        if applied is not None:
+            plain = model.forward
+
+            def forward(*given: Any, **named: Any) -> Any:
+                if model.training and torch.is_grad_enabled() and len(given) == 1 and not named:
+                    return applied.forward(given[0])
+                return plain(*given, **named)
+
+            model.forward = forward
+
+    def describe(self) -> str:
+        """Returns what was chosen, or the reasons why the model stays as it was."""
+        return self._reason if self._applied is None else self._applied.describe()
+
+    def undo(self) -> None:
+        """Gives the model its own forward pass back. May be called twice."""
+        if self._applied is not None:
+            del self._model.forward
+            self._applied.undo()
+            self._applied, self._reason = None, "undone"
+
+
+def accelerate(
+    model: nn.Module, *, example: Tensor | None = None, dtype: torch.dtype | None = None,
+    **settings: Any,
+) -> Accelerated:  # fmt: skip
+    """Lets `model` compute its training passes in faster forms: fused norms on a GPU, and what `settings`
+    ask for. Paceline's ResNets and AlexNet with norms have such forms, and torchvision's and timm's
+    ResNets. Call it before the model is wrapped. On several ranks this is a collective.
+
+    Args:
+        model: The model, on its device. Only a GPU has fused forms, and only in channels-last memory.
+        example: A micro-batch of images, for `fused_convolutions`, whose kernels are timed on it.
+        dtype: Number format of convolutions; by default that of the first one's weight.
+        settings: Settings of `[run.accel]` but `compile`, and without it: `recompute_norms=True`.
+
+    Returns:
+        The handle that describes and undoes the change.
+
+    Raises:
+        ConfigError: If a setting cannot be obeyed, or the package that has it was removed.
+
+    >>> from paceline import create_model, ModelSettings
+    >>> model = create_model(ModelSettings("resnet_tiny"), num_classes=10)
+    >>> accelerate(model, recompute_norms=True).describe()
+    'fused norms off (needs a GPU), compile off, norms recomputed'
+    """
+    if "compile" in settings:
+        raise ConfigError("compile", settings["compile"], "is not taken here", "use torch.compile")
+    own = from_table(RunSettings, "run", {"accel": settings})
+    if example is None and own.owned["accel"].fused_convolutions != "off":
+        raise ConfigError(
+            "example", None, "fused_convolutions time their kernels on a micro-batch", "give images"
+        )
+    first = next(m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)).weight
+    context = AccelerationContext(
+        device=first.device, dtype=dtype or first.dtype, kernel_problem=triton_problem(first.device),
+        channels_last=first.dim() != 4 or first.is_contiguous(memory_format=torch.channels_last),
+    )  # fmt: skip
+    with agreed():
+        applied, reason = apply_first(own, model, context)
+    if applied is not None and example is not None:
+        applied.calibrate(_Ranks(), _Trial(model, example), foreign=True)
+    return Accelerated(model, applied, reason)
+
+
+class _Ranks:
+    """The ranks of torch's process group, if there is one."""
+
+    def agree_on(self, phase: str, make: Callable[[], Result]) -> Result:
+        with agreed():
+            return make()
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return all_gather_json(value) if several_ranks() else [value]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A pass over the example that leaves no trace in gradients, buffers and random generators."""
+
+    model: nn.Module
+    example: Tensor
+
+    def __call__(
+        self, forward: Forward, guard: AbstractContextManager[None] | None = None
+    ) -> object:
+        kept = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        device = self.example.device
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices), guard or nullcontext():
+            total = forward(self.example).float().sum()
+            torch.autograd.grad(total, trained, allow_unused=True)
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(kept[name])
+        return None
