@@ -37,7 +37,8 @@ class Section:
     A subclass lists its owners in `OWNERS`, as name and `module:Class` inside `paceline`; the module is
     loaded if its table is given or if a setting in `CHOOSERS` names the owner. `register_settings` adds
     owners from outside the package. The class of an owner is a dataclass with defaults only. Its
-    `EXCLUSIONS`, if it has any, are checked whenever its table is in use.
+    `EXCLUSIONS`, if it has any, are checked whenever its table is in use: if a setting has chosen the
+    owner or, with `UNCHOSEN = True`, if the table is given.
 
     Attributes:
         owned: The settings of each owner that is given or chosen, by the owner's name.
@@ -46,8 +47,6 @@ class Section:
     NAME: ClassVar[str] = ""
     OWNERS: ClassVar[Mapping[str, str]] = {}
     CHOOSERS: ClassVar[tuple[str, ...]] = ()
-    # Owners that no setting chooses: their tables are in use if they are given.
-    IN_USE: ClassVar[tuple[str, ...]] = ()
 
     owned: Mapping[str, Any] = field(
         default_factory=dict, kw_only=True, hash=False, metadata=NO_SETTING
@@ -97,13 +96,17 @@ class Section:
 
     def unused(self) -> list[str]:
         """Returns the owners whose settings are given, but which no setting has chosen."""
-        chosen = {name for _, name in self.choices()} | set(self.IN_USE)
-        return [name for name in self.owned if name not in chosen] if self.CHOOSERS else []
+        return [name for name in self.owned if name not in self._in_use()] if self.CHOOSERS else []
 
     def exclusions(self) -> Iterator[Any]:
         """Yields the rows that the owners in use declare."""
-        for name in (*(name for _, name in self.choices()), *self.IN_USE):
+        for name in self._in_use():
             yield from getattr(self.owned.get(name), "EXCLUSIONS", ())
+
+    def _in_use(self) -> list[str]:
+        """Returns the owners that a setting has chosen, and those that need not be chosen."""
+        chosen = [name for _, name in self.choices()]
+        return [*chosen, *(n for n, own in self.owned.items() if getattr(own, "UNCHOSEN", False))]
 
 
 # Classes of settings by owner, for each section: those of methods and those from outside the package.
