@@ -171,7 +171,7 @@ def test_groups_of_a_model_leave_biases_and_norms_unadapted() -> None:
     muon = Muon(groups, 1.0, momentum=0.5, trust_coefficient=0.2)
     found = [
         (g["orthogonal"], g["adapt"], g["trust_coefficient"], len(g["params"]))
-        for g in muon.param_groups
+        for g in muon.parts()
     ]
     # The filter, the linear layer as by LARS at an equal step, and everything else.
     assert found == [(True, True, 0.2, 1), (False, True, 0.1, 1), (False, False, 0.1, 4)]

@@ -7,12 +7,12 @@ Times are counted in steps of the first batch, so that a schedule does not depen
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
-from paceline.optim.registry import Course
+from paceline.optim.registry import Course, OptimizerSettings, ScheduleSettings
 from paceline.optim.settings import OptimSettings
 
 
@@ -44,6 +44,7 @@ class LrSchedule:
     total_steps: float
     steps_per_epoch: float
     position: Callable[[int], int] | None = None
+    _own: tuple[ScheduleSettings, OptimizerSettings] = field(init=False, repr=False, compare=False)
 
     def time(self, step: int) -> float:
         """When `step` begins, in steps of the first batch."""
@@ -65,6 +66,10 @@ class LrSchedule:
         """Whether `warmup_max_share` shortens the warm-up by at least one step."""
         wanted = self.settings.warmup_epochs * self.steps_per_epoch
         return wanted >= self._most_warmup_steps + 1
+
+    def __post_init__(self) -> None:
+        own = (self.settings.own_schedule, self.settings.own_optimizer)
+        object.__setattr__(self, "_own", own)
 
     @cached_property
     def course(self) -> Course:
@@ -106,11 +111,11 @@ class LrSchedule:
     def others(self, step: int) -> dict[str, float]:
         """Values other than the rate that change with `step`, by their names in parameter groups."""
         time = self.time(step)
-        schedule, optimizer = self.settings.own_schedule, self.settings.own_optimizer
+        schedule, optimizer = self._own
         return {**schedule.values(time, self.course), **optimizer.values(time, self.course)}
 
     def _rate(self, step: int) -> float:
-        schedule = self.settings.own_schedule
+        schedule, _ = self._own
         # The end of the step, as far as warm-up is concerned.
         done = self.time(step + 1)
         if schedule.WARMS_UP and done < self.warmup_steps:
