@@ -10,7 +10,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 
 from paceline.config import SECTIONS
@@ -66,9 +66,10 @@ def render() -> str:
             f"\n## `[{section}]`\n\n{about}\n\n"
             "| key | type | default | meaning |\n| --- | --- | --- | --- |"
         )
-        meanings = field_meanings(kind)
+        bases = [base for base in reversed(kind.__mro__) if is_dataclass(base)]
+        meanings = {name: text for base in bases for name, text in field_meanings(base).items()}
         for field in fields(kind):
-            if field.name == "owned":
+            if not field.metadata.get("setting", True):
                 continue
             name = f"{section}.{field.name}"
             assert field.default is not MISSING, f"{name} has no default"
