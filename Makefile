@@ -3,7 +3,7 @@
 #:                 gcc, g++ and libjpeg-dev too
 #: make cluster-test  the part of it that runs on hosts made of network namespaces
 #: make scale-test the control plane with 16 to 1,024 forked ranks on this machine (ARGS="--ranks 256
-#:                 --only healthy stall"), and its share of training steps with 4 and 64
+#:                 --only healthy stall")
 #: make gpu-test   the tests that need one CUDA device, without those of nccl-test
 #: make nccl-test  NCCL with 2 and 4 ranks on one GPU, under NVIDIA MPS (docs/launching.md)
 #: make models-test  models of timm and torchvision, in .venv/models, which has them and the torch of .venv
@@ -88,7 +88,6 @@ cluster-test: $(VENV)/.installed-test
 # No model and no GPU: rendezvous, agreement, faults and stalls (docs/launching.md). 64 ranks are in `unit`.
 scale-test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m scale $(ARGS)
-	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m scale.training_job
 
 # Needs a CUDA build of torch in .venv (see constraints.txt).
 gpu-test: $(VENV)/.installed-test

@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.program import check_launched, run, show_ranks
 from paceline.cli import options
-from paceline.cli.options import check_at_least, check_settings
+from paceline.cli.measure import check_settings
+from paceline.cli.options import check_at_least
 from paceline.comm.exchange import GradientExchange, Signals
 from paceline.comm.plan_choice import PlanChoice
 from paceline.comm.settings import CommSettings, HybridSettings

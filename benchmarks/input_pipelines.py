@@ -64,7 +64,8 @@ from paceline.cli.bench import (
     print_input_rows,
     report_progress,
 )
-from paceline.cli.options import check_at_least, chosen_device, environment, print_json
+from paceline.cli.measure import chosen_device, environment, print_json
+from paceline.cli.options import check_at_least
 from paceline.core.errors import ConfigError, DataError
 from paceline.core.units import format_duration
 from paceline.data import (

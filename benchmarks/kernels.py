@@ -46,14 +46,15 @@ from benchmarks.program import run
 from paceline.accel.cudnn_graphs import Plan
 from paceline.cli import options
 from paceline.cli.bench import parse_switches
-from paceline.cli.options import check_at_least, chosen_device, environment, print_json
+from paceline.cli.measure import chosen_device, environment, print_json
+from paceline.cli.options import check_at_least
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.topology import Topology
 from paceline.core.units import format_percent
 from paceline.models.settings import check_model_name
-from paceline.train.gradient_source import GradientSource, source_class
+from paceline.train.micro_step import GradientSource, source_class
 from paceline.tune.step import StepRow, build_step
 
 _MARK = "paceline call "

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from paceline.cli.options import environment, print_json
+from paceline.cli.measure import environment, print_json
 from paceline.core.errors import LaunchError, PacelineError
 from paceline.core.topology import Topology
 from paceline.tune.timing import RankGroup

@@ -44,7 +44,6 @@ ALLOWED: Mapping[str, Sequence[str]] = {
     ],
     "data": [
         r"shared/data/\w+ is not here|.*\.\./shared/data is absent",
-        r"PACELINE_CIFAR10 does not say .*",
     ],
     # What a container or another user may not do, whatever is installed.
     "rights": [

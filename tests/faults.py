@@ -337,10 +337,3 @@ def closed_output() -> None:
     os.close(1)
     os.close(2)
     sys.stdout = sys.stderr = None  # type: ignore[assignment]
-
-
-def output_into(path: str) -> None:
-    """Standard output goes to the file or named pipe `path`."""
-    descriptor = os.open(path, os.O_WRONLY)
-    os.dup2(descriptor, 1)
-    os.close(descriptor)

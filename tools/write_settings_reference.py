@@ -14,7 +14,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 
 from paceline.config import SECTIONS
-from paceline.core.settings import owner_names, settings_class
+from paceline.core.settings import own_hints, owner_names, settings_class
 
 PAGE = Path(__file__).parent.parent / "docs" / "settings.md"
 HEAD = """# Settings
@@ -36,10 +36,12 @@ settings to `RUN/config.toml`.
 
 
 def field_meanings(kind: type) -> dict[str, str]:
-    """The docstring under each field of the dataclass `kind`."""
+    """The docstring under each field of the dataclass `kind`, and of those that it inherits from."""
+    meanings = {}
+    for base in kind.__mro__[1:]:
+        meanings |= field_meanings(base) if is_dataclass(base) else {}
     (node,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(node, ast.ClassDef)
-    meanings = {}
     for item, following in zip(node.body, node.body[1:], strict=False):
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
             match following:
@@ -62,15 +64,15 @@ def render() -> str:
     parts = [HEAD]
     for section, kind in tables():
         about = " ".join((kind.__doc__ or "").split())
+        own = [field for field in fields(kind) if field.name in own_hints(kind)]
+        if not own:
+            continue
         parts.append(
             f"\n## `[{section}]`\n\n{about}\n\n"
             "| key | type | default | meaning |\n| --- | --- | --- | --- |"
         )
-        bases = [base for base in reversed(kind.__mro__) if is_dataclass(base)]
-        meanings = {name: text for base in bases for name, text in field_meanings(base).items()}
-        for field in fields(kind):
-            if not field.metadata.get("setting", True):
-                continue
+        meanings = field_meanings(kind)
+        for field in own:
             name = f"{section}.{field.name}"
             assert field.default is not MISSING, f"{name} has no default"
             assert field.name in meanings, f"{name} has no docstring"

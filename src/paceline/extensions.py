@@ -5,4 +5,4 @@ The core reads this list by name (`paceline.core.extensions`). A package that wa
 
 from __future__ import annotations
 
-PACKAGES = ("alternatives", "rehearsal")
+PACKAGES = ("accel", "alternatives", "rehearsal")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.core.extensions import Registry
 from paceline.models import acceleration, register_acceleration
 from paceline.models.acceleration import AccelerationContext, Forward, Ranks, TrialPass
 from paceline.models.resnet import SmallResNet
@@ -64,15 +65,17 @@ class Stems:
 
 
 @pytest.fixture
-def stems() -> Iterator[Stems]:
+def stems(monkeypatch: pytest.MonkeyPatch) -> Stems:
+    monkeypatch.setattr(acceleration, "_ACCELERATIONS", Registry("accelerations", {}))
     register_acceleration("stems", made := Stems())
-    yield made
-    acceleration._registered.clear()
+    return made
 
 
-def test_a_registered_acceleration_computes_the_steps(tmp_path: Path, stems: Stems) -> None:
+def test_a_registered_acceleration_computes_the_steps(
+    tmp_path: Path, stems: Stems, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours = run_small(tmp_path / "ours", run__epochs=1).summary
-    acceleration._registered.clear()
+    monkeypatch.undo()
     plain = run_small(tmp_path / "plain", run__epochs=1).summary
     (applied,) = stems.applied
     assert applied.calibrated

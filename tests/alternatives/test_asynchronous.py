@@ -172,7 +172,7 @@ def test_a_run_trains_evaluates_and_resumes(tmp_path: Path, values: dict[str, An
 
 
 def test_norms_of_muon_come_back_from_the_servers(tmp_path: Path) -> None:
-    own = {"optim__name": "muon", "optim__muon_steps": "fixed", "run__epochs": 1}
+    own = {"optim__name": "muon", "optim__muon__steps": "fixed", "run__epochs": 1}
     run_ranks(2, _run, str(tmp_path), ASYNC | {"run__asynchronous__servers": 1} | own)
     states = last(tmp_path).optimizer["state"].values()
     references = [float(s["reference_norm"]) for s in states if "reference_norm" in s]

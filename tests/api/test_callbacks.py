@@ -95,22 +95,6 @@ def test_a_failure_is_one_line_on_all_ranks_and_loses_no_step(tmp_path: Path) ->
     assert (tmp_path / "run" / "checkpoints" / "step-00000003.pt").exists()
 
 
-class FailsAtStartOnRank1(pl.Callback):
-    def on_start(self, run: pl.RunControl, event: pl.StartEvent) -> None:
-        if run.rank == 1:
-            raise KeyError("board")
-
-
-def test_a_failure_in_on_start_ends_all_ranks_before_a_step(tmp_path: Path) -> None:
-    found = run_ranks(2, _run, str(tmp_path / "run"), FailsAtStartOnRank1)
-    for line, steps in found:
-        assert "the callback FailsAtStartOnRank1.on_start failed: KeyError" in line
-        assert "saved" not in line
-        assert steps == -1
-    assert records(tmp_path / "run", "step") == []
-    assert not list((tmp_path / "run").glob("checkpoints/step-*.pt"))
-
-
 @pytest.mark.parametrize(("metric", "patience"), [("accuracy", 3), ("top1", 0)])
 def test_bad_arguments_of_early_stopping(metric: str, patience: int) -> None:
     with pytest.raises(pl.ConfigError):

@@ -84,9 +84,10 @@ def test_the_planners_notebook_runs_without_torch(tmp_path: Path) -> None:
     assert "1,759 images fit" in done.stdout
 
 
-def test_users_code_type_checks(tmp_path: Path) -> None:
-    """Against the public names, under mypy --strict."""
-    program = tmp_path / "program.py"
+def test_users_code_type_checks_and_its_mistakes_are_found(tmp_path: Path) -> None:
+    """Against the public names, under mypy --strict; also names that do not exist, although they load on
+    first use."""
+    program, wrong = tmp_path / "program.py", tmp_path / "wrong.py"
     program.write_text(
         "import numpy as np\n"
         "import paceline as pl\n"
@@ -107,28 +108,20 @@ def test_users_code_type_checks(tmp_path: Path) -> None:
         "top1: float | None = result.top1\n"
         "labels: list[str] = [p.label for p in pl.Predictor.load(result.folder).predict(['a.jpg'])]\n"
     )
-    # In the project's directory, with its settings: so the cache that `make types` has left is valid.
-    words = [sys.executable, "-m", "mypy", "--strict", str(program)]
-    env = environment() | {"MYPYPATH": "src"}
-    done = subprocess.run(words, cwd=EXAMPLES.parent, env=env, capture_output=True, text=True,
-                          timeout=250)  # fmt: skip
-    assert done.returncode == 0, done.stdout
-
-
-def test_mistakes_in_users_code_are_found_by_the_type_checker(tmp_path: Path) -> None:
-    """Also names that do not exist, although they load on first use."""
     packages = ("comm", "custom_loop", "data", "models", "optim", "precision", "train")
-    program = tmp_path / "wrong.py"
-    program.write_text(
+    wrong.write_text(
         "import paceline as pl\n"
         "pl.Trianer('resnet18')\n"
         "pl.Trainer('resnet18', epohs=3)\n"
         "pl.Trainer('resnet18', epochs='3')\n"
         + "".join(f"from paceline.{name} import Nothing as N{name}\n" for name in packages)
     )
-    words = [sys.executable, "-m", "mypy", "--strict", str(program)]
+    # In the project's directory, with its settings: so the cache that `make types` has left is valid.
+    words = [sys.executable, "-m", "mypy", "--strict", str(program), str(wrong)]
     env = environment() | {"MYPYPATH": "src"}
     done = subprocess.run(words, cwd=EXAMPLES.parent, env=env, capture_output=True, text=True,
                           timeout=250)  # fmt: skip
-    lines = {int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error: " in line}
-    assert lines == set(range(2, 5 + len(packages)))
+    errors = [line.split(":") for line in done.stdout.splitlines() if ": error: " in line]
+    assert {(Path(file).name, int(line)) for file, line, *_ in errors} == {
+        (wrong.name, line) for line in range(2, 5 + len(packages))
+    }, done.stdout

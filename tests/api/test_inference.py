@@ -63,16 +63,8 @@ def test_the_command_prints_and_writes_all_of_it(
     trained: pl.Trainer, photos: Path, tmp_path: Path
 ) -> None:
     table = tmp_path / "table.csv"
-    words = [
-        "predict",
-        str(folder_of(trained)),
-        str(photos),
-        "--top",
-        "2",
-        "--json",
-        "--csv",
-        str(table),
-    ]
+    more = ["--top", "2", "--json", "--csv", str(table)]
+    words = ["predict", str(folder_of(trained)), str(photos), *more]
     done = CliRunner().invoke(app, words, standalone_mode=False, catch_exceptions=False)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == 3

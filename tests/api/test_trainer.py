@@ -47,10 +47,6 @@ def test_arguments_override_settings_and_recipe(tmp_path: Path) -> None:
     assert {name: flat[name] for name in wanted} == wanted
 
 
-def test_without_data_it_trains_the_quickstart() -> None:
-    assert pl.Trainer().config.run.name == "quickstart"
-
-
 @pytest.mark.parametrize(
     ("arguments", "field"),
     [

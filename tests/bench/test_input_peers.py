@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import input_pipelines as peers
-from benchmarks.input_pipelines import OPENERS, measure_memory, open_processes, ratios
+from benchmarks.input_pipelines import OPENERS, ratios
 from data_sets import write_shards
 from paceline.bench.input_rows import (
     InputRow,
     RowRates,
     measure_row,
     one_torch_thread,
-    open_threads,
 )
 from paceline.data import DataSettings
 
@@ -69,30 +67,3 @@ def test_peers_and_ours_centre_crop_the_same_pixels(shards: DataSettings) -> Non
         with one_torch_thread(), OPENERS[kind](row) as stream:
             found.append(next(stream))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0.05)
-
-
-def test_processes_give_the_batches_of_the_threads(shards: DataSettings) -> None:
-    one = InputRow("ours", 1, shards, "train", 4, "cpu")
-    other = replace(one, kind="processes", workers=2)
-    with one_torch_thread(), open_threads(one) as threads, open_processes(other) as two:
-        for _ in range(3):
-            assert torch.equal(next(threads), next(two))
-
-
-def test_no_row_of_webdataset_where_it_cannot_be(
-    shards: DataSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    assert "not installed" in (peers.no_webdataset(shards.dir, "train") or "")
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
-    assert "no train-*.tar" in (peers.no_webdataset("/nowhere", "train") or "")
-    assert peers.no_webdataset(shards.dir, "train") is None
-
-
-def test_memory_and_seek_of_a_long_index() -> None:
-    lines: list[str] = []
-    found = measure_memory(4000, batch_size=100, image_size=8, workers=1, on_progress=lines.append)
-    assert len(found["resident_mib"]) == 20
-    assert found["most_mib"] == max(found["resident_mib"])
-    assert found["seek_s"] > 0
-    assert lines[0].startswith("seek to step 20:")

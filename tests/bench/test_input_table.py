@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from paceline.bench.input_rows import (
     open_repeated,
     open_threads,
 )
-from paceline.bench.input_training import _Turns, median_stall
+from paceline.bench.input_training import median_stall
 from paceline.data import DataSettings
 
 
@@ -67,27 +66,3 @@ def test_a_stall_is_the_median_of_all_rounds() -> None:
     rounds = [{"read": 0.1}, {"read": 0.3, "decode": 0.2}, {"read": 9.0, "decode": 0.4}]
     assert median_stall(rounds) == {"read": 0.3, "decode": 0.2}
     assert median_stall([{}, {"read": 5.0}, {}]) == {"read": 0.0}
-
-
-def test_steps_before_the_clock_runs_are_no_stall() -> None:
-    """The step numbers themselves are the stalls: only those of the steps timed may be in the mean."""
-    step = _CountingStep()
-    turns = _Turns(step, 4)  # type: ignore[arg-type]
-    _, stall = turns.measure(3, warm_up=5)
-    # Two before, then 5 + 3 + 1 within, of which the last three are timed, and one to empty the queue.
-    assert step.launched == 12
-    assert stall == {"read": 9.0}
-
-
-class _CountingStep:
-    lag = 1
-
-    def __init__(self) -> None:
-        self.launched = self.collected = 0
-
-    def launch(self, number: int, rate: float) -> None:
-        self.launched += 1
-
-    def collect(self) -> SimpleNamespace:
-        self.collected += 1
-        return SimpleNamespace(loss=0.0, number=0, stall={"read": float(self.collected - 1)})

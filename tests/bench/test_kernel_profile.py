@@ -3,9 +3,6 @@ the rows of a step."""
 
 from __future__ import annotations
 
-import math
-import sys
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels import Call, CallCounter, Launched, attributed, grouped, profile_step
-from paceline.accel.cudnn_graphs import Graph, Plan
 from paceline.tune.step import StepRow
 
 
@@ -53,67 +49,6 @@ def test_products_have_their_operations_in_forward_and_backward() -> None:
     (forward,) = [call for call in found if call.name == "convolution"]
     assert forward.moved == 4 * (2 * 3 * 64 + 5 * 27 + 2 * 5 * 36)
     assert forward.shape == "2×3×8×8"
-
-
-def test_triton_kernels_are_noted_by_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    class JITFunction:
-        def __init__(self, name: str, *arguments: str) -> None:
-            self.fn, self.arg_names = SimpleNamespace(__name__=name), list(arguments)
-
-        def run(self, *args: Any, **named: Any) -> str:
-            return self.fn.__name__
-
-    module = ModuleType("triton.runtime.jit")
-    module.JITFunction = JITFunction  # type: ignore[attr-defined]
-    for name in ("triton", "triton.runtime"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    launch, counter = JITFunction.run, CallCounter()
-    x, y = torch.ones(16), torch.ones(2, 16)
-    described = SimpleNamespace(base=y)
-    with counter.triton_kernels():
-        assert JITFunction("norm", "x", "y").run(x, described, x, 3, grid=(1,)) == "norm"
-        JITFunction("update", "table", "hyper").run(x, y, grid=(1,))
-        JITFunction("built", "x").run(x, grid=(1,), warmup=True)
-    assert launch is JITFunction.run
-    assert list(counter.calls.values()) == [
-        Call("triton norm", 64 + 128, 0, "2×16"), Call("triton update", None, 0, "2×16"),
-    ]  # fmt: skip
-
-
-def test_graphs_of_cudnn_are_noted_by_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[Plan] = []
-    monkeypatch.setattr(Plan, "run", lambda plan, _: ran.append(plan))
-    execute, counter = Plan.run, CallCounter()
-    x, weight, out = (2, 8, 5, 5), (16, 8, 3, 3), (2, 16, 3, 3)
-    sums = 2 * 4 * 16
-    for kind, given in (
-        ("forward", ((x, "x"), (weight, "weight"), (out, "out"))),
-        ("input", ((out, "gradient"), (weight, "weight"), (x, "dx"))),
-        ("weight", ((x, "x"), (out, "gradient"), (weight, "found"))),
-    ):
-        graph = Graph()
-        graph.convolution(kind, *(graph.map(name, dims) for dims, name in given), 2)
-        if kind == "forward":
-            vectors = [graph.vector(name, 16) for name in ("sum", "squares")]
-            graph.statistics(graph.values[2], *vectors)
-        graph.map("", out)  # is not stored
-        plan = object.__new__(Plan)
-        plan.graph = graph
-        tensors = {
-            value.name: torch.ones(value.dims, dtype=torch.float16 if value.half else None)
-            for value in graph.values
-        }
-        with counter.cudnn_graphs():
-            plan.run(tensors)
-    assert len(ran) == 3
-    assert execute is Plan.run
-    flops, moved = 2 * math.prod(out) * 8 * 9, 2 * sum(map(math.prod, (x, weight, out)))
-    assert list(counter.calls.values()) == [
-        Call("cudnn forward", moved + sums, flops, "16×8×3×3"),
-        Call("cudnn input", moved, flops, "16×8×3×3"),
-        Call("cudnn weight", moved, flops, "16×8×3×3"),
-    ]
 
 
 def event(kind: str, name: str, begin: float, length: float, thread: int, **args: Any) -> Any:
@@ -170,20 +105,6 @@ def test_rows_are_for_one_step_and_the_longest_comes_first() -> None:
     assert (update["mb"], update["limit_ms"], update["share_of_copy"]) == (None, None, None)
     by_shape = grouped(launched, calls, shapes=True)
     assert {row.shape for row in by_shape if row.name == "add"} == {"3", "5"}
-
-
-def test_the_rows_of_a_step() -> None:
-    row = StepRow(
-        name="kernels", kind="ours", model="resnet_tiny", batch_size=4, image_size=28, classes=5,
-        device="cpu", steps=2, warm_up=1, switches={"run.accel.recompute_norms": True},
-    )  # fmt: skip
-    found = profile_step(row)
-    rows = {each["call"]: each for each in found["rows"]}
-    # As many as the model has, forward and backward.
-    assert rows["convolution"]["calls"] == rows["convolution_backward"]["calls"] == 12
-    assert found["limit_ms"] > 0
-    assert found["device_ms"] == pytest.approx(sum(each["ms"] for each in found["rows"]))
-    assert "norms recomputed" in found["step"]
 
 
 @pytest.mark.gpu

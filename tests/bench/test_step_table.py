@@ -10,13 +10,11 @@ import pytest
 
 from paceline.bench.step import (
     RowProcess,
-    _batches,
     choose_rows,
     measure,
     measure_rows,
     ratios,
 )
-from paceline.core.errors import ConfigError
 from paceline.tune.step import StepRow
 from paceline.tune.timing import Times, steady_times
 from ranks import run_ranks
@@ -33,11 +31,6 @@ def test_all_rows_by_default_on_a_gpu_and_those_without_a_compiler_on_a_cpu() ->
         on_gpu
     )
     assert [row.name for row in choose_rows([], COMMON)] == ["ours", "plain fp32"]
-
-
-def test_an_unknown_row_is_named_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'plain fp16 default'"):
-        choose_rows(["plain fp16 defualt"], COMMON)
 
 
 def test_a_row_survives_the_way_to_its_process() -> None:
@@ -88,23 +81,6 @@ def test_a_fused_row_that_is_not_fused_has_no_ratio() -> None:
     found = ratios(rows)
     assert found["ours fused convolutions / ours"] == 2.0
     assert not any("cudnn" in name for name in found)
-
-
-def test_rows_that_time_forms_start_alone() -> None:
-    common = {"model": "resnet50", "batch_size": 8, "image_size": 64, "classes": 10, "steps": 1,
-              "warm_up": 1, "device": "cuda"}  # fmt: skip
-    names = [
-        "ours",
-        "ours no graphs",
-        "ours fused convolutions",
-        "ours fused by cudnn",
-        "ours muon",
-    ]
-    rows = choose_rows(names, common)
-    assert [[row.name for row in batch] for batch in _batches(rows, 3)] == [
-        names[:2], names[2:3], names[3:4], names[4:],
-    ]  # fmt: skip
-    assert [len(batch) for batch in _batches(rows, 1)] == [1] * 5
 
 
 def test_models_without_fused_norms_have_no_row_for_what_needs_them() -> None:

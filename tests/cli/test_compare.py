@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cli_runs import Call
-from report.made_up_runs import start, write_ablation, write_run
+from report.made_up_runs import write_ablation
 
 
 @pytest.fixture
@@ -41,15 +41,6 @@ def test_json_markdown_and_the_page(call: Call, home: Path) -> None:
     assert done.err == "page: out/page.html\n"
     assert (home / "out/page.html").is_file()
     assert call("compare", "runs", "--html", ".").out.endswith("page: compare.html\n")
-
-
-def test_a_run_without_evaluation_is_left_out_with_a_note(call: Call, home: Path) -> None:
-    write_run(home / "runs/early", 0.0, done=0, events=[start()])
-    for more in ((), ("--markdown",), ("--json",)):
-        done = call("compare", "runs", *more)
-        assert (done.code, done.err) == (0, "")
-        assert "runs/early" in done.out
-    assert "runs/early" in call("compare", "runs", "runs/early").error_line()
 
 
 @pytest.mark.parametrize(

@@ -39,15 +39,6 @@ def plain(interval: int) -> list[str]:
     return output.getvalue().splitlines()
 
 
-def live(width: int, *events: StartEvent | StepEvent) -> str:
-    output = io.StringIO()
-    display = LiveDisplay(Console(file=output, force_terminal=True, width=width))
-    for event in events or EVENTS:
-        display.on_event(event)
-    display.close()
-    return output.getvalue()
-
-
 def test_names_of_samples_cannot_control_the_terminal() -> None:
     evil = CorruptEvent(3, "a\x1b]0;title\x07\nb.png", "cut\x1b[31m short")
     start = StartEvent(0, 4, 2.0, 1, 16, chosen={"data": "\x1b[2Jdir\x1b"})
@@ -71,14 +62,6 @@ def test_plain_lines_come_at_the_interval_and_unwrapped() -> None:
         assert sum(words in line for line in lines) == 1, words
     assert lines.count("a note") == 1
     assert any(line.startswith("step 4/4") for line in plain(1000)), "the last step is always shown"
-
-
-def test_the_live_line_has_the_same_numbers_and_fits_80_columns() -> None:
-    text = live(160)
-    for words in ("4/4", "images/s", "top-1 87.50 %", "[7]"):
-        assert words in text
-    long = StepEvent(100_000, 79.94, 1.2345, 0.01234, 23_456.0, 0.1, 0.0)
-    assert "…" not in live(80, StartEvent(0, 112_590, 1251.0, 8, 1024), long)
 
 
 def test_a_terminal_gets_the_live_display() -> None:

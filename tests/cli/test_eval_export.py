@@ -13,10 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from cli_runs import Call, events, run, run_two, small_on, summary
-from data_sets import png, write_folders, write_shards
-from paceline.data.image import decode
-from paceline.models.registry import create_model
-from paceline.models.settings import ModelSettings
+from data_sets import write_folders, write_shards
 from paceline.train.checkpoint import Checkpoint
 
 
@@ -78,16 +75,6 @@ def test_an_override_replaces_a_value_that_this_version_does_not_have(
     assert "--set = 'model.name'" in call("eval", str(old), "--set", "model.name=x").error_line()
 
 
-def test_a_run_folder_means_its_best(call: Call, home: Path) -> None:
-    found = evaluated(call, "run")
-    assert found["top1"] == summary(home / "run")["best_top1"]
-    assert found["checkpoint"] == "run/checkpoints/best.pt"
-    assert found["model"] == "resnet_tiny"
-    done = call("eval", "run", "-b", "5", "--workers", "0", "--device", "cpu")
-    assert done.code == 0
-    assert f"top-1 {found['top1']:.2f} %" in done.out
-
-
 def test_a_validation_split_that_lacks_classes_keeps_their_numbers(
     call: Call, home: Path, tmp_path: Path
 ) -> None:
@@ -126,9 +113,7 @@ def test_evaluating_on_two_ranks_counts_each_image_once(home: Path) -> None:
         ("eval run --data-dir other", "'eel'"),
         ("eval run --data-dir many", "5 classes"),
         ("eval data", "data/checkpoints"),
-        ("eval data/val-0.tar", "data/val-0.tar"),
         ("eval run/weights.safetensors", "run/weights.safetensors"),
-        ("eval run -b 0", "-b"),
         ("export nowhere.pt out.safetensors", "nowhere.pt"),
         ("export run data/val-0.tar/x.safetensors", "data/val-0.tar/x.safetensors"),
     ],
@@ -158,43 +143,3 @@ def test_the_last_checkpoint_exports_to_the_weights_of_the_run(
     first, second = (safe_open(file, "pt").metadata() for file in files)
     assert first == second
     assert (first["model"], first["step"], first["image_size"]) == ("resnet_tiny", "24", "28")
-
-
-def test_export_needs_trust_to_create_the_model_but_not_for_its_weights(
-    call: Call, home: Path, tmp_path: Path
-) -> None:
-    """As docs/models.md#trust says."""
-    checkpoint = Checkpoint.read(home / "run/checkpoints/best.pt")
-    model = {**checkpoint.config["model"], "name": "own_net:make"}
-    own = tmp_path / "own.pt"
-    replace(checkpoint, config={**checkpoint.config, "model": model}).write(own)
-    for name in ("net.onnx", "net.pt2"):
-        assert "--trust" in call("export", str(own), str(tmp_path / name)).error_line()
-    assert call("export", str(own), str(tmp_path / "net.safetensors")).code == 0
-
-
-def test_exported_weights_are_the_model(call: Call, home: Path, tmp_path: Path) -> None:
-    """Loaded into a fresh model they score as in the run, by a count of our own."""
-    assert call("export", "run", str(tmp_path / "best.safetensors")).code == 0
-    model = create_model(
-        ModelSettings(name="resnet_tiny"), num_classes=4, in_channels=1, image_size=28
-    )
-    model.load_state_dict(load_file(tmp_path / "best.safetensors"))
-    model.eval()
-    right = 0
-    for i in range(1000, 1037):
-        pixels = torch.frombuffer(bytearray(decode(png(i), 1).tobytes()), dtype=torch.uint8)
-        image = (pixels.reshape(1, 1, 28, 28).float() / 255 - 0.5) / 0.25
-        right += int(model(image).argmax()) == i % 4
-    assert 100 * right / 37 == pytest.approx(summary(home / "run")["best_top1"])
-
-
-def test_exported_weights_are_where_another_run_can_start(
-    call: Call, home: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "best.safetensors"
-    assert call("export", "run", str(out)).code == 0
-    more = ("--pretrained", str(out), "--lr", "1e-12", "--epochs", "1")
-    assert call(*small_on("data", "--output", str(tmp_path / "next"), *more)).code == 0
-    start, end = load_file(out), load_file(tmp_path / "next/weights.safetensors")
-    torch.testing.assert_close(start["fc.weight"], end["fc.weight"], rtol=1e-6, atol=1e-9)

@@ -15,7 +15,6 @@ import faults
 from cli_runs import (
     CliProcess,
     run,
-    run_two,
     small,
     started,
     started_ranks,
@@ -65,13 +64,6 @@ def test_a_job_that_has_only_just_begun_is_seen(tmp_path: Path) -> None:
         assert process.process.is_alive()
 
 
-def test_all_ranks_of_the_second_job_are_refused(tmp_path: Path, training: CliProcess) -> None:
-    done = run_two(small("--output", "run", "-b", "8", "--resume", "auto"), tmp_path)
-    assert len({rank.error_line() for rank in done}) == 1
-    assert f"process {training.process.pid} on " in done[1].err
-    assert [rank.code for rank in done] == [1, 1]
-
-
 def test_reading_is_possible_meanwhile_and_a_kill_frees_the_folder(
     tmp_path: Path, training: CliProcess
 ) -> None:
@@ -96,18 +88,10 @@ def test_a_folder_that_is_deleted_during_the_run(tmp_path: Path, step: int) -> N
     assert not (tmp_path / "run").exists()
 
 
-def test_a_deleted_folder_ends_both_ranks_with_the_same_line(tmp_path: Path) -> None:
-    remove = partial(faults.at_micro_batch, 4, 0, partial(shutil.rmtree, tmp_path / "run"))
-    done = run_two(small("--output", "run", "-b", "8", *SAVES), tmp_path, [remove, None])
-    assert len({rank.error_line() for rank in done}) == 1
-    assert "run folder run" in done[0].err
-
-
 @pytest.mark.parametrize(
     ("ids", "more"),
     [
         (("first", "second"), ()),
-        (("", ""), ("--seed", "5")),  # without ids, by their settings
         (("", ""), ()),  # the very same command twice
     ],
 )

@@ -15,9 +15,7 @@ from safetensors.torch import load_file
 import faults
 from cli.conftest import Reference
 from cli_runs import (
-    TOTAL_STEPS,
     Done,
-    events,
     run,
     run_two,
     small,
@@ -173,33 +171,6 @@ def start(ranks: int, arguments: list[str], cwd: Path, fault: Any = None) -> lis
     return [done.code for done in run_two(arguments, cwd, [fault, None])]
 
 
-def test_auto_finds_the_newest_unfinished_run_of_this_configuration(
-    tmp_path: Path, reference: Reference
-) -> None:
-    killed = in_step(8)
-    for more in ((), (), ("--seed", "7")):
-        run(small(*SAVES, *more), tmp_path, killed)
-    names = ["run-001", "run-002", "run-003"]
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == names
-    assert run(small(*SAVES, "--resume", "auto", "--workers", "1"), tmp_path).code == 0
-    assert_same_end(tmp_path / "runs/run-002", reference())
-    # The newest is finished now, so the older one is next, and then there is nothing left.
-    for name, resumed_at in (("run-001", [7]), ("run-004", [])):
-        assert run(small(*SAVES, "--resume", "auto"), tmp_path).code == 0
-        assert summary(tmp_path / "runs" / name)["resumed_at_steps"] == resumed_at
-
-
-def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path, reference: Reference) -> None:
-    assert run(small("--output", "run", *SAVES), tmp_path).code == 0
-    before = contents(tmp_path / "run")
-    resume(tmp_path)
-    other = small("--output", "run", "--resume", "auto", *SAVES, "--lr", "0.3")
-    assert "optim.lr 0.05 → 0.3" in run(other, tmp_path).error_line()
-    assert contents(tmp_path / "run") == before
-    assert_same_end(tmp_path / "run", reference())
-    assert len(events(tmp_path / "run", "step")) == TOTAL_STEPS, "no step is done twice"
-
-
 def test_a_run_killed_at_its_target_ends_there(tmp_path: Path) -> None:
     arguments = small("--output", "run", "--target-top1", "1")
     killed = at_rename("weights.safetensors")
@@ -208,48 +179,3 @@ def test_a_run_killed_at_its_target_ends_there(tmp_path: Path) -> None:
     ended = summary(tmp_path / "run")
     assert (ended["stopped_by"], ended["steps"]) == ("target", 7)
     assert ended["time_to_target_s"] is not None
-
-
-def test_an_output_that_holds_a_run_is_left_alone(tmp_path: Path) -> None:
-    run(small("--output", "run"), tmp_path, in_step(8))
-    before = contents(tmp_path / "run")
-    assert "config.toml" in str(before)
-    line = run(small("--output", "run", "--seed", "3"), tmp_path).error_line()
-    assert "run.output = 'run'" in line
-    assert "--resume auto" in line
-    assert contents(tmp_path / "run") == before
-
-
-def test_dropout_draws_the_same_numbers_after_a_resume(
-    tmp_path: Path, reference: Reference
-) -> None:
-    """With dropout in the small net, because AlexNet is too slow for two cores."""
-    assert run(small("--output", "whole", *SAVES), tmp_path, _add_dropout).code == 0
-    arguments = small("--output", "run", *SAVES)
-    kill = in_step(7)
-    run(arguments, tmp_path, partial(faults.several, _add_dropout, kill))
-    assert run([*arguments, "--resume", "auto"], tmp_path, _add_dropout).code == 0
-    assert_same_end(tmp_path / "run", tmp_path / "whole")
-    with_dropout, without = summary(tmp_path / "whole"), summary(reference())
-    assert with_dropout["weights_sha256"] != without["weights_sha256"]
-
-
-def _add_dropout() -> None:
-    from torch.nn import functional
-
-    from paceline.models.resnet import SmallResNet
-
-    real = SmallResNet.forward
-
-    def forward(self: SmallResNet, images: torch.Tensor) -> torch.Tensor:
-        return real(self, functional.dropout(images, 0.2, self.training))
-
-    SmallResNet.forward = forward  # type: ignore[method-assign]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }

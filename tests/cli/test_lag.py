@@ -78,9 +78,7 @@ STOPS: dict[str, tuple[Faults, int]] = {
     "in a step that would be evaluated": ([None, at(6, 1, TERM)], 6),
     "in a step that would be saved": ([None, at(4, 1, TERM)], 4),
     "at the end of a step that is saved": ([at(4, 2, TERM), None], 5),
-    "in the first step": ([at(0, 0, TERM), None], 0),
     "in the last step": ([None, at(12, 1, TERM)], 13),
-    "on both": ([at(8, 0, INT), at(8, 1, TERM)], 8),
 }
 
 

@@ -21,17 +21,17 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 import paceline.cli.app as command_line
-import paceline.cli.failure as watch
+import paceline.cli.launcher_watch as watch
 from cli_runs import is_launchers
-from paceline.cli.failure import (
-    LAUNCHER_VARIABLE,
-    Failure,
-    Launcher,
-    LauncherWatch,
-    find_launcher,
+from paceline.cli.failure import LAUNCHER_VARIABLE, Failure
+from paceline.cli.launch import (
+    ADDRESS,
+    LaunchSignals,
+    LocalRendezvous,
+    register,
     root_cause,
 )
-from paceline.cli.launch import ADDRESS, LaunchSignals, LocalRendezvous, register
+from paceline.cli.launcher_watch import Launcher, LauncherWatch, find_launcher
 from paceline.comm.peer_errors import PeerError
 from paceline.core.errors import CommError, ConfigError, PacelineError
 
@@ -234,7 +234,7 @@ def test_the_agent_finds_the_store_by_name_also_twice_in_a_process() -> None:
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 FIND = (
-    "import os; from paceline.cli.failure import find_launcher as find; "
+    "import os; from paceline.cli.launcher_watch import find_launcher as find; "
     "found = find(os.environ); print(found.name if found else '-', found.pid if found else 0)"
 )
 BY_HAND = {
@@ -263,7 +263,7 @@ def environment() -> dict[str, str]:
     ("variables", "shells", "name"),
     [
         (TORCHRUN, 0, "torchrun"), (TORCHRUN, 2, "torchrun"), (MPI, 0, "openmpi"),
-        (MPI, 2, "openmpi"), (SLURM, 2, "slurm"), ({}, 0, "-"), (BY_HAND, 0, "-"),
+        (SLURM, 2, "slurm"), ({}, 0, "-"), (BY_HAND, 0, "-"),
         (ONE_TASK, 0, "-"), ({"RANK": "not a number", "WORLD_SIZE": "2"}, 0, "-"),
     ],
 )  # fmt: skip
@@ -304,7 +304,7 @@ def test_a_process_that_ended_is_gone_also_as_a_zombie() -> None:
 def test_a_rank_whose_launcher_is_gone_ends_with_one_line(meets: bool) -> None:
     """Before the first step there is nothing to save, also while ranks meet."""
     code = (
-        "import os, time; from paceline.cli.failure import LauncherWatch; "
+        "import os, time; from paceline.cli.launcher_watch import LauncherWatch; "
         "from paceline.core.host import DeferredEnd\n"
         f"with DeferredEnd({meets}):\n  LauncherWatch(os.environ); time.sleep(600)"
     )
@@ -321,7 +321,7 @@ def test_a_rank_whose_launcher_is_gone_ends_with_one_line(meets: bool) -> None:
 # then stay in an exit handler, which the watch has to end, or end the process itself.
 _BOTH_REPORT = """
 import os, sys, threading, time
-from paceline.cli import failure
+from paceline.cli import failure, launcher_watch
 main_first = sys.argv[1] == "main"
 begun = threading.Event()
 def show(self):
@@ -330,9 +330,9 @@ def show(self):
     sys.stderr.write(f"{self.line}\\n")
     sys.stderr.flush()
 failure.Failure.show = show
-failure.Launcher.is_gone = lambda self: not main_first or begun.is_set()
-failure._POLL_S, failure._REPORT_S = 0.01, 100
-watch = failure.LauncherWatch(os.environ)
+launcher_watch.Launcher.is_gone = lambda self: not main_first or begun.is_set()
+launcher_watch._POLL_S, launcher_watch._REPORT_S = 0.01, 100
+watch = launcher_watch.LauncherWatch(os.environ)
 if not main_first:
     begun.wait()
 code = failure.Failure("the store is gone", 1).report()
@@ -411,6 +411,7 @@ def test_a_run_that_ends_before_its_watch_looks_names_the_launcher(
         return 143
 
     monkeypatch.setattr(command_line, "app", stopped)
+    monkeypatch.setenv("SLURM_PROCID", "0")
     assert command_line.run_command() == 143
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(

@@ -75,15 +75,6 @@ def test_a_descent_in_noise_is_found(steps: int) -> None:
     assert sum(result.suggested is None for result in found) <= (10 if steps == 20 else 1)
 
 
-def test_a_test_without_descent_suggests_nothing(tmp_path: Path) -> None:
-    """Rates so small that the weights hardly change."""
-    range_ = ["--steps", "20", "--from", "1e-9", "--to", "1e-8", "--output", "r"]
-    done = run([*LR_FIND, *range_], tmp_path)
-    assert done.code == 0, done.err
-    assert "suggested --lr: none: no clear descent" in done.out
-    assert json.loads((tmp_path / "r/lr_find.json").read_text())["suggested_lr"] is None
-
-
 def test_a_range_test_of_a_run(tmp_path: Path) -> None:
     command = [
         *LR_FIND,

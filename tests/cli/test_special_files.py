@@ -46,13 +46,6 @@ def test_predict_reads_regular_files_and_links_to_them(home: Path) -> None:
     assert found[2]["labels"] == found[3]["labels"]
 
 
-def test_inspect_names_them(home: Path) -> None:
-    done = command(home, "inspect", "odd")
-    assert done.code == 1
-    assert "pipe.png" in done.out
-    assert "endless.png" in done.out
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from cli_runs import Call, events, is_launchers, small, summary
-from paceline.cli.options import is_rank
-from paceline.cli.train import resolve, without_options
+from cli_runs import is_launchers, summary
+from paceline.cli.measure import is_rank
+from paceline.cli.options import without_options
+from paceline.cli.train import resolve
 from paceline.core.errors import ConfigError
 
 
@@ -43,18 +44,6 @@ def test_a_rank_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError) as refused:
         is_rank(2)
     assert refused.value.field == "--nproc-per-node"
-
-
-def test_a_warm_up_that_would_fill_a_short_run_is_cut_and_shown(call: Call, tmp_path: Path) -> None:
-    own = [word for word in small("--output", "run") if word not in ("--warmup-epochs", "0.5")]
-    done = call(*own)
-    assert done.code == 0, done.err
-    # A fifth of 13 steps, of which an epoch has 6.25.
-    for text in (done.out, summary(tmp_path / "run")["chosen"]["warm-up"]):
-        assert "0.416 epochs instead of 5" in text
-    rates = [step["lr"] for step in events(tmp_path / "run", "step")]
-    assert max(rates) == pytest.approx(0.05, rel=0.05)
-    assert rates[-1] < 0.01
 
 
 @pytest.mark.slow

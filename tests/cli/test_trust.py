@@ -59,8 +59,7 @@ FREE_TEXT = {
     "data.dir": "images", "comm.plan": "a TOML file of numbers and known names",
     "comm.hybrid.sizes": "a file of numbers and known names",
     **{f"run.rehearsal.{name}": "a TOML file of numbers" for name in ("gpu", "profile", "cluster")},
-    "model.freeze": "patterns of names", "optim.known_good_optimizer": "looked up in a table",
-    "optim.scaling_keeps": "names of settings",
+    "model.freeze": "patterns of names",
 }  # fmt: skip
 # Calls that run code of a text or a file, and the modules that have them.
 RUNNING = (

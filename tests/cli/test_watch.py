@@ -71,19 +71,6 @@ def test_watch_serves_runs_until_ctrl_c(tmp_path: Path) -> None:
         assert process.wait().code == 0
 
 
-def test_bad_input_is_one_line(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        done = run(["watch", "run", "--port", str(port)], tmp_path)
-    assert done.code == 2
-    assert f"--port = {port}" in done.error_line()
-    (tmp_path / "file").write_text("")
-    done = run(["watch", "file"], tmp_path)
-    assert (done.code, "is not a folder" in done.error_line()) == (1, True)
-
-
 def test_runs_in_a_folder(tmp_path: Path) -> None:
     for name in ("b", "a"):
         (tmp_path / "runs" / name).mkdir(parents=True)

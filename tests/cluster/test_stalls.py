@@ -19,7 +19,7 @@ import faults
 from benchmarks.cluster import EmulatedCluster
 from benchmarks.cluster.network import Namespace
 from cli_runs import CliProcess, Done, small, started_ranks, steps
-from cluster.traces import PATIENCE_S, RANK_ENV, traces
+from cluster.traces import PATIENCE_S, traces
 from paceline.comm.group import Group
 from paceline.comm.settings import CommSettings
 from paceline.core.errors import DataError
@@ -109,43 +109,6 @@ def test_the_host_of_the_store_is_cut_off(tmp_path: Path) -> None:
         lines = [error_line(done) for done in ended(processes)]
     assert "(10.213.0.2) gives no sign of life (last seen" in lines[0]
     assert "(10.213.0.1) has not answered for" in lines[1]
-
-
-def _evaluates(folder: Path) -> None:
-    (folder / f"evaluates-{os.environ['RANK']}").touch()
-    time.sleep(2)
-
-
-@pytest.mark.slow
-def test_a_host_that_is_cut_off_during_an_evaluation(tmp_path: Path) -> None:
-    """No exchange is under way, and only the store knows of ranks 2 and 3. Their host is named as one."""
-    slow = partial(faults.at_evaluation, 1, partial(_evaluates, tmp_path))
-    arguments = small("--output", str(tmp_path / "run"), "-b", "4", *SHORT)
-    with ranks_on(2, 4, tmp_path, arguments, slow) as (cluster, processes):
-        processes[0].wait_until(lambda: len(list(tmp_path.glob("evaluates-*"))) == 4, PATIENCE_S)
-        cluster.cut(1)
-        lines = [error_line(done) for done in ended(processes)]
-    for line in lines[:2]:
-        assert re.search(
-            r"stalled for [\d.]+ s: host \S+ \(10\.213\.0\.2\) with ranks 2 and 3 gives", line
-        )
-        assert "look into rank 2's log and host, and the network to it" in line
-    for line in lines[2:]:
-        assert "it or this host has ended or is cut off the network" in line
-
-
-@pytest.mark.slow  # torchrun's own agent takes its time on a host that is cut off
-def test_ranks_end_under_torchrun_too(tmp_path: Path) -> None:
-    command = ["-m", "paceline", *training(tmp_path, 2, *SHORT, *HYBRID)]
-    with EmulatedCluster(2) as cluster:
-        job = cluster.torchrun(command, ranks=1, env=RANK_ENV, cwd=tmp_path)
-        job.wait_until(in_training(tmp_path), PATIENCE_S)
-        cluster.cut(1)
-        found = job.wait(PATIENCE_S)
-        assert not any(Namespace(name).processes() for name in cluster.namespaces)
-    assert all(found.codes), found.explain()
-    assert "(10.213.0.2) gives no sign of life (last seen" in found.err[0]
-    assert "(10.213.0.1) has not answered for" in found.err[1]
 
 
 def _fails_when_cut(folder: Path) -> None:

@@ -102,42 +102,6 @@ def test_a_killed_owner_leaves_all_to_the_sweep() -> None:
         assert set(traces(ours.namespaces)) >= set(ours.namespaces)
 
 
-@needs_machine
-def test_a_fork_leaves_its_parents_cluster_alone() -> None:
-    with EmulatedCluster(1) as cluster:
-        child = os.fork()
-        if child == 0:
-            cluster.close()
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        assert set(traces(cluster.namespaces)) >= set(cluster.namespaces)
-
-
-@needs_machine
-def test_handlers_are_given_back() -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    one, other = EmulatedCluster(1), EmulatedCluster(1)
-    one.__enter__()
-    other.__enter__()
-    assert signal.getsignal(signal.SIGTERM) not in before
-    one.close()
-    other.close()
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
-
-
-@needs_machine
-def test_ctrl_c_reaches_the_body_once_all_is_gone() -> None:
-    cluster = EmulatedCluster(1)
-
-    def work() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        cluster.start(0, ["sleep", "600"]).wait(600)
-
-    with pytest.raises(KeyboardInterrupt), cluster:
-        work()
-    assert not traces(cluster.namespaces)
-
-
 class Fake:
     """A cluster that counts how often it is closed."""
 

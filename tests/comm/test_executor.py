@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from comm.clusters import made_groups, run_cluster
 from paceline.cli.app import app
-from paceline.cli.options import parse_algorithms
+from paceline.cli.measure import parse_algorithms
 from paceline.comm.executor import Executor, check_buffer, schedule_peers
 from paceline.comm.process_groups import ProcessGroups
 from paceline.comm.settings import CommSettings

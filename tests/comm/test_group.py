@@ -19,7 +19,6 @@ from torch.distributed import HashStore
 import paceline
 from comm.clusters import made_groups, run_cluster, topology
 from paceline.comm import CommSettings, Group, PeerError, ProcessGroups, collectives
-from paceline.comm import heartbeats as heartbeats_module
 from paceline.comm.group import choose_backend
 from paceline.comm.process_groups import (
     Place,
@@ -240,23 +239,6 @@ def test_ranks_at_odds_all_raise_the_same_line() -> None:
     assert "rank 1 of torch.distributed is rank 0 in its topology" in first[2]
 
 
-def _late(rank: int, nodes: tuple[int, ...]) -> str:
-    groups = ProcessGroups(topology(rank, nodes), timeout_s=3)
-    try:
-        if rank == 0:
-            with pytest.raises(RuntimeError) as caught:
-                dist.all_reduce(torch.ones(1), group=groups.world)
-            return str(caught.value)
-        return ""
-    finally:
-        dist.barrier()
-        groups.close()
-
-
-def test_every_group_has_the_timeout() -> None:
-    assert "3000ms" in run_cluster((2,), _late)[0]
-
-
 def test_nothing_is_pickled_between_ranks() -> None:
     """Torch's collectives of objects unpickle what arrives, and run what it says."""
     calls = re.compile(r"\b(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?\(")
@@ -314,35 +296,6 @@ def test_contradictions_are_named(first: Any, second: Any, message: str) -> None
         group_ranks(places(2), 0)
 
 
-def _killed(rank: int, folder: Path) -> None:
-    def show(error: PacelineError) -> None:
-        (folder / str(rank)).write_text(str(error))
-
-    heartbeats_module._ANSWER_S = 10.0  # of a busy host with fewer cores than ranks
-    group = Group(Topology.from_env(os.environ), CommSettings(timeout_s=100), CPU, show)
-    group.all_reduce_sum(torch.ones(4))
-    if rank == 4:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(PeerError) as caught:
-        group.all_reduce_sum(torch.ones(1 << 16))
-    show(caught.value)
-    group.leaving(caught.value)
-    group.close()
-
-
-def test_of_six_ranks_only_the_killed_one_is_named_and_by_all_alike(tmp_path: Path) -> None:
-    """Ranks that leave break the connections of others, one after the other."""
-    with pytest.raises(RankFailed, match="rank 4 died"):
-        run_ranks(6, _killed, tmp_path, grace_s=100)
-    lines = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert set(lines) >= {"0", "1", "2", "3", "5"}
-    found = {text for name, text in lines.items() if name != "4"}
-    assert len(found) == 1, lines
-    line = found.pop()
-    assert "rank 4 gives no sign of life" in line
-    assert line.count("no sign of life") == 1
-
-
 def _gather_rows(rank: int) -> list[float]:
     with Group(Topology.from_env(os.environ), CommSettings(), torch.device("cpu")) as group:
         rows = torch.full((3, 4), -1.0)
@@ -356,24 +309,6 @@ def test_rows_are_gathered_as_far_as_they_count() -> None:
         second = [10.0, 11, 12, 13] if rank == 1 else [-1.0] * 4
         third = [20.0, 21, 22, 23] if rank == 2 else [20.0, 21, -1, -1]
         assert found == [0.0, 1, 2, 3, *second, *third]
-
-
-def test_a_phase_without_facts_compares_none() -> None:
-    """Which would cost each rank a request."""
-    given: list[object] = []
-
-    class Recorded(Group):
-        def __init__(self) -> None:
-            pass
-
-        def agree(self, phase: str, *report: object) -> None:  # type: ignore[override]
-            given.append(report[1])
-
-    with Recorded().phase("model"):
-        pass
-    with Recorded().phase("model") as same:
-        same.compare({"seed": 1})
-    assert given == [None, {"seed": 1}]
 
 
 @pytest.mark.parametrize(

@@ -234,18 +234,6 @@ class Watched:
         self._store.set(key, value)
 
 
-def test_a_rank_marks_the_verdict_as_read_once_it_knows_it(
-    store: Store, channels: list[HeartbeatChannel]
-) -> None:
-    """The store's host may end as soon as all have marked it."""
-    known: list[bool] = []
-    late = channels[1]
-    late._store = Watched(late._store, lambda: known.append(late.verdict is not None))  # type: ignore[assignment]
-    channels[0].propose(CommError("rank 5 did not arrive"))
-    until(lambda: store.check([read_key(0), read_key(1)]))
-    assert known == [True]
-
-
 def test_the_stores_host_stays_until_the_others_have_read_the_verdict(
     store: Store, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,11 +294,6 @@ def test_a_stop_signal_ends_a_wait_only_where_a_rank_has_fallen_silent(
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call waits for its answers, however late a thread of a busy host comes to give them."""
     monkeypatch.setattr(heartbeats_module, "_ANSWER_S", PATIENCE_S)
-
-
-@pytest.mark.usefixtures("patient")
-def test_ranks_that_run_are_not_silent(channels: list[HeartbeatChannel]) -> None:
-    assert channels[1].silent_ranks() == set()
 
 
 def test_ranks_that_leave_because_of_a_lost_one_are_not_taken_for_lost(store: Store) -> None:

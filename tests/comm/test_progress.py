@@ -54,15 +54,6 @@ def test_a_silent_rank_is_named_wherever_it_was_last_seen(step: int, begun: int)
     assert "rank 1 on node1 (10.0.0.1) gives no sign of life" in text
 
 
-def test_many_ranks_stay_one_readable_line() -> None:
-    progress = {rank: RankProgress(step=1, computes=True) for rank in range(1, 100)}
-    text = stall({0: RankProgress(step=1, begun=1)} | progress)
-    assert "rank 8 did not arrive" in text
-    assert "91 more ranks likewise" in text
-    assert "rank 9 " not in text
-    assert "\n" not in text
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3)), min_size=1),
     st.booleans(),

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,53 +15,21 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from comm.conftest import RANK0, RANK1, check_shared, meet_all
 from paceline.comm.job import JobIdentity
-from paceline.comm.rendezvous import Meeting, explain, meet
+from paceline.comm.rendezvous import explain, meet
 from paceline.core.errors import CommError
 from paceline.core.topology import Topology
 from ranks import free_port
 
-RANK0 = Topology(rank=0, world_size=2, local_world_size=2, launcher="environment")
-RANK1 = replace(RANK0, rank=1, local_rank=1)
+pytestmark = pytest.mark.usefixtures("new_processes")
 SETTINGS = {"run.seed": 1, "run.trace_steps": (10, 30)}
 
 
-@pytest.fixture
-def agent(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
-    """The store of a torchrun agent, which outlives its ranks."""
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-class NeverOpened(dict[Any, Any]):
-    """Keeps nothing."""
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        """Nobody asks for it."""
-
-
-@pytest.fixture(autouse=True)
-def new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process opens its store once, but every rank of these tests stands for a new process."""
-    monkeypatch.setattr("paceline.comm.store._opened", NeverOpened())
-
-
-def _meet_all(port: int, timeout_s: float = 100) -> list[Meeting]:
-    with ThreadPoolExecutor(2) as pool:
-        ranks = [replace(rank, master_port=port) for rank in (RANK0, RANK1)]
-        return list(pool.map(lambda rank: meet(rank, timeout_s), ranks))
-
-
-def check_shared(first: Meeting, second: Meeting) -> None:
-    first.store.set("key", "value")
-    assert second.store.get("key") == b"value"
-
-
 def test_a_new_attempt_finds_nothing_of_the_last_in_the_agents_store(agent: TCPStore) -> None:
-    before = _meet_all(agent.port)
+    before = meet_all(agent.port)
     before[1].store.set("verdict", "of the last attempt")
-    after = _meet_all(agent.port)
+    after = meet_all(agent.port)
     assert not after[0].store.check(["verdict"])
     assert [meeting[0].restarted for meeting in (before, after)] == [False, True]
 
@@ -77,7 +41,7 @@ def test_the_greeting_of_a_dead_rank_is_no_rank(agent: TCPStore) -> None:
             dead.result()
     with pytest.raises(CommError, match=r"rank 1 of 2 did not come to 127\.0\.0\.1:\d+ within 1 s"):
         meet(replace(RANK0, master_port=agent.port), timeout_s=1)
-    check_shared(*_meet_all(agent.port))
+    check_shared(*meet_all(agent.port))
 
 
 def test_a_missing_node_is_named_as_such(no_job: None) -> None:
@@ -118,17 +82,6 @@ def test_a_rank_0_that_never_comes_is_not_waited_for_longer(
     with pytest.raises(CommError, match="rank 1 did not meet the others at 127.0.0.1:1 within 1 s"):
         meet(replace(RANK1, master_port=1), timeout_s=1)
     # Nothing else is printed: torch's own message would be pages.
-    assert capfd.readouterr().err == ""
-
-
-def test_rank_0_may_come_later(capfd: pytest.CaptureFixture[str]) -> None:
-    port = free_port()
-    with ThreadPoolExecutor(1) as pool:
-        early = pool.submit(meet, replace(RANK1, master_port=port), 100)
-        time.sleep(0.2)
-        first = meet(replace(RANK0, master_port=port), 100)
-        check_shared(first, early.result())
-    assert not first.restarted
     assert capfd.readouterr().err == ""
 
 
@@ -203,15 +156,6 @@ def test_another_number_of_ranks_is_noticed_at_once_on_both_sides(no_job: None) 
                 attempt()
 
 
-def test_settings_tell_jobs_without_an_id_apart(no_job: None) -> None:
-    port = free_port()
-    with waiting_rank_0(port, {"run.seed": 1, "run.name": "a"}) as first:
-        with pytest.raises(CommError, match="run.seed is 1 there and 2 here"):
-            meet(replace(RANK1, master_port=port), 300, {"run.seed": 2, "run.name": "a"})
-        meet(replace(RANK1, master_port=port), 100, {"run.seed": 1, "run.name": "a"})
-        first.result()
-
-
 def test_rank_0_does_not_wait_for_ever_for_a_rank_that_was_refused(
     no_job: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,7 +171,7 @@ def test_rank_0_does_not_wait_for_ever_for_a_rank_that_was_refused(
 def test_a_place_is_taken_once(no_job: None) -> None:
     """The same job, started twice at one port: its second rank 1 must not join the first's."""
     port = free_port()
-    first, _second = _meet_all(port)
+    first, _second = meet_all(port)
     with pytest.raises(CommError, match="all of its ranks have joined already"):
         meet(replace(RANK1, master_port=port), 300)
     first.store.set("key", "the store is still there")
@@ -267,7 +211,7 @@ def test_a_restart_with_other_ranks_is_no_other_job(
 
 def test_ranks_of_one_node_meet_where_no_other_host_can_come(no_job: None) -> None:
     port = free_port()
-    met = _meet_all(port)
+    met = meet_all(port)
     addresses = [
         line.split()[1]
         for table in ("tcp", "tcp6")
@@ -276,38 +220,6 @@ def test_ranks_of_one_node_meet_where_no_other_host_can_come(no_job: None) -> No
     ]
     assert addresses == [f"0100007F:{port:04X}"]
     del met  # the store closes with it
-
-
-PROGRAM = """
-import sys
-from paceline.comm.rendezvous import meet
-from paceline.core.topology import Topology
-rank, port = int(sys.argv[1]), int(sys.argv[2])
-meet(Topology(rank, 2, rank, 2, master_port=port, launcher="environment"), 5.0)
-print("met")
-"""
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no job control")
-def test_a_rank_that_is_stopped_while_it_waits_loses_no_time(no_job: None) -> None:
-    """Stopped for longer than the time-out: on waking it still has what was left of it."""
-    port = free_port()
-
-    def start(rank: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", PROGRAM, str(rank), str(port)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-    first = start(0)
-    try:
-        wait_for_job(port)
-        os.kill(first.pid, signal.SIGSTOP)
-        time.sleep(5.5)
-        os.kill(first.pid, signal.SIGCONT)
-        meet(replace(RANK1, master_port=port), 100)
-        assert first.communicate(timeout=100)[0] == "met\n"
-    finally:
-        first.kill()
-        first.wait()
 
 
 def identity(launcher: str, settings: Any = None, world_size: int = 2, **env: str) -> JobIdentity:
@@ -321,12 +233,10 @@ def identity(launcher: str, settings: Any = None, world_size: int = 2, **env: st
         ("torchrun", {"TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "3"}, "abc"),
         ("torchrun", {"TORCHELASTIC_RUN_ID": "none"}, ""),  # what torchrun says without --rdzv-id
         ("openmpi", {"PMIX_NAMESPACE": "2048", "OMPI_COMM_WORLD_RANK": "1"}, "2048"),
-        ("openmpi", {"OMPI_MCA_ess_base_jobid": "77"}, "77"),
         ("slurm", {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}, "12.0"),
         ("slurm", {"SLURM_JOB_ID": "13", "SLURM_HET_JOB_ID": "12", "SLURM_STEP_ID": "0"}, "12"),
         ("mpi", {"PMI_RANK": "0"}, ""),
         ("environment", {"TORCHELASTIC_RUN_ID": "inherited"}, ""),
-        ("environment", {"PACELINE_JOB_ID": "mine"}, "mine"),
         ("slurm", {"PACELINE_JOB_ID": "mine", "SLURM_JOB_ID": "12"}, "mine"),
     ],
 )

@@ -18,13 +18,6 @@ ALL_KINDS = [
 ]
 
 
-def test_text_is_cause_then_remedy() -> None:
-    assert str(DataError("no shards in data/", "give --data-dir")) == (
-        "no shards in data/; give --data-dir"
-    )
-    assert str(DataError("no shards in data/")) == "no shards in data/"
-
-
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_text_is_always_one_line(kind: type[PacelineError]) -> None:
     error = kind("first\nsecond\r\n\tthird\u2028fourth", "do\nthis")
@@ -44,14 +37,6 @@ def test_config_error_names_field_value_and_remedy() -> None:
     assert str(error) == "optim.lr = -0.1: must be positive; try 0.1"
     assert error.field == "optim.lr"
     assert error.exit_code == 2
-
-
-def test_config_error_without_a_value_shows_none() -> None:
-    assert str(ConfigError("optim.lrr", None, "unknown setting")) == "optim.lrr: unknown setting"
-
-
-def test_config_error_with_a_value_of_several_lines_stays_one_line() -> None:
-    assert "\n" not in str(ConfigError("run.name", "a\nb", "bad"))
 
 
 def test_nearest_offers_a_close_name_or_the_whole_list() -> None:

@@ -144,13 +144,6 @@ def test_null_reaches_into_lists_and_tables(tmp_path: Path) -> None:
     assert record["table"] == {"a": [None, 2.0]}
 
 
-def test_a_second_writer_appends(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    write(path, step(1))
-    write(path, step(2))
-    assert [record["step"] for record in read_events(path)] == [1, 2]
-
-
 def test_a_last_line_cut_short_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, step(1), step(2))
@@ -169,19 +162,6 @@ def test_a_resumed_run_does_not_write_onto_a_cut_line(tmp_path: Path, cut_bytes:
         file.truncate(path.stat().st_size - cut_bytes)
     write(path, step(2))
     assert [record["step"] for record in read_events(path)] == [1, 2]
-
-
-def test_a_resumed_run_starts_anew_on_a_file_of_one_cut_line(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"event": "sta')
-    write(path, step(1))
-    assert [record["step"] for record in read_events(path)] == [1]
-
-
-def test_an_empty_file_has_no_records(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b"")
-    assert list(read_events(path)) == []
 
 
 @pytest.mark.parametrize(

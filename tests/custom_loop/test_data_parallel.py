@@ -21,8 +21,6 @@ from torch.optim.swa_utils import AveragedModel
 import paceline as pl
 from custom_loop.nets import Net, batch, flat, gradients, make_net
 from paceline.core.errors import CommError, ConfigError, PacelineError
-from paceline.plan import PlanFile, SizeTable
-from paceline.plan.plan_file import ClusterFacts
 from ranks import run_ranks
 
 
@@ -359,25 +357,6 @@ def test_a_model_without_its_group_refuses_to_train() -> None:
     for alone, closed in run_ranks(2, _closed):
         assert "wrapped before there was a process group" in alone
         assert "is closed" in closed
-
-
-def _planned(rank: int, path: str) -> str:
-    with pl.init(device="cpu", timeout_s=120):
-        try:
-            model = pl.DataParallel(make_net(), plan=path)
-        except PacelineError as error:
-            return str(error)
-        assert model._hybrid is not None
-        return " ".join(model._hybrid.table.algorithms)
-
-
-def test_a_plan_file_gives_the_table_of_sizes(tmp_path: Path) -> None:
-    path = tmp_path / "plan.toml"
-    PlanFile(sizes=SizeTable.two_way(64), cluster=ClusterFacts(2, 1)).write(path)
-    assert run_ranks(2, _planned, str(path)) == ["hierarchical ring"] * 2
-    elsewhere = run_ranks(3, _planned, str(path))
-    assert len(set(elsewhere)) == 1
-    assert "was tuned on 2 ranks" in elsewhere[0]
 
 
 def _differ(rank: int, what: str) -> str:

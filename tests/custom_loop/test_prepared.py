@@ -78,19 +78,6 @@ def _masters(prepared: pl.Prepared) -> list[Tensor]:
     return [full[name] for name, _ in prepared.model.named_parameters()]
 
 
-def test_an_overflow_skips_the_step_and_halves_the_scale() -> None:
-    prepared = pl.prepare(make_net(), "lars", lr=1.0, **HALF)
-    train(prepared, range(2))
-    before, scale = content_hash(prepared.optimizer.state_dict()["state"]), prepared.loss_scale
-    train(prepared, range(2, 3), poison=2)
-    assert content_hash(prepared.optimizer.state_dict()["state"]) == before
-    assert prepared.loss_scale == scale / 2
-    assert (prepared.skipped_steps, float(prepared.overflow)) == (1, 1.0)
-    train(prepared, range(3, 5))
-    assert prepared.loss_scale == scale
-    assert float(prepared.overflow) == 0
-
-
 def test_accumulated_gradients_are_those_of_the_whole() -> None:
     nets = [nn.Linear(5, 3) for _ in range(2)]
     nets[1].load_state_dict(nets[0].state_dict())

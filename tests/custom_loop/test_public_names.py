@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import paceline as pl
-from paceline.cli.app import app
 from paceline.core.errors import ConfigError
 
 OWN = {
@@ -67,18 +65,6 @@ def test_predictions_need_no_torch_and_importing_every_part_starts_no_cuda() -> 
     assert ranks == 32
     assert speed > 32 * 1000
     assert "node_gbps" in table
-
-
-def test_predictions_are_those_of_the_command() -> None:
-    command = "plan --gpu A100 --nodes 8 --node-gbps 25 -b 32 --model resnet18 --wire fp16 --json"
-    told = json.loads(CliRunner().invoke(app, command.split()).stdout)
-    found = pl.predict_scaling(
-        "resnet18", accelerator="a100", nodes=8, node_gbps=25, batch_size=32, wires=["fp16"]
-    )
-    assert found.images_per_s == pytest.approx(told["images_per_s"])
-    assert found.efficiency == pytest.approx(told["efficiency"])
-    assert found.exposed_s == pytest.approx(told["exposed_comm_s"])
-    assert [row.ranks for row in found.rows] == [row["ranks"] for row in told["scaling"]]
 
 
 @pytest.mark.parametrize(

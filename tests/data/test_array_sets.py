@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import os
 import pickle
 import struct
 from collections.abc import Callable
@@ -103,23 +102,6 @@ def test_beside_another_set_the_user_decides(tmp_path: Path, small_cifar: Any) -
     assert len(open_source(DataSettings(dir=str(tmp_path), source="cifar10"), "train")) == 20
 
 
-def test_the_real_set() -> None:
-    directory = os.environ.get("PACELINE_CIFAR10")
-    if not directory:
-        pytest.skip("PACELINE_CIFAR10 does not say where CIFAR-10 lies")
-    train, val = (Cifar10(Path(directory), split) for split in ("train", "val"))
-    assert (len(train), len(val)) == (50_000, 10_000)
-    assert np.bincount(train.labels).tolist() == [5000] * 10
-    for source, digest in (
-        (train, "5dd7e06a14cb22eb9f671a540d1b7c25"),
-        (val, "803d5f7f4d78ea53de84dbe85f74fb6d"),
-    ):
-        planes = source.pixels[:10_000].transpose(0, 3, 1, 2).reshape(10_000, -1)
-        labels = source.labels[:10_000, None].astype(np.uint8)
-        content = np.concatenate([labels, planes], axis=1).tobytes()
-        assert hashlib.md5(content).hexdigest() == digest
-
-
 # --- one file of CIFAR-10 --------------------------------------------------------------------------
 
 
@@ -147,15 +129,11 @@ def changed(path: Path, change: Callable[[bytes], bytes]) -> Path:
     ("form", "name", "read", "change", "said"),
     [
         ("bin", "test_batch.bin", read_binary, lambda c: c[:-1], "12291 bytes, not a whole number"),
-        ("bin", "test_batch.bin", read_binary, lambda c: b"", "0 bytes, not a whole number"),
         ("bin", "test_batch.bin", read_binary, lambda c: b"\x0a" + c[1:], "label 10 at position 0"),
         ("png", "test_batch.png", read_sheet, lambda c: c[:-900], "cannot be decoded"),
-        ("png", "test_batch.png", read_sheet, lambda c: b"<html>", "cannot be decoded"),
-        ("png", "test_lables.json", read_labels, lambda c: b"[1, 2", "is not JSON"),
         ("png", "test_lables.json", read_labels, lambda c: b"\xff[]", "is not JSON"),
         ("png", "test_lables.json", read_labels, lambda c: b"{}", "is not a list"),
         ("png", "test_lables.json", read_labels, lambda c: b"[1, 10]", "label 10 at position 1"),
-        ("png", "test_lables.json", read_labels, lambda c: b"[true]", "label True at position 0"),
         ("png", "test_lables.json", read_labels, lambda c: b'["3"]', "label '3' at position 0"),
         ("py", "test_batch", read_pickle, lambda c: c[:-5], "is not a pickled batch"),
         (
@@ -223,22 +201,12 @@ def test_nothing_that_a_pickle_names_is_run(tmp_path: Path) -> None:
         pickle.dumps({b"data": np.zeros((2, 2)), b"labels": [1, 2]}, 4),
         pickle.dumps({b"data": np.zeros((2, 2), np.uint8, order="F"), b"labels": [1]}, 4),
         pickle.dumps({b"data": np.zeros((2, 2), np.uint8), b"labels": [1]}, 4)[:-9],
-    ],
-)
-def test_anything_else_is_refused(content: bytes) -> None:
-    with pytest.raises(ValueError, match="is not a pickled batch"):
-        read_pickled_batch(content)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
         b"\x80\x02}r\xff\xff\xff\x7f.",  # a place in the memo that would need 16 GiB
         b"\x80\x04\x8e" + (1 << 40).to_bytes(8, "little") + b"x.",  # bytes beyond the end
     ],
 )
-def test_claimed_memory_is_not_allocated(content: bytes) -> None:
-    with pytest.raises(ValueError, match="not a pickled batch"):
+def test_anything_else_is_refused_without_claimed_memory(content: bytes) -> None:
+    with pytest.raises(ValueError, match="is not a pickled batch"):
         read_pickled_batch(content)
 
 
@@ -324,21 +292,37 @@ def test_a_packed_file_that_is_damaged(tmp_path: Path) -> None:
             read_idx(path, 3)
 
 
-def test_a_bomb_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small file that would fill the memory: no more is unpacked than the header says."""
-    path = tmp_path / "x.gz"
-    path.write_bytes(gzip.compress(GOOD + bytes(50_000_000), compresslevel=1))
-    asked: list[int] = []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many bytes each read of a packed file asks for."""
+    sizes: list[int] = []
     real = gzip.GzipFile.read
 
     def watched(file: gzip.GzipFile, size: int | None = -1) -> bytes:
-        asked.append(-1 if size is None else size)
+        sizes.append(-1 if size is None else size)
         return real(file, size)
 
     monkeypatch.setattr(gzip.GzipFile, "read", watched)
+    return sizes
+
+
+def test_a_bomb_is_not_unpacked(tmp_path: Path, asked: list[int]) -> None:
+    """A small file that would fill the memory: no more is unpacked than the header says."""
+    path = tmp_path / "x.gz"
+    path.write_bytes(gzip.compress(GOOD + bytes(50_000_000), compresslevel=1))
     with pytest.raises(DataError, match="more bytes after the header"):
         read_idx(path, 3)
     assert asked == [16, 121]
+
+
+def test_a_header_that_claims_gigabytes_gets_no_such_buffer(
+    tmp_path: Path, asked: list[int]
+) -> None:
+    path = tmp_path / "x.gz"
+    path.write_bytes(gzip.compress(struct.pack(">4B3I", 0, 0, 8, 3, 7, 1 << 15, 1 << 15)))
+    with pytest.raises(DataError, match="0 bytes after the header"):
+        read_idx(path, 3)
+    assert max(asked) <= 1 << 25
 
 
 def test_labels_for_other_images(tmp_path: Path) -> None:
@@ -352,37 +336,7 @@ def test_labels_for_other_images(tmp_path: Path) -> None:
         IdxFiles(tmp_path, "train")
 
 
-def test_a_header_that_claims_gigabytes_gets_no_such_buffer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, asked = tmp_path / "x.gz", []
-    path.write_bytes(gzip.compress(struct.pack(">4B3I", 0, 0, 8, 3, 7, 1 << 15, 1 << 15)))
-    real = gzip.GzipFile.read
-
-    def watched(file: gzip.GzipFile, size: int | None = -1) -> bytes:
-        asked.append(size)
-        return real(file, size)
-
-    monkeypatch.setattr(gzip.GzipFile, "read", watched)
-    with pytest.raises(DataError, match="0 bytes after the header"):
-        read_idx(path, 3)
-    assert max(size or 0 for size in asked) <= 1 << 25
-
-
 # --- synthetic images ------------------------------------------------------------------------------
-
-
-def test_shape_labels_and_determinism() -> None:
-    source = SyntheticImages(count=25, classes=10, image_size=16, channels=3)
-    again = SyntheticImages(count=25, classes=10, image_size=16, channels=3)
-    assert len(source) == 25
-    assert source.labels.tolist() == [i % 10 for i in range(25)]
-    assert len(source.classes) == 10
-    for i in (0, 7, 24):
-        image = source.read(i)
-        assert image.shape == (16, 16, 3)
-        assert image.dtype == np.uint8
-        np.testing.assert_array_equal(image, again.read(i))
 
 
 @pytest.mark.parametrize(
@@ -400,13 +354,6 @@ def test_reading_does_not_change_what_is_read_later() -> None:
     first = source.read(3).copy()
     source.read(3)[...] = 0
     np.testing.assert_array_equal(source.read(3), first)
-
-
-def test_images_of_a_class_differ_and_splits_differ() -> None:
-    train = SyntheticImages(count=40, classes=4, image_size=16, channels=1)
-    val = SyntheticImages(count=40, classes=4, image_size=16, channels=1, salt=1)
-    assert (train.read(0) != train.read(4)).mean() > 0.5
-    assert (train.read(0) != val.read(0)).mean() > 0.5
 
 
 def test_the_classes_can_be_learned() -> None:

@@ -145,25 +145,6 @@ def test_box_equals_the_reference(width: int, height: int, row: list[float]) -> 
     assert 0 <= top < bottom <= height
 
 
-def test_boxes_are_spread_as_asked() -> None:
-    """Up to half of a square every try fits, so nothing is rejected and shares are even."""
-    boxes = np.array([random_box(400, 400, row, (0.1, 0.5), RATIO) for row in rows(4000, 23)])
-    w, h = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
-    share, ratio = w * h / 400**2, w / h
-    assert np.quantile(share, [0, 0.5, 1]) == pytest.approx([0.1, 0.3, 0.5], abs=0.012)
-    assert np.quantile(ratio, [0, 0.5, 1]) == pytest.approx([0.75, 1, 4 / 3], abs=0.02)
-    left, top = boxes[:, 0] / (400 - w), boxes[:, 1] / (400 - h)
-    for place in (left, top):
-        assert np.quantile(place, [0, 0.5, 1]) == pytest.approx([0, 0.5, 1], abs=0.03)
-    assert abs(np.corrcoef([share, ratio, left, top]) - np.eye(4)).max() < 0.06
-
-
-def test_a_strip_falls_back_to_its_centre() -> None:
-    for row in rows(20, 23):
-        assert random_box(1000, 10, row, (0.9, 1.0), RATIO) == (493, 0, 506, 10)
-        assert random_box(10, 1000, row, (0.9, 1.0), RATIO) == (0, 493, 10, 506)
-
-
 def test_narrow_ratios_of_a_tiny_image_leave_a_pixel() -> None:
     for row in rows(20, 23):
         for low, high in ((0.1, 0.2), (5.0, 9.0)):
@@ -190,14 +171,14 @@ def test_random_resized_crop_equals_the_reference() -> None:
     chosen = DataSettings(image_size=32, eval_resize=0, flip=True)
     transform, image = TrainTransform(chosen), photo(90, 70)
     flipped = 0
-    for row in rows(40, transform.draws):
+    for row in rows(14, transform.draws):
         want = triangle_resize(np.asarray(image), 32, reference_box(90, 70, row))
         if row[0] < 0.5:
             want = want[:, ::-1]
             flipped += 1
         got = apply(transform, image, row, 32).astype(float)
         assert abs(got - want).max() <= 1.01
-    assert 10 < flipped < 30
+    assert 3 < flipped < 11
 
 
 # --- padding and crop --------------------------------------------------------------------------
@@ -218,18 +199,6 @@ def test_pad_crop_equals_the_reference(small_settings: Make, channels: int) -> N
         np.testing.assert_array_equal(apply(transform, image, row, 8), want)
         places.add((top, left, row[0] < 0.5))
     assert len(places) > 90  # of 98
-
-
-@pytest.mark.parametrize("flip", [False, True])
-def test_none_only_flips(small_settings: Make, flip: bool) -> None:
-    transform, image = TrainTransform(small_settings(flip=flip)), photo(8, 8, 1)
-    pixels, flips = np.asarray(image), 0
-    for row in rows(40, transform.draws):
-        got = apply(transform, image, row, 8)[..., 0]
-        if not np.array_equal(got, pixels):
-            np.testing.assert_array_equal(got, pixels[:, ::-1])
-            flips += 1
-    assert flips == 0 if not flip else 10 < flips < 30
 
 
 @pytest.mark.parametrize("augment", ["none", "pad_crop"])
@@ -262,12 +231,6 @@ def test_evaluation_equals_scaling_all_then_cutting(width: int, height: int, sho
     assert difference.mean() < 0.5
 
 
-def test_an_image_of_the_right_size_is_left_alone(small_settings: Make) -> None:
-    image = photo(8, 8, 1)
-    got = apply(EvalTransform(small_settings()), image, (), 8)
-    np.testing.assert_array_equal(got[..., 0], np.asarray(image))
-
-
 def test_an_extreme_strip_stays_cheap() -> None:
     """Scaled whole, its long side would have 25 million pixels a row of 256."""
     image = Image.new("RGB", (1, 100_000), (9, 8, 7))
@@ -288,14 +251,6 @@ def test_interpolation_is_the_one_asked_for(name: str) -> None:
 
 def pixels(channels: int = 3, size: int = 16) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (size, size, channels), dtype=np.uint8)
-
-
-def test_off_by_default_and_then_the_row_is_as_it_was() -> None:
-    plain = DataSettings()
-    assert extra_draws(plain) == 0
-    both = DataSettings(color_jitter=JITTER, randaugment=(2, 9))
-    assert extra_draws(both) == 5 + 4
-    assert draws(both) == draws(plain) + 9
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -15,16 +15,6 @@ def filled(samples: int) -> BatchBuffer:
     return buffer
 
 
-def test_what_threads_write_is_what_the_batch_holds() -> None:
-    batch = filled(3).batch()
-    assert batch.images.shape == (3, 4, 4, 3)
-    assert batch.images.dtype == torch.uint8
-    assert batch.labels.dtype == torch.int64
-    assert batch.images[:, 0, 0, 0].tolist() == [0, 1, 2]
-    assert batch.labels.tolist() == [0, 10, 20]
-    assert len(batch) == 3
-
-
 def test_dropped_rows_are_gone() -> None:
     batch = filled(4).batch([0, 2])
     assert batch.images[:, 3, 3, 2].tolist() == [1, 3]

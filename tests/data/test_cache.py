@@ -27,7 +27,6 @@ from paceline.data.decode.library import RegionLibrary
 from paceline.data.image import decode
 from paceline.data.sources import cache
 from paceline.data.sources.cache import (
-    CachedSource,
     DiskStore,
     MemoryStore,
     cached,
@@ -36,7 +35,6 @@ from paceline.data.sources.cache import (
 )
 
 Write = Callable[[Path, list[tuple[str, bytes]]], Path]
-Samples = Callable[..., list[tuple[str, bytes]]]
 LIMIT = 10_000
 WRITER = """
 import sys
@@ -163,18 +161,6 @@ def test_what_is_kept_is_not_part_of_something_larger() -> None:
     assert kept.base is None
 
 
-def test_it_passes_on_what_the_source_is(tmp_path: Path) -> None:
-    plain = Pictures(images())
-    source = cached(plain, settings(tmp_path, "memory"), "train")
-    assert isinstance(source, CachedSource)
-    assert (len(source), source.name(2), list(source.classes)) == (7, "picture:2", ["a"])
-    assert source.shard_sizes == [7]
-    assert source.kind == "Pictures"
-    assert source.note == "raw cache in memory, at most 4096 MiB"
-    source.read(0)
-    assert source.note.endswith("0 of 1 reads from it")
-
-
 def jpeg_samples(count: int) -> list[tuple[str, bytes]]:
     """JPEGs of unequal sizes, and all else under their name; one is no image."""
     members = []
@@ -265,18 +251,6 @@ def test_no_split_gets_the_other_s_images(tmp_path: Path, png: Callable[..., byt
     chosen = settings(tmp_path, "disk", dir=str(tmp_path / "data"))
     for split, grey in (("train", 10), ("val", 20)):
         source = open_source(chosen, split)  # type: ignore[arg-type]
-        assert np.asarray(decode(source.read(0), 1))[0, 0] == grey
-        source.close()
-
-
-def test_a_changed_file_is_read_anew(tmp_path: Path, png: Callable[..., bytes]) -> None:
-    path = tmp_path / "data" / "train" / "a" / "1.png"
-    path.parent.mkdir(parents=True)
-    chosen = settings(tmp_path, "disk", dir=str(tmp_path / "data"))
-    for grey in (10, 20):
-        path.write_bytes(png(np.full((4, 4), grey, np.uint8)))
-        os.utime(path, (grey, grey))
-        source = open_source(chosen, "train")
         assert np.asarray(decode(source.read(0), 1))[0, 0] == grey
         source.close()
 

@@ -60,14 +60,6 @@ def read_stream(
     return images, source.labels[chunk.indices], chunk.corrupt
 
 
-def test_rows_follow_the_stream(memory_source: Any, small_settings: Make) -> None:
-    images, labels, met = read_stream(memory_source(10), small_settings(), 4, 12)
-    want = SampleOrder(10, 0).at(4, 16)[1].tolist()
-    assert labels.tolist() == want
-    assert images[:, 3, 5, 0].tolist() == want
-    assert met == []
-
-
 def test_a_corrupt_sample_gives_its_row_to_its_successor(
     memory_source: Any, small_settings: Make
 ) -> None:
@@ -82,13 +74,6 @@ def test_a_corrupt_sample_gives_its_row_to_its_successor(
     assert met[0] == CorruptSample(stream[3], f"memory:{stream[3]}", met[0].reason)
     assert "not a JPEG" in met[0].reason
     assert [source.reads.count(index) for index in bad] == [1, 1]  # then they are known
-
-
-def test_the_successor_may_lie_in_the_next_epoch(memory_source: Any, small_settings: Make) -> None:
-    stream = SampleOrder(10, 0).at(0, 30)[1].tolist()
-    _, labels, _ = read_stream(memory_source(10, {stream[9]}), small_settings(), 9, 1)
-    successor = stream[10] if stream[10] != stream[9] else stream[11]
-    assert labels.tolist() == [successor]
 
 
 def test_the_successor_is_augmented_as_at_its_own_place(

@@ -56,17 +56,6 @@ def test_threads_without_a_gpu(memory_source: Any, small_settings: Make, wanted:
     assert train(source, small_settings(resident=wanted, workers=0)).describe() == "no threads"
 
 
-def test_resident_where_asked_for_and_decoded_once(
-    memory_source: Any, small_settings: Make
-) -> None:
-    source, chosen = memory_source(8), small_settings(resident="on")
-    for _ in range(3):
-        with train(source, chosen) as loader, evaluation(source, chosen) as passes:
-            assert loader.describe() == passes.describe() == "resident on cpu, 0 MiB"
-            assert len(list(loader)) == len(list(passes)) == 2
-    assert sorted(source.reads) == list(range(8))
-
-
 @pytest.mark.parametrize("make", [train, evaluation])
 def test_a_large_set_stays_with_the_threads(
     memory_source: Any, small_settings: Make, make: Callable[..., Any],

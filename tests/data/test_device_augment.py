@@ -117,22 +117,6 @@ def test_boxes_are_those_of_one_image_at_a_time(
     assert got.T.tolist() == [list(box) for box in want]
 
 
-def test_shifts_and_flips_cover_their_range(small_settings: Make) -> None:
-    numbers = AugmentNumbers(small_settings(augment="pad_crop", flip=True), 8, 8)
-    out = np.empty((numbers.count, 4000), dtype=np.int64)
-    numbers.fill(rows(4000, numbers.draws), out)
-    assert 0.45 < out[0].mean() < 0.55
-    for shift in out[1:]:
-        assert sorted(set(shift.tolist())) == [-2, -1, 0, 1, 2]
-
-
-def test_without_augmentation_nothing_moves(small_settings: Make) -> None:
-    numbers = AugmentNumbers(small_settings(), 8, 8)
-    out = np.full((numbers.count, 50), 9, dtype=np.int64)
-    numbers.fill(rows(50, numbers.draws), out)
-    assert not out.any()
-
-
 def crops(
     width: int, height: int, channels: int, size: int, interpolation: str
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -130,15 +130,6 @@ def test_what_is_known_of_a_source_serves_the_next_loader(
     assert not HostShare(memory_source(9), "nvJPEG").takes(3)
 
 
-def test_memory_is_bounded(memory_source: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_decoder, "_MOST_REMEMBERED", 2)
-    share = HostShare(memory_source(9), "nvJPEG")
-    for index in range(5):
-        share.add(index, "unfit")
-    assert [share.takes(index) for index in range(3)] == [True, True, False]
-    assert share.note().startswith("7 samples")
-
-
 # --- on a GPU ----------------------------------------------------------------------------------
 
 

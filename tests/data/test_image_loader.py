@@ -18,7 +18,6 @@ from paceline.data import (
     Normalizer,
     create_train_loader,
 )
-from paceline.data.loaders.image_loader import EpochPlan
 from ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -79,16 +78,6 @@ def test_every_sample_once_in_an_epoch_over_all_ranks(
         else:
             assert sorted(seen) == list(range(samples))
             assert all(len(y) for batches in found for _, y in batches)
-
-
-@pytest.mark.parametrize("samples", range(3, 14))
-@pytest.mark.parametrize("batch_size", [1, 2])
-def test_no_rank_has_an_empty_batch(samples: int, batch_size: int) -> None:
-    plan = EpochPlan(samples, 1, 3 * batch_size, batch_size, 3)
-    steps = [[plan.micro_batches(s, r) for r in range(3)] for s in range(plan.total_steps)]
-    taken = [stretch for step in steps for of_rank in step for stretch in of_rank]
-    assert [i for start, stop in taken for i in range(start, stop)] == list(range(samples))
-    assert all(1 <= stop - start <= max(batch_size, 2) for start, stop in taken)
 
 
 def test_fewer_samples_than_ranks(memory_source: Any) -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paceline.core.errors import DataError
 from paceline.data import PackOptions, inspect_set
 from paceline.data.pack.inspect import contact_sheet, inspect_split
 from paceline.data.pack.pack import pack_splits as pack
@@ -78,18 +77,6 @@ def test_a_pack_that_was_interrupted(tmp_path: Path, memory_source: type) -> Non
     assert any("train is packed up to 7 of 20 samples" in line for line in problems(tmp_path))
 
 
-def test_corrupt_images_in_any_source(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / "train" / name).mkdir(parents=True)
-        Image.new("RGB", (30, 20)).save(tmp_path / "train" / name / "1.jpg")
-    (tmp_path / "train" / "a" / "2.jpg").write_bytes(b"")
-    (tmp_path / "train" / "a" / "3.jpg").write_bytes(b"GIF89a, but no more")
-    found = problems(tmp_path)
-    assert any("a/2.jpg (empty file)" in line for line in found)
-    assert any("a/3.jpg (" in line for line in found)
-    assert len(found) == 2
-
-
 def test_the_size_of_every_file_is_checked(
     tmp_path: Path, write_tar: Callable[[Path, list[tuple[str, bytes]]], Path]
 ) -> None:
@@ -126,11 +113,6 @@ def test_sampling_is_the_same_every_time(memory_source: type) -> None:
     assert sorted(source.reads) == first
     assert len(set(first)) == 40
     assert inspect_split(source, 10_000, 2).looked_at == 500
-
-
-def test_no_data_at_all(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such directory"):
-        inspect_set(str(tmp_path / "absent"))
 
 
 @pytest.mark.parametrize("count", [1, 7, 23])

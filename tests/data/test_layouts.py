@@ -53,15 +53,6 @@ def test_shards_in_the_folders_of_splits_keep_their_labels(
     assert list(both(tmp_path)[0].classes) == ["a", "b", "c"]
 
 
-def test_a_damaged_shard_in_the_folder_of_a_split_is_a_problem(
-    tmp_path: Path, write_tar: Write, samples: Samples
-) -> None:
-    (tmp_path / "train").mkdir()
-    good = write_tar(tmp_path / "train" / "1.tar", samples(4))
-    (tmp_path / "train" / "0.tar").write_bytes(good.read_bytes()[:1500])
-    assert any("train/0.tar" in line for line in inspect_set(str(tmp_path)).problems)
-
-
 def test_shards_are_never_the_images_of_one_class(
     tmp_path: Path, write_tar: Write, samples: Samples
 ) -> None:

@@ -113,51 +113,6 @@ def test_ranks_share_out_what_one_would_take(
     assert all(next(share, None) is None for share in shares)
 
 
-def test_a_batch_larger_than_the_data(memory_source: Any, small_settings: Make) -> None:
-    plan = BatchPlan(samples=5, epochs=4, global_batch=16, micro_batch=16, world_size=1)
-    first, last = train_batches(memory_source(5), plan, small_settings(workers=1))
-    stream = SampleOrder(5, seed=4).at(0, 20)[1].tolist()
-    assert first.labels.tolist() == stream[:16]
-    assert last.labels.tolist() == stream[16:]
-    assert last.images[:, 0, 0, 0].tolist() == stream[16:]
-
-
-def test_a_rank_without_samples_in_the_last_step(memory_source: Any, small_settings: Make) -> None:
-    plan = BatchPlan(samples=9, epochs=1, global_batch=8, micro_batch=4, world_size=2)
-    sizes = [
-        [len(b) for b in train_batches(memory_source(9), plan, small_settings(), rank=rank)]
-        for rank in range(2)
-    ]
-    assert sizes == [[4, 1], [4]]
-
-
-def test_augmentation_changes_with_the_epoch_and_the_seed(
-    memory_source: Any, augmented: Make
-) -> None:
-    source = memory_source(40)
-    plan = BatchPlan(samples=40, epochs=2, global_batch=40, micro_batch=40, world_size=1)
-    first, second = train_batches(source, plan, augmented())
-    other, _ = train_batches(source, plan, augmented(), seed=5)
-    by_label = [dict(zip(b.labels.tolist(), b.images, strict=True)) for b in (first, second, other)]
-    for changed in by_label[1:]:
-        assert sum(torch.equal(by_label[0][i], changed[i]) for i in range(1, 40)) < 10
-
-
-def test_corrupt_samples_are_listed_once(memory_source: Any, small_settings: Make) -> None:
-    source = memory_source(30, corrupt={4, 11})
-    plan = BatchPlan(samples=30, epochs=3, global_batch=10, micro_batch=10, world_size=1)
-    chosen = small_settings(workers=2, max_corrupt_share=0.1)
-    with train_loader(source, plan, chosen, seed=0) as loader:
-        batches = list(loader)
-        listed = [sample for batch in batches for sample in batch.corrupt]
-        assert loader.corrupt == tuple(listed)
-    assert sorted(sample.name for sample in listed) == ["memory:11", "memory:4"]
-    assert all(sample.reason for sample in listed)
-    seen = torch.cat([batch.labels for batch in batches])
-    assert len(seen) == 90
-    assert not {4, 11} & set(seen.tolist())
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_too_many_corrupt_samples_stop_the_run(
     memory_source: Any, small_settings: Make, workers: int
@@ -198,18 +153,6 @@ def test_closing_in_the_middle(memory_source: Any, small_settings: Make) -> None
     loader.close()
 
 
-def test_an_error_of_the_consumer_closes(memory_source: Any, small_settings: Make) -> None:
-    plan = BatchPlan(samples=20, epochs=9, global_batch=4, micro_batch=4, world_size=1)
-    loader = train_loader(memory_source(20), plan, small_settings(workers=2), seed=0)
-
-    def consume() -> None:
-        with loader:
-            raise KeyError(len(next(loader)))
-
-    with pytest.raises(KeyError):
-        consume()
-
-
 def test_a_plan_for_other_data(memory_source: Any, small_settings: Make) -> None:
     with pytest.raises(ValueError, match="a plan for 20 samples, an order of 19"):
         train_loader(memory_source(19), BatchPlan(20, 1, 4, 4, 1), small_settings())
@@ -232,12 +175,6 @@ def test_every_sample_is_evaluated_once(
         assert len(labels) == len(loader)
         seen += labels
     assert sorted(seen) == list(range(33))
-
-
-def test_evaluation_does_not_flip_or_crop(memory_source: Any, augmented: Make) -> None:
-    with eval_loader(memory_source(9), augmented(), rank=0, world_size=1, batch_size=9) as loader:
-        (batch,) = loader
-    assert (batch.images == torch.arange(9).view(9, 1, 1, 1)).all()
 
 
 def test_passes_are_equal_and_corrupt_samples_listed_once(
@@ -287,23 +224,6 @@ def test_more_ranks_than_samples(memory_source: Any, small_settings: Make) -> No
     chosen = small_settings(workers=1)
     with eval_loader(memory_source(2), chosen, rank=3, world_size=4, batch_size=8) as loader:
         assert list(loader) == []
-
-
-def test_batches_do_not_depend_on_the_decoder(tiny_imagenet: Path) -> None:
-    batches = []
-    for decoder in ("pillow", "auto"):
-        chosen = DataSettings(
-            dir=str(tiny_imagenet), image_size=48, eval_resize=56, workers=2, decoder=decoder
-        )
-        source = open_source(chosen, "val")
-        plan = BatchPlan(len(source), 1, 200, 200, 1)
-        with train_loader(source, plan, chosen, seed=1) as loader:
-            train = next(loader)
-        with eval_loader(source, chosen, rank=0, world_size=5, batch_size=250) as passes:
-            (evaluation,) = passes
-        batches.append([train, evaluation])
-        source.close()
-    assert_equal(*batches)
 
 
 # --- copies to the device ----------------------------------------------------------------------

@@ -32,12 +32,6 @@ def test_equals_the_formula(mean: tuple[float, ...], std: tuple[float, ...], cha
     assert torch.equal(images, before)
 
 
-def test_memory_is_channels_last() -> None:
-    got = Normalizer(*IMAGENET, 3)(torch.zeros(2, 5, 4, 3, dtype=torch.uint8), torch.device("cpu"))
-    assert got.is_contiguous(memory_format=torch.channels_last)
-    assert not got.is_contiguous()
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     images = torch.arange(2 * 16 * 8 * 3).remainder(256).to(torch.uint8).view(2, 16, 8, 3)

@@ -236,7 +236,6 @@ def exif(orientation: int) -> bytes:
         {"subsampling": "4:4:4"},
         {"optimize": True, "comment": b"words"},
         {"exif": exif(1)},
-        {"size": (1, 1)},
         {"restart_marker_blocks": 2},
     ],
 )
@@ -295,14 +294,3 @@ def test_so_does_everything_unusual() -> None:
         whole[: frame + 3] + b"\xff\xd9", lossless, arithmetic, deep, huge, xmp,
     ):  # fmt: skip
         assert jpeg_file(data) is None
-
-
-def test_any_bytes_are_answered() -> None:
-    draw, whole = np.random.default_rng(2), jpeg(exif=exif(1))
-    answers = set()
-    for _ in range(3000):
-        damaged = bytearray(whole)
-        for place in draw.integers(2, 300, 3):
-            damaged[place] = draw.integers(256)
-        answers.add(jpeg_file(bytes(damaged)) is None)
-    assert answers == {True, False}

@@ -51,15 +51,6 @@ def test_training_classes_hold_for_validation(
         open_source(settings(tmp_path), "val", train.classes)
 
 
-def test_label_outside_the_declared_classes(
-    tmp_path: Path, write_tar: Write, samples: Samples
-) -> None:
-    write_tar(tmp_path / "train-0.tar", samples(6, classes=3))
-    (tmp_path / "classes.json").write_text(json.dumps(["a", "b"]))
-    with pytest.raises(DataError, match=r"train-0\.tar:000002\.png: label 2 is outside the 2"):
-        open_source(settings(tmp_path), "train")
-
-
 def make_folder(root: Path, *names: str) -> None:
     for name in names:
         (root / name).mkdir(parents=True)
@@ -72,12 +63,6 @@ def test_folders_are_found_and_validation_counts_as_training_does(tmp_path: Path
     assert train.kind == "ImageFolder"
     assert val.classes == ["a", "b", "c"]
     assert val.labels.tolist() == [2]
-
-
-def test_validation_alone(tmp_path: Path) -> None:
-    make_folder(tmp_path, "val/x", "val/y")
-    assert open_source(settings(tmp_path), "val").labels.tolist() == [0, 1]
-    assert open_source(settings(tmp_path), "val", ["w", "x", "y"]).labels.tolist() == [1, 2]
 
 
 def test_a_directory_that_is_missing_empty_or_a_file(tmp_path: Path) -> None:

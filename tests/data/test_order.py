@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -28,8 +27,6 @@ GOLDEN_SEED_0 = [8, 0, 1, 5, 3, 2, 7, 9, 6, 4, 3, 0, 9, 1, 5, 6, 4, 7, 8, 2]
 GOLDEN_IMAGENET = [1051210, 999488, 1213489, 1181654]
 SIZES = [100] * 200
 COUNT = sum(SIZES)
-CLASSES = 50
-LABELS = np.random.default_rng(0).integers(0, CLASSES, COUNT)
 PINNED = [2, 3, 6, 7, 0, 1, 5, 8, 4, 9, 10, 13, 14, 11, 12]
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -87,24 +84,6 @@ def test_a_far_position_needs_no_walk() -> None:
     assert len(set(indices.tolist())) == 3
 
 
-def test_threads_share_it() -> None:
-    order, wrong = SampleOrder(500, seed=3), []
-    want = [SampleOrder(500, seed=3).permutation(e).tolist() for e in range(6)]
-
-    def look(offset: int) -> None:
-        for i in range(60):
-            epoch = (i + offset) % 6
-            if order.permutation(epoch).tolist() != want[epoch]:
-                wrong.append(epoch)
-
-    threads = [threading.Thread(target=look, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-
-
 def test_wrong_requests() -> None:
     with pytest.raises(ValueError, match="at least one sample"):
         SampleOrder(0, seed=0)
@@ -152,33 +131,6 @@ def test_seeking_gives_what_walking_gives() -> None:
         epochs, found = fresh.at(start, start + 10)
         assert np.array_equal(found, walked[start : start + 10])
         assert epochs.tolist() == [p // COUNT for p in range(start, start + 10)]
-
-
-def test_it_reads_mostly_sequentially_and_still_mixes() -> None:
-    """Shards that are class-mixed, as `paceline pack` leaves them, give batches that are as mixed."""
-
-    def sequential(order: np.ndarray) -> float:
-        return float(np.mean((np.diff(order) == 1) & (order[1:] // 100 == order[:-1] // 100)))
-
-    def entropy(order: np.ndarray) -> float:
-        batches = LABELS[order[: COUNT // 256 * 256]].reshape(-1, 256)
-        shares = np.stack([np.bincount(batch, minlength=CLASSES) / 256 for batch in batches])
-        return float(-np.sum(shares * np.log2(np.maximum(shares, 1e-9)), axis=1).mean())
-
-    def kept_together(first: np.ndarray, second: np.ndarray) -> float:
-        place = np.argsort(second)[first] // 256
-        return float(np.mean(place[1:] == place[:-1]))
-
-    everywhere = SampleOrder(COUNT, 3)
-    shards = [shard_permutation(3, epoch, SIZES, 16, 16) for epoch in (0, 1)]
-    assert sequential(shards[0]) > 0.85
-    assert sequential(everywhere.permutation(0)) < 0.001
-    assert entropy(shards[0]) == pytest.approx(entropy(everywhere.permutation(0)), abs=0.02)
-    displacement = np.abs(shards[0] - np.arange(COUNT)).mean() / COUNT
-    assert displacement == pytest.approx(1 / 3, abs=0.04)
-    # The price: neighbours mostly meet in the same batch in every epoch.
-    assert kept_together(*shards) > 0.7
-    assert kept_together(everywhere.permutation(0), everywhere.permutation(1)) < 0.03
 
 
 def test_the_setting() -> None:
@@ -294,15 +246,6 @@ def test_sizes_within_a_step_differ_by_at_most_one(plan: BatchPlan) -> None:
         if step < plan.total_steps - 1:
             assert sizes == {plan.micro_batch}
             assert len(plan.micro_batches(step, 0)) == plan.accumulation
-
-
-def test_short_last_step_by_hand() -> None:
-    plan = BatchPlan(samples=10, epochs=1, global_batch=8, micro_batch=2, world_size=2)
-    assert plan.total_steps == 2
-    assert plan.micro_batches(0, 0) == [(0, 2), (4, 6)]
-    assert plan.micro_batches(0, 1) == [(2, 4), (6, 8)]
-    assert plan.micro_batches(1, 0) == [(8, 10)]
-    assert plan.micro_batches(1, 1) == []
 
 
 def test_a_batch_larger_than_the_data_set() -> None:

@@ -1,20 +1,17 @@
-"""Sources of the user's own class, and the programs of docs/data.md."""
+"""Sources of the user's own class."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from data_sets import png, write_folders
+from data_sets import png
 from paceline.core.errors import ConfigError, DataError
 from paceline.data import DataSettings, Source, as_source, open_data, register_source
 from small_runs import run_small
-
-PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 
 
 class Small(Source):
@@ -71,19 +68,3 @@ def test_a_registered_source_is_opened_by_name(tmp_path: Path) -> None:
 def test_mistakes_are_one_line(source: Source, line: str) -> None:
     with pytest.raises(DataError, match=line):
         as_source(source).read(0)
-
-
-def test_the_programs_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_folders(tmp_path, train=40)
-    (tmp_path / "train").rename(tmp_path / "photos")
-    (tmp_path / "album").mkdir()
-    for number, name in enumerate(("cat1", "cat2", "dog1", "dog2")):
-        (tmp_path / "album" / f"{name}.jpg").write_bytes(png(number))
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    for block in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S):
-        exec(block, names)
-    assert as_source(names["Album"]("album")).labels.tolist() == [0, 0, 1, 1]
-    assert names["state"]["epoch"] == 2
-    image = np.zeros((4, 4, 3), np.uint8)
-    assert names["augment"](image, np.random.default_rng(0)).shape == image.shape

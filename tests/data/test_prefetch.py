@@ -125,12 +125,6 @@ def test_cuts_cover_a_batch_once(length: int, workers: int) -> None:
     assert all(stop - start <= 64 for start, stop in pieces)
 
 
-def test_cuts_by_hand() -> None:
-    assert cut(20, 4) == [(0, 8), (8, 16), (16, 20)]
-    assert cut(64, 2) == [(0, 32), (32, 64)]
-    assert len(cut(256, 1)) == 4
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_time_by_stage_comes_with_the_result(workers: int) -> None:
     def chunk(number: int) -> Callable[[Progress], int]:

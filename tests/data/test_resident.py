@@ -25,7 +25,6 @@ from paceline.data import (
     TrainLoader,
     create_eval_loader,
     create_train_loader,
-    open_source,
 )
 from paceline.data.device import resident as module
 from paceline.data.device.resident import PixelForm, UnequalSizesError, resident_set
@@ -99,16 +98,6 @@ def test_batches_are_those_of_the_threads(
     got = resident(source, plan, chosen)
     assert_equal(got, threaded(source, plan, chosen))
     assert sum(len(batch.corrupt) for batch in got) == len(corrupt)
-
-
-def test_boxes_too(tiny_imagenet: Path) -> None:
-    chosen = DataSettings(dir=str(tiny_imagenet), image_size=48, eval_resize=56)
-    source = open_source(chosen, "val")
-    plan = BatchPlan(len(source), 1, len(source), 625, 1)
-    got, want = resident(source, plan, chosen)[1], threaded(source, plan, chosen)[1]
-    assert torch.equal(got.labels, want.labels)
-    assert torch.equal(got.images, want.images)
-    source.close()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

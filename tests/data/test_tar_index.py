@@ -3,7 +3,6 @@ from __future__ import annotations
 import gc
 import io
 import os
-import random
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -260,36 +259,6 @@ def test_a_garbled_map_of_a_sparse_file(value: str) -> None:
         tar.addfile(member, io.BytesIO(b"1"))
     with pytest.raises(DataError, match="train-0007"):
         scan(stream.getvalue())
-
-
-def test_damage_of_any_kind_is_an_index_or_a_line() -> None:
-    """2,000 mutations of headers, half of them with a checksum that fits."""
-    chance = random.Random(11)
-    name = "ü" * 70  # long enough for a header of its own
-    bases = [
-        archive((f"{name}/a.jpg", b"i" * 600), (f"{name}/a.cls", b"1"), form=form)
-        for form in (tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT, tarfile.GNU_FORMAT)
-    ]
-    outcomes = {"index": 0, "line": 0}
-    for _ in range(2000):
-        content = bytearray(chance.choice(bases))
-        start = 512 * chance.randrange(0, 8)
-        for _ in range(chance.choice([1, 1, 3, 30])):
-            content[start + chance.randrange(512)] = chance.choice([0, 32, 48, 55, 128, 255, 10])
-        if chance.random() < 0.5:
-            content[start + 156] = chance.choice(b"012567xgLKSDVMN\0")
-        if chance.random() < 0.3:
-            size = chance.choice([-1, -512, -(2**62), 0, 2**33, 2**62, 2**80])
-            content[start + 124 : start + 136] = tarfile.itn(size, 12, tarfile.GNU_FORMAT)
-        if chance.random() < 0.5:
-            content[start : start + 512] = with_checksum(bytes(content[start : start + 512]))
-        try:
-            scan(bytes(content[: chance.choice([None, None, None, start + 100])]))
-            outcomes["index"] += 1
-        except DataError as error:
-            outcomes["line"] += str(error).startswith("data/train-0007.tar: ")
-    assert sum(outcomes.values()) == 2000
-    assert min(outcomes.values()) > 50
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12)))

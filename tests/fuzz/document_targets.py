@@ -22,7 +22,7 @@ from paceline.cli.plan_page import (
     plan_page,
 )
 from paceline.comm.plan_choice import PlanChoice
-from paceline.comm.settings import CommSettings
+from paceline.comm.settings import CommSettings, HybridSettings
 from paceline.config import RECIPES, load_config, parse_assignment
 from paceline.core.topology import Topology
 from paceline.core.units import parse_bytes
@@ -45,15 +45,10 @@ from paceline.planner.memory import step_memory
 from paceline.planner.plan_parts import planned_cluster, required_profile
 from paceline.planner.prediction import predict
 from paceline.planner.recommend import Job, Limits, input_supply, limits_of
-from paceline.report import (
-    Comparison,
-    RunFiles,
-    read_runs,
-    render_comparison,
-    render_run,
-    summary_rows,
-    verdict,
-)
+from paceline.report import RunFiles, render_run, summary_rows, verdict
+from paceline.report.compare_page import render_comparison
+from paceline.report.compare_runs import read_runs
+from paceline.report.comparison import Comparison
 from paceline.report.live_run import LiveRun, metrics_text
 from plan.made import made_cluster, made_workload
 from report.made_up_runs import CONFIG, SUMMARY, finished_events
@@ -220,7 +215,8 @@ def _sizes(content: bytes, name: str, folder: Path) -> None:
     path.write_bytes(content)
     SizeTable.read(path).choose(5000)
     _strict_json(PlanFile.read(path).to_tables())
-    PlanChoice.read(CommSettings(algorithm="hybrid", sizes=str(path)), _TENSORS, _FACTS)
+    hybrid = {"hybrid": HybridSettings(sizes=str(path))}
+    PlanChoice.read(CommSettings(algorithm="hybrid", owned=hybrid), _TENSORS, _FACTS)
 
 
 def _metrics() -> list[Seed]:

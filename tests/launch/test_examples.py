@@ -59,14 +59,6 @@ def test_torchrun_on_several_nodes(tmp_path: Path) -> None:
     assert train_parameters(argv)["output"] == USERS[-1]
 
 
-def test_torchrun_needs_a_head_node_for_several_nodes() -> None:
-    command = ["bash", str(EXAMPLES / "torchrun_multi_node.sh"), *USERS]
-    env = environment({"NODES": "2"})
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 2
-    assert "needs HEAD_NODE" in done.stderr
-
-
 def test_mpirun_on_several_nodes(tmp_path: Path) -> None:
     nccl = {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_IB_GID_INDEX": "3"}
     place = {"HOSTS": "node0,node1", "RANKS_PER_NODE": "8", **nccl}
@@ -104,28 +96,6 @@ def test_slurm_directives() -> None:
     assert CheckpointSettings().on_sigusr2 == "stop"
     assert int(seconds) > 30
     assert {"requeue", "time", "open-mode"} <= directives.keys()
-
-
-def test_the_other_way_under_slurm_is_a_command_that_exists() -> None:
-    """The commented torchrun command, with what a shell would have filled in."""
-    lines = (EXAMPLES / "slurm.sbatch").read_text().splitlines()
-    begin = next(i for i, line in enumerate(lines) if line.startswith("#   srun"))
-    comment = [line for line in lines[begin:] if line.startswith("#   ")]
-    shell = "\n".join(line.removeprefix("#") for line in comment)
-    fake = (
-        'srun() { printf "%s\\n" "$@"; }; scontrol() { echo gpu1; echo gpu2; }; set -- quickstart\n'
-    )
-    env = environment(
-        {"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "4"}
-        | {"SLURM_JOB_NODELIST": "gpu[1-2]"}
-    )
-    done = subprocess.run(
-        ["bash", "-ec", fake + shell], env=env, capture_output=True, text=True, timeout=200
-    )
-    words = done.stdout.splitlines()
-    options = torchrun_options(words[words.index("torchrun") + 1 :])
-    assert (options.nnodes, options.rdzv_endpoint, options.rdzv_id) == ("2", "gpu1:29400", "7")
-    assert train_parameters(words)["resume"] == "auto"
 
 
 class TestPyTorchJob:
@@ -184,10 +154,3 @@ def test_the_page_names_only_variables_that_are_read() -> None:
     named = set(re.findall(r"`([A-Z][A-Z0-9_]+)`", table))
     assert len(named) > 15
     assert {name for name in named if name not in sources} == set()
-
-
-def test_the_examples_page_links_all_files() -> None:
-    page = EXAMPLES / "README.md"
-    targets = re.findall(r"\]\(([^)#]+)\)", page.read_text())
-    assert [target for target in targets if not (page.parent / target).exists()] == []
-    assert {path.name for path in EXAMPLES.iterdir()} - {page.name} <= set(targets)

@@ -6,7 +6,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import sys
 from pathlib import Path
 
@@ -45,26 +44,6 @@ def test_torchrun_is_killed_past_a_shell(tmp_path: Path) -> None:
     lines = [line for line in job.wait().err.splitlines() if line.startswith("paceline: error: ")]
     assert len(lines) == 2, lines
     assert all("launcher" in line and "--resume auto" in line for line in lines), lines
-
-
-def test_torchrun_is_killed_while_its_ranks_wait_for_another_node(tmp_path: Path) -> None:
-    """Nothing is trained yet, and nobody would hear SIGTERM."""
-    waits = ["--set", "comm.rendezvous_timeout_s=600"]
-    # As on the second node of two, whose first never starts.
-    command = shlex.join([*PACELINE, *training(tmp_path / "run", *waits)])
-    port = free_port()
-    # The rank hosts the store itself: that its port listens shows that it has come to the rendezvous.
-    store = f"MASTER_PORT={port} TORCHELASTIC_USE_AGENT_STORE=False"
-    shell = f"WORLD_SIZE=2 {store} {command}; true"
-
-    def listens() -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", port)) == 0
-
-    with started([*TORCHRUN, "1", "--no-python", "bash", "-c", shell], tmp_path) as job:
-        job.wait_until(listens)  # in the rendezvous
-        os.kill(job.process.pid, signal.SIGKILL)
-        assert_nothing_left(tmp_path)
 
 
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun")

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import faults
-from cli_runs import IMAGES, CliProcess, Done, events, run, small, small_on, started, summary
+from cli_runs import CliProcess, Done, events, run, small, small_on, started, summary
 from launch.jobs import DISTURB_AT, assert_nothing_left, ranks_of, reached_step, training
 from paceline.cli.failure import LAUNCHER_VARIABLE
 from paceline.cli.launch import end_ranks
@@ -176,13 +176,6 @@ def test_an_error_of_the_ranks_is_one_line(tmp_path: Path) -> None:
     assert f"{missing}: no such directory" in done.error_line()
     assert done.code == 1
     assert_nothing_left(tmp_path)
-
-
-def test_batch_sizes_are_checked_before_any_rank_starts(tmp_path: Path) -> None:
-    sizes = ("--global-batch-size", "16", "-b", "5")
-    line = run(["train", *IMAGES, *sizes, *TWO, "--output", "run"], tmp_path).error_line()
-    assert "run.global_batch_size = 16" in line
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture

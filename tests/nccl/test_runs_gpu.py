@@ -154,7 +154,7 @@ def test_shared_products_of_muon_run_inside_the_cuda_graph(
     found = {}
     for share in ("off", "on"):
         run, settings = tmp_path / share, ["--opt", "muon", "--amp-dtype", "bf16"]
-        settings += ["--set", f"optim.share_products={share}", "--set", "run.cuda_graphs=on"]
+        settings += ["--set", f"optim.muon.share_products={share}", "--set", "run.cuda_graphs=on"]
         finished(nodes, train(run, "--epochs", "2", *settings), tmp_path)
         found[share] = summary(run)
     assert f"shared by {sum(nodes)} ranks" in found["on"]["chosen"]["optimizer"]

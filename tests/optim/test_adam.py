@@ -118,22 +118,6 @@ def test_a_skipped_step_leaves_no_trace(of: type[AdamW]) -> None:
     assert bits_equal(everything(plain), everything(skipped))
 
 
-@pytest.mark.usefixtures("both_ways")
-def test_an_inactive_parameter_neither_moves_nor_counts() -> None:
-    optimizer, ps = create(LAMB)
-    optimizer.active = torch.tensor([1.0, 0.0, 1.0])
-    before = ps[1].detach().clone()
-    fill_gradients(ps, 0)
-    grad_of(ps[1]).view(-1)[0] = float("nan")
-    optimizer.step()
-    assert (optimizer.overflow, optimizer.trust_ratios()[1]) == (0, 1.0)
-    assert torch.equal(ps[1], before)
-    assert [int(optimizer.state[p]["step"]) for p in ps] == [1, 0, 1]
-    ps[0].grad = None
-    optimizer.step()
-    assert [int(optimizer.state[p]["step"]) for p in ps] == [1, 0, 2]
-
-
 @both
 def test_state_survives_a_checkpoint_and_copies_exactly(of: type[AdamW]) -> None:
     optimizer, ps = create(of)

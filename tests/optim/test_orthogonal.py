@@ -110,7 +110,7 @@ def test_ranks_that_share_take_the_same_steps() -> None:
 
 
 def _run(rank: int, output: str, share: str) -> dict[str, Any]:
-    values = {"optim__name": "muon", "optim__share_products": share, "run__epochs": 1}
+    values = {"optim__name": "muon", "optim__muon__share_products": share, "run__epochs": 1}
     return run_small(output, **values).summary
 
 

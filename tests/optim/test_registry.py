@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,7 +11,9 @@ import pytest
 import torch
 
 from optim.reference import check_bad_gradient, check_switches, fill_gradients, parameters
+from paceline.core import settings
 from paceline.core.errors import ConfigError
+from paceline.core.extensions import Registry
 from paceline.optim import (
     MasterOptimizer,
     OptimSettings,
@@ -19,6 +23,7 @@ from paceline.optim import (
     register_optimizer,
     registry,
 )
+from paceline.optim.registry import Course, ScheduleSettings, register_schedule
 from small_runs import run_small
 
 MIXED = (torch.float16, torch.float32, torch.bfloat16)
@@ -44,6 +49,8 @@ class SignMomentum(UpdateRule):
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "_schedules", Registry("schedules", registry._SCHEDULES))
+    monkeypatch.setattr(settings, "_registries", {})
     register_optimizer("sign_momentum", SignMomentum)
 
 
@@ -82,6 +89,32 @@ def test_training_by_name(tmp_path: Path) -> None:
         for place, of in enumerate(("sign_momentum", name))
     ]
     assert len({run.summary["weights_sha256"] for run in runs}) == 1
+
+
+@dataclass(frozen=True)
+class Halves(ScheduleSettings):
+    """The rate halves after every `epochs`."""
+
+    epochs: float = 2.0
+
+    def rate(self, time: float, course: Course) -> float:
+        return course.peak * 0.5 ** (time // (self.epochs * course.steps_per_epoch))
+
+
+def test_a_schedule_from_outside(tmp_path: Path) -> None:
+    """Also in the file that a run writes, and as `[optim.halves]`."""
+    with pytest.raises(ConfigError):
+        OptimSettings(schedule="halves")
+    register_schedule("halves", Halves)
+    given = {"optim__schedule": "halves", "optim__halves__epochs": 1.0, "optim__warmup_epochs": 0.0}
+    run_small(tmp_path, **given, run__epochs=3)
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    rates = [line["lr"] for line in lines if line.get("event") == "step"]
+    assert rates[-1] == rates[0] / 4
+    assert "[optim.halves]\nepochs = 1.0" in (tmp_path / "config.toml").read_text()
+    for name in ("cosine", "one_cycle", "My Schedule"):
+        with pytest.raises(ConfigError):
+            register_schedule(name, Halves)
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -16,6 +16,7 @@ import torch
 from paceline.config import Job, RunConfig, load_config
 from paceline.core.errors import CheckpointError, ConfigError
 from paceline.optim import OptimSettings
+from paceline.optim.rule_settings import LarsSettings, MuonSettings
 from paceline.optim.scaling import (
     MOST_PACE,
     MOST_RATE,
@@ -26,6 +27,7 @@ from paceline.optim.scaling import (
     scale_recipe,
 )
 from paceline.optim.scaling_report import Scaling
+from paceline.optim.settings import KnownGood
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.components import Components
 from paceline.train.resolve import Facts, resolve
@@ -35,15 +37,19 @@ from small_runs import run_small, small_config
 SGD = OptimSettings(lr_base=0.2, nesterov=True, weight_decay=5e-4, warmup_epochs=5)
 CIFAR = Recipe(SGD, 256, "sgd")
 MUON = Recipe(
-    OptimSettings(name="muon", lr=0.2, trust_coefficient=0.0125, warmup_epochs=1), 128, "muon"
+    OptimSettings.gather(name="muon", lr=0.2, trust_coefficient=0.0125, warmup_epochs=1),
+    128,
+    "muon",
 )
 
 
 def pace(scaling: Scaling, recipe: Recipe) -> float:
     """At the batch that was asked for."""
+    own = scaling.values.get("optim.name", recipe.optim.name)
     values = {
         **recipe.optim.__dict__,
-        **{k.partition(".")[2]: v for k, v in scaling.values.items()},
+        "trust_coefficient": getattr(recipe.optim.owned.get(own), "trust_coefficient", 0.0),
+        **{k.rpartition(".")[2]: v for k, v in scaling.values.items()},
     }
     grown = 1.0
     if values["batch_schedule"]:
@@ -51,6 +57,12 @@ def pace(scaling: Scaling, recipe: Recipe) -> float:
         last = int(values["batch_schedule"].partition(":")[2])
         grown = math.sqrt(last / values["global_batch_size"])
     return float(grown * values["lr"] * values["trust_coefficient"] / (1 - values["momentum"]))
+
+
+def eta(optim: OptimSettings) -> float:
+    own = optim.own_optimizer
+    assert isinstance(own, LarsSettings | MuonSettings)
+    return own.trust_coefficient
 
 
 def test_the_known_good_batch_changes_nothing() -> None:
@@ -79,7 +91,7 @@ def test_a_recipe_for_muon_scales_with_the_root_of_the_batch() -> None:
 
 @pytest.mark.parametrize("name", ["muon", "lars"])
 def test_the_pace_is_limited_to_what_was_measured(name: str) -> None:
-    fast = OptimSettings(name=name, lr=4.0, trust_coefficient=0.01)
+    fast = OptimSettings.gather(name=name, lr=4.0, trust_coefficient=0.01)
     recipe = Recipe(fast, 256, name, kept=frozenset({"optim.name"}))
     found = scale_recipe(recipe, Target(10_000, 50_000, 90))
     assert pace(found, recipe) == pytest.approx(MOST_PACE[name], rel=1e-3)
@@ -90,7 +102,7 @@ def test_a_rate_and_a_momentum_of_the_user_leave_the_pace_as_it_is() -> None:
     """They are those of the new batch, not of the recipe."""
     target = Target(2000, 12_000, 15)
     usual = scale_recipe(MUON, target)
-    asked = replace(MUON.optim, lr=4.0, momentum=0.8, known_good_lr=0.2, known_good_momentum=0.9)
+    asked = replace(MUON.optim, lr=4.0, momentum=0.8, known_good=KnownGood(lr=0.2, momentum=0.9))
     recipe = replace(MUON, optim=asked, kept=frozenset({"optim.lr", "optim.momentum"}))
     found = scale_recipe(recipe, target)
     assert "optim.lr" not in found.values
@@ -126,14 +138,14 @@ def test_rates_of_adam_follow_the_root_and_averages_the_samples() -> None:
     adam = Recipe(OptimSettings(name="adamw", lr=1e-3, weight_decay=0.05), 1024, "adamw")
     values = scale_recipe(adam, Target(4096, 1_281_167, 90)).values
     assert values["optim.lr"] == pytest.approx(2e-3)
-    assert values["optim.beta2"] == pytest.approx(1 - 4 * 0.001)
-    assert values["optim.adam_eps"] == pytest.approx(5e-9)
+    assert values["optim.adamw.beta2"] == pytest.approx(1 - 4 * 0.001)
+    assert values["optim.adamw.eps"] == pytest.approx(5e-9)
     # What decay takes an epoch, rate · decay · steps, is what it was.
     before, after = 1e-3 * 0.05 / 1024, values["optim.lr"] * values["optim.weight_decay"] / 4096
     assert after == pytest.approx(before)
     asked = replace(adam, kept=frozenset({"optim.name"}))
     far = scale_recipe(asked, Target(102_400, 1_281_167, 90)).values
-    assert far["optim.beta2"] == 0.95
+    assert far["optim.adamw.beta2"] == 0.95
     lamb = Recipe(OptimSettings(name="lamb", lr=0.005), 2048, "lamb")
     assert "optim.weight_decay" not in scale_recipe(lamb, Target(8192, 1_281_167, 90)).values
 
@@ -154,7 +166,12 @@ def test_the_batch_of_adam_grows_where_an_epoch_has_few_steps(name: str) -> None
     assert "many samples, at the whole batch)" in scale_recipe(recipe, target).describe()
     assert "many samples)" in one.describe()
     # The rest is that of the whole batch.
-    for key in ("optim.beta2", "optim.adam_eps", "run.batch_size", "optim.warmup_epochs"):
+    for key in (
+        f"optim.{name}.beta2",
+        f"optim.{name}.eps",
+        "run.batch_size",
+        "optim.warmup_epochs",
+    ):
         assert values.get(key) == one.values.get(key)
     assert "run.global_batch_size" not in scale_recipe(recipe, Target(400, 12_000, 15)).values
 
@@ -166,7 +183,7 @@ def test_muon_takes_over_from_adam_where_an_epoch_has_few_steps(name: str) -> No
     found = scale_recipe(recipe, target)
     values = found.values
     assert values["optim.name"] == "muon"
-    assert not {"optim.beta2", "optim.adam_eps"} & values.keys()
+    assert not {f"optim.{name}.beta2", f"optim.{name}.eps"} & values.keys()
     # All but the decay is as from a recipe for SGD with the rate of the CIFAR-10 recipe.
     sgd = OptimSettings(name="sgd", lr=0.1, weight_decay=0.05, schedule="cosine")
     as_sgd = scale_recipe(Recipe(sgd, 128, "sgd"), target)
@@ -186,12 +203,12 @@ def test_muon_takes_over_from_adam_where_an_epoch_has_few_steps(name: str) -> No
     ("changes", "noted"),
     [
         ({"kept": frozenset({"optim.lr"})}, True),
-        ({"kept": frozenset({"optim.beta2"})}, True),
+        ({"kept": frozenset({"optim.adamw.beta2"})}, True),
         ({"kept": frozenset({"optim.name", "optim.lr"})}, False),
-        ({"optim": OptimSettings("lamb", lr=1e-3, clip=True)}, True),
+        ({"optim": OptimSettings.gather(name="lamb", lr=1e-3, clip=True)}, True),
         ({"pretrained": True}, True),
         ({"kept": frozenset({"optim.name"}), "pretrained": True}, False),
-        ({"optim": OptimSettings("adamw", known_good_lr=5e-5)}, True),
+        ({"optim": OptimSettings("adamw", known_good=KnownGood(lr=5e-5))}, True),
         ({"optim": OptimSettings("adamw", lr=5e-5)}, True),
         ({"optim": OptimSettings("adamw", lr=1e-3, layer_decay=0.75)}, True),
     ],
@@ -201,7 +218,7 @@ def test_adam_stays_where_muon_might_not_suit(changes: dict[str, Any], noted: bo
     recipe = replace(Recipe(optim, 128, "adamw"), **changes)
     found = scale_recipe(recipe, Target(2000, 12_000, 15))
     assert "optim.name" not in found.values
-    assert "optim.beta2" in found.values or "optim.beta2" in recipe.kept
+    assert f"optim.{recipe.optim.name}.beta2" in {*found.values, *recipe.kept}
     assert (len(found.losses), len(found.notes)) == (1, int(noted))
 
 
@@ -215,11 +232,14 @@ def test_the_default_rate_of_adam_is_not_one_for_fine_tuning() -> None:
 def test_muon_can_be_asked_for_with_a_recipe_for_adam_and_its_own_rate() -> None:
     optim = OptimSettings(name="muon", lr=2.0, weight_decay=0.05, schedule="cosine")
     asked = Recipe(
-        replace(optim, known_good_lr=1e-3), 128, "adamw", kept=frozenset({"optim.name", "optim.lr"})
+        replace(optim, known_good=KnownGood(lr=1e-3)),
+        128,
+        "adamw",
+        kept=frozenset({"optim.name", "optim.lr"}),
     )
     values = scale_recipe(asked, Target(2000, 12_000, 15)).values
     assert not {"optim.name", "optim.lr"} & values.keys()
-    pace = 2.0 * values["optim.trust_coefficient"] / 0.1
+    pace = 2.0 * values["optim.muon.trust_coefficient"] / 0.1
     assert pace == pytest.approx(PACE["muon"] / math.sqrt(6), rel=1e-3)
     assert values["optim.weight_decay"] * 2.0 == pytest.approx(2000 / 128 * 1e-3 * 0.05, rel=1e-3)
 
@@ -268,7 +288,7 @@ def test_weights_are_averaged_where_steps_are_few() -> None:
 
 def test_cosine_decay_becomes_linear_for_muon_unless_the_user_gave_a_schedule() -> None:
     values = scale_recipe(CIFAR, Target(2500, 50_000, 30)).values
-    assert (values["optim.schedule"], values["optim.poly_power"]) == ("poly", 1.0)
+    assert (values["optim.schedule"], values["optim.poly.power"]) == ("poly", 1.0)
     for recipe, target in (
         (replace(CIFAR, kept=frozenset({"optim.schedule"})), Target(2500, 50_000, 30)),
         (replace(CIFAR, optim=replace(SGD, schedule="step")), Target(2500, 50_000, 30)),
@@ -277,7 +297,7 @@ def test_cosine_decay_becomes_linear_for_muon_unless_the_user_gave_a_schedule() 
     ):
         found = scale_recipe(recipe, target).values
         assert "optim.schedule" not in found
-        assert "optim.poly_power" not in found
+        assert "optim.poly.power" not in found
 
 
 @pytest.mark.parametrize(
@@ -293,7 +313,7 @@ def test_images_are_not_mixed_in_short_runs(batch: int, epochs: int, dropped: bo
     assert not {*mixed.mixing} & {*scale_recipe(kept, Target(batch, 50_000, epochs)).values}
     config = RunConfig().with_values(
         {"run.cutmix": 0.5, "run.global_batch_size": batch, "run.epochs": epochs,
-         "optim.scaling": "auto", "optim.known_good_batch": 256, "optim.known_good_optimizer": "sgd"}
+         "optim.scaling": "auto", "optim.known_good_batch": 256}
     )  # fmt: skip
     assert resolve_for(config, 50_000, 1)[0].run.cutmix == (0.0 if dropped else 0.5)
 
@@ -329,7 +349,7 @@ def test_a_rate_on_the_command_line_is_not_the_recipes(tmp_path: Path) -> None:
     path = tmp_path / "muon.toml"
     path.write_text(
         '[run]\nglobal_batch_size = 128\n[optim]\nname = "muon"\nlr = 0.2\n'
-        "trust_coefficient = 0.0125\n"
+        "[optim.muon]\ntrust_coefficient = 0.0125\n"
     )
     found = []
     for given in ({}, {"optim__lr": 4.0}, {"optim__lr": 4.0, "optim__momentum": 0.95}):
@@ -337,8 +357,8 @@ def test_a_rate_on_the_command_line_is_not_the_recipes(tmp_path: Path) -> None:
         config = auto(str(path), **one, **given)
         optim = resolve_for(config, 12_000, 1)[0].optim
         assert optim.lr is not None
-        assert (optim.known_good_lr, optim.known_good_momentum) == (None, None)
-        found.append(optim.lr * optim.trust_coefficient / (1 - optim.momentum))
+        assert (optim.known_good.lr, optim.known_good.momentum) == (None, None)
+        found.append(optim.lr * eta(optim) / (1 - optim.momentum))
     assert found == pytest.approx([found[0]] * 3, rel=1e-3)
 
 
@@ -347,7 +367,9 @@ def test_what_the_user_gives_stays_and_the_rest_follows_it() -> None:
     asked = replace(CIFAR, optim=replace(SGD, lr=1.0), kept=kept)
     values = scale_recipe(asked, Target(10_000, 50_000, 90)).values
     assert not kept & values.keys()
-    assert values["optim.trust_coefficient"] == pytest.approx(0.1 * PACE["muon"] / 5**0.5, rel=1e-3)
+    assert values["optim.muon.trust_coefficient"] == pytest.approx(
+        0.1 * PACE["muon"] / 5**0.5, rel=1e-3
+    )
     everything = replace(asked, kept=frozenset(SCALED))
     assert scale_recipe(everything, Target(10_000, 50_000, 90)).values == {}
 
@@ -384,30 +406,21 @@ def test_the_remedy_of_a_refusal_is_accepted() -> None:
         assert scale_recipe(CIFAR, target).values
 
 
-def test_a_smaller_batch_and_many_steps_lose_nothing() -> None:
-    large = replace(MUON, batch=4000)
-    for batch, epochs in ((1000, 15), (2000, 15)):
-        assert not scale_recipe(large, Target(batch, 12_000, epochs)).losses
-    # Short runs say so at every number of steps an epoch for which Muon is chosen.
-    for batch, epochs in ((1000, 10), (1500, 10), (600, 11)):
-        assert scale_recipe(CIFAR, Target(batch, 50_000, epochs)).losses
-
-
 def test_the_layers_of_muon_are_chosen_by_the_net_unless_the_recipe_is_for_muon() -> None:
-    assert scale_recipe(CIFAR, Target(2500, 50_000, 30)).values["optim.orthogonal"] == "auto"
-    for recipe in (MUON, replace(CIFAR, kept=frozenset({"optim.orthogonal"}))):
-        assert "optim.orthogonal" not in scale_recipe(recipe, Target(1000, 12_000, 15)).values
+    assert scale_recipe(CIFAR, Target(2500, 50_000, 30)).values["optim.muon.orthogonal"] == "auto"
+    for recipe in (MUON, replace(CIFAR, kept=frozenset({"optim.muon.orthogonal"}))):
+        assert "optim.muon.orthogonal" not in scale_recipe(recipe, Target(1000, 12_000, 15)).values
 
 
 def test_the_length_of_steps_is_chosen_by_the_net_where_they_get_longer() -> None:
     for recipe in (CIFAR, MUON):
-        assert scale_recipe(recipe, Target(2000, 12_000, 30)).values["optim.muon_steps"] == "auto"
-    given = replace(CIFAR, kept=frozenset({"optim.muon_steps"}))
-    on = replace(MUON, optim=replace(MUON.optim, muon_steps="fixed"))
+        assert scale_recipe(recipe, Target(2000, 12_000, 30)).values["optim.muon.steps"] == "auto"
+    given = replace(CIFAR, kept=frozenset({"optim.muon.steps"}))
+    on = replace(MUON, optim=OptimSettings.gather(name="muon", lr=0.2, steps="fixed"))
     smaller = replace(MUON, batch=4000)
     for recipe in (given, on, smaller, replace(CIFAR, optim=replace(SGD, name="lars"),
                                                kept=frozenset({"optim.name"}))):  # fmt: skip
-        assert "optim.muon_steps" not in scale_recipe(recipe, Target(2000, 12_000, 30)).values
+        assert "optim.muon.steps" not in scale_recipe(recipe, Target(2000, 12_000, 30)).values
 
 
 @pytest.mark.parametrize(
@@ -439,12 +452,6 @@ def test_the_batch_grows_where_an_epoch_has_few_steps(target: Target, first: int
     assert len(found.values) == len(found.choices)
 
 
-@pytest.mark.parametrize(("ranks", "grows"), [(64, True), (128, True), (256, False)])
-def test_many_ranks_keep_the_batch_from_growing(ranks: int, grows: bool) -> None:
-    found = scale_recipe(CIFAR, Target(65_536, 1_281_167, 90, ranks))
-    assert ("run.global_batch_size" in found.values) == grows
-
-
 @pytest.mark.parametrize("ranks", [1, 4, 8, 16])
 def test_a_resumed_run_keeps_its_first_batch(ranks: int) -> None:
     """On other ranks, where a new run would begin with another, and with more epochs."""
@@ -466,7 +473,9 @@ def test_the_batch_grows_only_where_the_rate_decays(schedule: str) -> None:
 
 @pytest.mark.parametrize("kept", ["optim.batch_schedule", "optim.batch_rate", "optim.lr"])
 def test_a_schedule_or_a_rate_of_the_user_leaves_the_batch_as_it_is(kept: str) -> None:
-    asked = replace(CIFAR, optim=replace(SGD, lr=1.0, known_good_lr=0.2), kept=frozenset({kept}))
+    asked = replace(
+        CIFAR, optim=replace(SGD, lr=1.0, known_good=KnownGood(lr=0.2)), kept=frozenset({kept})
+    )
     found = scale_recipe(asked, Target(10_000, 50_000, 30))
     assert "run.global_batch_size" not in found.values
     assert "optim.batch_schedule" not in found.values
@@ -503,7 +512,7 @@ def test_a_recipe_and_a_batch_are_enough() -> None:
     again = RunConfig.from_tables(scaled.to_tables())
     assert resolve_for(again, 50_000, 4) == (scaled, "")
     # As a recipe it is known for its own batch and optimizer.
-    assert (scaled.optim.known_good_batch, scaled.optim.scaling_keeps) == (None, ())
+    assert (scaled.optim.known_good_batch, scaled.optim.known_good) == (None, KnownGood())
     assert scaled.run.global_batch_size == 2000
     assert scaled.optim.batch_growth.stages == ((45.0, 10_000),)
 
@@ -518,18 +527,6 @@ def adamw_recipe(tmp_path: Path) -> str:
     recipe = tmp_path / "adamw.toml"
     recipe.write_text(load_config("cifar10-resnet18-2500", values).to_toml())
     return str(recipe)
-
-
-def test_a_recipe_for_adam_becomes_one_for_muon_unless_weights_are_given(adamw_recipe: str) -> None:
-    recipe, batch = adamw_recipe, 10_000
-    scaled, described = resolve_for(auto(recipe, run__global_batch_size=batch), 50_000, 4)
-    assert scaled.optim.name == "muon"
-    assert "optim.name = muon (fewer than 100 steps an epoch)" in described
-    tuned, described = resolve_for(
-        auto(recipe, run__global_batch_size=batch, run__pretrained="weights.pt"), 50_000, 4
-    )
-    assert tuned.optim.name == "adamw"
-    assert "adamw stays: the run begins with given weights" in described
 
 
 @pytest.mark.parametrize("named", [{}, {"optim__name": "muon"}])
@@ -565,25 +562,14 @@ def test_a_resumed_run_remembers_that_it_began_with_given_weights(adamw_recipe: 
     assert again.optim == first.optim
 
 
-def test_flags_are_kept_and_an_optimizer_of_the_user_too() -> None:
-    config = auto(
-        "cifar10-resnet18", run__global_batch_size=10_000, optim__name="lars", optim__lr=3.0
-    )
-    assert config.optim.scaling_keeps == ("optim.name", "optim.lr")
-    scaled, described = resolve_for(config, 50_000, 1)
-    assert (scaled.optim.name, scaled.optim.lr) == ("lars", 3.0)
-    assert "optim.lr =" not in described
-    assert scaled.optim.trust_coefficient * 3.0 / 0.1 == pytest.approx(0.7 / 5**0.5, rel=1e-3)
-
-
 def test_the_settings_of_a_scaled_run_are_a_recipe_for_another_optimizer_too() -> None:
-    """What is chosen for Muon has no effect there."""
+    """What is chosen for Muon waits there."""
     config = auto("quickstart", run__global_batch_size=600)
     tables = resolve_for(config, 12_000, 1)[0].to_tables()
-    assert tables["optim"]["orthogonal"] == "auto"
+    assert tables["optim"]["muon"]["orthogonal"] == "auto"
     tables["optim"]["name"] = "lars"
-    idle = RunConfig.from_tables(tables).optim.idle
-    assert idle == dict.fromkeys(("orthogonal", "muon_steps"), "optim.name = 'lars'")
+    optim = RunConfig.from_tables(tables).optim
+    assert (optim.idle, optim.unused()) == ({}, ["muon"])
 
 
 def test_a_recipe_without_a_known_batch_is_refused(tmp_path: Path) -> None:
@@ -624,16 +610,6 @@ def _run(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any] | str
         return run_small(output, **values).summary
     except ConfigError as error:
         return str(error)
-
-
-def test_a_run_on_two_ranks_records_its_choices_and_can_be_repeated(tmp_path: Path) -> None:
-    found = run_ranks(2, _run, str(tmp_path / "a"), SCALED_RUN)[0]
-    assert isinstance(found, dict)
-    assert "optim.name = muon" in found["chosen"]["scaling"]
-    assert found["chosen"]["optimizer"].startswith("muon")
-    assert found["batch_size"] == 8
-    optim = tomllib.loads((tmp_path / "a/config.toml").read_text())["optim"]
-    assert (optim["scaling"], optim["name"]) == ("off", "muon")
 
 
 def test_a_run_of_another_batch_is_resumed_neither_as_it_was_nor_as_a_first_stage(
@@ -688,12 +664,3 @@ def test_an_optimizer_object_is_unknown_to_the_rule(tmp_path: Path) -> None:
     config = small_config(tmp_path, optim__scaling="auto", optim__known_good_batch=8)
     with pytest.raises(ConfigError, match=r"optim\.scaling"):
         resolve_for(config, 64, 1, Components(optimizer=torch.optim.SGD))
-
-
-def test_a_form_that_the_chosen_optimizer_lacks_is_told_with_the_way_out(tmp_path: Path) -> None:
-    path = tmp_path / "own.toml"
-    path.write_text("[optim]\nname = 'lars'\nclip = true\nlr = 3.0\nknown_good_batch = 256\n")
-    batch = {"run__global_batch_size": 1024, "run__epochs": 30}
-    with pytest.raises(ConfigError, match=r"chooses muon, but optim\.clip.*--opt lars"):
-        resolve_for(auto(str(path), **batch), 10_000, 1)
-    assert resolve_for(auto(str(path), **batch, optim__name="lars"), 10_000, 1)[0].optim.clip

@@ -14,21 +14,23 @@ from torch import nn
 
 from paceline.config import load_config
 from paceline.core.errors import ConfigError
+from paceline.core.settings import from_table
 from paceline.optim import LARS, SGD, LrSchedule, Muon, OptimSettings, create_optimizer, set_rate
 from paceline.optim.lars import Hyper
 from paceline.optim.muon import keep_step_factors
-from paceline.optim.settings import SCHEDULES
+from paceline.optim.registry import schedule_names
+from paceline.optim.rule_settings import LarsSettings
+from paceline.optim.schedules import Poly
 
 
 @pytest.mark.parametrize(
     "values",
     [{"name": "sdg"}, {"schedule": "cosin"}, {"lr": 0.0}, {"lr": float("nan")}, {"lr_base": -1.0},
      {"lr_base_batch": 0}, {"momentum": 1.0}, {"weight_decay": -1e-4}, {"warmup_epochs": -1.0},
-     {"warmup_max_share": 0.0}, {"warmup_max_share": 1.5}, {"decay_rate": 0.0},
-     {"decay_epochs": (60.0, 30.0)}, {"decay_over_epochs": 5.0}, {"decay_over_epochs": float("inf")},
-     {"trust_coefficient": 0.0}, {"fused": "cuda"},
-     {"orthogonal": "most"}, {"nesterov": True, "momentum": 0.0},
-     {"clip": True, "name": "muon"}],
+     {"warmup_max_share": 0.0}, {"warmup_max_share": 1.5},
+     {"decay_over_epochs": 5.0}, {"decay_over_epochs": float("inf")},
+     {"fused": "cuda"},
+     {"nesterov": True, "momentum": 0.0}],
 )  # fmt: skip
 def test_a_bad_value_is_named(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -37,11 +39,25 @@ def test_a_bad_value_is_named(values: dict[str, Any]) -> None:
     assert values.get("name") != "sdg" or "did you mean 'sgd'" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("owner", "values"),
+    [("step", {"factor": 0.0}), ("step", {"epochs": [60.0, 30.0]}), ("poly", {"power": -1.0}),
+     ("piecewise", {"factors": [1.0]}), ("piecewise", {"factors": [1.0, -1.0, 0.0, 0.0]}),
+     ("lars", {"trust_coefficient": 0.0}), ("muon", {"orthogonal": "most"}),
+     ("muon", {"steps": "long"}), ("muon", {"clip": True}), ("adamw", {"beta2": 1.0}),
+     ("lamb", {"eps": -1.0})],
+)  # fmt: skip
+def test_a_bad_value_of_an_owner_is_named(owner: str, values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_table(OptimSettings, "optim", {owner: values})
+    assert caught.value.field == f"optim.{owner}.{next(iter(values))}"
+
+
 # --- schedules ---------------------------------------------------------------------------------
 
 
 def schedule(kind: str, total: int = 100, per_epoch: float = 10.0, **extra: float) -> LrSchedule:
-    return LrSchedule(OptimSettings(schedule=kind, **extra), 1.0, total, per_epoch)  # type: ignore[arg-type]
+    return LrSchedule(OptimSettings.gather(schedule=kind, **extra), 1.0, total, per_epoch)
 
 
 def test_linear_scaling_and_warm_up() -> None:
@@ -56,7 +72,7 @@ def test_linear_scaling_and_warm_up() -> None:
 @pytest.mark.parametrize(
     ("kind", "extra", "rates"),
     [
-        ("poly", {"poly_power": 2}, {0: 1.0, 50: 0.25, 90: 0.01}),
+        ("poly", {"power": 2}, {0: 1.0, 50: 0.25, 90: 0.01}),
         ("cosine", {"lr_end": 0.2}, {50: 0.6, 100: 0.2}),
         # The decay may end after the run, or before.
         ("poly", {"warmup_epochs": 1, "decay_over_epochs": 20}, {9: 1, 10: 1, 99: (1 - 89 / 190) ** 2}),
@@ -76,7 +92,7 @@ def test_steps_of_goyal_et_al() -> None:
 
 
 @given(
-    kind=st.sampled_from([name for name in SCHEDULES if name != "range"]),
+    kind=st.sampled_from(schedule_names()),
     total=st.integers(1, 500),
     per_epoch=st.floats(0.01, 50),
     warmup=st.floats(0, 20),
@@ -134,9 +150,9 @@ def test_resnet50_recipes(name: str) -> None:
         optim.decay_over_epochs, run.epochs,
     )  # fmt: skip
     assert found == RESNET50[name]
-    assert (optim.name, optim.schedule, optim.poly_power) == ("lars", "poly", 2)
-    assert optim.trust_coefficient == 0.001
-    assert not any((optim.nesterov, optim.clip, optim.adapt_bias_norm, optim.decay_bias_norm))
+    assert (optim.name, optim.schedule, optim.own_schedule) == ("lars", "poly", Poly(power=2))
+    assert optim.own_optimizer == LarsSettings(trust_coefficient=0.001)
+    assert not any((optim.nesterov, optim.decay_bias_norm))
     assert (run.smoothing, config.model.name, config.model.num_classes) == (0.1, "resnet50", 1000)
     batch, peak, warmup, _, _, over, epochs = RESNET50[name]
     per_epoch = IMAGES / batch
@@ -149,44 +165,6 @@ def test_resnet50_recipes(name: str) -> None:
     # The run ends before the decay does.
     left = peak * ((over - epochs) / (over - warmup)) ** 2
     assert rates.rate(total) == pytest.approx(left, rel=0.2)
-
-
-def test_alexnet_recipe() -> None:
-    config = load_config("imagenet-alexnet-64k", {})
-    optim = config.optim
-    assert (config.run.global_batch_size, config.run.epochs) == (65536, 95)
-    assert (config.model.name, optim.name) == ("alexnet_bn", "lars")
-    assert (optim.schedule, optim.poly_power) == ("poly", 2)
-    assert not optim.decay_bias_norm
-    assert not optim.adapt_bias_norm
-    per_epoch = IMAGES / 65536
-    rates = LrSchedule(optim, optim.peak_lr(65536), int(95 * per_epoch), per_epoch)
-    assert rates.rate(int(10 * per_epoch)) == pytest.approx(24.0, rel=0.01)
-    assert rates.rate(round(52.5 * per_epoch)) == pytest.approx(6.0, rel=0.01)
-
-
-# optimizer, batch, rate, η, warm-up, CutMix, cutout, average: as measured (records/…_cifar10_h200).
-CIFAR = {
-    "": ("sgd", 256, 0.2, None, 5, 0.5, 8, 0),
-    "-2500": ("muon", 2500, 0.2, 0.00256, 5, 0.5, 8, 0),
-    "-10k": ("muon", 10000, 0.1, 0.00256, 5, 0.5, 8, 6),
-    "-10k-lars": ("lars", 10000, 0.1, 0.0075, 30, 0.5, 8, 6),
-}
-
-
-@pytest.mark.parametrize("name", CIFAR)
-def test_cifar10_recipes(name: str) -> None:
-    config = load_config(f"cifar10-resnet18{name}", {})
-    run, optim = config.run, config.optim
-    eta = optim.trust_coefficient if optim.name != "sgd" else None
-    found = (
-        optim.name, run.global_batch_size, optim.lr_base, eta, optim.warmup_epochs, run.cutmix,
-        config.data.cutout, run.average_epochs,
-    )  # fmt: skip
-    assert found == CIFAR[name]
-    assert optim.peak_lr(CIFAR[name][1]) == pytest.approx(CIFAR[name][2] * CIFAR[name][1] / 256)
-    assert (optim.momentum, optim.nesterov, optim.schedule) == (0.9, True, "cosine")
-    assert (run.epochs, run.smoothing, optim.weight_decay) == (90, 0.1, 5e-4)
 
 
 # --- create_optimizer --------------------------------------------------------------------------
@@ -218,13 +196,12 @@ def test_one_step_is_momentum_sgd_with_decay_by_group() -> None:
     torch.testing.assert_close(bias.detach(), torch.tensor([0.71]))
 
 
-@pytest.mark.parametrize("adapt_bias_norm", [False, True])
-def test_lars_does_not_adapt_biases_unless_asked(adapt_bias_norm: bool) -> None:
+def test_lars_does_not_adapt_biases() -> None:
     values = {"momentum": 0.8, "trust_coefficient": 0.02, "clip": True, "nesterov": True}
-    settings = OptimSettings(name="lars", adapt_bias_norm=adapt_bias_norm, **values)  # type: ignore[arg-type]
+    settings = OptimSettings.gather(name="lars", **values)
     optimizer = create_optimizer(settings, groups_of((2,)), 0.5)
     assert type(optimizer) is LARS
-    assert [group["adapt"] for group in optimizer.param_groups] == [True, adapt_bias_norm]
+    assert [group["adapt"] for group in optimizer.param_groups] == [True, False]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
     assert [group["role"] for group in optimizer.param_groups] == ["weight", "bias_norm"]
     for group in optimizer.param_groups:
@@ -232,7 +209,6 @@ def test_lars_does_not_adapt_biases_unless_asked(adapt_bias_norm: bool) -> None:
         assert group["lr"] == 0.5
 
 
-@pytest.mark.parametrize("adapt_bias_norm", [False, True])
 @pytest.mark.parametrize(
     ("orthogonal", "expected"),
     [
@@ -241,19 +217,18 @@ def test_lars_does_not_adapt_biases_unless_asked(adapt_bias_norm: bool) -> None:
     ],
 )
 def test_muon_orthogonalizes_filters_or_all_weights_and_no_bias(
-    orthogonal: str, expected: list[Any], adapt_bias_norm: bool
+    orthogonal: str, expected: list[Any]
 ) -> None:
-    settings = OptimSettings(
-        name="muon", momentum=0.75, trust_coefficient=0.04, nesterov=True,
-        orthogonal=orthogonal, adapt_bias_norm=adapt_bias_norm,
-    )  # fmt: skip
+    settings = OptimSettings.gather(
+        name="muon", momentum=0.75, trust_coefficient=0.04, nesterov=True, orthogonal=orthogonal
+    )
     groups = groups_of((4, 3, 3, 3), (5, 4), (7,), bias=((4,), (2, 2)))
     optimizer = create_optimizer(settings, groups, 0.5)
     assert type(optimizer) is Muon
     made = optimizer.param_groups
     found = [(group["orthogonal"], [tuple(p.shape) for p in group["params"]]) for group in made]
     assert found == [*expected, (False, [(4,), (2, 2)])]
-    assert [group["adapt"] for group in made] == [True, True, adapt_bias_norm]
+    assert [group["adapt"] for group in made] == [True, True, False]
     assert [group["weight_decay"] for group in made] == [0.5, 0.5, 0.0]
     assert [g["trust_coefficient"] for g in made] == pytest.approx([0.16, 0.04, 0.04])
     for group in made:
@@ -279,7 +254,7 @@ def test_muon_finds_out_whether_linear_layers_carry_the_net(
 ) -> None:
     made = {}
     for orthogonal in ("auto", expected):
-        settings = OptimSettings(name="muon", orthogonal=orthogonal)
+        settings = OptimSettings.gather(name="muon", orthogonal=orthogonal)
         optimizer = create_optimizer(settings, groups_of(*shapes, bias=((16,),)), 0.1)
         made[orthogonal] = [
             (g["orthogonal"], [tuple(p.shape) for p in g["params"]]) for g in optimizer.param_groups
@@ -296,7 +271,7 @@ def test_steps_have_a_fixed_length_where_some_matrix_has_no_norm_layer(
 ) -> None:
     groups = groups_of((8, 3, 3, 3), (8, 8, 3, 3), (8, 8, 3, 3), (10, 8), bias=((16,),))
     for wanted in ("auto", "relative", "fixed"):
-        settings = OptimSettings(name="muon", muon_steps=wanted)
+        settings = OptimSettings.gather(name="muon", steps=wanted)
         optimizer = create_optimizer(settings, groups, 0.1, norms=norms)
         expected = fixed if wanted == "auto" else wanted == "fixed"
         for group in optimizer.param_groups:
@@ -306,7 +281,7 @@ def test_steps_have_a_fixed_length_where_some_matrix_has_no_norm_layer(
                 assert isinstance(hyper, Hyper)
                 assert hyper.adapt is not expected, "a fixed length has no trust ratio"
         assert ("fixed length" in optimizer.describe()) == expected
-    everything = OptimSettings(name="muon", muon_steps="auto", orthogonal="all")
+    everything = OptimSettings.gather(name="muon", steps="auto", orthogonal="all")
     optimizer = create_optimizer(everything, groups, 0.1, norms=norms)
     assert bool(optimizer.param_groups[0]["fixed_steps"]) == fixed, "the classifier does not count"
     head = create_optimizer(everything, groups_of((10, 8)), 0.1, norms=norms)
@@ -321,7 +296,7 @@ def test_steps_of_fixed_length_are_shorter_in_deep_nets(
     matrices: int, factor: float, wanted: str
 ) -> None:
     """By `auto`; who asks for `fixed` has η as given."""
-    settings = OptimSettings(name="muon", muon_steps=wanted, trust_coefficient=0.02, momentum=0.9)
+    settings = OptimSettings.gather(name="muon", steps=wanted, trust_coefficient=0.02, momentum=0.9)
     expected = factor if wanted == "auto" else 1.0
     # Of twice as many, half have a norm.
     for count, norms in ((matrices, 0), (2 * matrices, matrices)):
@@ -335,7 +310,7 @@ def test_steps_of_fixed_length_are_shorter_in_deep_nets(
 
 @pytest.mark.parametrize("before", [None, 1.0, 0.5])
 def test_a_resumed_run_keeps_the_length_of_its_steps(before: float | None) -> None:
-    settings = OptimSettings(name="muon", muon_steps="auto", trust_coefficient=0.02, momentum=0.9)
+    settings = OptimSettings.gather(name="muon", steps="auto", trust_coefficient=0.02, momentum=0.9)
     optimizer = create_optimizer(settings, groups_of(*[(8, 8, 3, 3)] * 8, (10, 8)), 0.1)
     groups = optimizer.state_dict()["param_groups"]
     saved = copy.deepcopy(groups)

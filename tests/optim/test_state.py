@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from optim.reference import KINDS, bits_equal, everything, fill_gradients, parameters, run
-from paceline.optim import LAMB, LARS, SGD, SVRG
+from paceline.optim import LAMB, LARS, SGD
 
 
 def test_state_is_fp32_and_survives_a_checkpoint_exactly() -> None:
@@ -120,11 +120,6 @@ def test_copies_keep_what_the_constructor_was_given() -> None:
             copied = copy.deepcopy(create(parameters(torch.float32), 0.5, adapt_bias_norm=adapts))
             copied.add_param_group(dict(role))
             assert copied.param_groups[-1]["adapt"] is adapts
-    half = copy.deepcopy(SVRG(parameters(torch.float32), 0.5, form="halp", bits=16, seed=3))
-    assert half.describe() == "HALP in 16 bits, foreach"
-    ps = half.parameters()
-    run(half, ps, range(1))
-    assert half.state[ps[0]]["offset"].dtype == torch.int16
 
 
 def test_a_group_can_join_between_steps() -> None:

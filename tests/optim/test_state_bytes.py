@@ -33,7 +33,7 @@ SIZE = 4096
 )
 def test_bytes_per_parameter(values: dict[str, Any], dtype: torch.dtype, wanted: int) -> None:
     weight = nn.Parameter(torch.ones(SIZE, dtype=dtype))
-    optimizer = create_optimizer(OptimSettings(**values), [{"params": [weight]}], 0.1)
+    optimizer = create_optimizer(OptimSettings.gather(**values), [{"params": [weight]}], 0.1)
     weight.grad = torch.ones(SIZE, dtype=dtype)
     optimizer.step()
     # Counters and steps of a tensor are a few bytes.

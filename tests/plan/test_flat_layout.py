@@ -50,25 +50,6 @@ def test_a_known_layout() -> None:
     assert layout.align == DEFAULT_ALIGN == 32
 
 
-@given(st.lists(st.integers(min_value=0, max_value=40), max_size=8))
-def test_no_element_has_two_owners(lengths: list[int]) -> None:
-    layout = FlatLayout.build(specs_of([(length,) for length in lengths]), align=16)
-    owned = [place for slot in layout for place in range(slot.offset, slot.stop)]
-    assert len(set(owned)) == len(owned) == sum(lengths)
-    assert set(owned) <= set(range(layout.length))
-
-
-def test_align_one_lays_end_to_end() -> None:
-    layout = FlatLayout.build(specs_of([(2, 3), (5,), (1,)]), align=1)
-    assert [slot.offset for slot in layout] == [0, 6, 11]
-    assert layout.length == 12
-
-
-def test_an_empty_layout_has_no_length() -> None:
-    layout = FlatLayout.build([])
-    assert (len(layout), layout.length, layout.dtype) == (0, 0, "float32")
-
-
 def test_the_format_is_the_tensors_own() -> None:
     assert FlatLayout.build(specs_of([(3,), (4,)], "bfloat16")).dtype == "bfloat16"
 

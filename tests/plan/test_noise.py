@@ -12,7 +12,6 @@ from paceline.plan.noise import (
     NoiseEstimate,
     NoiseScale,
     concentration,
-    describe_noise,
     fastest_batch,
     relative_steps,
     time_saved,
@@ -37,7 +36,7 @@ class Regression:
         return -x * y[:, None]
 
 
-@pytest.mark.parametrize(("samples", "parts"), [(64, 8), (64, 64), (50, 7), (9, 2)])
+@pytest.mark.parametrize(("samples", "parts"), [(64, 8), (50, 7), (9, 2)])
 def test_estimates_have_no_bias_also_for_unequal_parts(samples: int, parts: int) -> None:
     problem, draw = Regression(6, 0.5), np.random.default_rng(1)
     bounds = [j * samples // parts for j in range(parts + 1)]
@@ -119,7 +118,3 @@ def test_a_noise_scale_that_is_none_is_refused(value: float) -> None:
         relative_steps(value, 256)
     with pytest.raises(ValueError, match="batch"):
         relative_steps(256, value)
-
-
-def test_the_description_has_the_limit() -> None:
-    assert "4,000" in describe_noise(1000, 256)

@@ -156,7 +156,7 @@ def test_a_cpu_has_no_buffers_of_cuda() -> None:
 
 
 def test_a_model_that_does_not_fit_at_all() -> None:
-    tiny = replace(H100, memory_bytes=2.2e9)
+    tiny = replace(H100, memory_gb=2.2)
     assert largest_batch(NET, tiny) == 0
     with pytest.raises(ConfigError, match="more memory"):
         check_memory(NET, tiny, 1)

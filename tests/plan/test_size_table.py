@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError, RunError
-from paceline.plan.size_table import (
-    MeasuredSize,
-    SizeRow,
-    SizeTable,
+from paceline.plan.size_table import MeasuredSize, SizeRow, SizeTable
+from paceline.tune.size_choice import (
     check_noise,
     choose_algorithms,
+    measured_size,
     noise,
     table_of,
 )
@@ -102,8 +101,8 @@ def test_noise_within_the_margin_does_not_make_the_table_flicker() -> None:
 
 
 def test_a_noisy_host_writes_no_table() -> None:
-    quiet = [MeasuredSize.of(size, {"native": [1.0, 1.1, 1.2, 1.05]}) for size in (1, 2, 3)]
-    noisy = [MeasuredSize.of(size, {"native": [1.0, 3.0, 1.2, 4.0]}) for size in (1, 2)]
+    quiet = [measured_size(size, {"native": [1.0, 1.1, 1.2, 1.05]}) for size in (1, 2, 3)]
+    noisy = [measured_size(size, {"native": [1.0, 3.0, 1.2, 4.0]}) for size in (1, 2)]
     assert noise(quiet) < 0.2
     assert check_noise(quiet, 0.1, accept=False) == ""
     assert check_noise([*quiet, noisy[0]], 0.0, accept=False) == "", (

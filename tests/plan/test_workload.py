@@ -29,12 +29,6 @@ from paceline.planner.workload import Affine, StepAnatomy, Workload, fit_workloa
 from plan.made import made_workload
 
 
-def test_times_are_affine() -> None:
-    work = made_workload()
-    assert work.compute_s(10) == pytest.approx(1e-3 + 1e-3 + 2e-3 + 2e-3 + 5e-4)
-    assert work.ready_s(10) == pytest.approx([1e-3, 2e-3, 3e-3, 4e-3])
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -75,14 +69,6 @@ def test_more_multiprocessors_need_larger_batches() -> None:
     one, other = analytic_workload(net, gpu), analytic_workload(net, wide)
     assert other.compute_s(8) > 1.1 * one.compute_s(8)
     assert other.compute_s(512) == pytest.approx(one.compute_s(512), rel=1e-3)
-
-
-def test_a_round_that_changes_nothing_says_so() -> None:
-    def source(gpu: str, software: str) -> str:
-        return analytic_workload(network("resnet50"), accelerator(gpu), software).source
-
-    assert source("H100", "v2.1").endswith("software of v2.1")
-    assert source("H100", "v0.6").endswith("software of v0.6 (not known to be slower)")
 
 
 def test_power_and_software_change_the_products_alone() -> None:
@@ -237,10 +223,7 @@ def test_measured_systems_of_many_nodes() -> None:
     "name",
     [
         "resnet18",
-        "resnet34",
         "resnet50",
-        "resnet101",
-        "resnet152",
         "resnet_fast",
         "alexnet",
         "alexnet_bn",
@@ -314,22 +297,6 @@ def test_the_stem_is_that_of_training(size: int, stem: str) -> None:
 def test_small_images_are_not_shrunk_by_the_stem() -> None:
     assert network("resnet18", 32, 10).flops == pytest.approx(1.114e9, rel=0.01)
     assert network("resnet18", 32, 10, "imagenet").flops == pytest.approx(0.074e9, rel=0.02)
-
-
-@pytest.mark.parametrize("name", ["resnet50", "resnet_fast", "alexnet_bn"])
-def test_classes_and_channels_are_those_of_training(name: str) -> None:
-    from paceline.models.registry import create_model
-    from paceline.models.settings import ModelSettings
-
-    model = create_model(ModelSettings(name), num_classes=7, in_channels=1, image_size=96)
-    found = network(name, 96, 7, channels=1)
-    assert {t.name: t.elements for t in found.tensors} == {
-        name: p.numel() for name, p in model.named_parameters()
-    }
-    for classes, channels, field in ((0, 3, "--classes"), (10, 0, "--channels")):
-        with pytest.raises(ConfigError) as caught:
-            network(name, 96, classes, channels=channels)
-        assert caught.value.field == field
 
 
 def test_an_unknown_model_names_the_nearest() -> None:
@@ -423,23 +390,16 @@ def test_an_own_accelerator_is_scaled_to_a_measured_training(tmp_path: Path) -> 
         ("", "tables = 0"),
         (OWN + OWN.replace("Own", "Other"), "tables = 2"),
         ("x = 3", "x = 3: is not a table"),
-        ("[x", "is not TOML"),
         (OWN.replace("tflops = 989\n", ""), "Own GPU.tflops: is missing"),
-        (OWN.replace("compute_capability = 9.0\n", ""), "compute_capability: is missing"),
         (OWN.replace("989", "nan"), "Own GPU.tflops"),
         (OWN.replace("3350", "0"), "Own GPU.memory_gb_per_s = 0"),
-        (OWN.replace("132", "1.5"), "Own GPU.processors"),
         (OWN + "tensor_cores = 5", "tensor_cores: unknown setting"),
         (OWN + 'like = "H100"', "like = 'H100': is none of the catalog; use one of P40, H200"),
         (OWN + 'family = "B"', "family = 'B'"),
         (OWN + "reference_watts = 300", "Own GPU.reference_watts = 300.*from 350 to 1400"),
-        (OWN + "reference_watts = 1500", "Own GPU.reference_watts = 1500"),
         (OWN.replace("Own GPU", ""), "tables = '': the table has no name"),
-        (OWN.replace("Own GPU", "  "), "the table has no name"),
-        (OWN + "measured = { images_per_s = 0, batch = 8 }", "measured.images_per_s = 0"),
         (OWN + "measured = { images_per_s = 9 }", "measured.batch: is missing"),
         (OWN + "network = { gbps = 0 }", "Own GPU.network.gbps = 0"),
-        (OWN + "network = { links = 0 }", "Own GPU.network.links = 0"),
     ],
 )
 def test_a_mistake_in_an_own_accelerator_is_one_line(tmp_path: Path, text: str, words: str) -> None:

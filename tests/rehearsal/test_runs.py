@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline.core.errors import ConfigError
 from paceline.core.events import EvalEvent, NoteEvent, StartEvent, StepEvent
-from paceline.rehearsal.statistics import VirtualStatistics
+from paceline.rehearsal.strategy import VirtualStatistics
 from paceline.report import RunFiles, summary_rows, verdict
 from paceline.train.batch_norm import pool
 from paceline.train.components import Components

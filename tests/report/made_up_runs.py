@@ -101,7 +101,7 @@ SETTINGS: dict[str, Any] = {
     "optim.name": "sgd",
     "optim.lr_base": 0.2,
     "optim.decay_bias_norm": False,
-    "optim.decay_epochs": [2.0, 3.0],
+    "optim.step.epochs": [2.0, 3.0],
     "data.dir": "",
 }
 

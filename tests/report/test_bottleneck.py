@@ -166,20 +166,6 @@ def test_without_a_prediction_or_a_trace_there_is_no_row(tmp_path: Path) -> None
     assert traced_buckets(tmp_path / "trace.json") == traced_buckets(tmp_path / "no.json") == {}
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({}, "compute"),
-        ({"waits": (0.03, 0.03)}, "exposed communication, 30 % of a step"),
-        ({"data_s": 0.04}, "input, 40 % of a step"),
-        ({"waits": (0.05, 0.0)}, "straggler rank 1"),
-    ],
-)
-def test_the_bottleneck(tmp_path: Path, values: dict[str, Any], words: str) -> None:
-    found = bound_by(RunFiles.read(planned_run(tmp_path / "run", **values)))
-    assert str(found).startswith(words)
-
-
 def test_the_wait_of_a_host_beside_a_busy_device_is_not_input(tmp_path: Path) -> None:
     """The host waited for 60 ms of a step of 100, the device for 2 of them."""
     path = planned_run(tmp_path / "run", data_s=0.06)

@@ -39,35 +39,12 @@ def charts_of(folder: Path) -> dict[str, Chart]:
     return {chart.title.split()[0]: chart for chart in run_charts(RunFiles.read(folder))}
 
 
-def names(chart: Chart) -> list[str]:
-    return [line.name for line in chart.lines]
-
-
 @given(st.lists(st.floats(-1e100, 1e100), min_size=1, max_size=20))
 def test_every_value_is_on_the_axis_and_labels_differ(values: list[float]) -> None:
     axis = Axis.fit(values)
     assert all(-1e-6 <= axis.share(value) <= 1 + 1e-6 for value in values)
     assert 2 <= len(axis.ticks) <= 13
     assert len(set(axis.labels())) == len(axis.ticks)
-
-
-def test_an_axis_ends_on_round_ticks_or_where_the_values_do() -> None:
-    axis = Axis.fit([73.3, 99.7], target_ticks=4)
-    assert (axis.low, axis.high, len(axis.ticks)) == (70, 100, 7)
-    assert axis.labels() == ["70", "75", "80", "85", "90", "95", "100"]
-    tight = Axis.fit([0.0, 7.3], tight=True)
-    assert (tight.high, tight.ticks) == (7.3, (0, 2, 4, 6))
-    assert Axis.fit([900.0, 1430.0], from_zero=True).low == 0
-    assert Axis.fit([-3.0, -1.0], from_zero=True).high == 0
-    assert Axis.fit([-0.1, 0.3]).ticks == (-0.1, 0.0, 0.1, 0.2, 0.3)
-    assert Axis.fit([]).share(0.5) == 0.5
-
-
-@pytest.mark.parametrize("value", [0.0, 5.0, -2.0, 1e-9, 1e12, 5e-324])
-def test_a_single_value_has_a_margin(value: float) -> None:
-    axis = Axis.fit([value])
-    assert axis.low <= value < axis.high
-    assert len(axis.ticks) >= 2
 
 
 def test_a_logarithmic_axis_of_positive_values() -> None:
@@ -104,23 +81,6 @@ def test_names_are_escaped() -> None:
     text = line_chart(Chart(hostile, hostile, [Line(hostile, [(0, 1), (1, 2)])], markers=markers))
     assert "<script" not in text
     assert titles(ElementTree.fromstring(text), "path").count(hostile) == 2
-
-
-def test_a_finished_run_has_four_charts_on_one_axis(finished_run: Path) -> None:
-    charts = charts_of(finished_run)
-    assert list(charts) == ["Accuracy", "Loss", "Learning", "Throughput"]
-    assert {(chart.x_range, chart.x_label) for chart in charts.values()} == {((0.0, 8.0), "epoch")}
-    assert names(charts["Accuracy"]) == ["top-1", "top-5"]
-    assert names(charts["Loss"]) == ["training", "single steps", "validation"]
-    assert [x for x, _ in charts["Accuracy"].lines[0].points] == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert not charts["Loss"].log
-
-
-def test_less_than_an_epoch_is_shown_by_step_and_not_smoothed(make_run: MakeRun) -> None:
-    charts = charts_of(make_run([start(), *(step(n, 1.0) for n in range(1, 21))]))
-    assert (charts["Loss"].x_label, charts["Loss"].x_range) == ("step", (0.0, 20.0))
-    assert names(charts["Loss"]) == ["training", "validation"]
-    assert all(not line.points for line in charts["Accuracy"].lines)
 
 
 def test_a_spike_makes_the_loss_logarithmic(make_run: MakeRun) -> None:

@@ -9,19 +9,18 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.core.events import StepEvent
-from paceline.report import (
-    ComparedRun,
-    CompareError,
-    Comparison,
+from paceline.report.compare_page import (
     compare_caption,
+    compare_charts,
     compare_json,
     compare_markdown,
     compare_table,
-    read_runs,
     render_comparison,
+    series_look,
 )
-from paceline.report.compare_page import compare_charts, series_look
+from paceline.report.compare_runs import ComparedRun, CompareError, read_runs
 from paceline.report.comparison import (
+    Comparison,
     Difference,
     Spread,
     differing_settings,
@@ -134,12 +133,6 @@ def test_spread_and_difference() -> None:
     assert Difference.between(single, a) == Difference(-4.0, None)
 
 
-def test_runs_that_differ_in_seed_name_and_paths_are_one_row(tmp_path: Path) -> None:
-    other = {"run__seed": 1, "run__name": "b", "run__output": "x", "run__resume": "y"}
-    (row,) = compare(tmp_path, {}, {"top1": 92.0, **other}).rows
-    assert row.top1 == Spread(2, 91.0, math.sqrt(2), 90.0, 92.0)
-
-
 @pytest.mark.parametrize("other", [{"optim__lr_base": 0.3}, {"ranks": 2}, {"run__threads": 2}])
 def test_any_other_difference_makes_a_row(tmp_path: Path, other: dict[str, Any]) -> None:
     rows = compare(tmp_path, {}, {"top1": 92.0, **other}, {"top1": 94.0}).rows
@@ -154,9 +147,10 @@ def test_figures_of_a_row(tmp_path: Path) -> None:
         {"val_loss": 0.6, "images_per_s": 200.0, "run__seed": 2},
     ).rows
     assert row.val_loss == pytest.approx(0.4)
-    assert (row.images_per_s, row.train_s) == (200.0, 600.0)
+    assert (row.median("images_per_s"), row.median("train_s")) == (200.0, 600.0)
     assert (row.epochs_done, row.epochs_planned) == ((3.0, 4.0), 4.0)
-    assert (row.global_batch_size, row.world_size, row.skipped_steps) == (250, 1, 0)
+    assert (row.outcome.global_batch_size, row.outcome.world_size) == (250, 1)
+    assert row.skipped_steps == 0
     (nan,) = compare(tmp_path / "nan", {}, {"val_loss": math.nan}).rows
     assert nan.val_loss is None, "a missing loss is not averaged away"
 
@@ -184,12 +178,6 @@ def test_a_baseline_by_label_path_or_folder_name(tmp_path: Path) -> None:
     incomplete = Comparison.of(runs, baseline="lars-3")
     assert [row.difference for row in incomplete.rows] == [None] * 3
     assert any("no differences" in note for note in incomplete.notes)
-
-
-def test_labels_given_by_the_user(tmp_path: Path) -> None:
-    runs = read_runs(write_ablation(tmp_path))
-    given = ["sgd-1=plain SGD", f"{LARS}=LARS", f"{tmp_path}/lars-3=half"]
-    assert labels(Comparison.of(runs, given)) == ["plain SGD", "LARS", "half"]
 
 
 @pytest.mark.parametrize(
@@ -241,30 +229,6 @@ def test_rows_are_named_by_switches_and_descriptions_before_paths(
     rows: list[dict[str, Any]], names: list[str]
 ) -> None:
     assert naming_settings(rows, differing_settings(rows)) == names
-
-
-FIELD: list[dict[str, Any]] = [
-    {"comm__wire": "int8"}, {"run__strategy": "asynchronous"},
-    {"run__strategy": "unequal", "run__unequal__rebalance": True},
-]  # fmt: skip
-OFF = {"comm__wire": "auto", "run__strategy": "synchronous"}
-
-
-def test_a_row_is_named_by_what_it_switches_on(tmp_path: Path) -> None:
-    """Without the plain row fewer settings would distinguish the others, but say nothing of int8."""
-    several = [{"ranks": 2, **OFF, **values} for values in FIELD]
-    on = ["wire=int8", "strategy=asynchronous", "strategy=unequal"]
-    assert labels(compare(tmp_path / "three", *several)) == on
-    plain = compare(tmp_path / "four", *several, {"ranks": 2, **OFF})
-    assert labels(plain) == [*on, "strategy=synchronous wire=auto"]
-    rates = [{"optim__lr_base": rate, "ranks": 2, **OFF} for rate in (0.1, 0.2)]
-    mixed = compare(tmp_path / "mixed", *rates, {**rates[1], "comm__wire": "int8"})
-    assert labels(mixed) == ["lr_base=0.1", "lr_base=0.2", "wire=int8 lr_base=0.2"]
-    tuned = [
-        {**values, "optim__lr_base": rate} for values, rate in zip(several, (1, 2, 3), strict=True)
-    ]
-    rated = [f"{label} lr_base={rate}" for label, rate in zip(on, (1, 2, 3), strict=True)]
-    assert labels(compare(tmp_path / "tuned", *tuned)) == rated
 
 
 def test_the_table_has_what_differs_and_the_caption_what_does_not(

@@ -37,14 +37,6 @@ def finished(train_s: float, **more: Any) -> dict[str, Any]:
     return {**SUMMARY, "train_s": train_s, "world_size": more.get("world_size", 1)}
 
 
-def test_a_run_that_only_computes_loses_nothing(make_run: MakeRun) -> None:
-    folder = make_run([start(), *steps(20), StopEvent(20, "finished")], summary=finished(2.0))
-    found = efficiency(folder)
-    assert found.total == pytest.approx(BATCH / STEP_S)
-    assert (found.alone, found.ranks, found.e) == (pytest.approx(BATCH / STEP_S), 1, 1.0)
-    assert found.largest_loss == ""
-
-
 def test_the_shares_and_e_add_up_and_the_product_is_the_speed(make_run: MakeRun) -> None:
     events: list[Event] = [start(world_size=2)]
     mine = steps(20, exposed_comm_s=0.03, input_stall_s=0.01, input_stall_causes={"read": 0.01})

@@ -143,19 +143,6 @@ def test_foreign_lines_are_named_and_the_run_comes_back(make_run: MakeRun, forei
     assert recorded(run) == [1]
 
 
-def test_other_files_that_are_damaged(make_run: MakeRun) -> None:
-    folder = make_run([start(), step(1)])
-    (folder / "summary.json").write_text("{")
-    run = LiveRun(folder)
-    run.refresh()
-    assert "summary.json" in run.problem
-    (folder / "summary.json").unlink()
-    (folder / "evaluation.json").write_text('{"classes": 3}')
-    (folder / "metrics.rank9999999999.jsonl").write_text("")
-    run.refresh()
-    assert recorded(run) == [1]
-
-
 def test_runs_of_one_name_are_told_apart_by_their_parents(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("a/x/run", "b/x/run", "a/y/run", "other")]
     assert distinct_names(paths) == ["a/x/run", "b/x/run", "y/run", "other"]

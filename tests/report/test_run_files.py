@@ -11,7 +11,7 @@ from paceline.core.events import CheckpointEvent, CorruptEvent, NoteEvent, StopE
 from paceline.report import RunFiles
 from paceline.report.records import CAUSES, Record, RecordLog
 from report.conftest import MakeRun
-from report.made_up_runs import CONFIG, SUMMARY, evaluation, start, step
+from report.made_up_runs import SUMMARY, evaluation, start, step
 
 
 def steps(run: RunFiles, rank: int = 0) -> list[tuple[int, float]]:
@@ -30,21 +30,6 @@ def fails(path: Path) -> DataError:
     assert len(str(info.value).splitlines()) == 1
     assert info.value.remedy
     return info.value
-
-
-def test_a_finished_run(finished_run: Path) -> None:
-    run = RunFiles.read(finished_run)
-    assert (run.path, run.summary, run.config) == (finished_run, SUMMARY, CONFIG)
-    assert list(run.ranks) == [0]
-    assert len(run.steps()) == 800
-    assert [record["step"] for record in run.of_kind("eval")] == list(range(100, 801, 100))
-    assert run.resumes == []
-
-
-def test_an_unfinished_run_has_no_summary_and_may_have_no_config(make_run: MakeRun) -> None:
-    run = RunFiles.read(make_run([start(), step(1)], config=None))
-    assert (run.summary, run.config) == (None, {})
-    assert RunFiles.read(make_run([], name="killed before its first record")).events == ()
 
 
 def test_other_ranks_are_read_by_their_number(make_run: MakeRun) -> None:
@@ -139,11 +124,6 @@ def test_of_one_step_the_last_record_counts_but_all_corrupt_samples_do(make_run:
     assert run.step_curve("loss").value.tolist() == [2.0]
     assert run.eval_curve("top1").value.tolist() == [20.0]
     assert [record["name"] for record in run.of_kind("corrupt")] == ["a", "b"]
-
-
-def test_a_first_start_from_another_run_is_a_resume(make_run: MakeRun) -> None:
-    run = RunFiles.read(make_run([start(50, resumed_from="elsewhere/step-50.pt")]))
-    assert [record["step"] for record in run.resumes] == [50]
 
 
 def test_the_summary_of_a_run_resumed_after_its_end_is_out_of_date(make_run: MakeRun) -> None:

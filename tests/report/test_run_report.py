@@ -29,7 +29,7 @@ from paceline.report import (
 )
 from report.conftest import MakeRun
 from report.html_reader import run_page
-from report.made_up_runs import SUMMARY, evaluation, finished_events, start, step
+from report.made_up_runs import SUMMARY, evaluation, start, step
 
 
 def outcome_of(folder: Path) -> Outcome:
@@ -79,11 +79,6 @@ def test_figures_of_an_empty_run_are_unknown(make_run: MakeRun) -> None:
     assert (outcome.name, outcome.state, outcome.steps) == ("run", "unfinished", 0)
     assert outcome.top1 is outcome.images_per_s is outcome.train_s is outcome.world_size is None
     assert rows_of(folder)["top-1"] == "–"
-
-
-def test_pauses_between_processes_are_not_training_time(make_run: MakeRun) -> None:
-    events = [start(), step(1), step(2), start(2), step(3)]  # 0.2 s, a pause, 0.1 s
-    assert outcome_of(make_run(events)).train_s == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize(
@@ -191,27 +186,6 @@ def test_a_finished_page_has_charts_configuration_and_environment(finished_run: 
     assert SUMMARY["weights_sha256"] in page.text
 
 
-def test_an_unfinished_page_shows_what_there_is(make_run: MakeRun) -> None:
-    page = run_page(make_run([], config=None))
-    assert page.text.count("nothing recorded") == 4
-    page = run_page(make_run(finished_events()[:300], name="half"))
-    assert "at step 294 of 800" in page.text
-    assert "Chosen automatically" in page.tables
-
-
-def test_a_loss_that_is_not_a_number(make_run: MakeRun) -> None:
-    events = [start(), *(step(n, math.nan, skipped=n > 3) for n in range(1, 6))]
-    page = run_page(make_run(events))
-    assert page.text.count("nothing recorded") == 2  # no loss, no accuracy
-    assert "nan" not in page.text.lower()
-
-
-def test_many_steps_make_a_small_page(make_run: MakeRun) -> None:
-    page = run_page(make_run(finished_events(10_000), summary={**SUMMARY, "steps": 10_000}))
-    assert "10,000" in page.text
-    assert max(len(value or "") for name, value in page.attributes if name == "points") < 600 * 12
-
-
 HOSTILE = "<script>alert(1)</script>\"'&\x1b\x00\ud800</title></style>"
 
 
@@ -235,18 +209,6 @@ def test_hostile_names_stay_text(make_run: MakeRun) -> None:
     run = RunFiles.read(folder)
     for text in (verdict(run), *(cell for row in summary_rows(run) for cell in row)):
         assert text.isprintable()
-
-
-def test_odd_types_do_no_harm(make_run: MakeRun) -> None:
-    folder = make_run(
-        [start(), step(1), evaluation(1)], summary={key: ["odd", {"a": None}] for key in SUMMARY}
-    )
-    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"event": "step", "step": 2, "loss": "x", "epoch": [], "time": "y"}\n')
-        file.write('{"event": "corrupt", "step": 2}\n{"event": "note"}\n')
-        file.write('{"event": "checkpoint", "step": 2}\n')
-        file.write('{"event": "start", "step": 2, "chosen": 4, "world_size": "many"}\n')
-    assert "Corrupt samples" in run_page(folder).tables
 
 
 def names(folder: Path) -> list[str]:

@@ -228,17 +228,6 @@ def test_a_port_in_use_and_an_address_of_another_host() -> None:
             assert caught.value.field == field
 
 
-@pytest.mark.slow
-def test_a_page_of_100_000_steps_and_90_epochs_is_small(make_run: MakeRun) -> None:
-    steps = 100_000
-    events = [start(total_steps=steps)]
-    events += [step(n, 1.0 + 1 / n, total=steps, epoch=90 * n / steps) for n in range(1, steps + 1)]
-    events += [evaluation(steps * n // 90, 50 + n / 3, epoch=float(n)) for n in range(1, 91)]
-    folder = make_run(events)
-    with serving([folder]) as client:
-        assert len(client.get("/")[1]) < 2_000_000
-
-
 def test_runs_that_begin_later_appear_and_keep_their_addresses(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

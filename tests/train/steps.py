@@ -23,7 +23,7 @@ from paceline.precision.policy import LossScale, choose_policy
 from paceline.precision.settings import PrecisionSettings
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.exchange_plan import ChosenPlan, DryBackward, plan_exchange
-from paceline.train.micro_step import MicroStep
+from paceline.train.micro_step import GradientSource, MicroStep
 from paceline.train.step import TrainStep
 from paceline.train.step_parts import create_master_optimizer
 from paceline.train.stop_signals import StopSignals
@@ -115,7 +115,7 @@ def make_step(
     strategy.attach(parts, micro_step)  # type: ignore[arg-type]
     return TrainStep(
         model=model, micro=micro_step, strategy=strategy, optimizer=optimizer, exchange=exchange,
-        batch_norm=norms,
+        batch_norm=norms, source=GradientSource(),
         loader=loader, normalize=normalize, policy=policy, plan=plan, group=group,
         stop=StopSignals(), scale=scale, seed=5,
     )  # fmt: skip

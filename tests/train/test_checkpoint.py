@@ -258,20 +258,6 @@ def raise_error(number: int) -> Any:
     return refuse
 
 
-@pytest.mark.parametrize("place", [(os, "fsync"), (Path, "replace")], ids=["fsync", "replace"])
-def test_a_full_disk_leaves_the_old_file_and_no_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str]
-) -> None:
-    target = tmp_path / "deep" / "file"
-    write_atomically(target, b"one")
-    write_atomically(target, memoryview(b"good"))
-    monkeypatch.setattr(*place, raise_error(errno.ENOSPC))
-    with pytest.raises(CheckpointError, match="no space left to write"):
-        write_atomically(target, b"half")
-    assert target.read_bytes() == b"good"
-    assert [path.name for path in target.parent.iterdir()] == ["file"]
-
-
 def test_a_second_name_is_a_link_or_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, second = tmp_path / "a", tmp_path / "b"
     source.write_bytes(b"data")

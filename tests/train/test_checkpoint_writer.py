@@ -21,8 +21,8 @@ from paceline.train.checkpoint import content_hash
 from paceline.train.checkpoint_writer import CheckpointWriter, HostCopy
 from paceline.train.run_state import RunState
 from ranks import run_ranks
-from small_runs import Silent, run_small, small_config
-from train.runs import EVERY_STEP, stop_after, watched
+from small_runs import Silent, small_config
+from train.runs import EVERY_STEP, watched
 
 
 def checkpoint(step: int = 3, **parts: Any) -> Checkpoint:
@@ -137,14 +137,6 @@ def test_the_files_are_those_of_a_run_that_waits(tmp_path: Path) -> None:
         assert all((event.stall_s == event.save_s) == waits for event in saves)
 
 
-def test_a_run_resumed_from_a_background_checkpoint_has_the_same_bits(tmp_path: Path) -> None:
-    whole = run_small(tmp_path / "whole", **EVERY_STEP)
-    stop_after(3, tmp_path / "cut", **EVERY_STEP)
-    resumed = run_small(tmp_path / "cut", **EVERY_STEP, run__resume="auto")
-    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
-    assert resumed.summary["resumed_at_steps"] == [3]
-
-
 @contextmanager
 def write_fails(name: str, number: int) -> Iterator[threading.Event]:
     """The file with `name` in its own cannot be written, which shows once the event is set."""
@@ -232,12 +224,6 @@ def test_where_no_memory_can_be_pinned_the_copy_is_pageable_and_one_note_says_so
     assert "OS call failed" in notes[0]
     assert "\n" not in notes[0]
     assert notes[1] == ""
-
-
-def test_the_place_of_a_tensor_with_gaps_is_used_again() -> None:
-    copy, weight = HostCopy(), torch.zeros(4, 6)[:, :3]
-    places = [copy.take(checkpoint(model={"weight": weight})).model["weight"] for _ in range(2)]
-    assert places[0].data_ptr() == places[1].data_ptr()
 
 
 def _fails_twice(rank: int, folder: str) -> list[str]:

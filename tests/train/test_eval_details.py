@@ -11,7 +11,6 @@ import torch
 from paceline.comm import CommSettings, Group
 from paceline.core.topology import Topology
 from paceline.report import RunFiles
-from paceline.report.evaluation import Evaluation
 from paceline.train.evaluate import MISTAKES, EvalDetails, thumbnail, wants_details
 from paceline.train.inputs import common_settings
 from ranks import run_ranks
@@ -78,23 +77,6 @@ def test_off_for_large_sets_unless_asked_for(tmp_path: Path) -> None:
     assert wants_details(config.with_values({"run.eval_details": "on"}), 50_000, 1_000)
     run_small(tmp_path / "run", run__eval_details="off")
     assert not (tmp_path / "run/evaluation.json").exists()
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "", "[]", "{}", '{"step": 1, "classes": []}', '{"step": -1, "classes": ["a"]}',
-        '{"step": 1, "classes": ["a"], "counts": [[0, 5, 1], [0, 0], "x", [0, 0, -1]]}',
-        '{"step": 1, "classes": ["<b>"], "counts": 3, "mistakes": [{"label": 0, "predicted": 0,'
-        ' "confidence": 0.5, "image": "\\"><script>"}, {"label": 9}, 7]}',
-    ],
-)  # fmt: skip
-def test_a_foreign_file_is_left_out_or_harmless(tmp_path: Path, content: str) -> None:
-    (tmp_path / "metrics.jsonl").write_text("")
-    (tmp_path / "evaluation.json").write_text(content)
-    found = Evaluation.read(tmp_path)
-    assert found is None or found.counts == {}
-    run_page(tmp_path)
 
 
 def test_ranks_compare_the_setting_because_gathering_is_a_collective(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paceline.core.errors import CheckpointError, PacelineError
 from paceline.core.events import EvalEvent, StepEvent
+from paceline.optim.rule_settings import MuonSettings
 from paceline.train import Checkpoint, EvalResult, evaluate_file, master_weights, step_parts
 from paceline.train.checkpoint import content_hash
 from ranks import run_ranks
@@ -20,8 +21,11 @@ from small_runs import run_small
 from train.runs import EVERY_STEP, last, stop_after, watched
 from train.steps import OPTIM, Made, Net, alone, joined, make_step, same, snapshot, train, weights
 
-MUON = replace(OPTIM, name="muon", weight_decay=1e-3, trust_coefficient=0.05, nesterov=True)
-RUN: dict[str, Any] = {"optim__name": "muon", "optim__trust_coefficient": 0.05}
+MUON = replace(
+    OPTIM, name="muon", weight_decay=1e-3, nesterov=True,
+    owned={"muon": MuonSettings(trust_coefficient=0.05)},
+)  # fmt: skip
+RUN: dict[str, Any] = {"optim__name": "muon", "optim__muon__trust_coefficient": 0.05}
 
 
 def state(checkpoint: Checkpoint) -> dict[str, str]:
@@ -43,7 +47,7 @@ def test_stop_and_resume_is_bit_identical(dtype: str, name: str, tmp_path: Path)
         "precision__loss_scale_interval": 2,
         "precision__loss_scale_init": 2.0**21,
         "optim__name": name,
-        "optim__trust_coefficient": 0.02,
+        "optim__muon__trust_coefficient": 0.02,
     }
     whole = run_small(tmp_path / "a", **half)
     assert whole.summary["steps"] == 7
@@ -134,7 +138,9 @@ def test_the_schedule_continues_through_skipped_steps(tmp_path: Path) -> None:
 
 
 def made(micro: int = 12, dtype: str = "fp32", orthogonal: str = "filters") -> Made:
-    return Made(micro, dtype=dtype, optim=replace(MUON, orthogonal=orthogonal))
+    return Made(
+        micro, dtype=dtype, optim=replace(MUON, owned={"muon": MuonSettings(0.05, orthogonal)})
+    )
 
 
 class Mixed(nn.Module):
@@ -219,8 +225,8 @@ def test_a_run_with_muon_pins_what_is_orthogonal(tmp_path: Path) -> None:
     done = run_small(tmp_path / "run", **RUN)
     assert done.summary["chosen"]["optimizer"] == "muon, foreach"
     assert done.summary["skipped_steps"] == 0
-    with pytest.raises(CheckpointError, match=r"has optim\.orthogonal = 'filters'"):
-        run_small(tmp_path / "run", **RUN, run__resume="auto", optim__orthogonal="all")
+    with pytest.raises(CheckpointError, match=r"has optim\.muon\.orthogonal = 'filters'"):
+        run_small(tmp_path / "run", **RUN, run__resume="auto", optim__muon__orthogonal="all")
 
 
 _COMPUTES = step_parts._computes

@@ -107,7 +107,7 @@ def test_an_optimizer_that_fails_in_a_later_step_is_one_line(tmp_path: Path) -> 
 
 
 def clipped_step(norm: float, dtype: str = "fp32", **optim: Any) -> Any:
-    settings = OptimSettings(
+    settings = OptimSettings.gather(
         **{"name": "sgd", "lr": 0.1, "weight_decay": 0.0, "warmup_epochs": 0.0, "clip_norm": norm}
         | optim
     )
@@ -232,4 +232,4 @@ def test_rates_of_adam_do_not_come_from_a_recipe_of_sgd() -> None:
 )
 def test_settings_are_checked(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        OptimSettings(**values)
+        OptimSettings.gather(**values)

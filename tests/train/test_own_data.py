@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from data_sets import write_folders, write_shards
-from paceline.core.errors import CheckpointError, DataError, PacelineError, RunError
+from paceline.core.errors import CheckpointError, PacelineError, RunError
 from paceline.data import DatasetSource
 from paceline.data.sources.storage import ShardStamp
-from paceline.train import Checkpoint, run_training
+from paceline.train import run_training
 from paceline.train.components import Components
 from paceline.train.evaluate import EvalResult, evaluate_file
 from ranks import run_ranks
@@ -76,23 +76,6 @@ def test_a_dataset_trains_and_resumes_exactly(tmp_path: Path) -> None:
         trained(tmp_path / "other", run__resume=saved, data__val_split=0.5)
 
 
-@pytest.mark.parametrize(
-    ("values", "kind", "line"),
-    [
-        ({"augment": lambda image: image / 2}, DataError, "augment: .* returned .* float64"),
-        ({"device_augment": lambda x: x.mean(3)}, RunError, "device_augment: .* a 16 × 1 × 16 f"),
-        ({"dataset": Levels(lambda i: i == 7)}, DataError, r"Levels\[7\] raised LookupError: shelf 7"),
-        ({"data__val_split": 0.0}, DataError, "no validation data; give val_data"),
-    ],
-)  # fmt: skip
-def test_mistakes_of_the_users_code_are_one_line(
-    tmp_path: Path, values: dict[str, Any], kind: type[PacelineError], line: str
-) -> None:
-    with pytest.raises(kind, match=line) as caught:
-        trained(tmp_path / "run", **values)
-    assert "\n" not in str(caught.value)
-
-
 def _one_rank_breaks(rank: int, output: str) -> str:
     try:
         trained(Path(output), Levels(lambda i: rank == 1), run__batch_size=4)
@@ -105,17 +88,6 @@ def test_a_dataset_that_fails_on_one_rank_ends_all(tmp_path: Path) -> None:
     first, second = run_ranks(2, _one_rank_breaks, str(tmp_path / "run"))
     assert "raised LookupError: shelf" in second
     assert second in first, "with the other's line"
-
-
-def test_evaluation_finds_the_split_again(tmp_path: Path) -> None:
-    photos = write_folders(tmp_path / "all", train=48).joinpath("train").rename(tmp_path / "photos")
-    values = SETTINGS | {"data__dir": str(photos)}
-    outcome = run_training(small_config(tmp_path / "run", **values), Silent)
-    saved = max((tmp_path / "run" / "checkpoints").glob("step-*.pt"))
-    assert Checkpoint.read(saved).config["data"]["val_split"] == 0.25
-    result, _, _ = evaluate_file(saved, {}, 8)
-    assert not isinstance(result, int)
-    assert (result.samples, result.top1) == (12, outcome.summary["top1"])  # type: ignore[union-attr]
 
 
 def test_the_split_of_a_run_is_of_its_own_data_only(

@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import faults
 from data_sets import write_folders
 from paceline.comm.agreement import Agreement
-from paceline.core.errors import ConfigError, PacelineError, RunError
+from paceline.core.errors import PacelineError, RunError
 from paceline.core.events import (
-    EvalEvent,
     Event,
     NoteEvent,
     StartEvent,
@@ -28,14 +26,10 @@ from paceline.core.events import (
     read_events,
 )
 from paceline.core.host import LoadReading
-from paceline.data import EvalLoader, TrainLoader
 from paceline.models import SmallResNet
 from paceline.planner.start_up import PHASES
 from paceline.precision import LossScale, PrecisionSettings, choose_policy
 from paceline.report import RunFiles, bound_by
-from paceline.trackers import check_trackers
-from paceline.trackers.clients import TensorBoardTracker
-from paceline.trackers.thread import TrackerThread
 from paceline.train import (
     Checkpoint,
     TrainStep,
@@ -186,46 +180,6 @@ def test_an_overloaded_host_is_noted_once_and_recorded(
     steps = [e for e in read_events(tmp_path / "run/metrics.jsonl") if e["event"] == "step"]
     assert {step["core_wait_share"] for step in steps} == {0.7}
     assert "overloaded host" in str(bound_by(RunFiles.read(tmp_path / "run")))
-
-
-def test_notes_of_both_loaders_are_emitted_once_also_after_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(step_records, "HostLoad", FixedLoad)
-    monkeypatch.setattr(TrainLoader, "note", lambda self: "3 on the host")
-    monkeypatch.setattr(EvalLoader, "note", lambda self: "2 on the host")
-    evaluate, calls = loop.evaluate, []
-
-    def twice(*arguments: Any, **options: Any) -> Any:
-        calls.append(1)
-        if len(calls) > 2:
-            raise PacelineError("the disk is gone")
-        return evaluate(*arguments, **options)
-
-    monkeypatch.setattr(loop, "evaluate", twice)
-    with pytest.raises(PacelineError, match="the disk is gone"):
-        run_small(tmp_path / "run", run__epochs=3, data__synthetic_samples=16)
-    assert notes_of(tmp_path / "run") == ["evaluation: 2 on the host", "3 on the host"]
-
-
-def test_tensorboard_scalars_can_be_read_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    notes: list[str] = []
-    writer = TrackerThread("tensorboard", lambda: TensorBoardTracker(tmp_path, 0), notes.append)
-    writer.on_event(StepEvent(3, 0.5, 1.25, 0.1, 900.0, 0.1, 0.0))
-    writer.on_event(EvalEvent(3, 0.5, 87.5, 99.0, 0.5, 2000, 0.7))
-    writer.on_event(NoteEvent("not a number"))
-    writer.close()
-    assert notes == []
-    read = EventAccumulator(str(tmp_path / "tensorboard"))
-    read.Reload()
-    expected = {"train/loss": 1.25, "train/images_per_s": 900.0, "val/top1": 87.5, "val/loss": 0.5}
-    for tag, value in expected.items():
-        assert [(e.step, e.value) for e in read.Scalars(tag)] == [(3, value)]
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'paceline\[tensorboard\]'"):
-        check_trackers(["tensorboard"])
 
 
 # --- the best checkpoint, and divergence -------------------------------------------------------

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from paceline.comm import CommSettings
 from paceline.comm.settings import HybridSettings
 from paceline.core.errors import RunError
+from paceline.optim.rule_settings import LarsSettings
 from paceline.precision.settings import PrecisionSettings
 from paceline.train.exchange_plan import DryBackward
 from paceline.train.step import TrainStep
@@ -27,7 +28,7 @@ NATIVE = CommSettings(fusion_mib=0.0)
 DTYPES = ("fp32", "fp16", "bf16")
 SCALE = PrecisionSettings(loss_scale_init=1024.0)
 DECAY = replace(OPTIM, weight_decay=0.1, decay_bias_norm=True)
-LARS = replace(OPTIM, name="lars", weight_decay=1e-4, trust_coefficient=0.01)
+LARS = replace(OPTIM, name="lars", weight_decay=1e-4, owned={"lars": LarsSettings(0.01)})
 
 
 def closed(step: TrainStep) -> Tensor:

@@ -72,7 +72,7 @@ def test_captured_updates_clip_as_plain_ones_do(name: str, dtype: str) -> None:
         step = make_step(alone(torch.device("cuda")), made=made)
         norms = [step.run(number, 0.002).grad_norm for number in range(STEPS)]
         assert min(norms) > 0.05
-        assert step.strategy.update._captured.replays == (graphs and ":" not in name)
+        assert step.strategy._captured.replays == (graphs and ":" not in name)
         found.append((weights(step), norms))
     (plain, norms), (captured, captured_norms) = found
     # Adam divides small gradients by their own size: rounding shows more than with SGD.
@@ -147,7 +147,7 @@ def test_captured_steps_average_their_weights_exactly(dtype: str) -> None:
     scale = PrecisionSettings(loss_scale_init=1024.0)
     made = Made(epochs=8, dtype=dtype, precision=scale, graphs=True, average=4.0)
     step = make_step(alone(torch.device("cuda")), made=made, norm=True)
-    average = step.strategy.update.average
+    average = step.strategy.average
     assert average is not None
     expected = torch.zeros(())
     for number in range(STEPS):

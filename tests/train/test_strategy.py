@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from paceline.config import RunConfig
-from paceline.core import extensions
+from paceline.config import STRATEGIES, RunConfig
+from paceline.core import settings
 from paceline.core.errors import ConfigError
 from paceline.core.exclusions import Exclusion, switched_off
 from paceline.core.settings import SettingChecks
@@ -59,11 +59,17 @@ class Slowed(Synchronous):
         return {"slowed": "half the rate"}
 
 
+def forget() -> None:
+    """The registries are of a process, which has other tests."""
+    STRATEGIES._parts.pop(Slowed.name, None)
+    settings._registries.clear()
+
+
 @pytest.fixture(autouse=True)
 def slowed() -> Iterator[None]:
     register_strategy(Slowed, SlowedSettings)
     yield
-    extensions._registered.clear()
+    forget()
 
 
 def test_a_run_steps_records_saves_and_resumes(tmp_path: Path) -> None:
@@ -97,7 +103,7 @@ def test_its_settings_and_exclusions_are_checked(name: str, value: object) -> No
 def test_a_name_is_looked_up_when_it_is_chosen() -> None:
     assert strategy_class(RunConfig().with_values({"run.strategy": "slowed"})) is Slowed
     assert strategy_class(RunConfig()) is Synchronous
-    extensions._registered.clear()
+    forget()
     with pytest.raises(ConfigError) as caught:
         RunConfig().with_values({"run.strategy": "slowed"})
     assert caught.value.field == "run.strategy"

@@ -38,8 +38,8 @@ def made_step(dtype: str = "fp32", steps: float = 3.0, model: nn.Module | None =
 
 
 def average_of(step: TrainStep) -> WeightAverage:
-    assert step.strategy.update.average is not None
-    return step.strategy.update.average
+    assert step.strategy.average is not None
+    return step.strategy.average
 
 
 def masters_and_statistics(step: TrainStep) -> Tensor:

@@ -16,14 +16,10 @@ import pytest
 import torch
 
 from paceline.core.events import CheckpointEvent, NoteEvent, RanksEvent, StepEvent
-from paceline.report import (
-    Comparison,
-    RunFiles,
-    read_runs,
-    render_comparison,
-    render_run,
-    write_page,
-)
+from paceline.report import RunFiles, render_run, write_page
+from paceline.report.compare_page import render_comparison
+from paceline.report.compare_runs import read_runs
+from paceline.report.comparison import Comparison
 from paceline.train.evaluate import thumbnail
 from report.conftest import MakeRun, make_run  # noqa: F401  (a fixture)
 from report.made_up_runs import (
@@ -290,26 +286,6 @@ def test_the_plan(browser: Browser, tmp_path: Path, size: str, scheme: str) -> N
 PLAN = ["plan", "--gpu", "V100", "--nodes", "16"]
 
 
-def test_10_000_steps_and_64_ranks(browser: Browser, make_run: MakeRun, serve: Serve) -> None:  # noqa: F811
-    steps, ranks = 10_000, 64
-    events: list[Any] = [start(total_steps=steps, world_size=ranks)]
-    for n in range(1, steps + 1):
-        events.append(step(n, 1 + 1 / n, total=steps, exposed_comm_s=0.02))
-        waits = {"min": 0.002, "median": 0.02, "max": 0.03, "rank": 17, "others": 0.02}
-        spread = {"min": 0.08, "median": 0.084, "max": 0.09, "rank": 17}
-        events.append(RanksEvent(n, ranks, spread, waits, dict.fromkeys(spread, 0)))
-    folder = make_run(events)
-    with serve([folder]) as url:
-        browser.look(url)
-        browser.wait_for("document.documentElement.dataset.live === 'on'")
-        check(browser, "light")
-        text = browser.run("return document.body.innerText")
-        assert "straggler rank 17" in text
-        assert "10,000" in text
-        browser.look(url, PHONE, "dark")
-        check(browser, "dark")
-
-
 def test_hostile_names(browser: Browser, make_run: MakeRun, serve: Serve) -> None:  # noqa: F811
     events = [
         start(command=HOSTILE, chosen={HOSTILE: HOSTILE}, changed=["run.name"]), step(1),
@@ -334,14 +310,3 @@ def test_hostile_names(browser: Browser, make_run: MakeRun, serve: Serve) -> Non
                     == 0
                 )
                 assert "onerror" in browser.run("return document.body.innerText")
-
-
-def test_a_folder_that_vanishes_is_said_on_the_page(
-    browser: Browser, make_run: MakeRun, serve: Serve,  # noqa: F811
-) -> None:  # fmt: skip
-    folder = make_run(finished_events()[:50])
-    with serve([folder]) as url:
-        browser.look(url)
-        browser.wait_for("document.documentElement.dataset.live === 'on'")
-        shutil.rmtree(folder)
-        browser.wait_for("document.body.innerText.includes('is gone')")

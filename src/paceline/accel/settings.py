@@ -8,6 +8,13 @@ from typing import ClassVar
 from paceline.core.exclusions import Exclusion, not_in, one_of
 from paceline.core.settings import SettingChecks
 
+# Default and new name of each setting that had another one.
+RENAMED: dict[str, tuple[object, str]] = {
+    "run.compile": ("auto", "run.accel.compile"),
+    "run.fused_convolutions": ("off", "run.accel.fused_convolutions"),
+    "run.fused_norm": ("auto", "run.accel.fused_norm"),
+    "run.recompute_norms": (False, "run.accel.recompute_norms"),
+}
 SWITCHES = ("auto", "on", "off")
 COMPILE_MODES = ("auto", "off", "blocks", "model")
 CUDNN = "cudnn"
@@ -22,6 +29,8 @@ class AccelSettings:
 
     # They change how a step is computed: within rounding its results are the same.
     EXACT: ClassVar[bool] = False
+    # No other setting chooses them.
+    UNCHOSEN: ClassVar[bool] = True
 
     fused_norm: str = "auto"
     """Fused kernels for batch norm with ReLU, residual sum and pooling: `on`, `off`, or `auto` (on

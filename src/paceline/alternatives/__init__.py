@@ -27,6 +27,11 @@ PROVIDES: dict[str, dict[str, str]] = {
     "renamed settings": {
         "comm.error_feedback": "alternatives.eight_bit.wires:RENAMED",
         **dict.fromkeys(
+            ("comm.servers", "comm.staleness"), "alternatives.asynchronous.settings:RENAMED"
+        ),
+        "model.norm_group": "alternatives.synced_norms.settings:RENAMED",
+        **dict.fromkeys(("run.rebalance", "run.shares"), "alternatives.unequal.settings:RENAMED"),
+        **dict.fromkeys(
             ("optim.bits", "optim.center_epochs", "optim.halp_mu"),
             "alternatives.svrg.settings:RENAMED",
         ),

@@ -21,7 +21,7 @@ import typer
 import typer.core
 import typer.main
 
-from paceline.cli.failure import Failure, LauncherWatch
+from paceline.cli.failure import RANK_VARIABLES, Failure, Unwatched
 from paceline.core.errors import DeviceError, PacelineError
 from paceline.core.extensions import missing_extension
 from paceline.core.host import no_thread
@@ -40,7 +40,7 @@ _TRAINING_PACKAGES = ("torch", "PIL", "safetensors")
 
 # Where each command is. Its module is imported only if the command runs, or for `paceline --help`.
 _COMMANDS = {
-    "train": "train:train", "lr-find": "lr_find:find_rate", "rehearse": "train:rehearse",
+    "train": "train:train", "lr-find": "lr_find:find_rate", "rehearse": "rehearse:rehearse",
     "eval": "evaluate:evaluate_checkpoint", "recipes": "listings:recipes",
     "predict": "evaluate:predict_images", "export": "evaluate:export_weights",
     "models": "listings:list_models", "report": "report:report_run", "compare": "report:compare_runs",
@@ -124,7 +124,7 @@ def run_command() -> int:
     """Runs the command line of `sys.argv` and returns its exit code."""
     try:
         # First of all: a launcher may end while a rank still imports torch.
-        watch = LauncherWatch(os.environ)
+        watch = _watch_launcher()
         code = app(standalone_mode=False)
         if code and (loss := watch.loss()):  # the run saved and stopped because of it
             loss.report()
@@ -157,6 +157,15 @@ def run_command() -> int:
                 f"{mistake}; see {_command()} --help", int(getattr(error, "exit_code", 2))
             ).report()
         return _unexpected(error).report()
+
+
+def _watch_launcher() -> Unwatched:
+    """Each launcher sets a variable for the ranks that it starts."""
+    if os.environ.keys().isdisjoint(RANK_VARIABLES.values()):
+        return Unwatched()
+    from paceline.cli.launcher_watch import LauncherWatch
+
+    return LauncherWatch(os.environ)
 
 
 def _command() -> str:

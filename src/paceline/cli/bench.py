@@ -16,8 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli import options
-from paceline.cli.options import (
-    check_at_least,
+from paceline.cli.measure import (
     check_settings,
     chosen_device,
     environment,
@@ -26,6 +25,7 @@ from paceline.cli.options import (
     print_json,
     run_on_ranks,
 )
+from paceline.cli.options import check_at_least
 from paceline.config import RunConfig, parse_assignment
 from paceline.core.errors import ConfigError
 from paceline.core.units import format_percent, parse_bytes

@@ -15,12 +15,12 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import Protocol, Self
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
@@ -31,8 +31,10 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from paceline.cli.failure import LAUNCHER_VARIABLE, root_cause
-from paceline.core.errors import LaunchError
+from paceline.cli.failure import LAUNCHER_VARIABLE, Failure
+from paceline.cli.options import without_options
+from paceline.config import Job, RunConfig
+from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.host import (
     SignalContext,
     available_cores,
@@ -40,13 +42,59 @@ from paceline.core.host import (
     process_stat,
     started_with,
 )
+from paceline.core.topology import Topology
+from paceline.train.batch_sizes import batch_stages, requested_batch, resolve_batch_sizes
 from paceline.train.machine import COMMAND_VARIABLE, command_line
+from paceline.train.stop_signals import user_signals
 
 ADDRESS = "127.0.0.1"
 BACKEND = "paceline-local"
+_LAUNCHER_OPTIONS = ("--nproc-per-node", "--master-port", "--max-restarts")
 _STORE_TIMEOUT = timedelta(seconds=60)
 # The agent gives ranks 30 s to stop. A signal after that counts again, in case the first was lost.
 _REPEAT_S = 35.0
+# Exit codes of ranks that saved and stopped on request.
+_ASKED_TO_STOP = {
+    128 + number
+    for number in (
+        signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
+    )
+}  # fmt: skip
+# The agent sends SIGTERM to the other ranks when one has ended, which may interrupt their exit.
+_TERMINATED = {-signal.SIGTERM}
+
+
+def launch_ranks(config: RunConfig, processes: int, port: int, max_restarts: int) -> int:
+    """Checks what can be checked once, before the ranks start."""
+    _refuse_to_nest(processes)
+    if not 0 <= port < 65536:
+        raise ConfigError("--master-port", port, "must be 0 to 65535")
+    config.check_job(Job(processes=processes))
+    asked = requested_batch(config, processes)
+    sizes = resolve_batch_sizes(*asked)
+    if asked[:2] != (None, None):
+        batch_stages(config.optim, sizes, processes)
+    return launch(
+        processes, without_options(sys.argv[1:], _LAUNCHER_OPTIONS), port=port,
+        max_restarts=max_restarts,
+        stops=user_signals(config.checkpoint, "stop"),
+        saves=user_signals(config.checkpoint, "save"),
+    )  # fmt: skip
+
+
+def _refuse_to_nest(processes: int) -> None:
+    """A rank that starts ranks would multiply them, or conflict with its neighbours."""
+    variables = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    found = next((name for name in variables if name in os.environ), None)
+    # One srun task may start the ranks of a node; several tasks are ranks themselves.
+    if found is None and Topology.from_env(os.environ).world_size > 1:
+        found = "SLURM_PROCID"
+    if found is not None:
+        raise ConfigError(
+            "--nproc-per-node", processes,
+            f"this process is a rank of a launcher already ({found} is set)",
+            "leave the flag out under torchrun, srun and mpirun",
+        )  # fmt: skip
 
 
 def launch(
@@ -112,6 +160,55 @@ def launch(
             "choose a free --master-port, or 0 to have one chosen",
         ) from None
     return 0
+
+
+class ChildFailure(Protocol):
+    """The part of torch's record of a failed process that is read; `exitcode` is -n for signal n."""
+
+    @property
+    def message(self) -> object: ...
+
+    @property
+    def exitcode(self) -> int: ...
+
+
+def root_cause(failures: Mapping[int, ChildFailure]) -> Failure | int:
+    """The failure to show, of all that the agent has collected, in the order in which it saw them; an
+    exit code where the ranks stopped on request.
+
+    A rank that reported a cause comes first, then one that ended without a report, then consequences.
+    """
+    reported = {
+        rank: Failure.from_record(failure.message, failure.exitcode)
+        for rank, failure in failures.items()
+    }
+    for failure in reported.values():
+        if failure and not failure.consequence:
+            return failure
+    silent = [rank for rank, failure in reported.items() if failure is None]
+    codes = {failures[rank].exitcode for rank in silent}
+    expected = _ASKED_TO_STOP | _TERMINATED
+    if codes & _ASKED_TO_STOP and codes <= expected:
+        return max(codes)
+    # The agent kills ranks that do not stop, but it saw the end of the first one before.
+    ended = [rank for rank in silent if failures[rank].exitcode not in expected] or silent
+    if ended:
+        return Failure(_unreported_end(ended[0], failures[ended[0]].exitcode), 1)
+    return next(failure for failure in reported.values() if failure)
+
+
+def _unreported_end(rank: int, exit_code: int) -> str:
+    """For a rank that was killed, or crashed in native code."""
+    if exit_code >= 0:
+        return (
+            f"rank {rank} ended with exit code {exit_code} without a message; see its output above"
+        )
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:  # a real-time signal has a number only
+        name = f"signal {-exit_code}"
+    hint = "was it out of memory? lower --batch-size or --workers; " if name == "SIGKILL" else ""
+    return f"rank {rank} was ended by {name}; {hint}continue with --resume auto"
 
 
 def end_ranks(limit_s: float = 30.0) -> None:

@@ -14,21 +14,17 @@ from rich.console import Console
 
 from paceline.cli.failure import report_error
 from paceline.cli.options import AsJson, check_at_least
-from paceline.cli.train import (
-    FLAGS,
-    launch_ranks,
-    parse_flags,
-    resolve,
-    take_signature,
-    train,
-)
+from paceline.cli.signature import take_signature
+from paceline.cli.train import FLAGS, parse_flags, resolve, train
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, DataError
 from paceline.core.files import whole_file
 from paceline.core.topology import Topology
+from paceline.core.units import markup
 from paceline.optim.registry import DECAY, Course, ScheduleSettings, register_schedule
-from paceline.report import chart_document, range_page, write_page
-from paceline.report.chart import Chart, Line, Marker
+from paceline.report import write_page
+from paceline.report.chart import Chart, Line, Marker, line_chart
+from paceline.report.html import definition_list, document, figures, style
 from paceline.train.display import create_display, print_line
 
 if TYPE_CHECKING:
@@ -83,6 +79,8 @@ def find_rate(**given: Any) -> int:
     config = resolve(given["recipe"], flags, given["settings"], given["trust"])
     config = range_config(config, low, high, steps, ranks)
     if ranks > 1:
+        from paceline.cli.launch import launch_ranks
+
         return launch_ranks(config, ranks, given["master_port"], 0)
     return _run(config, steps, given["as_json"])
 
@@ -114,16 +112,17 @@ def range_config(
     batch = resolve_batch_sizes(first, config.run.batch_size, world, samples).global_batch
     epochs = math.ceil(steps * batch / samples)
     register_schedule("range", Range)
-    return config.with_values({
+    config = config.with_values({
         "run.name": f"{config.run.name}-lr-find", "run.epochs": epochs,
         "run.global_batch_size": batch, "run.eval_interval_epochs": epochs,
         "run.average_epochs": 0.0, "run.target_top1": None, "run.rank_records": "off",
-        "optim.schedule": "range", "optim.range.lr": [low, high], "optim.range.steps": steps,
         "optim.warmup_epochs": 0.0,
         "optim.batch_schedule": "", "optim.batch_limit": None, "optim.schedule_free": 0.0,
         "optim.scaling": "off",
         "checkpoint.interval_epochs": 0, "checkpoint.interval_steps": 0, "checkpoint.keep": 1,
     })  # fmt: skip
+    owned = {**config.optim.owned, "range": Range((low, high), steps)}
+    return replace(config, optim=replace(config.optim, schedule="range", owned=owned))
 
 
 def _run(config: RunConfig, steps: int, as_json: bool) -> int:
@@ -179,6 +178,23 @@ def range_chart(found: RangeResult) -> Chart:
         "Learning-rate range test", "learning rate, as a power of ten", lines, markers=markers,
         note=f"{suggestion}, lowest loss at {found.largest:.3g}",
     )  # fmt: skip
+
+
+def chart_document(chart: Chart) -> str:
+    """A chart as an SVG file of its own, with the colours of the pages."""
+    drawn = line_chart(chart)
+    opening, _, rest = drawn.partition(">")
+    opening = opening.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    back = '<rect width="100%" height="100%" fill="var(--card)"/>'
+    text = ".chart text { font-family: system-ui, sans-serif; }"
+    title = f"<title>{markup(chart.title)}</title>"
+    return f"{opening}>{title}<style>{style()}{text}</style>{back}{rest}\n"
+
+
+def range_page(name: str, chart: Chart, rows: list[tuple[str, str]]) -> str:
+    """The page of a learning-rate range test."""
+    head = f"<header><p>{markup(name)}</p><h1>{markup(chart.title)}</h1></header>"
+    return document(name, [head, definition_list(rows, "facts"), figures([chart])])
 
 
 def _rows(found: RangeResult) -> list[tuple[str, str]]:

@@ -7,14 +7,15 @@ of the buckets.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 from paceline.core.units import format_duration, markup, plural
 from paceline.plan.noise import LEAST_SAVING
 from paceline.planner.answer import MOST_RANKS, Answer, format_gbps, node_gbps
 from paceline.planner.prediction import BucketScore, Prediction
 from paceline.planner.recommend import CORE_IMAGES_PER_S, PACKED_IMAGES_PER_S, Option
-from paceline.report.chart import Bar, Chart, Line, gantt_chart
+from paceline.report.chart import RIGHT, WIDTH, Axis, Chart, Line, tick_text
 from paceline.report.html import document, figures, section
 from paceline.report.tables import Table
 
@@ -34,26 +35,80 @@ def plan_page(answer: Answer) -> str:
         title,
         [
             f"<header><p>Paceline plan</p>\n<h1>{markup(title)}</h1></header>",
-            section("Answer", [_table("", ("", ""), fact_rows(answer), {0, 1})]),
+            section("Answer", [Table.of("", ("", ""), fact_rows(answer), {0, 1})]),
             _gantt(answer),
             figures([_efficiency(answer), _speed(answer)]),
-            section("What would help", [_table("", ("change", "images/s", "price"),
-                                               advice_rows(answer), {0, 2})]),
-            section("Nodes and batches", [_table("", option_columns(answer), option_rows(answer),
-                                                 set())]),
-            section("Scaling", [_table("", curve_columns(answer), curve_rows(answer), set())]),
-            section(f"Buckets, {FROM_BACKWARD}", [_table(
-                "", ("bucket", "tensors", "MiB", "algorithm", "ready ms", "start ms", "end ms"),
-                bucket_rows(answer), {3})]),
+            *(section(table.title, [table]) for table in reversed(answer_tables(answer))),
             "<footer>Paceline plan</footer>",
         ],
     )  # fmt: skip
 
 
-def _table(
-    title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], text: set[int] | None = None
-) -> Table:
-    return Table.of(title, columns, rows, {0} if text is None else text)
+def answer_tables(answer: Answer) -> list[Table]:
+    """What follows the facts, in the order of the terminal, which ends with what matters most."""
+    cost = ("cost",) if answer.limits.price else ()
+    energy = ("kWh",) if answer.job.watts else ()
+    same_loss = ("time to the same loss",) if answer.noise_scale else ()
+    buckets = ("bucket", "tensors", "MiB", "algorithm", "ready ms", "start ms", "end ms")
+    scaling = ("ranks", "images/s", "efficiency", "exposed ms", *same_loss)
+    options = (
+        "nodes", "batch", "time with start-up", "GPU-hours", *cost, *energy, "images/s",
+        "efficiency", "global batch",
+    )  # fmt: skip
+    return [
+        Table.of(f"Buckets, {FROM_BACKWARD}", buckets, bucket_rows(answer), {3}),
+        Table.of("Scaling", scaling, curve_rows(answer), set()),
+        Table.of("Nodes and batches", options, option_rows(answer), set()),
+        Table.of("What would help", ("change", "images/s", "price"), advice_rows(answer), {0, 2}),
+    ]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Of a Gantt chart, from `start` to `end`, in row `row`; `text` shows on hover."""
+
+    row: str
+    start: float
+    end: float
+    text: str
+    colour: int = 1
+
+
+# Rows of a Gantt chart: their height, and the width of their names.
+_ROW, _NAMES = 26, 92
+
+
+def gantt_chart(label: str, unit: str, bars: Sequence[Bar]) -> str:
+    """One `<svg>` element, a row for each name in the order of the bars, time to the right."""
+    rows = list(dict.fromkeys(bar.row for bar in bars))
+    axis = Axis.fit([0.0, *(bar.end for bar in bars)], tight=True, target_ticks=5)
+    foot, width = 8 + _ROW * len(rows), WIDTH - _NAMES - RIGHT
+
+    def x(value: float) -> float:
+        return _NAMES + axis.share(value) * width
+
+    parts = []
+    for tick, text in zip(axis.ticks, axis.labels(), strict=True):
+        parts.append(f'<path class="grid" d="M{x(tick):.1f} 4V{foot}"/>')
+        parts.append(tick_text(x(tick), foot + 17, text))
+    for place, name in enumerate(rows):
+        y = 8 + _ROW * place
+        parts.append(f'<text x="{_NAMES - 8}" y="{y + 15}" text-anchor="end">{markup(name)}</text>')
+    for bar in bars:
+        y = 8 + _ROW * rows.index(bar.row)
+        # A bar too short to see is one unit wide.
+        wide = max(1.0, x(bar.end) - x(bar.start))
+        parts.append(
+            f'<rect class="bar c{bar.colour}" x="{x(bar.start):.1f}" y="{y}" width="{wide:.1f}" '
+            f'height="{_ROW - 6}"><title>{markup(bar.text)}</title></rect>'
+        )
+    parts.append(
+        f'<text x="{WIDTH - RIGHT}" y="{foot + 33}" text-anchor="end">{markup(unit)}</text>'
+    )
+    return (
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {foot + 38}" role="img" '
+        f'aria-label="{markup(label)}">' + "".join(parts) + "</svg>"
+    )
 
 
 def step_bars(answer: Answer) -> list[Bar]:
@@ -378,11 +433,6 @@ def _way(score: BucketScore) -> str:
     return score.algorithm + ("" if score.wire == "auto" else f", {score.wire}")
 
 
-def curve_columns(answer: Answer) -> tuple[str, ...]:
-    same_loss = ("time to the same loss",) if answer.noise_scale else ()
-    return ("ranks", "images/s", "efficiency", "exposed ms", *same_loss)
-
-
 def curve_rows(answer: Answer) -> list[Row]:
     return [
         (f"{p.ranks:,}", _few(p.images_per_s), f"{p.efficiency:.1%}",
@@ -394,15 +444,6 @@ def curve_rows(answer: Answer) -> list[Row]:
 
 def advice_rows(answer: Answer) -> list[Row]:
     return [(advice.change, f"{advice.gain:+.1%}", advice.price) for advice in answer.advice]
-
-
-def option_columns(answer: Answer) -> tuple[str, ...]:
-    cost = ("cost",) if answer.limits.price else ()
-    energy = ("kWh",) if answer.job.watts else ()
-    return (
-        "nodes", "batch", "time with start-up", "GPU-hours", *cost, *energy, "images/s", "efficiency",
-        "global batch",
-    )  # fmt: skip
 
 
 def option_rows(answer: Answer) -> list[Row]:

@@ -18,18 +18,16 @@ from rich.text import Text
 from paceline.cli.options import AsJson
 from paceline.cli.summary import print_summary
 from paceline.core.errors import ConfigError, DataError
-from paceline.report import (
-    Comparison,
-    Table,
+from paceline.report import Table, write_page, write_report
+from paceline.report.compare_page import (
     compare_caption,
     compare_json,
     compare_markdown,
     compare_table,
-    read_runs,
     render_comparison,
-    write_page,
-    write_report,
 )
+from paceline.report.compare_runs import read_runs
+from paceline.report.comparison import Comparison
 from paceline.report.live_run import run_folders
 from paceline.report.server import (
     LOOPBACK,

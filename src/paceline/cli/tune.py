@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.cli import options
-from paceline.cli.options import (
-    check_at_least,
+from paceline.cli.measure import (
     check_settings,
     chosen_device,
     is_rank,
@@ -28,6 +27,7 @@ from paceline.cli.options import (
     parse_size_range,
     run_on_ranks,
 )
+from paceline.cli.options import check_at_least
 from paceline.config import RunConfig, load_config, parse_assignment
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.topology import Topology
@@ -35,7 +35,8 @@ from paceline.core.units import format_bytes
 from paceline.models.settings import check_model_name
 from paceline.plan.plan_file import LinkFacts, PlanFile, ProbedCluster
 from paceline.plan.schedules import tuned_names
-from paceline.plan.size_table import MARGIN, MeasuredSize, check_noise
+from paceline.plan.size_table import MeasuredSize
+from paceline.tune.size_choice import MARGIN, check_noise
 
 if TYPE_CHECKING:
     from paceline.planner.workload import Workload

@@ -6,24 +6,38 @@ on first use: importing this package does not import torch.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from paceline.core import lazy_exports
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "SIGNALS": "exchange",
-        "AgreedError": "peer_errors",
-        "CommSettings": "settings",
-        "ExchangeObserver": "progress",
-        "GradientExchange": "exchange",
-        "Group": "group",
-        "HybridAllReduce": "hybrid",
-        "PeerError": "peer_errors",
-        "ProcessGroups": "process_groups",
-        "Signals": "exchange",
-        "SizeTable": "paceline.plan.size_table",
-        "Timeline": "tracing",
-        "Transport": "transport",
-        "create_transport": "transport",
-    },
-)
+if TYPE_CHECKING:
+    from paceline.comm.exchange import SIGNALS, GradientExchange, Signals
+    from paceline.comm.group import Group
+    from paceline.comm.hybrid import HybridAllReduce
+    from paceline.comm.peer_errors import AgreedError, PeerError
+    from paceline.comm.process_groups import ProcessGroups
+    from paceline.comm.progress import ExchangeObserver
+    from paceline.comm.settings import CommSettings
+    from paceline.comm.tracing import Timeline
+    from paceline.comm.transport import Transport, create_transport
+    from paceline.plan.size_table import SizeTable
+
+__all__ = [
+    "SIGNALS",
+    "AgreedError",
+    "CommSettings",
+    "ExchangeObserver",
+    "GradientExchange",
+    "Group",
+    "HybridAllReduce",
+    "PeerError",
+    "ProcessGroups",
+    "Signals",
+    "SizeTable",
+    "Timeline",
+    "Transport",
+    "create_transport",
+]
+
+if not TYPE_CHECKING:  # a type checker would accept every name
+    __getattr__, __dir__ = lazy_exports(__name__)

@@ -178,7 +178,7 @@ class ProcessGroups:
     def check_same(self, facts: Mapping[str, object]) -> None:
         """Fails, on every rank alike, unless all ranks have the same facts. All ranks call this."""
         if self.world is not None:
-            _compare(all_gather_json(dict(facts), self.world))
+            compare_reports(all_gather_json(dict(facts), self.world))
 
     def close(self) -> None:
         """Leaves the groups; the default one stays."""
@@ -219,7 +219,7 @@ def _agree(topology: Topology, k: int | None, timeout_s: float) -> tuple[tuple[i
     facts = {"comm.group_size": k, "comm.timeout_s": timeout_s}
     gathered = all_gather_json([astuple(place), facts])
     reports = [(Place(*theirs), found) for theirs, found in gathered]
-    _compare([theirs for _, theirs in reports])
+    compare_reports([theirs for _, theirs in reports])
     for rank, (found, _) in enumerate(reports):
         if found.rank != rank:
             raise CommError(
@@ -267,13 +267,17 @@ def init_default_group(
         dist.barrier()
 
 
-def _compare(reports: Sequence[Mapping[str, object]]) -> None:
+def compare_reports(
+    reports: Sequence[Mapping[str, object]],
+    remedy: str = "start every rank with the same settings",
+) -> None:
+    """Raises CommError for the first fact in which a rank's report differs from rank 0's."""
     for rank, theirs in enumerate(reports):
         for name, first in reports[0].items():
             if theirs.get(name) != first:
                 raise CommError(
                     f"ranks differ in {name}: {first} on rank 0, {theirs.get(name)} on rank {rank}",
-                    "start every rank with the same settings",
+                    remedy,
                 )
 
 

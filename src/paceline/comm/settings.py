@@ -72,13 +72,6 @@ class CommSettings(Section):
     wire: str = "auto"
     """Format in which gradients travel: `float32`, `float16`, `bfloat16`, `auto` (the gradients' own), or
     another one that docs/communication.md lists."""
-    mode: str = "synchronous"
-    """`synchronous`, or `asynchronous`: ranks push gradients to parameter servers and pull weights,
-    without waiting for one another."""
-    staleness: int = 4
-    """Asynchronous mode: steps by which ranks may drift apart."""
-    servers: int = 0
-    """Asynchronous mode: the first ranks that serve a shard of the weights; 0 means all ranks."""
     group_size: int = 0
     """Ranks of a group in `hierarchical`, `torus2d` and `central`, whose groups have a server each; 0
     takes the ranks of a node."""

@@ -28,6 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from torch.distributed.distributed_c10d import Store
@@ -287,31 +288,25 @@ _FAULT_WAIT_S = 2.0
 _SUSPECT_WAITS, _SUSPECT_PAUSE_S = 12, 0.25
 
 
+@dataclass(frozen=True)
 class LostRanks:
     """Makes the error of a broken collective, the same on all ranks where they can still agree."""
 
-    def __init__(
-        self,
-        rank: int,
-        agreement: Agreement,
-        watchdog: Watchdog | None,
-        hosts: RankHosts,
-    ) -> None:
-        self._rank = rank
-        self._agreement = agreement
-        self._watchdog = watchdog
-        self._hosts = hosts
+    rank: int
+    agreement: Agreement
+    watchdog: Watchdog | None
+    hosts: RankHosts
 
     def posted_fault(self) -> AgreedError | None:
         """The error that a failed rank has posted, or posts within seconds."""
-        return self._agreement.read_fault(_FAULT_WAIT_S)
+        return self.agreement.read_fault(_FAULT_WAIT_S)
 
     def broken(self, what: str, error: RuntimeError) -> PeerError:
         """For a collective of the backend: who failed and why, where that is known."""
         return self._explained(
             str(error),
             lambda gone: PeerError(
-                f"{what} broke on rank {self._rank}: {gone or 'another rank is gone'} "
+                f"{what} broke on rank {self.rank}: {gone or 'another rank is gone'} "
                 f"({backend_reason(error)})",
                 "the log of the first rank to fail has the cause; resume with --resume auto",
             ),
@@ -337,34 +332,34 @@ class LostRanks:
         still stand end with the same line, and without a search of their own."""
         if not is_certain:
             return error
-        self._agreement.post_fault(error)
-        first = self._agreement.read_fault()
+        self.agreement.post_fault(error)
+        first = self.agreement.read_fault()
         return error if first is None else PeerError.from_agreed(first)
 
     def _suspect(self, error: str) -> str:
         """Who is gone, by the peer's address in the backend's error; empty where that is unknown."""
         for address in re.findall(r"\[?([0-9a-fA-F.:]+)\]?:\d+", error):
-            if suspect := self._hosts.gone_text(address):
-                return self._agreement.first_suspect(suspect)
+            if suspect := self.hosts.gone_text(address):
+                return self.agreement.first_suspect(suspect)
         return ""
 
     def silent(self) -> str:
         """Who is gone, as another rank has found, or because it does not answer; empty where all
         answer."""
-        if known := self._agreement.known_suspect():
+        if known := self.agreement.known_suspect():
             return known
-        ranks = self._watchdog.silent_ranks() if self._watchdog is not None else set()
+        ranks = self.watchdog.silent_ranks() if self.watchdog is not None else set()
         if not ranks:
             return self._suspect_of_reader()
         verb = "gives" if len(ranks) == 1 else "give"
-        return self._agreement.first_suspect(f"{format_ranks(ranks)} {verb} no sign of life")
+        return self.agreement.first_suspect(f"{format_ranks(ranks)} {verb} no sign of life")
 
     def _suspect_of_reader(self) -> str:
         """Where ranks are many one of them reads all heartbeats, and the others wait for what it
         finds."""
-        waits = 0 if self._watchdog is None or self._watchdog.all_read else _SUSPECT_WAITS
+        waits = 0 if self.watchdog is None or self.watchdog.all_read else _SUSPECT_WAITS
         for _ in range(waits):
-            if known := self._agreement.known_suspect():
+            if known := self.agreement.known_suspect():
                 return known
             time.sleep(_SUSPECT_PAUSE_S)
-        return self._agreement.known_suspect()
+        return self.agreement.known_suspect()

@@ -7,6 +7,7 @@ fail.
 from paceline.config.exclusions import Job
 from paceline.config.removed import REMOVED, RENAMED, refuse_removed
 from paceline.config.run_config import (
+    DEFAULTS,
     RECIPES,
     SECTIONS,
     RunConfig,
@@ -25,6 +26,7 @@ from paceline.config.run_config import (
 from paceline.config.settings import STRATEGIES, SYNCHRONOUS, CheckpointSettings, RunSettings
 
 __all__ = [
+    "DEFAULTS",
     "RECIPES",
     "REMOVED",
     "RENAMED",

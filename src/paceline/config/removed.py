@@ -61,13 +61,8 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
 RENAMED: Mapping[str, tuple[Any, str]] = {
     "comm.eta_kib": (None, "comm.hybrid.eta_kib"),
     "comm.mode": ("synchronous", "run.strategy"),
-    "comm.servers": (0, "run.asynchronous.servers"),
     "comm.sizes": ("", "comm.hybrid.sizes"),
-    "run.compile": ("auto", "run.accel.compile"),
-    "run.fused_convolutions": ("off", "run.accel.fused_convolutions"),
-    "run.fused_norm": ("auto", "run.accel.fused_norm"),
-    "run.recompute_norms": (False, "run.accel.recompute_norms"),
-    "optim.adam_eps": (1e-8, "optim.adamw.eps, or that of lamb or rmsprop_warmup"),
+    "optim.adam_eps": (1e-8, "optim.adamw.eps or optim.lamb.eps"),
     "optim.beta1": (0.9, "optim.adamw.beta1 or optim.lamb.beta1"),
     "optim.beta2": (0.999, "optim.adamw.beta2 or optim.lamb.beta2"),
     "optim.clip": (False, "optim.lars.clip or optim.lamb.clip"),
@@ -82,10 +77,6 @@ RENAMED: Mapping[str, tuple[Any, str]] = {
     "optim.decay_factors": ([0.5, 0.075, 0.01, 0.001], "optim.piecewise.factors"),
     "optim.decay_rate": (0.1, "optim.step.factor"),
     "optim.poly_power": (2.0, "optim.poly.power"),
-    "comm.staleness": (4, "run.asynchronous.staleness"),
-    "model.norm_group": (1, "run.synced_norms.ranks"),
-    "run.rebalance": (False, "run.unequal.rebalance"),
-    "run.shares": ("equal", "run.unequal.shares"),
 }
 
 

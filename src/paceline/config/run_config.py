@@ -43,6 +43,9 @@ from paceline.optim.settings import KnownGood, OptimSettings
 from paceline.precision.settings import PrecisionSettings
 
 Tables = dict[str, dict[str, Any]]
+# The version of all defaults, which a file names as `defaults`; one that names none has this one. Raise
+# it when a default changes, and let `from_tables` give the earlier one to files of the version before.
+DEFAULTS = 1
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,12 @@ class RunConfig:
     def from_tables(cls, tables: Mapping[str, Any]) -> RunConfig:
         """Builds the configuration; a section or key that does not exist fails by name."""
         values: dict[str, Any] = {}
+        if (version := tables.get("defaults", DEFAULTS)) != DEFAULTS:
+            raise ConfigError(
+                "defaults", version, "is another version of the defaults than this Paceline has",
+                f"use the Paceline that wrote the file, or check all settings and set it to {DEFAULTS}",
+            )  # fmt: skip
+        tables = without_version(tables)
         refuse_removed(tables)
         for section, table in without_removed(tables).items():
             if not isinstance(table, dict):
@@ -103,7 +112,16 @@ class RunConfig:
         return {f.name: to_table(getattr(self, f.name)) for f in fields(self)}
 
     def to_toml(self) -> str:
-        return tomli_w.dumps(self.to_tables())
+        """Returns a recipe: the settings in use, and the version of the defaults of all others."""
+        return tomli_w.dumps({"defaults": DEFAULTS, **self.in_use()})
+
+    def in_use(self) -> Tables:
+        """Returns the tables without those of owners that nothing has chosen."""
+        tables = self.to_tables()
+        for name, section in self.sections().items():
+            for owner in section.unused() if isinstance(section, Section) else ():
+                tables[name].pop(owner, None)
+        return tables
 
     def flat(self) -> dict[str, Any]:
         """`{"run.seed": 0, …}`, settings of owners as `comm.hybrid.sizes`."""
@@ -196,8 +214,14 @@ def changed_settings(config: RunConfig) -> list[str]:
     return sorted(name for name, value in config.flat().items() if usual.get(name) != value)
 
 
+def without_version(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the sections of a file."""
+    return {name: table for name, table in tables.items() if name != "defaults"}
+
+
 def with_defaults(tables: Mapping[str, Any]) -> Tables:
     """Returns a stored configuration with the defaults of later settings and without removed ones."""
+    tables = without_version(tables)
     return merge(_defaults(tables).to_tables(), without_removed(tables))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,8 +29,6 @@ class RunSettings(Section):
     """The length, size and place of a run, and what it writes."""
 
     NAME: ClassVar[str] = "run"
-    OWNERS: ClassVar[Mapping[str, str]] = {"accel": "accel.settings:AccelSettings"}
-    IN_USE: ClassVar[tuple[str, ...]] = ("accel",)
     CHOOSERS: ClassVar[tuple[str, ...]] = ("strategy",)
 
     name: str = "run"

@@ -67,6 +67,12 @@ def provided(kind: str) -> Mapping[str, str]:
     return added
 
 
+def missing_packages() -> str:
+    """Returns a remark on extension packages that were removed; empty if there are none."""
+    missing = [f"paceline.{name}" for name, table in _tables().items() if table is None]
+    return f" ({', '.join(missing)} is not part of this installation)" if missing else ""
+
+
 def load_part(place: str, field: str, value: object) -> Any:
     """Imports `module:attribute` of Paceline. Raises ConfigError if the module was removed."""
     module, _, attribute = place.partition(":")
@@ -99,11 +105,7 @@ class Registry(Generic[Part]):
     def check(self, name: str, field: str) -> None:
         """Raises ConfigError, with the nearest name, for a name that the setting `field` cannot have."""
         if name not in self:
-            hint = nearest(name, self.names())
-            if missing := [
-                f"paceline.{name}" for name, table in _tables().items() if table is None
-            ]:
-                hint += f" ({', '.join(missing)} is not part of this installation)"
+            hint = nearest(name, self.names()) + missing_packages()
             raise ConfigError(field, name, "unknown", hint)
 
     def get(self, name: str, field: str) -> Part:

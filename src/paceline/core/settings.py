@@ -14,11 +14,13 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.core.extensions import Registry, load_part
+from paceline.core.extensions import Registry, load_part, missing_packages
 from paceline.core.untrusted import LONGEST_S, ParseError, is_finite, parse_toml
 
 Settings = TypeVar("Settings")
@@ -35,7 +37,8 @@ class Section:
     A subclass lists its owners in `OWNERS`, as name and `module:Class` inside `paceline`; the module is
     loaded if its table is given or if a setting in `CHOOSERS` names the owner. `register_settings` adds
     owners from outside the package. The class of an owner is a dataclass with defaults only. Its
-    `EXCLUSIONS`, if it has any, are checked whenever its table is in use.
+    `EXCLUSIONS`, if it has any, are checked whenever its table is in use: if a setting has chosen the
+    owner or, with `UNCHOSEN = True`, if the table is given.
 
     Attributes:
         owned: The settings of each owner that is given or chosen, by the owner's name.
@@ -44,8 +47,6 @@ class Section:
     NAME: ClassVar[str] = ""
     OWNERS: ClassVar[Mapping[str, str]] = {}
     CHOOSERS: ClassVar[tuple[str, ...]] = ()
-    # Owners that no setting chooses: their tables are in use if they are given.
-    IN_USE: ClassVar[tuple[str, ...]] = ()
 
     owned: Mapping[str, Any] = field(
         default_factory=dict, kw_only=True, hash=False, metadata=NO_SETTING
@@ -95,13 +96,17 @@ class Section:
 
     def unused(self) -> list[str]:
         """Returns the owners whose settings are given, but which no setting has chosen."""
-        chosen = {name for _, name in self.choices()} | set(self.IN_USE)
-        return [name for name in self.owned if name not in chosen] if self.CHOOSERS else []
+        return [name for name in self.owned if name not in self._in_use()] if self.CHOOSERS else []
 
     def exclusions(self) -> Iterator[Any]:
         """Yields the rows that the owners in use declare."""
-        for name in (*(name for _, name in self.choices()), *self.IN_USE):
+        for name in self._in_use():
             yield from getattr(self.owned.get(name), "EXCLUSIONS", ())
+
+    def _in_use(self) -> list[str]:
+        """Returns the owners that a setting has chosen, and those that need not be chosen."""
+        chosen = [name for _, name in self.choices()]
+        return [*chosen, *(n for n, own in self.owned.items() if getattr(own, "UNCHOSEN", False))]
 
 
 # Classes of settings by owner, for each section: those of methods and those from outside the package.
@@ -161,7 +166,8 @@ def from_table(cls: type[Settings], section: str, table: Mapping[str, Any]) -> S
             owned[key] = from_table(kind, name, value)
         else:
             known = [*hints, *owner_names(cls)]
-            raise ConfigError(name, None, "unknown setting", nearest(key, known))
+            missing = missing_packages() if issubclass(cls, Section) else ""
+            raise ConfigError(name, None, "unknown setting", nearest(key, known) + missing)
     if owned:
         values["owned"] = owned
     assert dataclasses.is_dataclass(cls)
@@ -187,7 +193,8 @@ def to_table(settings: object) -> dict[str, Any]:
         if value is not None:
             table[name] = list(value) if isinstance(value, tuple) else value
     if isinstance(settings, Section):
-        table |= {owner: to_table(own) for owner, own in settings.owned.items()}
+        tables = {owner: to_table(own) for owner, own in settings.owned.items()}
+        table |= {owner: own for owner, own in tables.items() if own}
     return table
 
 
@@ -326,6 +333,28 @@ def check_input_rate(images_per_s: float, flag: str = "--input-images-per-s") ->
             flag, images_per_s, f"must be 0, or finite and at least {least:g}",
             "state the images/s that one rank gets, such as 2000",
         )  # fmt: skip
+
+
+@contextmanager
+def errors_of_file(field: str, path: Path | str, syntax: str, remedy: str) -> Iterator[None]:
+    """Turns errors of reading a TOML file, and of what is in it, into a ConfigError that names the file.
+
+    Args:
+        field: The setting or flag that named the file.
+        path: The file.
+        syntax: The remedy for a file that is not TOML.
+        remedy: The remedy for contents whose error has none.
+    """
+    try:
+        yield
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+        raise ConfigError(field, str(path), problem, "check the path") from None
+    except ParseError as error:
+        problem = f"cannot be read (is not TOML: {error})"
+        raise ConfigError(field, str(path), problem, syntax) from None
+    except ConfigError as error:
+        raise ConfigError(field, str(path), error.cause, error.remedy or remedy) from None
 
 
 def parse_arguments(name: str, text: str) -> dict[str, Any]:

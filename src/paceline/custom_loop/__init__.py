@@ -5,18 +5,19 @@ Each works without the others. Public names load on first use; importing them do
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from paceline.core import lazy_exports
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "Accelerated": "accelerated",
-        "Checkpointer": "checkpointer",
-        "Context": "context",
-        "DataParallel": "data_parallel",
-        "Prepared": "prepared",
-        "accelerate": "accelerated",
-        "init": "context",
-        "prepare": "prepared",
-    },
-)
+if TYPE_CHECKING:
+    from paceline.custom_loop.accelerated import Accelerated, accelerate
+    from paceline.custom_loop.checkpointer import Checkpointer
+    from paceline.custom_loop.context import Context, init
+    from paceline.custom_loop.data_parallel import DataParallel
+    from paceline.custom_loop.prepared import Prepared, prepare
+
+__all__ = [
+    "Accelerated", "Checkpointer", "Context", "DataParallel", "Prepared", "accelerate", "init", "prepare",
+]  # fmt: skip
+if not TYPE_CHECKING:  # a type checker would accept every name
+    __getattr__, __dir__ = lazy_exports(__name__)

@@ -10,7 +10,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -22,6 +22,7 @@ from paceline.comm.collectives import abort_process_groups, backend_reason
 from paceline.comm.peer_errors import AgreedError, error_kind
 from paceline.comm.process_groups import (
     all_gather_json,
+    compare_reports,
     current_topology,
     init_default_group,
     prepare_nccl,
@@ -45,6 +46,7 @@ class Holder(Protocol):
     def __hash__(self) -> int: ...
 
 
+@dataclass(eq=False)
 class Context:
     """This process's place in the job; `init` creates it.
 
@@ -57,21 +59,13 @@ class Context:
     (0, 1, True, 'cpu')
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        device: torch.device,
-        backend: str,
-        timeout_s: float,
-        agreement: Agreement | None = None,
-    ) -> None:
-        self.topology = topology
-        self.device = device
-        self.backend = backend
-        self.timeout_s = timeout_s
-        # Set where `init` created the process group, which then ends with this context.
-        self._agreement = agreement
-        self._closed = False
+    topology: Topology
+    device: torch.device
+    backend: str
+    timeout_s: float
+    # Set where `init` created the process group, which then ends with this context.
+    agreement: Agreement | None = None
+    _closed: bool = field(default=False, init=False)
 
     @property
     def rank(self) -> int:
@@ -118,7 +112,7 @@ class Context:
         self._closed = True
         if _current is self:
             _current = None
-        if self._agreement is None:
+        if self.agreement is None:
             return
         if abort and self.backend == "nccl":
             # The other ranks may be in a collective that this rank never joins.
@@ -134,7 +128,7 @@ class Context:
                 gc.collect()
             if dist.is_initialized():
                 dist.destroy_process_group()
-        self._agreement.leave()
+        self.agreement.leave()
 
     def __enter__(self) -> Context:
         return self
@@ -326,14 +320,8 @@ def agree(
             raise AgreedError.of_kind(
                 report["kind"], f"rank {rank}: {report['error']}", report["code"]
             )
-    for rank, report in enumerate(reports):
-        for name, ours in reports[0]["facts"].items():
-            theirs = report["facts"].get(name)
-            if ours != theirs:
-                raise CommError(
-                    f"ranks differ in {name}: {ours} on rank 0, {theirs} on rank {rank}",
-                    "give every rank the same model and arguments",
-                )
+    facts_of_all = [report["facts"] for report in reports]
+    compare_reports(facts_of_all, "give every rank the same model and arguments")
 
 
 @contextmanager

@@ -56,35 +56,5 @@ __all__ = [
     "open_data", "open_other", "open_source", "open_splits", "pack_splits", "random_box",
     "region_library", "register_source", "sum_by_stage", "to_mode",
 ]  # fmt: skip
-_MODULES = {
-    "augment": "EvalTransform TrainTransform random_box",
-    "batch": "Batch",
-    "chunk": "CorruptSample allowed_corrupt",
-    "decode.decoder": "Decoder RegionUnavailableError",
-    "decode.library": "region_library",
-    "device.normalize": "Normalizer",
-    "device.streams": "mark_stream",
-    "image": "CorruptImage to_mode",
-    "loaders.create": "create_eval_loader create_train_loader",
-    "loaders.image_loader": "ImageLoader",
-    "loaders.loader": "EvalBatches EvalLoader TrainBatches TrainLoader",
-    "order": "BatchPlan Int64 SampleOrder",
-    "own_augment": "BatchAugment ImageAugment",
-    "pack.inspect": "inspect_set",
-    "pack.pack": "pack_splits",
-    "pack.splits": "open_splits",
-    "prefetch": "divide_wait sum_by_stage",
-    "settings": "DataSettings",
-    "sources.base": "Source Split",
-    "sources.classes": "numbered_classes",
-    "sources.dataset": "DatasetSource",
-    "sources.opened_files": "OpenedFiles",
-    "sources.opening": "as_source describe_channels open_data open_other open_source",
-    "sources.pack_manifest": "PackOptions PackedSplit",
-    "sources.registry": "register_source",
-    "sources.synthetic": "SyntheticImages",
-}
 if not TYPE_CHECKING:  # a type checker would accept every name
-    __getattr__, __dir__ = lazy_exports(
-        __name__, {name: module for module, names in _MODULES.items() for name in names.split()}
-    )
+    __getattr__, __dir__ = lazy_exports(__name__)

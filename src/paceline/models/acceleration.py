@@ -7,7 +7,6 @@ model's parameters and buffers and leaves the model as it is: evaluation, checkp
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from paceline.core.extensions import missing_extension
+from paceline.core.extensions import Registry, provided
 
 Result = TypeVar("Result")
 Forward = Callable[[Tensor], Tensor]
@@ -106,29 +105,21 @@ class Acceleration(Protocol):
     def apply(self, model: nn.Module, context: AccelerationContext) -> Applied: ...
 
 
-# Name and module of those that may be installed.
-_INSTALLED = {"accel": "accel.acceleration"}
-_registered: dict[str, Acceleration] = {}
+_ACCELERATIONS: Registry[Acceleration] = Registry("accelerations", {})
 
 
 def register_acceleration(name: str, acceleration: Acceleration) -> None:
     """Adds an acceleration of this process, which is asked before all others. A second call with the name
     replaces the first."""
-    _registered[name] = acceleration
+    _ACCELERATIONS.register(name, acceleration)
 
 
 def accelerations(
     asked: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[str, Acceleration]]:
-    """Yields names and accelerations, the latest registered first. Those of this installation are loaded
-    if they are there and `asked` for."""
-    yield from reversed(_registered.items())
-    for name, module in _INSTALLED.items():
-        if asked(name):
-            try:
-                found = importlib.import_module(f"paceline.{module}")
-            except ImportError as error:
-                if not missing_extension(error):
-                    raise
-                continue
-            yield name, found.ACCELERATION
+    """Yields names and accelerations, the latest registered first. Those of this installation follow, and
+    are loaded if they are `asked` for."""
+    installed = provided("accelerations")
+    outside = [name for name in _ACCELERATIONS.names() if name not in installed]
+    for name in (*reversed(outside), *filter(asked, installed)):
+        yield name, _ACCELERATIONS.get(name, f"run.{name}")

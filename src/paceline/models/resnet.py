@@ -2,7 +2,7 @@
 
 Version 1.5 puts the stride into the 3x3 convolution of a bottleneck instead of the 1x1 before it. He
 et al. 2015, "Deep Residual Learning for Image Recognition"; zero gamma at the end of each branch from
-Goyal et al. 2017. Faster forms of these networks are in `paceline.accel`.
+Goyal et al. 2017. Accelerations replace parts of these networks from outside (`models/acceleration`).
 """
 
 from __future__ import annotations

@@ -347,7 +347,7 @@ class Muon(MasterOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Groups without the key `orthogonal`, as saved by other optimizers, keep their current kind."""
-        saved = self._merged(state_dict["param_groups"])
+        saved = list(state_dict["param_groups"])
         if len(saved) == len(self.param_groups):
             for place, (theirs, ours) in enumerate(zip(saved, self.param_groups, strict=True)):
                 kind = {"orthogonal": ours["orthogonal"]} if "orthogonal" in ours else {}
@@ -363,25 +363,6 @@ class Muon(MasterOptimizer):
             if self.state[p].get(REFERENCE) is None:
                 self.state[p][REFERENCE] = reference.zero_()
         self.muon.knows_references = False
-
-    def _merged(self, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Puts groups together that were saved in parts, as versions before 0.2 did."""
-        parts = [self.rule.parts(group) for group in self.param_groups]
-        if len(saved) == len(parts) or len(saved) != sum(map(len, parts)):
-            return list(saved)
-        merged, rest = [], iter(saved)
-        for group, own in zip(self.param_groups, parts, strict=True):
-            theirs = [next(rest) for _ in own]
-            names = {
-                p: name
-                for part, their in zip(own, theirs, strict=True)
-                for p, name in zip(part["params"], their["params"], strict=True)
-            }
-            whole = {**theirs[0], "params": [names[p] for p in group["params"]]}
-            if len(own) > 1:
-                del whole["orthogonal"]
-            merged.append(whole)
-        return merged
 
     def reset_masters(self) -> None:
         super().reset_masters()

@@ -84,7 +84,7 @@ class OptimizerSettings(OwnerSettings):
             if the command line chooses an optimizer with rates of another scale than those of SGD.
         LR_BASE: Peak rate at a batch of 256 if `optim.lr_base` is not set.
         HAS_KERNELS: True if the update has Triton kernels.
-        GRADIENTS: The gradient source that it needs (`paceline.train.gradient_source`).
+        GRADIENTS: The gradient source that it needs (`paceline.train.micro_step`).
         PINNED: Its own settings that a resumed run must not change.
         share_products: If ranks share products of matrices, see `MuonSettings`; for rules that have some.
     """

@@ -92,13 +92,13 @@ class OptimSettings(Section):
     """Largest share of the run that warm-up may take; the command line sets 0.2, or the share in
     the recipe if larger, and 1 if `--warmup-epochs` is given."""
     schedule: str = "cosine"
-    """Decay after warm-up: `constant`, `cosine`, `poly`, `step` or `piecewise`; `one_cycle` and
-    `triangular` rise by themselves and have no warm-up; or a registered name."""
+    """Decay after warm-up: `constant`, `cosine`, `poly`, `step`, `piecewise`, a name that
+    docs/optimizers.md lists, or a registered name."""
     schedule_free: float = 0.0
     """Schedule-free training: share of the average in the weights at which gradients are taken; 0 is off,
     0.9 common; needs `schedule = "constant"`."""
     lr_end: float = 0.0
-    """Final learning rate of `cosine`, `poly` and `one_cycle`."""
+    """Final learning rate of schedules that have one, such as `cosine` and `poly`."""
     decay_over_epochs: float | None = None
     """Epoch at which `cosine` and `poly` reach `lr_end`, warm-up included; unset, the end of the
     run."""

@@ -9,8 +9,9 @@ of the whole. A bucket costs its messages, each by the cheapest algorithm, in th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -170,14 +171,7 @@ def limited_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64], most: 
         found[np.tril_indices(count + 1)] = np.inf
         origins.append(found.argmin(axis=0))
         ends = np.concatenate([[0.0], found.min(axis=0)[1:]])
-    cuts = []
-    stop = count
-    for origin in reversed(origins):
-        if not stop:
-            break
-        cuts.append((int(origin[stop]), stop))
-        stop = int(origin[stop])
-    return cuts[::-1]
+    return _walked_back(reversed(origins), count)
 
 
 def optimal_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64]) -> list[Cut]:
@@ -189,11 +183,17 @@ def optimal_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64]) -> lis
         found = np.maximum(ends[:stop], ready_s[stop - 1]) + cost[:stop, stop]
         origin[stop] = found.argmin()
         ends[stop] = found[origin[stop]]
-    cuts = []
-    stop = count
-    while stop:
-        cuts.append((int(origin[stop]), stop))
-        stop = int(origin[stop])
+    return _walked_back(repeat(origin), count)
+
+
+def _walked_back(origins: Iterable[npt.NDArray[np.int64]], count: int) -> list[Cut]:
+    """The runs, of which the last ends at `count`. An origin has, for each end, the begin of its run."""
+    cuts: list[Cut] = []
+    for origin in origins:
+        if not count:
+            break
+        cuts.append((int(origin[count]), count))
+        count = int(origin[count])
     return cuts[::-1]
 
 

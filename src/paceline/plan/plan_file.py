@@ -29,12 +29,11 @@ import tomli_w
 
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.files import read_regular
-from paceline.core.settings import convert, from_table
+from paceline.core.settings import convert, errors_of_file, from_table
 from paceline.core.topology import RANKS_LIMIT
 from paceline.core.untrusted import (
     LONGEST_S,
     SHORTEST_S,
-    ParseError,
     is_count,
     is_finite,
     parse_toml,
@@ -273,25 +272,17 @@ class PlanFile:
     def read(cls, path: Path, setting: str = "comm.plan") -> PlanFile:
         """`setting` names the file in errors. Unreadable, foreign and incomplete files fail in one line
         each."""
-        try:
+        anew = "make it anew"
+        with errors_of_file(setting, path, f"fix it, or {anew}", anew):
             tables = parse_toml(read_regular(path))
-        except OSError as error:
-            problem, remedy = f"cannot be read ({error.strerror})", "check the path"
-            raise ConfigError(setting, str(path), problem, remedy) from None
-        except ParseError as error:
-            problem, remedy = f"cannot be read (is not TOML: {error})", "fix it, or make it anew"
-            raise ConfigError(setting, str(path), problem, remedy) from None
         for name in tables:
             if name not in _SECTIONS:
                 raise ConfigError(
                     setting, str(path), f"has an unknown section {short_repr(name)}",
                     nearest(name, _SECTIONS),
                 )  # fmt: skip
-        try:
+        with errors_of_file(setting, path, anew, anew):
             return replace(_from_tables(tables), path=str(path), setting=setting)
-        except ConfigError as error:
-            remedy = error.remedy or "make it anew"
-            raise ConfigError(setting, str(path), error.cause, remedy) from None
 
 
 def _from_tables(tables: Mapping[str, Any]) -> PlanFile:

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.files import read_regular
-from paceline.core.settings import from_table
+from paceline.core.settings import errors_of_file, from_table
 from paceline.core.topology import RANKS_LIMIT
-from paceline.core.untrusted import ParseError, one_line, parse_toml
+from paceline.core.untrusted import one_line, parse_toml
 from paceline.plan.cluster import Cluster, Link
 
 
@@ -80,29 +79,63 @@ TRITON_CAPABILITY = 7.0
 
 
 @dataclass(frozen=True)
-class Accelerator:
-    """Peaks in FLOP/s and bytes/s; `processors` (multiprocessors), `clock_hz`, `memory_bytes` and
-    `watts` of the board, which has `reference_watts` where the peaks hold. `measured`, where the law of
-    the step does not hold as it is, may be a sister chip's, then `like` names it. `family` is the chip
-    whose software it shares. `compute_capability` is CUDA's, 0 for a CPU. `network` is that of its
+class Specification:
+    """An accelerator as it is written in TOML; `accelerators.toml` explains the keys."""
+
+    tflops: float
+    memory_gb_per_s: float
+    memory_gb: float
+    node_gb_per_s: float
+    processors: int
+    clock_ghz: float
+    watts: float
+    compute_capability: float
+    network: NodeNetwork = NodeNetwork()
+    source: str = ""
+    reference_watts: float | None = None
+    family: str = ""
+    like: str = ""
+    measured: Measured | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator(Specification):
+    """A specification and its name. Peaks hold at `reference_watts` of the board. `measured` corrects the
+    law of the step; `like` names a sister chip whose measurement counts. `family` is the chip whose
+    software it shares. `compute_capability` is CUDA's, 0 for a CPU. `network` is that of its
     reference system. `is_own`: from a user's file, so that the law of the step was not fitted to it."""
 
     name: str
-    flops_per_s: float
-    memory_bytes_per_s: float
-    node_bytes_per_s: float
-    source: str
-    processors: int
-    clock_hz: float
-    memory_bytes: float
-    watts: float
     reference_watts: float
-    family: str
-    compute_capability: float
-    network: NodeNetwork = NodeNetwork()
-    like: str = ""
-    measured: Measured | None = None
     is_own: bool = False
+
+    @classmethod
+    def of(cls, name: str, table: Specification, *, is_own: bool = False) -> Accelerator:
+        usual = {
+            "reference_watts": table.reference_watts or table.watts,
+            "family": table.family or name,
+        }
+        return cls(name=name, is_own=is_own, **{**vars(table), **usual})
+
+    @property
+    def flops_per_s(self) -> float:
+        return self.tflops * 1e12
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        return self.memory_gb_per_s * 1e9
+
+    @property
+    def node_bytes_per_s(self) -> float:
+        return self.node_gb_per_s * 1e9
+
+    @property
+    def clock_hz(self) -> float:
+        return self.clock_ghz * 1e9
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.memory_gb * 1e9
 
     @property
     def is_gpu(self) -> bool:
@@ -122,51 +155,10 @@ class Accelerator:
 @cache
 def catalogue() -> dict[str, Accelerator]:
     text = files("paceline.planner").joinpath("accelerators.toml").read_text(encoding="utf-8")
-    return {name: _read(name, table) for name, table in tomllib.loads(text).items()}
-
-
-@dataclass(frozen=True)
-class _Table:
-    """An accelerator as it is written in TOML; `accelerators.toml` explains the keys."""
-
-    tflops: float
-    memory_gb_per_s: float
-    memory_gb: float
-    node_gb_per_s: float
-    processors: int
-    clock_ghz: float
-    watts: float
-    compute_capability: float
-    network: NodeNetwork = NodeNetwork()
-    source: str = ""
-    reference_watts: float | None = None
-    family: str = ""
-    like: str = ""
-    measured: Measured | None = None
-
-    def accelerator(self, name: str, *, is_own: bool) -> Accelerator:
-        return Accelerator(
-            name=name,
-            flops_per_s=self.tflops * 1e12,
-            memory_bytes_per_s=self.memory_gb_per_s * 1e9,
-            node_bytes_per_s=self.node_gb_per_s * 1e9,
-            source=self.source,
-            processors=self.processors,
-            clock_hz=self.clock_ghz * 1e9,
-            memory_bytes=self.memory_gb * 1e9,
-            watts=self.watts,
-            reference_watts=self.reference_watts or self.watts,
-            family=self.family or name,
-            compute_capability=self.compute_capability,
-            network=self.network,
-            like=self.like,
-            measured=self.measured,
-            is_own=is_own,
-        )
-
-
-def _read(name: str, table: Any) -> Accelerator:
-    return from_table(_Table, name, table).accelerator(name, is_own=False)
+    return {
+        name: Accelerator.of(name, from_table(Specification, name, table))
+        for name, table in tomllib.loads(text).items()
+    }
 
 
 def accelerator(name: str) -> Accelerator:
@@ -204,15 +196,9 @@ _WATTS_RATIOS = (0.5, 2.0)
 def own_accelerator(path: Path) -> Accelerator:
     """The one accelerator of a user's file. ConfigError for a file that cannot be read, or that has
     figures which no chip has."""
-    try:
+    remedy = "docs/planner.md#own-accelerators has an example"
+    with errors_of_file("--gpu", path, "fix it", remedy):
         tables = parse_toml(read_regular(path))
-    except OSError as error:
-        problem, remedy = f"cannot be read ({error.strerror})", "check the path"
-        raise ConfigError("--gpu", str(path), problem, remedy) from None
-    except ParseError as error:
-        problem = f"cannot be read (is not TOML: {error})"
-        raise ConfigError("--gpu", str(path), problem, "fix it") from None
-    try:
         if len(tables) != 1:
             raise ConfigError(
                 "tables", len(tables), "there must be one, named after the accelerator",
@@ -225,17 +211,14 @@ def own_accelerator(path: Path) -> Accelerator:
                 "tables", key, "the table has no name; it is the accelerator's",
                 'write it as ["My GPU"]',
             )  # fmt: skip
-        found = from_table(_Table, name, table)
+        found = from_table(Specification, name, table)
         _check_ranges(name, found, _RANGES)
         _check_watts(name, found)
         if found.measured is not None:
             _check_ranges(f"{name}.measured", found.measured, _MEASURED_RANGES)
         _check_ranges(f"{name}.network", found.network, _NETWORK_RANGES)
         _check_sisters(name, found)
-        return found.accelerator(name, is_own=True)
-    except ConfigError as error:
-        remedy = error.remedy or "docs/planner.md#own-accelerators has an example"
-        raise ConfigError("--gpu", str(path), error.cause, remedy) from None
+        return Accelerator.of(name, found, is_own=True)
 
 
 def _check_ranges(
@@ -247,7 +230,7 @@ def _check_ranges(
             raise ConfigError(f"{section}.{key}", value, f"must be from {least:g} to {most:g}")
 
 
-def _check_watts(name: str, table: _Table) -> None:
+def _check_watts(name: str, table: Specification) -> None:
     least, most = (ratio * table.watts for ratio in _WATTS_RATIOS)
     if table.reference_watts is not None and not least <= table.reference_watts <= most:
         raise ConfigError(
@@ -257,7 +240,7 @@ def _check_watts(name: str, table: _Table) -> None:
         )  # fmt: skip
 
 
-def _check_sisters(name: str, table: _Table) -> None:
+def _check_sisters(name: str, table: Specification) -> None:
     """`like` and `family` are of the catalogue."""
     known = catalogue()
     measured = [key for key, chip in known.items() if chip.measured is not None]

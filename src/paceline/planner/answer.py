@@ -7,6 +7,7 @@ Every point of the curve has a plan of its own: the best for that size.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -86,10 +87,8 @@ def largest_ranks(question: Question, cluster: Cluster, efficiency: float = 0.9)
     low, high = 1, 2
     while high <= most and keeps(high):
         low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if keeps(middle) else (low, middle)
+    beyond = range(low + 1, min(high, most + 1))
+    low += bisect_left(beyond, True, key=lambda nodes: not keeps(nodes))
     return low * cluster.ranks_per_node
 
 

@@ -12,6 +12,7 @@ itself whether it computes norms again. How far it is from measured peaks is in 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import asdict, dataclass
 
 from paceline.core.errors import ConfigError
@@ -113,15 +114,10 @@ def largest_batch(
     net: Network, gpu: Accelerator, half: bool | None = None, fused: bool = True
 ) -> int:
     """0 where not even one image fits; `half` and `fused` as in `memory_on`."""
-    room = usable_bytes(gpu)
-    low, high = 0, LARGEST_BATCH
-    while low < high:
-        middle = (low + high + 1) // 2
-        if memory_on(gpu, net, middle, half, fused).total <= room:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    sizes = range(1, LARGEST_BATCH + 1)
+    return bisect_right(
+        sizes, usable_bytes(gpu), key=lambda batch: memory_on(gpu, net, batch, half, fused).total
+    )
 
 
 def check_memory(

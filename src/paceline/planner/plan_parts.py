@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.core.errors import ConfigError
+from paceline.core.settings import errors_of_file
 from paceline.plan.cluster import Cluster, Link
 from paceline.plan.cost import ProbedTable
 from paceline.plan.plan_file import PlanFile, ProbedCluster
@@ -24,12 +25,8 @@ def profile_of(file: PlanFile) -> Workload | None:
     """The profiled step of a file; None if it has none. Raises ConfigError for a step that is damaged."""
     if file.workload is None:
         return None
-    try:
+    with errors_of_file(file.setting, file.path, "", "make it anew"):
         return Workload.from_table({"workload": file.workload})
-    except ConfigError as error:
-        raise ConfigError(
-            file.setting, file.path, error.cause, error.remedy or "make it anew"
-        ) from None
 
 
 def required_profile(file: PlanFile) -> Workload:

@@ -114,7 +114,6 @@ class StepTimes:
     costs the compute that hides it."""
 
     input_s: float
-    copy_s: float
     forward_s: float
     backward_s: float
     update_s: float
@@ -125,7 +124,7 @@ class StepTimes:
     def overlapped(self) -> float:
         """Input and exchanges both hidden as far as they can be."""
         exposed = exposed_s(self.ready_s, self.cost_s, self.backward_s)
-        return max(self.input_s + self.copy_s, self._compute() + exposed + self.slowed_s())
+        return max(self.input_s, self.compute_s() + exposed + self.slowed_s())
 
     def slowed_s(self) -> float:
         """By how much the exchanges that backward hides make it longer. They are taken to be slowed as
@@ -133,7 +132,7 @@ class StepTimes:
         exposed = exposed_s(self.ready_s, self.cost_s, self.backward_s)
         return self.hidden_cost * max(0.0, sum(self.cost_s) - exposed)
 
-    def _compute(self) -> float:
+    def compute_s(self) -> float:
         return self.forward_s + self.backward_s + self.update_s
 
 
@@ -194,7 +193,6 @@ def step_times(
     scores = score_plan(plan, workload, cluster, batch)
     times = StepTimes(
         input_s=workload.input.at(batch),
-        copy_s=0.0,
         forward_s=workload.forward.at(batch) * slow,
         backward_s=workload.backward.at(batch) * slow,
         update_s=workload.update_s * slow,
@@ -208,7 +206,7 @@ def step_times(
 def predict(workload: Workload, cluster: Cluster, plan: FusionPlan, batch: int) -> Prediction:
     times, scores = step_times(workload, cluster, plan, batch)
     step = times.overlapped()
-    compute = times.forward_s + times.backward_s + times.update_s
+    compute = times.compute_s()
     exposed = exposed_s(times.ready_s, times.cost_s, times.backward_s)
     alone = max(workload.compute_s(batch), workload.input.at(batch))
     busy = compute + exposed + times.slowed_s()

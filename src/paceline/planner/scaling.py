@@ -7,27 +7,29 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.core.settings import check_input_rate
 from paceline.plan.cluster import Cluster
-from paceline.plan.plan_file import PlanFile
-from paceline.plan.schedules import algorithm_names, check_name
-from paceline.plan.wires import wire_names
-from paceline.planner.accelerators import accelerator as find_accelerator
-from paceline.planner.accelerators import assumed, gpu_cluster
-from paceline.planner.analytic_workload import analytic_workload
-from paceline.planner.answer import Question, node_counts
-from paceline.planner.layers import TRACED, Network, known_network, network
+from paceline.plan.schedules import check_name
+from paceline.planner.answer import scaling_curve
+from paceline.planner.layers import TRACED, known_network
 from paceline.planner.memory import check_memory
-from paceline.planner.plan_parts import planned_cluster, required_profile
 from paceline.planner.prediction import Prediction
-from paceline.planner.recommend import largest_global_batch, limits_of, recommended_batch
-from paceline.planner.workload import Workload
+from paceline.planner.recommend import (
+    BatchLimit,
+    largest_global_batch,
+    limits_of,
+    recommended_batch,
+)
+from paceline.planner.request import ClusterRequest, StepRequest, question_about
 
-# Names of the command line, which the planner's errors have, and ours.
+# Names of the command line, which the planner's errors have, and ours; likewise in remedies.
 _ARGUMENTS = {"--gpu": "accelerator", "--wire": "wires", "--algorithm": "algorithms"}
+_REMEDIES = {
+    "--gpu": "accelerator=", "--profile": "profile=", "--max-global-batch": "max_global_batch=",
+    ", or leave --model out": "",
+}  # fmt: skip
 # The data set is not said: it limits no batch.
 _ANY_SAMPLES = 10**12
 
@@ -45,8 +47,8 @@ class ScalingRow:
     uncertainty: float
 
 
-@dataclass(frozen=True)
-class ScalingPrediction:
+@dataclass(frozen=True, kw_only=True)
+class ScalingPrediction(ScalingRow):
     """Throughput in images/s, efficiency against one rank alone, time of a step, and the part of the
     exchange that compute does not hide; `rows` has the same for other numbers of nodes. `assumed` has
     what was assumed of the cluster, by argument.
@@ -57,14 +59,7 @@ class ScalingPrediction:
 
     model: str
     source: str
-    nodes: int
-    ranks: int
     batch_size: int
-    images_per_s: float
-    efficiency: float
-    step_s: float
-    exposed_s: float
-    uncertainty: float
     rows: tuple[ScalingRow, ...]
     assumed: Mapping[str, str] = field(default_factory=dict)
 
@@ -146,110 +141,61 @@ def predict_scaling(
         >>> predict_scaling(accelerator="h100", nodes=64, batch_size=None).batch_size
         128
     """
-    with _python_names():
-        limit = largest_global_batch(max_global_batch, 0.0, _ANY_SAMPLES, epochs=90.0)
-        images = {"image_size": image_size, "classes": classes, "channels": channels}
-        if profile is not None:
-            _refuse_with_profile({**images, "software": software or None})
-        net = None if profile is not None else _network(model, images)
-        work = _workload(model, accelerator, net, profile, input_images_per_s, software)
-        cluster_arguments = {
-            "gpus_per_node": gpus_per_node, "node_gbps": node_gbps, "latency_us": latency_us,
-            "links": links, "oversubscription": oversubscription,
-        }  # fmt: skip
-        given = {name: value for name, value in cluster_arguments.items() if value is not None}
-        place = _cluster(cluster, accelerator, nodes, given)
-        question = Question(work, batch_size or 1, _allowed(algorithms, place), wire_names(wires))
-        net = net or known_network(model, work.image_size)
-        if batch_size is None:
-            # A profile may be of another format than is usual on the accelerator.
-            half = None if profile is None else work.in_half
-            limits = limits_of(net, find_accelerator(accelerator), limit, half=half)
-            batch_size = recommended_batch(question, place, limits.near_timed(work))
-        elif net is not None and profile is None:
-            check_memory(net, find_accelerator(accelerator), batch_size)
-        question = replace(question, batch=batch_size)
-        rows = [_row(question, place.with_nodes(count)) for count in _counts(question, place)]
-    now = next(row for row in rows if row.nodes == place.nodes)
-    return ScalingPrediction(
-        model=work.model,
-        source=work.source,
-        batch_size=batch_size,
-        rows=tuple(rows),
-        **asdict(now),
-        assumed={} if cluster else assumed(find_accelerator(accelerator), given),
+    step = StepRequest(model, accelerator, software, _path(profile), image_size, classes, channels)
+    where = ClusterRequest(
+        nodes, gpus_per_node, node_gbps, latency_us, links, oversubscription, _path(cluster)
     )
+    with _python_names():
+        check_input_rate(input_images_per_s)
+        limit = largest_global_batch(max_global_batch, 0.0, _ANY_SAMPLES, epochs=90.0)
+        for name in algorithms:
+            check_name(name, "algorithms")
+        return _predicted(step, where, input_images_per_s, algorithms, wires, limit, batch_size)
 
 
-def _refuse_with_profile(given: dict[str, Any]) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise ConfigError(name, value, "a profile has its own", "leave it out")
+def _path(given: str | PathLike[str] | None) -> Path | None:
+    return None if given is None else Path(given)
 
 
-def _allowed(algorithms: Sequence[str], place: Cluster) -> tuple[str, ...]:
-    """The given algorithms; else those measured on the cluster, or all where it was not probed."""
-    for name in algorithms:
-        check_name(name, "algorithms")
-    known = place.probed.algorithms if place.probed else algorithm_names()
-    return tuple(algorithms) or known
-
-
-def _cluster(
-    path: str | PathLike[str] | None, gpu: str, nodes: int | None, given: dict[str, Any]
-) -> Cluster:
-    if path is None:
-        return gpu_cluster(find_accelerator(gpu), 1 if nodes is None else nodes, **given)
-    for name, value in given.items():
-        raise ConfigError(name, value, "is in the cluster file already", "leave out one of them")
-    place = planned_cluster(PlanFile.read(Path(path), "cluster"))
-    return place if nodes is None else place.with_nodes(nodes)
-
-
-def _counts(question: Question, place: Cluster) -> list[int]:
-    """Numbers of nodes for which some algorithm has a price; the cluster's own always."""
-    return [
-        count
-        for count in node_counts(place)
-        if count == place.nodes or question.reaches(place.with_nodes(count))
-    ]
-
-
-def _row(question: Question, place: Cluster) -> ScalingRow:
-    found: Prediction = question.answer(place)
-    return ScalingRow(
-        nodes=place.nodes, ranks=found.ranks, images_per_s=found.images_per_s,
-        efficiency=found.efficiency, step_s=found.step_s, exposed_s=found.exposed_comm_s,
-        uncertainty=found.uncertainty,
-    )  # fmt: skip
-
-
-def _network(model: str, images: dict[str, int | None]) -> Network:
-    if ":" in model or model in TRACED:
+def _predicted(
+    step: StepRequest, where: ClusterRequest, input_images_per_s: float, algorithms: Sequence[str],
+    wires: Sequence[str], limit: BatchLimit, batch: int | None,
+) -> ScalingPrediction:  # fmt: skip
+    if step.profile is None and (":" in step.model or step.model in TRACED):
         raise ConfigError(
-            "model", model, "its layers are counted with torch, which predict_scaling does without",
-            f"use paceline plan --model {model}, or measure it with paceline profile and give profile=",
+            "model", step.model,
+            "its layers are counted with torch, which predict_scaling does without",
+            f"use paceline plan --model {step.model}, or measure it with paceline profile and give "
+            "profile=",
         )  # fmt: skip
-    given = {name: value for name, value in images.items() if value is not None}
-    return network(
-        model, given.get("image_size", 224), given.get("classes", 1000),
-        channels=given.get("channels", 3),
+    file, profiled = step.read(where)
+    net = step.network(step.model) if profiled is None else None
+    work = step.workload(net, profiled).fed_at(input_images_per_s)
+    place, chip = where.place(step.chip, file), step.chip
+    question = question_about(work, place, algorithms, wires)
+    if batch is None:
+        # A profile may be of another format than is usual on the accelerator.
+        half = None if profiled is None else work.in_half
+        net = net or known_network(step.model, work.image_size)
+        limits = limits_of(net, chip, limit, half=half)
+        batch = recommended_batch(question, place, limits.near_timed(work))
+    elif net is not None and chip is not None:
+        check_memory(net, chip, batch)
+    question = replace(question, batch=batch)
+    now = _row(question.answer(place), place)
+    rows = [_row(found, place) for found in scaling_curve(question, place)]
+    return ScalingPrediction(
+        model=work.model, source=work.source, batch_size=batch, rows=tuple(rows), **asdict(now),
+        assumed=where.assumed(chip),
     )  # fmt: skip
 
 
-def _workload(
-    model: str, gpu: str, net: Network | None, profile: str | PathLike[str] | None, input_rate: float,
-    software: str,
-) -> Workload:  # fmt: skip
-    check_input_rate(input_rate)
-    if profile is None:
-        assert net is not None
-        work = analytic_workload(net, find_accelerator(gpu), software)
-    else:
-        work = required_profile(PlanFile.read(Path(profile), "profile"))
-        if work.model != model:
-            raise ConfigError("model", model, f"the profile is of {work.model}", f"profile {model}")
-    return work.fed_at(input_rate)
+def _row(found: Prediction, place: Cluster) -> ScalingRow:
+    return ScalingRow(
+        nodes=found.ranks // place.ranks_per_node, ranks=found.ranks,
+        images_per_s=found.images_per_s, efficiency=found.efficiency, step_s=found.step_s,
+        exposed_s=found.exposed_comm_s, uncertainty=found.uncertainty,
+    )  # fmt: skip
 
 
 @contextmanager
@@ -262,6 +208,7 @@ def _python_names() -> Iterator[None]:
             raise
         name = _ARGUMENTS.get(error.field, error.field[2:].replace("-", "_"))
         shown, _, problem = error.cause.removeprefix(error.field).partition(": ")
-        remedy = error.remedy.replace("--gpu", "accelerator=").replace("--profile", "profile=")
-        remedy = remedy.replace("--max-global-batch", "max_global_batch=")
+        remedy = error.remedy
+        for flag, argument in _REMEDIES.items():
+            remedy = remedy.replace(flag, argument)
         raise ConfigError(f"{name}{shown}", None, problem, remedy) from None

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from paceline.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.core.settings import SettingChecks
 from paceline.core.units import format_duration
@@ -27,9 +26,6 @@ from paceline.planner.prediction import predict
 from paceline.planner.start_up import StartUp
 from paceline.planner.workload import Workload
 from paceline.rehearsal.settings import RehearsalSettings
-
-if TYPE_CHECKING:
-    from torch import nn
 
 # Optimizers whose update the planner's figures are of.
 _PRICED_OPTIMIZERS = ("lars", "sgd")
@@ -292,42 +288,3 @@ def cluster_clock(
         source=work.source,
         assumed=there.assumed_links,
     )
-
-
-def cluster_layers(config: RunConfig, model: nn.Module, classes: int) -> Network | None:
-    """Returns the layers that the cluster's step is predicted from; None if they are not needed."""
-    name, pixels, channels = config.model.name, config.data.image_size, config.data.channels
-
-    def count() -> Network:
-        # Here, because torch's counter of operations imports Triton.
-        from paceline.rehearsal.layer_count import count_trained
-
-        return count_trained(model, name, pixels, channels)
-
-    net = RehearsedCluster(config.run.of("rehearsal", RehearsalSettings)).network(
-        name, pixels, classes, config.model.stem_for(pixels), count, channels=channels
-    )
-    again = getattr(config.run.owned.get("accel"), "recompute_norms", False)
-    return net.recomputing_norms() if net is not None and again else net
-
-
-def clock_of_run(
-    config: RunConfig, plan: FusionPlan, tensors: Mapping[str, tuple[int, bool]],
-    net: Network | None, *, half: bool, batch: int, accumulation: int, validation: int,
-    eval_batch: int,
-) -> ClusterClock | None:  # fmt: skip
-    """Returns None if the settings say nothing about the cluster's speed. `tensors` are those that are
-    trained, with their elements and whether in half precision; `half` is that of the run here, which is
-    fp32 on a CPU with `auto`, whatever the cluster's GPUs would choose."""
-    settings = config.run.of("rehearsal", RehearsalSettings)
-    there = RehearsedCluster(settings)
-    fused = getattr(config.run.owned.get("accel"), "allows_fused_norms", True)
-    there.check_batch(net, batch=batch, half=half, fused=fused and config.run.channels_last)
-    work = there.workload(config.model.name, config.data.image_size, net, tensors)
-    if work is None:
-        return None
-    return cluster_clock(
-        settings, plan, work.with_tensors(tensors), batch=batch, accumulation=accumulation,
-        validation=validation, eval_batch=eval_batch,
-        left_out=there.left_out(work, config.optim.name, half=half, trained=tensors),
-    )  # fmt: skip

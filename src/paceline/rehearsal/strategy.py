@@ -1,4 +1,7 @@
-"""`Rehearsal`: one process computes the ranks of a cluster, and predicts the times there."""
+"""`Rehearsal`: one process computes the ranks of a cluster, and predicts the times there.
+
+`VirtualStatistics`: the running statistics of batch norm of all these ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.config import RunConfig
@@ -15,10 +18,11 @@ from paceline.core.events import NoteEvent, ShownField
 from paceline.core.units import format_duration
 from paceline.data import BatchPlan
 from paceline.plan.plan_file import ClusterFacts
-from paceline.rehearsal.cluster_clock import ClusterClock, clock_of_run, cluster_layers
+from paceline.planner.layers import Network
+from paceline.rehearsal.cluster_clock import ClusterClock, RehearsedCluster, cluster_clock
 from paceline.rehearsal.exchange import RehearsedExchange, cluster_groups
 from paceline.rehearsal.settings import RehearsalSettings
-from paceline.rehearsal.statistics import VirtualStatistics
+from paceline.train.batch_norm import BatchNormState, pool
 from paceline.train.batch_sizes import eval_batch
 from paceline.train.exchange_plan import ExchangeParts
 from paceline.train.inputs import RunInputs
@@ -31,6 +35,43 @@ from paceline.train.training import Training
 
 # Algorithms for which an exchange keeps few partial sums.
 _FRUGAL = ("hierarchical", "torus2d", "tree")
+
+
+class VirtualStatistics(BatchNormState):
+    """Has a row for each virtual rank in `kept`. The layers use `flat`, which `load` fills for one rank
+    and `store` saves."""
+
+    def __init__(self, model: nn.Module, ranks: int) -> None:
+        super().__init__(model)
+        self.keep(
+            self.flat.expand(ranks, *self.flat.shape).clone(),
+            self.tracked.expand(ranks, -1).clone(),
+        )
+
+    @property
+    def saved_tracked(self) -> Tensor:
+        return self.kept_tracked[0]
+
+    def load(self, rank: int) -> None:
+        """Gives the layers the statistics of a virtual rank."""
+        self.flat.copy_(self.kept[rank])
+        self.tracked.copy_(self.kept_tracked[rank])
+
+    def store(self, rank: int) -> None:
+        """Makes the statistics of the layers those of a virtual rank."""
+        self.kept[rank].copy_(self.flat)
+        self.kept_tracked[rank].copy_(self.tracked)
+
+    def average(self, group: Group) -> Tensor:
+        return pool(self.kept)
+
+    def gather(self, kept: Tensor, group: Group, *, average: bool = False) -> Tensor:
+        if average:
+            kept.copy_(pool(kept))
+        return (kept[:1] if average else kept).detach().cpu().clone()
+
+    def own_rows(self, rows: Tensor, group: Group) -> Tensor:
+        return rows if len(rows) == len(self.kept) else pool(rows)
 
 
 class Rehearsal(Synchronous):
@@ -52,6 +93,7 @@ class Rehearsal(Synchronous):
     def __init__(self, config: RunConfig, group: Group) -> None:
         super().__init__(config, group)
         self.settings = config.run.of(self.name, RehearsalSettings)
+        self._there = RehearsedCluster(self.settings)
         self.clock: ClusterClock | None = None
         self._predicted_s = 0.0
         self._to_target: float | None = None
@@ -68,7 +110,23 @@ class Rehearsal(Synchronous):
         # With the mirror image of each.
         self._validation = len(inputs.validation) * (2 if self.config.data.eval_flip else 1)
         classes = self.config.model.num_classes or len(inputs.source.classes)
-        self._layers = cluster_layers(self.config, model, classes)
+        self._layers = self._count_layers(model, classes)
+
+    def _count_layers(self, model: nn.Module, classes: int) -> Network | None:
+        """Returns the layers that the cluster's step is predicted from; None if they are not needed."""
+        config = self.config
+        name, pixels, channels = config.model.name, config.data.image_size, config.data.channels
+
+        def count() -> Network:
+            # Here, because torch's counter of operations imports Triton.
+            from paceline.rehearsal.layer_count import count_trained
+
+            return count_trained(model, name, pixels, channels)
+
+        stem = config.model.stem_for(pixels)
+        net = self._there.network(name, pixels, classes, stem, count, channels=channels)
+        again = getattr(config.run.owned.get("accel"), "recompute_norms", False)
+        return net.recomputing_norms() if net is not None and again else net
 
     @classmethod
     def cluster(cls, config: RunConfig, processes: int, nodes: int) -> ClusterFacts:
@@ -109,16 +167,24 @@ class Rehearsal(Synchronous):
 
     def attach(self, parts: StepParts, micro: MicroStep) -> None:
         super().attach(parts, micro)
-        self._micro, plan = micro, self._plan
+        self._micro = micro
+        config, batch, half = self.config, self._plan.micro_batch, parts.policy.is_half
+        # The format of the run here, which is fp32 on a CPU with `auto`, whatever a GPU would choose.
         tensors = {
             name: (p.numel(), p.dtype != torch.float32)
             for name, p in parts.exchange.parameters.items()
         }
-        self.clock = clock_of_run(
-            self.config, parts.exchange.plan, tensors, self._layers, half=parts.policy.is_half,
-            batch=plan.micro_batch, accumulation=plan.accumulation, validation=self._validation,
-            eval_batch=eval_batch(plan.micro_batch),
-        )  # fmt: skip
+        there, net = self._there, self._layers
+        fused = getattr(config.run.owned.get("accel"), "allows_fused_norms", True)
+        there.check_batch(net, batch=batch, half=half, fused=fused and config.run.channels_last)
+        work = there.workload(config.model.name, config.data.image_size, net, tensors)
+        if work is not None:
+            self.clock = cluster_clock(
+                self.settings, parts.exchange.plan, work.with_tensors(tensors), batch=batch,
+                accumulation=self._plan.accumulation, validation=self._validation,
+                eval_batch=eval_batch(batch),
+                left_out=there.left_out(work, config.optim.name, half=half, trained=tensors),
+            )  # fmt: skip
 
     @classmethod
     def outline(cls, config: RunConfig, ranks: int) -> dict[str, str]:

@@ -119,7 +119,7 @@ def _aria_label(chart: Chart) -> str:
     return f"{chart.title} by {chart.x_label}: " + ("; ".join(parts) or "nothing recorded")
 
 
-def _tick_text(x: float, y: float, label: str) -> str:
+def tick_text(x: float, y: float, label: str) -> str:
     """Below its tick; at the right edge it ends there, because a phone's larger letters would be cut."""
     at_edge = x > WIDTH - RIGHT - 1 and len(label) > 2
     anchor, x = ("end", WIDTH - 1.0) if at_edge else ("middle", x)
@@ -136,7 +136,7 @@ def _frame(chart: Chart, x_axis: Axis, y_axis: Axis) -> list[str]:
     for tick, label in zip(x_axis.ticks, x_axis.labels(), strict=True):
         x = _x(x_axis, tick)
         parts.append(f'<path class="axis" d="M{x:.1f} {FOOT}v4"/>')
-        parts.append(_tick_text(x, FOOT + 17, label))
+        parts.append(tick_text(x, FOOT + 17, label))
     parts.append(f'<path class="axis" d="M{LEFT} {FOOT}H{right}"/>')
     parts.append(
         f'<text x="{right}" y="{FOOT + 35}" text-anchor="end">{markup(chart.x_label)}</text>'
@@ -353,51 +353,3 @@ def _scientific(value: float, digits: int = 2) -> str:
     """`0.00025` → `2.5e-4`."""
     mantissa, _, exponent = f"{value:.{digits}e}".partition("e")
     return "0" if value == 0 else f"{float(mantissa):.{digits + 1}g}e{int(exponent)}"
-
-
-@dataclass(frozen=True)
-class Bar:
-    """Of a Gantt chart, from `start` to `end`, in row `row`; `text` shows on hover."""
-
-    row: str
-    start: float
-    end: float
-    text: str
-    colour: int = 1
-
-
-# Rows of a Gantt chart: their height, and the width of their names.
-_ROW, _NAMES = 26, 92
-
-
-def gantt_chart(label: str, unit: str, bars: Sequence[Bar]) -> str:
-    """One `<svg>` element, a row for each name in the order of the bars, time to the right."""
-    rows = list(dict.fromkeys(bar.row for bar in bars))
-    axis = Axis.fit([0.0, *(bar.end for bar in bars)], tight=True, target_ticks=5)
-    foot, width = 8 + _ROW * len(rows), WIDTH - _NAMES - RIGHT
-
-    def x(value: float) -> float:
-        return _NAMES + axis.share(value) * width
-
-    parts = []
-    for tick, text in zip(axis.ticks, axis.labels(), strict=True):
-        parts.append(f'<path class="grid" d="M{x(tick):.1f} 4V{foot}"/>')
-        parts.append(_tick_text(x(tick), foot + 17, text))
-    for number_, name in enumerate(rows):
-        y = 8 + _ROW * number_
-        parts.append(f'<text x="{_NAMES - 8}" y="{y + 15}" text-anchor="end">{markup(name)}</text>')
-    for bar in bars:
-        y = 8 + _ROW * rows.index(bar.row)
-        # A bar too short to see is one unit wide.
-        wide = max(1.0, x(bar.end) - x(bar.start))
-        parts.append(
-            f'<rect class="bar c{bar.colour}" x="{x(bar.start):.1f}" y="{y}" width="{wide:.1f}" '
-            f'height="{_ROW - 6}"><title>{markup(bar.text)}</title></rect>'
-        )
-    parts.append(
-        f'<text x="{WIDTH - RIGHT}" y="{foot + 33}" text-anchor="end">{markup(unit)}</text>'
-    )
-    return (
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {foot + 38}" role="img" '
-        f'aria-label="{markup(label)}">' + "".join(parts) + "</svg>"
-    )

@@ -65,8 +65,8 @@ def _columns(comparison: Comparison) -> list[_Column]:
         _Column("min–max", _range),
         _Column("Δ points", difference),
         _Column("val loss", lambda row: loss(row.val_loss)),
-        _Column("images/s", lambda row: rate(row.images_per_s)),
-        _Column("train time", lambda row: format_duration(row.train_s)),
+        _Column("images/s", lambda row: rate(row.median("images_per_s"))),
+        _Column("train time", lambda row: format_duration(row.median("train_s"))),
         _Column("updates", _updates),
         _Column("exposed", lambda row: _shown(row.exposed_s, format_duration)),
         _Column(
@@ -86,8 +86,8 @@ def _columns(comparison: Comparison) -> list[_Column]:
         ),
         _Column(
             "ranks",
-            lambda row: count(row.world_size),
-            lambda row: plural(row.world_size or 0, "rank"),
+            lambda row: count(row.outcome.world_size),
+            lambda row: plural(row.outcome.world_size or 0, "rank"),
             RANKS,
         ),
         _Column("skipped", lambda row: count(row.skipped_steps), _skipped),
@@ -105,7 +105,7 @@ def _shown(value: float | None, show: Callable[[float], str]) -> str:
 
 def _batches(row: CompareRow) -> str:
     """`256 to 1,024`, the first and the largest, where the batch grows."""
-    first, largest = row.global_batch_size, row.largest_batch
+    first, largest = row.outcome.global_batch_size, row.outcome.largest_batch
     return count(first) if first == largest else f"{count(first)} to {count(largest)}"
 
 
@@ -115,28 +115,22 @@ def _updates(row: CompareRow) -> str:
 
 
 def _state(row: CompareRow) -> str:
-    return _shown(row.state_bytes_per_parameter, number)
+    return _shown(row.median("state_bytes_per_parameter"), number)
 
 
 def _exchange_state(row: CompareRow) -> str:
-    """What the exchange keeps beside the optimizer's state; the sum over parameters, with its unit, where
-    an older run has that alone."""
-    if row.exchange_state_bytes_per_parameter is None:
-        return _shown(row.exchange_state_bytes, format_bytes)
-    return number(row.exchange_state_bytes_per_parameter)
+    """Memory of the exchange, which the optimizer's state does not include."""
+    return _shown(row.median("exchange_state_bytes_per_parameter"), number)
 
 
 def _exchange_state_of_all(row: CompareRow) -> str:
     """Empty where the exchange keeps nothing, as most do."""
-    if not row.exchange_state_bytes:
-        return ""
-    if row.exchange_state_bytes_per_parameter is None:
-        return f"{_exchange_state(row)} of exchange state"
-    return f"{_exchange_state(row)} bytes of exchange state a parameter"
+    kept = row.median("exchange_state_bytes_per_parameter")
+    return f"{number(kept)} bytes of exchange state a parameter" if kept else ""
 
 
 def _sent(row: CompareRow) -> str:
-    return _shown(row.exchange_bytes_per_step, format_bytes)
+    return _shown(row.median("exchange_bytes_per_step"), format_bytes)
 
 
 def _top1(row: CompareRow) -> str:
@@ -266,6 +260,12 @@ def compare_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
+_MEMORY_AND_TRAFFIC = (
+    "state_bytes_per_parameter", "exchange_state_bytes", "exchange_state_bytes_per_parameter",
+    "exchange_bytes_per_step",
+)  # fmt: skip
+
+
 def _row_json(row: CompareRow, differing: tuple[str, ...]) -> dict[str, Any]:
     low, high = row.epochs_done
     return {
@@ -281,21 +281,18 @@ def _row_json(row: CompareRow, differing: tuple[str, ...]) -> dict[str, Any]:
         "difference_points": row.difference and row.difference.points,
         "difference_standard_error": row.difference and row.difference.standard_error,
         "val_loss_mean": row.val_loss,
-        "images_per_s_median": row.images_per_s,
-        "train_s_median": row.train_s,
+        "images_per_s_median": row.median("images_per_s"),
+        "train_s_median": row.median("train_s"),
         "steps_median": row.steps,
         "exposed_s_median": row.exposed_s,
-        "state_bytes_per_parameter": row.state_bytes_per_parameter,
-        "exchange_state_bytes": row.exchange_state_bytes,
-        "exchange_state_bytes_per_parameter": row.exchange_state_bytes_per_parameter,
-        "exchange_bytes_per_step": row.exchange_bytes_per_step,
+        **{name: row.median(name) for name in _MEMORY_AND_TRAFFIC},
         **{f"{name}_median": own.value for name, own in row.figures.items()},
         "epochs_done_min": low,
         "epochs_done_max": high,
         "epochs_planned": row.epochs_planned,
-        "global_batch_size": row.global_batch_size,
-        "largest_batch": row.largest_batch,
-        "world_size": row.world_size,
+        "global_batch_size": row.outcome.global_batch_size,
+        "largest_batch": row.outcome.largest_batch,
+        "world_size": row.outcome.world_size,
         "skipped_steps": row.skipped_steps,
         "runs": [
             {

@@ -20,7 +20,7 @@ from paceline.core.errors import ConfigError, nearest
 from paceline.core.units import plural, text_of
 from paceline.report.bottleneck import ExposedWaits
 from paceline.report.compare_runs import GLOBAL_BATCH, RANKS, ComparedRun
-from paceline.report.outcome import ExtraFigure
+from paceline.report.outcome import ExtraFigure, Outcome
 
 Settings = Mapping[str, Any]
 _UNSET = "unset"
@@ -107,13 +107,9 @@ class CompareRow:
         known = [run.val_loss for run in self.runs if run.val_loss is not None]
         return fmean(known) if len(known) == len(self.runs) else None
 
-    @property
-    def images_per_s(self) -> float | None:
-        return _median(run.outcome.images_per_s for run in self.runs)
-
-    @property
-    def train_s(self) -> float | None:
-        return _median(run.outcome.train_s for run in self.runs)
+    def median(self, name: str) -> float | None:
+        """The median of a figure of `Outcome` over the runs that have it."""
+        return _median(getattr(run.outcome, name) for run in self.runs)
 
     @property
     def steps(self) -> float | None:
@@ -124,23 +120,6 @@ class CompareRow:
     def exposed_s(self) -> float | None:
         """Of a step; None for runs of one rank."""
         return _median(ExposedWaits.of(run.files).exposed_s for run in self.runs)
-
-    @property
-    def state_bytes_per_parameter(self) -> float | None:
-        return _median(run.outcome.state_bytes_per_parameter for run in self.runs)
-
-    @property
-    def exchange_state_bytes(self) -> float | None:
-        """What the exchange keeps on rank 0 from step to step, beside the optimizer's state."""
-        return _median(run.outcome.exchange_state_bytes for run in self.runs)
-
-    @property
-    def exchange_state_bytes_per_parameter(self) -> float | None:
-        return _median(run.outcome.exchange_state_bytes_per_parameter for run in self.runs)
-
-    @property
-    def exchange_bytes_per_step(self) -> float | None:
-        return _median(run.outcome.exchange_bytes_per_step for run in self.runs)
 
     @property
     def figures(self) -> dict[str, ExtraFigure]:
@@ -166,16 +145,9 @@ class CompareRow:
         return self.runs[0].epochs_planned
 
     @property
-    def global_batch_size(self) -> int | None:
-        return self.runs[0].outcome.global_batch_size
-
-    @property
-    def largest_batch(self) -> int | None:
-        return self.runs[0].outcome.largest_batch
-
-    @property
-    def world_size(self) -> int | None:
-        return self.runs[0].outcome.world_size
+    def outcome(self) -> Outcome:
+        """Of the first run, for what is equal in all runs."""
+        return self.runs[0].outcome
 
     @property
     def repeated_seeds(self) -> str:

@@ -26,7 +26,7 @@ def document(title: str, parts: Iterable[str], script: str = "") -> str:
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{markup(title)}</title>\n<style>{_style()}</style>\n{loaded}</head>\n<body>\n<main>\n"
+        f"<title>{markup(title)}</title>\n<style>{style()}</style>\n{loaded}</head>\n<body>\n<main>\n"
         + joined(parts)
         + "\n</main>\n</body>\n</html>\n"
     )
@@ -38,7 +38,8 @@ def joined(parts: Iterable[str]) -> str:
 
 
 @cache
-def _style() -> str:
+def style() -> str:
+    """The style sheet of all pages."""
     return Path(__file__).with_name("style.css").read_text("utf-8")
 
 
@@ -49,23 +50,6 @@ def figures(charts: Iterable[Chart]) -> str:
         for chart in charts
     )
     return f'<section class="charts">\n{drawn}\n</section>'
-
-
-def chart_document(chart: Chart) -> str:
-    """A chart as an SVG file of its own, with the colours of the pages."""
-    drawn = line_chart(chart)
-    opening, _, rest = drawn.partition(">")
-    opening = opening.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
-    back = '<rect width="100%" height="100%" fill="var(--card)"/>'
-    text = ".chart text { font-family: system-ui, sans-serif; }"
-    title = f"<title>{markup(chart.title)}</title>"
-    return f"{opening}>{title}<style>{_style()}{text}</style>{back}{rest}\n"
-
-
-def range_page(name: str, chart: Chart, rows: Iterable[tuple[str, str]]) -> str:
-    """The page of a learning-rate range test."""
-    head = f"<header><p>{markup(name)}</p><h1>{markup(chart.title)}</h1></header>"
-    return document(name, [head, definition_list(rows, "facts"), figures([chart])])
 
 
 def section(title: str, tables: Sequence[Table], *, titled: bool = False) -> str:

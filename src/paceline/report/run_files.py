@@ -226,8 +226,8 @@ def rank_files(path: Path) -> dict[int, Path]:
 
 def assemble(path: Path, ranks: Mapping[int, Records]) -> RunFiles:
     """The records of each rank, with the other files of the folder. Raises `DataError` and `OSError`."""
-    summary = _read_summary(path / "summary.json")
-    config = _read_config(path / "config.toml")
+    summary = _read(path / "summary.json", "JSON", parse_json)
+    config = _read(path / "config.toml", "TOML", parse_toml) or {}
     if _continues(ranks[0].others):
         summary = None
     return RunFiles(path, dict(ranks), summary, config)
@@ -273,22 +273,14 @@ def _check_folder(path: Path) -> None:
     raise DataError(f"{path} is not a run folder: it has no {EVENTS_NAME}", remedy)
 
 
-def _read_summary(file: Path) -> Record | None:
+def _read(file: Path, form: str, parse: Callable[[bytes], Any]) -> Record | None:
+    """The table of a file; None if there is no such file."""
     if not file.exists():
         return None
     try:
-        summary = parse_json(read_regular(file))
+        table = parse(read_regular(file))
     except ParseError as error:
-        raise DataError(f"{file} is not JSON: {error}", "restore it, or delete it") from error
-    if not isinstance(summary, dict):
+        raise DataError(f"{file} is not {form}: {error}", "restore it, or delete it") from error
+    if not isinstance(table, dict):
         raise DataError(f"{file} holds no table", "restore it, or delete it")
-    return summary
-
-
-def _read_config(file: Path) -> Record:
-    if not file.exists():
-        return {}
-    try:
-        return parse_toml(read_regular(file))
-    except ParseError as error:
-        raise DataError(f"{file} is not TOML: {error}", "restore it, or delete it") from error
+    return table

@@ -108,8 +108,8 @@ def result_rows(run: RunFiles) -> list[tuple[str, str]]:
         rows.append(("gradient noise scale", described))
     if outcome.state_bytes_per_parameter is not None:
         rows.append(("optimizer state", f"{outcome.state_bytes_per_parameter:.3g} bytes/parameter"))
-    if outcome.exchange_state_bytes:
-        rows.append(("exchange state", _exchange_state(outcome)))
+    if each := outcome.exchange_state_bytes_per_parameter:
+        rows.append(("exchange state", f"{each:.3g} bytes/parameter"))
     if outcome.exchange_bytes_per_step is not None:
         rows.append(("exchanged in a step", format_bytes(outcome.exchange_bytes_per_step)))
     if waits.exposed_s is not None:
@@ -133,12 +133,6 @@ def result_rows(run: RunFiles) -> list[tuple[str, str]]:
 def _batches(outcome: Outcome) -> str:
     first, largest = outcome.global_batch_size, outcome.largest_batch
     return count(first) if first == largest else f"{count(first)}, at most {count(largest)}"
-
-
-def _exchange_state(outcome: Outcome) -> str:
-    """On rank 0; older runs did not count it by parameter."""
-    each, total = outcome.exchange_state_bytes_per_parameter, outcome.exchange_state_bytes
-    return format_bytes(total or 0) if each is None else f"{each:.3g} bytes/parameter"
 
 
 def expectation_table(run: RunFiles) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import os
 import time
 from collections.abc import Mapping
@@ -56,16 +57,10 @@ def _opened(path: Path, columns: list[str], first_step: int) -> Any:
             rows = [row for row in csv.reader(file) if row and row[0].isdigit()]
         kept = [row for row in rows if int(row[0]) <= first_step and len(row) == len(columns)]
     with whole_file(path) as raw:
-        lines = [columns, *kept]
-        raw.write("".join(f"{_csv_line(line)}\r\n" for line in lines).encode())
+        text = io.StringIO()
+        csv.writer(text).writerows([columns, *kept])
+        raw.write(text.getvalue().encode())
     return path.open("a", newline="", encoding="utf-8")
-
-
-def _csv_line(cells: list[str]) -> str:
-    quoted = (
-        '"' + cell.replace('"', '""') + '"' if set(cell) & set('",\r\n') else cell for cell in cells
-    )
-    return ",".join(quoted)
 
 
 class TensorBoardTracker:

@@ -27,7 +27,6 @@ from paceline.train.checkpoint import Checkpoint, CheckpointStore
 from paceline.train.checkpoint_writer import CheckpointWriter
 from paceline.train.components import Components
 from paceline.train.fast_path import ModelLimits, check_model_norms
-from paceline.train.gradient_source import source_class
 from paceline.train.inputs import (
     RunInputs,
     agree_on_inputs,
@@ -36,6 +35,7 @@ from paceline.train.inputs import (
 )
 from paceline.train.loss import LOSSES
 from paceline.train.machine import choose_threads, explain_out_of_memory, seed_initial_weights
+from paceline.train.micro_step import source_class
 from paceline.train.model_checks import (
     VARIES,
     check_model,

@@ -196,8 +196,8 @@ def describe_exchange(exchange: GradientExchange, parts: ExchangeParts, fast: Fa
 
 
 def describe_idle(config: RunConfig, ranks: int) -> str:
-    """The settings that have no effect, such as `comm.algorithm` on one rank or `optim.bits` of another
-    optimizer; empty where there are none."""
+    """The settings that have no effect, such as `comm.algorithm` on one rank or `optim.momentum` of
+    another optimizer; empty where there are none."""
     found = []
     if ranks == 1 and (idle := _idle_on_one_rank(config)):
         found.append(f"{', '.join(idle)}: for several ranks, and this is one")

@@ -4,6 +4,10 @@ The loss is divided by the step's samples, those of all ranks, and multiplied by
 before the backward pass, so the sum of the gradients over ranks and micro-steps is their average, times
 that scale. In the last micro-step of a step an exchange that overlaps sends buckets while backward goes
 on. `step_error` turns what a pass raises into an error for the user.
+
+`GradientSource` says how the gradients of a micro-batch come about: by the plain backward pass, or as the
+settings class of the optimizer says in `GRADIENTS`, by a source that an extension lists or a program
+registers. Only `MicroStep` is captured in CUDA graphs: code of a source never runs inside of a capture.
 """
 
 from __future__ import annotations
@@ -12,18 +16,24 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.comm.exchange import GradientExchange
+from paceline.config import RunConfig
 from paceline.core.errors import PacelineError, RunError, compile_reason, is_compile_error
+from paceline.core.extensions import Registry
 from paceline.core.imports import first_line
-from paceline.data import Normalizer
+from paceline.data import Batch, BatchPlan, Normalizer, TrainBatches
 from paceline.precision.policy import LossScale, Policy
 from paceline.train.loss import CrossEntropy, TrainingLoss, mixed
 from paceline.train.machine import out_of_memory, run_eagerly
+
+if TYPE_CHECKING:
+    from paceline.train.step import TrainStep
+    from paceline.train.strategy import MicroBatch
 
 # The first calls run the function itself: they compile kernels and choose algorithms, which a capture
 # cannot do.
@@ -332,6 +342,63 @@ class _CapturedMicroSteps:
     def release(self) -> None:
         for captured in self._captured.values():
             captured.release()
+
+
+# Creates this rank's loader of a plan, from a step on.
+MakeLoader = Callable[[BatchPlan, int], TrainBatches]
+
+
+class Begun(NamedTuple):
+    """What became of the start of a step.
+
+    Attributes:
+        fault: The error of this rank, which the step reports to all ranks.
+        abandoned: A rank was asked to stop, so that no rank computes the step.
+    """
+
+    fault: PacelineError | None = None
+    abandoned: bool = False
+
+
+class GradientSource:
+    """The plain backward pass.
+
+    Attributes:
+        several_passes: `add` runs the model more than once, so that gradients add up in fp32.
+        exchanges: All-reduces of whole gradients a step, on average.
+    """
+
+    several_passes: ClassVar[bool] = False
+    exchanges: float = 1.0
+
+    @classmethod
+    def create(cls, config: RunConfig, plan: BatchPlan, make_loader: MakeLoader) -> GradientSource:
+        """Creates the source of a run."""
+        return cls()
+
+    def begin(self, step: TrainStep, number: int) -> Begun:
+        """Called before the first micro-batch of step `number`. May exchange gradients."""
+        return Begun()
+
+    def add(
+        self, step: TrainStep, number: int, batch: Batch, part: MicroBatch, mix: Tensor | None
+    ) -> None:
+        """Adds the gradients of a micro-batch of step `number`; random generators have been seeded."""
+        step.micro.run(batch.images, batch.labels, usual=part.usual, last=part.last, mix=mix)
+
+    def describe(self) -> dict[str, str]:
+        """Returns lines for the start of the run."""
+        return {}
+
+
+GRADIENT_SOURCES: Registry[type[GradientSource]] = Registry(
+    "gradient sources", {"backward": GradientSource}
+)
+
+
+def source_class(config: RunConfig) -> type[GradientSource]:
+    """Returns the gradient source that the optimizer needs."""
+    return GRADIENT_SOURCES.get(config.optim.own_optimizer.GRADIENTS, "optim.name")
 
 
 def step_error(

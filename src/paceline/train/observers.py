@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -77,74 +77,67 @@ def _causes(host_s: float, spent: Mapping[str, float], before: Any, after: Any) 
     return sum_by_stage(stall, {"copy": idle_s - host_s}) if idle_s > host_s else stall
 
 
+@dataclass
 class InputReport:
     """Counts corrupt samples over all ranks and resumes, and emits each note and each sample once.
 
     Writes `progress.corrupt` (sorted indices of training samples) and `progress.corrupt_samples`, its
     length. A loader only knows what it met itself since its process started, and would count a sample
-    again on every rank and after every resume.
+    again on every rank and after every resume. `samples` is the number of training samples, of which the
+    share `share` may be corrupt.
     """
 
-    def __init__(
-        self,
-        progress: Progress,
-        samples: int,
-        max_corrupt_share: float,
-        group: Group,
-        emit: Callable[[Event], None],
-    ) -> None:
-        """`samples` is the number of training samples."""
-        self._progress = progress
-        self._samples = samples
-        self._share = max_corrupt_share
-        self._group = group
-        self._emit = emit
-        self._emitted: set[str] = set()
+    progress: Progress
+    samples: int
+    share: float
+    group: Group
+    emit: Callable[[Event], None]
+    emitted: set[str] = field(default_factory=set)
 
     def training(self, here: Sequence[CorruptSample], count: int) -> None:
         """After a step in which all ranks together met `count` corrupt samples, this rank those in
         `here`. Raises RunError, on all ranks, once there are more than allowed."""
         if not count:
             return
-        progress, known = self._progress, set(self._progress.corrupt)
-        found = torch.zeros(self._samples, dtype=torch.int32, device=self._group.device)
+        progress, known = self.progress, set(self.progress.corrupt)
+        found = torch.zeros(self.samples, dtype=torch.int32, device=self.group.device)
         found[[sample.index for sample in here]] = 1
-        self._group.all_reduce_sum(found)
+        self.group.all_reduce_sum(found)
         progress.corrupt = sorted(known | set(found.nonzero().flatten().tolist()))
         progress.corrupt_samples = len(progress.corrupt)
         new = [sample for sample in here if sample.index not in known]
         self._emit_samples(new, "train", elsewhere=count - len(here))
-        limit = allowed_corrupt(self._share, self._samples)
+        limit = allowed_corrupt(self.share, self.samples)
         if progress.corrupt_samples > limit:
             raise RunError(
-                f"{progress.corrupt_samples} corrupt of {self._samples} samples by step "
-                f"{progress.step}, more than data.max_corrupt_share = {self._share:g} "
+                f"{progress.corrupt_samples} corrupt of {self.samples} samples by step "
+                f"{progress.step}, more than data.max_corrupt_share = {self.share:g} "
                 f"allows ({limit})",
                 "fix the data (metrics*.jsonl names the samples), or raise the share",
             )
 
     def evaluation(self, here: Sequence[CorruptSample], count: int) -> None:
         """After an evaluation, as for `training`; the limit is checked by `evaluate`."""
-        self._progress.corrupt_val_samples = count
+        self.progress.corrupt_val_samples = count
         self._emit_samples(here, "val", elsewhere=count - len(here))
 
     def note(self, text: str) -> None:
         """Emits a loader's note; every evaluation may repeat it."""
-        if text and text not in self._emitted:
-            self._emitted.add(text)
-            self._emit(NoteEvent(text))
+        if text and text not in self.emitted:
+            self.emitted.add(text)
+            self.emit(NoteEvent(text))
 
     def _emit_samples(
         self, samples: Iterable[CorruptSample], split: str, *, elsewhere: int
     ) -> None:
         """`elsewhere` samples were met by other ranks, whose own records name them."""
         for sample in samples:
-            if f"{split} {sample.name}" not in self._emitted:
-                self._emitted.add(f"{split} {sample.name}")
-                event = CorruptEvent(self._progress.step, sample.name, sample.reason, split)
-                self._emit(event)
-        if elsewhere > 0 and self._group.rank == 0:
-            self._emit(NoteEvent(f"{elsewhere} corrupt on other ranks; see metrics.rank*.jsonl"))
+            if f"{split} {sample.name}" not in self.emitted:
+                self.emitted.add(f"{split} {sample.name}")
+                event = CorruptEvent(self.progress.step, sample.name, sample.reason, split)
+                self.emit(event)
+        if elsewhere > 0 and self.group.rank == 0:
+            self.emit(NoteEvent(f"{elsewhere} corrupt on other ranks; see metrics.rank*.jsonl"))
 
 
 NAME = "trace.json"

@@ -170,16 +170,7 @@ def _scaled(config: RunConfig, facts: Facts, ranks: int) -> tuple[RunConfig, str
     values = {"run.global_batch_size": sizes.global_batch, **scaling.values}
     # The result is a recipe of its own, known for its own batch.
     applied: dict[str, object] = {"optim.scaling": "off", "optim.known_good_batch": None}
-    try:
-        return config.with_values(values | applied), scaling.describe()
-    except ConfigError as error:
-        chosen = scaling.values.get("optim.name")
-        if chosen is None:
-            raise
-        raise ConfigError(
-            "optim.scaling", "auto", f"chooses {chosen}, but {error.cause}",
-            f"leave that out, or keep the optimizer with --opt {optim.name}",
-        ) from None  # fmt: skip
+    return config.with_values(values | applied), scaling.describe()
 
 
 def _as_before(target: Target, resumed: Checkpoint) -> Target:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config import SECTIONS, RunConfig, with_defaults
+from paceline.config import DEFAULTS, SECTIONS, RunConfig, with_defaults
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError
 from paceline.core.files import LEFTOVERS, open_regular, read_regular
 from paceline.core.settings import flatten, settings_class
@@ -355,7 +355,7 @@ def _resumed(folder: Path) -> RunFolder:
 def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
     """The newest unfinished folder of this name and configuration, else the newest that differs in
     kernels alone; else None and a note that says in what the newest unfinished one differs."""
-    wanted = _identity(config.to_tables())
+    wanted = _identity(config.in_use())
     note = f"no unfinished run of this configuration in {ROOT}/; a new one starts"
     other, by_other_kernels = "", None
     for folder in sorted(ROOT.glob(f"{config.run.name}-[0-9]*"), reverse=True):
@@ -364,6 +364,8 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
         try:
             there = parse_toml(read_regular(folder / "config.toml"))
         except (OSError, ParseError):
+            continue
+        if there.pop("defaults", DEFAULTS) != DEFAULTS:
             continue
         if not all(isinstance(table, dict) for table in there.values()):
             continue

@@ -27,15 +27,13 @@ from paceline.data import Batch, BatchPlan, CorruptSample, Normalizer, TrainBatc
 from paceline.optim.base import MasterOptimizer
 from paceline.precision.policy import LossScale, Policy
 from paceline.train.batch_norm import BatchNormState
-from paceline.train.gradient_source import GradientSource
 from paceline.train.loss import Mixing
 from paceline.train.machine import explain_out_of_memory, out_of_memory, seed_micro_batch
-from paceline.train.micro_step import WARM_CALLS, MicroStep, step_error
+from paceline.train.micro_step import WARM_CALLS, GradientSource, MicroStep, step_error
 from paceline.train.model_checks import check_parameters
 from paceline.train.observers import InputWait
 from paceline.train.stop_signals import STOP_FIELDS, StopSignals, agreed_stop
-from paceline.train.strategy import Pending, Strategy
-from paceline.train.update import parameter_names, row_values
+from paceline.train.strategy import Pending, Strategy, parameter_names, row_values
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,6 @@ class TrainStep:
     group: Group
     stop: StopSignals
     scale: LossScale
-    source: GradientSource
     seed: int
     mixing: Mixing | None = None
     # Whether the model is a user's: what it raises is then reported in one line.
@@ -124,6 +121,7 @@ class TrainStep:
     fault: PacelineError | None = None
     # A rank has failed, which all ranks know from the same step; it and later ones leave no trace.
     faulted: bool = False
+    source: GradientSource = field(default_factory=GradientSource)
     spans: Spans = field(default_factory=NoTimeline)
     _under_way: deque[_Launched] = field(default_factory=deque)
     given_up: bool = False

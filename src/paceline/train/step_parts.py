@@ -45,9 +45,8 @@ from paceline.train.fast_path import (
     triton_problem,
     try_fast_path,
 )
-from paceline.train.gradient_source import GradientSource
 from paceline.train.loss import CrossEntropy, Mixing, OwnLoss, TrainingLoss, create_loss
-from paceline.train.micro_step import MicroStep
+from paceline.train.micro_step import GradientSource, MicroStep
 from paceline.train.model_checks import with_one_output
 from paceline.train.run_state import PinnedPlan
 from paceline.train.step import TrainStep

@@ -22,16 +22,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.exchange import GradientExchange
+from paceline.comm.exchange import SIGNALS, GradientExchange
 from paceline.comm.group import Group
 from paceline.config import STRATEGIES, SYNCHRONOUS, RunConfig
 from paceline.core.events import ShownField
 from paceline.core.settings import register_settings
 from paceline.data import BatchPlan
+from paceline.optim.base import MasterOptimizer
+from paceline.optim.rule import accurate_norms
+from paceline.optim.schedule import set_rate
 from paceline.plan.plan_file import ClusterFacts
 from paceline.train.batch_norm import BatchNormState
-from paceline.train.micro_step import MicroStep
-from paceline.train.update import Update
+from paceline.train.micro_step import Captured, MicroStep
 
 if TYPE_CHECKING:
     from paceline.train.exchange_plan import ExchangeParts
@@ -39,6 +41,10 @@ if TYPE_CHECKING:
     from paceline.train.step import StepOutcome
     from paceline.train.step_parts import StepParts
     from paceline.train.training import Training
+
+
+# What follows the sums of the signals in the row of an outcome.
+EXTRAS = ("overflow", "halted", "scale", "grad_norm", "whole_squared", "parts_squared")
 
 
 class MicroBatch(NamedTuple):
@@ -63,10 +69,11 @@ def micro_batches_of(plan: BatchPlan, step: int, rank: int) -> Iterator[MicroBat
 
 @dataclass(kw_only=True)
 class Pending:
-    """The outcome of a step that is under way, in the form of `Update.row`.
+    """The outcome of a step that is under way.
 
     Attributes:
-        row: The outcome in host memory, complete once `wait` has returned.
+        row: Sums of the signals, `EXTRAS`, and for each parameter whether its gradient was not finite;
+            in host memory, and complete once `wait` has returned.
         wait: Waits for the device or for other ranks; None if there is nothing to wait for.
         exposed: Reads how long this rank waited for the exchange after its own backward pass.
         fields: Record fields of the strategy, which `wait` may add to.
@@ -234,36 +241,133 @@ class Strategy:
 
 
 class Synchronous(Strategy):
-    """All ranks sum their gradients in each step, and make the same update."""
+    """All ranks sum their gradients in each step, and make the same update, decided on the device.
+
+    If a gradient is not finite or a rank has given up, masters, momenta and half-precision weights stay
+    as they were; a rank's fault, or a stop in mid-step, halts them for good: the run then ends. A short
+    row of numbers says which; the step reads it later, so that nothing waits here.
+    """
 
     name = SYNCHRONOUS
 
     def attach(self, parts: StepParts, micro: MicroStep) -> None:
-        self.update = Update(
-            parts.optimizer, parts.exchange, parts.batch_norm, parts.scale,
-            graphs=parts.fast.graphs, average=parts.average, clip_norm=parts.clip_norm,
-        )  # fmt: skip
-        self._exchange = parts.exchange
+        optimizer, scale = parts.optimizer, parts.scale
+        self.optimizer, self.average, self._clip_norm = optimizer, parts.average, parts.clip_norm
+        self._exchange, self._batch_norm, self._scale = parts.exchange, parts.batch_norm, scale
+        names = parameter_names(parts.exchange, optimizer)
+        device = scale.value.device
+        place = {name: i for i, name in enumerate(parts.exchange.names)}
+        self._order = torch.tensor([place[name] for name in names], device=device)
+        self._halted = torch.zeros((), device=device)
+        # Whether this step leaves no trace.
+        self._discard = torch.zeros((), device=device)
+        self._row = torch.zeros(len(SIGNALS) + len(EXTRAS) + len(names), device=device)
+        optimizer.hold = self._halted
+        optimizer.active = torch.zeros(len(names), device=device)
+        self._grad_norm = torch.zeros((), device=device)
+        # Squared norms of the whole gradient and, summed, of the micro-steps'; 0 where unmeasured.
+        self._squares = torch.zeros(2, device=device)
+        # Clipping divides by more than the loss scale, and costs no pass over the gradients of its own.
+        self._divisor = scale.step_value.clone()
+        optimizer.grad_scale = self._divisor if self._clip_norm else scale.step_value
+        # A wrapped optimizer reads flags on the host, and waits for the exchange there.
+        self._waits = optimizer.path == "torch" and device.type == "cuda"
+        graphs = parts.fast.graphs and optimizer.path == "triton"
+        self._captured = Captured(self._update, enabled=graphs)
 
     def finish(self, rate: float, others: Mapping[str, float] | None) -> Pending:
         """Queues the update, and behind it the copy of the outcome to host memory."""
-        self.update.run(rate, others)
-        source, exposed = self.update.row, self._exchange.exposed
-        if not source.is_cuda:
-            return Pending(row=source.clone(), wait=None, exposed=exposed)
-        row = torch.empty(source.shape, pin_memory=True)
-        row.copy_(source, non_blocking=True)
+        set_rate(self.optimizer, rate, others)
+        if self.average is not None:
+            self.average.set_rate(rate)
+        self.optimizer.upload()
+        if self._waits:
+            self.group.watched("the update", self._captured)
+        else:
+            self._captured()
+        if (memory := self._exchange.memory) is not None:
+            memory.settle(self._discard)
+        exposed = self._exchange.exposed
+        if not self._row.is_cuda:
+            return Pending(row=self._row.clone(), wait=None, exposed=exposed)
+        row = torch.empty(self._row.shape, pin_memory=True)
+        row.copy_(self._row, non_blocking=True)
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
         return Pending(row=row, wait=ready.synchronize, exposed=exposed)
 
     def release(self) -> None:
-        self.update.release()
+        """Destroys the CUDA graph."""
+        self._captured.release()
 
     @property
     def state_bytes(self) -> int:
         memory = self._exchange.memory
         return 0 if memory is None else memory.state_bytes
+
+    def _update(self) -> None:
+        tail = self._exchange.tail
+        given_up = tail[SIGNALS.index("fault")] + tail[SIGNALS.index("abandon")]
+        self._halted.copy_(torch.maximum(self._halted, (given_up > 0).to(torch.float32)))
+        assert self.optimizer.active is not None
+        torch.index_select(self._exchange.uses, 0, self._order, out=self.optimizer.active)
+        if self._clip_norm or self._exchange.squares is not None:
+            self._measure()
+        self.optimizer.step()
+        overflow = self.optimizer.overflow
+        discard = self._discard.copy_(torch.maximum(overflow, self._halted))
+        self._batch_norm.discard_if(discard)
+        if self.average is not None:
+            self.average.add(discard)
+        extras = torch.stack(
+            [overflow, self._halted, self._scale.value, self._grad_norm, *self._squares.unbind()]
+        )
+        bad = self.optimizer.bad.to(torch.float32)
+        self._row.copy_(torch.cat([tail[: len(SIGNALS)], extras, bad]))
+        self._scale.update(overflow, self._halted)
+
+    def _measure(self) -> None:
+        """The norm of all gradients, for clipping and for the noise scale."""
+        gradients = [p.grad for p in self.optimizer.parameters() if p.grad is not None]
+        norms = torch.stack([norm.double() for norm in gradient_norms(gradients)])
+        scale = self._scale.step_value.double()
+        norm = torch.linalg.vector_norm(norms) / scale
+        if (parts := self._exchange.squares) is not None:
+            self._squares.copy_(torch.stack([norm.square(), parts.double() / scale.square()]))
+        if self._clip_norm:
+            self._clip(norm, scale)
+
+    def _clip(self, norm: Tensor, scale: Tensor) -> None:
+        """Sets the divisor of the gradients. Where their norm is not finite the optimizer skips the
+        step, for which it needs the gradients as they are."""
+        self._grad_norm.copy_(norm)
+        over = (norm / self._clip_norm).clamp(min=1.0)
+        self._divisor.copy_(scale * torch.where(torch.isfinite(over), over, 1.0))
+
+
+def gradient_norms(gradients: list[Tensor]) -> list[Tensor]:
+    """2-norms in fp32, those of one format after those of another."""
+    if gradients[0].device.type == "cpu":
+        return accurate_norms([gradient.float() for gradient in gradients])
+    norms: list[Tensor] = []
+    for kind in dict.fromkeys(gradient.dtype for gradient in gradients):
+        own = [gradient for gradient in gradients if gradient.dtype == kind]
+        norms += torch._foreach_norm(own, 2, dtype=torch.float32)
+    return norms
+
+
+def parameter_names(exchange: GradientExchange, optimizer: MasterOptimizer) -> list[str]:
+    """The parameters' names in the optimizer's order. The model itself may have others by now, which
+    the first step reports."""
+    names: dict[int, str] = {id(p): name for name, p in exchange.parameters.items()}
+    return [names[id(p)] for p in optimizer.parameters()]
+
+
+def row_values(row: Tensor) -> tuple[dict[str, float], list[int]]:
+    """The row by name, once it lies in host memory, and the indices of gradients that were not finite."""
+    names, values = (*SIGNALS, *EXTRAS), row.tolist()
+    bad = [index for index, flag in enumerate(values[len(names) :]) if flag]
+    return dict(zip(names, values[: len(names)], strict=True)), bad
 
 
 def register_strategy(kind: type[Strategy], settings: type | None = None) -> None:

@@ -26,10 +26,11 @@ from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.optimizer import best_plan, threshold_plan
 from paceline.plan.plan_file import LinkFacts, ModelFacts, PlanFile, ProbedCluster
 from paceline.plan.schedules import NATIVE
-from paceline.plan.size_table import MeasuredSize, SizeTable, choose_algorithms, table_of
+from paceline.plan.size_table import MeasuredSize, SizeTable
 from paceline.planner.plan_parts import planned_cluster
 from paceline.planner.prediction import Prediction, predict
 from paceline.planner.workload import Workload
+from paceline.tune.size_choice import choose_algorithms, measured_size, table_of
 from paceline.tune.timing import RankGroup, interleaved
 
 # An algorithm whose screening takes this many times as long as the best is not sampled again.
@@ -111,7 +112,7 @@ class Tuner:
             self._ranks, {name: ways[name] for name in kept}, iterations=self.job.iterations,
             warm_up=0, prepare=zero, limit_s=limit_s,
         )  # fmt: skip
-        return MeasuredSize.of(size, {**screened, **samples})
+        return measured_size(size, {**screened, **samples})
 
     def foreign_share(self) -> float:
         """What other processes than these ranks used of the busiest machine's cores so far."""

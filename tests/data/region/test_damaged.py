@@ -108,17 +108,17 @@ def compare(library: RegionLibrary, numbers: range) -> Counter[str]:
     return seen
 
 
-def test_ten_thousand(library: RegionLibrary) -> None:
-    seen = compare(library, range(10_000))
-    assert seen["pixels"] > 1_000
-    assert seen["refused"] > 1_000
-    assert seen.total() == 10_000
+def test_four_thousand(library: RegionLibrary) -> None:
+    seen = compare(library, range(4_000))
+    assert seen["pixels"] > 400
+    assert seen["refused"] > 400
+    assert seen.total() == 4_000
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_three_hundred_thousand(library: RegionLibrary) -> None:
-    assert compare(library, range(10_000, 310_000)).total() == 300_000
+    assert compare(library, range(4_000, 304_000)).total() == 300_000
 
 
 def test_good_files_are_taken(library: RegionLibrary) -> None:

@@ -6,9 +6,8 @@ from __future__ import annotations
 import gc
 import io
 import os
-import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,9 @@ from paceline.data import (
     create_train_loader,
 )
 from paceline.data.augment import FitTransform
-from paceline.data.chunk import Chunk, CorruptLog
 from paceline.data.decode import region as module
 from paceline.data.decode.library import Pieces, RegionLibrary
-from paceline.data.decode.region import BulkRead, RegionDecoder
+from paceline.data.decode.region import BulkRead
 from paceline.data.prefetch import Progress
 from paceline.data.sources import shards as shards_module
 from paceline.data.sources import storage
@@ -94,18 +92,6 @@ def test_corrupt_files_have_pillow_s_reason(library: RegionLibrary, data: bytes)
     found = outcome(region(library, FIT), data)
     assert isinstance(found, str)
     assert found == outcome(pillow(FIT), data)
-
-
-class SlowToFinish(FitTransform):
-    def finish(self, row: Sequence[float], out: np.ndarray) -> None:
-        time.sleep(0.05)
-
-
-def test_what_is_done_to_the_square_is_augmenting(library: RegionLibrary) -> None:
-    progress = Progress()
-    outcome(region(library, SlowToFinish(8, 8, "bilinear")), encoded("JPEG"), (), progress)
-    assert progress.spent["augment"] > 0.04
-    assert progress.spent["decode"] > 0
 
 
 def test_pixels_are_finished_too(library: RegionLibrary) -> None:
@@ -233,25 +219,6 @@ def test_so_are_those_of_evaluation(shards: TarShards) -> None:
             assert one.corrupt == other.corrupt
 
 
-def test_most_samples_really_go_that_way(shards: TarShards, library: RegionLibrary) -> None:
-    checks = []
-
-    class Counting(Progress):
-        def check(self) -> None:
-            checks.append(1)
-
-    def filled(source: Source) -> list[int]:
-        decoder = RegionDecoder(source, FIT, library, channels=3)
-        chunk = Chunk.of_indices(np.arange(COUNT), (0, COUNT), CorruptLog(COUNT, 0.5), Counting())
-        found = decoder.fill_together(chunk, np.zeros((COUNT, 8, 8, 3), dtype=np.uint8))
-        assert not found or set(chunk.progress.spent) == {"read", "decode", "augment"}
-        return list(found)
-
-    assert sorted(set(range(COUNT)) - set(filled(shards))) == [4, 9, 14, 19, 24]
-    assert len(checks) == -(-COUNT // module._AT_ONCE)
-    assert filled(OneByOne(shards)) == []
-
-
 def test_a_closed_loader_is_gone_at_once(shards: TarShards) -> None:
     """Not at some garbage collection: what it holds on a GPU must not go at just any moment."""
     gc.collect()
@@ -268,14 +235,6 @@ def test_a_closed_loader_is_gone_at_once(shards: TarShards) -> None:
             assert [ref() for ref in held] == [None, None]
     finally:
         gc.enable()
-
-
-def test_a_shard_that_is_cut_has_the_usual_message(shards: TarShards, tmp_path: Path) -> None:
-    with train(shards, 2, epochs=1) as loader:
-        path = tmp_path / "train-1.tar"
-        path.write_bytes(path.read_bytes()[:2048])
-        with pytest.raises(DataError, match=r"train-1\.tar: (ends at byte|has changed)"):
-            next(loader)
 
 
 # --- files read by one call --------------------------------------------------------------------
@@ -368,20 +327,6 @@ def test_and_one_that_vanishes_or_is_replaced(
     words = "has changed since the start" if replaced else r"cannot be read \(No such file"
     with pytest.raises(DataError, match=rf"train-0\.tar: {words}"):
         read.all([4], Progress())
-
-
-def test_large_files_are_left_to_the_ordinary_way(
-    plain: tuple[TarShards, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened, _ = plain
-    size = len(opened.read(0))
-    wanted = [opened.read(i) for i in range(5)]
-    monkeypatch.setattr(module, "_MOST_BYTES", 2 * size + 10)
-    found = BulkRead(opened).all(range(5), Progress())
-    assert [bytes(data) for data in found] == wanted
-    assert [type(data) for data in found][:3] == [memoryview, memoryview, bytes]
-    monkeypatch.setattr(module, "_LARGEST_FILE", 1)
-    assert {type(data) for data in BulkRead(opened).all(range(5), Progress())} == {bytes}
 
 
 @pytest.mark.parametrize(("offset", "size"), [(-1, 4), (0, -4), (0, [4, 4])])

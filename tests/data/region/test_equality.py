@@ -105,15 +105,6 @@ def test_every_augmentation(library: RegionLibrary, write_jpeg: Write, augment: 
     assert comparison.taken == 40
 
 
-@pytest.mark.parametrize("width", range(1, 20))
-def test_smallest_images(library: RegionLibrary, write_jpeg: Write, width: int) -> None:
-    for height in range(1, 20):
-        data = write_jpeg(scene(width, height, 3, height), 90, SAMPLINGS[height % 4])
-        comparison = Comparison(library, FitTransform(9, 9, "bicubic"), 3)
-        assert comparison.agrees(data), (width, height)
-        assert comparison.taken == 1
-
-
 @pytest.mark.parametrize(
     ("flags", "taken"),
     [(STORE_RGB, 1), (STORE_RGB | PROGRESSIVE, 1), (ARITHMETIC, 0), (SEPARATE_SCANS, 0),

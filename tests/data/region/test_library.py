@@ -3,7 +3,6 @@ from __future__ import annotations
 import io
 import shutil
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -88,26 +87,6 @@ def test_threads_do_not_meet(library: RegionLibrary) -> None:
                 np.testing.assert_array_equal(got, expected)
 
 
-def test_a_thread_gives_its_memory_back(
-    library: RegionLibrary, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened: list[int] = []
-    closed: list[int] = []
-    close = library._library.region_close
-
-    def region_close(handle: int) -> None:
-        closed.append(handle)
-        close(handle)
-
-    monkeypatch.setattr(library._library, "region_close", region_close)
-    monkeypatch.setattr(library, "_local", threading.local())  # a thread may have died elsewhere
-    thread = threading.Thread(target=lambda: opened.append(library._decoder()))
-    thread.start()
-    thread.join()
-    assert opened
-    assert closed == opened
-
-
 @pytest.mark.usefixtures("_anew")
 def test_a_library_by_name(
     library: RegionLibrary, compiler: str, monkeypatch: pytest.MonkeyPatch
@@ -135,23 +114,6 @@ def test_a_name_that_is_no_library(
     error = unavailable()
     assert error.cause.startswith(f"the library does not load ({path}")
     assert error.remedy == f"check {VARIABLE}"
-
-
-@pytest.mark.usefixtures("_anew")
-def test_one_that_no_longer_loads_is_built_again(
-    library: RegionLibrary, compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    good, asked = cached_library(), []
-    (tmp_path / "old.so").write_bytes(good.read_bytes()[:500])
-
-    def choose(*, rebuild: bool = False) -> Path:
-        asked.append(rebuild)
-        return good if rebuild else tmp_path / "old.so"
-
-    monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(loading, "cached_library", choose)
-    assert region_library().version == library.version
-    assert asked == [False, True]
 
 
 @pytest.mark.usefixtures("_anew")
@@ -256,30 +218,6 @@ def test_every_kind_of_file_and_result_is_looked_at(
         def prepare(self, data: bytes, shape: object, box: object, flip: bool, *rest: Any) -> bool:
             done = library.prepare(data, shape, box, flip, *rest)  # type: ignore[arg-type]
             rest[-1][3, 4, -1] ^= bool(is_wrong(data, flip, rest[-1]))
-            return done
-
-    assert disagreement(WrongForSome())  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "is_wrong",
-    [
-        lambda bands, flip, channels: flip and channels == 3,
-        lambda bands, flip, channels: flip and channels == 1,
-        lambda bands, flip, channels: bands == 3 and channels == 1,
-        lambda bands, flip, channels: bands == 1 and channels == 3,
-    ],
-    ids=["flipped", "flipped, one channel", "colour to grey", "grey to colour"],
-)
-def test_every_kind_of_pixels_is_looked_at(
-    library: RegionLibrary, is_wrong: Callable[..., bool]
-) -> None:
-    class WrongForSome:
-        size, prepare = staticmethod(library.size), staticmethod(library.prepare)
-
-        def square(self, pixels: Any, box: Any, flip: bool, name: str, out: Any) -> bool:
-            done = library.square(pixels, box, flip, name, out)
-            out[3, 4, -1] ^= bool(is_wrong(pixels.shape[2], flip, out.shape[2]))
             return done
 
     assert disagreement(WrongForSome())  # type: ignore[arg-type]

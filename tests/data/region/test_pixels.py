@@ -73,15 +73,6 @@ def test_boxes_at_the_edges(library: RegionLibrary, bands: int) -> None:
                 check(library, pixels, (left, top, right, bottom), number % 3 == 0, name, size, 3)
 
 
-@pytest.mark.parametrize("name", INTERPOLATIONS)
-@pytest.mark.parametrize("bands", [1, 3])
-def test_smallest_images(library: RegionLibrary, name: str, bands: int) -> None:
-    for width in range(1, 8):
-        for height in range(1, 8):
-            pixels = noise(width, height, bands, width)
-            check(library, pixels, (0, 0, width, height), width % 2 == 0, name, 9, bands)
-
-
 @pytest.mark.parametrize("rows_first", [True, False])
 @pytest.mark.parametrize("bands", [1, 3])
 def test_either_order_of_the_passes(

@@ -39,8 +39,7 @@ from paceline.optim.schedule import set_rate
 from paceline.train.exchange_plan import ExchangeParts
 from paceline.train.micro_step import MicroStep
 from paceline.train.step_parts import StepParts, create_master_optimizer
-from paceline.train.strategy import Pending, Strategy
-from paceline.train.update import EXTRAS, parameter_names
+from paceline.train.strategy import EXTRAS, Pending, Strategy, parameter_names
 
 MakeOptimizer = Callable[[nn.Module], MasterOptimizer]
 

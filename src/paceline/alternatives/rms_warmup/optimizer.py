@@ -12,7 +12,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch.optim.optimizer import ParamsT
 
-from paceline.alternatives.rms_warmup.settings import RmspropWarmupSettings
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.registry import Context
 from paceline.optim.rule import Rows, UpdateRule
@@ -92,6 +91,4 @@ class RMSpropWarmup(MasterOptimizer):
 def create(
     settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, context: Context
 ) -> RMSpropWarmup:
-    own = settings.own_optimizer
-    assert isinstance(own, RmspropWarmupSettings)
-    return RMSpropWarmup(groups, lr, settings.momentum, eps=own.eps)
+    return RMSpropWarmup(groups, lr, settings.momentum)

@@ -41,8 +41,6 @@ class RmspropWarmupSettings(OptimizerSettings):
         ),
     )  # fmt: skip
 
-    eps: float = 1e-8
-    """Added to the root of the average of squares."""
     center_epochs: float = 10.0
     """Epoch at which SGD and RMSprop have equal shares."""
     width_epochs: float = 5.0
@@ -50,8 +48,7 @@ class RmspropWarmupSettings(OptimizerSettings):
 
     def __post_init__(self) -> None:
         check = SettingChecks("optim.rmsprop_warmup", self)
-        for name in ("eps", "center_epochs"):
-            check.number(name, "0 or more")
+        check.number("center_epochs", "0 or more")
         check.number("width_epochs", "above 0", "try 5")
 
     def values(self, time: float, course: Course) -> Mapping[str, float]:

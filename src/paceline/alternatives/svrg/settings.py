@@ -14,8 +14,8 @@ from paceline.optim.registry import MOMENTUM, SGD, Course, OptimizerSettings
 
 # Earlier names, with their defaults.
 RENAMED = {
-    "optim.bits": (8, "optim.halp.bits, or that of lp_svrg or lp_sgd"),
-    "optim.center_epochs": (1.0, "optim.svrg.center_epochs, or that of halp or lp_svrg"),
+    "optim.bits": (8, "optim.halp.bits or optim.lp_svrg.bits or optim.lp_sgd.bits"),
+    "optim.center_epochs": (1.0, "optim.halp.center_epochs or optim.svrg.center_epochs"),
     "optim.halp_mu": (0.1, "optim.halp.mu"),
 }
 DRAW = "draw"

@@ -14,9 +14,8 @@ from paceline.comm.exchange import SIGNALS, Signals
 from paceline.config import RunConfig
 from paceline.core.errors import PacelineError
 from paceline.data import Batch, BatchPlan, TrainBatches
-from paceline.train.gradient_source import Begun, GradientSource, MakeLoader
 from paceline.train.machine import seed_micro_batch
-from paceline.train.micro_step import step_error
+from paceline.train.micro_step import Begun, GradientSource, MakeLoader, step_error
 from paceline.train.step import TrainStep
 from paceline.train.strategy import MicroBatch
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from time import perf_counter
 
 import numpy as np
@@ -69,31 +70,25 @@ class Decoder(ABC):
         return ""
 
 
+@dataclass(eq=False)
 class PillowDecoder(Decoder):
-    """Decodes the whole image in host memory, then augments. Takes whatever Pillow takes."""
+    """Decodes the whole image in host memory, then augments. Takes whatever Pillow takes. `notes` go
+    with the description."""
 
-    def __init__(
-        self,
-        source: Source,
-        transform: Transform,
-        *,
-        channels: int,
-        workers: int = 0,
-        pin_memory: bool = False,
-        notes: Sequence[str] = (),
-    ) -> None:
-        """`notes` go with the description."""
-        self.source = source
-        self.transform = transform
-        self.channels = channels
-        self.workers = workers
-        self.draws = transform.draws
-        self._pin_memory = pin_memory
-        self._notes = notes
+    source: Source
+    transform: Transform
+    _: KW_ONLY
+    channels: int
+    workers: int = 0
+    pin_memory: bool = False
+    notes: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self.draws = self.transform.draws
 
     def begin(self, samples: int) -> HostBatch:
         return HostBatch(
-            self, BatchBuffer(samples, self.transform.size, self.channels, self._pin_memory)
+            self, BatchBuffer(samples, self.transform.size, self.channels, self.pin_memory)
         )
 
     def fill(self, chunk: Chunk, out: Pixels) -> None:
@@ -154,7 +149,7 @@ class PillowDecoder(Decoder):
     def describe(self) -> str:
         workers = self.workers
         text = f"{workers} thread{'' if workers == 1 else 's'}" if workers else "no threads"
-        notes = "; ".join(filter(None, self._notes))
+        notes = "; ".join(filter(None, self.notes))
         return f"{text} ({notes})" if notes else text
 
 

@@ -114,8 +114,8 @@ class TarImages(Source):
         self.retry = retry
 
     def _place(self, i: int) -> tuple[TarFile, int, int]:
-        if not 0 <= i < len(self):
-            raise IndexError(f"sample {i} of {len(self)}")
+        if not 0 <= i < len(self.labels):
+            raise IndexError(f"sample {i} of {len(self.labels)}")
         file, offset, size = self._places[i].tolist()
         return self._files[file], offset, size
 

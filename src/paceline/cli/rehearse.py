@@ -1,0 +1,60 @@
+"""`paceline rehearse`: trains on what is at hand as a cluster would, with a clock of predicted times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from paceline.cli.signature import take_signature
+from paceline.cli.train import FLAGS, parse_flags, resolve, train, train_here
+from paceline.train.stop_signals import interrupted_at_once, without_save_requests
+
+# The settings of the flags that describe the cluster, by the names of their parameters.
+_CLUSTER = {
+    name: f"run.rehearsal.{name}"
+    for name in (
+        "nodes", "gpus_per_node", "gpu", "profile", "cluster", "node_gbps", "latency_us", "links",
+        "oversubscription", "input_images_per_s", "eval_s", "startup_s", "price_per_gpu_hour",
+        "watts_per_gpu",
+    )
+}  # fmt: skip
+# Parameters of `train` that a rehearsal has too.
+_SHARED = ("recipe", *FLAGS, "trust", "settings")
+
+
+def _cluster_flags(
+    nodes: str | None = typer.Option(None, help="Nodes of the cluster to rehearse.", metavar="N"),
+    gpus_per_node: str | None = typer.Option(None, help="Ranks of a node; 8.", metavar="N"),
+    gpu: str | None = typer.Option(
+        None, help="Its accelerator, such as H100, or a TOML file of one, for the clock."),
+    profile: str | None = typer.Option(
+        None, help="What paceline profile or tune wrote: the step of this model, for the clock."),
+    cluster: str | None = typer.Option(
+        None, help="What paceline tune wrote there: measured links, for the clock."),
+    node_gbps: str | None = typer.Option(
+        None, help="All links of a node, Gb/s; those of the GPU's reference system.", metavar="X"),
+    latency_us: str | None = typer.Option(
+        None, help="Start of a message between nodes; 10.", metavar="X"),
+    links: str | None = typer.Option(
+        None, help="Links of a node; 1 with --node-gbps, else the reference system's.", metavar="N"),
+    oversubscription: str | None = typer.Option(None, help="Between nodes; 1.", metavar="X"),
+    input_images_per_s: str | None = typer.Option(
+        None, help="What a rank's input delivers; enough.", metavar="X"),
+    eval_s: str | None = typer.Option(None, help="Seconds of an evaluation there.", metavar="X"),
+    startup_s: str | None = typer.Option(None, help="Seconds until its first step.", metavar="X"),
+    price_per_gpu_hour: str | None = typer.Option(None, help="In any currency.", metavar="X"),
+    watts_per_gpu: str | None = typer.Option(None, help="With its share of the node.", metavar="X"),
+) -> None:  # fmt: skip
+    """The flags that `rehearse` has beside those of `train`."""
+
+
+def rehearse(**given: Any) -> int:
+    """Train here as a cluster would: same sums, same batch norm, predicted time."""
+    flags = parse_flags(given) | {"run.strategy": "rehearsal"} | parse_flags(given, _CLUSTER)
+    config = resolve(given["recipe"], flags, given["settings"], given["trust"])
+    with without_save_requests(config.checkpoint), interrupted_at_once():
+        return train_here(config)
+
+
+take_signature(rehearse, {*_SHARED, *_CLUSTER}, train, _cluster_flags)

@@ -1,0 +1,155 @@
+"""What a user asks of the planner, by `paceline plan` or `predict_scaling`: a step and a cluster.
+
+Errors name the flags of the command; `predict_scaling` turns them into its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import ConfigError
+from paceline.plan.cluster import Cluster
+from paceline.plan.plan_file import PlanFile
+from paceline.plan.schedules import algorithm_names
+from paceline.plan.wires import wire_names
+from paceline.planner.accelerators import (
+    GPUS_PER_NODE,
+    Accelerator,
+    accelerator,
+    assumed,
+    catalogue,
+    gpu_cluster,
+)
+from paceline.planner.analytic_workload import analytic_workload
+from paceline.planner.answer import Question
+from paceline.planner.layers import Network, network
+from paceline.planner.plan_parts import planned_cluster, profile_of, required_profile
+from paceline.planner.workload import Workload
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """The step of a model on an accelerator, or that of a profile. None and "" are not given."""
+
+    model: str = ""
+    gpu: str = ""
+    software: str = ""
+    profile: Path | None = None
+    image_size: int | None = None
+    classes: int | None = None
+    channels: int | None = None
+
+    @cached_property
+    def chip(self) -> Accelerator | None:
+        """The accelerator that is named."""
+        return accelerator(self.gpu) if self.gpu else None
+
+    @property
+    def images(self) -> tuple[int, int, int]:
+        """Edge, classes and channels of the images."""
+        given = zip((self.image_size, self.classes, self.channels), (224, 1000, 3), strict=True)
+        size, classes, channels = (usual if value is None else value for value, usual in given)
+        return size, classes, channels
+
+    def network(self, name: str) -> Network:
+        """The layers of a model of which the planner knows them, for these images."""
+        size, classes, channels = self.images
+        return network(name, size, classes, channels=channels)
+
+    def read(self, where: ClusterRequest) -> tuple[PlanFile, Workload | None]:
+        """The cluster's file with the profile that counts: that of `profile`; of the catalogue if a GPU
+        is named; else the one that tune has left in the cluster's file."""
+        file = where.read()
+        if self.profile is not None:
+            self._refuse_own()
+            measured = PlanFile.read(self.profile, "--profile")
+            return replace(file, workload=measured.workload), required_profile(measured)
+        file = replace(file, workload=None) if self.gpu else file
+        return file, profile_of(file)
+
+    def workload(self, net: Network | None, profiled: Workload | None) -> Workload:
+        """The times of the step. Raises ConfigError for what contradicts a profile."""
+        if profiled is None:
+            if self.chip is None or net is None:
+                raise ConfigError(
+                    "--gpu", None, "give either --gpu or --profile",
+                    f"known GPUs are {', '.join(catalogue())}",
+                )  # fmt: skip
+            return analytic_workload(net, self.chip, self.software)
+        self._refuse_own()
+        if self.model and profiled.model != self.model:
+            raise ConfigError(
+                "--model", self.model, f"the profile is of {profiled.model}",
+                f"profile {self.model}, or leave --model out",
+            )  # fmt: skip
+        return profiled
+
+    def _refuse_own(self) -> None:
+        """Raises ConfigError for what a profile says itself."""
+        for flag, value in (
+            ("--image-size", self.image_size), ("--classes", self.classes),
+            ("--channels", self.channels), ("--software", self.software or None),
+        ):  # fmt: skip
+            if value is not None:
+                raise ConfigError(flag, value, "a profile has its own", "leave it out")
+
+
+@dataclass(frozen=True)
+class ClusterRequest:
+    """Nodes and the links between them, or the file of a measured cluster."""
+
+    nodes: int | None = None
+    gpus_per_node: int | None = None
+    node_gbps: float | None = None
+    latency_us: float | None = None
+    links: int | None = None
+    oversubscription: float | None = None
+    cluster: Path | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The arguments of `gpu_cluster` that are given, which a cluster file excludes."""
+        names = ("gpus_per_node", "node_gbps", "latency_us", "links", "oversubscription")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    def read(self) -> PlanFile:
+        """The cluster's file; an empty one if none is given."""
+        if self.cluster is None:
+            return PlanFile()
+        for name, value in self.given.items():
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                flag, value, "is in the cluster file already", "leave out one of them"
+            )
+        return PlanFile.read(self.cluster, "--cluster")
+
+    def place(self, chip: Accelerator | None, file: PlanFile) -> Cluster:
+        """The cluster: as measured, or of accelerators and links."""
+        if self.cluster is not None:
+            measured = planned_cluster(file)
+            return measured if self.nodes is None else measured.with_nodes(self.nodes)
+        given = self.given
+        if chip is None and given.get("gpus_per_node", GPUS_PER_NODE) > 1:
+            raise ConfigError(
+                "--gpu", None, "the links inside a node are not known",
+                "name the GPU, or give --cluster, or --gpus-per-node 1",
+            )  # fmt: skip
+        nodes = 1 if self.nodes is None else self.nodes
+        return gpu_cluster(chip or accelerator("CPU"), nodes, **given)
+
+    def assumed(self, chip: Accelerator | None) -> dict[str, str]:
+        """What `place` assumes, by argument."""
+        return {} if self.cluster else assumed(chip or accelerator("CPU"), self.given)
+
+
+def question_about(
+    work: Workload, place: Cluster, algorithms: Sequence[str], wires: Sequence[str]
+) -> Question:
+    """A question without a batch. No algorithms: those measured on the cluster, or all if it was not
+    probed."""
+    known = place.probed.algorithms if place.probed else algorithm_names()
+    return Question(work, 1, tuple(algorithms) or known, wire_names(wires or ("auto",)))

@@ -1,0 +1,91 @@
+"""Chooses the algorithm for each size from measurements, and says if they are too noisy for that.
+
+Medians count. The backend's own all-reduce stays unless another is faster by a margin; and what was
+chosen for the size before stays while it is as good as the best within the margin, so that noise does not
+make the table flicker. The chosen is never slower than the best by more than the margin.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from paceline.core.errors import RunError
+from paceline.plan.schedules import NATIVE
+from paceline.plan.size_table import MeasuredSize, SizeRow, SizeTable
+
+MARGIN = 0.05
+# The largest spread of repeated samples (`noise`) whose table is worth writing. Idle machines of the
+# records, two cores with up to 16 ranks, have 0.07 to 0.31.
+NOISE_LIMIT = 0.5
+# And how much of the cores other processes may use: steady work beside it slows all samples alike.
+FOREIGN_LIMIT = 0.25
+
+
+def measured_size(size_bytes: int, samples: Mapping[str, Sequence[float]]) -> MeasuredSize:
+    """The medians of one size, and how far the backend's own samples spread."""
+    medians = {name: statistics.median(taken) for name, taken in samples.items()}
+    return MeasuredSize(size_bytes, medians, _spread(samples.get(NATIVE, ())))
+
+
+def _spread(samples: Sequence[float]) -> float:
+    if len(samples) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return (high - low) / middle if middle > 0 else 0.0
+
+
+def noise(measured: Sequence[MeasuredSize]) -> float:
+    """The median spread over all sizes: one size that something disturbed does not count."""
+    return statistics.median(row.spread for row in measured) if measured else 0.0
+
+
+def check_noise(measured: Sequence[MeasuredSize], foreign: float, accept: bool) -> str:
+    """RunError where samples of one size differ too much to choose by them, or where other processes use
+    the `foreign` share of the cores; with `accept` a note instead."""
+    found, problems = noise(measured), []
+    if found > NOISE_LIMIT:
+        problems.append(
+            f"repeated all-reduces of one size spread by {found:.0%} (allowed: {NOISE_LIMIT:.0%})"
+        )
+    if foreign > FOREIGN_LIMIT:
+        problems.append(
+            f"other processes use {foreign:.0%} of the cores (allowed: {FOREIGN_LIMIT:.0%})"
+        )
+    if not problems:
+        return ""
+    cause = f"this host is too noisy to tune on: {' and '.join(problems)}"
+    if accept:
+        return f"{cause}; written because of --accept-noise"
+    raise RunError(
+        cause, "stop other work and repeat it, or give --accept-noise to write it anyway"
+    )
+
+
+def choose_algorithms(measured: Sequence[MeasuredSize], margin: float = MARGIN) -> list[str]:
+    """One for each size, in ascending order of sizes."""
+    chosen: list[str] = []
+    for row in measured:
+        chosen.append(_choose(row, chosen[-1] if chosen else None, margin))
+    return chosen
+
+
+def _choose(row: MeasuredSize, before: str | None, margin: float) -> str:
+    """`before`: what the next smaller size goes by."""
+    best = min(row.medians_s, key=lambda name: (row.medians_s[name], name))
+    bound = (1 + margin) * row.medians_s[best]
+    for name in (NATIVE, before):
+        if name is not None and row.medians_s.get(name, math.inf) <= bound:
+            return name
+    return best
+
+
+def table_of(measured: Sequence[MeasuredSize], chosen: Sequence[str]) -> SizeTable:
+    """Rows change over halfway, in factors, between two measured sizes."""
+    rows: list[SizeRow] = []
+    for at in range(len(measured) - 1):
+        if chosen[at] != chosen[at + 1]:
+            limit = math.isqrt(measured[at].size_bytes * measured[at + 1].size_bytes)
+            rows.append(SizeRow(chosen[at], limit))
+    return SizeTable((*rows, SizeRow(chosen[-1])))
