@@ -8,7 +8,6 @@ import pytest
 
 from paceline.comm import settings as comm
 from paceline.config import Job, RunConfig, exclusions, load_config, setting_names
-from paceline.config import settings as run
 from paceline.core.errors import ConfigError
 from paceline.core.exclusions import Exclusion, check_exclusions, not_in, one_of
 from paceline.data import settings as data
@@ -19,7 +18,6 @@ from paceline.train.resolve import Facts, refuse, resolve
 TABLE = (
     *exclusions.EXCLUSIONS,
     *comm.EXCLUSIONS,
-    *run.EXCLUSIONS,
     *optim.EXCLUSIONS,
     *data.EXCLUSIONS,
 )
