@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import io
+import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -172,3 +173,14 @@ def test_the_remedy_for_an_expanded_tensor_works() -> None:
     with pytest.raises(TensorFileError, match=r"contiguous\(\)"):
         load_tensors(io.BytesIO(saved(expanded)))
     assert torch.equal(load_tensors(io.BytesIO(saved(expanded.contiguous()))), expanded)
+
+
+def test_archives_that_readers_could_read_in_two_ways_are_refused() -> None:
+    sound, other = saved({"a": torch.ones(3)}), saved([torch.zeros(9)])
+    assert load_tensors(io.BytesIO(sound))["a"].sum() == 3
+    assert load_tensors(io.BytesIO(changed(sound, lambda name, old: old)))["a"].sum() == 3
+    # torch.save writes the place of the end of large archives 34 bytes before the end.
+    moved = sound[:-34] + struct.pack("<Q", len(sound) - 107) + sound[-26:]
+    for content in (moved, sound + other, sound[:-2] + b"\3\0abc"):
+        with pytest.raises((TensorFileError, RuntimeError, zipfile.BadZipFile)):
+            load_tensors(io.BytesIO(content))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickletools
+import struct
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +27,10 @@ _MOST_REPEATS = 100
 _SMALL_FILE = 1 << 20
 # Of torch's format before version 1.6: magic number, version, platform, the object, keys of storages.
 _OLD_FORMAT_PICKLES = 5
+# Last records of a zip archive: its end, and for large archives the end with numbers of 64 bits, followed
+# by the place of that end.
+_END, _END_64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q")
+_LOCATOR = struct.Struct("<4sLQL")
 # So many letters of a text count as one value.
 _LETTERS = 64
 
@@ -49,13 +54,11 @@ def load_tensors(file: IO[bytes]) -> Any:
         with zipfile.ZipFile(file) as archive:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                 raise TensorFileError("its entries are compressed")
+            if sum(entry.file_size for entry in archive.infolist()) > size:
+                raise TensorFileError("its entries are larger than the file")
+            _check_directory(file, archive.start_dir)
         file.seek(0)
-        # By torch's own reader, which could find other entries in a file made to deceive.
-        reader = torch._C.PyTorchFileReader(file)
-        records = reader.get_all_records()
-        if sum(map(reader.get_record_size, records)) > size:
-            raise TensorFileError("its entries are larger than the file")
-        _check_calls(reader.get_record("data.pkl"))
+        _check_calls(torch._C.PyTorchFileReader(file).get_record("data.pkl"))
     else:
         for _ in range(_OLD_FORMAT_PICKLES):
             _check_calls(file)
@@ -65,6 +68,24 @@ def load_tensors(file: IO[bytes]) -> Any:
         content = torch.load(file, map_location="cpu", weights_only=True)
     _check_values(content, size)
     return content
+
+
+def _check_directory(file: IO[bytes], start: int) -> None:
+    """Refuses an archive in which torch could find another directory than Python, which found it at
+    `start`: its end has no comment, and its records lie next to one another as torch.save writes them."""
+    at = file.seek(-_END.size, os.SEEK_END)
+    signature, *_, offset, comment = _END.unpack(file.read(_END.size))
+    usual = signature == b"PK\5\6" and not comment
+    if at >= _END_64.size + _LOCATOR.size:
+        file.seek(at - _LOCATOR.size)
+        signature, _, end, _ = _LOCATOR.unpack(file.read(_LOCATOR.size))
+        if signature == b"PK\6\7":  # both readers then take the numbers of 64 bits
+            at -= _LOCATOR.size + _END_64.size
+            file.seek(at)
+            *_, offset = _END_64.unpack(file.read(_END_64.size))
+            usual = usual and end == at
+    if not usual or offset != start:
+        raise TensorFileError("its directory is not as torch.save writes it")
 
 
 @dataclass(slots=True)
