@@ -149,7 +149,7 @@ def test_settings_for_several_ranks_are_named_on_one(
         ({"optim__schedule": "constant", "optim__lr_end": 0.5},
          "optim.lr_end = 0.5: with optim.schedule = 'constant'"),
         ({"optim__batch_rate": "sqrt"}, "optim.batch_rate = 'sqrt': with no optim.batch_schedule"),
-        ({"optim__name": "lamb", "optim__lamb__clip": True}, ""),
+        ({"optim__name": "lamb", "optim__adam__clip": True}, ""),
         ({"optim__schedule": "poly", "optim__poly__power": 1.0, "optim__lr_end": 0.5}, ""),
     ],
 )  # fmt: skip

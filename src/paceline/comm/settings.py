@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from paceline.core.errors import ConfigError
 from paceline.core.exclusions import Exclusion, check_exclusions, not_in, one_of
-from paceline.core.settings import Section, SettingChecks
+from paceline.core.settings import Section, SettingChecks, settings_class, table_name
 from paceline.plan.schedules import algorithm_names
 from paceline.plan.wires import WIRES, own_algorithm, wire_format
 
@@ -106,7 +106,9 @@ class CommSettings(Section):
     def unused(self) -> list[str]:
         """Returns the owners whose settings are given, but which no setting has chosen. A plan file may
         choose any wire format."""
-        return [name for name in super().unused() if not (self.plan and name in WIRES)]
+        kinds = {name: settings_class(CommSettings, name, "comm.plan") for name in WIRES.names()}
+        planned = {table_name(kind, name) for name, kind in kinds.items() if self.plan}
+        return [name for name in super().unused() if name not in planned]
 
 
 EXCLUSIONS: tuple[Exclusion, ...] = (

@@ -58,14 +58,20 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
 }
 
 
+_ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
 RENAMED: Mapping[str, tuple[Any, str]] = {
     "comm.eta_kib": (None, "comm.hybrid.eta_kib"),
     "comm.mode": ("synchronous", "run.strategy"),
     "comm.sizes": ("", "comm.hybrid.sizes"),
-    "optim.adam_eps": (1e-8, "optim.adamw.eps or optim.lamb.eps"),
-    "optim.beta1": (0.9, "optim.adamw.beta1 or optim.lamb.beta1"),
-    "optim.beta2": (0.999, "optim.adamw.beta2 or optim.lamb.beta2"),
-    "optim.clip": (False, "optim.lars.clip or optim.lamb.clip"),
+    "optim.adamw": (_ADAM, "optim.adam"),
+    "optim.lamb": (_ADAM | {"clip": False}, "optim.adam"),
+    "optim.piecewise": (
+        {"epochs": [30.0, 60.0, 80.0], "factors": [0.5, 0.075, 0.01, 0.001]}, "optim.step",
+    ),
+    "optim.adam_eps": (1e-8, "optim.adam.eps"),
+    "optim.beta1": (0.9, "optim.adam.beta1"),
+    "optim.beta2": (0.999, "optim.adam.beta2"),
+    "optim.clip": (False, "optim.lars.clip or optim.adam.clip"),
     "optim.muon_steps": ("relative", "optim.muon.steps"),
     "optim.orthogonal": ("filters", "optim.muon.orthogonal"),
     "optim.share_products": ("auto", "optim.muon.share_products"),
@@ -73,11 +79,11 @@ RENAMED: Mapping[str, tuple[Any, str]] = {
         0.001,
         "optim.lars.trust_coefficient or optim.muon.trust_coefficient",
     ),
-    "optim.decay_epochs": ([30.0, 60.0, 80.0], "optim.step.epochs or optim.piecewise.epochs"),
-    "optim.decay_factors": ([0.5, 0.075, 0.01, 0.001], "optim.piecewise.factors"),
+    "optim.decay_epochs": ([30.0, 60.0, 80.0], "optim.step.epochs"),
+    "optim.decay_factors": ([0.5, 0.075, 0.01, 0.001], "optim.step.factors"),
     "optim.decay_rate": (0.1, "optim.step.factor"),
     "optim.poly_power": (2.0, "optim.poly.power"),
-}
+}  # fmt: skip
 
 
 def without_removed(tables: Mapping[str, Any]) -> dict[str, Any]:

@@ -134,13 +134,13 @@ class OptimSettings(Section):
     @property
     def own_optimizer(self) -> OptimizerSettings:
         """The settings of the optimizer; the defaults of the base if it has none."""
-        own = self.owned.get(self.name)
+        own = self.chosen(self.name)
         return own if isinstance(own, OptimizerSettings) else OptimizerSettings()
 
     @property
     def own_schedule(self) -> ScheduleSettings:
         """The settings of the schedule."""
-        own = self.owned[self.schedule]
+        own = self.chosen(self.schedule)
         assert isinstance(own, ScheduleSettings), self.schedule
         return own
 
