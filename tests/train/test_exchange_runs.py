@@ -20,7 +20,7 @@ from ranks import run_ranks
 from small_runs import run_small, small_config
 
 HYBRID: dict[str, Any] = {
-    "comm__algorithm": "hybrid", "comm__hybrid__eta_kib": 64, "comm__fusion_mib": 0.02,
+    "comm__algorithm": "hybrid", "comm__hybrid__sizes": "64", "comm__fusion_mib": 0.02,
 }  # fmt: skip
 # Of smaller images, rounding changes weights and predictions more.
 LARGE: dict[str, Any] = {"data__image_size": 28}

@@ -219,8 +219,8 @@ def without_version(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_defaults(tables: Mapping[str, Any]) -> Tables:
     """Returns a stored configuration with the defaults of later settings and without removed ones."""
-    tables = without_version(tables)
-    return merge(_defaults(tables).to_tables(), without_removed(tables))
+    tables = without_removed(without_version(tables))
+    return merge(_defaults(tables).to_tables(), tables)
 
 
 def unflatten(values: Mapping[str, Any]) -> Tables:
