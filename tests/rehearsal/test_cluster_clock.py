@@ -64,7 +64,7 @@ def test_what_the_times_leave_out_is_said() -> None:
     assert HERE.left_out(work, "lars", half=True) == ()
     assert "without" not in clock().describe()
     assert "; from layers of the network on H100; assumed: 8 × 400 Gb/s" in clock().describe()
-    assert "assumed" not in clock(replace(PLACE, node_gbps=100.0)).describe()
+    assert "assumed: one link a node" in clock(replace(PLACE, node_gbps=100.0)).describe()
     found = HERE.left_out(work, "muon", half=False)
     assert "without fp32" in clock(left_out=found).describe()
     assert "the update of muon" in clock(left_out=found).describe()

@@ -131,7 +131,7 @@ def owner_names(section: type) -> list[str]:
     """Returns the names of all owners that a section may have."""
     if not issubclass(section, Section):
         return []
-    return [*section.OWNERS, *_owners(section.NAME).names()]
+    return [*section.OWNERS, *sorted(_owners(section.NAME).names())]
 
 
 def settings_class(section: type, owner: str, asked_by: str) -> type | None:
