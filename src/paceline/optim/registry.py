@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.core.extensions import Registry, provided
+from paceline.core.extensions import Registry, missing_packages, provided
 from paceline.core.settings import register_settings
 
 if TYPE_CHECKING:
@@ -177,7 +177,8 @@ def schedule_names() -> list[str]:
 def check_optimizer(name: str) -> None:
     """Raises ConfigError, with the nearest name, if there is no optimizer of this name."""
     if name not in _registered and name not in _optimizers:
-        remedy = f"{nearest(name, optimizer_names())} (a class is written torch.optim:RAdam)"
+        hint = nearest(name, optimizer_names()) + missing_packages()
+        remedy = f"{hint} (a class is written torch.optim:RAdam)"
         raise ConfigError("optim.name", name, "unknown", remedy)
 
 
