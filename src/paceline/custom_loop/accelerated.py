@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from paceline.comm.process_groups import all_gather_json
 from paceline.config import RunSettings
 from paceline.core.errors import ConfigError
+from paceline.core.extensions import provided
 from paceline.core.settings import from_table
 from paceline.custom_loop.context import agreed, several_ranks
 from paceline.models.acceleration import AccelerationContext, Applied, Forward, Result
@@ -64,7 +65,7 @@ def accelerate(
         model: The model, on its device. Only a GPU has fused forms, and only in channels-last memory.
         example: A micro-batch of images, for `fused_convolutions`, whose kernels are timed on it.
         dtype: Number format of convolutions; by default that of the first one's weight.
-        settings: Settings of `[run.accel]` but `compile`, and without it: `recompute_norms=True`.
+        settings: Settings of the acceleration's table, such as `recompute_norms=True`; not `compile`.
 
     Returns:
         The handle that describes and undoes the change.
@@ -79,15 +80,15 @@ def accelerate(
     """
     if "compile" in settings:
         raise ConfigError("compile", settings["compile"], "is not taken here", "use torch.compile")
-    own = from_table(RunSettings, "run", {"accel": settings})
-    if example is None and own.owned["accel"].fused_convolutions != "off":
-        raise ConfigError(
-            "example", None, "fused_convolutions time their kernels on a micro-batch", "give images"
-        )
+    installed = provided("accelerations")
+    for name, value in settings.items() if not installed else ():
+        raise ConfigError(name, value, "no acceleration is installed", "leave it out")
+    own = from_table(RunSettings, "run", dict.fromkeys(installed, settings))
     first = next(m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)).weight
     context = AccelerationContext(
         device=first.device, dtype=dtype or first.dtype, kernel_problem=triton_problem(first.device),
         channels_last=first.dim() != 4 or first.is_contiguous(memory_format=torch.channels_last),
+        calibrates=example is not None,
     )  # fmt: skip
     with agreed():
         applied, reason = apply_first(own, model, context)
