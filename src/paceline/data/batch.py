@@ -21,17 +21,9 @@ import numpy.typing as npt
 import torch
 
 from paceline.core.errors import DataError
+from paceline.data.image import CorruptSample, allowed_corrupt
 from paceline.data.order import Int64, SampleOrder, uniform
 from paceline.data.prefetch import Progress
-
-
-@dataclass(frozen=True)
-class CorruptSample:
-    """A sample that was replaced (training) or left out (evaluation)."""
-
-    index: int
-    name: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -138,11 +130,6 @@ class ReusedMemory:
 
 # Pageable images only: torch itself keeps pinned memory. A few more than a loader has ready.
 _PAGEABLE = ReusedMemory(16)
-
-
-def allowed_corrupt(share: float, samples: int) -> int:
-    """How many of `samples` may be corrupt: their share, but at least one, unless `share` is 0."""
-    return max(1, int(share * samples)) if share > 0 else 0
 
 
 class CorruptLog:
