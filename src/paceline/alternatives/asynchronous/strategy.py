@@ -36,7 +36,7 @@ from paceline.config import RunConfig
 from paceline.core.errors import RunError
 from paceline.data import BatchPlan
 from paceline.optim.base import MasterOptimizer
-from paceline.optim.schedule import set_rate
+from paceline.optim.schedules import set_rate
 from paceline.train.exchange_plan import ExchangeParts
 from paceline.train.micro_step import MicroStep
 from paceline.train.step_parts import StepParts, create_master_optimizer
