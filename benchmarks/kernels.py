@@ -51,10 +51,12 @@ from paceline.cli.options import check_at_least
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, RunError
+from paceline.core.settings import from_table, unflatten
 from paceline.core.topology import Topology
 from paceline.core.units import format_percent
 from paceline.models.settings import check_model_name
-from paceline.train.micro_step import GradientSource, source_class
+from paceline.optim.registry import OptimizerSettings
+from paceline.optim.settings import OptimSettings
 from paceline.tune.step import StepRow, build_step
 
 _MARK = "paceline call "
@@ -343,8 +345,9 @@ def _check(switches: Mapping[str, Any]) -> None:
     for name in _NOT_IN_STEP:
         if name in switches:
             raise ConfigError("--set", name, "is not part of the profiled step", "leave it out")
-    chosen = RunConfig().with_values({k: v for k, v in switches.items() if k == "optim.name"})
-    if source_class(chosen) is not GradientSource:
+    given = unflatten({k: v for k, v in switches.items() if k.startswith("optim.")})
+    optimizer = from_table(OptimSettings, "optim", given.get("optim", {})).own_optimizer
+    if optimizer.GRADIENTS != OptimizerSettings.GRADIENTS:
         raise ConfigError(
             "optim.name", switches["optim.name"],
             "its passes over the data are not part of the profiled step",

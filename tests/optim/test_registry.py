@@ -23,7 +23,8 @@ from paceline.optim import (
     register_optimizer,
     registry,
 )
-from paceline.optim.registry import Course, ScheduleSettings, register_schedule
+from paceline.optim.registry import register_schedule
+from paceline.optim.schedules import Course, ScheduleSettings
 from small_runs import run_small
 
 MIXED = (torch.float16, torch.float32, torch.bfloat16)

@@ -234,6 +234,7 @@ def test_the_tensors_are_the_models_own(name: str) -> None:
     import torch
 
     from paceline.accel.networks import network_of
+    from paceline.accel.stem import pads_images
     from paceline.models.registry import create_model
     from paceline.models.settings import ModelSettings
     from paceline.precision.policy import choose_policy
@@ -244,8 +245,11 @@ def test_the_tensors_are_the_models_own(name: str) -> None:
     wanted = {n: (p.numel(), p.dtype != torch.float32) for n, p in model.named_parameters()}
     found = network(name)
     assert {t.name: (t.elements, t.half) for t in found.tensors} == wanted
-    assert found.has_fused_form == (network_of(model) is not None)
-    assert found.pads_images == getattr(model, "pads_images", False)
+    known = network_of(model)
+    assert found.has_fused_form == (known is not None)
+    assert found.pads_images == (
+        known is not None and known.first is not None and pads_images(known.first)
+    )
     assert not network(name, channels=1).pads_images
 
 

@@ -63,6 +63,10 @@ def _settings(context: AccelerationContext) -> AccelSettings:
 
 def _plan(model: nn.Module, context: AccelerationContext) -> _Plan:
     settings = _settings(context)
+    if settings.fused_convolutions != "off" and not context.calibrates:
+        raise ConfigError(
+            "example", None, "fused_convolutions time their kernels on a micro-batch", "give images"
+        )
     network = network_of(model)
     notes = []
     problem = context.kernel_problem

@@ -28,7 +28,7 @@ def needed_by(field: str, value: object) -> Iterator[None]:
     """Raises ConfigError if an import inside of it needs an extension package that was removed."""
     try:
         yield
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         package = missing_extension(error)
         if not package:
             raise
@@ -90,6 +90,7 @@ class Registry(Generic[Part]):
     def __init__(self, kind: str, own: Mapping[str, Part | str]) -> None:
         self._kind = kind
         self._parts: dict[str, Part | str] = dict(own)
+        self._loaded: dict[str, Part] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._parts or name in provided(self._kind)
@@ -101,6 +102,7 @@ class Registry(Generic[Part]):
     def register(self, name: str, part: Part) -> None:
         """Adds a part from outside of the package, or replaces it."""
         self._parts[name] = part
+        self._loaded.pop(name, None)
 
     def check(self, name: str, field: str) -> None:
         """Raises ConfigError, with the nearest name, for a name that the setting `field` cannot have."""
@@ -115,7 +117,7 @@ class Registry(Generic[Part]):
             ConfigError: If the name is unknown, or if its module was removed.
         """
         self.check(name, field)
-        part = self._parts.get(name) or provided(self._kind)[name]
-        if isinstance(part, str):
-            part = self._parts[name] = load_part(part, field, name)
-        return part
+        if name not in self._loaded:
+            part = self._parts.get(name) or provided(self._kind)[name]
+            self._loaded[name] = load_part(part, field, name) if isinstance(part, str) else part
+        return self._loaded[name]

@@ -31,6 +31,7 @@ class AccelerationContext:
         channels_last: Maps are in NHWC memory.
         kernel_problem: The reason why Triton's kernels cannot run here; "" if they can.
         collective_norms: Batch norms exchange their statistics inside of a pass.
+        calibrates: `Applied.calibrate` follows.
         settings: The owner's table, as in `[run.accel]`; None without one.
     """
 
@@ -39,6 +40,7 @@ class AccelerationContext:
     channels_last: bool = True
     kernel_problem: str = ""
     collective_norms: bool = False
+    calibrates: bool = True
     settings: Any = None
 
 

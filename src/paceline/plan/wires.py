@@ -33,7 +33,7 @@ class Wire:
         algorithm: The name of the format's own all-reduce; empty if every algorithm can sum the format.
         cost: Seconds of that all-reduce.
         casts: Time to encode and decode a number, in casts from 32 to 16 bits and back.
-        create: Makes the `WireCarrier` of `paceline.comm.hybrid` that executes it, or its place.
+        create: Makes the `WireCarrier` (`comm/planned_transport`) that executes it, or its place.
     """
 
     name: str

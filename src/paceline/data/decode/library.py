@@ -68,7 +68,9 @@ class Pieces:
         self.found = np.full((len(self.sizes), 3), -1, dtype=np.int64)
         for array in (self.descriptors, self.offsets, self.sizes, self.targets):
             if not array.flags.c_contiguous or array.shape != self.sizes.shape:
-                raise ValueError(f"pieces of unequal arrays: {array.shape}, {self.sizes.shape}")
+                raise ValueError(
+                    f"pieces of arrays of other lengths: {array.shape}, {self.sizes.shape}"
+                )
         if (self.offsets < 0).any() or (self.sizes < 0).any():
             raise ValueError("a piece of negative offset or size")
 
