@@ -16,6 +16,7 @@ from paceline.core.settings import (
     flatten,
     from_table,
     merge_tables,
+    read_names,
     register_settings,
     to_table,
     unflatten,
@@ -45,9 +46,17 @@ class RoomSettings(Section):
     lamps: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class FlueSettings(FanSettings):
+    TABLE: ClassVar[str] = "fan"
+    UNREAD: ClassVar[tuple[str, ...]] = ("quiet",)
+    EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = ()
+
+
 @pytest.fixture(autouse=True)
 def fan() -> Iterator[None]:
     register_settings("room", "fan", FanSettings)
+    register_settings("room", "flue", FlueSettings)
     yield
     owners._registries.clear()
 
@@ -92,6 +101,20 @@ def test_a_mistake_is_refused_by_its_name(values: dict[str, object], field: str)
         room(**values)
     assert caught.value.field == field
     assert caught.value.remedy
+
+
+def test_owners_share_a_table() -> None:
+    made = room(device="flue", fan={"speed": 5})
+    assert dict(made.owned) == {"fan": FlueSettings(speed=5)}
+    assert made.chosen("flue") is made.owned["fan"]
+    assert made.of("fan", FanSettings) == FanSettings(speed=5)
+    assert made.unused() == []
+    assert replace(made, device="fan").chosen("fan") == FanSettings(speed=5)
+    assert from_table(RoomSettings, "room", to_table(made)) == made
+    assert read_names(FlueSettings) == {"speed"}
+    with pytest.raises(ConfigError) as caught:
+        room(flue={"speed": 5})
+    assert caught.value.field == "room.flue"
 
 
 def test_rows_of_a_chosen_owner_are_checked() -> None:

@@ -30,7 +30,9 @@ from paceline.core.settings import (
     merge_tables,
     own_hints,
     owner_names,
+    owner_tables,
     settings_class,
+    table_name,
     to_table,
 )
 from paceline.core.settings import unflatten as unflatten_names
@@ -184,10 +186,8 @@ def setting_names() -> list[str]:
     names = []
     for section, kind in SECTIONS.items():
         names += [f"{section}.{key}" for key in own_hints(kind)]
-        for owner in owner_names(kind):
-            own = settings_class(kind, owner, f"{section}.{owner}")
-            assert own is not None
-            names += [f"{section}.{owner}.{key}" for key in own_hints(own)]
+        for table, own in owner_tables(kind):
+            names += [f"{section}.{table}.{key}" for key in own_hints(own)]
     return names
 
 
@@ -200,11 +200,9 @@ def _defaults(tables: Mapping[str, Any]) -> RunConfig:
             own = own_hints(kind)
             given = {k for k, v in table.items() if k not in own and isinstance(v, Mapping)}
             chosen = {name for _, name in kind.choices_in(table)}
-            kept[section] = {
-                owner: {}
-                for owner in (*given, *chosen)
-                if owner in given or owner in owner_names(kind)
-            }
+            chosen &= set(owner_names(kind))
+            of = {table_name(settings_class(kind, name, name), name) for name in chosen}
+            kept[section] = {owner: {} for owner in given | of}
     return RunConfig.from_tables(kept)
 
 
@@ -221,8 +219,8 @@ def without_version(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_defaults(tables: Mapping[str, Any]) -> Tables:
     """Returns a stored configuration with the defaults of later settings and without removed ones."""
-    tables = without_version(tables)
-    return merge(_defaults(tables).to_tables(), without_removed(tables))
+    tables = without_removed(without_version(tables))
+    return merge(_defaults(tables).to_tables(), tables)
 
 
 def unflatten(values: Mapping[str, Any]) -> Tables:
@@ -296,17 +294,21 @@ def load_config(
 
 
 def _refuse_unused(config: RunConfig, overrides: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a setting of an owner that is not chosen. In a recipe it waits for being
-    chosen; a flag would have no effect."""
-    for section, settings in config.sections().items():
-        for owner in settings.unused() if isinstance(settings, Section) else ():
-            for name in overrides:
-                if name.startswith(f"{section}.{owner}."):
-                    choosers = " or ".join(f"{section}.{chooser}" for chooser in settings.CHOOSERS)
-                    raise ConfigError(
-                        name, overrides[name], f"has no effect: {choosers} is not {owner!r}",
-                        "leave it out, or choose it",
-                    )  # fmt: skip
+    """Raises ConfigError for a setting of owners of which none is chosen, or of which the chosen one has
+    no use for it. In a recipe it waits for being chosen; a flag would have no effect."""
+    for name, value in overrides.items():
+        section, *table, key = name.split(".")
+        settings = config.sections()[section]
+        if not table or not isinstance(settings, Section) or not settings.CHOOSERS:
+            continue
+        choosers = " or ".join(f"{section}.{chooser}" for chooser in settings.CHOOSERS)
+        if table[0] in settings.unused():
+            problem = f"{choosers} does not use [{section}.{table[0]}]"
+        elif key in getattr(settings.owned[table[0]], "UNREAD", ()):
+            problem = f"{choosers} does not use it"
+        else:
+            continue
+        raise ConfigError(name, value, f"has no effect: {problem}", "leave it out, or choose it")
 
 
 def stored_config(

@@ -68,7 +68,7 @@ _SCHEDULES = {
     "poly": "optim.schedules:Poly", "step": "optim.schedules:Step",
     "piecewise": "optim.schedules:Piecewise",
 }  # fmt: skip
-OWNERS = {**_OPTIMIZERS, **_SCHEDULES}
+OWNERS = {**_OPTIMIZERS, **_SCHEDULES, "adam": "optim.rule_settings:AdamSettings"}
 _optimizers: Registry[type[OptimizerSettings]] = Registry("optimizers", _OPTIMIZERS)
 _schedules: Registry[type[ScheduleSettings]] = Registry("schedules", _SCHEDULES)
 _registered: dict[str, type[UpdateRule]] = {}

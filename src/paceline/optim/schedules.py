@@ -117,52 +117,51 @@ class Poly(ScheduleSettings):
         return course.end + (course.peak - course.end) * float(course.left(time) ** self.power)
 
 
-def _check_epochs(section: str, epochs: tuple[float, ...]) -> None:
-    if list(epochs) != sorted(epochs):
-        raise ConfigError(f"{section}.epochs", list(epochs), "must rise")
-
-
 def _passed(epochs: tuple[float, ...], time: float, course: Course) -> int:
     return sum(time >= epoch * course.steps_per_epoch for epoch in epochs)
 
 
 @dataclass(frozen=True)
 class Step(ScheduleSettings):
-    """The rate falls by a factor at some epochs."""
+    """The rate changes at some epochs: `step` multiplies it by a factor, `piecewise` has a share of the
+    peak rate for each part of the run."""
+
+    TABLE: ClassVar[str] = "step"
+    UNREAD: ClassVar[tuple[str, ...]] = ("factors",)
 
     epochs: tuple[float, ...] = (30.0, 60.0, 80.0)
-    """Epochs at which the rate is multiplied by `factor`, or the batch grows."""
+    """Epochs at which the rate changes, or the batch grows."""
     factor: float = 0.1
-    """Factor of each decay."""
+    """Factor of each decay of `step`."""
+    factors: tuple[float, ...] = (0.5, 0.075, 0.01, 0.001)
+    """Shares of the peak rate for `piecewise`, before the first of `epochs` and from each of them on."""
 
     def __post_init__(self) -> None:
         SettingChecks("optim.step", self).number("factor", "in (0, 1]", "try 0.1")
-        _check_epochs("optim.step", self.epochs)
+        if list(self.epochs) != sorted(self.epochs):
+            raise ConfigError("optim.step.epochs", list(self.epochs), "must rise")
 
     def rate(self, time: float, course: Course) -> float:
         return course.peak * float(self.factor ** _passed(self.epochs, time, course))
 
 
 @dataclass(frozen=True)
-class Piecewise(ScheduleSettings):
+class Piecewise(Step):
     """A share of the peak rate for each part of the run."""
 
-    epochs: tuple[float, ...] = (30.0, 60.0, 80.0)
-    """Epochs at which the next of `factors` begins."""
-    factors: tuple[float, ...] = (0.5, 0.075, 0.01, 0.001)
-    """Shares of the peak rate, before the first of `epochs` and from each of them on."""
+    UNREAD: ClassVar[tuple[str, ...]] = ("factor",)
 
     def __post_init__(self) -> None:
-        _check_epochs("optim.piecewise", self.epochs)
+        super().__post_init__()
         factors, epochs = list(self.factors), len(self.epochs)
         if len(factors) != epochs + 1:
             raise ConfigError(
-                "optim.piecewise.factors", factors,
-                f"{len(factors)} factors for {epochs} optim.piecewise.epochs",
+                "optim.step.factors", factors,
+                f"{len(factors)} factors for {epochs} optim.step.epochs",
                 f"give {epochs + 1}: one before the first epoch, one from each on",
             )  # fmt: skip
         if any(not 0 <= factor < math.inf for factor in factors):
-            raise ConfigError("optim.piecewise.factors", factors, "must be 0 or more")
+            raise ConfigError("optim.step.factors", factors, "must be 0 or more")
 
     def rate(self, time: float, course: Course) -> float:
         return course.peak * self.factors[_passed(self.epochs, time, course)]

@@ -102,9 +102,8 @@ class OptimSettings(Section):
     run."""
     batch_schedule: str = ""
     """Global batches by epoch, as in `0:256,8:1024,12:4096`, or `x4`: four times the batch at each of
-    `optim.step.epochs`; empty keeps the batch."""
-    batch_limit: int | None = None
-    """Largest global batch that a rule such as `x4` reaches; from then on the rate decays alone."""
+    `optim.step.epochs`, with `x4:4096` up to a batch of 4,096 (from then on the rate decays alone);
+    empty keeps the batch."""
     batch_rate: str = "auto"
     """How the rate follows the batch of `batch_schedule`: `constant` (not at all), `linear` (times batch
     / first batch), `sqrt`, or `auto` (`linear` with a rule such as `x4`, else `constant`)."""
@@ -132,13 +131,13 @@ class OptimSettings(Section):
     @property
     def own_optimizer(self) -> OptimizerSettings:
         """The settings of the optimizer; the defaults of the base if it has none."""
-        own = self.owned.get(self.name)
+        own = self.chosen(self.name)
         return own if isinstance(own, OptimizerSettings) else OptimizerSettings()
 
     @property
     def own_schedule(self) -> ScheduleSettings:
         """The settings of the schedule."""
-        own = self.owned[self.schedule]
+        own = self.chosen(self.schedule)
         assert isinstance(own, ScheduleSettings), self.schedule
         return own
 
@@ -225,7 +224,6 @@ def _check_scaling(optim: OptimSettings, check: SettingChecks) -> None:
 
 def _check_batches(optim: OptimSettings, check: SettingChecks) -> None:
     check.known("batch_rate", BATCH_RATES)
-    check.number("batch_limit", "at least 1", "leave it out")
 
 
 def _check_others(optim: OptimSettings, check: SettingChecks) -> None:
@@ -263,12 +261,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion(
         "optim.batch_schedule", not_in(""), {"optim.scaling": one_of("auto")},
         "optim.scaling = 'auto' chooses the batches", "leave one of them out",
-    ),
-    Exclusion(
-        "optim.batch_limit", not_in(None),
-        {"optim.batch_schedule": lambda schedule: not _grows_by_rule(schedule)},
-        "is the limit of a rule such as 'x4'",
-        "leave it out, or set optim.batch_schedule = 'x4'",
     ),
     Exclusion(
         "optim.step.epochs", lambda epochs: len(set(epochs)) < len(epochs),
