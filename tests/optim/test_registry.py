@@ -21,7 +21,7 @@ from paceline.optim import (
     register_optimizer,
     register_schedule,
 )
-from paceline.optim.registry import Course, ScheduleSettings
+from paceline.optim.schedules import Course, ScheduleSettings
 from small_runs import run_small
 
 MIXED = (torch.float16, torch.float32, torch.bfloat16)

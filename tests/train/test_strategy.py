@@ -17,7 +17,7 @@ from paceline.core.exclusions import Exclusion, switched_off
 from paceline.core.extensions import temporary_registrations
 from paceline.core.settings import SettingChecks
 from paceline.optim import UpdateRule, register_optimizer, register_schedule
-from paceline.optim.registry import Course, ScheduleSettings
+from paceline.optim.schedules import Course, ScheduleSettings
 from paceline.plan import Wire, register_wire
 from paceline.train import Checkpoint, EvalResult, evaluate_file
 from paceline.train.inference import Predictor, export_stored_weights

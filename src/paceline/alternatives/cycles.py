@@ -9,7 +9,7 @@ from typing import ClassVar
 from paceline.core.errors import ConfigError
 from paceline.core.exclusions import Exclusion, not_in, one_of
 from paceline.core.settings import SettingChecks
-from paceline.optim.registry import Course, ScheduleSettings
+from paceline.optim.schedules import Course, ScheduleSettings
 
 # Earlier names, with their defaults.
 RENAMED = {

@@ -21,7 +21,8 @@ from paceline.core.errors import ConfigError, DataError
 from paceline.core.files import whole_file
 from paceline.core.topology import Topology
 from paceline.core.units import markup
-from paceline.optim.registry import DECAY, Course, ScheduleSettings, register_schedule
+from paceline.optim.registry import register_schedule
+from paceline.optim.schedules import DECAY, Course, ScheduleSettings
 from paceline.report import write_page
 from paceline.report.chart import Chart, Line, Marker, line_chart
 from paceline.report.html import definition_list, document, figures, style

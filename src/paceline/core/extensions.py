@@ -29,7 +29,7 @@ def needed_by(field: str, value: object) -> Iterator[None]:
     """Raises ConfigError if an import inside of it needs an extension package that was removed."""
     try:
         yield
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         package = missing_extension(error)
         if not package:
             raise

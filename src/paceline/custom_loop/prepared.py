@@ -22,7 +22,7 @@ from paceline.core.errors import CheckpointError, ConfigError, nearest
 from paceline.core.settings import own_hints, settings_class
 from paceline.custom_loop.context import agreed, several_ranks
 from paceline.custom_loop.data_parallel import trained_parameters, wire_of
-from paceline.optim.schedule import set_rate
+from paceline.optim.schedules import set_rate
 from paceline.optim.settings import OptimSettings
 from paceline.precision.policy import LossScale, Policy, choose_policy
 from paceline.precision.settings import PrecisionSettings

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from paceline.optim.orthogonal import SharedProducts, is_matrix, orthogonalize, share_out
     from paceline.optim.registry import register_optimizer, register_schedule
     from paceline.optim.rule import Rows, UpdateRule
-    from paceline.optim.schedule import LrSchedule, set_rate
+    from paceline.optim.schedules import LrSchedule, set_rate
     from paceline.optim.settings import OptimSettings
     from paceline.optim.wrapped import WrappedOptimizer
 
@@ -51,7 +51,7 @@ if not TYPE_CHECKING:  # a type checker would accept every name
             "SGD": "lars",
             "AdamW": "adam",
             "BatchGrowth": "batch_growth",
-            "LrSchedule": "schedule",
+            "LrSchedule": "schedules",
             "MasterOptimizer": "base",
             "Muon": "muon",
             "OptimSettings": "settings",
@@ -64,7 +64,7 @@ if not TYPE_CHECKING:  # a type checker would accept every name
             "orthogonalize": "orthogonal",
             "register_optimizer": "registry",
             "register_schedule": "registry",
-            "set_rate": "schedule",
+            "set_rate": "schedules",
             "share_out": "orthogonal",
         },
     )

@@ -7,21 +7,17 @@ has to know about it. The core's own are listed here, `paceline.alternatives` ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.core.extensions import Registry, check_new_name
+from paceline.core.extensions import Registry, check_new_name, missing_packages
 from paceline.core.settings import register_settings
+from paceline.optim.schedules import OwnerSettings, ScheduleSettings
 
 if TYPE_CHECKING:
     from paceline.optim.rule import UpdateRule
 
 SGD, ADAM = "sgd", "adam"
-# The settings of `[optim]` that only some optimizers, or schedules, read.
-MOMENTUM = ("momentum", "nesterov")
-DECAY = ("lr_end", "decay_over_epochs")
 
 
 class Context(NamedTuple):
@@ -31,46 +27,6 @@ class Context(NamedTuple):
     fused: bool | None
     seed: int
     norms: int
-
-
-@dataclass(frozen=True)
-class Course:
-    """A run as schedules see it. Times are in steps of the first batch.
-
-    Attributes:
-        peak: Peak rate.
-        end: Final rate of a schedule that has one (`optim.lr_end`).
-        total_steps: End of the run.
-        steps_per_epoch: Steps of one epoch.
-        warmup_steps: End of the warm-up.
-        decay_end: Time at which a schedule with a final rate reaches it.
-    """
-
-    peak: float
-    end: float
-    total_steps: float
-    steps_per_epoch: float
-    warmup_steps: float
-    decay_end: float
-
-    def left(self, time: float) -> float:
-        """Returns the share of the decay that is left, 1 after the warm-up and 0 at `decay_end`."""
-        span = max(self.decay_end - self.warmup_steps, 1.0)
-        return 1.0 - min(max(time - self.warmup_steps, 0.0) / span, 1.0)
-
-
-class OwnerSettings:
-    """Base of the settings of an optimizer or a schedule.
-
-    Attributes:
-        READS: Those settings in `MOMENTUM` or `DECAY` that it uses.
-    """
-
-    READS: ClassVar[tuple[str, ...]] = ()
-
-    def values(self, time: float, course: Course) -> Mapping[str, float]:
-        """Returns values that change with time, but for the rate, by their names in parameter groups."""
-        return {}
 
 
 class OptimizerSettings(OwnerSettings):
@@ -99,21 +55,6 @@ class OptimizerSettings(OwnerSettings):
     def passes(self, steps_per_epoch: float) -> float:
         """Returns how many gradients the optimizer computes of each sample that a step sees."""
         return 1.0
-
-
-class ScheduleSettings(OwnerSettings):
-    """Base of the settings of a schedule; subclasses are frozen dataclasses.
-
-    Attributes:
-        WARMS_UP: False for a schedule that rises by itself, or that has no warm-up: `rate` then has the
-            whole run.
-    """
-
-    WARMS_UP: ClassVar[bool] = True
-
-    def rate(self, time: float, course: Course) -> float:
-        """Returns the rate at a time behind the warm-up."""
-        raise NotImplementedError
 
 
 _OPTIMIZERS = {
@@ -178,7 +119,8 @@ def schedule_names() -> list[str]:
 def check_optimizer(name: str) -> None:
     """Raises ConfigError, with the nearest name, if there is no optimizer of this name."""
     if name not in _rules and name not in _optimizers:
-        remedy = f"{nearest(name, optimizer_names())} (a class is written torch.optim:RAdam)"
+        hint = nearest(name, optimizer_names()) + missing_packages()
+        remedy = f"{hint} (a class is written torch.optim:RAdam)"
         raise ConfigError("optim.name", name, "unknown", remedy)
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.core.settings import SettingChecks
-from paceline.optim.registry import ADAM, MOMENTUM, SGD, OptimizerSettings
+from paceline.optim.registry import ADAM, SGD, OptimizerSettings
+from paceline.optim.schedules import MOMENTUM
 
 ORTHOGONALS = ("filters", "all", "auto")
 SHARES = ("auto", "on", "off")

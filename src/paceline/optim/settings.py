@@ -13,15 +13,13 @@ from paceline.core.imports import check_module, split_name
 from paceline.core.settings import NO_SETTING, Section, SettingChecks, parse_arguments
 from paceline.optim.batch_growth import BATCH_RATES, BatchGrowth
 from paceline.optim.registry import (
-    DECAY,
-    MOMENTUM,
     OWNERS,
     OptimizerSettings,
-    ScheduleSettings,
     check_optimizer,
     check_schedule,
     registered_rule,
 )
+from paceline.optim.schedules import DECAY, MOMENTUM, ScheduleSettings
 
 PATHS = ("auto", "foreach", "triton")
 SCALINGS = ("off", "auto")

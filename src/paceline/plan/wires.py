@@ -35,7 +35,7 @@ class Wire:
         small_range: True if numbers of usual gradients fall below the smallest of the format, as in
             float16: losses are then scaled.
         casts: Time to encode and decode a number, in casts from 32 to 16 bits and back.
-        create: Makes the `WireCarrier` of `paceline.comm.hybrid` that executes it, or its place.
+        create: Makes the `WireCarrier` (`comm/planned_transport`) that executes it, or its place.
     """
 
     name: str

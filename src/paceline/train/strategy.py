@@ -31,7 +31,7 @@ from paceline.core.settings import register_settings
 from paceline.data import BatchPlan
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.rule import accurate_norms
-from paceline.optim.schedule import set_rate
+from paceline.optim.schedules import set_rate
 from paceline.plan.plan_file import ClusterFacts
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.micro_step import Captured, MicroStep

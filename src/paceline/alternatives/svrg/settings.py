@@ -10,7 +10,8 @@ from paceline.config.settings import SYNCHRONOUS
 from paceline.core.errors import ConfigError
 from paceline.core.exclusions import Exclusion, not_in, one_of
 from paceline.core.settings import SettingChecks
-from paceline.optim.registry import MOMENTUM, SGD, Course, OptimizerSettings
+from paceline.optim.registry import SGD, OptimizerSettings
+from paceline.optim.schedules import MOMENTUM, Course
 
 # Earlier names, with their defaults.
 RENAMED = {
