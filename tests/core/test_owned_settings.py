@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
 
-import paceline.core.settings as owners
 from paceline.core.errors import ConfigError
 from paceline.core.exclusions import Exclusion, check_exclusions, one_of
 from paceline.core.settings import (
@@ -54,11 +53,9 @@ class FlueSettings(FanSettings):
 
 
 @pytest.fixture(autouse=True)
-def fan() -> Iterator[None]:
+def fan(registrations: None) -> None:
     register_settings("room", "fan", FanSettings)
     register_settings("room", "flue", FlueSettings)
-    yield
-    owners._registries.clear()
 
 
 def room(**values: object) -> RoomSettings:

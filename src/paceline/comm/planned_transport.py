@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -187,8 +187,8 @@ def _value(future: Future[Any]) -> Tensor:
 class WireCarrier(Protocol):
     """The all-reduce of wire formats that schedules cannot sum."""
 
-    # What the format remembers between steps.
-    memory: Memory | None
+    # What the format remembers between steps; a carrier without this attribute remembers nothing.
+    memory: Memory | None = None
 
     def run(self, buffer: Tensor, wire: str) -> None:
         """Replaces `buffer`, of any number format, by its sum over ranks. Every rank calls this with the
@@ -207,12 +207,18 @@ def _create_carriers(
     for place, names in makers.items():
         create = load_part(place, "comm.wire", names[0]) if isinstance(place, str) else place
         carriers |= dict.fromkeys(names, create(groups, staging, settings, names))
-    if len({id(c.memory) for c in carriers.values() if c.memory is not None}) > 1:
+    if len({id(memory) for memory in _memories(carriers)}) > 1:
         raise ConfigError(
             "comm.plan", None, f"has buckets in {', '.join(carriers)}, which remember different things",
             "use the formats of one kind",
         )  # fmt: skip
     return carriers
+
+
+def _memories(carriers: Mapping[str, WireCarrier]) -> Iterator[Memory]:
+    for carrier in carriers.values():
+        if (memory := getattr(carrier, "memory", None)) is not None:
+            yield memory
 
 
 class PlannedAllReduce:
@@ -240,8 +246,7 @@ class PlannedAllReduce:
     @property
     def memory(self) -> Memory | None:
         """What wire formats remember between steps, if anything."""
-        found = (carrier.memory for carrier in self._carriers.values())
-        return next((memory for memory in found if memory is not None), None)
+        return next(_memories(self._carriers), None)
 
     def prepare(self, algorithm: str) -> None:
         """Connects the ranks as the algorithm needs it. All ranks call this at the same point."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
@@ -18,7 +19,7 @@ import tomli_w
 from paceline.comm.settings import CommSettings
 from paceline.config.exclusions import EXCLUSIONS, Job
 from paceline.config.removed import refuse_removed, without_removed
-from paceline.config.settings import CheckpointSettings, RunSettings
+from paceline.config.settings import STRATEGIES, CheckpointSettings, RunSettings
 from paceline.config.trust import check_trust
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.exclusions import Exclusion, check_exclusions
@@ -39,9 +40,10 @@ from paceline.core.settings import unflatten as unflatten_names
 from paceline.core.untrusted import ParseError, parse_toml
 from paceline.data import DataSettings
 from paceline.models.settings import ModelSettings
-from paceline.optim.registry import SGD
+from paceline.optim.registry import SGD, optimizer_names, schedule_names
 from paceline.optim.scaling import OF_ADAM, SCALED
 from paceline.optim.settings import KnownGood, OptimSettings
+from paceline.plan.wires import WIRES
 from paceline.precision.settings import PrecisionSettings
 
 Tables = dict[str, dict[str, Any]]
@@ -315,13 +317,31 @@ def stored_config(
     tables: Mapping[str, Any], overrides: Mapping[str, Any], origin: object, trust: bool | RunConfig
 ) -> RunConfig:
     """The settings in the checkpoint `origin`, changed by `overrides`. Code that the checkpoint names
-    needs `trust`: True, or a configuration of this program that names the same."""
+    needs `trust`: True, or a configuration of this program that names the same. What the program that
+    made it has registered for training is left out."""
+    tables = _without_registered(tables)
     # Overrides first: they may replace a value that this version does not have any more.
     stored = flatten(tables)
     known = {name: value for name, value in overrides.items() if name in stored}
     return _from_file(merge(tables, unflatten(known)), overrides, origin, trust).with_values(
         overrides
     )
+
+
+def _without_registered(tables: Mapping[str, Any]) -> Tables:
+    """Returns the tables without optimizer, schedule, strategy and wire format of another program, and
+    their settings: neither an evaluation nor an export uses any."""
+    found = {name: dict(table) for name, table in without_version(tables).items()}
+    for section, setting, known in (
+        ("optim", "name", optimizer_names()), ("optim", "schedule", schedule_names()),
+        ("run", "strategy", STRATEGIES.names()), ("comm", "wire", WIRES.names()),
+    ):  # fmt: skip
+        table = found.get(section, {})
+        name = table.get(setting)
+        if isinstance(name, str) and name not in known and re.fullmatch(r"[a-z][a-z0-9_]*", name):
+            dropped = {setting, name, *(("arguments",) if setting == "name" else ())}
+            found[section] = {key: value for key, value in table.items() if key not in dropped}
+    return {**tables, **found}
 
 
 def _from_file(

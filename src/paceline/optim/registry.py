@@ -7,11 +7,10 @@ has to know about it. The core's own are listed here, `paceline.alternatives` ha
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.core.extensions import Registry, missing_packages, provided
+from paceline.core.extensions import Registry, check_new_name, missing_packages
 from paceline.core.settings import register_settings
 from paceline.optim.schedules import OwnerSettings, ScheduleSettings
 
@@ -71,7 +70,7 @@ _SCHEDULES = {
 OWNERS = {**_OPTIMIZERS, **_SCHEDULES, "adam": "optim.rule_settings:AdamSettings"}
 _optimizers: Registry[type[OptimizerSettings]] = Registry("optimizers", _OPTIMIZERS)
 _schedules: Registry[type[ScheduleSettings]] = Registry("schedules", _SCHEDULES)
-_registered: dict[str, type[UpdateRule]] = {}
+_rules: Registry[type[UpdateRule]] = Registry("rules", {})
 
 
 def register_optimizer(name: str, rule: type[UpdateRule]) -> None:
@@ -80,34 +79,36 @@ def register_optimizer(name: str, rule: type[UpdateRule]) -> None:
     Training creates it with the rate of the schedule, the weight decay of the groups and
     `optim.arguments` as further hyper-parameters. A second call replaces the first.
     """
-    _check_new("optimizer", name, name in _optimizers)
-    _registered[name] = rule
+    check_new_name(name, taken=name in _optimizers)
+    check_rule(rule)
+    _rules.register(name, rule)
+
+
+def check_rule(rule: type[UpdateRule]) -> None:
+    """Raises ConfigError for a class whose hyper-parameters cannot be set."""
+    fields = getattr(getattr(rule, "Hyper", None), "_fields", ())
+    shown = getattr(rule, "__name__", rule)
+    if not isinstance(rule, type) or "lr" not in fields:
+        problem = "is not an UpdateRule with a class Hyper(NamedTuple) that has lr"
+        raise ConfigError("rule", shown, problem, "see docs/optimizers.md")
+    defaults = rule.Hyper._field_defaults
+    for field in fields:
+        if field != "lr" and not isinstance(defaults.get(field), int | float):
+            problem = f"Hyper.{field} has no number or boolean as its default"
+            raise ConfigError("rule", shown, problem, f"write {field}: float = 0.0")
 
 
 def register_schedule(name: str, kind: type[ScheduleSettings]) -> None:
     """Makes `name` a schedule of this process, with the settings `[optim.NAME]`. A second call replaces
     the first."""
-    _check_new("schedule", name, name in OWNERS or name in provided("schedules"))
-    _schedules.register(name, kind)
+    check_new_name(name, taken=name in OWNERS)
     register_settings("optim", name, kind)
-
-
-def _check_new(what: str, name: str, taken: bool) -> None:
-    if not re.fullmatch(r"[a-z]\w*", name):
-        article = "an" if what == "optimizer" else "a"
-        raise ConfigError(
-            "name",
-            name,
-            f"is not a name of {article} {what}",
-            "use letters, digits and underscores",
-        )
-    if taken:
-        raise ConfigError("name", name, "is one of Paceline's own", "choose another name")
+    _schedules.register(name, kind)
 
 
 def optimizer_names() -> list[str]:
     """Returns all names of optimizers, those that were registered last."""
-    return [*_optimizers.names(), *_registered]
+    return [*_optimizers.names(), *_rules.names()]
 
 
 def schedule_names() -> list[str]:
@@ -117,7 +118,7 @@ def schedule_names() -> list[str]:
 
 def check_optimizer(name: str) -> None:
     """Raises ConfigError, with the nearest name, if there is no optimizer of this name."""
-    if name not in _registered and name not in _optimizers:
+    if name not in _rules and name not in _optimizers:
         hint = nearest(name, optimizer_names()) + missing_packages()
         remedy = f"{hint} (a class is written torch.optim:RAdam)"
         raise ConfigError("optim.name", name, "unknown", remedy)
@@ -130,4 +131,4 @@ def check_schedule(name: str) -> None:
 
 def registered_rule(name: str) -> type[UpdateRule] | None:
     """Returns the rule of a name that a program has registered."""
-    return _registered.get(name)
+    return _rules.outside().get(name)

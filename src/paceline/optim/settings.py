@@ -164,6 +164,10 @@ class OptimSettings(Section):
             for name in names
             if name not in own.READS and getattr(self, name) != getattr(OptimSettings, name)
         }  # fmt: skip
+        rule = registered_rule(self.name)
+        own_decay = self.weight_decay != OptimSettings.weight_decay
+        if rule is not None and own_decay and "weight_decay" not in rule.Hyper._fields:
+            found["weight_decay"] = f"optim.name = {self.name!r}"
         if self.batch_rate != "auto" and not self.batch_schedule:
             found["batch_rate"] = "no optim.batch_schedule"
         return found

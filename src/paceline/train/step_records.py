@@ -41,6 +41,7 @@ from paceline.plan.noise import NoiseEstimate, NoiseScale
 from paceline.precision.policy import Policy
 from paceline.train.machine import run_eagerly
 from paceline.train.step import StepOutcome
+from paceline.train.strategy import strategy_fields
 from paceline.train.training import Training
 
 
@@ -60,6 +61,7 @@ class StepRecords:
 
     def add(self, outcome: StepOutcome, train_s: float) -> None:
         """A completed step, `train_s` after the start of the run."""
+        strategy = self._t.step.strategy
         t, progress, number = self._t, self._t.progress, outcome.number
         first, last = t.plan.step_range(number)
         progress.step = number + 1
@@ -92,7 +94,7 @@ class StepRecords:
             noise_scale=None if estimate is None else self._noise.value,
             batch_size=last - first if t.plan.growth else None,
             momentum=t.schedule.others(number).get("momentum"),
-            fields=t.step.strategy.record(outcome),
+            fields=strategy_fields(strategy, "record", strategy.record(outcome), StepEvent.names()),
         )
         t.emit(event)
         if self._rank_times is not None:
