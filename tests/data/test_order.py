@@ -154,8 +154,7 @@ def test_ranks_and_resuming(
     for i in range(5):
         write_tar(tmp_path / f"train-{i}.tar", samples(8, first=8 * i, classes=40))
     monkeypatch.setattr("paceline.data.order.SHUFFLE_RUN", 3)
-    monkeypatch.setattr("paceline.data.order.SHUFFLE_WINDOW", 2)
-    chosen = small_settings(dir=str(tmp_path), shuffle="shards")
+    chosen = small_settings(dir=str(tmp_path), shuffle="shards:2")
     source = open_source(chosen, "train")
 
     def labels(ranks: int, first_step: int = 0) -> list[list[int]]:

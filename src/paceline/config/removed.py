@@ -35,7 +35,6 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
     "data.read_retries": (6, _DEFAULT),
     "data.resident_max_mib": (4096, "use data.resident = 'on' or 'off'"),
     "data.shuffle_run": (16, _DEFAULT),
-    "data.shuffle_window_shards": (16, _DEFAULT),
     "optim.adapt_bias_norm": (False, _ARGUMENT),
     "optim.cycle_floor": (0.1, _DEFAULT),
     "optim.cycle_tail": (0.1, _DEFAULT),
@@ -65,6 +64,7 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
 
 _ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
 RENAMED: Mapping[str, tuple[Any, str]] = {
+    "data.shuffle_window_shards": (16, "data.shuffle"),
     "run.trace": (False, "run.traced_steps"),
     "run.trace_steps": ([10, 30], "run.traced_steps"),
     "run.watch": (False, "run.report_port"),

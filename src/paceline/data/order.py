@@ -41,8 +41,6 @@ SPLIT_STREAM = 7
 
 # Neighboring samples that stay together, for `data.shuffle = "shards"`.
 SHUFFLE_RUN = 16
-# Shards that are mixed with one another.
-SHUFFLE_WINDOW = 16
 
 
 def hash64(seed: int, stream: int, *counters: npt.ArrayLike) -> UInt64:
@@ -135,7 +133,7 @@ class SampleOrder:
 
 def shard_groups(settings: DataSettings, sizes: Sequence[int] | None) -> ShardGroups | None:
     """What `data.shuffle` asks for; `sizes` of the source's shards, None where it has none."""
-    if settings.shuffle == "global":
+    if not settings.shuffle_window:
         return None
     if sizes is None:
         raise ConfigError(
@@ -144,7 +142,7 @@ def shard_groups(settings: DataSettings, sizes: Sequence[int] | None) -> ShardGr
             "the data is not in shards",
             "set data.shuffle = 'global', or make shards with paceline pack",
         )
-    return ShardGroups(tuple(sizes), SHUFFLE_WINDOW, SHUFFLE_RUN)
+    return ShardGroups(tuple(sizes), settings.shuffle_window, SHUFFLE_RUN)
 
 
 def shard_permutation(seed: int, epoch: int, sizes: Sequence[int], window: int, run: int) -> Int64:

@@ -33,7 +33,9 @@ DEVICE_DECODERS = ("nvjpeg",)
 DECODERS = (*HOST_DECODERS, *DEVICE_DECODERS)
 # The strongest of RandAugment's operations.
 MOST_MAGNITUDE = 30
-SHUFFLES = ("global", "shards")
+GLOBAL, SHARDS = "global", "shards"
+# Shards that are mixed with one another, unless `data.shuffle` says so.
+SHUFFLE_WINDOW = 16
 CACHES = ("none", "memory", "disk")
 CACHE_FORMS = ("raw", "decoded")
 # By number of channels; for one, the means of ImageNet's three.
@@ -103,7 +105,8 @@ class DataSettings:
     """End the run when more than this share of the samples is corrupt."""
     shuffle: str = "global"
     """Order of an epoch: `global` shuffles all samples, `shards` shuffles shards and runs of
-    samples and reads mostly sequentially."""
+    samples and reads mostly sequentially; `shards:64` mixes 64 shards with one another instead of
+    16."""
     cache: str = "none"
     """Cache samples for later epochs: `none`, `memory` or `disk`."""
     cache_mib: int = 4096
@@ -117,6 +120,16 @@ class DataSettings:
     synthetic_classes: int = 1000
     """Number of classes of `source = synthetic`."""
 
+    @property
+    def shuffle_window(self) -> int:
+        """Shards that are mixed with one another; 0 if `shuffle` names no window."""
+        kind, _, window = self.shuffle.partition(":")
+        if kind != SHARDS:
+            return 0
+        return (
+            SHUFFLE_WINDOW if self.shuffle == SHARDS else int(window) if window.isdecimal() else 0
+        )
+
     def __post_init__(self) -> None:
         for name in ("crop_scale", "color_jitter", "randaugment", "mean", "std"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
@@ -127,7 +140,10 @@ class DataSettings:
         check.known("interpolation", INTERPOLATIONS)
         check.known("resident", RESIDENCE)
         check.known("decoder", DECODERS)
-        check.known("shuffle", SHUFFLES)
+        if self.shuffle != GLOBAL and self.shuffle_window < 1:
+            raise check.error(
+                "shuffle", "unknown", "use 'global', 'shards', or 'shards:64' for a window"
+            )
         check.known("cache", CACHES)
         check.known("cache_form", CACHE_FORMS)
         for name in (

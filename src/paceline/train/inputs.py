@@ -87,7 +87,7 @@ def agree_on_inputs(config: RunConfig, group: Group, components: Components) -> 
                 found = _open_data(config, components, _shared_files(config, group))
             source, validation = found
             labels = labels_digest(source.labels)
-            if config.data.shuffle == "shards":
+            if config.data.shuffle_window:
                 sizes = np.array(source.shard_sizes or (), dtype=np.int64)
                 labels += f", shards {labels_digest(sizes)}"
             facts = {
