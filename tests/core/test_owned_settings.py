@@ -94,6 +94,11 @@ def test_a_mistake_is_refused_by_its_name(values: dict[str, object], field: str)
     assert caught.value.remedy
 
 
+@pytest.mark.parametrize("value", [5, True, {"fan": 1}, None, [["fan"]]])
+def test_what_is_no_name_chooses_nothing(value: object) -> None:
+    assert list(RoomSettings.choices_in({"device": value, "lamps": ["fan"]})) == [("lamps", "fan")]
+
+
 def test_rows_of_a_chosen_owner_are_checked() -> None:
     chosen = room(device="fan", doors=0, fan={"quiet": True})
     with pytest.raises(ConfigError) as caught:
