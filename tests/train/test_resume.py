@@ -70,6 +70,22 @@ def test_settings_of_another_optimizer_do_not_keep_a_run_from_resuming(tmp_path:
     assert run_training(config, Silent).already_finished
 
 
+def test_progress_and_settings_of_another_version_are_refused(copied: Path) -> None:
+    saved = copied / "checkpoints/step-00000003.pt"
+    checkpoint = Checkpoint.read(saved)
+    checkpoint.progress["later"] = 1.0
+    checkpoint.write(saved)
+    with pytest.raises(CheckpointError, match="later"):
+        run_small(copied, run__resume=str(saved))
+    del checkpoint.progress["later"]
+    checkpoint.config["run"]["strategy"] = 5
+    checkpoint.write(saved)
+    assert "run.strategy 5" in changes(
+        checkpoint, small_config(copied), LOCAL_SETTINGS.__contains__
+    )
+    assert run_small(copied, run__resume=str(saved)).summary["resumed_at_steps"] == [3]
+
+
 def test_a_checkpoint_resumed_elsewhere_is_saved_there_at_once(
     finished: Path, tmp_path: Path
 ) -> None:

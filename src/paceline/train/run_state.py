@@ -140,6 +140,12 @@ class RunState:
         another run. `elsewhere`: the resumed run has another folder than the one that wrote the
         checkpoint."""
         self._check(checkpoint, path)
+        known = Progress.__dataclass_fields__
+        if other := [name for name in checkpoint.progress if name not in known]:
+            raise CheckpointError(
+                f"{path} is of another version: its progress has {other[0]!r}",
+                "use the Paceline version that wrote it",
+            )
         progress = Progress(**checkpoint.progress)
         if self.is_over(progress):
             self._check_unchanged(checkpoint, path, elsewhere)
