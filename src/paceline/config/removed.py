@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.config.settings import STRATEGIES
 from paceline.core.errors import ConfigError
 from paceline.core.extensions import load_part, provided
 
@@ -98,11 +99,18 @@ def refuse_removed(tables: Mapping[str, Any]) -> None:
         for key, value in table.items() if isinstance(table, Mapping) else ():
             if (renamed := _renamed(name := f"{section}.{key}")) is not None:
                 new = renamed[1]
-                raise ConfigError(name, value, f"is called {new} now", f"write {new}")
+                raise ConfigError(name, value, f"is called {new} now", f"write {new}{_choice(new)}")
             if name in REMOVED:
                 usual, remedy = REMOVED[name]
                 problem = f"is no longer a setting; it is always {usual!r}"
                 raise ConfigError(name, value, problem, remedy)
+
+
+def _choice(name: str) -> str:
+    """Returns what else a setting of a strategy needs."""
+    section, owner, *_ = name.split(".")
+    named = section == "run" and owner in STRATEGIES
+    return f" and set run.strategy = {owner!r}" if named else ""
 
 
 def _is_usual(name: str, value: Any) -> bool:

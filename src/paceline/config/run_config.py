@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
@@ -118,10 +118,15 @@ class RunConfig:
     def in_use(self) -> Tables:
         """Returns the tables without those of owners that nothing has chosen."""
         tables = self.to_tables()
-        for name, section in self.sections().items():
-            for owner in section.unused() if isinstance(section, Section) else ():
-                tables[name].pop(owner, None)
+        for section, owner in self.unused():
+            tables[section.NAME].pop(owner, None)
         return tables
+
+    def unused(self) -> Iterator[tuple[Section, str]]:
+        """Yields the owners whose settings are given but that nothing has chosen, after their section."""
+        for section in self.sections().values():
+            for owner in section.unused() if isinstance(section, Section) else ():
+                yield section, owner
 
     def flat(self) -> dict[str, Any]:
         """`{"run.seed": 0, …}`, settings of owners as `comm.hybrid.sizes`."""
@@ -298,15 +303,14 @@ def load_config(
 def _refuse_unused(config: RunConfig, overrides: Mapping[str, Any]) -> None:
     """Raises ConfigError for a setting of an owner that is not chosen. In a recipe it waits for being
     chosen; a flag would have no effect."""
-    for section, settings in config.sections().items():
-        for owner in settings.unused() if isinstance(settings, Section) else ():
-            for name in overrides:
-                if name.startswith(f"{section}.{owner}."):
-                    choosers = " or ".join(f"{section}.{chooser}" for chooser in settings.CHOOSERS)
-                    raise ConfigError(
-                        name, overrides[name], f"has no effect: {choosers} is not {owner!r}",
-                        "leave it out, or choose it",
-                    )  # fmt: skip
+    for section, owner in config.unused():
+        for name in overrides:
+            if name.startswith(f"{section.NAME}.{owner}."):
+                choosers = " or ".join(f"{section.NAME}.{chooser}" for chooser in section.CHOOSERS)
+                raise ConfigError(
+                    name, overrides[name], f"has no effect: {choosers} is not {owner!r}",
+                    "leave it out, or choose it",
+                )  # fmt: skip
 
 
 def stored_config(
