@@ -48,7 +48,7 @@ OURS: dict[str, dict[str, Any]] = {
     "ours": {},
     "ours, graphs off": {"run.cuda_graphs": "off"},
     "ours, no overlap": {"comm.overlap": "off"},
-    "ours, hybrid": {"comm.algorithm": "hybrid", "comm.hybrid.eta_kib": 1024},
+    "ours, hybrid": {"comm.algorithm": "hybrid", "comm.hybrid.sizes": "1024"},
 }
 DDP: dict[str, tuple[str, ...]] = {
     "ddp": (),

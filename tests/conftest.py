@@ -10,6 +10,7 @@ never because of a draw or a busy host. `pytest --hypothesis-profile explore` dr
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import hypothesis
 import pytest
 
 from allowed_skips import SkipRecorder
+from paceline.core.extensions import temporary_registrations
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -36,6 +38,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Set by `make test`. Not for the workers of xdist, nor for a pytest that a test starts."""
     if file := os.environ.pop("PACELINE_SKIPS", ""):
         config.pluginmanager.register(SkipRecorder(Path(file)))
+
+
+@pytest.fixture
+def registrations() -> Iterator[None]:
+    """Undoes what a test registers."""
+    with temporary_registrations():
+        yield
 
 
 def pytest_collection_finish() -> None:

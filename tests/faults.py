@@ -163,7 +163,7 @@ def out_of_memory(nth: int, *, training: bool = True) -> None:
 
 def at_message(nth: int, action: Action) -> None:
     """Before the nth message that the communication thread carries, counted from 1."""
-    from paceline.comm.hybrid import PlannedAllReduce
+    from paceline.comm.planned_transport import PlannedAllReduce
 
     real, calls = PlannedAllReduce.carry, [0]
 

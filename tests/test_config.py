@@ -26,7 +26,7 @@ from paceline.config import (
 )
 from paceline.core.errors import ConfigError
 from paceline.core.extensions import provided
-from paceline.optim.schedule import LrSchedule
+from paceline.optim.schedules import LrSchedule
 from paceline.train.batch_sizes import batch_stages, requested_batch, resolve_batch_sizes
 from paceline.train.components import Components
 from paceline.train.resolve import refuse

@@ -14,7 +14,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 
 from paceline.config import SECTIONS
-from paceline.core.settings import own_hints, owner_names, settings_class
+from paceline.core.settings import own_hints, owner_tables
 
 PAGE = Path(__file__).parent.parent / "docs" / "settings.md"
 HEAD = """# Settings
@@ -54,10 +54,8 @@ def tables() -> Iterator[tuple[str, type]]:
     """Yields every table of a recipe with its dataclass: a section, then those of its owners."""
     for section, kind in SECTIONS.items():
         yield section, kind
-        for owner in owner_names(kind):
-            own = settings_class(kind, owner, f"{section}.{owner}")
-            assert own is not None
-            yield f"{section}.{owner}", own
+        for table, own in owner_tables(kind):
+            yield f"{section}.{table}", own
 
 
 def render() -> str:

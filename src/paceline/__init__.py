@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from paceline.custom_loop.context import Context, init
     from paceline.custom_loop.data_parallel import DataParallel
     from paceline.custom_loop.prepared import Prepared, prepare
-    from paceline.data import CorruptImage, DatasetSource, ImageLoader, Source
+    from paceline.data import CorruptImage, DatasetSource, ImageLoader, Source, register_source
     from paceline.models import (
         ModelSettings,
         create_model,
@@ -46,9 +46,19 @@ if TYPE_CHECKING:
         register_acceleration,
         register_model,
     )
-    from paceline.optim import LAMB, LARS, SGD, AdamW, Muon
+    from paceline.optim import (
+        LAMB,
+        LARS,
+        SGD,
+        AdamW,
+        Muon,
+        register_optimizer,
+        register_schedule,
+    )
+    from paceline.plan import register_wire
     from paceline.plan.size_table import SizeTable
     from paceline.planner.scaling import ScalingPrediction, predict_scaling
+    from paceline.train import register_strategy
     from paceline.train.callbacks import Callback, EarlyStopping, RunControl
     from paceline.train.inference import Prediction, Predictor
     from paceline.trainer import Result, Trainer
@@ -62,13 +72,15 @@ _MODULES = {
     "paceline.custom_loop.context": "Context init",
     "paceline.custom_loop.data_parallel": "DataParallel",
     "paceline.custom_loop.prepared": "Prepared prepare",
-    "paceline.data": "CorruptImage DatasetSource ImageLoader Source",
+    "paceline.data": "CorruptImage DatasetSource ImageLoader Source register_source",
     "paceline.models": (
         "ModelSettings create_model parameter_groups register_acceleration register_model"
     ),
-    "paceline.optim": "AdamW LAMB LARS Muon SGD",
+    "paceline.optim": "AdamW LAMB LARS Muon SGD register_optimizer register_schedule",
+    "paceline.plan": "register_wire",
     "paceline.planner.scaling": "ScalingPrediction predict_scaling",
     "paceline.plan.size_table": "SizeTable",
+    "paceline.train": "register_strategy",
     "paceline.train.callbacks": "Callback EarlyStopping RunControl",
     "paceline.train.inference": "Prediction Predictor",
     "paceline.trainer": "Result Trainer",
@@ -81,7 +93,8 @@ __all__ = [
     "Muon", "PacelineError", "Prediction", "Predictor", "Prepared", "Result", "RunControl", "RunError",
     "ScalingPrediction", "SizeTable", "Source", "StartEvent", "StepEvent", "StopEvent", "Trainer",
     "__version__", "accelerate", "create_model", "init", "parameter_groups", "predict_scaling", "prepare",
-    "register_acceleration", "register_model",
+    "register_acceleration", "register_model", "register_optimizer", "register_schedule",
+    "register_source", "register_strategy", "register_wire",
 ]  # fmt: skip
 if not TYPE_CHECKING:  # a type checker would accept every name
     __getattr__, __dir__ = lazy_exports(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import paceline as pl
 from accel.live_bytes import LiveBytes
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, RunError
 
 
 def convolution(into: int, out: int, size: int, stride: int = 1) -> nn.Conv2d:
@@ -154,10 +155,39 @@ def test_settings_are_those_of_the_table() -> None:
         assert caught.value.field == field
     example = torch.randn(2, 3, 16, 16)
     before = copy.deepcopy(net.state_dict())
-    pl.accelerate(net, recompute_norms=True, fused_convolutions="auto", example=example)
+    first = pl.accelerate(net, recompute_norms=True, fused_convolutions="auto", example=example)
     for name, value in net.state_dict().items():
         assert torch.equal(value, before[name]), name
+    for model in (net, nn.ReLU()):
+        with pytest.raises(ConfigError) as caught:
+            pl.accelerate(model)
+        assert caught.value.field == "model"
+    first.undo()
     again = pl.accelerate(net, recompute_norms=True)
     out = net(example)
     again.undo()
     assert out.shape == (2, 3)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+def test_a_copy_of_a_model_has_its_own_weights_and_the_plain_pass(
+    copied: Callable[[nn.Module], nn.Module],
+) -> None:
+    net = pl.create_model(pl.ModelSettings("resnet_tiny"), num_classes=3)
+    pl.accelerate(net, recompute_norms=True)
+    other = copied(net)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    images = torch.randn(2, 3, 16, 16)
+    for mode in (True, False):
+        assert not other.train(mode)(images).any()
+        assert net.train(mode)(images).any()
+
+
+def test_parts_that_were_replaced_later_are_refused() -> None:
+    net = pl.create_model(pl.ModelSettings("resnet_tiny"), num_classes=3)
+    pl.accelerate(net, recompute_norms=True)
+    net.fc = nn.Linear(128, 3)
+    with pytest.raises(RunError, match="replaced"):
+        net.train()(torch.randn(2, 3, 16, 16))

@@ -42,7 +42,7 @@ def test_one_cycle_without_a_tail_is_torchs_cyclic_rate(monkeypatch: pytest.Monk
     """One period of torch's CyclicLR, an implementation of Smith's triangle, with its momentum."""
     monkeypatch.setattr("paceline.alternatives.cycles.CYCLE_FLOOR", 0.25)
     monkeypatch.setattr("paceline.alternatives.cycles.CYCLE_TAIL", 0.0)
-    schedule = made("one_cycle", one_cycle={"momentum": [0.8, 0.9]})
+    schedule = made("one_cycle", cycle={"momentum": [0.8, 0.9]})
     weight = nn.Parameter(torch.zeros(1))
     peer = torch.optim.SGD([weight], lr=0.5, momentum=0.9)
     cyclic = torch.optim.lr_scheduler.CyclicLR(
@@ -58,7 +58,7 @@ def test_one_cycle_without_a_tail_is_torchs_cyclic_rate(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("decay", "mode"), [(1.0, "triangular"), (0.5, "triangular2")])
 def test_triangles_are_torchs(decay: float, mode: Any) -> None:
-    schedule = made("triangular", triangular={"epochs": 3.0, "decay": decay})
+    schedule = made("triangular", cycle={"epochs": 3.0, "decay": decay})
     peer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.2)
     cyclic = torch.optim.lr_scheduler.CyclicLR(
         peer, 0.2, 2.0, step_size_up=15, mode=mode, cycle_momentum=False
@@ -90,13 +90,13 @@ def test_updates_with_cycled_momentum_follow_the_equation() -> None:
 @pytest.mark.parametrize(
     ("values", "field"),
     [
-        ({"triangular": {"decay": 0.0}}, "optim.triangular.decay"),
-        ({"triangular": {"epochs": 0.0}}, "optim.triangular.epochs"),
-        ({"one_cycle": {"momentum": [0.95, 0.85]}}, "optim.one_cycle.momentum"),
-        ({"triangular": {"momentum": [0.9]}}, "optim.triangular.momentum"),
+        ({"cycle": {"decay": 0.0}}, "optim.cycle.decay"),
+        ({"cycle": {"epochs": 0.0}}, "optim.cycle.epochs"),
+        ({"cycle": {"momentum": [0.95, 0.85]}}, "optim.cycle.momentum"),
+        ({"cycle": {"momentum": [0.9]}}, "optim.cycle.momentum"),
         (
             {"schedule": "one_cycle", "name": "torch.optim:RAdam", "lr": 0.1},
-            "optim.one_cycle.momentum",
+            "optim.cycle.momentum",
         ),
     ],
 )

@@ -123,7 +123,7 @@ def _all_reduce(rank: int, lengths: tuple[int, ...]) -> dict[tuple[str, bool], l
     with joined() as group:
         for wire, feedback in CASES:
             plan = FusionPlan((FusionBucket(("a",), ALL_TO_ALL, wire, "native"),))
-            settings = CommSettings(wire=wire, owned={wire: EightBitSettings(feedback)})
+            settings = CommSettings(wire=wire, owned={"eight_bit": EightBitSettings(feedback)})
             transport = create_transport(group, settings, plan)
             assert (transport.memory is not None) == feedback
             buffers = {length: torch.zeros(length) for length in lengths}
@@ -165,7 +165,7 @@ def _repeated(rank: int, feedback: bool) -> np.ndarray:
     steps, mean = 64, np.zeros(1024)
     with joined() as group:
         plan = FusionPlan((FusionBucket(("a",), ALL_TO_ALL, "int8", "native"),))
-        settings = CommSettings(wire="int8", owned={"int8": EightBitSettings(feedback)})
+        settings = CommSettings(wire="int8", owned={"eight_bit": EightBitSettings(feedback)})
         transport = create_transport(group, settings, plan)
         buffer = torch.zeros(1024)
         for _ in range(steps):
@@ -266,8 +266,8 @@ def test_an_algorithm_that_cannot_sum_8_bits_is_refused(wire: str) -> None:
             CommSettings(wire=wire, algorithm=algorithm)
         assert caught.value.field == "comm.algorithm"
     with pytest.raises(ConfigError) as caught:
-        load_config(None, {"comm.wire": "float16", f"comm.{wire}.error_feedback": False})
-    assert caught.value.field == f"comm.{wire}.error_feedback"
+        load_config(None, {"comm.wire": "float16", "comm.eight_bit.error_feedback": False})
+    assert caught.value.field == "comm.eight_bit.error_feedback"
 
 
 def test_a_plan_whose_algorithm_cannot_sum_8_bits_is_refused(tmp_path: Path) -> None:

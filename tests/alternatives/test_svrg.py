@@ -312,12 +312,12 @@ def test_a_copy_keeps_what_the_constructor_was_given() -> None:
     ("values", "field"),
     [
         ({"momentum": 0.9}, "optim.momentum"),
-        ({"bits": 4}, "optim.halp.bits"),
-        ({"mu": 0.0}, "optim.halp.mu"),
-        ({"center_epochs": 0.0}, "optim.halp.center_epochs"),
+        ({"bits": 4}, "optim.svrg.bits"),
+        ({"mu": 0.0}, "optim.svrg.mu"),
+        ({"center_epochs": 0.0}, "optim.svrg.center_epochs"),
         ({"clip_norm": 1.0}, "optim.clip_norm"),
         ({"batch_schedule": "0:8,1:16"}, "optim.batch_schedule"),
-        ({"schedule": "one_cycle"}, "optim.one_cycle.momentum"),
+        ({"schedule": "one_cycle"}, "optim.cycle.momentum"),
         ({"fused": "triton"}, "optim.fused"),
     ],
 )

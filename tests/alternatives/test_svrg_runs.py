@@ -24,7 +24,7 @@ from small_runs import Silent, run_small, small_config
 from train.runs import newest
 
 FIXED: dict[str, Any] = {
-    "optim__name": "halp", "optim__momentum": 0.0, "optim__halp__mu": 1.0, "data__augment": "none",
+    "optim__name": "halp", "optim__momentum": 0.0, "optim__svrg__mu": 1.0, "data__augment": "none",
     "data__flip": False, "run__batch_size": 8, "optim__warmup_epochs": 0.0, "run__smoothing": 0.0,
 }  # fmt: skip
 

@@ -40,7 +40,7 @@ TRAINING = [
 # Ways to exchange gradients: the backend's own, and messages on a thread, several buffers a step.
 EXCHANGES: dict[str, list[str]] = {
     "native": [],
-    "hybrid": ["--set", "comm.algorithm=hybrid", "--set", "comm.hybrid.eta_kib=64",
+    "hybrid": ["--set", "comm.algorithm=hybrid", "--set", "comm.hybrid.sizes=64",
                "--set", "comm.fusion_mib=0.25"],
 }  # fmt: skip
 

@@ -21,7 +21,7 @@ from paceline.plan.schedules import NATIVE
 from paceline.plan.size_table import SizeTable
 
 HYBRID = (
-    "--set", "comm.algorithm=hybrid", "--set", "comm.hybrid.eta_kib=64", "--set", "comm.fusion_mib=0.25",
+    "--set", "comm.algorithm=hybrid", "--set", "comm.hybrid.sizes=64", "--set", "comm.fusion_mib=0.25",
 )  # fmt: skip
 
 

@@ -94,7 +94,6 @@ def test_its_statistics_are_those_of_the_last_completed_step(
 NOTHING: dict[str, tuple[Any, tuple[str, ...]]] = {
     "that step is saved": (in_step(3), ()),
     "no step is done": (in_step(0), ()),
-    "by setting": (in_step(4), ("--set", "checkpoint.salvage=false")),
 }
 
 

@@ -54,7 +54,7 @@ def test_a_training_whose_port_is_in_use_goes_on_without(tmp_path: Path) -> None
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = run(small("--output", "run", "--watch", "--set", f"run.watch_port={port}"), tmp_path)
+        done = run(small("--output", "run", "--set", f"run.report_port={port}"), tmp_path)
     assert done.code == 0
     lines = [line for line in done.out.splitlines() if "no live report" in line]
     assert len(lines) == 1

@@ -33,7 +33,7 @@ ENDLESS = (
     "--set", "checkpoint.interval_epochs=0",
 )  # fmt: skip
 HYBRID = (
-    "--set", "comm.algorithm=hybrid", "--set", "comm.hybrid.eta_kib=64", "--set", "comm.fusion_mib=0.25",
+    "--set", "comm.algorithm=hybrid", "--set", "comm.hybrid.sizes=64", "--set", "comm.fusion_mib=0.25",
 )  # fmt: skip
 PORT = 29500
 

@@ -50,12 +50,12 @@ def test_a_process_alone_has_one_bucket_unless_it_asks() -> None:
 
 
 def test_each_bucket_goes_by_its_bytes_on_the_wire() -> None:
-    choice = choose(fusion_mib=1.5 * KIB, algorithm="hybrid", hybrid={"eta_kib": 4})
+    choice = choose(fusion_mib=1.5 * KIB, algorithm="hybrid", hybrid={"sizes": "4"})
     assert [(b.tensors, b.algorithm) for b in choice.plan(ORDER).buckets] == [
         (("d",), "hierarchical"), (("c", "b"), "ring"), (("a",), "hierarchical"),
     ]  # fmt: skip
     # Half the bytes: more tensors to a bucket, and each bucket is a smaller one.
-    half = choose(fusion_mib=1.5 * KIB, algorithm="hybrid", hybrid={"eta_kib": 5}, wire="float16")
+    half = choose(fusion_mib=1.5 * KIB, algorithm="hybrid", hybrid={"sizes": "5"}, wire="float16")
     assert [(b.tensors, b.algorithm, b.wire) for b in half.plan(ORDER).buckets] == [
         (("d", "c", "b"), "hierarchical", "float16"), (("a",), "hierarchical", "float16"),
     ]  # fmt: skip
@@ -96,7 +96,7 @@ def test_a_table_of_another_cluster_is_refused(tmp_path: Path) -> None:
 
 def test_a_plan_file_decides_all(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
-    plan = choose(fusion_mib=KIB, algorithm="hybrid", hybrid={"eta_kib": 5}).plan(ORDER)
+    plan = choose(fusion_mib=KIB, algorithm="hybrid", hybrid={"sizes": "5"}).plan(ORDER)
     model = ModelFacts.of((spec.name, spec.length) for spec in TENSORS)
     PlanFile(plan, model, FOUR).write(path)
     assert choose(plan=str(path)).fixed == plan
@@ -125,7 +125,7 @@ def test_every_tensor_travels_once_in_the_order_given(
 ) -> None:
     tensors = tuple(TensorSpec(f"t{i}", (n,)) for i, n in enumerate(lengths))
     choice = choose(
-        tensors, fusion_mib=fusion_kib * KIB, algorithm="hybrid", hybrid={"eta_kib": eta_kib}
+        tensors, fusion_mib=fusion_kib * KIB, algorithm="hybrid", hybrid={"sizes": str(eta_kib)}
     )
     order = tuple(spec.name for spec in reversed(tensors))
     plan = choice.plan(order)

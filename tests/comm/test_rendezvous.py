@@ -23,7 +23,7 @@ from paceline.core.topology import Topology
 from ranks import free_port
 
 pytestmark = pytest.mark.usefixtures("new_processes")
-SETTINGS = {"run.seed": 1, "run.trace_steps": (10, 30)}
+SETTINGS = {"run.seed": 1, "run.traced_steps": (10, 30)}
 
 
 def test_a_new_attempt_finds_nothing_of_the_last_in_the_agents_store(agent: TCPStore) -> None:

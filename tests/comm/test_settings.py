@@ -21,9 +21,8 @@ from paceline.core.settings import from_table
         ("overlap", {"overlap": "yes"}),
         ("fusion_mib", {"fusion_mib": float("nan")}),
         ("group_size", {"group_size": -2}),
-        ("hybrid.eta_kib", {"hybrid": {"eta_kib": 0}}),
+        ("hybrid.sizes", {"hybrid": {"sizes": "0"}}),
         ("algorithm", {"algorithm": "hybrid"}),
-        ("hybrid.eta_kib", {"algorithm": "hybrid", "hybrid": {"sizes": "a.toml", "eta_kib": 4}}),
         ("wire", {"plan": "p.toml", "wire": "float16"}),
     ],
 )
@@ -37,14 +36,14 @@ def test_a_value_that_cannot_be_is_refused_by_its_field(field: str, values: dict
 def test_a_flag_sets_them() -> None:
     texts = (
         "comm.algorithm=hybrid",
-        "comm.hybrid.eta_kib=256",
+        "comm.hybrid.sizes=256",
         "comm.fusion_mib=8",
         "comm.wire=float16",
     )
     config = RunConfig().with_values(dict(parse_assignment(text) for text in texts))
     assert config.comm == CommSettings(
         algorithm="hybrid",
-        owned={"hybrid": HybridSettings(eta_kib=256)},
+        owned={"hybrid": HybridSettings("256")},
         fusion_mib=8.0,
         wire="float16",
     )

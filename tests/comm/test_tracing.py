@@ -133,7 +133,7 @@ def _slow_end_of_backward() -> None:
 
 def test_a_run_writes_one_trace_of_all_ranks(tmp_path: Any) -> None:
     arguments = small(
-        "--output", "run", "-b", "4", "--trace", "--set", "run.trace_steps=[3, 4]", "--epochs", "1",
+        "--output", "run", "-b", "4", "--set", "run.traced_steps=[3, 4]", "--epochs", "1",
         "--set", "comm.algorithm=ring", "--set", "comm.fusion_mib=0.5",
     )  # fmt: skip
     done = run_two(arguments, tmp_path, [_slow_end_of_backward] * 2)

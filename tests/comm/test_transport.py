@@ -20,8 +20,7 @@ from paceline.comm import (
     ProcessGroups,
     create_transport,
 )
-from paceline.comm.hybrid import CommThread
-from paceline.comm.planned_transport import NativeTransport, ThreadTransport
+from paceline.comm.planned_transport import CommThread, NativeTransport, ThreadTransport
 from paceline.comm.progress import Observers
 from paceline.comm.transport import Piece
 from paceline.core.errors import CommError, RunError

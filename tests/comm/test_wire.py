@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.comm.hybrid import WIRES, WireFormat
+from paceline.comm.planned_transport import WIRES, WireFormat
 from paceline.core.errors import ConfigError
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
 
-import paceline.core.settings as owners
 from paceline.core.errors import ConfigError
 from paceline.core.exclusions import Exclusion, check_exclusions, one_of
 from paceline.core.settings import (
@@ -16,6 +15,7 @@ from paceline.core.settings import (
     flatten,
     from_table,
     merge_tables,
+    read_names,
     register_settings,
     to_table,
     unflatten,
@@ -45,11 +45,17 @@ class RoomSettings(Section):
     lamps: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class FlueSettings(FanSettings):
+    TABLE: ClassVar[str] = "fan"
+    UNREAD: ClassVar[tuple[str, ...]] = ("quiet",)
+    EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = ()
+
+
 @pytest.fixture(autouse=True)
-def fan() -> Iterator[None]:
+def fan(registrations: None) -> None:
     register_settings("room", "fan", FanSettings)
-    yield
-    owners._registries.clear()
+    register_settings("room", "flue", FlueSettings)
 
 
 def room(**values: object) -> RoomSettings:
@@ -97,6 +103,20 @@ def test_a_mistake_is_refused_by_its_name(values: dict[str, object], field: str)
 @pytest.mark.parametrize("value", [5, True, {"fan": 1}, None, [["fan"]]])
 def test_what_is_no_name_chooses_nothing(value: object) -> None:
     assert list(RoomSettings.choices_in({"device": value, "lamps": ["fan"]})) == [("lamps", "fan")]
+
+
+def test_owners_share_a_table() -> None:
+    made = room(device="flue", fan={"speed": 5})
+    assert dict(made.owned) == {"fan": FlueSettings(speed=5)}
+    assert made.chosen("flue") is made.owned["fan"]
+    assert made.of("fan", FanSettings) == FanSettings(speed=5)
+    assert made.unused() == []
+    assert replace(made, device="fan").chosen("fan") == FanSettings(speed=5)
+    assert from_table(RoomSettings, "room", to_table(made)) == made
+    assert read_names(FlueSettings) == {"speed"}
+    with pytest.raises(ConfigError) as caught:
+        room(flue={"speed": 5})
+    assert caught.value.field == "room.flue"
 
 
 def test_rows_of_a_chosen_owner_are_checked() -> None:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 import paceline as pl
 from custom_loop.nets import batch, flat, make_net
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError
+from paceline.precision.settings import PrecisionSettings
 from paceline.train.checkpoint import content_hash
 from ranks import run_ranks
 
-HALF: dict[str, Any] = {"precision": "fp16", "loss_scale_init": 2.0**12, "loss_scale_interval": 2}
+HALF: dict[str, Any] = {"precision": "fp16", "loss_scale_init": 2.0**12}
 
 
 def train(
@@ -106,7 +107,8 @@ def test_clipped_gradients_have_the_given_norm(precision: str) -> None:
     assert prepared.skipped_steps == 1
 
 
-def test_state_is_exact() -> None:
+def test_state_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrecisionSettings, "SCALE_INTERVAL", 2)
     whole, other = (pl.prepare(make_net(seed), "lars", lr=1.0, **HALF) for seed in (0, 5))
     train(whole, range(3), poison=1)
     other.load_state_dict(whole.state_dict())

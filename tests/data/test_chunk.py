@@ -10,7 +10,7 @@ import pytest
 
 from paceline.core.errors import DataError
 from paceline.data import CorruptSample, DataSettings, EvalTransform, SampleOrder, TrainTransform
-from paceline.data.chunk import Chunk, CorruptLog
+from paceline.data.batch import Chunk, CorruptLog
 from paceline.data.decode.decoder import PillowDecoder
 from paceline.data.order import uniform
 from paceline.data.prefetch import Progress, Stopped

@@ -135,8 +135,8 @@ def test_seeking_gives_what_walking_gives() -> None:
 
 def test_the_setting() -> None:
     assert shard_groups(DataSettings(), [3, 4]) is None
-    chosen = DataSettings(shuffle="shards", shuffle_window_shards=3)
-    assert shard_groups(chosen, [3, 4]) == ShardGroups((3, 4), 3, 16)
+    chosen = DataSettings(shuffle="shards")
+    assert shard_groups(chosen, [3, 4]) == ShardGroups((3, 4), 16, 16)
     with pytest.raises(ConfigError, match=r"data.shuffle = 'shards': the data is not in shards"):
         shard_groups(chosen, None)
     with pytest.raises(ValueError, match="groups of 7 samples for 8"):
@@ -154,7 +154,8 @@ def test_ranks_and_resuming(
     for i in range(5):
         write_tar(tmp_path / f"train-{i}.tar", samples(8, first=8 * i, classes=40))
     monkeypatch.setattr("paceline.data.order.SHUFFLE_RUN", 3)
-    chosen = small_settings(dir=str(tmp_path), shuffle="shards", shuffle_window_shards=2)
+    monkeypatch.setattr("paceline.data.order.SHUFFLE_WINDOW", 2)
+    chosen = small_settings(dir=str(tmp_path), shuffle="shards")
     source = open_source(chosen, "train")
 
     def labels(ranks: int, first_step: int = 0) -> list[list[int]]:

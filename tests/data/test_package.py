@@ -23,7 +23,7 @@ def test_settings_and_sources_do_not_import_torch() -> None:
         "settings",
         "sources.layouts",
         "sources.opening",
-        "chunk",
+        "image",
         "prefetch",
         "pack.splits",
         "pack.pack",

@@ -302,7 +302,7 @@ def _flags() -> list[Seed]:
     texts = (
         "run.seed=3",
         "optim.lr=0.1",
-        "run.trace_steps=[1,2]",
+        "run.traced_steps=[1,2]",
         "data.dir=a b",
         "comm.wire='x'",
         "64KiB",

@@ -113,7 +113,7 @@ def configuration(case: Case, device: torch.device) -> RunConfig:
         "optim.weight_decay": 0.0, "optim.warmup_epochs": 0.0,
     }  # fmt: skip
     if case["algorithm"] == "hybrid":
-        values["comm.hybrid.eta_kib"] = 64
+        values["comm.hybrid.sizes"] = "64"
     return RunConfig().with_values(values)
 
 

@@ -40,7 +40,7 @@ def summary(folder: Path) -> dict[str, Any]:
         ((2,), []),
         ((4,), ["--amp-dtype", "bf16"]),
         ((2, 2), ["--set", "comm.algorithm=hierarchical", "--set", "comm.overlap=on"]),
-        ((3, 1), ["--set", "comm.algorithm=hybrid", "--set", "comm.hybrid.eta_kib=64",
+        ((3, 1), ["--set", "comm.algorithm=hybrid", "--set", "comm.hybrid.sizes=64",
                   "--set", "comm.wire=float16"]),
     ],
     ids=["default", "four", "hierarchical", "ragged-hybrid"],

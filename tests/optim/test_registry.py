@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from optim.reference import check_bad_gradient, check_switches, fill_gradients, parameters
-from paceline.core import settings
 from paceline.core.errors import ConfigError
-from paceline.core.extensions import Registry
 from paceline.optim import (
     MasterOptimizer,
     OptimSettings,
@@ -21,9 +19,9 @@ from paceline.optim import (
     UpdateRule,
     create_optimizer,
     register_optimizer,
-    registry,
+    register_schedule,
 )
-from paceline.optim.registry import Course, ScheduleSettings, register_schedule
+from paceline.optim.schedules import Course, ScheduleSettings
 from small_runs import run_small
 
 MIXED = (torch.float16, torch.float32, torch.bfloat16)
@@ -47,10 +45,7 @@ class SignMomentum(UpdateRule):
 
 
 @pytest.fixture(autouse=True)
-def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", {})
-    monkeypatch.setattr(registry, "_schedules", Registry("schedules", registry._SCHEDULES))
-    monkeypatch.setattr(settings, "_registries", {})
+def _registered(registrations: None) -> None:
     register_optimizer("sign_momentum", SignMomentum)
 
 
@@ -124,6 +119,50 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         OptimSettings(name="sign_momentum")
     assert caught.value.field == "optim.lr"
-    for name in ("sgd", "My Rule"):
+    for name in ("sgd", "svrg", "My Rule", "MyRule"):
         with pytest.raises(ConfigError):
             register_optimizer(name, SignMomentum)
+
+
+def rule(**fields: Any) -> type[UpdateRule]:
+    """A rule that keeps the hyper-parameters of its last step."""
+    hyper = NamedTuple("Hyper", [(name, type_) for name, (type_, *_) in fields.items()])  # type: ignore[misc]
+    hyper.__new__.__defaults__ = tuple(d for _, *own in fields.values() for d in own)
+    hyper._field_defaults = {name: own[0] for name, (_, *own) in fields.items() if own}
+    return type(
+        "Keeps", (UpdateRule,), {"Hyper": hyper, "update": lambda self, rows, h: _kept.append(h)}
+    )
+
+
+_kept: list[Any] = []
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        object, SignMomentum(), type("NoHyper", (UpdateRule,), {}), rule(beta=(float, 0.5)),
+        rule(lr=(float,), beta=(float,)), rule(lr=(float,), mode=(str, "a")),
+    ],
+)  # fmt: skip
+def test_hyper_parameters_that_cannot_be_set_are_refused(kind: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        register_optimizer("keeps", kind)
+    assert caught.value.field == "rule"
+
+
+def test_hyper_parameters_keep_their_types() -> None:
+    register_optimizer(
+        "keeps", rule(lr=(float,), turns=(int, 3), odd=(bool, False), beta=(float, 1))
+    )
+    ps = parameters(torch.float32)
+    values = {"name": "keeps", "lr": 0.1, "weight_decay": 0.5}
+    made = OptimSettings(**values, arguments="{turns = 4, odd = true}")
+    optimizer = create_optimizer(made, [{"params": ps}], 0.1)
+    fill_gradients(ps, 0, 1.0)
+    optimizer.step()
+    assert [(type(value), value) for value in _kept[-1]] == [
+        (float, 0.1), (int, 4), (bool, True), (float, 1.0),
+    ]  # fmt: skip
+    assert made.idle == {"weight_decay": "optim.name = 'keeps'"}
+    with pytest.raises(ConfigError):
+        create_optimizer(replace(made, arguments="{turns = 2.5}"), [{"params": ps}], 0.1)

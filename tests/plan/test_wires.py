@@ -17,19 +17,18 @@ from paceline.comm.process_groups import ProcessGroups
 from paceline.comm.settings import CommSettings
 from paceline.comm.transport import Piece, create_transport
 from paceline.core.errors import ConfigError
-from paceline.plan import FusionPlan
+from paceline.plan import FusionPlan, PlanFile
 from paceline.plan.cluster import Cluster, Link
 from paceline.plan.fusion_plan import FusionBucket
 from paceline.plan.optimizer import Gradient, best_plan
 from paceline.plan.wires import Wire, register_wire, wire_bytes, wire_names
 from paceline.planner.workload import Affine, Workload
+from paceline.train.exchange_plan import ExchangeParts
 from ranks import run_ranks
 
 
 class Tenths:
     """Sums whole tenths in 16 bits."""
-
-    memory = None
 
     def __init__(
         self, groups: ProcessGroups, staging: Staging, settings: CommSettings | None,
@@ -50,7 +49,7 @@ TENTHS = Wire(
 
 
 @pytest.fixture(autouse=True)
-def _registered() -> None:
+def _registered(registrations: None) -> None:
     register_wire(TENTHS)
 
 
@@ -73,8 +72,26 @@ def test_names_and_combinations_are_checked() -> None:
     for values in ({"wire": "ninths"}, {"wire": "tenths", "algorithm": "ring"}):
         with pytest.raises(ConfigError):
             CommSettings(**values)
-    with pytest.raises(ConfigError):
-        register_wire(dataclasses.replace(TENTHS, name="float16"))
+    for name in ("float16", "int8", "Tenths", "a-b"):
+        with pytest.raises(ConfigError):
+            register_wire(dataclasses.replace(TENTHS, name=name))
+
+
+@pytest.mark.parametrize("field", ["bits", "algorithm", "cost", "create"])
+def test_what_no_rank_could_send_is_refused(field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        register_wire(
+            dataclasses.replace(TENTHS, name="less", **{field: 0 if field == "bits" else ""})
+        )
+    assert caught.value.field == f"less.{field}"
+
+
+@pytest.mark.parametrize("small_range", [False, True])
+def test_losses_are_scaled_for_a_format_of_small_range(small_range: bool) -> None:
+    register_wire(dataclasses.replace(TENTHS, small_range=small_range))
+    plan = FusionPlan((FusionBucket(("a",), "sum_of_tenths", "tenths", "native"),))
+    file = PlanFile(plan, None, None, None)
+    assert ExchangeParts(CommSettings(), file, {}, "").fp16_travels is small_range
 
 
 def _sums(rank: int) -> list[float]:

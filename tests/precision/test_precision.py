@@ -36,7 +36,6 @@ def chosen(name: str, device: torch.device = CPU) -> Policy:
     "values",
     [
         {"amp_dtype": "fp61"},
-        {"loss_scale_interval": 0},
         {"loss_scale_init": 0.5},
         {"loss_scale_init": 2.0**25},
         *({"loss_scale_init": value} for value in (0.0, -2.0, math.inf, math.nan)),
@@ -141,19 +140,21 @@ def after(scale: LossScale, *overflows: Tensor, hold: Tensor = NO) -> list[float
 
 
 @pytest.mark.parametrize(
-    ("settings", "overflows", "expected"),
+    ("first", "interval", "overflows", "expected"),
     [
-        ({"loss_scale_init": 1024.0}, [YES, YES, NO, YES], [512, 256, 256, 128]),
-        ({"loss_scale_interval": 3}, [NO] * 7, [8, 8, 16, 16, 16, 32, 32]),
-        ({"loss_scale_interval": 3}, [NO, NO, YES, NO, NO, NO], [8, 8, 4, 4, 4, 8]),
-        ({"loss_scale_init": 2.0}, [YES] * 3, [1, 1, 1]),
-        ({"loss_scale_interval": 1, "loss_scale_init": 2.0**23}, [NO] * 2, [2**24, 2**24]),
+        (1024.0, 1000, [YES, YES, NO, YES], [512, 256, 256, 128]),
+        (8.0, 3, [NO] * 7, [8, 8, 16, 16, 16, 32, 32]),
+        (8.0, 3, [NO, NO, YES, NO, NO, NO], [8, 8, 4, 4, 4, 8]),
+        (2.0, 1000, [YES] * 3, [1, 1, 1]),
+        (2.0**23, 1, [NO] * 2, [2**24, 2**24]),
     ],
 )
 def test_it_halves_at_an_overflow_and_doubles_after_the_interval(
-    settings: dict[str, Any], overflows: list[Tensor], expected: list[float]
-) -> None:
-    assert after(dynamic(**{"loss_scale_init": 8.0, **settings}), *overflows) == expected
+    first: float, interval: int, overflows: list[Tensor], expected: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(PrecisionSettings, "SCALE_INTERVAL", interval)
+    assert after(dynamic(loss_scale_init=first), *overflows) == expected
 
 
 def test_a_short_step_divides_it_by_a_power_of_two() -> None:
@@ -172,8 +173,9 @@ def test_a_short_step_divides_it_by_a_power_of_two() -> None:
     assert addresses == [scale.value.data_ptr(), scale.step_value.data_ptr()]
 
 
-def test_nothing_changes_while_held() -> None:
-    scale = dynamic(loss_scale_init=8.0, loss_scale_interval=2)
+def test_nothing_changes_while_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrecisionSettings, "SCALE_INTERVAL", 2)
+    scale = dynamic(loss_scale_init=8.0)
     after(scale, NO)
     before = scale.state()
     assert after(scale, YES, NO, NO, hold=YES) == [8, 8, 8]
@@ -181,9 +183,11 @@ def test_nothing_changes_while_held() -> None:
     assert after(scale, NO) == [16]
 
 
-def test_a_restored_scale_continues_within_the_limits_of_this_run() -> None:
-    settings = {"loss_scale_init": 256.0, "loss_scale_interval": 4}
-    scale, other = dynamic(**settings), dynamic(**settings)
+def test_a_restored_scale_continues_within_the_limits_of_this_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PrecisionSettings, "SCALE_INTERVAL", 4)
+    scale, other = dynamic(loss_scale_init=256.0), dynamic(loss_scale_init=256.0)
     after(scale, YES, NO, NO)
     other.restore(scale.state())
     assert other.state() == scale.state() == {"scale": 128.0, "quiet_steps": 2.0}

@@ -54,9 +54,8 @@ def test_the_input_bounds_all_micro_steps_of_a_step(accumulation: int) -> None:
     assert found.images_per_s == pytest.approx(4 * 100.0)
 
 
-def test_power_is_the_board_s_unless_it_is_given() -> None:
+def test_power_is_the_board_s() -> None:
     assert clock().watts_per_gpu == 700
-    assert clock(replace(PLACE, watts_per_gpu=900.0)).watts_per_gpu == 900
     assert RehearsedCluster(RehearsalSettings(nodes=2)).watts == 0
 
 
@@ -65,7 +64,7 @@ def test_what_the_times_leave_out_is_said() -> None:
     assert HERE.left_out(work, "lars", half=True) == ()
     assert "without" not in clock().describe()
     assert "; from layers of the network on H100; assumed: 8 × 400 Gb/s" in clock().describe()
-    assert "assumed" not in clock(replace(PLACE, node_gbps=100.0, links=1)).describe()
+    assert "assumed: one link a node" in clock(replace(PLACE, node_gbps=100.0)).describe()
     found = HERE.left_out(work, "muon", half=False)
     assert "without fp32" in clock(left_out=found).describe()
     assert "the update of muon" in clock(left_out=found).describe()

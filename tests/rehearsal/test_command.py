@@ -31,7 +31,7 @@ def test_two_wires_side_by_side(call: Call, tmp_path: Path) -> None:
 def test_the_comparison_has_time_cost_and_energy(call: Call, tmp_path: Path) -> None:
     for number, gbps in enumerate((100, 400)):
         flags = ["--model", "resnet18", "--set", "data.image_size=32", "--gpu", "H100"]
-        flags += ["--node-gbps", str(gbps), "--price-per-gpu-hour", "2", "--watts-per-gpu", "700"]
+        flags += ["--node-gbps", str(gbps), "--price-per-gpu-hour", "2"]
         flags += ["--epochs", "1", "--set", "data.synthetic_samples=8", "--global-batch-size", "8"]
         done = call(*SMALL, *flags, "--output", f"run{number}")
         assert done.code == 0, done.err

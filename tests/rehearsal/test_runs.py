@@ -178,7 +178,7 @@ def test_the_clock_advances_by_the_predicted_times(tmp_path: Path) -> None:
         tmp_path / "a",
         **rehearsed(
             4, profile=profile(tmp_path), gpu="H100", startup_s=7.0, eval_s=3.0,
-            price_per_gpu_hour=2.0, watts_per_gpu=700.0,
+            price_per_gpu_hour=2.0,
         ),
     )  # fmt: skip
     found = outcome.summary["rehearsal"]
@@ -285,7 +285,7 @@ def test_more_micro_steps_take_longer_but_one_exchange(tmp_path: Path) -> None:
         ({"run__rehearsal__node_gbps": 0.0}, "run.rehearsal.node_gbps"),
         ({"run__rehearsal__eval_s": -1.0}, "run.rehearsal.eval_s"),
         ({"run__rehearsal__nodes": 0}, "run.rehearsal.nodes"),
-        ({"run__trace": True}, "run.trace"),
+        ({"run__traced_steps": (1, 2)}, "run.traced_steps"),
         ({"comm__wire": "int8"}, "comm.wire"),
         ({"optim__batch_schedule": "1:2"}, "optim.batch_schedule"),
         ({**FULL_GRADIENTS}, "run.strategy"),

@@ -70,7 +70,7 @@ def test_steps_are_those_of_a_walk_through_the_stream(
 def test_the_rate_follows_samples_and_batch(mode: str) -> None:
     """A cosine over the samples seen, times what the mode asks for."""
     optim = OptimSettings(warmup_epochs=0.5, batch_schedule="0:8,1:16,2:64", batch_rate=mode)
-    plan = BatchPlan(64, 4, 8, 8, 1, optim.batch_growth.after(8, 8, (), None))
+    plan = BatchPlan(64, 4, 8, 8, 1, optim.batch_growth.after(8, 8, ()))
     schedule = create_schedule(optim, 0.4, plan)
     power = {"auto": 0.0, "constant": 0.0, "linear": 1.0, "sqrt": 0.5}[mode]
     for step in range(plan.total_steps):
@@ -86,9 +86,9 @@ def test_growth_in_place_of_decay_keeps_the_rate_and_the_limit_hands_over_to_dec
     """Smith et al. 2018: batch ×5 where the rate would decay by 0.2, up to a largest batch."""
     optim = OptimSettings.gather(
         schedule="step", epochs=(2.0, 4.0, 6.0), factor=0.2, warmup_epochs=0,
-        batch_schedule="x5", batch_limit=200,
+        batch_schedule="x5:200",
     )  # fmt: skip
-    stages = optim.batch_growth.after(8, 8, (2.0, 4.0, 6.0), 200)
+    stages = optim.batch_growth.after(8, 8, (2.0, 4.0, 6.0))
     assert stages == ((2.0, 40), (4.0, 200))
     plan = BatchPlan(400, 8, 8, 8, 1, stages)
     schedule = create_schedule(optim, 0.1, plan)
@@ -166,7 +166,7 @@ def test_only_later_stages_may_change_on_resume(tmp_path: Path) -> None:
             {"batch_schedule": "x4", "schedule": "step", "epochs": (1.0, 1.0)},
             "optim.step.epochs",
         ),
-        ({"batch_limit": 64}, "optim.batch_limit"),
+        ({"batch_schedule": "x4:0", "schedule": "step"}, "optim.batch_schedule"),
         ({"batch_rate": "cubic"}, "optim.batch_rate"),
     ],
 )
@@ -180,10 +180,10 @@ def test_refused_sizes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run\.global_batch_size"):
         BatchGrowth.parse("0:8,1:16").first_batch(16)
     with pytest.raises(ConfigError, match="not a multiple of 16"):
-        BatchGrowth.parse("0:16,1:40").after(16, 16, (), None)
+        BatchGrowth.parse("0:16,1:40").after(16, 16, ())
     with pytest.raises(ConfigError) as caught:
-        BatchGrowth.parse("x4").after(16, 16, (1.0,), 40)
-    assert caught.value.field == "optim.batch_limit"
+        BatchGrowth.parse("x4:40").after(16, 16, (1.0,))
+    assert caught.value.field == "optim.batch_schedule"
     with pytest.raises(ConfigError, match="not a multiple"):
         run_small(tmp_path / "a", optim__batch_schedule="1:20")
     assert not (tmp_path / "a").exists()

@@ -11,7 +11,7 @@ import torch
 
 from paceline.alternatives.eight_bit.wires import ALL_TO_ALL, EIGHT_BIT
 from paceline.comm import CommSettings, Group, ProcessGroups
-from paceline.comm.hybrid import PlannedAllReduce
+from paceline.comm.planned_transport import PlannedAllReduce
 from paceline.comm.transport import Notify, Piece, Wait
 from paceline.core.topology import Topology
 from paceline.plan.schedules import algorithm_names

@@ -20,7 +20,7 @@ from ranks import run_ranks
 from small_runs import run_small, small_config
 
 HYBRID: dict[str, Any] = {
-    "comm__algorithm": "hybrid", "comm__hybrid__eta_kib": 64, "comm__fusion_mib": 0.02,
+    "comm__algorithm": "hybrid", "comm__hybrid__sizes": "64", "comm__fusion_mib": 0.02,
 }  # fmt: skip
 # Of smaller images, rounding changes weights and predictions more.
 LARGE: dict[str, Any] = {"data__image_size": 28}
@@ -149,7 +149,7 @@ def test_settings_for_several_ranks_are_named_on_one(
         ({"optim__schedule": "constant", "optim__lr_end": 0.5},
          "optim.lr_end = 0.5: with optim.schedule = 'constant'"),
         ({"optim__batch_rate": "sqrt"}, "optim.batch_rate = 'sqrt': with no optim.batch_schedule"),
-        ({"optim__name": "lamb", "optim__lamb__clip": True}, ""),
+        ({"optim__name": "lamb", "optim__adam__clip": True}, ""),
         ({"run__unequal__shares": "3:1", "run__rehearsal__nodes": 4},
          "[run.unequal], [run.rehearsal]: with run.strategy = 'synchronous'"),
         ({"run__rehearsal__nodes": 0}, ""),

@@ -43,8 +43,8 @@ def test_a_captured_micro_step_serves_all_batches(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["halp", "svrg", "rmsprop_warmup"])
 def test_runs_follow_those_on_the_cpu(tmp_path: Path, name: str) -> None:
     values: dict[str, Any] = {
-        "optim__name": name, "optim__momentum": 0.0, "optim__halp__mu": 1.0, "data__augment": "none",
-        "data__flip": False, "precision__amp_dtype": "fp32", "optim__halp__bits": 16,
+        "optim__name": name, "optim__momentum": 0.0, "optim__svrg__mu": 1.0, "data__augment": "none",
+        "data__flip": False, "precision__amp_dtype": "fp32", "optim__svrg__bits": 16,
         "data__image_size": 28,
     }  # fmt: skip
     run_small(tmp_path / "cpu", **values)

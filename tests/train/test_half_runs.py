@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from paceline.core.errors import CheckpointError, PacelineError
 from paceline.core.events import EvalEvent, StepEvent
 from paceline.optim.rule_settings import MuonSettings
+from paceline.precision.settings import PrecisionSettings
 from paceline.train import Checkpoint, EvalResult, evaluate_file, master_weights, step_parts
 from paceline.train.checkpoint import content_hash
 from ranks import run_ranks
@@ -40,11 +41,13 @@ def state(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("dtype", "name"), [("fp16", "lars"), ("bf16", "lars"), ("fp16", "muon")])
-def test_stop_and_resume_is_bit_identical(dtype: str, name: str, tmp_path: Path) -> None:
+def test_stop_and_resume_is_bit_identical(
+    dtype: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PrecisionSettings, "SCALE_INTERVAL", 2)
     # The scale changes in both parts: two overflows at first, then a growth every two steps.
     half: dict[str, Any] = {
         "precision__amp_dtype": dtype,
-        "precision__loss_scale_interval": 2,
         "precision__loss_scale_init": 2.0**21,
         "optim__name": name,
         "optim__muon__trust_coefficient": 0.02,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -13,20 +14,22 @@ from paceline.core.events import NoteEvent, StartEvent, StepEvent, read_events
 from paceline.report import RunFiles
 from paceline.report.bottleneck import ExposedWaits
 from paceline.report.records import RecordLog
+from paceline.train import step_records
 from paceline.train.step_records import RecentEvents, each_rank_writes
 from ranks import run_ranks
 from small_runs import run_small
 
 
-def _run(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
-    return run_small(output, **values).summary
+def _run(rank: int, output: str, each: int, values: dict[str, Any]) -> dict[str, Any]:
+    with patch.object(step_records, "_EACH_WRITES", each):
+        return run_small(output, **values).summary
 
 
 def test_only_rank_0_writes_and_records_how_the_ranks_spread(tmp_path: Path) -> None:
     values = {"run__batch_size": 8}
     on, off = (
-        run_ranks(2, _run, str(tmp_path / mode), values | {"run__rank_records": mode})
-        for mode in ("on", "off")
+        run_ranks(2, _run, str(tmp_path / mode), each, values)
+        for mode, each in (("on", 2), ("off", 1))
     )
     assert on[0]["weights_sha256"] == off[0]["weights_sha256"]
     assert (tmp_path / "on/metrics.rank1.jsonl").exists()
@@ -65,14 +68,10 @@ def test_the_straggler_is_found_in_what_rank_0_recorded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "trace", "ranks", "each"),
-    [
-        ("auto", False, 8, True), ("auto", False, 9, False), ("auto", True, 2048, True),
-        ("on", False, 2048, True), ("off", True, 2, False),
-    ],
-)  # fmt: skip
-def test_who_writes(setting: str, trace: bool, ranks: int, each: bool) -> None:
-    assert each_rank_writes(RunSettings(rank_records=setting, trace=trace), ranks) == each
+    ("steps", "ranks", "each"), [((), 8, True), ((), 9, False), ((10, 30), 2048, True)]
+)
+def test_who_writes(steps: tuple[int, ...], ranks: int, each: bool) -> None:
+    assert each_rank_writes(RunSettings(traced_steps=steps), ranks) == each
 
 
 def step(number: int) -> StepEvent:
@@ -103,14 +102,3 @@ def test_recent_events_that_cannot_be_written_are_no_error(tmp_path: Path) -> No
     recent.on_event(step(1))
     recent.write()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_no_steps_are_written_where_the_user_wants_none(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.rank7.jsonl"
-    recent = RecentEvents(path, keeps=False)
-    recent.on_event(step(1))
-    recent.write()
-    assert not path.exists()
-    recent.on_event(NoteEvent("overloaded"))
-    recent.close()
-    assert [event["event"] for event in read_events(path)] == ["note"]

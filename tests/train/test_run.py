@@ -246,11 +246,12 @@ def diverge(output: Path, **values: Any) -> tuple[str, list[StepEvent]]:
     [(1, 100, 1, [True] * 10), (3, 2, 3, [False, False, True, True])],
 )
 def test_a_loss_that_stays_non_finite_ends_the_run(
-    tmp_path: Path, poison: Callable[[int], None],
+    tmp_path: Path, poison: Callable[[int], None], monkeypatch: pytest.MonkeyPatch,
     first: int, limit: int, began: int, skipped: list[bool],
 ) -> None:  # fmt: skip
     poison(first)
-    line, steps = diverge(tmp_path / "a", run__epochs=4, run__max_skipped_steps=limit)
+    monkeypatch.setattr(step_records, "_SKIPPED_STEPS", limit)
+    line, steps = diverge(tmp_path / "a", run__epochs=4)
     assert re.match(rf"diverged at step {began}: the loss was not finite in \d+ steps", line)
     assert "fc.bias (38 of 38 tensors)" in line
     assert "lower --lr (now 0.05 at its peak)" in line
@@ -258,8 +259,9 @@ def test_a_loss_that_stays_non_finite_ends_the_run(
     assert ("last good checkpoint" in line) == (tmp_path / "a/checkpoints").exists()
 
 
-def test_exploding_weights_are_named(tmp_path: Path) -> None:
-    values = {"optim__lr": 1e30, "optim__warmup_epochs": 0.0, "run__max_skipped_steps": 2}
+def test_exploding_weights_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_records, "_SKIPPED_STEPS", 2)
+    values = {"optim__lr": 1e30, "optim__warmup_epochs": 0.0}
     line, _ = diverge(tmp_path / "run", **values)
     assert "diverged at step 2" in line
     assert "layer1.0.conv1" in line
@@ -281,18 +283,25 @@ def test_an_overflow_at_the_lowest_loss_scale(
     assert [step.loss_scale for step in steps] == [2.0**28, 2.0**27, 2.0**26]
 
 
-def test_gradients_that_stay_non_finite(tmp_path: Path, large_scales: None) -> None:
-    values = {**FP16, "precision__loss_scale_init": 2.0**40, "run__max_skipped_steps": 3}
+def test_gradients_that_stay_non_finite(
+    tmp_path: Path, large_scales: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_records, "_SKIPPED_STEPS", 3)
+    values = {**FP16, "precision__loss_scale_init": 2.0**40}
     line, steps = diverge(tmp_path / "a", **values)
     assert line.startswith("diverged at step 1: gradients were not finite in 3 steps in a row")
     assert re.search(r"fc\.bias \(\d+ of 38 tensors\)", line)
     assert [step.skipped for step in steps] == [True] * 3
 
 
-def test_skipped_steps_count_only_in_a_row(tmp_path: Path, large_scales: None) -> None:
+def test_skipped_steps_count_only_in_a_row(
+    tmp_path: Path, large_scales: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A scale that grows every step overflows now and then; training continues."""
+    monkeypatch.setattr(PrecisionSettings, "SCALE_INTERVAL", 1)
+    monkeypatch.setattr(step_records, "_SKIPPED_STEPS", 2)
     outcome = run_small(
-        tmp_path / "a", **FP16, run__max_skipped_steps=2, precision__loss_scale_interval=1,
+        tmp_path / "a", **FP16,
         precision__loss_scale_init=2.0**17, run__epochs=4,
     )  # fmt: skip
     assert outcome.summary["skipped_steps"] >= 3
@@ -305,10 +314,11 @@ def test_the_last_good_checkpoint_is_kept_and_resumed(
     whole = run_small(tmp_path / "whole", run__epochs=4)
     with monkeypatch.context() as patched:
         patched.setattr(SmallResNet, "forward", SmallResNet.forward)
+        patched.setattr(step_records, "_SKIPPED_STEPS", 4)
         faults.poison(4)
         # Every step saves and one is kept: saves of skipped steps must not replace it.
         keep = EVERY_STEP | {"checkpoint__keep": 1}
-        diverge(tmp_path / "a", run__max_skipped_steps=4, run__epochs=4, **keep)
+        diverge(tmp_path / "a", run__epochs=4, **keep)
     saved = sorted((tmp_path / "a/checkpoints").glob("step-*.pt"))
     assert [path.stem for path in saved] == ["step-00000003"]
     assert Checkpoint.read(saved[0]).progress["skipped_in_a_row"] == 0

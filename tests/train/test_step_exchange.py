@@ -20,9 +20,7 @@ from ranks import run_ranks
 from train.steps import OPTIM, Made, Net, alone, joined, make_step, same, snapshot, weights
 
 # Every tensor alone: the most buckets, and the most that can be sent early.
-HYBRID = CommSettings(
-    algorithm="hybrid", owned={"hybrid": HybridSettings(eta_kib=1)}, fusion_mib=0.0
-)
+HYBRID = CommSettings(algorithm="hybrid", owned={"hybrid": HybridSettings("1")}, fusion_mib=0.0)
 RING16 = CommSettings(algorithm="ring", wire="float16", fusion_mib=0.0)
 NATIVE = CommSettings(fusion_mib=0.0)
 DTYPES = ("fp32", "fp16", "bf16")

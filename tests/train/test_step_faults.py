@@ -22,9 +22,7 @@ from paceline.train.step import StepOutcome
 from ranks import run_ranks
 from train.steps import CPU, Made, Net, alone, joined, make_step, same, snapshot, weights
 
-HYBRID = CommSettings(
-    algorithm="hybrid", owned={"hybrid": HybridSettings(eta_kib=1)}, fusion_mib=0.0
-)
+HYBRID = CommSettings(algorithm="hybrid", owned={"hybrid": HybridSettings("1")}, fusion_mib=0.0)
 RING16 = CommSettings(algorithm="ring", wire="float16", fusion_mib=0.0)
 SCALE = PrecisionSettings(loss_scale_init=1024.0)
 

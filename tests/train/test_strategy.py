@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
+import torch
 
-from paceline.config import STRATEGIES, RunConfig
-from paceline.core import settings
+from paceline.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.core.exclusions import Exclusion, switched_off
+from paceline.core.extensions import temporary_registrations
 from paceline.core.settings import SettingChecks
-from paceline.train import Checkpoint
+from paceline.optim import UpdateRule, register_optimizer, register_schedule
+from paceline.optim.schedules import Course, ScheduleSettings
+from paceline.plan import Wire, register_wire
+from paceline.train import Checkpoint, EvalResult, evaluate_file
+from paceline.train.inference import Predictor, export_stored_weights
 from paceline.train.step import StepOutcome
 from paceline.train.strategy import Pending, Synchronous, register_strategy, strategy_class
 from small_runs import run_small
@@ -47,7 +52,7 @@ class Slowed(Synchronous):
         return super().finish(rate * self.config.run.of(self.name, SlowedSettings).factor, others)
 
     def record(self, outcome: StepOutcome) -> Mapping[str, Any]:
-        return {"slowed_steps": self._steps}
+        return {**super().record(outcome), "slowed_steps": self._steps}
 
     def state(self) -> dict[str, Any]:
         return {"steps": self._steps}
@@ -59,19 +64,12 @@ class Slowed(Synchronous):
         return {"slowed": "half the rate"}
 
 
-def forget() -> None:
-    """The registries are of a process, which has other tests."""
-    STRATEGIES._parts.pop(Slowed.name, None)
-    settings._registries.clear()
-
-
-@pytest.fixture(autouse=True)
-def slowed() -> Iterator[None]:
+@pytest.fixture
+def slowed(registrations: None) -> None:
     register_strategy(Slowed, SlowedSettings)
-    yield
-    forget()
 
 
+@pytest.mark.usefixtures("slowed")
 def test_a_run_steps_records_saves_and_resumes(tmp_path: Path) -> None:
     half = run_small(tmp_path / "half", optim__lr=0.05).summary
     own = {"optim__lr": 0.1, "run__strategy": "slowed", "checkpoint__interval_steps": 3}
@@ -90,6 +88,7 @@ def test_a_run_steps_records_saves_and_resumes(tmp_path: Path) -> None:
     assert again["slowed_steps"] == 7
 
 
+@pytest.mark.usefixtures("slowed")
 @pytest.mark.parametrize(
     ("name", "value"),
     [("run.slowed.factor", 2.0), ("run.slowed.speed", 1), ("run.noise_scale", True)],
@@ -101,9 +100,66 @@ def test_its_settings_and_exclusions_are_checked(name: str, value: object) -> No
 
 
 def test_a_name_is_looked_up_when_it_is_chosen() -> None:
-    assert strategy_class(RunConfig().with_values({"run.strategy": "slowed"})) is Slowed
+    with temporary_registrations():
+        register_strategy(Slowed, SlowedSettings)
+        assert strategy_class(RunConfig().with_values({"run.strategy": "slowed"})) is Slowed
     assert strategy_class(RunConfig()) is Synchronous
-    forget()
     with pytest.raises(ConfigError) as caught:
         RunConfig().with_values({"run.strategy": "slowed"})
     assert caught.value.field == "run.strategy"
+
+
+def test_names_are_checked() -> None:
+    class Nameless(Slowed):
+        pass
+
+    found: list[Any] = [Nameless, object, Slowed(RunConfig(), None)]  # type: ignore[arg-type]
+    found += [type("Own", (Synchronous,), {"name": n}) for n in ("synchronous", "rehearsal", "a-b")]
+    for kind in found:
+        with pytest.raises(ConfigError):
+            register_strategy(kind)
+
+
+@pytest.mark.usefixtures("registrations")
+@pytest.mark.parametrize("found", [{"loss": 1.0}, {"time": 0}, None, 3])
+@pytest.mark.parametrize("method", ["record", "record_evaluation"])
+def test_a_record_keeps_what_is_paceline_s(tmp_path: Path, method: str, found: Any) -> None:
+    body = {"name": "bold", method: lambda self, *given, **named: found}
+    register_strategy(type("Bold", (Synchronous,), body))
+    with pytest.raises(ConfigError) as caught:
+        run_small(tmp_path, run__strategy="bold", run__epochs=1)
+    assert caught.value.field == f"bold.{method}"
+
+
+class Rows(UpdateRule):
+    class Hyper(NamedTuple):
+        lr: float
+
+    def update(self, rows: Any, hyper: Any) -> None:
+        torch._foreach_sub_(rows.masters, rows.gradients, alpha=hyper.lr)
+
+
+@dataclass(frozen=True)
+class Falling(ScheduleSettings):
+    share: float = 0.5
+
+    def rate(self, time: float, course: Course) -> float:
+        return course.peak * self.share
+
+
+def test_a_run_of_registered_parts_is_used_without_them(tmp_path: Path) -> None:
+    wire = Wire("own", 16, algorithm="sums", cost=lambda c, m: m, create="no.such:place")
+    with temporary_registrations():
+        register_strategy(Slowed, SlowedSettings)
+        register_optimizer("rows", Rows)
+        register_schedule("falling", Falling)
+        register_wire(wire)
+        chosen = {"optim__name": "rows", "optim__schedule": "falling", "run__strategy": "slowed"}
+        run_small(
+            tmp_path, **chosen, comm__wire="own", run__slowed__factor=0.9, optim__falling__share=0.2
+        )
+    (path, *_) = sorted((tmp_path / "checkpoints").glob("*.pt"))
+    result, _, _ = evaluate_file(path, {"run.device": "cpu"}, 16)
+    assert isinstance(result, EvalResult)
+    Predictor.load(path)
+    assert "tensors" in export_stored_weights(path, tmp_path / "net.safetensors")

@@ -19,7 +19,7 @@ from paceline.accel.settings import AccelSettings
 from paceline.accel.stem import PADDED_CHANNELS, describe_stem, pads_images
 from paceline.core.errors import ConfigError, PacelineError, compile_reason, is_compile_error
 from paceline.core.imports import first_line
-from paceline.models.acceleration import AccelerationContext, Forward, Ranks, TrialPass
+from paceline.models.acceleration import AccelerationContext, Applied, Forward, Ranks, TrialPass
 
 _TABLE = "run.accel"
 
@@ -130,7 +130,7 @@ def _products(
 
 
 @dataclass
-class AppliedAccel:
+class AppliedAccel(Applied):
     """The forms of one model, with its choices. See `models.acceleration.Applied`."""
 
     model: nn.Module

@@ -21,18 +21,30 @@ _SCHEDULES = {
 
 PROVIDES: dict[str, dict[str, str]] = {
     "wires": {name: f"alternatives.eight_bit.wires:{name.upper()}" for name in _EIGHT_BIT},
-    "comm settings": dict.fromkeys(_EIGHT_BIT, "alternatives.eight_bit.wires:EightBitSettings"),
+    "comm settings": dict.fromkeys(
+        (*_EIGHT_BIT, "eight_bit"), "alternatives.eight_bit.wires:EightBitSettings"
+    ),
     "optimizers": _OPTIMIZERS,
     "schedules": _SCHEDULES,
     "renamed settings": {
-        "comm.error_feedback": "alternatives.eight_bit.wires:RENAMED",
+        **dict.fromkeys(
+            ("comm.error_feedback", *(f"comm.{name}" for name in _EIGHT_BIT)),
+            "alternatives.eight_bit.wires:RENAMED",
+        ),
         **dict.fromkeys(
             ("comm.servers", "comm.staleness"), "alternatives.asynchronous.settings:RENAMED"
         ),
         "model.norm_group": "alternatives.synced_norms.settings:RENAMED",
         **dict.fromkeys(("run.rebalance", "run.shares"), "alternatives.unequal.settings:RENAMED"),
         **dict.fromkeys(
-            ("optim.bits", "optim.center_epochs", "optim.halp_mu"),
+            (
+                "optim.bits",
+                "optim.center_epochs",
+                "optim.halp_mu",
+                "optim.halp",
+                "optim.lp_svrg",
+                "optim.lp_sgd",
+            ),
             "alternatives.svrg.settings:RENAMED",
         ),
         **dict.fromkeys(
@@ -40,12 +52,18 @@ PROVIDES: dict[str, dict[str, str]] = {
             "alternatives.rms_warmup.settings:RENAMED",
         ),
         **dict.fromkeys(
-            ("optim.cycle_decay", "optim.cycle_epochs", "optim.cycle_momentum"),
+            (
+                "optim.cycle_decay",
+                "optim.cycle_epochs",
+                "optim.cycle_momentum",
+                "optim.one_cycle",
+                "optim.triangular",
+            ),
             "alternatives.cycles:RENAMED",
         ),
     },
     "gradient sources": {"svrg": "alternatives.svrg.source:SvrgSource"},
-    "optim settings": {**_OPTIMIZERS, **_SCHEDULES},
+    "optim settings": {**_OPTIMIZERS, **_SCHEDULES, "cycle": "alternatives.cycles:Cycle"},
     "strategies": {
         "asynchronous": "alternatives.asynchronous.strategy:Asynchronous",
         "synced_norms": "alternatives.synced_norms.strategy:SyncedNorms",

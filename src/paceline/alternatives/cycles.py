@@ -9,13 +9,15 @@ from typing import ClassVar
 from paceline.core.errors import ConfigError
 from paceline.core.exclusions import Exclusion, not_in, one_of
 from paceline.core.settings import SettingChecks
-from paceline.optim.registry import Course, ScheduleSettings
+from paceline.optim.schedules import Course, ScheduleSettings
 
 # Earlier names, with their defaults.
 RENAMED = {
-    "optim.cycle_decay": (1.0, "optim.triangular.decay"),
-    "optim.cycle_epochs": (8.0, "optim.triangular.epochs"),
-    "optim.cycle_momentum": ([0.85, 0.95], "optim.one_cycle.momentum or optim.triangular.momentum"),
+    "optim.cycle_decay": (1.0, "optim.cycle.decay"),
+    "optim.cycle_epochs": (8.0, "optim.cycle.epochs"),
+    "optim.cycle_momentum": ([0.85, 0.95], "optim.cycle.momentum"),
+    "optim.one_cycle": ({"momentum": [0.85, 0.95]}, "optim.cycle"),
+    "optim.triangular": ({"momentum": [0.85, 0.95], "epochs": 8.0, "decay": 1.0}, "optim.cycle"),
 }
 # Lowest rate of a cycle, as a share of the peak rate.
 CYCLE_FLOOR = 0.1
@@ -23,37 +25,42 @@ CYCLE_FLOOR = 0.1
 CYCLE_TAIL = 0.1
 
 
-def _exclusions(name: str) -> tuple[Exclusion, ...]:
-    field = f"optim.{name}.momentum"
-    return (
+@dataclass(frozen=True)
+class Cycle(ScheduleSettings):
+    """Cycles of the rate, and of momentum against it."""
+
+    TABLE: ClassVar[str] = "cycle"
+    WARMS_UP: ClassVar[bool] = False
+    EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = (
         Exclusion(
-            field, not_in(()), {"optim.name": lambda optimizer: ":" in optimizer},
+            "optim.cycle.momentum", not_in(()), {"optim.name": lambda optimizer: ":" in optimizer},
             "{optim.name} keeps its own momentum", "set it to []",
         ),
         Exclusion(
-            field, not_in(()), {"run.strategy": one_of("asynchronous")},
+            "optim.cycle.momentum", not_in(()), {"run.strategy": one_of("asynchronous")},
             "parameter servers use a constant momentum", "use []",
         ),
     )  # fmt: skip
 
-
-@dataclass(frozen=True)
-class _Cycle(ScheduleSettings):
-    WARMS_UP: ClassVar[bool] = False
-    NAME: ClassVar[str]
-
     momentum: tuple[float, ...] = (0.85, 0.95)
     """Momentum (β₁ of AdamW and LAMB) at the highest and at the lowest rate of a cycle; an empty list
     keeps `optim.momentum`."""
+    epochs: float = 8.0
+    """Epochs of one cycle of `triangular`, up and down."""
+    decay: float = 1.0
+    """Factor of the height of a cycle of `triangular` to the next one's; 0.5 is Smith's `triangular2`."""
 
     def __post_init__(self) -> None:
         momenta = list(self.momentum)
         if momenta and not (len(momenta) == 2 and 0 <= momenta[0] <= momenta[1] < 1):
             raise ConfigError(
-                f"optim.{self.NAME}.momentum", momenta,
+                "optim.cycle.momentum", momenta,
                 "must be a lower and a higher value in [0, 1)",
                 "try [0.85, 0.95], or [] to keep optim.momentum",
             )  # fmt: skip
+        check = SettingChecks("optim.cycle", self)
+        check.number("decay", "in (0, 1]", "try 0.5")
+        check.number("epochs", "above 0", "try 8")
 
     def rate(self, time: float, course: Course) -> float:
         floor = course.peak * CYCLE_FLOOR
@@ -71,12 +78,11 @@ class _Cycle(ScheduleSettings):
 
 
 @dataclass(frozen=True)
-class OneCycle(_Cycle):
+class OneCycle(Cycle):
     """One cycle over the run, then a tail."""
 
-    NAME: ClassVar[str] = "one_cycle"
+    UNREAD: ClassVar[tuple[str, ...]] = ("epochs", "decay")
     READS: ClassVar[tuple[str, ...]] = ("lr_end",)
-    EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = _exclusions(NAME)
 
     def rate(self, time: float, course: Course) -> float:
         floor, tail = course.peak * CYCLE_FLOOR, CYCLE_TAIL * course.total_steps
@@ -91,22 +97,8 @@ class OneCycle(_Cycle):
 
 
 @dataclass(frozen=True)
-class Triangular(_Cycle):
+class Triangular(Cycle):
     """Cycles of equal length."""
-
-    NAME: ClassVar[str] = "triangular"
-    EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = _exclusions(NAME)
-
-    epochs: float = 8.0
-    """Epochs of one cycle, up and down."""
-    decay: float = 1.0
-    """Factor of a cycle's height to the next one's; 0.5 is Smith's `triangular2`."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check = SettingChecks("optim.triangular", self)
-        check.number("decay", "in (0, 1]", "try 0.5")
-        check.number("epochs", "above 0", "try 8")
 
     def height(self, time: float, course: Course) -> float:
         cycles, share = divmod(time / (self.epochs * course.steps_per_epoch), 1.0)

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.hybrid import HybridAllReduce, PlannedAllReduce, WireFormat
+from paceline.comm.hybrid import HybridAllReduce
+from paceline.comm.planned_transport import PlannedAllReduce, WireFormat
 from paceline.core.errors import CommError
 from paceline.plan.size_table import SizeTable
 from paceline.plan.wires import wire_format

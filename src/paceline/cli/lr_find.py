@@ -21,7 +21,8 @@ from paceline.core.errors import ConfigError, DataError
 from paceline.core.files import whole_file
 from paceline.core.topology import Topology
 from paceline.core.units import markup
-from paceline.optim.registry import DECAY, Course, ScheduleSettings, register_schedule
+from paceline.optim.registry import register_schedule
+from paceline.optim.schedules import DECAY, Course, ScheduleSettings
 from paceline.report import write_page
 from paceline.report.chart import Chart, Line, Marker, line_chart
 from paceline.report.html import definition_list, document, figures, style
@@ -115,9 +116,9 @@ def range_config(
     config = config.with_values({
         "run.name": f"{config.run.name}-lr-find", "run.epochs": epochs,
         "run.global_batch_size": batch, "run.eval_interval_epochs": epochs,
-        "run.average_epochs": 0.0, "run.target_top1": None, "run.rank_records": "off",
+        "run.average_epochs": 0.0, "run.target_top1": None,
         "optim.warmup_epochs": 0.0,
-        "optim.batch_schedule": "", "optim.batch_limit": None, "optim.schedule_free": 0.0,
+        "optim.batch_schedule": "", "optim.schedule_free": 0.0,
         "optim.scaling": "off",
         "checkpoint.interval_epochs": 0, "checkpoint.interval_steps": 0, "checkpoint.keep": 1,
     })  # fmt: skip

@@ -14,9 +14,8 @@ from paceline.train.stop_signals import interrupted_at_once, without_save_reques
 _CLUSTER = {
     name: f"run.rehearsal.{name}"
     for name in (
-        "nodes", "gpus_per_node", "gpu", "profile", "cluster", "node_gbps", "latency_us", "links",
-        "oversubscription", "input_images_per_s", "eval_s", "startup_s", "price_per_gpu_hour",
-        "watts_per_gpu",
+        "nodes", "gpus_per_node", "gpu", "profile", "cluster", "node_gbps", "input_images_per_s",
+        "eval_s", "startup_s", "price_per_gpu_hour",
     )
 }  # fmt: skip
 # Parameters of `train` that a rehearsal has too.
@@ -34,17 +33,11 @@ def _cluster_flags(
         None, help="What paceline tune wrote there: measured links, for the clock."),
     node_gbps: str | None = typer.Option(
         None, help="All links of a node, Gb/s; those of the GPU's reference system.", metavar="X"),
-    latency_us: str | None = typer.Option(
-        None, help="Start of a message between nodes; 10.", metavar="X"),
-    links: str | None = typer.Option(
-        None, help="Links of a node; 1 with --node-gbps, else the reference system's.", metavar="N"),
-    oversubscription: str | None = typer.Option(None, help="Between nodes; 1.", metavar="X"),
     input_images_per_s: str | None = typer.Option(
         None, help="What a rank's input delivers; enough.", metavar="X"),
     eval_s: str | None = typer.Option(None, help="Seconds of an evaluation there.", metavar="X"),
     startup_s: str | None = typer.Option(None, help="Seconds until its first step.", metavar="X"),
     price_per_gpu_hour: str | None = typer.Option(None, help="In any currency.", metavar="X"),
-    watts_per_gpu: str | None = typer.Option(None, help="With its share of the node.", metavar="X"),
 ) -> None:  # fmt: skip
     """The flags that `rehearse` has beside those of `train`."""
 

@@ -72,7 +72,8 @@ def train(
     """Train a model."""
     given = locals()
     flags = parse_flags(given)
-    flags |= {name: True for name, on in (("run.trace", trace), ("run.watch", watch)) if on}
+    flags |= {"run.traced_steps": [10, 30]} if trace else {}
+    flags |= {"run.report_port": 0} if watch else {}
     config = resolve(recipe, flags, settings, trust)
     check_at_least(1, {"--nproc-per-node": nproc_per_node})
     check_at_least(0, {"--max-restarts": max_restarts})

@@ -171,11 +171,14 @@ class GradientExchange:
         device = self.group.device
         self.buffers: dict[str, Tensor] = {}
         self._views: dict[str, Tensor] = {}
+        # By number format: name, start and stop of each tensor.
+        self._places: dict[str, list[tuple[str, int, int]]] = {}
         self._sums: dict[str, Tensor] = {}
         for dtype, layout in self.layouts.items():
             length = layout.length + (tail if dtype == "float32" else 0)
             kind = getattr(torch, dtype)
             self.buffers[dtype] = torch.zeros(length, dtype=kind, device=device)
+            self._places[dtype] = [(slot.name, slot.offset, slot.stop) for slot in layout]
             for slot in layout:
                 parameter = self._trained[slot.name]
                 self._views[slot.name] = self.buffers[dtype].as_strided(
@@ -339,14 +342,14 @@ class GradientExchange:
 
     def _fill(self, names: set[str]) -> None:
         """Copies the gradients of `names` into the buffers and adds them to the sums."""
-        for dtype, layout in self.layouts.items():
-            slots = [slot for slot in layout if slot.name in names]
-            found = [s.name for s in slots if self._trained[s.name].grad is not None]
+        for dtype, all_places in self._places.items():
+            places = [place for place in all_places if place[0] in names]
+            found = [name for name, *_ in places if self._trained[name].grad is not None]
             if not found:
                 continue
-            first, last = slots[0].offset, slots[-1].stop
+            first, last = places[0][1], places[-1][2]
             piece = self.buffers[dtype][first:last]
-            if self._sums and len(found) < len(slots):
+            if self._sums and len(found) < len(places):
                 piece.zero_()  # what this pass did not reach must not be added once more
             grads = [_dense(name, self._trained[name].grad) for name in found]
             torch._foreach_copy_([self._views[name] for name in found], grads)

@@ -96,16 +96,17 @@ class Executor:
         self._layout = groups.layout
         self._batched = groups.backend == "nccl" if batched is None else batched
         self._programs: dict[tuple[str, Segment], Program] = {}
-        self._prepared: set[str] = set()
+        # Those that are prepared, by name; the backend's own has no schedule.
+        self._algorithms: dict[str, Algorithm | None] = {}
 
     def all_reduce(self, buffer: Tensor, name: str) -> None:
         """Replaces `buffer` by its sum over ranks."""
         check_buffer(buffer)
-        self.prepare(name)
+        chosen = self.prepare(name)
         world, length = self.groups.world, buffer.numel()
         if world is None or self.groups.world_size == 1 or length == 0:
             return
-        if name == NATIVE:
+        if chosen is None:
             dist.all_reduce(buffer, group=world)
             return
         if self.groups.backend == "gloo" and buffer.device.type != "cpu":
@@ -113,7 +114,7 @@ class Executor:
                 f"{name} over Gloo cannot send memory of {buffer.device}",
                 "use HybridAllReduce, which copies it to the host",
             )
-        chosen, item_bytes = algorithm(name), buffer.element_size()
+        item_bytes = buffer.element_size()
         whole = self._program(chosen, Segment(length, item_bytes))
         if whole.is_collective:
             _Collectives(self, buffer, whole).run()
@@ -141,24 +142,25 @@ class Executor:
             if at + 1 == len(program.rounds):
                 lanes[number].finish()
 
-    def prepare(self, name: str) -> None:
+    def prepare(self, name: str) -> Algorithm | None:
         """Opens NCCL's connections to all peers of an algorithm; once, and on all ranks at one point.
+        Returns the algorithm, or None for the backend's own.
 
         NCCL connects two ranks at their first message, and both must then post the same sends and
         receives in one batch. The batches of an algorithm differ between its ranks: the root of a tree
         receives and later sends, its children do both at once. So each pair connects beforehand, by a
         message each way; pairs are taken in one order, and none waits in a circle.
         """
-        if name in self._prepared:
-            return
+        if name in self._algorithms:
+            return self._algorithms[name]
         check_name(name)
-        self._prepared.add(name)
+        chosen = self._algorithms[name] = None if name == NATIVE else algorithm(name)
         group, rank = self.groups.world, self.groups.rank
-        if name == NATIVE or group is None or self.groups.backend != "nccl":
-            return
+        if chosen is None or group is None or self.groups.backend != "nccl":
+            return chosen
         device = torch.device("cuda", torch.cuda.current_device())
         out, into = torch.zeros(1, device=device), torch.zeros(1, device=device)
-        peers = schedule_peers(algorithm(name), rank, self._layout)
+        peers = schedule_peers(chosen, rank, self._layout)
         for peer in sorted(peers, key=lambda peer: (min(rank, peer), max(rank, peer))):
             pair = [
                 dist.P2POp(dist.isend, out, group=group, group_peer=peer),
@@ -166,6 +168,7 @@ class Executor:
             ]
             for work in dist.batch_isend_irecv(pair):
                 work.wait()
+        return chosen
 
     def _program(self, chosen: Algorithm, segment: Segment) -> Program:
         key = (chosen.name, segment)

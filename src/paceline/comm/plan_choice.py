@@ -98,8 +98,8 @@ class PlanChoice:
 
 
 def _hybrid_table(settings: HybridSettings, cluster: ClusterFacts) -> SizeTable:
-    if not settings.sizes:
-        return SizeTable.two_way(1024 * (settings.eta_kib or 0))
+    if settings.eta_kib is not None:
+        return SizeTable.two_way(1024 * settings.eta_kib)
     file = PlanFile.read(Path(settings.sizes), "comm.hybrid.sizes")
     return checked_table(file, cluster, "comm.hybrid.sizes")
 

@@ -1,26 +1,317 @@
 """Transports with process groups of their own, for plans of several buckets, algorithms or formats.
 
 `NativeTransport` is NCCL's all-reduce on NCCL's stream, where every algorithm is native;
-`ThreadTransport` runs the plan's algorithms on the communication thread.
+`ThreadTransport` runs what the plan has chosen for a bucket on the communication thread (`CommThread`):
+`PlannedAllReduce` casts to the wire format (`WireFormat`), sums by the algorithm and casts back. The sums
+are bit-identical on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import queue
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 
+from paceline.comm.collectives import backend_reason
+from paceline.comm.executor import Executor, Staging, check_buffer
 from paceline.comm.group import Group
-from paceline.comm.hybrid import PlannedAllReduce, WireFormat
 from paceline.comm.memory import Memory
 from paceline.comm.process_groups import ProcessGroups
 from paceline.comm.settings import BACKEND_GRACE_S, CommSettings
 from paceline.comm.transport import Notify, Piece, Transport, Wait
-from paceline.core.errors import CommError
+from paceline.core.errors import CommError, ConfigError, nearest
+from paceline.core.extensions import load_part
 from paceline.plan.fusion_plan import FusionPlan
+from paceline.plan.wires import SHORT_WIRES, wire_format
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+WIRES = tuple(_DTYPES)
+
+
+@dataclass(frozen=True)
+class WireFormat:
+    """The number format in which a gradient buffer travels, and a scale, 2^-`shift`, applied before
+    sending.
+
+    fp16 ends at 65504, which a sum over thousands of ranks exceeds. Where asked, each rank divides by a
+    power of two that is at least the number of ranks, and the sum is multiplied back. Both are exact,
+    except for numbers below the smallest of fp16, 2⁻²⁴.
+    """
+
+    name: str = "float32"
+    shift: int = 0
+
+    @classmethod
+    def named(cls, name: str, world_size: int = 1, *, scaled: bool | None = None) -> Self:
+        """`scaled`: room for a sum over `world_size` ranks; None means for fp16 alone."""
+        full = SHORT_WIRES.get(name, name)
+        if full not in _DTYPES:
+            problem = "is not a format in which every algorithm can sum"
+            raise ConfigError("comm.wire", name, problem, nearest(str(name), WIRES))
+        wanted = full == "float16" if scaled is None else scaled
+        # 2^shift ≥ p: p numbers of up to 65504 / 2^shift cannot add up to more than 65504.
+        return cls(full, (world_size - 1).bit_length() if wanted else 0)
+
+    @classmethod
+    def for_tensor(cls, tensor: Tensor, name: str) -> Self:
+        """Unscaled, for shares of a mean; `auto` is the tensor's own format."""
+        return cls.named(str(tensor.dtype).removeprefix("torch.") if name == "auto" else name,
+                         scaled=False)  # fmt: skip
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _DTYPES[self.name]
+
+    @property
+    def unit_roundoff(self) -> float:
+        """The largest relative error of one rounding."""
+        return float(torch.finfo(self.dtype).eps) / 2
+
+    def encode(self, buffer: Tensor, wire: Tensor) -> None:
+        """wire ← buffer · 2^-shift, rounded once. The two may be one tensor."""
+        if self.shift:
+            torch.mul(buffer, 2.0**-self.shift, out=wire)
+        elif wire is not buffer:
+            wire.copy_(buffer)
+
+    def decode(self, wire: Tensor, buffer: Tensor, divide_by: int = 1) -> None:
+        """buffer ← wire · 2^shift / divide_by; exact where that is a power of two."""
+        if wire is not buffer:
+            buffer.copy_(wire)
+        factor = 2.0**self.shift
+        if divide_by & (divide_by - 1):
+            # One rounding rather than two; the scale itself is exact.
+            buffer.mul_(factor / divide_by) if self.shift else buffer.div_(divide_by)
+        elif factor != divide_by:
+            buffer.mul_(factor / divide_by)
+
+
+_END_WAIT_S = 5.0
+
+
+@dataclass
+class _Job:
+    run: Callable[[], Tensor]
+    future: Future[Any]
+    device: torch.device
+    ready: torch.cuda.Event | None
+
+
+class CommThread:
+    """The one thread of a process that runs collectives beside the backward pass, in the order in which
+    they were submitted.
+
+    Submitting never waits. After a job has failed the ranks are no longer in step, so every later job
+    fails with its error. The thread starts with the first job, and is a daemon, so that a stuck
+    collective cannot keep the process alive.
+    """
+
+    def __init__(self, name: str = "paceline-comm") -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def submit(self, run: Callable[[], Tensor], device: torch.device) -> Future[Any]:
+        """Runs `run` after all earlier jobs; the future holds its result, or its error."""
+        if self._closed:
+            raise CommError("the communication thread has ended", "submit before close()")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._thread.start()
+        ready = None
+        if device.type == "cuda":
+            # What the caller's stream still computes must be complete before the job reads it.
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record(torch.cuda.current_stream(device))
+        future: Future[Any] = Future(devices=[device] if ready else None)
+        self._jobs.put(_Job(run, future, device, ready))
+        # An error must be raised in a callback: the C++ side of DDP sees it only from there.
+        return future.then(_value)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error of the first job that failed."""
+        return self._failure
+
+    def close(self) -> None:
+        """Runs what was submitted, then ends the thread; waits for seconds at most."""
+        self._closed = True
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(_END_WAIT_S)
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if job.ready is None:
+                job.future.set_result(self._outcome(job))
+                continue
+            stream = self._stream(job.device)
+            with torch.cuda.device(job.device), torch.cuda.stream(stream):
+                stream.wait_event(job.ready)
+                # The future records this stream, and whoever waits for it waits for the stream.
+                job.future.set_result(self._outcome(job))
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        """One side stream for each device, so that its exchanges stay in order."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
+
+    def _outcome(self, job: _Job) -> Tensor | BaseException:
+        if self._failure is None:
+            try:
+                return job.run()
+            except Exception as error:  # noqa: BLE001  (raised where the future is read)
+                self._failure = error
+        return self._failure
+
+
+def _value(future: Future[Any]) -> Tensor:
+    outcome = future.value()
+    if isinstance(outcome, BaseException):
+        raise outcome
+    assert isinstance(outcome, Tensor)
+    return outcome
+
+
+class WireCarrier(Protocol):
+    """The all-reduce of wire formats that schedules cannot sum."""
+
+    # What the format remembers between steps; a carrier without this attribute remembers nothing.
+    memory: Memory | None = None
+
+    def run(self, buffer: Tensor, wire: str) -> None:
+        """Replaces `buffer`, of any number format, by its sum over ranks. Every rank calls this with the
+        same buffers in the same order."""
+
+
+def _create_carriers(
+    wires: Collection[str], groups: ProcessGroups, staging: Staging, settings: CommSettings | None
+) -> dict[str, WireCarrier]:
+    """Formats with the same `Wire.create` share one carrier, and only one of a plan has a memory."""
+    makers: dict[Any, list[str]] = {}
+    for wire in sorted(wires):
+        if (form := wire_format(wire)).algorithm:
+            makers.setdefault(form.create, []).append(wire)
+    carriers: dict[str, WireCarrier] = {}
+    for place, names in makers.items():
+        create = load_part(place, "comm.wire", names[0]) if isinstance(place, str) else place
+        carriers |= dict.fromkeys(names, create(groups, staging, settings, names))
+    if len({id(memory) for memory in _memories(carriers)}) > 1:
+        raise ConfigError(
+            "comm.plan", None, f"has buckets in {', '.join(carriers)}, which remember different things",
+            "use the formats of one kind",
+        )  # fmt: skip
+    return carriers
+
+
+def _memories(carriers: Mapping[str, WireCarrier]) -> Iterator[Memory]:
+    for carrier in carriers.values():
+        if (memory := getattr(carrier, "memory", None)) is not None:
+            yield memory
+
+
+class PlannedAllReduce:
+    """Casts to the wire format, sums by the algorithm that it is given, casts back; in the caller's
+    thread or on the communication thread.
+
+    Every rank hands over the same buffers in the same order. A failed exchange fails its future, and
+    every later one, with a `CommError`; the timeout is that of the process groups.
+    """
+
+    def __init__(
+        self,
+        groups: ProcessGroups,
+        wires: Collection[str] = (),
+        settings: CommSettings | None = None,
+    ) -> None:
+        """`wires` are the formats of the plan, `settings` those of formats that remember something
+        between steps; without settings none does."""
+        self.groups = groups
+        self._executor = Executor(groups)
+        self.staging = self._executor.staging
+        self._carriers = _create_carriers(wires, groups, self.staging, settings)
+        self._thread = CommThread()
+
+    @property
+    def memory(self) -> Memory | None:
+        """What wire formats remember between steps, if anything."""
+        return next(_memories(self._carriers), None)
+
+    def prepare(self, algorithm: str) -> None:
+        """Connects the ranks as the algorithm needs it. All ranks call this at the same point."""
+        self._executor.prepare(algorithm)
+
+    def carry(self, buffer: Tensor, algorithm: str, wire: str) -> None:
+        """Sums `buffer` over ranks, in this thread; `auto` is the buffer's own format.
+
+        The sum must not overflow the format; that of shares of a mean does not.
+        """
+        if (carrier := self._carriers.get(wire)) is not None:
+            check_buffer(buffer)
+            self._guarded(algorithm, buffer, lambda: carrier.run(buffer, wire))
+        else:
+            self.run(buffer, algorithm, WireFormat.for_tensor(buffer, wire))
+
+    def queue(self, run: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
+        """`run` on the communication thread, once what `device` still computes is there."""
+        return self._thread.submit(run, device)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the communication thread carries nothing any more."""
+        return self._thread.failure
+
+    def close(self) -> None:
+        """Ends the communication thread and leaves its process groups."""
+        self._thread.close()
+        self.groups.close()
+
+    def run(self, buffer: Tensor, algorithm: str, wire: WireFormat, divide_by: int = 1) -> None:
+        check_buffer(buffer)
+        staging = self.staging
+        travelling = buffer
+        if wire.dtype != buffer.dtype:
+            travelling = staging.take("wire", buffer.numel(), wire.dtype, buffer.device)
+        wire.encode(buffer, travelling)
+        # Gloo reads and writes memory of the host only.
+        if buffer.is_cuda and self.groups.backend == "gloo":
+            cpu = torch.device("cpu")
+            host = staging.take("host", buffer.numel(), wire.dtype, cpu, pinned=True)
+            host.copy_(travelling)
+            self._all_reduce(algorithm, host)
+            travelling.copy_(host)
+        else:
+            self._all_reduce(algorithm, travelling)
+        wire.decode(travelling, buffer, divide_by)
+
+    def _all_reduce(self, algorithm: str, buffer: Tensor) -> None:
+        self._guarded(algorithm, buffer, lambda: self._executor.all_reduce(buffer, algorithm))
+
+    def _guarded(self, algorithm: str, buffer: Tensor, reduce: Callable[[], None]) -> None:
+        """Names the exchange that broke."""
+        try:
+            reduce()
+        except torch.AcceleratorError:
+            raise  # this rank's own device failed
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+                raise  # this rank's own, and not the others'
+            raise CommError(
+                f"{algorithm} all-reduce of {buffer.nbytes} bytes broke on rank "
+                f"{self.groups.rank} ({backend_reason(error)})",
+                f"a rank is gone or {self.groups.timeout_s:g} s late; look into the ranks' logs",
+            ) from error
 
 
 class NativeTransport(Transport):

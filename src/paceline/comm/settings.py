@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.core.errors import ConfigError
 from paceline.core.exclusions import Exclusion, check_exclusions, not_in, one_of
-from paceline.core.settings import Section, SettingChecks
+from paceline.core.settings import Section, SettingChecks, settings_class, table_name
 from paceline.plan.schedules import algorithm_names
 from paceline.plan.wires import WIRES, own_algorithm, wire_format
 
@@ -24,28 +25,26 @@ BACKEND_GRACE_S = 7 * 86400.0
 
 @dataclass(frozen=True)
 class HybridSettings:
-    """Settings of the algorithm `hybrid`; it needs one of the two."""
+    """Settings of the algorithm `hybrid`."""
 
     sizes: str = ""
-    """File with the table size → algorithm."""
-    eta_kib: int | None = None
-    """Without a table: `hierarchical` below this many KiB, `ring` from there on."""
+    """File with the table size → algorithm, or a number: `hierarchical` below so many KiB, `ring` from
+    there on."""
 
     def __post_init__(self) -> None:
         if self.eta_kib is not None and not 1 <= self.eta_kib <= 2**30:
-            raise ConfigError("comm.hybrid.eta_kib", self.eta_kib, "must be 1 or more", "try 1024")
+            raise ConfigError("comm.hybrid.sizes", self.sizes, "must be 1 or more", "try 1024")
+
+    @property
+    def eta_kib(self) -> int | None:
+        """The number, if `sizes` is one."""
+        return int(self.sizes) if re.fullmatch("[0-9]{1,12}", self.sizes) else None
 
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = (
         Exclusion(
-            "comm.hybrid.eta_kib", not_in(None), {"comm.hybrid.sizes": not_in("")},
-            "but comm.hybrid.sizes = {comm.owned[hybrid].sizes!r} is a table already",
-            "leave one of the two out",
-        ),
-        Exclusion(
-            "comm.algorithm", one_of("hybrid"),
-            {"comm.hybrid.sizes": one_of(""), "comm.hybrid.eta_kib": one_of(None)},
+            "comm.algorithm", one_of("hybrid"), {"comm.hybrid.sizes": one_of("")},
             "needs a table of sizes",
-            "give comm.hybrid.sizes, a file that `paceline tune` writes, or comm.hybrid.eta_kib",
+            "give comm.hybrid.sizes, a file that `paceline tune` writes, or a number of KiB",
         ),
     )  # fmt: skip
 
@@ -106,7 +105,9 @@ class CommSettings(Section):
     def unused(self) -> list[str]:
         """Returns the owners whose settings are given, but which no setting has chosen. A plan file may
         choose any wire format."""
-        return [name for name in super().unused() if not (self.plan and name in WIRES)]
+        kinds = {name: settings_class(CommSettings, name, "comm.plan") for name in WIRES.names()}
+        planned = {table_name(kind, name) for name, kind in kinds.items() if self.plan}
+        return [name for name in super().unused() if name not in planned]
 
 
 EXCLUSIONS: tuple[Exclusion, ...] = (

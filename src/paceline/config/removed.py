@@ -7,7 +7,7 @@ other value is refused in one line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from paceline.config.settings import STRATEGIES
@@ -19,6 +19,7 @@ _DEFAULT = "leave it out"
 
 REMOVED: Mapping[str, tuple[Any, str]] = {
     "checkpoint.accept_salvaged": (True, "name another file with --resume FILE"),
+    "checkpoint.salvage": (True, "leave it out; delete the file *.salvaged.pt"),
     "comm.hook": (
         "none",
         "leave it out; in a loop of your own, pl.DataParallel has register_comm_hook",
@@ -35,6 +36,7 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
     "data.read_retries": (6, _DEFAULT),
     "data.resident_max_mib": (4096, "use data.resident = 'on' or 'off'"),
     "data.shuffle_run": (16, _DEFAULT),
+    "data.shuffle_window_shards": (16, _DEFAULT),
     "optim.adapt_bias_norm": (False, _ARGUMENT),
     "optim.cycle_floor": (0.1, _DEFAULT),
     "optim.cycle_tail": (0.1, _DEFAULT),
@@ -52,21 +54,36 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
     "optim.soap_interval": (10, _DEFAULT),
     "optim.trust_log_interval": (0, "leave it out; optimizers have trust_ratios()"),
     "precision.loss_scale": (None, "leave it out; use precision.loss_scale_init for the first one"),
+    "precision.loss_scale_interval": (1000, _DEFAULT),
     "precision.loss_scale_max": (2.0**24, _DEFAULT),
     "precision.loss_scale_min": (1.0, _DEFAULT),
+    "run.max_skipped_steps": (50, "leave it out; pl.Callback can stop a run earlier"),
+    "run.rank_records": ("auto", "leave it out; with --trace every rank records its steps"),
     "run.tensorboard": (False, "use run.trackers = ['tensorboard']"),
     "run.weight_stream": ("off", _DEFAULT),
 }
 
 
+_ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
 RENAMED: Mapping[str, tuple[Any, str]] = {
-    "comm.eta_kib": (None, "comm.hybrid.eta_kib"),
+    "run.trace": (False, "run.traced_steps"),
+    "run.trace_steps": ([10, 30], "run.traced_steps"),
+    "run.watch": (False, "run.report_port"),
+    "run.watch_port": (0, "run.report_port"),
+    "optim.batch_limit": (None, "optim.batch_schedule"),
+    "comm.eta_kib": (None, "comm.hybrid.sizes"),
+    "comm.hybrid.eta_kib": (None, "comm.hybrid.sizes"),
     "comm.mode": ("synchronous", "run.strategy"),
     "comm.sizes": ("", "comm.hybrid.sizes"),
-    "optim.adam_eps": (1e-8, "optim.adamw.eps or optim.lamb.eps"),
-    "optim.beta1": (0.9, "optim.adamw.beta1 or optim.lamb.beta1"),
-    "optim.beta2": (0.999, "optim.adamw.beta2 or optim.lamb.beta2"),
-    "optim.clip": (False, "optim.lars.clip or optim.lamb.clip"),
+    "optim.adamw": (_ADAM, "optim.adam"),
+    "optim.lamb": (_ADAM | {"clip": False}, "optim.adam"),
+    "optim.piecewise": (
+        {"epochs": [30.0, 60.0, 80.0], "factors": [0.5, 0.075, 0.01, 0.001]}, "optim.step",
+    ),
+    "optim.adam_eps": (1e-8, "optim.adam.eps"),
+    "optim.beta1": (0.9, "optim.adam.beta1"),
+    "optim.beta2": (0.999, "optim.adam.beta2"),
+    "optim.clip": (False, "optim.lars.clip or optim.adam.clip"),
     "optim.muon_steps": ("relative", "optim.muon.steps"),
     "optim.orthogonal": ("filters", "optim.muon.orthogonal"),
     "optim.share_products": ("auto", "optim.muon.share_products"),
@@ -74,20 +91,18 @@ RENAMED: Mapping[str, tuple[Any, str]] = {
         0.001,
         "optim.lars.trust_coefficient or optim.muon.trust_coefficient",
     ),
-    "optim.decay_epochs": ([30.0, 60.0, 80.0], "optim.step.epochs or optim.piecewise.epochs"),
-    "optim.decay_factors": ([0.5, 0.075, 0.01, 0.001], "optim.piecewise.factors"),
+    "optim.decay_epochs": ([30.0, 60.0, 80.0], "optim.step.epochs"),
+    "optim.decay_factors": ([0.5, 0.075, 0.01, 0.001], "optim.step.factors"),
     "optim.decay_rate": (0.1, "optim.step.factor"),
     "optim.poly_power": (2.0, "optim.poly.power"),
-}
+}  # fmt: skip
 
 
 def without_removed(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the sections without earlier settings that have the value that applies now."""
     kept: dict[str, Any] = {}
     for section, table in tables.items():
-        rest = table
-        if isinstance(table, Mapping):
-            rest = {k: v for k, v in table.items() if not _is_usual(f"{section}.{k}", v)}
+        rest = _rest(section, table)
         if rest or not table:  # a section of which nothing is left may have been removed as a whole
             kept[section] = rest
     return kept
@@ -95,15 +110,32 @@ def without_removed(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 def refuse_removed(tables: Mapping[str, Any]) -> None:
     """Raises ConfigError for an earlier setting that has another value than the one that applies now."""
-    for section, table in without_removed(tables).items():
-        for key, value in table.items() if isinstance(table, Mapping) else ():
-            if (renamed := _renamed(name := f"{section}.{key}")) is not None:
-                new = renamed[1]
-                raise ConfigError(name, value, f"is called {new} now", f"write {new}{_choice(new)}")
-            if name in REMOVED:
-                usual, remedy = REMOVED[name]
-                problem = f"is no longer a setting; it is always {usual!r}"
-                raise ConfigError(name, value, problem, remedy)
+    for name, value in _named("", without_removed(tables)):
+        if (renamed := _renamed(name)) is not None:
+            new = renamed[1]
+            raise ConfigError(name, value, f"is called {new} now", f"write {new}{_choice(new)}")
+        if name in REMOVED:
+            usual, remedy = REMOVED[name]
+            problem = f"is no longer a setting; it is always {usual!r}"
+            raise ConfigError(name, value, problem, remedy)
+
+
+def _rest(name: str, value: Any) -> Any:
+    """A table without what has its usual value; any other value as it is."""
+    if not isinstance(value, Mapping):
+        return value
+    names = {key: f"{name}.{key}" for key in value}
+    kept = {k: (v, _rest(names[k], v)) for k, v in value.items() if not _is_usual(names[k], v)}
+    # A table of which nothing is left may have been removed as a whole, and its owner with it.
+    return {k: rest for k, (own, rest) in kept.items() if rest != {} or own == {}}
+
+
+def _named(prefix: str, tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields all settings and tables by their names, outer ones first."""
+    for key, value in tables.items():
+        yield prefix + key, value
+        if isinstance(value, Mapping):
+            yield from _named(f"{prefix}{key}.", value)
 
 
 def _choice(name: str) -> str:

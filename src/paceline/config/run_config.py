@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
@@ -18,7 +19,7 @@ import tomli_w
 from paceline.comm.settings import CommSettings
 from paceline.config.exclusions import EXCLUSIONS, Job
 from paceline.config.removed import refuse_removed, without_removed
-from paceline.config.settings import CheckpointSettings, RunSettings
+from paceline.config.settings import STRATEGIES, CheckpointSettings, RunSettings
 from paceline.config.trust import check_trust
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.exclusions import Exclusion, check_exclusions
@@ -30,16 +31,19 @@ from paceline.core.settings import (
     merge_tables,
     own_hints,
     owner_names,
+    owner_tables,
     settings_class,
+    table_name,
     to_table,
 )
 from paceline.core.settings import unflatten as unflatten_names
 from paceline.core.untrusted import ParseError, parse_toml
 from paceline.data import DataSettings
 from paceline.models.settings import ModelSettings
-from paceline.optim.registry import SGD
+from paceline.optim.registry import SGD, optimizer_names, schedule_names
 from paceline.optim.scaling import OF_ADAM, SCALED
 from paceline.optim.settings import KnownGood, OptimSettings
+from paceline.plan.wires import WIRES
 from paceline.precision.settings import PrecisionSettings
 
 Tables = dict[str, dict[str, Any]]
@@ -189,10 +193,8 @@ def setting_names() -> list[str]:
     names = []
     for section, kind in SECTIONS.items():
         names += [f"{section}.{key}" for key in own_hints(kind)]
-        for owner in owner_names(kind):
-            own = settings_class(kind, owner, f"{section}.{owner}")
-            assert own is not None
-            names += [f"{section}.{owner}.{key}" for key in own_hints(own)]
+        for table, own in owner_tables(kind):
+            names += [f"{section}.{table}.{key}" for key in own_hints(own)]
     return names
 
 
@@ -205,11 +207,9 @@ def _defaults(tables: Mapping[str, Any]) -> RunConfig:
             own = own_hints(kind)
             given = {k for k, v in table.items() if k not in own and isinstance(v, Mapping)}
             chosen = {name for _, name in kind.choices_in(table)}
-            kept[section] = {
-                owner: {}
-                for owner in (*given, *chosen)
-                if owner in given or owner in owner_names(kind)
-            }
+            chosen &= set(owner_names(kind))
+            of = {table_name(settings_class(kind, name, name), name) for name in chosen}
+            kept[section] = {owner: {} for owner in given | of}
     return RunConfig.from_tables(kept)
 
 
@@ -226,8 +226,8 @@ def without_version(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_defaults(tables: Mapping[str, Any]) -> Tables:
     """Returns a stored configuration with the defaults of later settings and without removed ones."""
-    tables = without_version(tables)
-    return merge(_defaults(tables).to_tables(), without_removed(tables))
+    tables = without_removed(without_version(tables))
+    return merge(_defaults(tables).to_tables(), tables)
 
 
 def unflatten(values: Mapping[str, Any]) -> Tables:
@@ -301,29 +301,52 @@ def load_config(
 
 
 def _refuse_unused(config: RunConfig, overrides: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a setting of an owner that is not chosen. In a recipe it waits for being
-    chosen; a flag would have no effect."""
-    for section, owner in config.unused():
-        for name in overrides:
-            if name.startswith(f"{section.NAME}.{owner}."):
-                choosers = " or ".join(f"{section.NAME}.{chooser}" for chooser in section.CHOOSERS)
-                raise ConfigError(
-                    name, overrides[name], f"has no effect: {choosers} is not {owner!r}",
-                    "leave it out, or choose it",
-                )  # fmt: skip
+    """Raises ConfigError for a setting of owners of which none is chosen, or of which the chosen one has
+    no use for it. In a recipe it waits for being chosen; a flag would have no effect."""
+    for name, value in overrides.items():
+        section, *table, key = name.split(".")
+        settings = config.sections()[section]
+        if not table or not isinstance(settings, Section) or not settings.CHOOSERS:
+            continue
+        choosers = " or ".join(f"{section}.{chooser}" for chooser in settings.CHOOSERS)
+        if table[0] in settings.unused():
+            problem = f"{choosers} does not use [{section}.{table[0]}]"
+        elif key in getattr(settings.owned[table[0]], "UNREAD", ()):
+            problem = f"{choosers} does not use it"
+        else:
+            continue
+        raise ConfigError(name, value, f"has no effect: {problem}", "leave it out, or choose it")
 
 
 def stored_config(
     tables: Mapping[str, Any], overrides: Mapping[str, Any], origin: object, trust: bool | RunConfig
 ) -> RunConfig:
     """The settings in the checkpoint `origin`, changed by `overrides`. Code that the checkpoint names
-    needs `trust`: True, or a configuration of this program that names the same."""
+    needs `trust`: True, or a configuration of this program that names the same. What the program that
+    made it has registered for training is left out."""
+    tables = _without_registered(tables)
     # Overrides first: they may replace a value that this version does not have any more.
     stored = flatten(tables)
     known = {name: value for name, value in overrides.items() if name in stored}
     return _from_file(merge(tables, unflatten(known)), overrides, origin, trust).with_values(
         overrides
     )
+
+
+def _without_registered(tables: Mapping[str, Any]) -> Tables:
+    """Returns the tables without optimizer, schedule, strategy and wire format of another program, and
+    their settings: neither an evaluation nor an export uses any."""
+    found = {name: dict(table) for name, table in without_version(tables).items()}
+    for section, setting, known in (
+        ("optim", "name", optimizer_names()), ("optim", "schedule", schedule_names()),
+        ("run", "strategy", STRATEGIES.names()), ("comm", "wire", WIRES.names()),
+    ):  # fmt: skip
+        table = found.get(section, {})
+        name = table.get(setting)
+        if isinstance(name, str) and name not in known and re.fullmatch(r"[a-z][a-z0-9_]*", name):
+            dropped = {setting, name, *(("arguments",) if setting == "name" else ())}
+            found[section] = {key: value for key, value in table.items() if key not in dropped}
+    return {**tables, **found}
 
 
 def _from_file(

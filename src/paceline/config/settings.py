@@ -78,39 +78,28 @@ class RunSettings(Section):
     """Epochs between two evaluations."""
     target_top1: float | None = None
     """Stop at the first evaluation that reaches this top-1 accuracy, in percent."""
-    max_skipped_steps: int = 50
-    """End the run as diverged after this many skipped steps in a row."""
     trackers: tuple[str, ...] = ()
     """Experiment trackers that also receive all metrics: `csv` (`metrics.csv`), `tensorboard`, `wandb`,
     `mlflow`; each but `csv` needs the extra of its name."""
-    watch: bool = False
-    """Serve the live report of this run on the loopback interface while it runs."""
-    watch_port: int = 0
-    """Port of the live report; 0 finds a free one."""
+    report_port: int | None = None
+    """Serve the live report of this run at this port of the loopback interface while it runs; 0 finds a
+    free one."""
     eval_details: str = "auto"
     """Keep the accuracy of each class, confusions and the most confident mistakes of the latest
     evaluation: `on`, `off`, or `auto` (up to 20,000 validation images and 1,000 classes)."""
-    rank_records: str = "auto"
-    """Which ranks record their steps: `on`, every rank in a file of its own (`metrics.rank1.jsonl` …);
-    `off`, rank 0 alone, with the spread of all ranks' times; `auto`, `on` for up to 8 ranks and with
-    `run.trace`, else `off`, but every rank writes its latest 1,000 events after an error or a signal to
-    save. Notes and corrupt samples are always written."""
     noise_scale: bool = False
     """Estimate the gradient noise scale from the gradients of ranks and micro-batches; needs at least two
     micro-batches per step."""
-    trace: bool = False
-    """Write `trace.json` into the run folder, for Perfetto."""
-    trace_steps: tuple[int, int] = (10, 30)
-    """First and last step of the trace."""
+    traced_steps: tuple[int, ...] = ()
+    """First and last step of the trace, `trace.json` in the run folder, for Perfetto; empty writes none,
+    `--trace` is `[10, 30]`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         STRATEGIES.check(self.strategy, "run.strategy")
         check = SettingChecks("run", self)
-        for name in ("epochs", "log_interval", "eval_interval_epochs", "max_skipped_steps"):
+        for name in ("epochs", "log_interval", "eval_interval_epochs"):
             check.number(name, "at least 1")
-        if self.rank_records not in SWITCHES:
-            raise check.error("rank_records", "must be 'auto', 'on' or 'off'")
         for name in ("global_batch_size", "batch_size"):
             check.number(name, "at least 1")
         if ":" in self.loss:
@@ -137,14 +126,14 @@ class RunSettings(Section):
             )  # fmt: skip
         if self.target_top1 is not None and not 0 < self.target_top1 <= 100:
             raise check.error("target_top1", "must be a percentage in (0, 100]")
-        first, last = self.trace_steps
-        if not 1 <= first <= last < first + 1000:
+        steps = list(self.traced_steps)
+        if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1] < steps[0] + 1000):
             raise ConfigError(
-                "run.trace_steps", list(self.trace_steps), "must be first and last of at most 1000 steps",
+                "run.traced_steps", steps, "must be first and last of at most 1000 steps",
                 "try [10, 30]",
             )  # fmt: skip
-        if not 0 <= self.watch_port < 65536:
-            raise check.error("watch_port", "must be 0 to 65535")
+        if self.report_port is not None and not 0 <= self.report_port < 65536:
+            raise check.error("report_port", "must be 0 to 65535")
         check.known("device", DEVICES)
         check.known("eval_details", SWITCHES)
         check.known("cuda_graphs", SWITCHES)
@@ -172,8 +161,6 @@ class CheckpointSettings:
     """Action on SIGUSR1: `save` and continue, or `stop` after saving."""
     on_sigusr2: str = "stop"
     """Action on SIGUSR2: `save` and continue, or `stop` after saving."""
-    salvage: bool = True
-    """After the loss of a rank, let the lowest surviving rank save its last completed step."""
 
     def __post_init__(self) -> None:
         check = SettingChecks("checkpoint", self)

@@ -30,6 +30,11 @@ class Event:
 
     kind: ClassVar[str] = "event"
 
+    @classmethod
+    def names(cls) -> frozenset[str]:
+        """Returns the names of all entries of a record but those of a strategy."""
+        return frozenset({"event", "time", *cls.__dataclass_fields__} - {"fields"})
+
     def to_dict(self) -> dict[str, Any]:
         """All fields; those of a strategy beside the others."""
         own = dict(vars(self))

@@ -7,6 +7,7 @@ kind: the core's own parts, those of these tables, and those that a program regi
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -28,7 +29,7 @@ def needed_by(field: str, value: object) -> Iterator[None]:
     """Raises ConfigError if an import inside of it needs an extension package that was removed."""
     try:
         yield
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         package = missing_extension(error)
         if not package:
             raise
@@ -79,6 +80,32 @@ def load_part(place: str, field: str, value: object) -> Any:
     return getattr(load_extension(module, field, value), attribute)
 
 
+def check_new_name(name: object, *, taken: bool) -> None:
+    """Raises ConfigError for a name that a program cannot give to a part."""
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        problem, remedy = (
+            "cannot be a name",
+            "begin with a to z; then a to z, digits and underscores",
+        )
+        raise ConfigError("name", name, problem, remedy)
+    if taken:
+        raise ConfigError("name", name, "is one of Paceline's own", "choose another name")
+
+
+_registries: list[Registry[Any]] = []
+
+
+@contextmanager
+def temporary_registrations() -> Iterator[None]:
+    """Undoes at its end what was registered inside, of every kind but models."""
+    before = {id(registry): registry.outside() for registry in _registries}
+    try:
+        yield
+    finally:
+        for registry in _registries:
+            registry.replace_outside(before.get(id(registry), {}))
+
+
 class Registry(Generic[Part]):
     """Parts of one kind by name; modules of parts are imported when a part is used.
 
@@ -89,18 +116,35 @@ class Registry(Generic[Part]):
 
     def __init__(self, kind: str, own: Mapping[str, Part | str]) -> None:
         self._kind = kind
-        self._parts: dict[str, Part | str] = dict(own)
+        self._own = dict(own)
+        self._loaded: dict[str, Part] = {}
+        self._outside: dict[str, Part] = {}
+        _registries.append(self)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._parts or name in provided(self._kind)
+        return name in self._outside or self.is_installed(name)
+
+    def is_installed(self, name: str) -> bool:
+        """Returns True for a part of the core or of an extension package."""
+        return name in self._own or name in provided(self._kind)
 
     def names(self) -> list[str]:
-        """Returns all names, the core's first."""
-        return list(dict.fromkeys([*self._parts, *provided(self._kind)]))
+        """Returns all names: the core's, those from outside, those of extension packages."""
+        return [*self._own, *self._outside, *provided(self._kind)]
+
+    def outside(self) -> dict[str, Part]:
+        """Returns the parts that programs have registered, the latest last."""
+        return dict(self._outside)
+
+    def replace_outside(self, parts: Mapping[str, Part]) -> None:
+        """Puts `parts` in place of what programs have registered."""
+        self._outside = dict(parts)
 
     def register(self, name: str, part: Part) -> None:
-        """Adds a part from outside of the package, or replaces it."""
-        self._parts[name] = part
+        """Adds a part from outside of the package, or replaces it. Raises ConfigError for a name that
+        cannot be, or that is installed."""
+        check_new_name(name, taken=self.is_installed(name))
+        self._outside[name] = part
 
     def check(self, name: str, field: str) -> None:
         """Raises ConfigError, with the nearest name, for a name that the setting `field` cannot have."""
@@ -115,7 +159,9 @@ class Registry(Generic[Part]):
             ConfigError: If the name is unknown, or if its module was removed.
         """
         self.check(name, field)
-        part = self._parts.get(name) or provided(self._kind)[name]
-        if isinstance(part, str):
-            part = self._parts[name] = load_part(part, field, name)
-        return part
+        if name in self._outside:
+            return self._outside[name]
+        if name not in self._loaded:
+            part = self._own[name] if name in self._own else provided(self._kind)[name]
+            self._loaded[name] = load_part(part, field, name) if isinstance(part, str) else part
+        return self._loaded[name]

@@ -40,8 +40,11 @@ class Section:
     `EXCLUSIONS`, if it has any, are checked whenever its table is in use: if a setting has chosen the
     owner or, with `UNCHOSEN = True`, if the table is given.
 
+    Owners may share a table, which their classes name as `TABLE`: the name of one of them, or a further
+    one in `OWNERS`. Their classes have the same settings; `UNREAD` are those that an owner does not use.
+
     Attributes:
-        owned: The settings of each owner that is given or chosen, by the owner's name.
+        owned: The settings of each owner that is given or chosen, by the name of its table.
     """
 
     NAME: ClassVar[str] = ""
@@ -56,8 +59,9 @@ class Section:
         owned = dict(self.owned)
         for chooser, name in self.choices():
             kind = settings_class(type(self), name, f"{self.NAME}.{chooser}")
-            if kind is not None and name not in owned:
-                owned[name] = kind()
+            if kind is not None:
+                table = table_name(kind, name)
+                owned[table] = _as_kind(kind, owned.get(table))
         object.__setattr__(self, "owned", owned)
 
     @classmethod
@@ -68,9 +72,9 @@ class Section:
         defaults = {chooser: getattr(cls, chooser) for chooser in cls.CHOOSERS}
         for chooser, owner in cls.choices_in(defaults | table):
             kind = settings_class(cls, owner, f"{cls.NAME}.{chooser}")
-            names = own_hints(kind).keys() & values.keys() if kind is not None else set()
+            names = read_names(kind) & values.keys() if kind is not None else set()
             if names:
-                table[owner] = {name: values.pop(name) for name in names}
+                table[table_name(kind, owner)] = {name: values.pop(name) for name in names}
         return from_table(cls, cls.NAME, table | values)
 
     def choices(self) -> Iterator[tuple[str, str]]:
@@ -89,14 +93,14 @@ class Section:
     def of(self, name: str, kind: type[Settings]) -> Settings:
         """Returns the settings of the owner `name`, which has the class `kind`; its defaults if they
         are neither given nor chosen."""
-        found = self.owned.get(name)
-        if found is None:
-            return kind()
-        assert isinstance(found, kind), f"{self.NAME}.{name} has {type(found).__name__}"
-        return found
+        return _as_kind(kind, self.owned.get(table_name(kind, name)))
+
+    def chosen(self, name: str) -> Any:
+        """Returns the settings of the owner `name` if it is given or chosen; None otherwise."""
+        return self.owned.get(table_name(settings_class(type(self), name, self.NAME), name))
 
     def unused(self) -> list[str]:
-        """Returns the owners whose settings are given, but which no setting has chosen."""
+        """Returns the tables that are given, but of which no setting has chosen an owner."""
         return [name for name in self.owned if name not in self._in_use()] if self.CHOOSERS else []
 
     def exclusions(self) -> Iterator[Any]:
@@ -105,8 +109,9 @@ class Section:
             yield from getattr(self.owned.get(name), "EXCLUSIONS", ())
 
     def _in_use(self) -> list[str]:
-        """Returns the owners that a setting has chosen, and those that need not be chosen."""
-        chosen = [name for _, name in self.choices()]
+        """Returns the tables of owners that a setting has chosen, or that need not be chosen."""
+        kinds = [(settings_class(type(self), name, by), name) for by, name in self.choices()]
+        chosen = [table_name(kind, name) for kind, name in kinds]
         return [*chosen, *(n for n, own in self.owned.items() if getattr(own, "UNCHOSEN", False))]
 
 
@@ -124,10 +129,10 @@ def register_settings(section: str, owner: str, kind: type) -> None:
 
 
 def owner_names(section: type) -> list[str]:
-    """Returns the names of all tables of owners that a section may have."""
+    """Returns the names of all owners that a section may have."""
     if not issubclass(section, Section):
         return []
-    return [*section.OWNERS, *_owners(section.NAME).names()]
+    return [*section.OWNERS, *sorted(_owners(section.NAME).names())]
 
 
 def settings_class(section: type, owner: str, asked_by: str) -> type | None:
@@ -150,6 +155,32 @@ def settings_class(section: type, owner: str, asked_by: str) -> type | None:
     return others.get(owner, asked_by) if owner in others else None
 
 
+def table_name(kind: type | None, owner: str) -> str:
+    """Returns the name of the table with the settings of `owner`, which have the class `kind`."""
+    return getattr(kind, "TABLE", "") or owner
+
+
+def owner_tables(section: type) -> Iterator[tuple[str, type]]:
+    """Yields the tables of owners that a section may have, by name, each with its class."""
+    for owner in owner_names(section):
+        kind = settings_class(section, owner, owner)
+        if kind is not None and table_name(kind, owner) == owner:
+            yield owner, kind
+
+
+def read_names(kind: type) -> set[str]:
+    """Returns the names of the settings in an owner's table that the owner reads."""
+    return own_hints(kind).keys() - set(getattr(kind, "UNREAD", ()))
+
+
+def _as_kind(kind: type[Settings], found: Any) -> Settings:
+    """Returns the settings of an owner's table as `kind`; its defaults if they are not given."""
+    if type(found) is kind:
+        return found
+    values = own_hints(type(found)) if found is not None else ()
+    return kind(**{name: getattr(found, name) for name in values})
+
+
 def from_table(cls: type[Settings], section: str, table: Mapping[str, Any]) -> Settings:
     """Builds `cls`; unknown keys and wrong types fail, absent keys keep their default."""
     hints = own_hints(cls)
@@ -161,9 +192,11 @@ def from_table(cls: type[Settings], section: str, table: Mapping[str, Any]) -> S
         name = f"{section}.{key}"
         if key in hints:
             values[key] = convert(value, hints[key], name)
-        elif key in owner_names(cls):
-            kind = settings_class(cls, key, name)
-            assert kind is not None
+        elif (
+            key in owner_names(cls)
+            and (kind := settings_class(cls, key, name)) is not None
+            and table_name(kind, key) == key
+        ):
             owned[key] = from_table(kind, name, value)
         else:
             known = [*hints, *owner_names(cls)]

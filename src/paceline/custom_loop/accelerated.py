@@ -7,6 +7,7 @@ the state dict stay the same.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from paceline.comm.process_groups import all_gather_json
 from paceline.config import RunSettings
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, RunError
 from paceline.core.extensions import provided
 from paceline.core.settings import from_table
 from paceline.custom_loop.context import agreed, several_ranks
@@ -26,20 +27,40 @@ from paceline.train.fast_path import accelerate as apply_first
 from paceline.train.fast_path import triton_problem
 
 
+class _AcceleratedForward:
+    """Takes the place of a model's `forward`. A copy of the model, pickled ones included, has the model's
+    own pass again: the acceleration holds the parts of this one."""
+
+    def __init__(self, model: nn.Module, applied: Applied | None) -> None:
+        self.model, self.applied = model, applied
+        self._parts = tuple(map(id, model.modules())) if applied is not None else ()
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        model, applied = self.model, self.applied
+        trains = model.training and torch.is_grad_enabled() and len(given) == 1 and not named
+        if applied is None or not trains:
+            return type(model).forward(model, *given, **named)
+        if tuple(map(id, model.modules())) != self._parts:
+            raise RunError(
+                "parts of the model were replaced after pl.accelerate",
+                "replace them before it, or undo it first",
+            )
+        return applied.forward(given[0])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _AcceleratedForward:
+        return _AcceleratedForward(copy.deepcopy(self.model, memo), None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _AcceleratedForward, (self.model, None)
+
+
 class Accelerated:
     """What `accelerate` has done to a model; `undo` reverts it."""
 
     def __init__(self, model: nn.Module, applied: Applied | None, reason: str) -> None:
         self._model, self._applied, self._reason = model, applied, reason
         if applied is not None:
-            plain = model.forward
-
-            def forward(*given: Any, **named: Any) -> Any:
-                if model.training and torch.is_grad_enabled() and len(given) == 1 and not named:
-                    return applied.forward(given[0])
-                return plain(*given, **named)
-
-            model.forward = forward
+            model.forward = _AcceleratedForward(model, applied)
 
     def describe(self) -> str:
         """Returns what was chosen, or the reasons why the model stays as it was."""
@@ -59,7 +80,8 @@ def accelerate(
 ) -> Accelerated:  # fmt: skip
     """Lets `model` compute its training passes in faster forms: fused norms on a GPU, and what `settings`
     ask for. Paceline's ResNets and AlexNet with norms have such forms, and torchvision's and timm's
-    ResNets. Call it before the model is wrapped. On several ranks this is a collective.
+    ResNets. Call it once, before the model is wrapped or copied: copies have the plain pass. On several
+    ranks this is a collective.
 
     Args:
         model: The model, on its device. Only a GPU has fused forms, and only in channels-last memory.
@@ -71,7 +93,8 @@ def accelerate(
         The handle that describes and undoes the change.
 
     Raises:
-        ConfigError: If a setting cannot be obeyed, or the package that has it was removed.
+        ConfigError: If a setting cannot be obeyed or the package that has it was removed, or if the model
+            is accelerated already.
 
     >>> from paceline import create_model, ModelSettings
     >>> model = create_model(ModelSettings("resnet_tiny"), num_classes=10)
@@ -84,7 +107,16 @@ def accelerate(
     for name, value in settings.items() if not installed else ():
         raise ConfigError(name, value, "no acceleration is installed", "leave it out")
     own = from_table(RunSettings, "run", dict.fromkeys(installed, settings))
-    first = next(m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)).weight
+    if "forward" in vars(model):
+        raise ConfigError(
+            "model", type(model).__name__, "its forward pass was replaced before", "undo that first"
+        )
+    layers = (m.weight for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear))
+    if (first := next(layers, None)) is None:
+        raise ConfigError(
+            "model", type(model).__name__, "has neither a convolution nor a linear layer",
+            "leave pl.accelerate out",
+        )  # fmt: skip
     context = AccelerationContext(
         device=first.device, dtype=dtype or first.dtype, kernel_problem=triton_problem(first.device),
         channels_last=first.dim() != 4 or first.is_contiguous(memory_format=torch.channels_last),

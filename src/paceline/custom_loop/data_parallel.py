@@ -29,8 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._pytree import tree_map_only
 
-from paceline.comm.hybrid import HybridAllReduce, WireFormat
+from paceline.comm.hybrid import HybridAllReduce
 from paceline.comm.plan_choice import checked_table
+from paceline.comm.planned_transport import WireFormat
 from paceline.comm.process_groups import ProcessGroups
 from paceline.core.errors import CommError, ConfigError, PacelineError
 from paceline.custom_loop.context import (

@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.core.errors import CheckpointError, ConfigError, nearest
-from paceline.core.settings import own_hints, settings_class
+from paceline.core.settings import read_names, settings_class
 from paceline.custom_loop.context import agreed, several_ranks
 from paceline.custom_loop.data_parallel import trained_parameters, wire_of
-from paceline.optim.schedule import set_rate
+from paceline.optim.schedules import set_rate
 from paceline.optim.settings import OptimSettings
 from paceline.precision.policy import LossScale, Policy, choose_policy
 from paceline.precision.settings import PrecisionSettings
@@ -261,7 +261,7 @@ def _prepare(
         if isinstance(optimizer, str)
         else None
     )
-    own_fields = set(own_hints(own)) if own is not None else set()
+    own_fields = read_names(own) if own is not None else set()
     known = _SCALE_FIELDS | _SHARED_FIELDS | own_fields
     for name in arguments:
         if name not in known:

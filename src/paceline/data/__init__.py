@@ -13,13 +13,11 @@ from paceline.core import lazy_exports
 
 if TYPE_CHECKING:
     from paceline.data.augment import EvalTransform, TrainTransform, random_box
-    from paceline.data.batch import Batch
-    from paceline.data.chunk import CorruptSample, allowed_corrupt
+    from paceline.data.batch import Batch, mark_stream
     from paceline.data.decode.decoder import Decoder, RegionUnavailableError
     from paceline.data.decode.library import region_library
     from paceline.data.device.normalize import Normalizer
-    from paceline.data.device.streams import mark_stream
-    from paceline.data.image import CorruptImage, to_mode
+    from paceline.data.image import CorruptImage, CorruptSample, allowed_corrupt, to_mode
     from paceline.data.loaders.create import create_eval_loader, create_train_loader
     from paceline.data.loaders.image_loader import ImageLoader
     from paceline.data.loaders.loader import EvalBatches, EvalLoader, TrainBatches, TrainLoader

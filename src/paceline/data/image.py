@@ -1,7 +1,8 @@
 """Decoding by Pillow: from the bytes of a file to upright 8-bit pixels, and what its header says.
 
 Takes JPEG, PNG, WebP, and GIF or BMP under a wrong name. Whatever Pillow cannot decode to its end
-is `CorruptImage` with its reason, never a warning. Damage that still decodes goes unnoticed.
+is `CorruptImage` with its reason, never a warning; `CorruptSample` is the sample of a data set that has
+such an image. Damage that still decodes goes unnoticed.
 """
 
 from __future__ import annotations
@@ -40,6 +41,20 @@ _PILLOW_QUIET = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 
 class CorruptImage(Exception):  # noqa: N818  (a property of the file, not a failure of ours)
     """The bytes are no image that can be decoded whole; `str()` says why."""
+
+
+@dataclass(frozen=True)
+class CorruptSample:
+    """A sample that was replaced (training) or left out (evaluation)."""
+
+    index: int
+    name: str
+    reason: str
+
+
+def allowed_corrupt(share: float, samples: int) -> int:
+    """How many of `samples` may be corrupt: their share, but at least one, unless `share` is 0."""
+    return max(1, int(share * samples)) if share > 0 else 0
 
 
 def decode(data: bytes | npt.NDArray[np.uint8], channels: int) -> Image.Image:

@@ -41,6 +41,8 @@ SPLIT_STREAM = 7
 
 # Neighboring samples that stay together, for `data.shuffle = "shards"`.
 SHUFFLE_RUN = 16
+# Shards that are mixed with one another.
+SHUFFLE_WINDOW = 16
 
 
 def hash64(seed: int, stream: int, *counters: npt.ArrayLike) -> UInt64:
@@ -142,7 +144,7 @@ def shard_groups(settings: DataSettings, sizes: Sequence[int] | None) -> ShardGr
             "the data is not in shards",
             "set data.shuffle = 'global', or make shards with paceline pack",
         )
-    return ShardGroups(tuple(sizes), settings.shuffle_window_shards, SHUFFLE_RUN)
+    return ShardGroups(tuple(sizes), SHUFFLE_WINDOW, SHUFFLE_RUN)
 
 
 def shard_permutation(seed: int, epoch: int, sizes: Sequence[int], window: int, run: int) -> Int64:

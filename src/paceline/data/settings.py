@@ -104,8 +104,6 @@ class DataSettings:
     shuffle: str = "global"
     """Order of an epoch: `global` shuffles all samples, `shards` shuffles shards and runs of
     samples and reads mostly sequentially."""
-    shuffle_window_shards: int = 16
-    """Shards that are mixed with one another, for `shuffle = shards`."""
     cache: str = "none"
     """Cache samples for later epochs: `none`, `memory` or `disk`."""
     cache_mib: int = 4096
@@ -134,7 +132,7 @@ class DataSettings:
         check.known("cache_form", CACHE_FORMS)
         for name in (
             "image_size", "synthetic_samples", "synthetic_classes",
-            "shuffle_window_shards", "cache_mib",
+            "cache_mib",
         ):  # fmt: skip
             check.number(name, "at least 1", f"set data.{name} = 1")
         for name in (

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from paceline.core.errors import ConfigError
 from paceline.core.extensions import Registry, provided
 
 Result = TypeVar("Result")
@@ -65,35 +66,36 @@ class Ranks(Protocol):
         ...
 
 
-class Applied(Protocol):
-    """An acceleration of one model.
+class Applied:
+    """An acceleration of one model. Subclasses need `forward`, a method or an attribute.
 
     Attributes:
         forward: The pass in training; `calibrate` may replace it.
         input_channels: Channels of the images that it takes, if more than they have: the others are 0.
-        gradients_at_end: Backward yields all gradients at its end, so that an exchange overlaps nothing.
     """
 
     forward: Forward
-    input_channels: int | None
-    gradients_at_end: bool
+    input_channels: int | None = None
+
+    @property
+    def gradients_at_end(self) -> bool:
+        """True if backward yields all gradients at its end, so that an exchange overlaps nothing."""
+        return False
 
     def calibrate(self, ranks: Ranks, trial: TrialPass, *, foreign: bool) -> None:
         """Makes choices that need a pass, which are the same on all ranks. `foreign`: the model's code is
         a user's."""
-        ...
 
     def describe(self) -> str:
         """Returns what is applied, for display and record."""
-        ...
+        return type(self).__name__
 
     def advise(self, error: Exception) -> Sequence[str]:
         """Returns what a user can do about an error of a step, the most promising first."""
-        ...
+        return ()
 
     def undo(self) -> None:
         """Frees what the acceleration holds, and reverts what it has changed in the process."""
-        ...
 
 
 class Acceleration(Protocol):
@@ -111,8 +113,13 @@ _ACCELERATIONS: Registry[Acceleration] = Registry("accelerations", {})
 
 
 def register_acceleration(name: str, acceleration: Acceleration) -> None:
-    """Adds an acceleration of this process, which is asked before all others. A second call with the name
-    replaces the first."""
+    """Adds an acceleration of this process, an object, which is asked before all others. A second call
+    with the name replaces the first."""
+    missing = [part for part in ("supports", "apply") if not hasattr(acceleration, part)]
+    if missing or isinstance(acceleration, type):
+        problem = f"has no {missing[0]}" if missing else "is a class"
+        shown = getattr(acceleration, "__name__", type(acceleration).__name__)
+        raise ConfigError("acceleration", shown, problem, "give an object with supports and apply")
     _ACCELERATIONS.register(name, acceleration)
 
 
@@ -121,7 +128,5 @@ def accelerations(
 ) -> Iterator[tuple[str, Acceleration]]:
     """Yields names and accelerations, the latest registered first. Those of this installation follow, and
     are loaded if they are `asked` for."""
-    installed = provided("accelerations")
-    outside = [name for name in _ACCELERATIONS.names() if name not in installed]
-    for name in (*reversed(outside), *filter(asked, installed)):
+    for name in (*reversed(_ACCELERATIONS.outside()), *filter(asked, provided("accelerations"))):
         yield name, _ACCELERATIONS.get(name, f"run.{name}")

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from paceline.optim.lars import LARS, SGD
     from paceline.optim.muon import Muon
     from paceline.optim.orthogonal import SharedProducts, is_matrix, orthogonalize, share_out
-    from paceline.optim.registry import register_optimizer
+    from paceline.optim.registry import register_optimizer, register_schedule
     from paceline.optim.rule import Rows, UpdateRule
-    from paceline.optim.schedule import LrSchedule, set_rate
+    from paceline.optim.schedules import LrSchedule, set_rate
     from paceline.optim.settings import OptimSettings
     from paceline.optim.wrapped import WrappedOptimizer
 
@@ -38,6 +38,7 @@ __all__ = [
     "is_matrix",
     "orthogonalize",
     "register_optimizer",
+    "register_schedule",
     "set_rate",
     "share_out",
 ]
@@ -50,7 +51,7 @@ if not TYPE_CHECKING:  # a type checker would accept every name
             "SGD": "lars",
             "AdamW": "adam",
             "BatchGrowth": "batch_growth",
-            "LrSchedule": "schedule",
+            "LrSchedule": "schedules",
             "MasterOptimizer": "base",
             "Muon": "muon",
             "OptimSettings": "settings",
@@ -62,7 +63,8 @@ if not TYPE_CHECKING:  # a type checker would accept every name
             "is_matrix": "orthogonal",
             "orthogonalize": "orthogonal",
             "register_optimizer": "registry",
-            "set_rate": "schedule",
+            "register_schedule": "registry",
+            "set_rate": "schedules",
             "share_out": "orthogonal",
         },
     )

@@ -19,24 +19,27 @@ Stages = tuple[tuple[float, int], ...]
 
 @dataclass(frozen=True)
 class BatchGrowth:
-    """`stages` of a list, from epoch 0 or later, or the `factor` of a rule; neither where the batch
-    stays as it is."""
+    """`stages` of a list, from epoch 0 or later, or the `factor` of a rule and its largest batch, if it
+    has one; neither if the batch stays as it is."""
 
     text: str = ""
     stages: Stages = ()
     factor: int = 1
+    limit: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> BatchGrowth:
-        """Reads `0:256,8:1024`, `x4` or an empty text. ConfigError for anything else."""
+        """Reads `0:256,8:1024`, `x4`, `x4:4096` or an empty text. ConfigError for anything else."""
         written = text.replace(" ", "")
         if not written:
             return cls()
         if written[0] in "xX×":
-            factor = _integer(text, written[1:])
-            if factor < 2:
-                raise ConfigError(FIELD, text, "the factor must be at least 2", "try 'x4'")
-            return cls(text, factor=factor)
+            digits, colon, most = written[1:].partition(":")
+            factor, limit = _integer(text, digits), _integer(text, most) if colon else None
+            if factor < 2 or limit == 0:
+                least = "factor must be at least 2" if factor < 2 else "limit must be at least 1"
+                raise ConfigError(FIELD, text, f"the {least}", "try 'x4'")
+            return cls(text, factor=factor, limit=limit)
         stages = tuple(_stage(text, part) for part in written.split(","))
         epochs = [epoch for epoch, _ in stages]
         if epochs != sorted(set(epochs)):
@@ -58,14 +61,12 @@ class BatchGrowth:
             )  # fmt: skip
         return first
 
-    def after(
-        self, first: int, unit: int, decay_epochs: Sequence[float], limit: int | None
-    ) -> Stages:
+    def after(self, first: int, unit: int, decay_epochs: Sequence[float]) -> Stages:
         """(epoch, batch) after a run's `first` batch. `unit` is the micro-batch times the ranks, of
-        which every batch is a multiple. A rule grows the batch at `decay_epochs`, up to `limit`."""
+        which every batch is a multiple. A rule grows the batch at `decay_epochs`, up to its limit."""
         stages = tuple(stage for stage in self.stages if stage[0] > 0)
         if self.factor > 1:
-            most = math.inf if limit is None else max(limit, first)
+            most = math.inf if self.limit is None else max(self.limit, first)
             grown = (first * self.factor ** (n + 1) for n in range(len(decay_epochs)))
             capped = [int(min(batch, most)) for batch in grown]
             stages = tuple(
@@ -77,10 +78,9 @@ class BatchGrowth:
             )
         for epoch, batch in stages:
             if batch % unit:
-                name, value = (FIELD, self.text) if batch != limit else ("optim.batch_limit", limit)
                 below, above = batch // unit * unit, (batch // unit + 1) * unit
                 raise ConfigError(
-                    name, value,
+                    FIELD, self.text,
                     f"the batch of {batch} at epoch {epoch:g} is not a multiple of {unit}, the "
                     "micro-batches of all ranks",
                     f"use {below or above}" + (f" or {above}" if below else "")

@@ -20,7 +20,7 @@ from paceline.core.extensions import load_part
 from paceline.core.imports import import_object
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.fused import triton_unavailable
-from paceline.optim.registry import Context, registered_rule
+from paceline.optim.registry import Context, check_rule, registered_rule
 from paceline.optim.rule import UpdateRule
 from paceline.optim.settings import OptimSettings
 from paceline.optim.wrapped import wrap
@@ -61,6 +61,7 @@ def _of_rule(
     fused: bool | None = None,
 ) -> MasterOptimizer:
     """A rule from outside, with `optim.arguments` as its hyper-parameters."""
+    check_rule(rule)
     arguments = settings.arguments_table()
     fields = rule.Hyper._fields
     if unknown := sorted(set(arguments) - set(fields)):

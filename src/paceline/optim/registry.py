@@ -7,22 +7,17 @@ has to know about it. The core's own are listed here, `paceline.alternatives` ha
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.core.extensions import Registry, provided
+from paceline.core.extensions import Registry, check_new_name, missing_packages
 from paceline.core.settings import register_settings
+from paceline.optim.schedules import OwnerSettings, ScheduleSettings
 
 if TYPE_CHECKING:
     from paceline.optim.rule import UpdateRule
 
 SGD, ADAM = "sgd", "adam"
-# The settings of `[optim]` that only some optimizers, or schedules, read.
-MOMENTUM = ("momentum", "nesterov")
-DECAY = ("lr_end", "decay_over_epochs")
 
 
 class Context(NamedTuple):
@@ -32,46 +27,6 @@ class Context(NamedTuple):
     fused: bool | None
     seed: int
     norms: int
-
-
-@dataclass(frozen=True)
-class Course:
-    """A run as schedules see it. Times are in steps of the first batch.
-
-    Attributes:
-        peak: Peak rate.
-        end: Final rate of a schedule that has one (`optim.lr_end`).
-        total_steps: End of the run.
-        steps_per_epoch: Steps of one epoch.
-        warmup_steps: End of the warm-up.
-        decay_end: Time at which a schedule with a final rate reaches it.
-    """
-
-    peak: float
-    end: float
-    total_steps: float
-    steps_per_epoch: float
-    warmup_steps: float
-    decay_end: float
-
-    def left(self, time: float) -> float:
-        """Returns the share of the decay that is left, 1 after the warm-up and 0 at `decay_end`."""
-        span = max(self.decay_end - self.warmup_steps, 1.0)
-        return 1.0 - min(max(time - self.warmup_steps, 0.0) / span, 1.0)
-
-
-class OwnerSettings:
-    """Base of the settings of an optimizer or a schedule.
-
-    Attributes:
-        READS: Those settings in `MOMENTUM` or `DECAY` that it uses.
-    """
-
-    READS: ClassVar[tuple[str, ...]] = ()
-
-    def values(self, time: float, course: Course) -> Mapping[str, float]:
-        """Returns values that change with time, but for the rate, by their names in parameter groups."""
-        return {}
 
 
 class OptimizerSettings(OwnerSettings):
@@ -102,21 +57,6 @@ class OptimizerSettings(OwnerSettings):
         return 1.0
 
 
-class ScheduleSettings(OwnerSettings):
-    """Base of the settings of a schedule; subclasses are frozen dataclasses.
-
-    Attributes:
-        WARMS_UP: False for a schedule that rises by itself, or that has no warm-up: `rate` then has the
-            whole run.
-    """
-
-    WARMS_UP: ClassVar[bool] = True
-
-    def rate(self, time: float, course: Course) -> float:
-        """Returns the rate at a time behind the warm-up."""
-        raise NotImplementedError
-
-
 _OPTIMIZERS = {
     "sgd": "optim.rule_settings:SgdSettings", "lars": "optim.rule_settings:LarsSettings",
     "muon": "optim.rule_settings:MuonSettings", "adamw": "optim.rule_settings:AdamwSettings",
@@ -127,10 +67,10 @@ _SCHEDULES = {
     "poly": "optim.schedules:Poly", "step": "optim.schedules:Step",
     "piecewise": "optim.schedules:Piecewise",
 }  # fmt: skip
-OWNERS = {**_OPTIMIZERS, **_SCHEDULES}
+OWNERS = {**_OPTIMIZERS, **_SCHEDULES, "adam": "optim.rule_settings:AdamSettings"}
 _optimizers: Registry[type[OptimizerSettings]] = Registry("optimizers", _OPTIMIZERS)
 _schedules: Registry[type[ScheduleSettings]] = Registry("schedules", _SCHEDULES)
-_registered: dict[str, type[UpdateRule]] = {}
+_rules: Registry[type[UpdateRule]] = Registry("rules", {})
 
 
 def register_optimizer(name: str, rule: type[UpdateRule]) -> None:
@@ -139,34 +79,36 @@ def register_optimizer(name: str, rule: type[UpdateRule]) -> None:
     Training creates it with the rate of the schedule, the weight decay of the groups and
     `optim.arguments` as further hyper-parameters. A second call replaces the first.
     """
-    _check_new("optimizer", name, name in _optimizers)
-    _registered[name] = rule
+    check_new_name(name, taken=name in _optimizers)
+    check_rule(rule)
+    _rules.register(name, rule)
+
+
+def check_rule(rule: type[UpdateRule]) -> None:
+    """Raises ConfigError for a class whose hyper-parameters cannot be set."""
+    fields = getattr(getattr(rule, "Hyper", None), "_fields", ())
+    shown = getattr(rule, "__name__", rule)
+    if not isinstance(rule, type) or "lr" not in fields:
+        problem = "is not an UpdateRule with a class Hyper(NamedTuple) that has lr"
+        raise ConfigError("rule", shown, problem, "see docs/optimizers.md")
+    defaults = rule.Hyper._field_defaults
+    for field in fields:
+        if field != "lr" and not isinstance(defaults.get(field), int | float):
+            problem = f"Hyper.{field} has no number or boolean as its default"
+            raise ConfigError("rule", shown, problem, f"write {field}: float = 0.0")
 
 
 def register_schedule(name: str, kind: type[ScheduleSettings]) -> None:
     """Makes `name` a schedule of this process, with the settings `[optim.NAME]`. A second call replaces
     the first."""
-    _check_new("schedule", name, name in OWNERS or name in provided("schedules"))
-    _schedules.register(name, kind)
+    check_new_name(name, taken=name in OWNERS)
     register_settings("optim", name, kind)
-
-
-def _check_new(what: str, name: str, taken: bool) -> None:
-    if not re.fullmatch(r"[a-z]\w*", name):
-        article = "an" if what == "optimizer" else "a"
-        raise ConfigError(
-            "name",
-            name,
-            f"is not a name of {article} {what}",
-            "use letters, digits and underscores",
-        )
-    if taken:
-        raise ConfigError("name", name, "is one of Paceline's own", "choose another name")
+    _schedules.register(name, kind)
 
 
 def optimizer_names() -> list[str]:
     """Returns all names of optimizers, those that were registered last."""
-    return [*_optimizers.names(), *_registered]
+    return [*_optimizers.names(), *_rules.names()]
 
 
 def schedule_names() -> list[str]:
@@ -176,8 +118,9 @@ def schedule_names() -> list[str]:
 
 def check_optimizer(name: str) -> None:
     """Raises ConfigError, with the nearest name, if there is no optimizer of this name."""
-    if name not in _registered and name not in _optimizers:
-        remedy = f"{nearest(name, optimizer_names())} (a class is written torch.optim:RAdam)"
+    if name not in _rules and name not in _optimizers:
+        hint = nearest(name, optimizer_names()) + missing_packages()
+        remedy = f"{hint} (a class is written torch.optim:RAdam)"
         raise ConfigError("optim.name", name, "unknown", remedy)
 
 
@@ -188,4 +131,4 @@ def check_schedule(name: str) -> None:
 
 def registered_rule(name: str) -> type[UpdateRule] | None:
     """Returns the rule of a name that a program has registered."""
-    return _registered.get(name)
+    return _rules.outside().get(name)

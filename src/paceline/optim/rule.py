@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -33,7 +34,6 @@ AnyHyper = TypeVar("AnyHyper", bound=NamedTuple)
 # Hyper-parameters by their range; behind a name what to try.
 _FINITE = ("lr", "weight_decay", "trust_coefficient", "eps", "adam_eps", "rms_rate")
 _BELOW_ONE = {"momentum": "; try 0.9", "beta1": "", "beta2": ""}
-_FLAGS = ("nesterov", "lr_in_momentum", "clip", "adapt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,11 +287,24 @@ def check_hyper(hyper: AnyHyper) -> AnyHyper:
 
 
 def read_hyper(kind: type[AnyHyper], group: Mapping[str, Any]) -> AnyHyper:
-    """The hyper-parameters of a group. Reading a learning rate that is a CUDA tensor synchronizes with
-    the device."""
-    return kind._make(
-        bool(group[name]) if name in _FLAGS else float(group[name]) for name in kind._fields
-    )
+    """The hyper-parameters of a group, each of the type that its field has. Reading a learning rate that
+    is a CUDA tensor synchronizes with the device."""
+    return kind._make(of(group[name]) for name, of in _types(kind))
+
+
+def _whole(value: Any) -> int:
+    if int(value) != value:
+        raise ValueError(f"{value}: must be a whole number")
+    return int(value)
+
+
+@cache
+def _types(kind: type[NamedTuple]) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
+    """Returns the fields of a class of hyper-parameters, each with what converts its values."""
+    hints = getattr(kind, "__annotations__", {})
+    names = {field: getattr(hint, "__forward_arg__", hint) for field, hint in hints.items()}
+    types: dict[Any, Callable[[Any], Any]] = {bool: bool, "bool": bool, int: _whole, "int": _whole}
+    return tuple((field, types.get(names.get(field), float)) for field in kind._fields)
 
 
 class HyperTable:

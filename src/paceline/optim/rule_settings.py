@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.core.settings import SettingChecks
-from paceline.optim.registry import ADAM, MOMENTUM, SGD, OptimizerSettings
+from paceline.optim.registry import ADAM, SGD, OptimizerSettings
+from paceline.optim.schedules import MOMENTUM
 
 ORTHOGONALS = ("filters", "all", "auto")
 SHARES = ("auto", "on", "off")
@@ -73,13 +74,11 @@ class MuonSettings(OptimizerSettings):
 
 
 @dataclass(frozen=True)
-class AdamwSettings(OptimizerSettings):
-    """Settings of AdamW."""
+class AdamSettings(OptimizerSettings):
+    """Settings of AdamW and LAMB."""
 
-    NAME: ClassVar[str] = "adamw"
-    CREATE: ClassVar[str] = "optim.adam:create_adamw"
+    TABLE: ClassVar[str] = "adam"
     RATES: ClassVar[str] = ADAM
-    LR_BASE: ClassVar[float] = 2.5e-4  # DeiT's
     HAS_KERNELS: ClassVar[bool] = True
 
     beta1: float = 0.9
@@ -88,21 +87,28 @@ class AdamwSettings(OptimizerSettings):
     """Decay of the average of squared gradients."""
     eps: float = 1e-8
     """Added to the root of the average of squares."""
+    clip: bool = False
+    """Limit the trust ratio of LAMB to 1."""
 
     def __post_init__(self) -> None:
-        check = SettingChecks(f"optim.{self.NAME}", self)
+        check = SettingChecks("optim.adam", self)
         for name in ("beta1", "beta2"):
             check.number(name, "in [0, 1)")
         check.number("eps", "0 or more")
 
 
 @dataclass(frozen=True)
-class LambSettings(AdamwSettings):
-    """Settings of LAMB."""
+class AdamwSettings(AdamSettings):
+    """AdamW decouples weight decay."""
 
-    NAME: ClassVar[str] = "lamb"
+    CREATE: ClassVar[str] = "optim.adam:create_adamw"
+    LR_BASE: ClassVar[float] = 2.5e-4  # DeiT's
+    UNREAD: ClassVar[tuple[str, ...]] = ("clip",)
+
+
+@dataclass(frozen=True)
+class LambSettings(AdamSettings):
+    """LAMB has trust ratios too."""
+
     CREATE: ClassVar[str] = "optim.adam:create_lamb"
     LR_BASE: ClassVar[float] = 6.25e-4  # of "ResNet strikes back"
-
-    clip: bool = False
-    """Limit the trust ratio to 1."""

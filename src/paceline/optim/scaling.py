@@ -17,7 +17,7 @@ from paceline.core.batch_range import (
     largest_batch_in_range,
 )
 from paceline.core.errors import ConfigError, nearest
-from paceline.optim.rule_settings import AdamwSettings, LambSettings, LarsSettings, MuonSettings
+from paceline.optim.rule_settings import AdamSettings, LarsSettings, MuonSettings
 from paceline.optim.scaling_report import MUON_LOSES_LESS, Choice, Scaling, expected_loss
 from paceline.optim.settings import OptimSettings
 
@@ -25,7 +25,7 @@ OF_ADAM = ("adamw", "lamb")
 KNOWN = (*OF_ADAM, "lars", "muon", "sgd")
 # Who gives one of these for the new batch wants Adam there.
 _ADAMS_OWN = frozenset({"optim.lr", "optim.weight_decay"}) | {
-    f"optim.{name}.{key}" for name in OF_ADAM for key in ("beta1", "beta2", "eps")
+    f"optim.adam.{key}" for key in ("beta1", "beta2", "eps")
 }
 # Lower rates of Adam, but for its default, are those of fine-tuning, whose small steps Muon's pace would
 # not keep.
@@ -97,7 +97,7 @@ class Recipe:
         the rule does not use it."""
         known = self.optim.known_good.momentum
         momentum = self.optim.momentum if known is None else known
-        own = self.optim.owned[self.optimizer]
+        own = self.optim.chosen(self.optimizer)
         assert isinstance(own, LarsSettings | MuonSettings)
         return self.rate * own.trust_coefficient / (1 - momentum)
 
@@ -257,8 +257,8 @@ class _Rule:
         if self.fine_tuning:
             return f"{self.fine_tuning} (--opt muon replaces it all the same)"
         optim, own = self.recipe.optim, sorted(self.recipe.kept & _ADAMS_OWN)
-        if optim.of("lamb", LambSettings).clip and optim.name == "lamb":
-            own.append("optim.lamb.clip")
+        if optim.name == "lamb" and optim.chosen("lamb").clip:
+            own.append("optim.adam.clip")
         if not own:
             return ""
         they, them = ("was", "it") if len(own) == 1 else ("were", "them")
@@ -281,11 +281,11 @@ class _Rule:
     def scale_adam(self, name: str) -> None:
         root, optim = math.sqrt(self.factor), self.recipe.optim
         self.set("optim.lr", self.rate * root, "root of the batch's growth")
-        own = optim.owned[name]
-        assert isinstance(own, AdamwSettings)
+        own = optim.chosen(name)
+        assert isinstance(own, AdamSettings)
         beta2 = max(min(LEAST_BETA2, own.beta2), 1 - self.factor * (1 - own.beta2))
-        self.set(f"optim.{name}.beta2", beta2, "averages over as many samples")
-        self.set(f"optim.{name}.eps", own.eps / root, "root of the batch's growth")
+        self.set("optim.adam.beta2", beta2, "averages over as many samples")
+        self.set("optim.adam.eps", own.eps / root, "root of the batch's growth")
         if name == "adamw" and optim.weight_decay:
             decay = optim.weight_decay * root
             self.set("optim.weight_decay", decay, "rate · decay per epoch stays")

@@ -13,15 +13,13 @@ from paceline.core.imports import check_module, split_name
 from paceline.core.settings import NO_SETTING, Section, SettingChecks, parse_arguments
 from paceline.optim.batch_growth import BATCH_RATES, BatchGrowth
 from paceline.optim.registry import (
-    DECAY,
-    MOMENTUM,
     OWNERS,
     OptimizerSettings,
-    ScheduleSettings,
     check_optimizer,
     check_schedule,
     registered_rule,
 )
+from paceline.optim.schedules import DECAY, MOMENTUM, ScheduleSettings
 
 PATHS = ("auto", "foreach", "triton")
 SCALINGS = ("off", "auto")
@@ -104,9 +102,8 @@ class OptimSettings(Section):
     run."""
     batch_schedule: str = ""
     """Global batches by epoch, as in `0:256,8:1024,12:4096`, or `x4`: four times the batch at each of
-    `optim.step.epochs`; empty keeps the batch."""
-    batch_limit: int | None = None
-    """Largest global batch that a rule such as `x4` reaches; from then on the rate decays alone."""
+    `optim.step.epochs`, with `x4:4096` up to a batch of 4,096 (from then on the rate decays alone);
+    empty keeps the batch."""
     batch_rate: str = "auto"
     """How the rate follows the batch of `batch_schedule`: `constant` (not at all), `linear` (times batch
     / first batch), `sqrt`, or `auto` (`linear` with a rule such as `x4`, else `constant`)."""
@@ -134,13 +131,13 @@ class OptimSettings(Section):
     @property
     def own_optimizer(self) -> OptimizerSettings:
         """The settings of the optimizer; the defaults of the base if it has none."""
-        own = self.owned.get(self.name)
+        own = self.chosen(self.name)
         return own if isinstance(own, OptimizerSettings) else OptimizerSettings()
 
     @property
     def own_schedule(self) -> ScheduleSettings:
         """The settings of the schedule."""
-        own = self.owned[self.schedule]
+        own = self.chosen(self.schedule)
         assert isinstance(own, ScheduleSettings), self.schedule
         return own
 
@@ -167,6 +164,10 @@ class OptimSettings(Section):
             for name in names
             if name not in own.READS and getattr(self, name) != getattr(OptimSettings, name)
         }  # fmt: skip
+        rule = registered_rule(self.name)
+        own_decay = self.weight_decay != OptimSettings.weight_decay
+        if rule is not None and own_decay and "weight_decay" not in rule.Hyper._fields:
+            found["weight_decay"] = f"optim.name = {self.name!r}"
         if self.batch_rate != "auto" and not self.batch_schedule:
             found["batch_rate"] = "no optim.batch_schedule"
         return found
@@ -227,7 +228,6 @@ def _check_scaling(optim: OptimSettings, check: SettingChecks) -> None:
 
 def _check_batches(optim: OptimSettings, check: SettingChecks) -> None:
     check.known("batch_rate", BATCH_RATES)
-    check.number("batch_limit", "at least 1", "leave it out")
 
 
 def _check_others(optim: OptimSettings, check: SettingChecks) -> None:
@@ -265,12 +265,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion(
         "optim.batch_schedule", not_in(""), {"optim.scaling": one_of("auto")},
         "optim.scaling = 'auto' chooses the batches", "leave one of them out",
-    ),
-    Exclusion(
-        "optim.batch_limit", not_in(None),
-        {"optim.batch_schedule": lambda schedule: not _grows_by_rule(schedule)},
-        "is the limit of a rule such as 'x4'",
-        "leave it out, or set optim.batch_schedule = 'x4'",
     ),
     Exclusion(
         "optim.step.epochs", lambda epochs: len(set(epochs)) < len(epochs),

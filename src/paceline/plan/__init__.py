@@ -3,6 +3,7 @@
 from paceline.plan.fusion_plan import FusionBucket, FusionPlan
 from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
 from paceline.plan.size_table import SizeRow, SizeTable
+from paceline.plan.wires import Wire, register_wire
 
 __all__ = [
     "ClusterFacts",
@@ -12,4 +13,6 @@ __all__ = [
     "PlanFile",
     "SizeRow",
     "SizeTable",
+    "Wire",
+    "register_wire",
 ]

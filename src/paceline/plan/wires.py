@@ -32,8 +32,10 @@ class Wire:
         roundoff: The largest relative error of one rounding, for formats with an own all-reduce.
         algorithm: The name of the format's own all-reduce; empty if every algorithm can sum the format.
         cost: Seconds of that all-reduce.
+        small_range: True if numbers of usual gradients fall below the smallest of the format, as in
+            float16: losses are then scaled.
         casts: Time to encode and decode a number, in casts from 32 to 16 bits and back.
-        create: Makes the `WireCarrier` of `paceline.comm.hybrid` that executes it, or its place.
+        create: Makes the `WireCarrier` (`comm/planned_transport`) that executes it, or its place.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Wire:
     roundoff: float = 0.0
     algorithm: str = ""
     cost: Cost | None = None
+    small_range: bool = False
     casts: float = 0.0
     create: Callable[..., Any] | str = ""
 
@@ -56,7 +59,7 @@ class Wire:
 # The more exact first: of two that end as soon, the earlier one is taken. float32 comes after auto,
 # because what is computed in 16 bits gains little from a wider sum and takes twice the bytes.
 _OWN = (
-    Wire(AUTO), Wire("float32", 32, "fp32"), Wire("float16", 16, "fp16"),
+    Wire(AUTO), Wire("float32", 32, "fp32"), Wire("float16", 16, "fp16", small_range=True),
     Wire("bfloat16", 16, "bf16"),
 )  # fmt: skip
 WIRES: Registry[Wire] = Registry("wires", {wire.name: wire for wire in _OWN})
@@ -64,9 +67,14 @@ SHORT_WIRES = {wire.short: wire.name for wire in _OWN if wire.short}
 
 
 def register_wire(wire: Wire) -> None:
-    """Makes `wire` a wire format of this process. Raises ConfigError for a name of the core."""
-    if wire.name in {own.name for own in _OWN}:
-        raise ConfigError("name", wire.name, "is one of Paceline's own", "choose another name")
+    """Makes `wire` a wire format of this process. A second call replaces the first. Raises ConfigError
+    for a name that is installed, and for a format without size or all-reduce."""
+    if wire.bits < 1:
+        raise ConfigError(f"{wire.name}.bits", wire.bits, "must be at least 1", "try 16")
+    for name in ("algorithm", "cost", "create"):
+        if not getattr(wire, name):
+            problem = "is missing: a format from outside has an all-reduce of its own"
+            raise ConfigError(f"{wire.name}.{name}", None, problem, f"give Wire(…, {name}=…)")
     WIRES.register(wire.name, wire)
 
 

@@ -121,7 +121,7 @@ class LossScale:
         scales = policy.scales_loss or fp16_travels
         self.dynamic = scales
         start = settings.loss_scale_init if scales else 1.0
-        self._interval = settings.loss_scale_interval
+        self._interval = settings.SCALE_INTERVAL
         self.floor, self.ceiling = settings.LOWEST_SCALE, settings.HIGHEST_SCALE
         self.value = torch.tensor(start, device=policy.device)
         # Multiplies the loss of the current step and divides its gradients.
@@ -139,7 +139,7 @@ class LossScale:
         torch.mul(self.value, 2.0 ** -missing.bit_length(), out=self.step_value)
 
     def update(self, overflow: Tensor, hold: Tensor) -> None:
-        """Halves after an overflow, doubles after `loss_scale_interval` steps without; no change while
+        """Halves after an overflow, doubles after `SCALE_INTERVAL` steps without; no change while
         `hold` is set."""
         if not self.dynamic:
             return

@@ -21,12 +21,12 @@ class PrecisionSettings:
     """Allow TF32 for fp32 matrix products and convolutions on a GPU."""
     loss_scale_init: float = 65536.0
     """Initial loss scale of fp16; it then changes with overflows."""
-    loss_scale_interval: int = 1000
-    """Steps without overflow after which the scale doubles."""
 
     # Bounds of the loss scale. An overflow at the lowest one ends the run as diverged.
     LOWEST_SCALE: ClassVar[float] = 1.0
     HIGHEST_SCALE: ClassVar[float] = 2.0**24
+    # Steps without overflow after which the scale doubles.
+    SCALE_INTERVAL: ClassVar[int] = 1000
 
     def __post_init__(self) -> None:
         check = SettingChecks("precision", self)
@@ -37,4 +37,3 @@ class PrecisionSettings:
                 f"must lie between {self.LOWEST_SCALE:g} and {self.HIGHEST_SCALE:g}",
                 "65536 is usual",
             )
-        check.number("loss_scale_interval", "at least 1")

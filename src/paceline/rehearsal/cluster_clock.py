@@ -86,10 +86,8 @@ class RehearsedCluster:
 
     @property
     def watts(self) -> float:
-        """Power of a GPU as given, or of the catalog's board; 0 where neither is known."""
-        if self.settings.watts_per_gpu or not self.settings.gpu:
-            return self.settings.watts_per_gpu
-        return accelerator(self.settings.gpu).watts
+        """Power of the GPU's board; 0 if the GPU is not known."""
+        return accelerator(self.settings.gpu).watts if self.settings.gpu else 0.0
 
     def network(
         self, model: str, image_size: int, classes: int, stem: str = "auto",
@@ -232,8 +230,7 @@ class RehearsedCluster:
             )  # fmt: skip
         settings = self.settings
         return gpu_cluster(
-            accelerator(settings.gpu), settings.nodes, settings.gpus_per_node, settings.node_gbps,
-            settings.latency_us, settings.links, settings.oversubscription,
+            accelerator(settings.gpu), settings.nodes, settings.gpus_per_node, settings.node_gbps
         )  # fmt: skip
 
     @property
@@ -241,9 +238,7 @@ class RehearsedCluster:
         """The bandwidth between nodes where the settings have none."""
         if self.settings.cluster or not self.settings.gpu or self.settings.nodes < 2:
             return ()
-        given = {
-            name for name in ("node_gbps", "links") if getattr(self.settings, name) is not None
-        }
+        given = {"node_gbps"} if self.settings.node_gbps is not None else set()
         words = assumed(accelerator(self.settings.gpu), given)
         return tuple(words[name] for name in ("node_gbps", "links") if name in words)
 

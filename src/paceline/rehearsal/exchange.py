@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paceline.comm.exchange import SIGNALS, GradientExchange, Message, Signals
 from paceline.comm.group import Group
-from paceline.comm.hybrid import WireFormat
+from paceline.comm.planned_transport import WireFormat
 from paceline.comm.process_groups import Place, group_ranks
 from paceline.comm.transport import DirectTransport, Piece
 from paceline.core.units import format_bytes

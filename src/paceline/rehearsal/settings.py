@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from paceline.core.exclusions import Exclusion, above, one_of, switched_off
+from paceline.core.exclusions import Exclusion, above, not_in, one_of, switched_off
 from paceline.core.settings import SettingChecks, check_input_rate
 from paceline.core.topology import RANKS_LIMIT
 
@@ -29,15 +29,10 @@ class RehearsalSettings:
     """File of `paceline profile` or `tune` with the measured step of this model, in place of one that is
     predicted from its layers."""
     cluster: str = ""
-    """File of `paceline tune` with the cluster's measured links, instead of the four settings below."""
+    """File of `paceline tune` with the cluster's measured links, or with known ones, instead of
+    `node_gbps`."""
     node_gbps: float | None = None
     """All links of a node together, in Gb/s; unset, those of the reference system of `gpu`."""
-    latency_us: float = 10.0
-    """Start of a message between nodes, in microseconds."""
-    links: int | None = None
-    """Links of a node; unset, 1 with `node_gbps`, otherwise those of the reference system."""
-    oversubscription: float = 1.0
-    """By how much the rate between nodes falls when all of them send."""
     input_images_per_s: float = 0.0
     """Images that the input of one rank delivers in a second; 0: enough."""
     eval_s: float | None = None
@@ -46,25 +41,20 @@ class RehearsalSettings:
     """Seconds until the first step; unset, an estimate by the number of ranks."""
     price_per_gpu_hour: float = 0.0
     """Price of a GPU for an hour, in any currency; 0 leaves the cost out."""
-    watts_per_gpu: float = 0.0
-    """Power of a GPU with its share of the node, in watts; 0 takes the board's from the planner's
-    catalog where `gpu` is given, and leaves the energy out otherwise."""
 
     def __post_init__(self) -> None:
         check = SettingChecks("run.rehearsal", self)
         if not 0 <= self.nodes <= RANKS_LIMIT:
             raise check.error("nodes", f"must be 1 to {RANKS_LIMIT:,}")
-        for name in ("gpus_per_node", "links"):
-            check.number(name, "at least 1")
+        check.number("gpus_per_node", "at least 1")
         if self.ranks > MOST_RANKS:
             raise check.error(
                 "nodes", f"{self.ranks:,} ranks are more than {MOST_RANKS:,}",
                 "rehearse a smaller cluster; paceline plan predicts the time of larger ones",
             )  # fmt: skip
-        for name in ("node_gbps", "latency_us", "oversubscription"):
-            check.number(name, "above 0")
+        check.number("node_gbps", "above 0")
         for name in (
-            "input_images_per_s", "eval_s", "startup_s", "price_per_gpu_hour", "watts_per_gpu",
+            "input_images_per_s", "eval_s", "startup_s", "price_per_gpu_hour",
         ):  # fmt: skip
             check.number(name, "0 or more")
         check_input_rate(self.input_images_per_s, "run.rehearsal.input_images_per_s")
@@ -84,8 +74,9 @@ class RehearsalSettings:
             "a rehearsal runs in one process, and this job has {job.processes}",
             "start it without a launcher",
         ),
-        *switched_off(
-            {"optim.batch_schedule": "", "run.trace": False}, "is not supported in a rehearsal"
+        *switched_off({"optim.batch_schedule": ""}, "is not supported in a rehearsal"),
+        Exclusion(
+            "run.traced_steps", not_in(()), {}, "is not supported in a rehearsal", "use []"
         ),
     )  # fmt: skip
 
@@ -94,4 +85,13 @@ class RehearsalSettings:
 RENAMED = {
     f"rehearse.{own.name}": (own.default, f"run.rehearsal.{own.name}")
     for own in fields(RehearsalSettings)
+} | {
+    f"{table}.{name}": (usual, f"run.rehearsal.{new}")
+    for table in ("rehearse", "run.rehearsal")
+    for name, usual, new in (
+        ("latency_us", 10.0, "cluster"),
+        ("links", None, "cluster"),
+        ("oversubscription", 1.0, "cluster"),
+        ("watts_per_gpu", 0.0, "gpu"),
+    )
 }

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from paceline.train.run_state import Progress
     from paceline.train.step import TrainStep
     from paceline.train.stop_signals import StopSignals
+    from paceline.train.strategy import Strategy, Synchronous, register_strategy
     from paceline.train.training import Training
     from paceline.train.weights import (
         checkpoint_weights,
@@ -29,6 +30,8 @@ __all__ = [
     "Progress",
     "RunOutcome",
     "StopSignals",
+    "Strategy",
+    "Synchronous",
     "TrainStep",
     "Training",
     "checkpoint_weights",
@@ -36,6 +39,7 @@ __all__ = [
     "find_checkpoint",
     "fingerprint",
     "master_weights",
+    "register_strategy",
     "resolve_batch_sizes",
     "run_training",
     "write_weights",

@@ -82,8 +82,8 @@ def requested_batch(config: RunConfig, ranks: int) -> tuple[int | None, int | No
 def batch_stages(settings: OptimSettings, sizes: BatchSizes, world_size: int) -> Stages:
     """The (epoch, global batch) that `optim.batch_schedule` adds to the first batch."""
     unit = sizes.micro_batch * world_size
-    epochs, limit = settings.of("step", Step).epochs, settings.batch_limit
-    return settings.batch_growth.after(sizes.global_batch, unit, epochs, limit)
+    epochs = settings.of("step", Step).epochs
+    return settings.batch_growth.after(sizes.global_batch, unit, epochs)
 
 
 def _automatic(global_batch: int, world_size: int) -> BatchSizes:

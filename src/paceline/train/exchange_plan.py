@@ -28,6 +28,7 @@ from paceline.core.units import format_bytes
 from paceline.data import Normalizer
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
+from paceline.plan.wires import wire_format
 from paceline.precision.policy import Policy
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.evaluate import takes_evaluation
@@ -55,8 +56,8 @@ class ExchangeParts:
 
     @property
     def fp16_travels(self) -> bool:
-        """Whether gradients are rounded to fp16 for the wire, with its small range."""
-        return any(bucket.wire == "float16" for bucket in self.plan.buckets)
+        """Whether gradients travel in fp16, or in a format with as small a range."""
+        return any(wire_format(bucket.wire).small_range for bucket in self.plan.buckets)
 
     def create(
         self, group: Group, *, accumulate: bool, graphs: bool, squares: bool = False,

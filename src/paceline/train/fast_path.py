@@ -25,6 +25,7 @@ from torch import nn
 from paceline.comm.group import Group
 from paceline.config import RunConfig, RunSettings
 from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.extensions import provided
 from paceline.models.acceleration import (
     AccelerationContext,
     Applied,
@@ -132,7 +133,7 @@ def choose_fast_path(
         kernel_problem=triton_problem, collective_norms=limits.eager,
     )  # fmt: skip
     applied, reason = accelerate(settings, model, context)
-    if applied is None and reason:
+    if reason:
         remark += f"; {reason}"
     return FastPath(
         model if applied is None else applied.forward, settings.channels_last,
@@ -143,19 +144,33 @@ def choose_fast_path(
 def accelerate(
     settings: RunSettings, model: nn.Module, context: AccelerationContext
 ) -> tuple[Applied | None, str]:
-    """Returns the first acceleration that supports the model, applied to it; or None and the reasons.
+    """Returns the first acceleration that supports the model, applied to it, and which tables of others
+    have no effect; or None and the reasons.
 
     On a CPU, one of this installation is asked only if its table is in the settings.
     """
     on_gpu, reasons = context.device.type == "cuda", []
     for name, found in accelerations(lambda name: on_gpu or name in settings.owned):
         own = replace(context, settings=settings.owned.get(name))
-        if not (reason := found.supports(model, own)):
-            return found.apply(model, own), ""
+        reason: object = found.supports(model, own)
+        if not isinstance(reason, str):
+            raise _error(name, f"its supports returned {reason!r}", "return '' or the reason")
+        if not reason:
+            applied: object = found.apply(model, own)
+            if not isinstance(applied, Applied):
+                problem = f"its apply returned {type(applied).__name__}"
+                raise _error(name, problem, "return an object of a subclass of Applied")
+            idle = [f"run.{o}" for o in provided("accelerations") if o in settings.owned]
+            given = name not in settings.owned and idle
+            return applied, f"{', '.join(idle)} without effect with {name}" if given else ""
         reasons.append(f"{name}: {reason}")
     if on_gpu and not reasons:
         reasons = ["no acceleration is installed"]
     return None, "; ".join(reasons)
+
+
+def _error(name: str, problem: str, remedy: str) -> ConfigError:
+    return ConfigError("acceleration", name, problem, remedy)
 
 
 @dataclass(frozen=True)

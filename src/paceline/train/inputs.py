@@ -131,7 +131,7 @@ def common_settings(config: RunConfig) -> dict[str, object]:
     """Settings that must be equal on all ranks: all but a node's own paths and worker counts."""
     # Tracing and evaluation details use collectives: a resumed run may change them, but ranks may not
     # differ.
-    collective = {"run.trace", "run.trace_steps", "run.eval_details"}
+    collective = {"run.traced_steps", "run.eval_details"}
     own = (LOCAL_SETTINGS - collective) | {"data.dir"}
     return {name: value for name, value in config.flat().items() if name not in own}
 

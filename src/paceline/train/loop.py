@@ -28,6 +28,7 @@ from paceline.train.observers import InputReport
 from paceline.train.run_folder import RunFolderGoneError, RunFolderInUseError
 from paceline.train.step import StepOutcome
 from paceline.train.step_records import StepRecords, check_divergence
+from paceline.train.strategy import strategy_fields
 from paceline.train.training import Training
 from paceline.train.weights import applied
 
@@ -247,7 +248,8 @@ class TrainingLoop:
         self._input.evaluation(found.corrupt_here, found.corrupt_count)
         if details is not None:
             self._write_details(details)
-        reached = self._reached()
+        reached, strategy = self._reached(), t.step.strategy
+        fields = strategy.record_evaluation(reached_target=reached)
         t.emit(
             EvalEvent(
                 step=progress.step,
@@ -257,8 +259,8 @@ class TrainingLoop:
                 loss=found.loss,
                 samples=found.samples,
                 eval_s=found.eval_s,
-                fields=t.step.strategy.record_evaluation(reached_target=reached),
-                remark=t.step.strategy.remark(),
+                fields=strategy_fields(strategy, "record_evaluation", fields, EvalEvent.names()),
+                remark=strategy.remark(),
             )
         )
         if reached and progress.time_to_target_s is None:

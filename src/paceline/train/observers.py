@@ -1,5 +1,5 @@
 """What a run reports beside its metrics: input stalls, corrupt samples, notes of the loaders, the trace
-(`run.trace`), and the server of the live report.
+(`run.traced_steps`), and the server of the live report.
 
 `trace.json` holds the spans of all ranks in the trace-event format of Perfetto (ui.perfetto.dev) and
 chrome://tracing (`trace_document`). Each rank is a process with tracks for compute, exchange and, where
@@ -146,7 +146,7 @@ _SERVER_END_S = 5.0
 
 
 class RunTrace:
-    """The spans of all ranks over the steps of `run.trace_steps`. Does nothing without `run.trace`."""
+    """The spans of all ranks over the steps of `run.traced_steps`, if any."""
 
     def __init__(
         self, settings: RunSettings, group: Group, buffers: list[BucketInfo], folder: Path,
@@ -157,8 +157,8 @@ class RunTrace:
         self._buffers = buffers
         self.path = folder / NAME
         self.timeline: Timeline | None = None
-        if settings.trace and first_step < settings.trace_steps[1]:
-            first, last = settings.trace_steps
+        if settings.traced_steps and first_step < settings.traced_steps[1]:
+            first, last = settings.traced_steps
             self.timeline = Timeline(
                 first, last, group.device, device_exchanges=group.backend == "nccl"
             )
@@ -215,13 +215,13 @@ class RunTrace:
 
 
 class WatchProcess:
-    """An `Observer` that serves the live report of the run (`run.watch`) from its own process, so that
-    making pages does not hold up the training's interpreter. The process ends with this one."""
+    """An `Observer` that serves the live report of the run (`run.report_port`) from its own process, so
+    that making pages does not hold up the training's interpreter. The process ends with this one."""
 
     def __init__(self, folder: Path, port: int) -> None:
         """Raises ConfigError if the port cannot be had, or the package `report` was removed."""
         self._process: subprocess.Popen[bytes] | None = None
-        server = load_extension("report.server", "run.watch", True)
+        server = load_extension("report.server", "run.report_port", True)
         opened = server.open_socket(server.LOOPBACK, port)
         with opened:
             self.url: str = server.url_of(opened)

@@ -14,7 +14,7 @@ from paceline.core.settings import flatten
 from paceline.data import BatchPlan
 from paceline.optim.batch_growth import BatchGrowth
 from paceline.optim.scaling import Recipe, Target, scale_recipe
-from paceline.optim.schedule import LrSchedule
+from paceline.optim.schedules import LrSchedule
 from paceline.optim.settings import OptimSettings
 from paceline.train.batch_sizes import (
     BatchSizes,

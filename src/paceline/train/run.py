@@ -224,8 +224,8 @@ def _open_records(training: Training, display: Callable[[], Observer]) -> None:
             folder.write_config(training.written)
             # Not a file that the user has chosen: an error of the disk, not of a setting.
             (folder.path / "plan.toml").write_text(training.plan_file.to_text(), encoding="utf-8")
-            if config.run.watch:
-                watching = watch_run(folder.path, config.run.watch_port, training.emit)
+            if config.run.report_port is not None:
+                watching = watch_run(folder.path, config.run.report_port, training.emit)
                 training.observers += watching
         if training.callbacks is not None:
             training.observers.append(training.callbacks)
@@ -244,7 +244,7 @@ def _records(training: Training) -> Observer:
     path = training.folder.metrics(rank)
     if rank == 0 or each_rank_writes(settings, training.group.world_size):
         return JsonlWriter(path)
-    return RecentEvents(path, keeps=settings.rank_records == "auto")
+    return RecentEvents(path)
 
 
 def write_recent_events(training: Training) -> None:
@@ -373,7 +373,7 @@ def salvage(training: Training, loop: TrainingLoop, error: PeerError) -> None:
     the watchdog's deadline bounds the time. Failures here must not hide `error`, with which this rank
     ends.
     """
-    if not (training.step.strategy.same_weights and training.config.checkpoint.salvage):
+    if not training.step.strategy.same_weights:
         return
     training.group.leaving(error)
     training.finish_save()

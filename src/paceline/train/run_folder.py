@@ -171,10 +171,10 @@ def _holder(file: Path) -> str:
 # Settings that a resumed run may change while it remains the same run.
 LOCAL_SETTINGS = frozenset(
     {"run.output", "run.resume", "run.log_interval", "run.threads"}
-    | {"run.trace", "run.trace_steps", "run.trackers", "run.watch", "run.watch_port"}
+    | {"run.traced_steps", "run.trackers", "run.report_port"}
     | {"run.eval_details"}
     | {"checkpoint.on_sigusr1", "checkpoint.on_sigusr2", "checkpoint.background"}
-    | {"checkpoint.salvage", "checkpoint.keep", "data.workers"}
+    | {"checkpoint.keep", "data.workers"}
     # Caches do not change batches.
     | {"data.cache", "data.cache_mib", "data.cache_dir", "data.cache_form"}
 )
@@ -184,7 +184,7 @@ _KERNEL_SETTINGS = frozenset({"run.cuda_graphs"})
 # Settings that do not affect the results of a run, but for rounding: a finished run may be resumed with
 # other values.
 NEUTRAL_SETTINGS = LOCAL_SETTINGS | _KERNEL_SETTINGS | {
-    "run.name", "run.device", "run.max_skipped_steps", "data.dir", "data.max_corrupt_share",
+    "run.name", "run.device", "data.dir", "data.max_corrupt_share",
     "comm.timeout_s", "comm.rendezvous_timeout_s",
     "checkpoint.interval_epochs", "checkpoint.interval_steps", "checkpoint.keep_best",
 }  # fmt: skip

@@ -42,7 +42,6 @@ PINNED = (
     "run.seed", "model.name", "model.arguments", "model.freeze", "model.num_classes", "model.stem",
     "data.image_size", "data.channels", "data.shuffle", "data.val_split", "optim.name",
 )  # fmt: skip
-_PINNED_WITH_SHARDS = ("data.shuffle_window_shards",)
 
 
 @dataclass
@@ -81,9 +80,8 @@ def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
     """Raises CheckpointError for a checkpoint of another run, before anything is built from it."""
     refuse_removed(checkpoint.config)
     there, here = flatten(with_defaults(checkpoint.config)), config.flat()
-    names = PINNED + (_PINNED_WITH_SHARDS if config.data.shuffle == "shards" else ())
     own = config.optim.own_optimizer.PINNED
-    for name in (*names, *(f"optim.{config.optim.name}.{key}" for key in own)):
+    for name in (*PINNED, *(f"optim.{config.optim.name}.{key}" for key in own)):
         _compare(path, name, there.get(name), here.get(name))
 
 
@@ -368,7 +366,7 @@ def _shown(classes: Sequence[str]) -> str:
 
 # Settings that decide the plan.
 _MAKE_PLANS = (
-    "comm.algorithm", "comm.hybrid.sizes", "comm.hybrid.eta_kib", "comm.fusion_mib",
+    "comm.algorithm", "comm.hybrid.sizes", "comm.fusion_mib",
     "comm.wire", "comm.plan",
 )  # fmt: skip
 

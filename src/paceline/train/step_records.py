@@ -41,6 +41,7 @@ from paceline.plan.noise import NoiseEstimate, NoiseScale
 from paceline.precision.policy import Policy
 from paceline.train.machine import run_eagerly
 from paceline.train.step import StepOutcome
+from paceline.train.strategy import strategy_fields
 from paceline.train.training import Training
 
 
@@ -60,6 +61,7 @@ class StepRecords:
 
     def add(self, outcome: StepOutcome, train_s: float) -> None:
         """A completed step, `train_s` after the start of the run."""
+        strategy = self._t.step.strategy
         t, progress, number = self._t, self._t.progress, outcome.number
         first, last = t.plan.step_range(number)
         progress.step = number + 1
@@ -92,7 +94,7 @@ class StepRecords:
             noise_scale=None if estimate is None else self._noise.value,
             batch_size=last - first if t.plan.growth else None,
             momentum=t.schedule.others(number).get("momentum"),
-            fields=t.step.strategy.record(outcome),
+            fields=strategy_fields(strategy, "record", strategy.record(outcome), StepEvent.names()),
         )
         t.emit(event)
         if self._rank_times is not None:
@@ -145,20 +147,22 @@ class StepRecords:
 
 # Allowed steps in a row with a non-finite loss, which no loss scale can fix.
 _BAD_LOSSES = 10
+# Skipped steps in a row for whatever reason.
+_SKIPPED_STEPS = 50
 # Images of the probe, enough for a batch-norm variance.
 _IMAGES = 4
 
 
 def check_divergence(training: Training, outcome: StepOutcome) -> None:
     """Called after a skipped step. Uses only numbers that the exchange has made equal on all ranks."""
-    row, limit = training.progress.skipped_in_a_row, training.config.run.max_skipped_steps
+    row = training.progress.skipped_in_a_row
     scale = training.step.scale
     bad_loss = not math.isfinite(outcome.loss)
-    if bad_loss and row >= min(_BAD_LOSSES, limit):
+    if bad_loss and row >= min(_BAD_LOSSES, _SKIPPED_STEPS):
         cause = f"the loss was not finite in {row} steps in a row"
     elif scale.dynamic and outcome.loss_scale <= scale.floor:
         cause = f"gradients overflow even at the lowest loss scale, {scale.floor:g}"
-    elif row >= limit:
+    elif row >= _SKIPPED_STEPS:
         cause = f"gradients were not finite in {row} steps in a row"
     else:
         return
@@ -218,7 +222,7 @@ def find_bad_layer(model: nn.Module, policy: Policy, images: tuple[int, ...]) ->
     return f"the output of {found[0]} is not finite" if found else ""
 
 
-# `auto`: up to so many ranks, those of one node, each writes its own file.
+# Up to so many ranks, those of one node, each writes its own file.
 _EACH_WRITES = 8
 _KEPT_EVENTS = 1000
 # Steps of one gathering; of a longer stretch, the latest.
@@ -227,9 +231,7 @@ _GATHERED_STEPS = 256
 
 def each_rank_writes(settings: RunSettings, world_size: int) -> bool:
     """Whether every rank writes all its events to a file of its own."""
-    if settings.rank_records == "auto":
-        return world_size <= _EACH_WRITES or settings.trace
-    return settings.rank_records == "on"
+    return world_size <= _EACH_WRITES or bool(settings.traced_steps)
 
 
 class RecentEvents:
@@ -238,9 +240,9 @@ class RecentEvents:
     Notes, corrupt samples and numbers of callbacks are of this rank alone, so they are written at once.
     """
 
-    def __init__(self, path: Path, *, keeps: bool = True) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._kept: deque[tuple[Event, float]] = deque(maxlen=_KEPT_EVENTS if keeps else 0)
+        self._kept: deque[tuple[Event, float]] = deque(maxlen=_KEPT_EVENTS)
         # Written first, however long ago it was.
         self._started: tuple[Event, float] | None = None
         self._writer: JsonlWriter | None = None

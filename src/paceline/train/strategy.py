@@ -15,7 +15,7 @@ Each rank has one strategy from the start of a run to its end:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -25,12 +25,13 @@ from torch import Tensor, nn
 from paceline.comm.exchange import SIGNALS, GradientExchange
 from paceline.comm.group import Group
 from paceline.config import STRATEGIES, SYNCHRONOUS, RunConfig
+from paceline.core.errors import ConfigError
 from paceline.core.events import ShownField
 from paceline.core.settings import register_settings
 from paceline.data import BatchPlan
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.rule import accurate_norms
-from paceline.optim.schedule import set_rate
+from paceline.optim.schedules import set_rate
 from paceline.plan.plan_file import ClusterFacts
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.micro_step import Captured, MicroStep
@@ -371,10 +372,33 @@ def row_values(row: Tensor) -> tuple[dict[str, float], list[int]]:
 
 
 def register_strategy(kind: type[Strategy], settings: type | None = None) -> None:
-    """Makes `kind` the strategy `kind.name` of this process, with the class of `[run.NAME]`, if any."""
-    STRATEGIES.register(kind.name, kind)
+    """Makes `kind` the strategy `kind.name` of this process, with the class of `[run.NAME]`, if any. A
+    second call replaces the first. Raises ConfigError for a name that is installed or inherited."""
+    if not isinstance(kind, type) or not issubclass(kind, Strategy):
+        raise ConfigError("kind", kind, "is not a subclass of Strategy", "give a class")
+    if "name" not in vars(kind):
+        raise ConfigError(
+            "kind", kind.__name__, "has no name", f"write name = '…' in {kind.__name__}"
+        )
     if settings is not None:
         register_settings("run", kind.name, settings)
+    STRATEGIES.register(kind.name, kind)
+
+
+def strategy_fields(
+    strategy: Strategy, method: str, found: object, taken: Collection[str]
+) -> Mapping[str, Any]:
+    """Returns what a method of the strategy has returned.
+
+    Raises:
+        ConfigError: If that is not a mapping, or has a name in `taken`, which are the core's.
+    """
+    place = f"{strategy.name}.{method}"
+    if not isinstance(found, Mapping):
+        raise ConfigError(place, type(found).__name__, "is not a mapping", "return a dictionary")
+    if overwritten := sorted(found.keys() & taken):
+        raise ConfigError(place, overwritten[0], "is a field of Paceline's", "choose another name")
+    return found
 
 
 def strategy_class(config: RunConfig) -> type[Strategy]:

@@ -20,7 +20,7 @@ from paceline.data import BatchPlan, Source, TrainBatches, describe_channels
 from paceline.models.registry import count_frozen
 from paceline.models.settings import STEMS_OF_MODEL
 from paceline.optim.batch_growth import describe_stages
-from paceline.optim.schedule import LrSchedule
+from paceline.optim.schedules import LrSchedule
 from paceline.plan.plan_file import PlanFile
 from paceline.train.batch_sizes import BatchSizes
 from paceline.train.callbacks import CallbackRunner

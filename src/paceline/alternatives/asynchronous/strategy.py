@@ -33,9 +33,10 @@ from paceline.comm.exchange import SIGNALS, GradientExchange
 from paceline.comm.group import Group
 from paceline.comm.transport import Notify, Piece, Transport, Wait
 from paceline.config import RunConfig
+from paceline.core.errors import RunError
 from paceline.data import BatchPlan
 from paceline.optim.base import MasterOptimizer
-from paceline.optim.schedule import set_rate
+from paceline.optim.schedules import set_rate
 from paceline.train.exchange_plan import ExchangeParts
 from paceline.train.micro_step import MicroStep
 from paceline.train.step_parts import StepParts, create_master_optimizer
@@ -128,7 +129,11 @@ class Asynchronous(Strategy):
     def finish(self, rate: float, others: Mapping[str, float] | None) -> Pending:
         """Pushes the gradient that `GradientExchange.reduce` has left, unless this rank has failed.
         Servers take the rate of a push, and no `others` of the schedule's values."""
-        assert not others, "refused by AsynchronousSettings"
+        if others:
+            raise RunError(
+                f"parameter servers take the rate alone, and not {', '.join(others)} of the schedule",
+                "use another optim.schedule or optim.name",
+            )
         tail = self._exchange.tail.detach().cpu()
         pushed: Pushed | None = None
         started = time.perf_counter()

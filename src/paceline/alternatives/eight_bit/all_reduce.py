@@ -146,7 +146,7 @@ class QuantizedAllReduce:
         self._corrected = {
             wire
             for wire in wires
-            if settings is not None and settings.of(wire, EightBitSettings).error_feedback
+            if settings is not None and settings.of("eight_bit", EightBitSettings).error_feedback
         }
         self.memory = Residuals() if self._corrected else None
 

@@ -11,12 +11,13 @@ from paceline.plan.cluster import Cluster
 from paceline.plan.cost import Seconds
 from paceline.plan.wires import Wire
 
-# Earlier names, with their defaults.
-RENAMED = {
-    "comm.error_feedback": (True, "comm.int8.error_feedback"),
-}
 ALL_TO_ALL = "all_to_all"
 EIGHT_BIT = ("int8", "float8_e4m3", "float8_e5m2")
+# Earlier names, with their defaults.
+RENAMED = {
+    "comm.error_feedback": (True, "comm.eight_bit.error_feedback"),
+    **{f"comm.{name}": ({"error_feedback": True}, "comm.eight_bit") for name in EIGHT_BIT},
+}
 # Elements that share an fp32 scale.
 BLOCK = 256
 SCALE_BYTES = 4
@@ -44,7 +45,9 @@ FLOAT8_E5M2 = _wire("float8_e5m2", short="e5m2", roundoff=1 / 8)
 
 @dataclass(frozen=True)
 class EightBitSettings:
-    """Settings of an 8-bit wire format."""
+    """Settings of the 8-bit wire formats."""
+
+    TABLE: ClassVar[str] = "eight_bit"
 
     error_feedback: bool = True
     """Add what rounding cut off to the gradients of the next step."""

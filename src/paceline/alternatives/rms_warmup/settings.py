@@ -9,7 +9,8 @@ from typing import ClassVar
 
 from paceline.core.exclusions import Exclusion, one_of
 from paceline.core.settings import SettingChecks
-from paceline.optim.registry import SGD, Course, OptimizerSettings
+from paceline.optim.registry import SGD, OptimizerSettings
+from paceline.optim.schedules import Course
 
 # Earlier names, with their defaults.
 RENAMED = {

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from paceline.alternatives.svrg.settings import DRAW
+from paceline.core.settings import read_names
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.registry import Context
 from paceline.optim.rule import Gates, Outcome, Row, Rows, UpdateRule
@@ -264,5 +265,5 @@ def create(
     settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, context: Context
 ) -> SVRG:
     own = settings.own_optimizer
-    given = {name: getattr(own, name) for name in ("bits", "mu") if hasattr(own, name)}
+    given = {name: getattr(own, name) for name in read_names(type(own)) & {"bits", "mu"}}
     return SVRG(groups, lr, form=settings.name, seed=context.seed, **given)

@@ -10,13 +10,17 @@ from paceline.config.settings import SYNCHRONOUS
 from paceline.core.errors import ConfigError
 from paceline.core.exclusions import Exclusion, not_in, one_of
 from paceline.core.settings import SettingChecks
-from paceline.optim.registry import MOMENTUM, SGD, Course, OptimizerSettings
+from paceline.optim.registry import SGD, OptimizerSettings
+from paceline.optim.schedules import MOMENTUM, Course
 
 # Earlier names, with their defaults.
 RENAMED = {
-    "optim.bits": (8, "optim.halp.bits or optim.lp_svrg.bits or optim.lp_sgd.bits"),
-    "optim.center_epochs": (1.0, "optim.halp.center_epochs or optim.svrg.center_epochs"),
-    "optim.halp_mu": (0.1, "optim.halp.mu"),
+    "optim.bits": (8, "optim.svrg.bits"),
+    "optim.center_epochs": (1.0, "optim.svrg.center_epochs"),
+    "optim.halp_mu": (0.1, "optim.svrg.mu"),
+    "optim.halp": ({"center_epochs": 1.0, "bits": 8, "mu": 0.1}, "optim.svrg"),
+    "optim.lp_svrg": ({"center_epochs": 1.0, "bits": 8}, "optim.svrg"),
+    "optim.lp_sgd": ({"bits": 8}, "optim.svrg"),
 }
 DRAW = "draw"
 _FP32 = ("{optim.name} computes in fp32", "use --amp-dtype fp32")
@@ -33,12 +37,9 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
             ("schedule_free", 0.0), ("scaling", "off"),
         )
     ),
-    *(
-        Exclusion(
-            f"optim.{schedule}.momentum", not_in(()), {"optim.schedule": one_of(schedule)},
-            "{optim.name} is not defined with momentum", "set it to []",
-        )
-        for schedule in ("one_cycle", "triangular")
+    Exclusion(
+        "optim.cycle.momentum", not_in(()), {"optim.schedule": one_of("one_cycle", "triangular")},
+        "{optim.name} is not defined with momentum", "set it to []",
     ),
     Exclusion(
         "run.strategy", not_in(SYNCHRONOUS), {},
@@ -84,21 +85,29 @@ ANCHORED_EXCLUSIONS: tuple[Exclusion, ...] = (
 
 
 @dataclass(frozen=True)
-class _Form(OptimizerSettings):
-    NAME: ClassVar[str]
+class LpSgdSettings(OptimizerSettings):
+    """SGD with weights of few bits."""
+
+    TABLE: ClassVar[str] = "svrg"
     CREATE: ClassVar[str] = "alternatives.svrg.optimizer:create"
     RATES: ClassVar[str] = SGD
     READS: ClassVar[tuple[str, ...]] = MOMENTUM  # refused, not idle
+    UNREAD: ClassVar[tuple[str, ...]] = ("center_epochs", "mu")
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = EXCLUSIONS
 
+    center_epochs: float = 1.0
+    """Epochs from one full gradient to the next, but for `lp_sgd`."""
+    bits: int = 8
+    """Bits of the integers that hold the weights or, with `halp`, the offset, 8 or 16."""
+    mu: float = 0.1
+    """Assumed strong convexity μ of `halp`; its offset reaches ‖full gradient‖ / μ."""
+
     def __post_init__(self) -> None:
-        bits = getattr(self, "bits", 8)
-        if bits not in (8, 16):
-            raise ConfigError(f"optim.{self.NAME}.bits", bits, "must be 8 or 16", "try 8")
-        check = SettingChecks(f"optim.{self.NAME}", self)
+        if self.bits not in (8, 16):
+            raise ConfigError("optim.svrg.bits", self.bits, "must be 8 or 16", "try 8")
+        check = SettingChecks("optim.svrg", self)
         for name in ("mu", "center_epochs"):
-            if hasattr(self, name):
-                check.number(name, "above 0")
+            check.number(name, "above 0")
 
     def values(self, time: float, course: Course) -> Mapping[str, float]:
         """The number of the step, for random numbers; the batch does not grow."""
@@ -106,25 +115,12 @@ class _Form(OptimizerSettings):
 
 
 @dataclass(frozen=True)
-class LpSgdSettings(_Form):
-    """Settings of `lp_sgd`."""
+class SvrgSettings(LpSgdSettings):
+    """Settings of `svrg` and its relatives `halp`, `lp_svrg` and `lp_sgd`."""
 
-    NAME: ClassVar[str] = "lp_sgd"
-
-    bits: int = 8
-    """Bits of the integers that hold the weights, 8 or 16."""
-
-
-@dataclass(frozen=True)
-class SvrgSettings(_Form):
-    """Settings of `svrg`."""
-
-    NAME: ClassVar[str] = "svrg"
     GRADIENTS: ClassVar[str] = "svrg"
+    UNREAD: ClassVar[tuple[str, ...]] = ("bits", "mu")
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = ANCHORED_EXCLUSIONS
-
-    center_epochs: float = 1.0
-    """Epochs from one full gradient to the next."""
 
     def interval(self, steps_per_epoch: float) -> int:
         """Returns the steps from one full gradient to the next."""
@@ -137,21 +133,13 @@ class SvrgSettings(_Form):
 
 @dataclass(frozen=True)
 class LpSvrgSettings(SvrgSettings):
-    """Settings of `lp_svrg`."""
+    """SVRG with weights of few bits."""
 
-    NAME: ClassVar[str] = "lp_svrg"
-
-    bits: int = 8
-    """Bits of the integers that hold the weights, 8 or 16."""
+    UNREAD: ClassVar[tuple[str, ...]] = ("mu",)
 
 
 @dataclass(frozen=True)
 class HalpSettings(SvrgSettings):
-    """Settings of `halp`."""
+    """SVRG with an offset of few bits."""
 
-    NAME: ClassVar[str] = "halp"
-
-    bits: int = 8
-    """Bits of the integers that hold the offset, 8 or 16."""
-    mu: float = 0.1
-    """Assumed strong convexity μ; the offset reaches ‖full gradient‖ / μ."""
+    UNREAD: ClassVar[tuple[str, ...]] = ()

@@ -16,9 +16,8 @@ import numpy as np
 
 from paceline.core.errors import PacelineError
 from paceline.data.augment import Pixels, SquareTransform, Transform
-from paceline.data.batch import Batch, BatchBuffer
-from paceline.data.chunk import Chunk, CorruptSample
-from paceline.data.image import CorruptImage, decode
+from paceline.data.batch import Batch, BatchBuffer, Chunk
+from paceline.data.image import CorruptImage, CorruptSample, decode
 from paceline.data.prefetch import Progress, cut
 from paceline.data.sources.base import Source, Stored
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from paceline.data.augment import Pixels, SquareTransform
-from paceline.data.chunk import Chunk
+from paceline.data.batch import Chunk
 from paceline.data.decode.decoder import PillowDecoder, RegionUnavailableError
 from paceline.data.decode.library import (
     Pieces,

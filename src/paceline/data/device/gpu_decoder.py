@@ -26,13 +26,12 @@ import torch
 from paceline.core.errors import ConfigError
 from paceline.core.host import few_connections
 from paceline.data.augment import SquareTransform
-from paceline.data.batch import Batch, kept_rows
-from paceline.data.chunk import Chunk
+from paceline.data.batch import Batch, Chunk, kept_rows, mark_stream
 from paceline.data.decode.decoder import BatchInProgress, Decoder, PillowDecoder
 from paceline.data.decode.region import BulkRead
 from paceline.data.device.nvjpeg import Decoded, DeviceImage, JpegFile, NvJpeg, jpeg_file
 from paceline.data.device.nvjpeg_library import CHUNK
-from paceline.data.device.streams import drained_stream, finish, mark_stream
+from paceline.data.device.streams import drained_stream, finish
 from paceline.data.image import CorruptImage
 from paceline.data.settings import DataSettings
 from paceline.data.sources.base import Source, Stored

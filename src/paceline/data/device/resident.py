@@ -20,12 +20,10 @@ from PIL import Image
 
 from paceline.core.errors import ConfigError
 from paceline.data.augment import FitTransform, Pixels, Transform, pixels_of
-from paceline.data.batch import Batch, kept_rows
-from paceline.data.chunk import Chunk, CorruptLog, CorruptSample
+from paceline.data.batch import Batch, Chunk, CorruptLog, kept_rows, mark_stream
 from paceline.data.decode.decoder import BatchInProgress, Decoder, PillowDecoder
 from paceline.data.device.augment import AugmentNumbers, DeviceAugment
-from paceline.data.device.streams import mark_stream
-from paceline.data.image import CorruptImage, decode
+from paceline.data.image import CorruptImage, CorruptSample, decode
 from paceline.data.prefetch import Job, Prefetcher, Progress, cut
 from paceline.data.settings import DataSettings
 from paceline.data.sources.base import Source

@@ -1,5 +1,4 @@
-"""CUDA streams beside the training's, events on the training's, and copies to the device made
-ahead.
+"""CUDA streams beside the training's, and copies to the device made ahead.
 
 Memory freed on a stream goes to the next user of that stream only, so work on it must be done by
 then: hence the waits. On a CPU, where tests stand in for a GPU, all of these do nothing.
@@ -13,8 +12,7 @@ from typing import Any
 
 import torch
 
-from paceline.data.batch import Batch, kept_rows
-from paceline.data.chunk import Chunk
+from paceline.data.batch import Batch, Chunk, kept_rows
 from paceline.data.decode.decoder import BatchInProgress, Decoder
 
 
@@ -47,15 +45,6 @@ def finish(stream: torch.cuda.Stream | None) -> None:
 def finish_current(device: torch.device) -> None:
     if device.type == "cuda":
         finish(torch.cuda.current_stream(device))
-
-
-def mark_stream(device: torch.device) -> Any:
-    """An event behind all that the current stream was given so far; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
 
 
 class CopyingDecoder(Decoder):

@@ -15,8 +15,8 @@ import torch
 
 from paceline.core.errors import ConfigError, DataError, nearest
 from paceline.core.settings import convert
-from paceline.data.chunk import CorruptSample
 from paceline.data.device.normalize import Normalizer
+from paceline.data.image import CorruptSample
 from paceline.data.loaders.create import create_eval_loader, create_train_loader
 from paceline.data.loaders.loader import EvalLoader, TrainLoader
 from paceline.data.order import BatchPlan, Stretch

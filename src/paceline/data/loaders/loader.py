@@ -16,9 +16,9 @@ from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 
-from paceline.data.batch import Batch
-from paceline.data.chunk import Chunk, CorruptLog, CorruptSample
+from paceline.data.batch import Batch, Chunk, CorruptLog
 from paceline.data.decode.decoder import BatchInProgress, Decoder
+from paceline.data.image import CorruptSample
 from paceline.data.order import BatchPlan, Int64, SampleOrder
 from paceline.data.prefetch import Job, Prefetcher, Progress
 

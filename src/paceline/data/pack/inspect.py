@@ -17,8 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from paceline.core.errors import DataError
 from paceline.core.files import open_regular
-from paceline.data.chunk import CorruptSample
-from paceline.data.image import CorruptImage, ImageFacts, decode, image_facts
+from paceline.data.image import CorruptImage, CorruptSample, ImageFacts, decode, image_facts
 from paceline.data.order import PACK_STREAM, Int64, hash64
 from paceline.data.pack.pack import file_digest
 from paceline.data.pack.splits import SPLITS, open_splits

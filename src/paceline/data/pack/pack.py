@@ -25,8 +25,7 @@ from PIL import Image
 
 from paceline.core.errors import DataError
 from paceline.core.files import LEFTOVERS
-from paceline.data.chunk import CorruptSample, allowed_corrupt
-from paceline.data.image import CorruptImage, decode, image_facts
+from paceline.data.image import CorruptImage, CorruptSample, allowed_corrupt, decode, image_facts
 from paceline.data.order import PACK_STREAM, Int64, hash64
 from paceline.data.prefetch import map_ahead
 from paceline.data.sources.base import Source, source_identity

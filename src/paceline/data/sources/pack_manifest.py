@@ -15,7 +15,7 @@ from paceline.core.errors import ConfigError, DataError, nearest
 from paceline.core.files import read_regular
 from paceline.core.settings import from_table
 from paceline.core.untrusted import parse_json, short_repr
-from paceline.data.chunk import CorruptSample
+from paceline.data.image import CorruptSample
 from paceline.data.sources.storage import write_file
 
 MANIFEST_FILE = "pack.json"
