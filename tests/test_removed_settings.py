@@ -76,6 +76,17 @@ def test_another_value_is_refused_with_a_remedy(name: str, tmp_path: Path) -> No
         assert (caught.value.field, bool(caught.value.remedy)) == (name, True)
 
 
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [("run.shares", "unequal"), ("comm.servers", "asynchronous"), ("rehearse.nodes", "rehearsal"),
+     ("model.norm_group", "synced_norms")],
+)  # fmt: skip
+def test_a_setting_of_a_strategy_names_what_chooses_it(name: str, strategy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, {name: other(name)})
+    assert f"run.strategy = {strategy!r}" in caught.value.remedy
+
+
 def test_the_value_that_applies_now_is_dropped(tmp_path: Path) -> None:
     file = tmp_path / "old.toml"
     file.write_text(tomli_w.dumps(USUAL))

@@ -113,6 +113,8 @@ def test_the_flags_of_train_are_taken(tmp_path: Path) -> None:
     assert config["optim"]["momentum"] == 0.5
     assert config["optim"]["weight_decay"] == 0.01
     assert config["run"]["seed"] == 3
+    done = run(["eval", "r", "--device", "cpu"], tmp_path)
+    assert done.code == 0, done.err
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,11 @@ def test_a_mistake_is_refused_by_its_name(values: dict[str, object], field: str)
     assert caught.value.remedy
 
 
+@pytest.mark.parametrize("value", [5, True, {"fan": 1}, None, [["fan"]]])
+def test_what_is_no_name_chooses_nothing(value: object) -> None:
+    assert list(RoomSettings.choices_in({"device": value, "lamps": ["fan"]})) == [("lamps", "fan")]
+
+
 def test_owners_share_a_table() -> None:
     made = room(device="flue", fan={"speed": 5})
     assert dict(made.owned) == {"fan": FlueSettings(speed=5)}

@@ -73,6 +73,8 @@ def test_linear_scaling_and_warm_up() -> None:
     ("kind", "extra", "rates"),
     [
         ("poly", {"power": 2}, {0: 1.0, 50: 0.25, 90: 0.01}),
+        ("exponential", {"lr_end": 0.01}, {0: 1.0, 50: 0.1}),
+        ("exponential", {"lr_end": 100.0, "decay_over_epochs": 5}, {25: 10.0, 50: 100.0, 99: 100.0}),
         ("cosine", {"lr_end": 0.2}, {50: 0.6, 100: 0.2}),
         # The decay may end after the run, or before.
         ("poly", {"warmup_epochs": 1, "decay_over_epochs": 20}, {9: 1, 10: 1, 99: (1 - 89 / 190) ** 2}),
@@ -100,7 +102,8 @@ def test_steps_of_goyal_et_al() -> None:
 def test_every_rate_is_finite_and_never_above_the_peak(
     kind: str, total: int, per_epoch: float, warmup: float
 ) -> None:
-    made = schedule(kind, total, per_epoch, warmup_epochs=warmup)
+    end = 0.01 if kind == "exponential" else 0.0
+    made = schedule(kind, total, per_epoch, warmup_epochs=warmup, lr_end=end)
     rates = [made.rate(step) for step in range(total)]
     assert all(math.isfinite(rate) and 0 <= rate <= 1.0 + 1e-12 for rate in rates)
     assert max(rates) > 0

@@ -16,6 +16,7 @@ from torch import nn
 from paceline.core.errors import CheckpointError
 from paceline.train import Checkpoint, CheckpointStore, find_checkpoint, fingerprint, write_weights
 from paceline.train.checkpoint import (
+    VERSION,
     DamagedCheckpointError,
     ForeignCheckpointError,
     content_hash,
@@ -64,7 +65,7 @@ def test_round_trip_and_plain_torch_can_read_it(tmp_path: Path) -> None:
     assert digest(found) == digest(saved)
     assert (found.step, found.salvaged_by) == (5, None)
     table = torch.load(tmp_path / PATH, weights_only=True)
-    assert (table["format"], table["version"]) == ("paceline-checkpoint", 4)
+    assert (table["format"], table["version"]) == ("paceline-checkpoint", VERSION)
 
 
 def test_the_hash_covers_every_part_but_not_strides() -> None:
@@ -111,7 +112,7 @@ def test_formats_and_missing_parts() -> None:
     table = torch.load(io.BytesIO(checkpoint().to_bytes()), weights_only=True)
     later = "use the Paceline version that wrote it"
     for change, kind, remedy in (
-        ({"version": 5, "rng": {}}, CheckpointError, later),
+        ({"version": VERSION + 1, "rng": {}}, CheckpointError, later),
         ({"version": 1, "rng": {}}, CheckpointError, later),
         ({"version": 19}, DamagedCheckpointError, ""),  # everything else matches its SHA-256
         ({"format": "other"}, ForeignCheckpointError, "--pretrained"),
@@ -122,12 +123,13 @@ def test_formats_and_missing_parts() -> None:
             Checkpoint.from_bytes(saved_as(table | change), PATH)
         assert type(caught.value) is kind
         assert remedy in caught.value.remedy
-    # Format 3 had no exchange.
-    old = {name: value for name, value in vars(checkpoint()).items() if name != "exchange"}
-    head = {"format": "paceline-checkpoint", "version": 3, "sha256": content_hash(old)}
-    with pytest.raises(CheckpointError) as caught:
-        Checkpoint.from_bytes(saved_as(head | old), PATH)
-    assert (type(caught.value), caught.value.remedy) == (CheckpointError, later)
+    # Format 3 had no exchange, format 4 no strategy.
+    for version, part in ((3, "exchange"), (4, "strategy")):
+        old = {name: value for name, value in vars(checkpoint()).items() if name != part}
+        head = {"format": "paceline-checkpoint", "version": version, "sha256": content_hash(old)}
+        with pytest.raises(CheckpointError) as caught:
+            Checkpoint.from_bytes(saved_as(head | old), PATH)
+        assert (type(caught.value), caught.value.remedy) == (CheckpointError, later)
     del table["rng"]
     with pytest.raises(DamagedCheckpointError):
         Checkpoint.from_bytes(saved_as(table), PATH)
@@ -145,7 +147,7 @@ def test_other_types_with_a_correct_hash_are_refused(changes: dict[str, Any]) ->
 
 def test_a_missing_part_with_a_correct_hash_is_named() -> None:
     table = {name: value for name, value in vars(checkpoint()).items() if name != "threads"}
-    head = {"format": "paceline-checkpoint", "version": 4, "sha256": content_hash(table)}
+    head = {"format": "paceline-checkpoint", "version": VERSION, "sha256": content_hash(table)}
     with pytest.raises(CheckpointError, match="threads is missing"):
         Checkpoint.from_bytes(saved_as(head | table), PATH)
 

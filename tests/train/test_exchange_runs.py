@@ -150,6 +150,11 @@ def test_settings_for_several_ranks_are_named_on_one(
          "optim.lr_end = 0.5: with optim.schedule = 'constant'"),
         ({"optim__batch_rate": "sqrt"}, "optim.batch_rate = 'sqrt': with no optim.batch_schedule"),
         ({"optim__name": "lamb", "optim__adam__clip": True}, ""),
+        ({"run__unequal__shares": "3:1", "run__rehearsal__nodes": 4},
+         "[run.unequal], [run.rehearsal]: with run.strategy = 'synchronous'"),
+        ({"run__rehearsal__nodes": 0}, ""),
+        ({"optim__name": "lamb", "optim__lars__clip": True, "optim__schedule": "poly"},
+         "[optim.lars]: with optim.name = 'lamb' and optim.schedule = 'poly'"),
         ({"optim__schedule": "poly", "optim__poly__power": 1.0, "optim__lr_end": 0.5}, ""),
     ],
 )  # fmt: skip

@@ -14,7 +14,7 @@ from paceline.core.events import StartEvent
 from paceline.data import PackOptions, SyntheticImages, pack_splits
 from paceline.train import Checkpoint, run_training
 from paceline.train.run_folder import LOCAL_SETTINGS
-from paceline.train.run_state import changes
+from paceline.train.run_state import PinnedPlan, changes
 from ranks import run_ranks
 from small_runs import Silent, run_small, small_config
 from train.runs import EVERY_STEP, stop_after, watched
@@ -54,6 +54,36 @@ def test_resuming_with_other_settings_names_the_command_that_works(copied: Path)
     values = {"run.output": str(copied), "run.resume": "auto"}
     outcome = run_training(load_config(str(copied / "config.toml"), values), Silent)
     assert outcome.already_finished
+
+
+def test_settings_of_another_optimizer_do_not_keep_a_run_from_resuming(tmp_path: Path) -> None:
+    """`config.toml` leaves them out."""
+    unused: dict[str, Any] = {"optim__lars__clip": True, "run__unequal__shares": "3:1"}
+    stop_after(2, tmp_path / "a", **unused, **EVERY_STEP)
+    values = {"run.output": str(tmp_path / "a"), "run.resume": "auto"}
+    config = load_config(str(tmp_path / "a/config.toml"), values)
+    checkpoint = Checkpoint.read(tmp_path / "a/checkpoints/step-00000002.pt")
+    for resumed in (config, small_config(tmp_path / "a", **unused, **EVERY_STEP)):
+        assert changes(checkpoint, resumed, LOCAL_SETTINGS.__contains__) == ""
+        assert PinnedPlan.of(checkpoint, resumed, 1).whole
+    assert not run_training(config, Silent).already_finished
+    assert run_training(config, Silent).already_finished
+
+
+def test_progress_and_settings_of_another_version_are_refused(copied: Path) -> None:
+    saved = copied / "checkpoints/step-00000003.pt"
+    checkpoint = Checkpoint.read(saved)
+    checkpoint.progress["later"] = 1.0
+    checkpoint.write(saved)
+    with pytest.raises(CheckpointError, match="later"):
+        run_small(copied, run__resume=str(saved))
+    del checkpoint.progress["later"]
+    checkpoint.config["run"]["strategy"] = 5
+    checkpoint.write(saved)
+    assert "run.strategy 5" in changes(
+        checkpoint, small_config(copied), LOCAL_SETTINGS.__contains__
+    )
+    assert run_small(copied, run__resume=str(saved)).summary["resumed_at_steps"] == [3]
 
 
 def test_a_checkpoint_resumed_elsewhere_is_saved_there_at_once(

@@ -108,7 +108,11 @@ def test_auto_finds_a_run_of_a_version_with_other_settings() -> None:
     assert choose(run__resume="auto").resume_from is None
 
 
-@pytest.mark.parametrize("content", [b"run = 3\n", b"[run\n", b"\xff"])
+@pytest.mark.parametrize(
+    "content",
+    [b"run = 3\n", b"[run\n", b"\xff", b"[run.mine]\na = 1\n", b"[other.mine]\na = 1\n",
+     b"[run]\nstrategy = 5\n"],
+)  # fmt: skip
 def test_auto_ignores_an_invalid_configuration(content: bytes) -> None:
     folder = choose()
     started(folder, step=5)

@@ -7,6 +7,7 @@ import json
 import sys
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from paceline.config import STRATEGIES
 from paceline.core.errors import ConfigError
 from paceline.core.events import (
     CheckpointEvent,
@@ -28,6 +30,7 @@ from paceline.core.events import (
 from paceline.trackers import register, thread
 from paceline.trackers.clients import CsvTracker, TensorBoardTracker, WandbTracker
 from paceline.trackers.thread import TrackerThread, scalars
+from ranks import run_ranks
 from small_runs import run_small, small_config
 from train.runs import stop_after
 
@@ -68,6 +71,48 @@ def test_every_number_of_an_event_has_a_name() -> None:
     assert scalars(CheckpointEvent(3, "p", 2.0, stall_s=0.1))["checkpoint/stall_s"] == 0.1
     assert scalars(EvalEvent(3, 0.5, 87.5, 99.0, 0.5, 2000, 0.7))["val/top1"] == 87.5
     assert scalars(NoteEvent("text")) == {}
+
+
+def test_fields_of_a_strategy_stand_among_the_others(tmp_path: Path) -> None:
+    fields = {
+        "staleness": {"0": 3, "1": 2},
+        "predicted_s": 2.5,
+        "place": "here",
+        "names": {"a": "b"},
+    }
+    step = replace(STEP, fields=fields, core_wait_share=0.0, grad_norm=1.0)
+    found = scalars(step)
+    own = {"train/staleness/0": 3.0, "train/staleness/1": 2.0, "train/predicted_s": 2.5}
+    assert found == scalars(replace(step, fields={})) | own
+    evaluation = EvalEvent(3, 0.5, 87.5, 99.0, 0.5, 2000, 0.7, "late", {"predicted_s": 4.0})
+    assert scalars(evaluation)["val/predicted_s"] == 4.0
+    tracker = CsvTracker(tmp_path, 0)
+    tracker.log(3, found | scalars(evaluation))
+    tracker.close()
+    (row,) = rows(tmp_path / "metrics.csv")
+    maybe = {"train/grad_signal", "train/grad_variance", "train/noise_scale", "train/batch_size"}
+    empty = {
+        name for name, value in row.items() if not value and "/input_stall_causes/" not in name
+    }
+    assert empty == maybe | {"train/momentum"}
+    more = {row["name"] for row in rows(tmp_path / "metrics-more.csv")}
+    assert more == {*own, "val/predicted_s"}
+
+
+def _with_csv(rank: int, output: str, strategy: str) -> None:
+    two = {"run__rehearsal__nodes": 1, "run__rehearsal__gpus_per_node": 2}
+    own = two if strategy == "rehearsal" else {}
+    run_small(output, run__trackers=["csv"], run__strategy=strategy, **own)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.names())
+def test_a_run_of_each_strategy_has_a_csv(strategy: str, tmp_path: Path) -> None:
+    ranks = 1 if strategy == "rehearsal" else 2
+    run_ranks(ranks, _with_csv, str(tmp_path / "run"), strategy)
+    events = read_events(tmp_path / "run/metrics.jsonl")
+    assert not [e["text"] for e in events if e["event"] == "note" and "tracker" in e["text"]]
+    losses = [row["train/loss"] for row in rows(tmp_path / "run/metrics.csv")]
+    assert len([loss for loss in losses if loss]) >= 7
 
 
 def test_events_reach_the_tracker_in_order() -> None:

@@ -6,8 +6,8 @@ import json
 import math
 import os
 from contextlib import closing
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -21,8 +21,6 @@ from paceline.core.errors import ConfigError, DataError
 from paceline.core.files import whole_file
 from paceline.core.topology import Topology
 from paceline.core.units import markup
-from paceline.optim.registry import register_schedule
-from paceline.optim.schedules import DECAY, Course, ScheduleSettings
 from paceline.report import write_page
 from paceline.report.chart import Chart, Line, Marker, line_chart
 from paceline.report.html import definition_list, document, figures, style
@@ -36,24 +34,6 @@ if TYPE_CHECKING:
 _OTHER = ("epochs", "lr", "warmup_epochs", "resume", "target_top1")
 _FLAGS = {name: setting for name, setting in FLAGS.items() if name not in _OTHER}
 _OWN = ("low", "high", "steps", "as_json")
-
-
-@dataclass(frozen=True)
-class Range(ScheduleSettings):
-    """The rate grows by the same factor with every step."""
-
-    WARMS_UP: ClassVar[bool] = False
-    READS: ClassVar[tuple[str, ...]] = DECAY
-
-    lr: tuple[float, float] = (1e-5, 10.0)
-    """First and last rate."""
-    steps: int = 100
-    """Steps from the first rate to the last."""
-
-    def rate(self, time: float, course: Course) -> float:
-        low, high = self.lr
-        share = min(time / (self.steps - 1), 1.0)
-        return float(low * (high / low) ** share)
 
 
 def _range_flags(
@@ -112,8 +92,7 @@ def range_config(
     first = config.optim.batch_growth.first_batch(config.run.global_batch_size)
     batch = resolve_batch_sizes(first, config.run.batch_size, world, samples).global_batch
     epochs = math.ceil(steps * batch / samples)
-    register_schedule("range", Range)
-    config = config.with_values({
+    return config.with_values({
         "run.name": f"{config.run.name}-lr-find", "run.epochs": epochs,
         "run.global_batch_size": batch, "run.eval_interval_epochs": epochs,
         "run.average_epochs": 0.0, "run.target_top1": None,
@@ -121,9 +100,9 @@ def range_config(
         "optim.batch_schedule": "", "optim.schedule_free": 0.0,
         "optim.scaling": "off",
         "checkpoint.interval_epochs": 0, "checkpoint.interval_steps": 0, "checkpoint.keep": 1,
+        "optim.schedule": "exponential", "optim.lr": low, "optim.lr_end": high,
+        "optim.decay_over_epochs": (steps - 1) * batch / samples,
     })  # fmt: skip
-    owned = {**config.optim.owned, "range": Range((low, high), steps)}
-    return replace(config, optim=replace(config.optim, schedule="range", owned=owned))
 
 
 def _run(config: RunConfig, steps: int, as_json: bool) -> int:

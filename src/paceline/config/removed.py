@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from paceline.config.settings import STRATEGIES
 from paceline.core.errors import ConfigError
 from paceline.core.extensions import load_part, provided
 
@@ -112,7 +113,7 @@ def refuse_removed(tables: Mapping[str, Any]) -> None:
     for name, value in _named("", without_removed(tables)):
         if (renamed := _renamed(name)) is not None:
             new = renamed[1]
-            raise ConfigError(name, value, f"is called {new} now", f"write {new}")
+            raise ConfigError(name, value, f"is called {new} now", f"write {new}{_choice(new)}")
         if name in REMOVED:
             usual, remedy = REMOVED[name]
             problem = f"is no longer a setting; it is always {usual!r}"
@@ -135,6 +136,13 @@ def _named(prefix: str, tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield prefix + key, value
         if isinstance(value, Mapping):
             yield from _named(f"{prefix}{key}.", value)
+
+
+def _choice(name: str) -> str:
+    """Returns what else a setting of a strategy needs."""
+    section, owner, *_ = name.split(".")
+    named = section == "run" and owner in STRATEGIES
+    return f" and set run.strategy = {owner!r}" if named else ""
 
 
 def _is_usual(name: str, value: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
@@ -122,10 +122,15 @@ class RunConfig:
     def in_use(self) -> Tables:
         """Returns the tables without those of owners that nothing has chosen."""
         tables = self.to_tables()
-        for name, section in self.sections().items():
-            for owner in section.unused() if isinstance(section, Section) else ():
-                tables[name].pop(owner, None)
+        for section, owner in self.unused():
+            tables[section.NAME].pop(owner, None)
         return tables
+
+    def unused(self) -> Iterator[tuple[Section, str]]:
+        """Yields the owners whose settings are given but that nothing has chosen, after their section."""
+        for section in self.sections().values():
+            for owner in section.unused() if isinstance(section, Section) else ():
+                yield section, owner
 
     def flat(self) -> dict[str, Any]:
         """`{"run.seed": 0, …}`, settings of owners as `comm.hybrid.sizes`."""

@@ -83,11 +83,12 @@ class Section:
 
     @classmethod
     def choices_in(cls, table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """Yields the names that a table chooses, each after its setting."""
+        """Yields the names that a table chooses, each after its setting. Skips other types, which
+        `from_table` refuses."""
         for chooser in cls.CHOOSERS:
-            value = table.get(chooser, ())
-            for name in (value,) if isinstance(value, str) else value:
-                yield chooser, name
+            value = table.get(chooser)
+            names = value if isinstance(value, list | tuple) else (value,)
+            yield from ((chooser, name) for name in names if isinstance(name, str))
 
     def of(self, name: str, kind: type[Settings]) -> Settings:
         """Returns the settings of the owner `name`, which has the class `kind`; its defaults if they

@@ -65,7 +65,7 @@ _OPTIMIZERS = {
 _SCHEDULES = {
     "constant": "optim.schedules:Constant", "cosine": "optim.schedules:Cosine",
     "poly": "optim.schedules:Poly", "step": "optim.schedules:Step",
-    "piecewise": "optim.schedules:Piecewise",
+    "piecewise": "optim.schedules:Piecewise", "exponential": "optim.schedules:Exponential",
 }  # fmt: skip
 OWNERS = {**_OPTIMIZERS, **_SCHEDULES, "adam": "optim.rule_settings:AdamSettings"}
 _optimizers: Registry[type[OptimizerSettings]] = Registry("optimizers", _OPTIMIZERS)

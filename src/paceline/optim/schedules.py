@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from paceline.core.errors import ConfigError
+from paceline.core.exclusions import Exclusion, one_of
 from paceline.core.settings import SettingChecks
 
 if TYPE_CHECKING:
@@ -115,6 +116,22 @@ class Poly(ScheduleSettings):
 
     def rate(self, time: float, course: Course) -> float:
         return course.end + (course.peak - course.end) * float(course.left(time) ** self.power)
+
+
+@dataclass(frozen=True)
+class Exponential(ScheduleSettings):
+    """The same factor with every step, from the peak rate to the final one, which may be above it."""
+
+    READS: ClassVar[tuple[str, ...]] = DECAY
+    EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = (
+        Exclusion(
+            "optim.lr_end", one_of(0.0), {}, "no factor leads to it, with optim.schedule = 'exponential'",
+            "try 1e-4",
+        ),
+    )  # fmt: skip
+
+    def rate(self, time: float, course: Course) -> float:
+        return course.peak * float((course.end / course.peak) ** (1.0 - course.left(time)))
 
 
 def _passed(epochs: tuple[float, ...], time: float, course: Course) -> int:

@@ -90,7 +90,7 @@ class OptimSettings(Section):
     """Largest share of the run that warm-up may take; the command line sets 0.2, or the share in
     the recipe if larger, and 1 if `--warmup-epochs` is given."""
     schedule: str = "cosine"
-    """Decay after warm-up: `constant`, `cosine`, `poly`, `step`, `piecewise`, a name that
+    """Decay after warm-up: `constant`, `cosine`, `poly`, `exponential`, `step`, `piecewise`, a name that
     docs/optimizers.md lists, or a registered name."""
     schedule_free: float = 0.0
     """Schedule-free training: share of the average in the weights at which gradients are taken; 0 is off,

@@ -22,9 +22,12 @@ class CsvTracker:
 
     def __init__(self, folder: Path, first_step: int) -> None:
         causes = [f"input_stall_causes/{name}" for name in ("read", "decode", "augment", "copy")]
-        left_out = ("step", "input_stall_causes")
-        of_steps = [field.name for field in fields(StepEvent) if field.name not in left_out]
-        of_evaluations = [field.name for field in fields(EvalEvent) if field.name != "step"]
+        # Tables, texts and what only a strategy has.
+        left_out = ("step", "input_stall_causes", "remark", "fields")
+        of_steps, of_evaluations = (
+            [field.name for field in fields(event) if field.name not in left_out]
+            for event in (StepEvent, EvalEvent)
+        )
         self._columns = [
             "step",
             *(f"train/{name}" for name in (*of_steps, *causes)),

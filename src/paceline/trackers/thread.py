@@ -10,8 +10,7 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from typing import Protocol
+from typing import Any, Protocol
 
 from paceline.core.events import (
     CheckpointEvent,
@@ -40,18 +39,20 @@ def scalars(event: Event) -> dict[str, float]:
     prefix = _PREFIXES.get(type(event))
     if prefix is None:
         return {}
-    found: dict[str, float] = {}
-    for field in fields(event):
-        value = getattr(event, field.name)
-        if field.name == "step":
+    found: dict[str, Any] = {}
+    for name, value in event.to_dict().items():
+        if name == "step":
             continue
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             # The values of a callback are the event itself.
-            inner = prefix if field.name == "values" else f"{prefix}/{field.name}"
-            found |= {f"{inner}/{name}": float(number) for name, number in value.items()}
-        elif isinstance(value, int | float):
-            found[f"{prefix}/{field.name}"] = float(value)
-    return {name: number for name, number in found.items() if math.isfinite(number)}
+            inner = prefix if name == "values" else f"{prefix}/{name}"
+            found |= {f"{inner}/{key}": number for key, number in value.items()}
+        else:
+            found[f"{prefix}/{name}"] = value
+    numbers = {
+        name: float(value) for name, value in found.items() if isinstance(value, int | float)
+    }
+    return {name: number for name, number in numbers.items() if math.isfinite(number)}
 
 
 class Tracker(Protocol):

@@ -197,8 +197,8 @@ def describe_exchange(exchange: GradientExchange, parts: ExchangeParts, fast: Fa
 
 
 def describe_idle(config: RunConfig, ranks: int) -> str:
-    """The settings that have no effect, such as `comm.algorithm` on one rank or `optim.momentum` of
-    another optimizer; empty where there are none."""
+    """The settings that have no effect, such as `comm.algorithm` on one rank, `optim.momentum` of
+    another optimizer, or a table of an owner that nothing has chosen; empty where there are none."""
     found = []
     if ranks == 1 and (idle := _idle_on_one_rank(config)):
         found.append(f"{', '.join(idle)}: for several ranks, and this is one")
@@ -207,6 +207,11 @@ def describe_idle(config: RunConfig, ranks: int) -> str:
         value = getattr(config.optim, name)
         shown = list(value) if isinstance(value, tuple) else value
         reasons.setdefault(reason, []).append(f"optim.{name} = {shown!r}")
+    for section, owner in config.unused():
+        if section.owned[owner] != type(section.owned[owner])():
+            chosen = {name: getattr(section, name) for name in section.CHOOSERS}
+            reason = " and ".join(f"{section.NAME}.{n} = {value!r}" for n, value in chosen.items())
+            reasons.setdefault(reason, []).append(f"[{section.NAME}.{owner}]")
     found += [f"{', '.join(idle)}: with {reason}" for reason, idle in reasons.items()]
     return "; ".join(found)
 

@@ -198,7 +198,7 @@ def is_neutral(name: str) -> bool:
 def _is_of_kernels(name: str) -> bool:
     """Owners say it of their settings, by `EXACT` = False."""
     section, *owner, _ = name.split(".")
-    if not owner:
+    if not owner or section not in SECTIONS:
         return name in _KERNEL_SETTINGS
     kind = settings_class(SECTIONS[section], owner[0], name)
     return not getattr(kind, "EXACT", True)
@@ -363,13 +363,13 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
             continue
         try:
             there = parse_toml(read_regular(folder / "config.toml"))
-        except (OSError, ParseError):
+            if there.pop("defaults", DEFAULTS) != DEFAULTS:
+                continue
+            if not all(isinstance(table, dict) for table in there.values()):
+                continue
+            different = _differences(_identity(with_defaults(there)), wanted)
+        except (OSError, ParseError, ConfigError):
             continue
-        if there.pop("defaults", DEFAULTS) != DEFAULTS:
-            continue
-        if not all(isinstance(table, dict) for table in there.values()):
-            continue
-        different = _differences(_identity(with_defaults(there)), wanted)
         if not different:
             return folder, ""
         if all(map(_is_of_kernels, different)):

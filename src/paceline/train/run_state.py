@@ -86,8 +86,8 @@ def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
 
 
 def changes(checkpoint: Checkpoint, config: RunConfig, ignored: Callable[[str], bool]) -> str:
-    """Settings that differ between this run and the one that wrote the checkpoint."""
-    there, here = flatten(with_defaults(checkpoint.config)), config.flat()
+    """Settings in use that differ between this run and the one that wrote the checkpoint."""
+    there, here = flatten(with_defaults(checkpoint.config)), flatten(config.in_use())
     names = [name for name in there.keys() | here.keys() if there.get(name) != here.get(name)]
     different = sorted(name for name in names if not ignored(name))
     return ", ".join(f"{name} {there.get(name)!r} → {here.get(name)!r}" for name in different)
@@ -138,6 +138,12 @@ class RunState:
         another run. `elsewhere`: the resumed run has another folder than the one that wrote the
         checkpoint."""
         self._check(checkpoint, path)
+        known = Progress.__dataclass_fields__
+        if other := [name for name in checkpoint.progress if name not in known]:
+            raise CheckpointError(
+                f"{path} is of another version: its progress has {other[0]!r}",
+                "use the Paceline version that wrote it",
+            )
         progress = Progress(**checkpoint.progress)
         if self.is_over(progress):
             self._check_unchanged(checkpoint, path, elsewhere)
@@ -307,7 +313,7 @@ class RunState:
         batches, statistics = self.batches, self.batch_norm.keys()
         return Checkpoint(
             progress=asdict(progress),
-            config=self.config.to_tables(),
+            config=self.config.in_use(),
             world_size=batches.world_size,
             threads=torch.get_num_threads(),
             plan=self.exchange_plan.to_table(),
@@ -376,7 +382,7 @@ class PinnedPlan:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: RunConfig, world_size: int) -> PinnedPlan:
-        there, here = flatten(checkpoint.config), config.flat()
+        there, here = flatten(checkpoint.config), flatten(config.in_use())
         same = all(there.get(name) == here.get(name) for name in _MAKE_PLANS)
         plan = FusionPlan.from_table(checkpoint.plan)
         return cls(plan, same and checkpoint.world_size == world_size)
