@@ -105,9 +105,12 @@ class CommSettings(Section):
     def unused(self) -> list[str]:
         """Returns the owners whose settings are given, but which no setting has chosen. A plan file may
         choose any wire format."""
+        unused = super().unused()
+        if not self.plan or not unused:
+            return unused
         kinds = {name: settings_class(CommSettings, name, "comm.plan") for name in WIRES.names()}
-        planned = {table_name(kind, name) for name, kind in kinds.items() if self.plan}
-        return [name for name in super().unused() if name not in planned]
+        planned = {table_name(kind, name) for name, kind in kinds.items()}
+        return [name for name in unused if name not in planned]
 
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
