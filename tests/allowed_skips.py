@@ -34,7 +34,8 @@ ALLOWED: Mapping[str, Sequence[str]] = {
     ],
     "optional packages": [
         r"(timm|lightning|accelerate) is not installed",
-        r"could not import '(timm|torchvision|wandb|mlflow)'.*|(timm|torchvision) cannot be imported: .*",
+        r"could not import '(timm|torchvision(\.models)?|wandb|mlflow)'.*",
+        r"(timm|torchvision) cannot be imported: .*",
         # The test extra installs it on the only platform that it has a wheel for.
         *(
             [r"no triton|could not import 'triton'.*|triton has no wheel for .*"]
