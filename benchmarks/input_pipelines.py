@@ -60,7 +60,7 @@ from paceline.cli import options
 from paceline.cli.bench import (
     input_rows,
     parse_counts,
-    parse_switches,
+    parse_data_settings,
     print_input_rows,
     report_progress,
 )
@@ -389,7 +389,7 @@ def main(
                 on_progress=report_progress,
             )  # fmt: skip
     else:
-        common, changed = (split, batch_size, image_size, chosen), _data_settings(settings)
+        common, changed = (split, batch_size, image_size, chosen), parse_data_settings(settings)
         rows = input_rows("ours", ours, data_dir, *common, changed)
         theirs, notes = parse_counts("--peer-workers", peer_workers), []
         for peer in _names(peers):
@@ -402,8 +402,9 @@ def main(
             else:
                 rows += input_rows(peer, theirs, folder, *common, {})
         results = measure_rows(
-            rows, OPENERS, rounds=rounds, seconds=seconds, on_progress=report_progress
-        )
+            rows, rounds=rounds, seconds=seconds, on_progress=report_progress,
+            open_stream=lambda row: OPENERS[row.kind](row),
+        )  # fmt: skip
         found |= {
             "rows": [result.to_dict() for result in results], "ratios": ratios(results),
             "notes": notes,
@@ -425,14 +426,6 @@ def main(
     print_input_rows(found["rows"])
     for name, value in found["ratios"].items():
         sys.stdout.write(f"{name}: {value:.2f} ×\n")
-
-
-def _data_settings(settings: list[str]) -> dict[str, Any]:
-    changed = parse_switches(settings)
-    for name in changed:
-        if not name.startswith("data."):
-            raise ConfigError("--set", name, "is not a setting of the data", "leave it out")
-    return changed
 
 
 def _names(text: str) -> list[str]:

@@ -5,7 +5,6 @@ fail.
 """
 
 from paceline.config.exclusions import Job
-from paceline.config.removed import REMOVED, RENAMED, refuse_removed
 from paceline.config.run_config import (
     DEFAULTS,
     RECIPES,
@@ -28,8 +27,6 @@ from paceline.config.settings import STRATEGIES, SYNCHRONOUS, CheckpointSettings
 __all__ = [
     "DEFAULTS",
     "RECIPES",
-    "REMOVED",
-    "RENAMED",
     "SECTIONS",
     "STRATEGIES",
     "SYNCHRONOUS",
@@ -44,7 +41,6 @@ __all__ = [
     "parse_value",
     "read_recipe",
     "recipe_names",
-    "refuse_removed",
     "setting_names",
     "stored_config",
     "unflatten",

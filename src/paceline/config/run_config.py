@@ -18,7 +18,6 @@ import tomli_w
 
 from paceline.comm.settings import CommSettings
 from paceline.config.exclusions import EXCLUSIONS, Job
-from paceline.config.removed import refuse_removed, without_removed
 from paceline.config.settings import STRATEGIES, CheckpointSettings, RunSettings
 from paceline.config.trust import check_trust
 from paceline.core.errors import ConfigError, nearest
@@ -102,9 +101,7 @@ class RunConfig:
                 "defaults", version, "is another version of the defaults than this Paceline has",
                 f"use the Paceline that wrote the file, or check all settings and set it to {DEFAULTS}",
             )  # fmt: skip
-        tables = without_version(tables)
-        refuse_removed(tables)
-        for section, table in without_removed(tables).items():
+        for section, table in without_version(tables).items():
             if not isinstance(table, dict):
                 raise ConfigError(section, table, "stands outside a section", _nearest_key(section))
             if section not in SECTIONS:
@@ -225,8 +222,8 @@ def without_version(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_defaults(tables: Mapping[str, Any]) -> Tables:
-    """Returns a stored configuration with the defaults of later settings and without removed ones."""
-    tables = without_removed(without_version(tables))
+    """Returns a stored configuration with the defaults of settings that it does not contain."""
+    tables = without_version(tables)
     return merge(_defaults(tables).to_tables(), tables)
 
 
