@@ -329,7 +329,8 @@ def watch_shapes(given: argparse.Namespace, layers: list[Layer]) -> None:
     left, saved_ms = list(layers), 0.0
     while left:
         command = [
-            *PROGRAM, "--batch", str(given.batch), "--dtype", given.dtype, "--modes", *given.modes, "--layers", *(str(LAYERS.index(layer)) for layer in left),
+            *PROGRAM, "--batch", str(given.batch), "--dtype", given.dtype,
+            "--modes", *given.modes, "--layers", *(str(LAYERS.index(layer)) for layer in left),
         ]  # fmt: skip
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""Threads that wait for cores are told apart from slow compute, by Linux's own accounts."""
+"""Linux's accounts distinguish threads that wait for cores from slow compute."""
 
 from __future__ import annotations
 
@@ -76,24 +76,9 @@ def test_a_system_without_accounts_reports_nothing(accounts: Accounts, content: 
     assert load.latest is None
 
 
-@pytest.mark.parametrize(
-    ("reading", "threads", "remedy"),
-    [
-        (LoadReading(0.1, 0.9, 0.0, 2), 2, ""),
-        (LoadReading(0.6, 0.8, 0.0, 2), 2, "set run.threads=1"),
-        (LoadReading(0.6, 0.8, 0.0, 2), 1, "stop other work"),
-        (LoadReading(0.6, 0.0, 0.0, 2), 64, "run.threads=2"),
-        (LoadReading(0.6, 0.0, 0.0, 4), 2, "set run.threads=1"),
-        (LoadReading(0.6, 0.0, 0.0, 2), 1, "data.workers"),
-        (LoadReading(0.6, 0.0, 0.5, 64), 64, "run.threads to the cores"),
-        (LoadReading(0.6, 0.0, 0.5, 64), 1, "raise the quota"),
-    ],
-)
-def test_the_remedy_follows_the_cause(reading: LoadReading, threads: int, remedy: str) -> None:
-    text = reading.describe(threads)
-    assert remedy in text
-    assert bool(text) == reading.overloaded
-    assert threads > 1 or "run.threads" not in text
+def test_only_an_overloaded_host_is_described() -> None:
+    assert "run.threads" in LoadReading(0.6, 0.8, 2).describe()
+    assert LoadReading(0.1, 0.9, 2).describe() == ""
 
 
 def test_real_threads_that_share_one_core_wait_for_it() -> None:
@@ -121,7 +106,6 @@ def test_real_threads_that_share_one_core_wait_for_it() -> None:
         assert reading is not None
         assert reading.overloaded, reading
         assert reading.others > 0.3
-        assert "run.threads" in reading.describe(2)
     finally:
         for pid in children:
             os.kill(pid, 9)

@@ -1,4 +1,4 @@
-"""`paceline eval`, `paceline predict` and `paceline export`: what a trained model is used for."""
+"""`paceline eval`, `paceline predict` and `paceline export`: use a trained model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def evaluate_checkpoint(
     overrides: dict[str, Any] = dict(parse_assignment(text) for text in settings)
     for name in overrides:
         if not name.startswith(("data.", "comm.")):
-            raise ConfigError("--set", name, "a checkpoint keeps it", "change data.* or comm.*")
+            raise ConfigError(
+                "--set", name, "is fixed by the checkpoint", "change data.* or comm.*"
+            )
     overrides["run.device"] = device or "auto"
     if data_dir is not None:
         overrides |= {"data.dir": data_dir, "data.source": "auto"}

@@ -1,4 +1,4 @@
-"""The final table of a run, at the end of `paceline train` and of `paceline report`."""
+"""The table that `paceline train` and `paceline report` print at their end."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from paceline.train.display import print_line
 
 
 def print_summary(console: Console, folder: Path, page: Path) -> None:
-    """Prints verdict, table and the path of the report."""
+    """Prints the verdict, the table and the path of the report."""
     run = RunFiles.read(folder)
     table = Table(show_header=False)
     table.add_column("what")
     table.add_column("value", justify="right")
     for label, value in summary_rows(run):
-        table.add_row(label, Text(value))  # not markup: names may hold brackets
+        table.add_row(label, Text(value))  # names may contain brackets, which are markup
     print_line(console, verdict(run))
     console.print(table)
     print_line(console, f"report: {page}")
