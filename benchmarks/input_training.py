@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import typer
@@ -37,6 +37,9 @@ from paceline.models.settings import check_model_name
 from paceline.train.step import TrainStep
 from paceline.tune.step import StepRow, SyntheticBatches, build_step
 from paceline.tune.timing import steady_times
+
+if TYPE_CHECKING:
+    from paceline.data import TrainBatches
 
 # Warm-up steps of each turn, in addition to those with prefetched batches.
 _EXTRA_WARM_UP = 8
@@ -84,7 +87,7 @@ def measure_training(
             stalls: dict[str, list[dict[str, float]]] = {"synthetic": [], "input": []}
             for turn in range(rounds):
                 for name in ("synthetic", "input") if turn % 2 else ("input", "synthetic"):
-                    step.loader = synthetic if name == "synthetic" else real
+                    step.loader = synthetic if name == "synthetic" else cast("TrainBatches", real)
                     rate, stall = turns.measure(steps, stored)
                     rates[name].append(rate)
                     stalls[name].append(stall)

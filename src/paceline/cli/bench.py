@@ -84,7 +84,7 @@ def step(
     )
     switches, chosen = parse_switches(settings), chosen_device(device)
     RunConfig().with_values(switches)
-    common = {
+    common: dict[str, Any] = {
         "model": model, "batch_size": batch_size, "image_size": image_size, "classes": classes,
         "device": chosen, "steps": steps, "warm_up": warm_up, "switches": switches,
     }  # fmt: skip

@@ -111,8 +111,9 @@ def _own_launcher(pid: int) -> Launcher:
 class LauncherWatch(Unwatched):
     """Ends a rank whose launcher (torchrun, mpirun, slurmstepd or our own) has ended.
 
-    A daemon thread watches the launcher. The rank stops as after SIGTERM: between steps with a checkpoint,
-    or at once before the first step. A rank that has not ended after half a minute hangs and is killed.
+    A daemon thread watches the launcher. The rank stops as after SIGTERM: between steps with a
+    checkpoint, or at once before the first step. A rank that has not ended after half a minute hangs
+    and is killed.
 
     The launcher is the nearest ancestor without the environment variables that make this process a rank;
     wrapper shells inherit these variables. Processes without a launcher are not watched: a single process

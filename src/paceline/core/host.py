@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -70,37 +70,13 @@ class _Account:
     busy_s: float
 
 
-@dataclass(frozen=True)
-class CoreUse:
-    """Core seconds of one process (`own_s`) and of all processes (`busy_s`) over `span_s` seconds."""
-
-    machine: str
-    cores: int
-    span_s: float
-    own_s: float
-    busy_s: float
-
-
-def foreign_share(uses: Sequence[CoreUse]) -> float:
-    """Returns the share of the cores that processes other than these used, on the busiest machine."""
-    machines: dict[str, list[CoreUse]] = {}
-    for use in uses:
-        machines.setdefault(use.machine, []).append(use)
-    shares = [0.0]
-    for of_machine in machines.values():
-        busiest = max(of_machine, key=lambda use: use.busy_s)
-        foreign_s = busiest.busy_s - sum(use.own_s for use in of_machine)
-        shares.append(foreign_s / (busiest.span_s * busiest.cores) if busiest.span_s > 0 else 0.0)
-    return min(1.0, max(shares))
-
-
 class HostLoad:
     """Reads the accounts at most every two seconds; a reading takes well under a millisecond."""
 
     def __init__(self, proc: Path = _PROC, clock: Callable[[], float] = time.monotonic) -> None:
         self._proc, self._clock = proc, clock
         self._cores = available_cores()
-        self._last = self._first = self._account()
+        self._last = self._account()
         self.latest: LoadReading | None = None
 
     def read(self) -> LoadReading | None:
@@ -118,23 +94,6 @@ class HostLoad:
         waited_share = waited / (ran + waited) if ran + waited > 0 else 0.0
         self.latest = LoadReading(waited_share, min(1.0, others), self._cores)
         return self.latest
-
-    def use(self) -> CoreUse | None:
-        """Returns the use of cores since this object was made."""
-        first, now = self._first, self._account()
-        if first is None or now is None:
-            return None
-        return CoreUse(
-            self._machine(), self._cores, now.at_s - first.at_s, now.own_s - first.own_s,
-            now.busy_s - first.busy_s,
-        )  # fmt: skip
-
-    def _machine(self) -> str:
-        """Returns an id that containers on one kernel, which share its cores, have in common."""
-        try:
-            return (self._proc / "sys/kernel/random/boot_id").read_text().strip()
-        except OSError:
-            return os.uname().nodename
 
     def _account(self) -> _Account | None:
         ran_ns = waited_ns = 0
