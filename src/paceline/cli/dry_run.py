@@ -6,7 +6,6 @@ images.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,6 @@ from paceline.core.topology import Topology
 from paceline.core.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from paceline.comm.group import Group
@@ -33,13 +31,10 @@ _WARM_UP, _STEPS = 2, 5
 # No step begins after this time.
 _LIMIT_S = 20.0
 _CPU_IMAGES = 8
-_PROBED_IMAGES = 2
-# fp32: weights, masters, momenta and gradients; an upper bound for half precision.
-_COPIES = 4
 
 
 def dry_run(config: RunConfig, ranks: int) -> int:
-    """Prints settings, data, model, memory and time of a run.
+    """Prints settings, data, model and time of a run.
 
     Args:
         config: The configuration of the run.
@@ -120,42 +115,6 @@ def _data(config: RunConfig) -> tuple[int, int, str]:
             return len(source), len(classes), about
 
 
-def _show_memory(config: RunConfig, model: nn.Module, sizes: BatchSizes) -> None:
-    """Prints the memory of state and activations, and a note if the host has less.
-
-    The activations are those that a forward pass in fp32 saves for backward, counted on two images.
-    """
-    import torch
-
-    from paceline.models.acceleration import AccelerationContext
-    from paceline.train.fast_path import accelerate
-
-    kept: dict[int, int] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    data = config.data
-    context = AccelerationContext(device=torch.device("cpu"), kernel_problem="needs a GPU")
-    applied, _ = accelerate(config.run, model, context)
-    forward = model if applied is None else applied.forward
-    images = torch.zeros(_PROBED_IMAGES, data.channels, data.image_size, data.image_size)
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        forward(images)
-    saved = sum(size for place, size in kept.items() if place not in parameters)
-    state = sum(p.numel() * p.element_size() * _COPIES for p in model.parameters())
-    total = state + saved // _PROBED_IMAGES * sizes.micro_batch
-    _show("memory", f"about {format_bytes(total)} a rank in fp32 (activations take half in half "
-          f"precision): {format_bytes(state)} of state, {format_bytes(total - state)} of activations for "
-          f"{sizes.micro_batch} images")  # fmt: skip
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if not torch.cuda.is_available() and total > host:
-        remedy = "lower --batch-size or choose a smaller model"
-        typer.echo(f"note: this host has only {format_bytes(host)}; {remedy}")
-
-
 def _exchange(config: RunConfig, model: nn.Module, ranks: int) -> dict[str, str]:
     """Describes how several ranks would exchange gradients.
 
@@ -182,7 +141,7 @@ def _measure(
     config: RunConfig, group: Group, sizes: BatchSizes, classes: int, steps_per_epoch: float,
     ranks: int,
 ) -> tuple[float, float]:  # fmt: skip
-    """Measures steps of one rank without an exchange, and prints choices and memory.
+    """Measures steps of one rank without an exchange, and prints the choices.
 
     Returns:
         Seconds of the images of a step, and of its update.
@@ -204,7 +163,6 @@ def _measure(
     model = make_model(config, config.model.num_classes or classes, Components())
     check_model_norms(config, model)
     strategy_class(config).check_model(model)
-    _show_memory(config, model, sizes)
     exchange = _exchange(config, model, ranks)
     config = without_exchange(config, ranks)
     if config.run.channels_last:

@@ -10,9 +10,9 @@ from dataclasses import asdict
 
 from paceline.core.units import format_duration, markup, plural
 from paceline.plan.noise import LEAST_SAVING
-from paceline.planner.answer import MOST_RANKS, Answer, format_gbps, node_gbps
+from paceline.planner.answer import Answer, format_gbps, node_gbps
 from paceline.planner.prediction import BucketScore, Prediction
-from paceline.planner.recommend import CORE_IMAGES_PER_S, PACKED_IMAGES_PER_S, Option
+from paceline.planner.recommend import CORE_IMAGES_PER_S, PACKED_IMAGES_PER_S
 from paceline.report.chart import Chart, Line
 from paceline.report.html import document, figures, section
 from paceline.report.tables import Table
@@ -114,7 +114,7 @@ def fact_rows(answer: Answer) -> list[Row]:
                  f"{format_duration(answer.train_s)} {sure}, without start-up and evaluation"),
         *_profile_rows(answer),
         ("start-up", _start_up_words(answer)),
-        ("ranks at 90 %", most + _or_more(answer)),
+        ("ranks at 90 %", most),
         *_noise_rows(answer),
         *_memory_rows(answer),
         ("input", _input_words(answer)),
@@ -252,7 +252,7 @@ def _chosen_words(answer: Answer) -> str:
         return (
             f"{plural(chosen.nodes, 'node')}, batch {chosen.batch:,} a GPU: "
             f"{format_duration(chosen.total_s)} with start-up, {_tenths(chosen.gpu_hours)} GPU-hours"
-            f"{cost}{_why_chosen(answer, chosen)}"
+            f"{cost}"
         )
     if not answer.options:
         return "no number of nodes has a price"
@@ -269,31 +269,11 @@ def _chosen_words(answer: Answer) -> str:
     )
 
 
-def _why_chosen(answer: Answer, chosen: Option) -> str:
-    """Explains a choice of other nodes or another batch than in the rest of the answer."""
-    if (chosen.nodes, chosen.batch) == (answer.cluster.nodes, answer.now.batch):
-        return ""
-    least = "fewest GPU-hours" if answer.limits.minutes else "shortest time"
-    return (
-        f"; it has the {least} within the target; the rest of this answer is for "
-        f"{plural(answer.cluster.nodes, 'node')} and batch {answer.now.batch:,}"
-    )
-
-
 def _slowdown(now: Prediction) -> str:
     """Describes how hidden communication slows compute, if it was measured."""
     if not now.hidden_comm_s:
         return ""
     return f", compute slowed by hidden communication {1e3 * now.hidden_comm_s:,.2f}"
-
-
-def _or_more(answer: Answer) -> str:
-    """Returns a remark if more ranks were not considered."""
-    if not answer.cluster.has_network:
-        return ": links between nodes are unknown"
-    step = answer.cluster.ranks_per_node
-    capped = answer.most_ranks is not None and answer.most_ranks + step > MOST_RANKS
-    return " or more" if capped else ""
 
 
 def _cluster_words(answer: Answer) -> str:
