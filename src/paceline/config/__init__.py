@@ -1,7 +1,7 @@
-"""`RunConfig`: everything that defines a run, composed of the settings of the packages.
+"""`RunConfig`: the settings of a run, composed of the settings of the packages.
 
-Values come from defaults, then a recipe (shipped, by name, or a TOML file), then flags. Unknown keys
-fail.
+Values come from defaults, then from a recipe (a shipped one or a TOML file), then from flags. Unknown
+keys are errors.
 """
 
 from paceline.config.exclusions import Job

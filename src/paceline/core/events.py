@@ -79,7 +79,7 @@ class StartEvent(Event):
     changed: list[str] = field(default_factory=list)
     # Seconds of this rank from the start of the command, or of `Trainer.fit`, to this record, by part.
     startup_s: dict[str, float] = field(default_factory=dict)
-    # Record fields of steps that count something by number: title, label of the number, label of the count.
+    # Record fields of steps that count by number: title, label of the number, label of the count.
     counts: dict[str, list[str]] = field(default_factory=dict)
     # Figures of the strategy, as `ShownField`s with the name of its `part` of the summary.
     shown: list[dict[str, str]] = field(default_factory=list)
