@@ -16,7 +16,6 @@ from paceline.planner.plan_parts import required_profile
 TINY = ("--model", "resnet_tiny", "--device", "cpu")
 INPUT = ("bench", "input", "--data-dir", "data", "--image-size", "28", "-b", "4", "--rounds", "1",
          "--device", "cpu")  # fmt: skip
-TABLE = '[[sizes]]\nup_to_bytes = 8192\nalgorithm = "hierarchical"\n[[sizes]]\nalgorithm = "ring"\n'
 
 
 def on_ranks(cwd: Path, *arguments: str) -> str:
@@ -57,15 +56,14 @@ def test_input(call: Call, tmp_path: Path) -> None:
 
 
 def test_allreduce_on_two_ranks(tmp_path: Path) -> None:
-    (tmp_path / "sizes.toml").write_text(TABLE)
     report = report_of(
         tmp_path, "bench", "allreduce", "--nproc-per-node", "2", "--bytes", "4KiB,64KiB",
-        "--wire", "float16", "--algorithms", "ring,torus2d", "--sizes", "sizes.toml", "--iterations", "3",
+        "--wire", "float16", "--algorithms", "ring,torus2d", "--iterations", "3",
         "--warm-up", "1",
     )  # fmt: skip
     rows = report["rows"]
     assert [(row["bytes"], row["algorithm"]) for row in rows] == [
-        (size, way) for size in (4096, 65536) for way in ("native", "ring", "torus2d", "hybrid")
+        (size, way) for size in (4096, 65536) for way in ("native", "ring", "torus2d")
     ]
     for row in rows:
         assert len(row["samples_s"]) == 3
@@ -74,8 +72,6 @@ def test_allreduce_on_two_ranks(tmp_path: Path) -> None:
         assert row["busbw_gb_s"] == pytest.approx(row["algbw_gb_s"])
         assert row["algbw_gb_s"] == pytest.approx(row["bytes"] / row["s"] / 1e9)
         assert row["algorithm"] != "native" or row["speed_against_native"] == 1
-    # 64 KiB of float32 are 32 KiB on the wire, above the table's first limit.
-    assert [row["chosen"] for row in rows if "chosen" in row] == ["hierarchical", "ring"]
     assert report["cluster"]["ranks"] == 2
     assert report["versions"]["torch"]
 
@@ -128,7 +124,6 @@ def test_one_file_from_tune_to_the_run(tmp_path: Path) -> None:
         ("allreduce --ranks 2 --bytes 4q", "--bytes = '4q'"),
         ("allreduce --nproc-per-node 2 --factor 1", "--factor = 1.0"),
         ("allreduce --nproc-per-node 2 --min-bytes 1M --max-bytes 1k", "--min-bytes = '1M'"),
-        ("allreduce --nproc-per-node 2 --sizes none.toml", "none.toml"),
         ("allreduce --nproc-per-node 2 --device gpu", "run.device = 'gpu'"),
     ],
 )

@@ -23,7 +23,6 @@ from paceline.plan.wires import wire_format
 from paceline.tune.timing import RankGroup, Times, interleaved
 
 NATIVE = "native"
-HYBRID = "hybrid"
 _PERIOD = 3
 
 
@@ -34,39 +33,32 @@ class AllReduceJob:
     Attributes:
         sizes: Bytes of the float32 buffers.
         algorithms: Names of algorithms.
-        table: A size table, measured as `hybrid`.
         wire: The format that is sent; `native` always sums float32.
         iterations: Samples of each size and algorithm.
         warm_up: Samples before those.
-        limit_s: Longest time of each size; None for no limit.
     """
 
     sizes: tuple[int, ...]
     algorithms: tuple[str, ...]
-    table: SizeTable | None = None
     wire: str = "float32"
     iterations: int = 20
     warm_up: int = 3
-    limit_s: float | None = None
 
 
 class AllReduceBench:
-    """Measures all-reduces; keeps the algorithms and their buffers for all sizes."""
+    """Measures all-reduces with one object for each algorithm, which all sizes share."""
 
     def __init__(self, ranks: RankGroup, job: AllReduceJob) -> None:
         self._ranks, self._job = ranks, job
-        self._hybrids: dict[str, HybridAllReduce] = {}
         self._all_reduces: dict[str, Callable[[Tensor], object]] = {NATIVE: dist.all_reduce}
         if own := wire_format(job.wire).algorithm:
             planned = PlannedAllReduce(ranks.groups, [job.wire])
             self._all_reduces[own] = lambda buffer: planned.carry(buffer, own, job.wire)
             return
-        tables = {n: SizeTable.single(n) for n in job.algorithms if n not in (NATIVE, HYBRID)}
-        if job.table is not None:
-            tables[HYBRID] = job.table
-        for name, table in tables.items():
-            self._hybrids[name] = HybridAllReduce(ranks.groups, table, job.wire)
-            self._all_reduces[name] = self._hybrids[name].all_reduce
+        for name in job.algorithms:
+            if name != NATIVE:
+                table = SizeTable.single(name)
+                self._all_reduces[name] = HybridAllReduce(ranks.groups, table, job.wire).all_reduce
 
     def measure(self, size: int) -> list[dict[str, Any]]:
         """Returns the rows of one size in bytes, `native` first."""
@@ -79,15 +71,12 @@ class AllReduceBench:
             call()
             pattern.check(buffer, name, ranks)
         samples = interleaved(
-            ranks, calls, iterations=job.iterations, warm_up=job.warm_up, limit_s=job.limit_s,
+            ranks, calls, iterations=job.iterations, warm_up=job.warm_up,
             prepare=lambda: buffer.fill_(1.0),
             check=lambda name: pattern.check_ends(buffer, name),
         )  # fmt: skip
         times = {name: Times(tuple(seconds)) for name, seconds in samples.items()}
-        rows = [self._row(buffer.nbytes, n, t, times[NATIVE].median) for n, t in times.items()]
-        if HYBRID in times:
-            rows[list(times).index(HYBRID)]["chosen"] = self._hybrids[HYBRID].choose(buffer)
-        return rows
+        return [self._row(buffer.nbytes, n, t, times[NATIVE].median) for n, t in times.items()]
 
     def _row(self, size: int, name: str, times: Times, native_s: float) -> dict[str, Any]:
         p, median = self._ranks.size, times.median

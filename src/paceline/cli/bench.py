@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import typer
@@ -31,7 +30,6 @@ from paceline.config import RunConfig, parse_assignment
 from paceline.core.errors import ConfigError
 from paceline.core.units import parse_bytes
 from paceline.models.settings import check_model_name
-from paceline.plan.size_table import SizeTable
 from paceline.plan.wires import AUTO, wire_format
 
 if TYPE_CHECKING:
@@ -254,7 +252,6 @@ def allreduce(
     algorithms: str = typer.Option(
         "all", help="Names, separated by commas (docs/communication.md)."
     ),
-    sizes: Path | None = typer.Option(None, help="A size table (paceline tune): adds hybrid."),
     byte_list: str = typer.Option("", "--bytes", help="Sizes, with commas: 4096,64KiB,16MiB."),
     min_bytes: str = typer.Option("1KiB", help="First size, without --bytes."),
     max_bytes: str = typer.Option("16MiB", help="Last size."),
@@ -265,7 +262,6 @@ def allreduce(
     group_size: options.GroupSize = 0,
     iterations: int = typer.Option(20, help="Samples of each; the median counts."),
     warm_up: int = typer.Option(3, help="Samples before."),
-    size_limit_s: float = typer.Option(0.0, help="Seconds for each size at most; 0: no limit."),
     device: options.Device = "auto",
     backend: options.Backend = "auto",
     share_gpus: options.ShareGpus = False,
@@ -277,11 +273,9 @@ def allreduce(
     if wire == AUTO:
         raise ConfigError("--wire", wire, "keeps the format of each gradient", "name a format")
     names = parse_algorithms(algorithms)
-    if own and (algorithms != "all" or sizes is not None):
-        name, value = ("--sizes", str(sizes)) if sizes is not None else ("--algorithms", algorithms)
+    if own and algorithms != "all":
         problem = f"cannot be used with {wire}, which only {own} can sum"
-        raise ConfigError(name, value, problem, "leave it out")
-    table = None if sizes is None else SizeTable.read(sizes)
+        raise ConfigError("--algorithms", algorithms, problem, "leave it out")
     check_at_least(1, {"--iterations": iterations})
     check_at_least(0, {"--warm-up": warm_up})
     parts = [part for part in byte_list.split(",") if part.strip()]
@@ -293,18 +287,14 @@ def allreduce(
     from paceline.bench.allreduce import AllReduceJob, choose_sizes
     from paceline.tune.timing import RankGroup
 
-    job = AllReduceJob(
-        given or choose_sizes(low, high, factor), names, table, wire, iterations, warm_up,
-        size_limit_s or None,
-    )  # fmt: skip
+    job = AllReduceJob(given or choose_sizes(low, high, factor), names, wire, iterations, warm_up)
     with RankGroup(
         backend=backend, device=device, group_size=group_size or None, share_gpus=share_gpus
     ) as joined:
         rows = _measure_sizes(joined, job, print_lines=joined.rank == 0 and not as_json)
-        settings = vars(job) | {"table": None if table is None else table.to_table()}
         if joined.rank == 0 and as_json:
             print_json({
-                "settings": settings, "cluster": joined.describe(), "rows": rows,
+                "settings": vars(job), "cluster": joined.describe(), "rows": rows,
                 **environment(joined.device),
             })  # fmt: skip
     return 0
@@ -335,9 +325,8 @@ _ALLREDUCE_HEAD = (
 
 
 def _allreduce_line(row: dict[str, Any]) -> str:
-    name = f"hybrid: {row['chosen']}" if "chosen" in row else row["algorithm"]
     return (
-        f"{row['bytes']:>10}  {name:<17}{1e3 * row['s']:>10.3f}{1e3 * row['s_p10']:>10.3f}"
+        f"{row['bytes']:>10}  {row['algorithm']:<17}{1e3 * row['s']:>10.3f}{1e3 * row['s_p10']:>10.3f}"
         f"{1e3 * row['s_p90']:>10.3f}{row['algbw_gb_s']:>12.4f}{row['busbw_gb_s']:>12.4f}"
         f"{row['speed_against_native']:>10.2f}\n"
     )

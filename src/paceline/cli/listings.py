@@ -10,7 +10,6 @@ import typer
 from paceline.cli.options import AsJson
 from paceline.config import RECIPES, recipe_names
 from paceline.core.errors import ConfigError, nearest
-from paceline.core.imports import first_line
 from paceline.core.untrusted import one_line
 from paceline.models.settings import FORMS, MODEL_NAMES, ZOOS, registered_models, split_name
 
@@ -64,22 +63,18 @@ def list_models(
     if pattern is not None:
         _check_matches([*ours, *registered], pattern)
     parameters = {name: count_parameters(name) for name in ours}
-    counts = {} if pattern else {zoo: _count(zoo) for zoo in ZOOS}
     if as_json:
-        known = {zoo: count if isinstance(count, int) else None for zoo, count in counts.items()}
-        typer.echo(json.dumps({"own": parameters, "registered": registered, **known}))
+        typer.echo(json.dumps({"own": parameters, "registered": registered}))
         return 0
     for name in ours:
         typer.echo(f"{name:<14} {parameters[name]:>12,}  {NOTES[name]}")
     for name, module in registered.items():
         typer.echo(one_line(f"{name:<14} {'':>12}  {module}"))
-    for zoo, count in counts.items():
-        text = count if isinstance(count, str) else f"{count:,} models; paceline models '{zoo}:*'"
-        typer.echo(f"{zoo + ':NAME':<27}  {one_line(text)}")
     if pattern is None:
-        typer.echo(
-            f"{'module:factory':<27}  any function that returns an nn.Module (docs/models.md)"
-        )
+        for zoo in ZOOS:
+            typer.echo(f"{zoo + ':NAME':<27}  listed by paceline models '{zoo}:*'")
+        function = "any function that returns an nn.Module (docs/models.md)"
+        typer.echo(f"{'module:factory':<27}  {function}")
     return 0
 
 
@@ -106,17 +101,6 @@ def _zoo(package: str, pattern: str) -> list[str]:
             f"pip install {package}",
         )  # fmt: skip
     return names
-
-
-def _count(package: str) -> int | str:
-    """Returns the number of models in a package, or the reason why they are not available."""
-    from paceline.models.factories import zoo_models
-
-    try:
-        names = zoo_models(package)
-    except ConfigError as error:
-        return f"cannot be imported: {first_line(error.__cause__ or error)}"
-    return f"not installed; pip install {package}" if names is None else len(names)
 
 
 def _check_matches(names: list[str], pattern: str | None) -> None:

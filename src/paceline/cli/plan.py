@@ -9,20 +9,19 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from paceline.cli.options import AsJson
 from paceline.cli.plan_page import (
-    FROM_BACKWARD,
     PAGE_NAME,
     answer_tables,
     fact_rows,
     plan_page,
 )
 from paceline.cli.signature import flags_of
+from paceline.cli.summary import rich_table, widen_pipe
 from paceline.core.errors import ConfigError
 from paceline.core.settings import check_input_rate
 from paceline.core.untrusted import one_line
@@ -53,7 +52,6 @@ from paceline.planner.recommend import (
 from paceline.planner.request import ClusterRequest, StepRequest, question_about
 from paceline.planner.workload import LARGEST_BATCH, Workload
 from paceline.report.run_page import write_page
-from paceline.report.tables import Table
 
 
 class _Step(StepRequest):
@@ -348,11 +346,12 @@ def _write_plan(path: Path, file: PlanFile, chosen: FusionPlan, answer: Answer) 
 def _print(answer: Answer) -> None:
     """Prints facts and tables; a pipe is as wide as the widest table, so that no number is cut."""
     console = Console()
-    tables = [_drawn(table) for table in answer_tables(answer) if table.rows]
-    if not console.is_terminal:
-        wide = console.options.update(width=10_000)
-        widths = (console.measure(table, options=wide).maximum for table in tables)
-        console.width = max(console.width, *widths)
+    tables = [
+        rich_table(table, boxed=True, caption=table.title)
+        for table in answer_tables(answer)
+        if table.rows
+    ]
+    widen_pipe(console, tables)
     facts = RichTable(show_header=False, box=None)
     facts.add_column(no_wrap=True)
     facts.add_column(overflow="fold")
@@ -362,20 +361,3 @@ def _print(answer: Answer) -> None:
     for table in tables:
         console.print()
         console.print(table)
-
-
-# Heads of first columns, which replace the titles of tables.
-_HEADS = {"bucket": "buckets", "change": "what would help"}
-
-
-def _drawn(table: Table) -> RichTable:
-    caption = FROM_BACKWARD if table.title.endswith(FROM_BACKWARD) else None
-    drawn = RichTable(
-        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, caption=caption,
-        caption_justify="left",
-    )  # fmt: skip
-    for head in table.columns:
-        drawn.add_column(_HEADS.get(head, head), overflow="fold")
-    for row in table.rows:
-        drawn.add_row(*(Text(one_line(cell)) for cell in row))
-    return drawn

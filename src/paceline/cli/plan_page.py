@@ -112,7 +112,6 @@ def fact_rows(answer: Answer) -> list[Row]:
         ("time", f"{answer.job.epochs:g} epochs of {answer.job.samples:,} images, "
                  f"{now.steps(answer.job.epochs, answer.job.samples):,} steps, in "
                  f"{format_duration(answer.train_s)} {sure}, without start-up and evaluation"),
-        *_profile_rows(answer),
         ("start-up", _start_up_words(answer)),
         ("ranks at 90 %", most),
         *_noise_rows(answer),
@@ -126,26 +125,7 @@ def fact_rows(answer: Answer) -> list[Row]:
 def _limit_words(answer: Answer) -> str:
     limits, here = answer.limits, answer.now.batch * answer.now.ranks
     over = "; this batch is larger" if here > limits.global_batch else ""
-    flag = limits.set_by[0] if limits.set_by else ""
-    if limits.is_an_epoch:
-        flag = "--dataset-size"
-    elif flag not in ("--max-global-batch", "--noise-scale"):
-        flag = "--max-global-batch sets another"
-    return f"{limits.global_batch:,} in all: {limits.why} ({flag}){over}"
-
-
-def _profile_rows(answer: Answer) -> list[Row]:
-    """Returns a row if the batch is outside the range of the timed batches."""
-    work, batch = answer.workload, answer.now.batch
-    if not work.is_extrapolated(batch):
-        return []
-    ends = sorted({min(work.batches), max(work.batches)})
-    timed = " to ".join(f"{size:,}" for size in ends) + (" alone" if len(ends) == 1 else "")
-    return [(
-        "profile", f"timed at batch {timed}, so that {batch:,} is extrapolated: "
-                   f"{_sure(work.spread_at(batch))} for the compute instead of {_sure(work.spread)}; "
-                   f"profile with -b {ends[0]} -b {batch}",
-    )]  # fmt: skip
+    return f"{limits.global_batch:,} in all: {limits.why} (--max-global-batch){over}"
 
 
 # From this spread on, the faster end of a ± would make no sense.
@@ -212,12 +192,12 @@ def _cost_rows(answer: Answer) -> list[Row]:
     this, limits, watts = answer.option, answer.limits, answer.job.watts
     cost = f", {this.cost:,.2f} at {limits.price:g} a GPU-hour" if limits.price else ""
     energy = (
-        f"; {_tenths(this.energy_kwh)} kWh with every GPU at {watts:g} W (an estimate; hosts not counted)"
+        f"; {_few(this.energy_kwh)} kWh with every GPU at {watts:g} W (an estimate; hosts not counted)"
         if watts
         else "; energy is unknown without --gpu"
     )
     rows: list[Row] = [(
-        "price", f"{_tenths(this.gpu_hours)} GPU-hours, start-up of {format_duration(this.startup_s)} "
+        "price", f"{_few(this.gpu_hours)} GPU-hours, start-up of {format_duration(this.startup_s)} "
                  f"included{cost}{energy}",
     )]  # fmt: skip
     if limits.minutes or limits.budget:
@@ -236,36 +216,24 @@ def _few(value: float) -> str:
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
 
 
-def _tenths(value: float) -> str:
-    """Formats a number with one decimal, or with two digits if that would be 0.0.
-
-    >>> _tenths(4.76), _tenths(0.0123), _tenths(0.0)
-    ('4.8', '0.012', '0.0')
-    """
-    return f"{value:,.1f}" if value >= 0.095 or not value else f"{value:.2g}"
-
-
 def _chosen_words(answer: Answer) -> str:
     chosen = answer.chosen
     if chosen is not None:
         cost = f", {chosen.cost:,.2f}" if answer.limits.price else ""
         return (
             f"{plural(chosen.nodes, 'node')}, batch {chosen.batch:,} a GPU: "
-            f"{format_duration(chosen.total_s)} with start-up, {_tenths(chosen.gpu_hours)} GPU-hours"
+            f"{format_duration(chosen.total_s)} with start-up, {_few(chosen.gpu_hours)} GPU-hours"
             f"{cost}"
         )
     if not answer.options:
         return "no number of nodes has a price"
-    nearest = []
-    if answer.limits.minutes:
-        nearest.append(("fastest", min(answer.options, key=lambda option: option.total_s)))
-    if answer.limits.budget:
-        nearest.append(("cheapest", min(answer.options, key=lambda option: option.cost)))
-    return "not possible: " + "; ".join(
-        f"the {what}, {plural(option.nodes, 'node')} with batch {option.batch:,} a GPU, takes "
-        f"{format_duration(option.total_s)} with start-up"
-        + (f" and {option.cost:,.2f}" if answer.limits.price else "")
-        for what, option in nearest
+    fastest = min(answer.options, key=lambda option: option.total_s)
+    cheapest = min(answer.options, key=lambda option: option.cost)
+    best, adjective = (fastest, "fastest") if answer.limits.minutes else (cheapest, "cheapest")
+    cost = f" and costs {best.cost:,.2f}" if answer.limits.price else ""
+    return (
+        f"not possible: the {adjective}, {plural(best.nodes, 'node')} with batch {best.batch:,} a GPU, "
+        f"takes {format_duration(best.total_s)} with start-up{cost}"
     )
 
 
@@ -327,9 +295,9 @@ def advice_rows(answer: Answer) -> list[Row]:
 
 def option_rows(answer: Answer) -> list[Row]:
     return [
-        (f"{o.nodes:,}", f"{o.batch:,}", format_duration(o.total_s), _tenths(o.gpu_hours),
+        (f"{o.nodes:,}", f"{o.batch:,}", format_duration(o.total_s), _few(o.gpu_hours),
          *((f"{o.cost:,.2f}",) if answer.limits.price else ()),
-         *((_tenths(o.energy_kwh),) if answer.job.watts else ()), _few(o.images_per_s),
+         *((_few(o.energy_kwh),) if answer.job.watts else ()), _few(o.images_per_s),
          f"{o.efficiency:.1%}", f"{o.global_batch:,}")
         for o in answer.options
     ]  # fmt: skip

@@ -9,15 +9,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table as RichTable
-from rich.text import Text
 
 from paceline.cli.options import AsJson
-from paceline.cli.summary import print_summary
+from paceline.cli.summary import print_summary, rich_table, widen_pipe
 from paceline.core.errors import ConfigError, DataError
-from paceline.report import Table, write_page, write_report
+from paceline.report import write_page, write_report
 from paceline.report.compare_page import (
     compare_caption,
     compare_json,
@@ -86,32 +83,13 @@ def compare_runs(
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
     """Prints caption, table and notes; in a pipe without a box, with each row on one line."""
-    drawn = _rich_table(compare_table(comparison), boxed=console.is_terminal)
-    if not console.is_terminal:
-        wide = console.options.update(width=10_000)
-        console.width = max(console.width, console.measure(drawn, options=wide).maximum)
+    drawn = rich_table(compare_table(comparison), boxed=console.is_terminal)
+    widen_pipe(console, [drawn])
     if text := compare_caption(comparison):
         print_line(console, text)
     console.print(drawn)
     for note in comparison.notes:
         print_line(console, note)
-
-
-def _rich_table(table: Table, *, boxed: bool) -> RichTable:
-    drawn = RichTable(
-        box=box.SIMPLE_HEAD if boxed else None,
-        pad_edge=False,
-        show_edge=False,
-        collapse_padding=boxed,
-    )
-    for i, name in enumerate(table.columns):
-        if i in table.text_columns:
-            drawn.add_column(name, overflow="fold")
-        else:  # labels of rows wrap, numbers do not
-            drawn.add_column(name, justify="right", no_wrap=True)
-    for row in table.rows:
-        drawn.add_row(*map(Text, row))  # labels may contain brackets, which are markup
-    return drawn
 
 
 def watch_runs(

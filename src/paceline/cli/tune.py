@@ -256,8 +256,7 @@ def profile(
     typer.echo(
         f"{model}, {work.source}: {1e3 * work.compute_s(largest):.2f} ms at batch {largest}: forward "
         f"{1e3 * work.forward.at(largest):.2f}, backward {1e3 * work.backward.at(largest):.2f}, "
-        f"update {1e3 * work.update_s:.2f}; {1e3 * (work.forward.fixed_s + work.backward.fixed_s):.2f}"
-        f" ms at any batch; {len(work.gradients)} gradients. Written to {output}"
+        f"update {1e3 * work.update_s:.2f}. Written to {output}"
     )
     return 0
 
