@@ -134,8 +134,8 @@ def check_decoder() -> Iterator[Finding]:
     try:
         yield Finding("region decoder", f"available, {region_library().version}")
     except RegionUnavailableError as error:
-        found = f"none, Pillow decodes: {error.cause}"
-        yield Finding("region decoder", found, True, f"for speed: {error.remedy}")
+        state = f"none, Pillow decodes: {error.cause}"
+        yield Finding("region decoder", state, True, f"for speed: {error.remedy}")
 
 
 def check_rendezvous() -> Iterator[Finding]:

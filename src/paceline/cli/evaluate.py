@@ -97,8 +97,8 @@ def predict_images(
     from paceline.train.inference import Predictor, find_images
 
     predictor = Predictor.load(run, device=device, trust=trust)
-    found = predictor.predict(find_images(images), top=top, batch_size=batch_size)
-    for image in found:
+    predictions = predictor.predict(find_images(images), top=top, batch_size=batch_size)
+    for image in predictions:
         if as_json:
             typer.echo(json.dumps(asdict(image)))
         elif not image.error:
@@ -106,14 +106,14 @@ def predict_images(
             shown = ", ".join(f"{label} {format_percent(100 * c, 1)}" for label, c in pairs)
             typer.echo(one_line(f"{image.name}: {shown}"))
     if csv_file is not None:
-        write_atomically(csv_file, _as_csv(found, min(top, len(predictor.classes))))
-    failed = [image for image in found if image.error]
+        write_atomically(csv_file, _as_csv(predictions, min(top, len(predictor.classes))))
+    failed = [image for image in predictions if image.error]
     for image in failed:
         typer.echo(one_line(f"paceline: note: {image.name}: {image.error}"), err=True)
     if failed:
         raise DataError(
-            f"{len(failed)} of {len(found)} images could not be classified",
-            "the others were; remove these, or convert them to JPEG or PNG",
+            f"{len(failed)} of {len(predictions)} images could not be classified",
+            "remove them, or convert them to JPEG or PNG",
         )
     return 0
 
