@@ -34,7 +34,7 @@ def plan_page(answer: Answer) -> str:
         [
             f"<header><p>Paceline plan</p>\n<h1>{markup(title)}</h1></header>",
             section("Answer", [Table.of("", ("", ""), fact_rows(answer), {0, 1})]),
-            figures([_efficiency(answer), _speed(answer)]),
+            figures([_speed(answer)]),
             *(section(table.title, [table]) for table in reversed(answer_tables(answer))),
             "<footer>Paceline plan</footer>",
         ],
@@ -58,16 +58,6 @@ def answer_tables(answer: Answer) -> list[Table]:
         Table.of("Nodes and batches", options, option_rows(answer), set()),
         Table.of("What would help", ("change", "images/s", "price"), advice_rows(answer), {0, 2}),
     ]
-
-
-def _efficiency(answer: Answer) -> Chart:
-    nodes = [(float(p.ranks), 100 * p.efficiency) for p in answer.curve]
-    low = [(float(p.ranks), 100 * p.efficiency / (1 + p.uncertainty)) for p in answer.curve]
-    return Chart(
-        "Efficiency", "ranks",
-        [Line("expected, %", nodes), Line("one standard error slower, %", low, 2, dashed=True)],
-        from_zero=True, log_x=True,
-    )  # fmt: skip
 
 
 def _speed(answer: Answer) -> Chart:
