@@ -211,7 +211,7 @@ class Case:
         )
 
     def bytes(self, key: str) -> int:
-        """What the fused form has to read and write once."""
+        """Returns the bytes that the fused form has to read and write once."""
         rows, into, out = self.operand.rows, self.layer.into, self.layer.out
         operand = into * (3 if self.layer.kind in JOINING else 1)  # two maps read, one written
         after = into * {"reduce": 4, "projected": 5, "expand": 2, "middle": 2}.get(
@@ -231,7 +231,7 @@ class Case:
 
 
 def away(ours: Tensor, theirs: Tensor) -> float:
-    """Distance over norm, in float32; infinite where only one of the two is finite."""
+    """Distance over norm, in float32; infinite if only one of the two is finite."""
     ours, theirs = ours.float(), theirs.float()
     finite = theirs.isfinite()
     if not torch.equal(ours.isfinite(), finite):
@@ -325,7 +325,7 @@ def measure_shapes(batch: int, dtype: torch.dtype, layers: list[Layer], choices:
 
 
 def watch_shapes(given: argparse.Namespace, layers: list[Layer]) -> None:
-    """Measures layers in a process of their own. A layer that loses the device, or hangs, is left out."""
+    """Measures layers in another process; skips a layer that loses the device or hangs."""
     left, saved_ms = list(layers), 0.0
     while left:
         command = [
@@ -429,7 +429,7 @@ def step_row(mode: str, batch: int, steps: int, dtype: str) -> StepRow:
 
 
 def profile_step(mode: str, batch: int, dtype: str) -> None:
-    """In this process. The profiler costs time: whole steps are those of `measure_steps`."""
+    """Profiles steps in this process; their times are those of `measure_steps`, without the profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     row = step_row(mode, batch, 10, dtype)

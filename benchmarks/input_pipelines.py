@@ -196,7 +196,7 @@ def open_dataloader(row: InputRow) -> Iterator[InputStream]:
 
 
 def no_webdataset(directory: str, split: str) -> str | None:
-    """Why webdataset cannot be measured; None if it can."""
+    """Returns the reason why webdataset cannot be measured; None if it can."""
     if importlib.util.find_spec("webdataset") is None:
         return "the library is not installed (pip install webdataset)"
     if not list(Path(directory).glob(f"{split}-*.tar")):
@@ -372,7 +372,7 @@ def main(
     peers: str = typer.Option("dataloader,webdataset", help="Also processes: our own in them."),
     peer_workers: str = typer.Option("1,2,3,4", help="The peers' processes, with commas."),
     settings: list[str] = typer.Option([], "--set", help="data.KEY=VALUE of our rows."),
-    device: str = typer.Option("auto", help="auto, cpu or cuda: where the batches must be."),
+    device: str = typer.Option("auto", help="auto, cpu or cuda: the place of the batches."),
     synthetic_index: int = typer.Option(0, help="Instead: memory and seek on so many samples."),
     as_json: options.AsJson = False,
 ) -> None:
