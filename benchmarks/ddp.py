@@ -65,7 +65,7 @@ NAMES = (*OURS, OURS_ALONE, *DDP, DDP_ALONE)
 @dataclass(frozen=True)
 class DdpJob:
     """`block` steps make one sample; `batch_size` is per rank. `norm` selects the batch-norm kernels
-    of DDP where it is not compiled."""
+    of DDP if it is not compiled."""
 
     model: str = "resnet50"
     batch_size: int = 64
@@ -162,7 +162,7 @@ class DdpBench:
         if "hook" in switches:
             model.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
         if "compile" in switches:
-            # Around DDP: the backward graph is then split where buckets end, and communication
+            # Around DDP: the backward graph is then split at the ends of buckets, and communication
             # overlaps.
             return cast(nn.Module, torch.compile(model, dynamic=False))
         return model
@@ -234,7 +234,7 @@ def main(
     block: int = typer.Option(10, help="Steps of one sample."),
     iterations: int = typer.Option(7, help="Samples of each; the median counts."),
     norm: str = typer.Option(
-        "auto", help="DDP's batch-norm kernels: cudnn or torch; auto: torch where GPUs are shared."
+        "auto", help="DDP's batch-norm kernels: cudnn or torch; auto: torch if GPUs are shared."
     ),
     device: options.Device = "auto",
     backend: options.Backend = "auto",

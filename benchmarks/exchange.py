@@ -211,7 +211,7 @@ def model_weights(name: str, device: torch.device) -> list[tuple[str, Tensor]]:
 
 def main(
     model: str = typer.Option("resnet50", help="Whose gradients (docs/models.md)."),
-    algorithm: str = typer.Option("", help="An all-reduce algorithm, where no table is given."),
+    algorithm: str = typer.Option("", help="An all-reduce algorithm, if no table is given."),
     sizes: Path | None = typer.Option(None, help="A size table (paceline tune)."),
     plan: Path | None = typer.Option(None, help="A plan file, which decides everything."),
     fusion_mib: float = typer.Option(16.0, help="Size at which a bucket is closed."),

@@ -7,7 +7,7 @@ Prints one JSON object a line. First every kind of convolution with its norms, f
 milliseconds of all forms, the bytes that the fused form has to move and their share of 4.26 TB/s (the
 copy bandwidth of an H200), and how far the results are from those of the separate form; `large`: only
 those of maps of 14 × 14 and more. Then whole training steps, `run.accel.fused_convolutions` off and
-auto, and auto with `recompute_norms`, in turn, through the rows of `paceline bench step`, with the forms
+auto, and auto with `recompute_norms`, in turn, through `benchmarks.step`, with the forms
 that they chose; `profile`: milliseconds of such a step by kind of kernel. With the mode `cudnn`, the
 forms of cuDNN take part, and its steps are measured; `cudnn-recompute` are those with `recompute_norms`.
 A form or a layer that fails, or does not end, prints its error, and the next one follows. Kernels are
@@ -32,14 +32,15 @@ import torch
 import triton
 from torch import Tensor, nn
 
+from benchmarks.step import measure_in_process
 from paceline.accel.fused import join_moments, moments
 from paceline.accel.operands import MERGED, PLAIN, Epilogue, Gradients, NormedMap, Operand
 from paceline.accel.product_choice import CUDNN, SEPARATE, Choices
 from paceline.accel.products import backward_product, forward_product
-from paceline.bench.step import RowProcess, measure
 from paceline.train.step import TrainStep
-from paceline.tune.step import StepRow
+from paceline.tune.step import StepRow, measure_ours
 
+PROGRAM = (sys.executable, "-m", "benchmarks.fused_convolutions")
 COPY_BYTES_PER_S = 4.26e12
 BUILDERS = 16
 # Longer than any layer takes, kernels built.
@@ -210,7 +211,7 @@ class Case:
         )
 
     def bytes(self, key: str) -> int:
-        """What the fused form has to read and write once."""
+        """Returns the bytes that the fused form has to read and write once."""
         rows, into, out = self.operand.rows, self.layer.into, self.layer.out
         operand = into * (3 if self.layer.kind in JOINING else 1)  # two maps read, one written
         after = into * {"reduce": 4, "projected": 5, "expand": 2, "middle": 2}.get(
@@ -230,7 +231,7 @@ class Case:
 
 
 def away(ours: Tensor, theirs: Tensor) -> float:
-    """Distance over norm, in float32; infinite where only one of the two is finite."""
+    """Distance over norm, in float32; infinite if only one of the two is finite."""
     ours, theirs = ours.float(), theirs.float()
     finite = theirs.isfinite()
     if not torch.equal(ours.isfinite(), finite):
@@ -324,11 +325,11 @@ def measure_shapes(batch: int, dtype: torch.dtype, layers: list[Layer], choices:
 
 
 def watch_shapes(given: argparse.Namespace, layers: list[Layer]) -> None:
-    """Measures layers in a process of their own. A layer that loses the device, or hangs, is left out."""
+    """Measures layers in another process; skips a layer that loses the device or hangs."""
     left, saved_ms = list(layers), 0.0
     while left:
         command = [
-            sys.executable, __file__, "--batch", str(given.batch), "--dtype", given.dtype,
+            *PROGRAM, "--batch", str(given.batch), "--dtype", given.dtype,
             "--modes", *given.modes, "--layers", *(str(LAYERS.index(layer)) for layer in left),
         ]  # fmt: skip
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -395,7 +396,7 @@ def build(part: int, of: int, dtype: torch.dtype, layers: list[Layer]) -> None:
 def build_first(given: argparse.Namespace) -> None:
     started = time.perf_counter()
     workers = min(BUILDERS, os.cpu_count() or 1)
-    own = [sys.executable, __file__, "--dtype", given.dtype]
+    own = [*PROGRAM, "--dtype", given.dtype]
     own += ["--only", given.only, "--build"] if given.only else ["--build"]
     made = [subprocess.Popen([*own, str(part), str(workers)]) for part in range(workers)]
     codes = [process.wait() for process in made]
@@ -406,9 +407,7 @@ def measure_steps(batch: int, steps: int, rounds: int, dtype: str, modes: list[s
     """Rows in turn, each in its own process."""
     for _ in range(rounds):
         for mode in modes:
-            process = RowProcess(step_row(mode, batch, steps, dtype), 120)
-            process.await_ready()
-            emit(batch=batch, **process.measure())
+            emit(batch=batch, **measure_in_process(step_row(mode, batch, steps, dtype), 300))
     for mode in modes:
         if mode in ("auto", CUDNN):
             choices = Choices.begin(mode, torch.device("cuda", torch.cuda.current_device()))
@@ -430,7 +429,7 @@ def step_row(mode: str, batch: int, steps: int, dtype: str) -> StepRow:
 
 
 def profile_step(mode: str, batch: int, dtype: str) -> None:
-    """In this process. The profiler costs time: whole steps are those of `measure_steps`."""
+    """Profiles steps in this process; their times are those of `measure_steps`, without the profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     row = step_row(mode, batch, 10, dtype)
@@ -451,7 +450,7 @@ def profile_step(mode: str, batch: int, dtype: str) -> None:
         steps = 0  # more follow than `row.steps`: the rest of the warm-up, and those in flight
 
     TrainStep.launch = counted  # type: ignore[method-assign, assignment]
-    measured = measure(row, ready)
+    times, _ = measure_ours(row, ready)
     torch.cuda.synchronize()
     found.stop()
     milliseconds: dict[str, float] = {}
@@ -466,7 +465,7 @@ def profile_step(mode: str, batch: int, dtype: str) -> None:
         kernels[f"{event.key[:100]} ×{event.count / steps:g}"] = ms
     heaviest = sorted(kernels, key=lambda name: -kernels[name])[:40]
     emit(
-        profile=mode, batch=batch, images_per_s=measured["images_per_s"], steps=steps,
+        profile=mode, batch=batch, images_per_s=batch / times.median, steps=steps,
         ms={kind: round(ms, 3) for kind, ms in milliseconds.items()},
         kernels={name: round(kernels[name], 4) for name in heaviest},
     )  # fmt: skip
@@ -523,7 +522,15 @@ def main() -> None:
         measure_steps(given.batch, given.steps, given.rounds, given.dtype, given.modes)
     if given.only == "profile":
         for each in given.modes:
-            own = [sys.executable, __file__, "--batch", str(given.batch), "--dtype", given.dtype]
+            own = [
+                sys.executable,
+                "-m",
+                "benchmarks.fused_convolutions",
+                "--batch",
+                str(given.batch),
+                "--dtype",
+                given.dtype,
+            ]
             code = subprocess.run([*own, "--profiled", each], check=False).returncode
             if code:
                 emit(profile=each, error=f"the process ended with {code}")

@@ -60,7 +60,7 @@ from paceline.cli import options
 from paceline.cli.bench import (
     input_rows,
     parse_counts,
-    parse_switches,
+    parse_data_settings,
     print_input_rows,
     report_progress,
 )
@@ -196,7 +196,7 @@ def open_dataloader(row: InputRow) -> Iterator[InputStream]:
 
 
 def no_webdataset(directory: str, split: str) -> str | None:
-    """Why webdataset cannot be measured; None if it can."""
+    """Returns the reason why webdataset cannot be measured; None if it can."""
     if importlib.util.find_spec("webdataset") is None:
         return "the library is not installed (pip install webdataset)"
     if not list(Path(directory).glob(f"{split}-*.tar")):
@@ -372,7 +372,7 @@ def main(
     peers: str = typer.Option("dataloader,webdataset", help="Also processes: our own in them."),
     peer_workers: str = typer.Option("1,2,3,4", help="The peers' processes, with commas."),
     settings: list[str] = typer.Option([], "--set", help="data.KEY=VALUE of our rows."),
-    device: str = typer.Option("auto", help="auto, cpu or cuda: where the batches must be."),
+    device: str = typer.Option("auto", help="auto, cpu or cuda: the place of the batches."),
     synthetic_index: int = typer.Option(0, help="Instead: memory and seek on so many samples."),
     as_json: options.AsJson = False,
 ) -> None:
@@ -389,7 +389,7 @@ def main(
                 on_progress=report_progress,
             )  # fmt: skip
     else:
-        common, changed = (split, batch_size, image_size, chosen), _data_settings(settings)
+        common, changed = (split, batch_size, image_size, chosen), parse_data_settings(settings)
         rows = input_rows("ours", ours, data_dir, *common, changed)
         theirs, notes = parse_counts("--peer-workers", peer_workers), []
         for peer in _names(peers):
@@ -402,8 +402,9 @@ def main(
             else:
                 rows += input_rows(peer, theirs, folder, *common, {})
         results = measure_rows(
-            rows, OPENERS, rounds=rounds, seconds=seconds, on_progress=report_progress
-        )
+            rows, rounds=rounds, seconds=seconds, on_progress=report_progress,
+            open_stream=lambda row: OPENERS[row.kind](row),
+        )  # fmt: skip
         found |= {
             "rows": [result.to_dict() for result in results], "ratios": ratios(results),
             "notes": notes,
@@ -425,14 +426,6 @@ def main(
     print_input_rows(found["rows"])
     for name, value in found["ratios"].items():
         sys.stdout.write(f"{name}: {value:.2f} ×\n")
-
-
-def _data_settings(settings: list[str]) -> dict[str, Any]:
-    changed = parse_switches(settings)
-    for name in changed:
-        if not name.startswith("data."):
-            raise ConfigError("--set", name, "is not a setting of the data", "leave it out")
-    return changed
 
 
 def _names(text: str) -> list[str]:

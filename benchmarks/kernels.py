@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, kernel by kernel, against the least time in which the memory
+"""Time of a training step by kernel, compared with the least time in which the memory
 could move the bytes.
 
     python -m benchmarks.kernels --device cpu --model resnet_tiny --image-size 32 -b 16
@@ -81,7 +81,7 @@ _NOT_IN_STEP = (
 
 @dataclass(frozen=True)
 class Call:
-    """An operator or Triton kernel that was called. `moved` is None where it is not known; `shape` is
+    """An operator or Triton kernel that was called. `moved` is None if it is unknown; `shape` is
     that of its largest tensor."""
 
     name: str
@@ -124,7 +124,7 @@ class CallCounter(TorchDispatchMode):
 
     @contextmanager
     def triton_kernels(self) -> Iterator[None]:
-        """Notes the launches of Triton kernels, too, where there is Triton."""
+        """Notes the launches of Triton kernels, too, if Triton is installed."""
         try:
             from triton.runtime.jit import JITFunction
         except ImportError:
@@ -182,7 +182,7 @@ def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """In memory: elements of an expanded dimension are one."""
+    """Returns the bytes in memory; elements of an expanded dimension count once."""
     elements = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         elements *= size if stride else min(size, 1)
@@ -221,13 +221,13 @@ def _moved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: objec
 
 
 def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: object) -> int:
-    """Of convolutions and matrix products; a multiply-add counts as two."""
+    """Returns the operations of convolutions and matrix products; a multiply-add counts as two."""
     count = flop_registry.get(func.overloadpacket)
     return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
 
 
 class Launched(NamedTuple):
-    """What a call, or nothing that was noted, ran: names of kernels and seconds of all of them."""
+    """The kernels of one call, or of no known call: their names and total seconds."""
 
     call: int | None
     kernels: tuple[str, ...]
@@ -295,7 +295,7 @@ class KernelRow:
     unknown: int = 0
 
     def to_dict(self, steps: int, copy_bytes_per_s: float) -> dict[str, Any]:
-        """For one step. `limit_ms`: a copy of as many bytes; null where they are not known."""
+        """For one step. `limit_ms`: a copy of as many bytes; null if they are unknown."""
         known = not self.unknown and self.moved > 0
         limit_s = self.moved / copy_bytes_per_s
         return {
@@ -421,7 +421,7 @@ def main(
     device: options.Device = "auto",
     as_json: options.AsJson = False,
 ) -> None:
-    """Where a training step's time goes, kernel by kernel, against the memory's limit."""
+    """Time of a training step by kernel, compared with the limit of the memory."""
     check_model_name(model)
     counts = {"--batch-size": batch_size, "--steps": steps, "--warm-up": warm_up}
     check_at_least(1, counts | {"--classes": classes, "--top": top})

@@ -60,7 +60,7 @@ def model_of(name: str) -> nn.Module:
 
 
 def optimizer_of(name: str, of: type[LARS | Muon]) -> tuple[MasterOptimizer, nn.Module]:
-    """On fp16 weights with gradients of a fixed seed."""
+    """Creates fp16 weights with gradients of a fixed seed."""
     model = model_of(name)
     draw = torch.Generator(device="cuda").manual_seed(1)
     for p in model.parameters():
@@ -83,7 +83,7 @@ def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def median_ms(work: Callable[[], object]) -> float:
-    """Of a captured graph; the host has a head start, so that its launch does not count."""
+    """Times a captured graph; the host has a head start, so that its launch does not count."""
     graph = captured(work)
     for _ in range(5):
         graph.replay()
@@ -107,7 +107,7 @@ def engine_of(optimizer: MasterOptimizer) -> tuple[MuonStep, Any]:
 
 
 def floating_point_operations(made: Any) -> dict[str, float]:
-    """Of one iteration, without use of symmetry, from the padded sides."""
+    """Returns the operations of one iteration with the padded sides, without use of symmetry."""
     counts = {"gram": 0.0, "polynomial": 0.0, "apply": 0.0}
     for rows, columns in zip(made.table[4].tolist(), made.table[5].tolist(), strict=True):
         low, high = min(rows, columns), max(rows, columns)
@@ -153,7 +153,7 @@ def by_kernel(made: Any) -> dict[str, Any]:
 
 
 def difference(name: str) -> dict[str, float]:
-    """Of a step's change of the filters' masters, kernels against torch: relative, by norm."""
+    """Returns the relative difference of the change of the master weights, kernels against torch."""
     changes = []
     for of in (Muon, TorchMuon):
         optimizer, _ = optimizer_of(name, of)
@@ -217,7 +217,7 @@ def measure_tilings(name: str, emit: Callable[[dict[str, Any]], None]) -> None:
 
 
 def compile_tilings(name: str) -> None:
-    """Compiles the kernels of all tilings in processes of their own, into Triton's cache."""
+    """Compiles the kernels of all tilings in several processes, into Triton's cache."""
 
     def compile_one(place: int) -> None:
         command = [sys.executable, __file__, "--models", name, "--compile", str(place)]

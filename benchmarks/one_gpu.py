@@ -154,7 +154,7 @@ class SharedGpuJob:
 
 
 def session_alive(session: int) -> bool:
-    """Whether a process of this session, such as a child of an ended rank, still runs."""
+    """Returns True if a process of this session runs, such as a child of an ended rank."""
     found = map(process_stat, process_ids())
     return any(stat and stat.session == session and not stat.has_ended for stat in found)
 

@@ -1,4 +1,4 @@
-"""What the programs share: their start, their ranks, and their results as a table or JSON."""
+"""Helpers of the programs: start, ranks, and results as a table or JSON."""
 
 from __future__ import annotations
 

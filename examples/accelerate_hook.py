@@ -27,7 +27,7 @@ EPOCHS = 4
 
 
 def train(device: str, backend: str, wire: str) -> str:
-    """What came of it, in one line; the same on every rank."""
+    """Returns the result in one line, which is the same on every rank."""
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
     gpu = None

@@ -27,7 +27,7 @@ STEPS = 30
 
 
 def train(device: torch.device, wire: str) -> str:
-    """What came of it, in one line; the same on every rank."""
+    """Returns the result in one line, which is the same on every rank."""
     torch.manual_seed(dist.get_rank())  # DDP gives every rank the weights of rank 0
     net = nn.Sequential(
         nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 4)

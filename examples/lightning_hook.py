@@ -61,7 +61,7 @@ class RegisterOnCpu(pl.Callback):
 
 
 def train(device: str, backend: str, wire: str) -> str:
-    """What came of it, in one line; the same on every rank."""
+    """Returns the result in one line, which is the same on every rank."""
     # Before Lightning, because the state needs it; Lightning takes what it finds.
     gpu = None
     if device == "cuda":

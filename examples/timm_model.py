@@ -1,6 +1,6 @@
 """Trains a model of timm and classifies with it: python examples/timm_model.py [EPOCHS]
 
-Needs `pip install timm`. On a GPU the model is compiled and its steps are captured as CUDA graphs where
+Needs `pip install timm`. On a GPU the model is compiled and its steps are captured as CUDA graphs if
 it allows that; the first lines of the output say what was chosen. The embedded images have 28 pixels and
 are scaled to 32: the model divides the size by 32.
 """

@@ -13,8 +13,6 @@ import pytest
 import paceline
 from paceline.config import (
     DEFAULTS,
-    REMOVED,
-    RENAMED,
     SECTIONS,
     Job,
     RunConfig,
@@ -25,7 +23,6 @@ from paceline.config import (
     setting_names,
 )
 from paceline.core.errors import ConfigError
-from paceline.core.extensions import provided
 from paceline.optim.schedules import LrSchedule
 from paceline.train.batch_sizes import batch_stages, requested_batch, resolve_batch_sizes
 from paceline.train.components import Components
@@ -192,8 +189,7 @@ def test_every_setting_that_the_source_names_exists() -> None:
     """An error that names a setting which cannot be set leads nowhere."""
     known = set(setting_names())
     known |= {name.rpartition(".")[0] for name in known}
-    # Files of the run folder and of torch.save, and names that are refused.
-    known |= {"run.lock", "data.pkl", *REMOVED, *RENAMED, *provided("renamed settings")}
+    known |= {"run.lock", "data.pkl"}  # files of the run folder and of torch.save
     named = re.compile(rf"(?<![\w./-])(?:{'|'.join(SECTIONS)})(?:\.[a-z_0-9]+)+(?![\w(/.:\[])")
     unknown = []
     for file in Path(paceline.__file__).parent.rglob("*.py"):

@@ -60,14 +60,14 @@ PRIORS = {
     "A100 v0.7": (1.1, 0.15),
     "H100 v2.1": (1.1, 0.15),
 }
-# Residual that weighs the systems against the priors, and where Huber's weights begin.
+# Residual that weighs the systems against the priors, and the start of Huber's weights.
 _RESIDUAL, _HUBER = 0.04, 1.5
 _NET = network("resnet50")
 
 
 @dataclass(frozen=True)
 class System:
-    """One row: what ran, where, and how long a step took."""
+    """One measured system and the time of its step."""
 
     name: str
     submitter: str
@@ -113,7 +113,7 @@ def _system(number: int, row: dict[str, str]) -> System:
 
 
 def _gpu(family: str, described: str, software: str) -> Accelerator:
-    """The catalogue's chip, with the board's power limit where the row states it."""
+    """The catalogue's chip, with the power limit of the board if the row has one."""
     name = family
     if family == "V100":
         name = "V100" if "450W" in described or described.endswith("-H") else "V100-SXM2"
@@ -127,7 +127,7 @@ def _gpu(family: str, described: str, software: str) -> Accelerator:
 
 
 def _links(described: str, family: str) -> tuple[int, float]:
-    """Links of a node and Gb/s of each; what is usual with the chip where the row states none."""
+    """Links of a node and Gb/s of each; the default of the chip if the row has none."""
     for pattern in (
         r"Compute: (\d)\s*x.*?(\d+)\s?Gb/s",
         r"^(\d)x ConnectX-\d \w+ \w+ (\d+)Gb/s",

@@ -6,7 +6,7 @@ A cell is set × model × epochs × batch × optimizer × ingredient × seed. Ea
 line to OUT/results.jsonl: the cell, commit, resolved settings, top-1, times. Cells that the file holds
 are skipped, those without data are named. No cell begins that is not expected to end within `--budget`
 seconds, and one that does not is stopped with a checkpoint, from which the next call goes on.
-Several processes share the cells of a phase with `--claims DIR`, each with an `--out` of its own.
+Several processes share the cells of a phase with `--claims DIR`, each with another `--out`.
 Data sets are decoded once and stay in memory; on a GPU each run keeps its own copy resident, and
 kernels are compiled by the first run. tools/large_batch_table.py prints the tables.
 
@@ -314,7 +314,7 @@ def _grid(
 
 
 def phase_cells(phase: str) -> list[Cell]:
-    """In the order in which they run."""
+    """Returns the cells in the order in which they run."""
     small = [("small", "sgd"), ("small", "muon")]
     large = [("20", "rule"), ("5", "rule")]
     if phase == "explore":
@@ -505,7 +505,7 @@ def read_results(path: Path) -> list[dict[str, Any]]:
 
 
 def commit() -> str:
-    """Of the checkout that holds this file, marked where files differ from it."""
+    """Returns the commit of this checkout, marked if files differ from it."""
     here = Path(__file__).parent
     try:
         found = subprocess.run(
@@ -521,7 +521,7 @@ def run_cell(
     cell: Cell, data: tuple[Source, Source], out: Path, deadline: float, device: str = "auto",
     **more: Any,
 ) -> dict[str, Any] | None:  # fmt: skip
-    """The record of a finished or failed cell; None where the deadline stopped it."""
+    """The record of a finished or failed cell; None if the deadline stopped it."""
     folder = out / "runs" / cell.key.replace("/", "-")
     resume = "auto" if any((folder / "checkpoints").glob("step-*.pt")) else ""
     record: dict[str, Any] = {"key": cell.key, **dataclasses.asdict(cell)}
@@ -615,7 +615,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--done", type=Path, action="append", default=[], metavar="FILE",
                         help="results.jsonl of an earlier call elsewhere")  # fmt: skip
     parser.add_argument("--claims", type=Path, help="of processes that share the cells")
-    parser.add_argument("--commit", default="", help="where the checkout has no .git")
+    parser.add_argument("--commit", default="", help="if the checkout has no .git")
     parser.add_argument("--list", action="store_true", help="print the cells and their batches")
     options = parser.parse_args(arguments)
     data_dirs = {}

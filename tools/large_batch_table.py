@@ -94,7 +94,7 @@ def collect(records: Iterable[Record]) -> dict[Place, dict[str, dict[Way, Sample
 
 
 def best_small(ways: dict[Way, Sample]) -> tuple[Way, Sample]:
-    """The best mean; those with fewer seeds than the most only where no other is known."""
+    """Returns the best mean of those with the most seeds."""
     most = max(len(sample.values) for sample in ways.values())
     full = {way: sample for way, sample in ways.items() if len(sample.values) == most}
     way = max(full, key=lambda w: full[w].mean)

@@ -47,7 +47,7 @@ from benchmarks.cluster.network import (
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.host import SignalContext
 
-# Signals are handled only where the handler is Python's default: other handlers stay in charge.
+# Only signals with Python's default handler are handled; other handlers are kept.
 _REPLACED = (signal.SIG_DFL, signal.default_int_handler)
 _NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 Rates = str | Sequence[str | None] | None
@@ -181,7 +181,7 @@ class EmulatedCluster:
         return self._started([start], cwd)
 
     def set_rate(self, rate: str | None, host: int | None = None) -> None:
-        """Of one host's link, or of all."""
+        """Changes the link of one host, or of all."""
         for number in range(self.hosts) if host is None else [host]:
             self._check(number)
             self._links[number].shape(rate)
@@ -282,7 +282,7 @@ class LiveClusters:
                 cluster.close()
 
     def forget(self) -> None:
-        """In a forked process, whose parent owns the clusters."""
+        """Forgets the clusters in a forked process, because its parent owns them."""
         self._clusters.clear()
         self._restore_signals()
         self._at_work, self._waiting = 0, None

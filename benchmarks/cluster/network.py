@@ -70,7 +70,7 @@ def new_tag() -> str:
 
 
 def owner_is_gone(name: str) -> bool:
-    """Whether the owner of a tagged name has ended; False for names without our tag."""
+    """Returns True if the owner of a tagged name has ended; False for names without our tag."""
     found = _TAG.match(name)
     return found is not None and _start(int(found[1])) != found[2]
 
@@ -119,7 +119,7 @@ class Namespace:
         return found
 
     def kill(self, mark: str = "") -> None:
-        """Kills these processes, including those forked meanwhile."""
+        """Kills these processes, including those that they fork."""
         deadline = time.monotonic() + _KILL_LIMIT_S
         while pids := self.processes(mark):
             if time.monotonic() > deadline:

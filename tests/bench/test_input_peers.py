@@ -14,7 +14,6 @@ from data_sets import write_shards
 from paceline.bench.input_rows import (
     InputRow,
     RowRates,
-    measure_row,
     one_torch_thread,
 )
 from paceline.data import DataSettings
@@ -30,9 +29,9 @@ def test_a_ratio_is_the_median_of_the_rounds_against_the_fastest_peer_of_a_kind(
     many = replace(one, workers=4)
     ours = InputRow("ours", 1, DataSettings(), "train", 4, "cpu")
     results = [
-        RowRates(ours, (300.0, 330.0, 90.0)),
-        RowRates(one, (100.0, 100.0, 100.0)),
-        RowRates(many, (150.0, 110.0, 30.0)),
+        RowRates(ours, [300.0, 330.0, 90.0]),
+        RowRates(one, [100.0, 100.0, 100.0]),
+        RowRates(many, [150.0, 110.0, 30.0]),
     ]
     assert ratios(results) == {"ours × 1 / dataloader × 4": 3.0}
     assert ratios(results[1:]) == {}
@@ -44,14 +43,15 @@ def test_all_deliver_normalised_images_of_the_same_kind(
     shards: DataSettings, kind: str, split: Any
 ) -> None:
     row = InputRow(kind, 1, shards, split, 4, "cpu")
-    sample = measure_row(row, OPENERS[kind], 0.0)
-    assert sample.rate > 0
+    result = RowRates(row)
+    result.measure(OPENERS[kind], 0.0)
+    assert result.rates[0] > 0
     words = {
         "ours": "1 thread",
         "processes": "each no threads",
         "dataloader": "DataLoader of torch",
     }
-    assert words[kind] in sample.described
+    assert words[kind] in result.described[0]
     with one_torch_thread(), OPENERS[kind](row) as stream:
         images = next(stream)
     assert images.shape == (4, 3, 8, 8)

@@ -1,22 +1,19 @@
-"""Rows of `paceline bench input`: who is measured when, and what the figures mean."""
+"""Rows of `paceline bench input`: the order of measurements, and their figures."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
+from benchmarks.input_training import median_stall
 from data_sets import write_shards
-from paceline.bench.input_rows import (
-    InputRow,
-    RowSample,
-    measure_rows,
-    open_repeated,
-    open_threads,
-)
-from paceline.bench.input_training import median_stall
+from paceline.bench.input_rows import InputRow, InputStream, measure_rows, open_repeated
 from paceline.data import DataSettings
 
 
@@ -30,23 +27,23 @@ def shards(tmp_path: Path) -> DataSettings:
 
 
 def test_every_round_measures_every_row_and_begins_with_another() -> None:
-    rows, asked = rows_of(DataSettings(), "ours", "dataloader", "processes"), []
+    rows, opened = rows_of(DataSettings(), "ours", "dataloader", "processes"), []
 
-    def measure(row: InputRow, opened: Any, seconds: float) -> RowSample:
-        asked.append(row.kind)
-        rate = {"ours": 300.0, "dataloader": 200.0, "processes": 100.0}[row.kind]
-        return RowSample(rate, f"described {row.kind}", "odd" if len(asked) == 1 else "")
+    @contextmanager
+    def open_stream(row: InputRow) -> Iterator[InputStream]:
+        opened.append(row.kind)
+        remark = "odd" if len(opened) == 1 else ""
+        yield InputStream(repeat(torch.zeros(4)), 1, f"described {row.kind}", lambda: remark)
 
-    openers = dict.fromkeys(("ours", "dataloader", "processes"), open_threads)
-    found = measure_rows(
-        rows, openers, rounds=3, seconds=0.1, on_progress=lambda text: None, measure=measure
+    results = measure_rows(
+        rows, rounds=3, seconds=0.0, on_progress=lambda text: None, open_stream=open_stream
     )
-    assert asked[::3] == ["ours", "dataloader", "processes"]
-    assert sorted(asked) == sorted(3 * ["ours", "dataloader", "processes"])
-    assert [result.rates for result in found] == [(300.0,) * 3, (200.0,) * 3, (100.0,) * 3]
-    said = found[0].to_dict()
-    assert (said["input"], said["remarks"]) == ("described ours", ["odd"])
-    assert found[1].to_dict()["remarks"] == []
+    assert opened[::3] == ["ours", "dataloader", "processes"]
+    assert sorted(opened) == sorted(3 * ["ours", "dataloader", "processes"])
+    assert all(len(result.rates) == 3 and min(result.rates) > 0 for result in results)
+    first = results[0].to_dict()
+    assert (first["input"], first["remarks"]) == ("described ours", ["odd"])
+    assert results[1].to_dict()["remarks"] == []
 
 
 def test_few_images_are_repeated_with_their_labels(shards: DataSettings) -> None:

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import ddp, exchange, input_pipelines, kernels, optimizer
+from benchmarks import ddp, exchange, input_pipelines, input_training, kernels, optimizer, step
 from benchmarks.optimizer import device_times, measure_all
 from benchmarks.program import run
 from cli_runs import Done, is_launchers
@@ -121,6 +121,26 @@ def test_input(tmp_path: Path) -> None:
     assert len(names) == 4 or "webdataset" in report["notes"][0]
 
 
+def test_training_from_images(tmp_path: Path) -> None:
+    folder = str(write_shards(tmp_path / "data"))
+    words = ("--rounds", "1", "--steps", "1", "--warm-up", "1", "--workers", "1")
+    report = report_of(
+        input_training.main, *TINY, "--image-size", "28", "-b", "4", "--data-dir", folder, *words,
+        "--set", "optim.name=sgd",
+    )  # fmt: skip
+    training = report["training"]
+    rates = training["input_images_per_s"] / training["synthetic_images_per_s"]
+    assert training["share"] == pytest.approx(rates)
+    assert "sgd" in training["what"]
+
+
+def test_step_rows_are_measured_in_processes() -> None:
+    report = report_of(step.main, *STEP, "--steps", "2", "--warm-up", "1", "--rounds", "1")
+    assert [row["name"] for row in report["rows"]] == ["ours", "plain fp32"]
+    assert all(row["images_per_s"] > 0 and row["steps"] == 2 for row in report["rows"])
+    assert report["ratios"]["ours / plain fp32"] > 0
+
+
 def test_memory_and_seek() -> None:
     done = call(input_pipelines.main, "--synthetic-index", "3000", "--image-size", "8", "-b", "50")
     assert done.code == 0, done.err
@@ -168,6 +188,10 @@ def test_ddp_on_two_ranks() -> None:
         (input_pipelines.main, "", "--data-dir"),
         (input_pipelines.main, "--data-dir data --peers dali", "--peers = 'dali'"),
         (input_pipelines.main, "--synthetic-index 9", "--synthetic-index = 9"),
+        (step.main, "--row theirs", "--row = 'theirs'"),
+        (input_training.main, "--set run.nonsense=1", "unknown setting"),
+        (input_training.main, "--set model.name=resnet18", "use --model"),
+        (input_training.main, "--set model.num_classes=9", "model.num_classes"),
         (ddp.main, "", "no ranks to measure between"),
         (exchange.main, "--algorithm rign", "comm.algorithm = 'rign'"),
         (exchange.main, "--plan a", "comm.plan = 'a'"),

@@ -1,4 +1,4 @@
-"""`paceline bench step`: rows, rows that cannot be measured, and what is timed."""
+"""`benchmarks.step`: rows, rows that cannot be measured, and what is timed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.step import (
-    RowProcess,
-    choose_rows,
-    measure,
-    measure_rows,
-    ratios,
-)
+from benchmarks.step import choose_rows, measure_in_process, measure_rounds, ratios
+from paceline.cli.bench import measure_step
 from paceline.tune.step import StepRow
 from paceline.tune.timing import Times, steady_times
 from ranks import run_ranks
@@ -33,12 +28,6 @@ def test_all_rows_by_default_on_a_gpu_and_those_without_a_compiler_on_a_cpu() ->
     assert [row.name for row in choose_rows([], COMMON)] == ["ours", "plain fp32"]
 
 
-def test_a_row_survives_the_way_to_its_process() -> None:
-    row = choose_rows(["ours N>1"], COMMON)[0]
-    assert StepRow.from_json(row.to_json()) == row
-    assert row.group
-
-
 def test_a_row_with_a_group_has_its_buckets() -> None:
     (row,) = choose_rows(["ours N>1"], COMMON)
     # Not the single bucket that a lone rank has.
@@ -50,31 +39,40 @@ def test_a_row_with_a_group_has_its_buckets() -> None:
 
 
 def _measure(rank: int, row: StepRow) -> dict[str, Any]:
-    return measure(row)
+    return measure_step(row)
 
 
-def test_a_row_that_fails_in_its_process_says_why() -> None:
-    """Two rows that are measured are in `tests/cli/test_bench.py`."""
+def test_a_failing_row_has_the_last_line_of_its_process_as_error() -> None:
     broken = StepRow(**{**COMMON, "name": "broken", "kind": "ours", "switches": {"run.nothing": 1}})
-    told: list[str] = []
-    (result,) = measure_rows([broken], 100, 1, lambda result: told.append(result["name"]))
-    assert told == ["broken"]
-    assert "run.nothing" in result["error"]
+    assert "run.nothing" in measure_in_process(broken, 100)["error"]
 
 
-def test_a_row_that_never_gets_warm_is_given_up() -> None:
-    row = choose_rows(["ours"], COMMON)[0]
-    process = RowProcess(row, 0.2)  # importing torch alone takes longer
-    process.await_ready()
-    assert process.measure() == {"name": "ours", "error": "took longer than 0 s to start"}
+def test_a_row_that_takes_too_long_is_killed() -> None:
+    row = choose_rows(["ours"], COMMON)[0]  # importing torch alone takes longer
+    assert measure_in_process(row, 0.2) == {"name": "ours", "error": "took longer than 0 s"}
+
+
+def test_rounds_measure_rows_in_turn_and_drop_a_row_that_fails() -> None:
+    rows, measured = choose_rows(["ours", "plain fp32"], COMMON), []
+
+    def measure(row: StepRow) -> dict[str, Any]:
+        measured.append(row.name)
+        if row.name != "ours":
+            return {"name": row.name, "error": "out of memory"}
+        return {"name": row.name, "images_per_s": float(len(measured))}
+
+    ours, plain = measure_rounds(rows, 3, measure)
+    assert measured == ["ours", "plain fp32", "ours", "ours"]
+    assert (ours["images_per_s"], ours["rounds"]) == (3.0, [1.0, 3.0, 4.0])
+    assert plain["error"] == "out of memory"
 
 
 def test_a_fused_row_that_is_not_fused_has_no_ratio() -> None:
     rows = [
-        {"name": "ours", "images_per_s": 4.0},
-        {"name": "plain fp16 default", "images_per_s": 2.0},
-        {"name": "ours fused convolutions", "images_per_s": 8.0, "what": "convolutions: 2 of 3"},
-        {"name": "ours fused by cudnn", "images_per_s": 4.1,
+        {"name": "ours", "rounds": [4.0]},
+        {"name": "plain fp16 default", "rounds": [2.0]},
+        {"name": "ours fused convolutions", "rounds": [8.0], "what": "convolutions: 2 of 3"},
+        {"name": "ours fused by cudnn", "rounds": [4.1],
          "what": "fp16, convolutions: off (this model has no bottlenecks)"},
         {"name": "ours no graphs", "error": "out of memory"},
     ]  # fmt: skip
@@ -97,7 +95,7 @@ def test_ratios_are_against_the_fastest_peer() -> None:
     speeds = {"ours": 100.0, "ours N>1": 98.0, "ours muon": 90.0, "plain bf16 default": 50.0,
               "plain fp16 max-autotune": 80.0, "plain tf32 default": 20.0,
               "ours fused by cudnn": 120.0}  # fmt: skip
-    found = ratios([{"name": n, "images_per_s": v} for n, v in speeds.items()])
+    found = ratios([{"name": n, "rounds": [v / 2, v, v]} for n, v in speeds.items()])
     fastest = "fastest of 2 plain recipes, plain fp16 max-autotune"
     assert found[f"ours / {fastest}"] == pytest.approx(1.25)
     assert found[f"ours fused by cudnn / {fastest}"] == pytest.approx(1.5)

@@ -12,7 +12,7 @@ import torch
 import faults
 from cli_runs import Call, Done, run_two, small, started_ranks
 from paceline.alternatives.eight_bit.wires import ALL_TO_ALL
-from paceline.cli.dry_run import StepTimes
+from paceline.cli.dry_run import step_seconds
 from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings
 from paceline.plan.fusion_plan import FusionBucket, FusionPlan
@@ -121,13 +121,10 @@ def test_a_dry_run_refuses_wires_of_a_plan(call: Call, flags: str) -> None:
 
 def test_a_dry_run_counts_an_update_once_a_step() -> None:
     """Not once for each part of the images that it measures."""
-    # Five steps of 1.5 s behind two that warm up, each with a quarter of the images.
-    times = StepTimes.of([9.0, 9.0, *[1.5] * 5], [3.0, 3.0, *[0.5] * 5], shares=4)
-    assert times == StepTimes(images_s=4.0, update_s=0.5)
-    assert times.training_s(10, whole_batches=8.0, passes=1.0) == 8 * 4.0 + 10 * 0.5
-    assert times.training_s(10, whole_batches=8.0, passes=3.0) == 24 * 4.0 + 10 * 0.5
+    # Five steps of 1.5 s after two that warm up, each with a quarter of the images.
+    assert step_seconds([9.0, 9.0, *[1.5] * 5], [3.0, 3.0, *[0.5] * 5], 4) == (4.0, 0.5)
     # A first step that takes too long is the only one.
-    assert StepTimes.of([9.0], [3.0], shares=1) == StepTimes(6.0, 3.0)
+    assert step_seconds([9.0], [3.0], 1) == (6.0, 3.0)
 
 
 @pytest.mark.parametrize(

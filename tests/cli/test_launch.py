@@ -415,7 +415,7 @@ def test_a_run_that_ends_before_its_watch_looks_names_the_launcher(
     assert command_line.run_command() == 143
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        "paceline: error: the launcher of this rank (torchrun, process 7) is gone"
+        "paceline: error: the launcher of this rank (torchrun, process 7) has ended"
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import numpy as np
@@ -76,21 +75,8 @@ def test_a_descent_in_noise_is_found(steps: int) -> None:
 
 
 def test_a_range_test_of_a_run(tmp_path: Path) -> None:
-    command = [
-        *LR_FIND,
-        "--steps",
-        "40",
-        "--global-batch-size",
-        "50",
-        "--from",
-        "1e-4",
-        "--to",
-        "100",
-        "--json",
-        "--output",
-        "r",
-    ]
-    done = run(command, tmp_path)
+    flags = ["--steps", "40", "--global-batch-size", "50", "--from", "1e-4", "--to", "100"]
+    done = run([*LR_FIND, *flags, "--json", "--output", "r"], tmp_path)
     assert done.code == 0, done.err
     found = json.loads(done.out)
     rates = np.array(found["lr"])
@@ -99,8 +85,6 @@ def test_a_range_test_of_a_run(tmp_path: Path) -> None:
     assert rates == pytest.approx(np.geomspace(1e-4, 100, 40)[:steps])
     assert 1e-4 <= found["suggested_lr"] <= found["largest_lr"] < 100
     assert found == json.loads((tmp_path / "r/lr_find.json").read_text())
-    root = ET.fromstring((tmp_path / "r/lr_find.svg").read_text())
-    assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert "Learning-rate range test" in (tmp_path / "r/lr_find.html").read_text()
 
 

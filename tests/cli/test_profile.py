@@ -29,7 +29,7 @@ def test_a_step_is_measured_and_planned_with(tmp_path: Path) -> None:
     ready = [gradient.ready for gradient in work.gradients]
     assert 0 < ready[0] < ready[-1] <= 1
     assert ready == sorted(ready)
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         ask(*flags)
     planned = CliRunner().invoke(
         app, ["plan", "--profile", str(file), "--nodes", "2", "--gpus-per-node", "1", "--json"],

@@ -203,7 +203,7 @@ SLURM = {
     "SLURM_STEP_NODELIST": "a", "SLURM_STEP_TASKS_PER_NODE": "2",
 }  # fmt: skip
 NO_RANK = "WORLD_SIZE = 2 but RANK is not set"
-RANK_ALREADY = "--nproc-per-node = 2: this process is a rank of a launcher already"
+RANK_ALREADY = "--nproc-per-node = 2: this process is already a rank of a launcher"
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,10 @@
 """Charts: which lines, on which axes, with which markers; curves that keep their shape; SVG that is
 safe."""
 
-import itertools
 import math
 import random
 import statistics
 import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cli.plan_page import step_bars
-from paceline.planner.accelerators import accelerator, gpu_cluster
-from paceline.planner.analytic_workload import analytic_workload
-from paceline.planner.answer import Answer, Question
-from paceline.planner.layers import network
-from paceline.planner.recommend import Job
-from paceline.planner.workload import Affine
 from paceline.report import RunFiles
 from paceline.report.chart import (
     Axis,
@@ -144,32 +135,3 @@ def test_moving_median_equals_its_definition() -> None:
     assert moving_median(np.array(values), 9).tolist() == expected
     assert moving_median(np.array([1.0, 1, 1, 99, 1, 1, 1]), 3).tolist() == [1] * 7
     assert len(moving_median(np.zeros(0))) == 0
-
-
-@pytest.mark.parametrize("input_rate", [0.0, 50.0])
-def test_the_bars_of_a_step_end_with_it(input_rate: float) -> None:
-    gpu = accelerator("V100")
-    work = analytic_workload(network("resnet50"), gpu)
-    work = replace(work, input=Affine(0.0, 1 / input_rate if input_rate else 0.0))
-    place = gpu_cluster(gpu, 8, 8, 25)
-    question = Question(work, 32, ("ring", "native"))
-    now = question.answer(place)
-    bars = step_bars(
-        Answer(
-            workload=work,
-            cluster=place,
-            now=now,
-            curve=(),
-            most_ranks=None,
-            advice=(),
-            job=Job(1.0, 1000, gpu.watts),
-        )
-    )
-    assert max(bar.end for bar in bars) == pytest.approx(1e3 * now.step_s)
-    links = [bar for bar in bars if bar.row == "links"]
-    assert len(links) == len(now.scores)
-    for one, other in itertools.pairwise(links):
-        assert one.end <= other.start + 1e-9
-    update = next(bar for bar in bars if bar.row == "update")
-    assert links[-1].end == pytest.approx(update.start)
-    assert ("input" in {bar.row for bar in bars}) == bool(input_rate)

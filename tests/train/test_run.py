@@ -168,7 +168,7 @@ class FixedLoad:
 
 
 class BusyLoad(FixedLoad):
-    latest = LoadReading(waited=0.7, others=0.8, throttled=0.0, cores=2)
+    latest = LoadReading(waited=0.7, others=0.8, cores=2)
 
 
 def test_an_overloaded_host_is_noted_once_and_recorded(

@@ -5,8 +5,4 @@ from __future__ import annotations
 PROVIDES: dict[str, dict[str, str]] = {
     "accelerations": {"accel": "accel.acceleration:ACCELERATION"},
     "run settings": {"accel": "accel.settings:AccelSettings"},
-    "renamed settings": dict.fromkeys(
-        ("run.compile", "run.fused_convolutions", "run.fused_norm", "run.recompute_norms"),
-        "accel.settings:RENAMED",
-    ),
 }

@@ -8,13 +8,6 @@ from typing import ClassVar
 from paceline.core.exclusions import Exclusion, not_in, one_of
 from paceline.core.settings import SettingChecks
 
-# Default and new name of each setting that had another one.
-RENAMED: dict[str, tuple[object, str]] = {
-    "run.compile": ("auto", "run.accel.compile"),
-    "run.fused_convolutions": ("off", "run.accel.fused_convolutions"),
-    "run.fused_norm": ("auto", "run.accel.fused_norm"),
-    "run.recompute_norms": (False, "run.accel.recompute_norms"),
-}
 SWITCHES = ("auto", "on", "off")
 COMPILE_MODES = ("auto", "off", "blocks", "model")
 CUDNN = "cudnn"

@@ -26,42 +26,6 @@ PROVIDES: dict[str, dict[str, str]] = {
     ),
     "optimizers": _OPTIMIZERS,
     "schedules": _SCHEDULES,
-    "renamed settings": {
-        **dict.fromkeys(
-            ("comm.error_feedback", *(f"comm.{name}" for name in _EIGHT_BIT)),
-            "alternatives.eight_bit.wires:RENAMED",
-        ),
-        **dict.fromkeys(
-            ("comm.servers", "comm.staleness"), "alternatives.asynchronous.settings:RENAMED"
-        ),
-        "model.norm_group": "alternatives.synced_norms.settings:RENAMED",
-        **dict.fromkeys(("run.rebalance", "run.shares"), "alternatives.unequal.settings:RENAMED"),
-        **dict.fromkeys(
-            (
-                "optim.bits",
-                "optim.center_epochs",
-                "optim.halp_mu",
-                "optim.halp",
-                "optim.lp_svrg",
-                "optim.lp_sgd",
-            ),
-            "alternatives.svrg.settings:RENAMED",
-        ),
-        **dict.fromkeys(
-            ("optim.rms_center_epochs", "optim.rms_width_epochs"),
-            "alternatives.rms_warmup.settings:RENAMED",
-        ),
-        **dict.fromkeys(
-            (
-                "optim.cycle_decay",
-                "optim.cycle_epochs",
-                "optim.cycle_momentum",
-                "optim.one_cycle",
-                "optim.triangular",
-            ),
-            "alternatives.cycles:RENAMED",
-        ),
-    },
     "gradient sources": {"svrg": "alternatives.svrg.source:SvrgSource"},
     "optim settings": {**_OPTIMIZERS, **_SCHEDULES, "cycle": "alternatives.cycles:Cycle"},
     "strategies": {

@@ -11,14 +11,6 @@ from paceline.core.exclusions import Exclusion, not_in, one_of
 from paceline.core.settings import SettingChecks
 from paceline.optim.schedules import Course, ScheduleSettings
 
-# Earlier names, with their defaults.
-RENAMED = {
-    "optim.cycle_decay": (1.0, "optim.cycle.decay"),
-    "optim.cycle_epochs": (8.0, "optim.cycle.epochs"),
-    "optim.cycle_momentum": ([0.85, 0.95], "optim.cycle.momentum"),
-    "optim.one_cycle": ({"momentum": [0.85, 0.95]}, "optim.cycle"),
-    "optim.triangular": ({"momentum": [0.85, 0.95], "epochs": 8.0, "decay": 1.0}, "optim.cycle"),
-}
 # Lowest rate of a cycle, as a share of the peak rate.
 CYCLE_FLOOR = 0.1
 # Of `one_cycle`: share of the run after the cycle, in which the rate falls on to `optim.lr_end`.

@@ -1,1 +1,1 @@
-"""Measurements against peers, each in the same run on the same machine."""
+"""Measurements of one machine: training step, input pipeline, all-reduce."""

@@ -1,7 +1,7 @@
-"""`paceline bench allreduce`: sizes × algorithms, compared with the backend's own all-reduce.
+"""`paceline bench allreduce`: compares all-reduce algorithms with the backend's own at several sizes.
 
-Rows have the columns of nccl-tests (size, time, algbw, busbw), spread, samples, and speed relative to
-`native` in the same run. Every result is checked, that of the warm-up in every element.
+Rows have the columns of nccl-tests (size, time, algbw, busbw), the spread, all samples, and the speed
+relative to `native` in the same run. Every result is checked; in the warm-up, every element.
 """
 
 from __future__ import annotations
@@ -23,67 +23,62 @@ from paceline.plan.wires import wire_format
 from paceline.tune.timing import RankGroup, Times, interleaved
 
 NATIVE = "native"
-HYBRID = "hybrid"
 _PERIOD = 3
 
 
 @dataclass(frozen=True)
 class AllReduceJob:
-    """`sizes` are bytes of the float32 buffer, `wire` the format that is sent; `native` always sums
-    float32."""
+    """What to measure.
+
+    Attributes:
+        sizes: Bytes of the float32 buffers.
+        algorithms: Names of algorithms.
+        wire: The format that is sent; `native` always sums float32.
+        iterations: Samples of each size and algorithm.
+        warm_up: Samples before those.
+    """
 
     sizes: tuple[int, ...]
     algorithms: tuple[str, ...]
-    table: SizeTable | None = None
     wire: str = "float32"
     iterations: int = 20
     warm_up: int = 3
-    limit_s: float | None = None
 
 
 class AllReduceBench:
-    """Keeps the algorithms, with their memory, for all sizes."""
+    """Measures all-reduces with one object for each algorithm, which all sizes share."""
 
     def __init__(self, ranks: RankGroup, job: AllReduceJob) -> None:
         self._ranks, self._job = ranks, job
-        self._made: dict[str, HybridAllReduce | _OwnAllReduce] = {}
+        self._all_reduces: dict[str, Callable[[Tensor], object]] = {NATIVE: dist.all_reduce}
         if own := wire_format(job.wire).algorithm:
-            self._made[own] = _OwnAllReduce(ranks, own, job.wire)
+            planned = PlannedAllReduce(ranks.groups, [job.wire])
+            self._all_reduces[own] = lambda buffer: planned.carry(buffer, own, job.wire)
             return
         for name in job.algorithms:
-            if name not in (NATIVE, HYBRID):
+            if name != NATIVE:
                 table = SizeTable.single(name)
-                self._made[name] = HybridAllReduce(ranks.groups, table, job.wire)
-        if job.table is not None:
-            self._made[HYBRID] = HybridAllReduce(ranks.groups, job.table, job.wire)
+                self._all_reduces[name] = HybridAllReduce(ranks.groups, table, job.wire).all_reduce
 
     def measure(self, size: int) -> list[dict[str, Any]]:
-        """Rows of one size, `native` first."""
+        """Returns the rows of one size in bytes, `native` first."""
         job, ranks = self._job, self._ranks
         buffer = torch.empty(max(size // 4, 1), device=ranks.device)
-        ways: dict[str, Callable[[], object]] = {NATIVE: lambda: dist.all_reduce(buffer)}
-        for name, made in self._made.items():
-            ways[name] = partial(made.all_reduce, buffer)
+        calls = {name: partial(run, buffer) for name, run in self._all_reduces.items()}
         pattern = Pattern(buffer.numel(), ranks.rank, ranks.size, job.wire, ranks.device)
-        for name, way in ways.items():
+        for name, call in calls.items():
             pattern.fill(buffer)
-            way()
+            call()
             pattern.check(buffer, name, ranks)
         samples = interleaved(
-            ranks, ways, iterations=job.iterations, warm_up=job.warm_up, limit_s=job.limit_s,
+            ranks, calls, iterations=job.iterations, warm_up=job.warm_up,
             prepare=lambda: buffer.fill_(1.0),
             check=lambda name: pattern.check_ends(buffer, name),
         )  # fmt: skip
-        native = Times(tuple(samples[NATIVE])).median
-        rows = []
-        for name, seconds in samples.items():
-            rows.append(self._row(size, name, Times(tuple(seconds)), native))
-            if isinstance(by_size := self._made.get(name), HybridAllReduce) and name == HYBRID:
-                rows[-1]["chosen"] = by_size.choose(buffer)
-        return rows
+        times = {name: Times(tuple(seconds)) for name, seconds in samples.items()}
+        return [self._row(buffer.nbytes, n, t, times[NATIVE].median) for n, t in times.items()]
 
     def _row(self, size: int, name: str, times: Times, native_s: float) -> dict[str, Any]:
-        size = max(size // 4, 1) * 4
         p, median = self._ranks.size, times.median
         return {
             "bytes": size, "algorithm": name, **times.to_row("s"),
@@ -94,19 +89,8 @@ class AllReduceBench:
         }  # fmt: skip
 
 
-class _OwnAllReduce:
-    """A format's own all-reduce, without memory: the sum of one call does not depend on earlier ones."""
-
-    def __init__(self, ranks: RankGroup, algorithm: str, wire: str) -> None:
-        self._planned = PlannedAllReduce(ranks.groups, [wire])
-        self._algorithm, self._wire = algorithm, wire
-
-    def all_reduce(self, buffer: Tensor) -> None:
-        self._planned.carry(buffer, self._algorithm, self._wire)
-
-
 def choose_sizes(least: int, most: int, factor: float) -> tuple[int, ...]:
-    """`least`, then times `factor` up to `most`, as multiples of 4 bytes."""
+    """Returns the sizes from `least` to `most` that grow by `factor`, as multiples of 4 bytes."""
     sizes: list[int] = []
     size = float(least)
     while size <= most * (1 + 1e-9):
@@ -118,8 +102,7 @@ def choose_sizes(least: int, most: int, factor: float) -> tuple[int, ...]:
 
 
 class Pattern:
-    """Fills a buffer with numbers whose sum over ranks is known: element i on rank r is (i + r) mod
-    3."""
+    """Numbers whose sum over ranks is known: element i on rank r is (i + r) mod 3."""
 
     def __init__(
         self, length: int, rank: int, world_size: int, wire: str, device: torch.device
@@ -129,34 +112,35 @@ class Pattern:
         sums = [sum((n + r) % _PERIOD for r in range(world_size)) for n in range(_PERIOD)]
         self._sum = torch.tensor(sums, dtype=torch.float32, device=device)[at]
         self._ones = float(world_size)
-        # Integers are exact up to 1 / (2 · unit roundoff); beyond, each rank may round once.
-        most = 2.0 * world_size
-        form = wire_format(wire)
-        if form.algorithm:
-            # Each rank's numbers are rounded once, and the sum.
-            self._tolerance = 2 * most * form.roundoff
+        largest_sum = 2.0 * world_size
+        wire_kind = wire_format(wire)
+        if wire_kind.algorithm:
+            # The numbers of each rank are rounded once, and so is the sum.
+            self._tolerance = 2 * largest_sum * wire_kind.roundoff
             return
         unit = WireFormat.named(wire).unit_roundoff
-        self._tolerance = 0.0 if most * unit <= 0.5 else most * unit * world_size
+        # Integers are exact up to 1 / (2 · unit roundoff); beyond, each rank may round once.
+        self._tolerance = 0.0 if largest_sum * unit <= 0.5 else largest_sum * unit * world_size
 
     def fill(self, buffer: Tensor) -> None:
+        """Writes the numbers of this rank into a buffer."""
         buffer.copy_(self._own)
 
     def check(self, buffer: Tensor, name: str, ranks: RankGroup) -> None:
-        """Checks every element; all ranks raise if one is wrong on any rank."""
+        """Checks every element. If one is wrong on any rank, all ranks raise CommError."""
         wrong = int(((buffer - self._sum).abs() > self._tolerance).sum())
         if ranks.agree_max(float(wrong)) > 0:
-            raise CommError(
-                f"{name} all-reduce of {buffer.nbytes} bytes is wrong: {wrong} elements on rank "
-                f"{ranks.rank}",
-                "please report this with the command line",
-            )
+            raise _wrong_sum(name, buffer, f"{wrong} elements are wrong on rank {ranks.rank}")
 
     def check_ends(self, buffer: Tensor, name: str) -> None:
         """Checks the first and last element of a buffer that was filled with ones."""
         for value in (float(buffer[0]), float(buffer[-1])):
             if abs(value - self._ones) > self._tolerance:
-                raise CommError(
-                    f"{name} all-reduce of {buffer.nbytes} bytes gave {value}, not {self._ones:g}",
-                    "please report this with the command line",
-                )
+                raise _wrong_sum(name, buffer, f"{value} instead of {self._ones:g}")
+
+
+def _wrong_sum(name: str, buffer: Tensor, problem: str) -> CommError:
+    return CommError(
+        f"{name} all-reduce of {buffer.nbytes} bytes gave a wrong sum: {problem}",
+        "please report this with the command line",
+    )

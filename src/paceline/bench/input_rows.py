@@ -1,7 +1,8 @@
-"""`paceline bench input`: rows (pipelines) and how they are measured.
+"""`paceline bench input`: the speed of input pipelines.
 
-A row is measured in images/s that arrive as normalized tensors on the device. Prefetched batches are
-not counted, and the clock stops after the same number of batches from every worker.
+A row is one pipeline. Its speed is the number of images per second that arrive as normalized tensors on
+the device. Prefetched batches do not count, and the clock stops after the same number of batches from
+every worker.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -35,14 +36,22 @@ from paceline.data.sources.base import WrappedSource
 
 OnProgress = Callable[[str], None]
 _EPOCHS = 1_000_000
-# Samples of a pass at least.
-_LEAST = 20_000
+_MIN_SAMPLES_PER_EPOCH = 20_000
 
 
 @dataclass(frozen=True)
 class InputRow:
-    """`settings` are ours (directory, sizes, decoder); a peer does the same with its own means. `kind`
-    selects what opens it."""
+    """A pipeline to measure.
+
+    Attributes:
+        kind: `ours`, or the name of another pipeline in `benchmarks.input_pipelines`.
+        workers: Number of threads or processes that decode.
+        settings: Folder, image size and decoder.
+        split: `train` for random crops, `val` for center crops.
+        batch_size: Images of a batch.
+        device: `cpu` or `cuda`.
+        seed: Seed of order and augmentation.
+    """
 
     kind: str
     workers: int
@@ -64,9 +73,14 @@ class InputRow:
 
 @dataclass(frozen=True)
 class InputStream:
-    """`batches` of normalized images, samples × channels × height × width, on the row's device, without
-    end. At most `stored` of them are prefetched. `described`: how they are made, with automatic choices
-    and replacements. `remark` returns a note on the measurement so far, which may be empty."""
+    """An endless stream of batches.
+
+    Attributes:
+        batches: Normalized images, samples × channels × height × width, on the device of the row.
+        stored: The largest number of prefetched batches.
+        described: How the batches are made, with automatic choices and replacements.
+        remark: Returns a note on the measurement so far; it may be empty.
+    """
 
     batches: Iterator[torch.Tensor]
     stored: int
@@ -77,60 +91,46 @@ class InputStream:
         return next(self.batches)
 
 
-@dataclass(frozen=True)
-class RowSample:
-    """Images/s of one round, and a description of the pipeline."""
-
-    rate: float
-    described: str = ""
-    remark: str = ""
-
-
 OpenStream = Callable[[InputRow], AbstractContextManager[InputStream]]
 
 
 def normalized(batches: Iterator[Batch], row: InputRow) -> Iterator[torch.Tensor]:
-    """Our batches, normalized on the device. None is held longer than that takes."""
+    """Returns our batches as normalized tensors on the device, without keeping their bytes."""
     settings = row.settings
     normalize = Normalizer(settings.mean, settings.std, settings.channels, row.dtype)
 
-    def made(batch: Batch) -> torch.Tensor:
+    def normalize_batch(batch: Batch) -> torch.Tensor:
         return normalize(batch.images, row.device)
 
-    return map(made, batches)
+    return map(normalize_batch, batches)
 
 
 def create_loader(
     row: InputRow, source: Source, *, rank: int = 0, world_size: int = 1
 ) -> TrainBatches | EvalBatches:
-    """The loader that training or evaluation would use."""
+    """Creates the loader that training or evaluation would use on this rank."""
+    device = torch.device(row.device)
     if row.split == "train":
-        return create_train_loader_of(row, source, rank=rank, world_size=world_size)
+        step = row.batch_size * world_size
+        plan = BatchPlan(len(source), _EPOCHS, step, row.batch_size, world_size)
+        return create_train_loader(
+            source, plan, row.settings, seed=row.seed, rank=rank, first_step=0, device=device
+        )
     return create_eval_loader(
         source, row.settings, rank=rank, world_size=world_size, batch_size=row.batch_size,
-        device=torch.device(row.device),
-    )  # fmt: skip
-
-
-def create_train_loader_of(
-    row: InputRow, source: Source, *, rank: int = 0, world_size: int = 1
-) -> TrainBatches:
-    step = row.batch_size * world_size
-    plan = BatchPlan(len(source), _EPOCHS, step, row.batch_size, world_size)
-    return create_train_loader(
-        source, plan, row.settings, seed=row.seed, rank=rank, first_step=0,
-        device=torch.device(row.device),
+        device=device,
     )  # fmt: skip
 
 
 def endless(loader: TrainBatches | EvalBatches) -> Iterator[Batch]:
-    """Repeats passes over validation images; the training stream never ends by itself."""
+    """Repeats passes over validation images; the stream of training batches has no end."""
     while True:
         yield from loader
 
 
 @contextmanager
 def open_threads(row: InputRow) -> Iterator[InputStream]:
+    """Opens our pipeline."""
     settings = replace(row.settings, workers=row.workers)
     source = open_repeated(settings, row.split)
     try:
@@ -141,36 +141,14 @@ def open_threads(row: InputRow) -> Iterator[InputStream]:
         source.close()
 
 
-def measure_row(row: InputRow, open_stream: OpenStream, seconds: float) -> RowSample:
-    """Measures for at least `seconds`, after a warm-up."""
-    with one_torch_thread(), open_stream(row) as stream:
-        for _ in range(stream.stored + row.workers):
-            next(stream)
-        _wait(row.device)
-        started, images, batches = time.perf_counter(), 0, 0
-        while True:
-            images += len(next(stream))
-            batches += 1
-            # Workers deliver in turns: only whole turns count.
-            if batches % row.workers == 0 and time.perf_counter() - started >= seconds:
-                _wait(row.device)
-                rate = images / (time.perf_counter() - started)
-                return RowSample(rate, stream.described, stream.remark())
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """One torch thread, as in a peer's worker; more would compete with the pipeline for cores."""
+    """Limits torch to one thread, as in a worker of DataLoader; more compete with the pipeline."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with warnings.catch_warnings():
-            # Python 3.12 warns of forking with threads; DataLoader forks regardless.
+            # Python 3.12 warns of forks of a process with threads; DataLoader forks regardless.
             warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
             # The user may ask for more workers than cores.
             warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
@@ -180,7 +158,7 @@ def one_torch_thread() -> Iterator[None]:
 
 
 class Repeated(WrappedSource):
-    """Sample i is the inner source's sample i modulo its length."""
+    """A source that repeats a small one: sample i is sample i modulo its length."""
 
     def __init__(self, inner: Source, times: int) -> None:
         super().__init__(inner)
@@ -192,60 +170,79 @@ class Repeated(WrappedSource):
 
 
 def open_repeated(settings: DataSettings, split: Split) -> Source:
+    """Opens a source and repeats its samples until an epoch is long enough to measure."""
     source = open_source(settings, split)
-    times = -(-_LEAST // len(source))
-    if times == 1:
-        return source
-    return Repeated(source, times)
+    times = -(-_MIN_SAMPLES_PER_EPOCH // len(source))
+    return source if times == 1 else Repeated(source, times)
 
 
-@dataclass(frozen=True)
+@dataclass
 class RowRates:
-    """`rates` has one value per round. `described` and `remarks` hold each text once."""
+    """Images per second of a row in each round, with each description and remark once."""
 
     row: InputRow
-    rates: tuple[float, ...]
-    described: tuple[str, ...] = ()
-    remarks: tuple[str, ...] = ()
+    rates: list[float] = field(default_factory=list)
+    described: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
 
     @property
     def median(self) -> float:
         return statistics.median(self.rates)
+
+    def measure(self, open_stream: OpenStream, seconds: float) -> None:
+        """Adds the rate of one round of at least `seconds`, after a warm-up."""
+        row = self.row
+        with one_torch_thread(), open_stream(row) as stream:
+            for _ in range(stream.stored + row.workers):
+                next(stream)
+            _wait(row.device)
+            started, images = time.perf_counter(), 0
+            while not images or time.perf_counter() - started < seconds:
+                # Workers deliver in turns: only whole turns count.
+                images += sum(len(next(stream)) for _ in range(row.workers))
+            _wait(row.device)
+            self.rates.append(images / (time.perf_counter() - started))
+            for texts, text in (
+                (self.described, stream.described),
+                (self.remarks, stream.remark()),
+            ):
+                if text and text not in texts:
+                    texts.append(text)
 
     def to_dict(self) -> dict[str, Any]:
         row = self.row
         return {
             "name": row.name, "kind": row.kind, "workers": row.workers,
             "directory": row.settings.dir, "images_per_s": self.median,
-            "lowest": min(self.rates), "highest": max(self.rates), "rounds": list(self.rates),
-            "input": "; ".join(self.described), "remarks": list(self.remarks),
+            "lowest": min(self.rates), "highest": max(self.rates), "rounds": self.rates,
+            "input": "; ".join(self.described), "remarks": self.remarks,
         }  # fmt: skip
 
 
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def measure_rows(
-    rows: Sequence[InputRow],
-    openers: Mapping[str, OpenStream],
-    *,
-    rounds: int,
-    seconds: float,
-    on_progress: OnProgress,
-    measure: Callable[[InputRow, OpenStream, float], RowSample] = measure_row,
-) -> list[RowRates]:
-    """All rounds of all rows. Each round measures every row once and starts with another one, so that
-    other load affects all alike. `openers`: by kind of row.
-    `on_progress` is called with a line for each sample."""
-    samples: list[list[RowSample]] = [[] for _ in rows]
+    rows: Sequence[InputRow], *, rounds: int, seconds: float, on_progress: OnProgress,
+    open_stream: OpenStream = open_threads,
+) -> list[RowRates]:  # fmt: skip
+    """Measures every row once in each round.
+
+    Each round starts with another row, so that other load on the machine affects all rows alike.
+
+    Args:
+        rows: The pipelines.
+        rounds: Number of rounds.
+        seconds: Time of each row in a round.
+        on_progress: Receives a line for each measurement.
+        open_stream: Opens the pipeline of a row.
+    """
+    results = [RowRates(row) for row in rows]
     for turn in range(rounds):
         for step in range(len(rows)):
-            place = (turn + step) % len(rows)
-            sample = measure(rows[place], openers[rows[place].kind], seconds)
-            samples[place].append(sample)
-            on_progress(f"round {turn + 1}: {rows[place].name}: {sample.rate:,.0f} images/s")
-    return [_together(row, found) for row, found in zip(rows, samples, strict=True)]
-
-
-def _together(row: InputRow, samples: Sequence[RowSample]) -> RowRates:
-    described = dict.fromkeys(sample.described for sample in samples if sample.described)
-    remarks = dict.fromkeys(sample.remark for sample in samples if sample.remark)
-    rates = tuple(sample.rate for sample in samples)
-    return RowRates(row, rates, tuple(described), tuple(remarks))
+            result = results[(turn + step) % len(rows)]
+            result.measure(open_stream, seconds)
+            on_progress(f"round {turn + 1}: {result.row.name}: {result.rates[-1]:,.0f} images/s")
+    return results

@@ -1,4 +1,4 @@
-"""`paceline`: the commands, their exit codes, and robust standard streams.
+"""The command line `paceline`: commands, exit codes, and standard streams that may fail.
 
 Exit codes: 0 success, 1 the command failed, 2 wrong input, 128 + n stopped by signal n. An error that a
 user can cause is one line on standard error; a bug keeps its traceback.
@@ -30,15 +30,15 @@ from paceline.version import __version__
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-# How long a full non-blocking pipe is waited for before its output is dropped.
+# The longest wait for the reader of a full non-blocking pipe, before its output is dropped.
 _READER_WAIT_S = 5.0
-# The reader of a pipe has ended, or the terminal is closed.
+# Errors of a pipe whose reader has ended, and of a closed terminal.
 _READER_IS_GONE = frozenset({errno.EPIPE, errno.EIO, errno.ENXIO})
 
-# Packages of the extra `train`, by the names that Python imports.
+# Packages of the extra `train`, by their import names.
 _TRAINING_PACKAGES = ("torch", "PIL", "safetensors")
 
-# Where each command is. Its module is imported only if the command runs, or for `paceline --help`.
+# The module and function of each command. It is imported if the command runs, or for `paceline --help`.
 _COMMANDS = {
     "train": "train:train", "lr-find": "lr_find:find_rate", "rehearse": "rehearse:rehearse",
     "eval": "evaluate:evaluate_checkpoint", "recipes": "listings:recipes",
@@ -54,33 +54,33 @@ _PLAIN: dict[str, Any] = {
 
 
 class _Commands(typer.core.TyperGroup):
-    """Loads a command when it is asked for."""
+    """Loads commands on demand."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         self.commands = dict.fromkeys(_COMMANDS)  # type: ignore[assignment]
-        self._lists = False
+        self._lists_commands = False
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in _COMMANDS:
             return None
         module, _, name = _COMMANDS[cmd_name].partition(":")
         try:
-            found = getattr(importlib.import_module(f"paceline.cli.{module}"), name)
+            command = getattr(importlib.import_module(f"paceline.cli.{module}"), name)
         except ModuleNotFoundError as error:
-            if self._lists and missing_extension(error):
+            if self._lists_commands and missing_extension(error):
                 return None
             raise
-        alone = typer.Typer(**_PLAIN)
-        if isinstance(found, typer.Typer):
-            alone.add_typer(found, name=cmd_name)
+        group = typer.Typer(**_PLAIN)
+        if isinstance(command, typer.Typer):
+            group.add_typer(command, name=cmd_name)
         else:
-            alone.command(cmd_name)(found)
-        return typer.main.get_group(alone).commands[cmd_name]
+            group.command(cmd_name)(command)
+        return typer.main.get_group(group).commands[cmd_name]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Leaves out commands whose package was removed."""
-        self._lists = True
+        """Lists the commands; omits those whose package is not installed."""
+        self._lists_commands = True
         super().format_commands(ctx, formatter)
 
 
@@ -109,13 +109,13 @@ def _root(
 
 
 def main() -> None:
-    """Runs the command line of `sys.argv` and ends the process (called by `paceline.__main__`)."""
-    # Torch's C++ code would print stack frames when a peer ends; we report that in one line.
+    """Runs the command line of `sys.argv` and ends the process."""
+    # Torch's C++ code would print stack frames when a peer ends, which we report in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     make_streams_robust()
     code = run_command()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # The work is done: Ctrl-C during the interpreter's exit must not print a traceback.
+        # Ctrl-C during the interpreter's exit must not print a traceback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(_check_output(code))
 
@@ -123,14 +123,14 @@ def main() -> None:
 def run_command() -> int:
     """Runs the command line of `sys.argv` and returns its exit code."""
     try:
-        # First of all: a launcher may end while a rank still imports torch.
+        # Before all else, because a launcher may end while a rank still imports torch.
         watch = _watch_launcher()
         code = app(standalone_mode=False)
-        if code and (loss := watch.loss()):  # the run saved and stopped because of it
+        if code and (loss := watch.loss()):  # the reason why the run saved and stopped
             loss.report()
         return code if isinstance(code, int) else 0
     except DeviceError as error:
-        # Destructors and exit handlers would call CUDA, fail, and print pages of errors.
+        # Destructors and exit handlers would call CUDA and print pages of errors.
         code = Failure.of(error).report()
         sys.stdout.flush()
         os._exit(code)
@@ -141,26 +141,25 @@ def run_command() -> int:
     except ModuleNotFoundError as error:
         command = " ".join(sys.argv[1:2])
         if package := missing_extension(error):
-            problem = f"needs the package {package}, which is not part of this installation"
-            return Failure(f"paceline {command} {problem}; install Paceline with it", 2).report()
-        if error.name not in _TRAINING_PACKAGES:
+            needs = f"{package}, which is not part of this installation; install Paceline with it"
+        elif error.name in _TRAINING_PACKAGES:
+            needs = f"{error.name}; pip install 'paceline[train]'"
+        else:
             return _unexpected(error).report()
-        needs = f"needs the package {error.name}; pip install 'paceline[train]'"
-        return Failure(f"paceline {command} {needs}", 2).report()
-    except Exception as error:  # noqa: BLE001 - nothing above this can report it
+        return Failure(f"paceline {command} needs the package {needs}", 2).report()
+    except Exception as error:  # noqa: BLE001 - the last place that can report it
         if type(error).__name__ == "NoArgsIsHelpError":
             sys.stderr.write(f"{error.format_message()}\n")  # type: ignore[attr-defined]
             return 2
         if hasattr(error, "format_message"):  # a mistake in the command line itself
             mistake = " ".join(error.format_message().split()).rstrip(".")
-            return Failure(
-                f"{mistake}; see {_command()} --help", int(getattr(error, "exit_code", 2))
-            ).report()
+            code = int(getattr(error, "exit_code", 2))
+            return Failure(f"{mistake}; see {_command()} --help", code).report()
         return _unexpected(error).report()
 
 
 def _watch_launcher() -> Unwatched:
-    """Each launcher sets a variable for the ranks that it starts."""
+    """Starts the watch of the launcher, if one has started this process as a rank."""
     if os.environ.keys().isdisjoint(RANK_VARIABLES.values()):
         return Unwatched()
     from paceline.cli.launcher_watch import LauncherWatch
@@ -169,14 +168,13 @@ def _watch_launcher() -> Unwatched:
 
 
 def _command() -> str:
-    """The command of this process: `paceline bench step`."""
-    known: Any = typer.main.get_command(app)
+    """Returns the command of this process, as in `paceline bench step`."""
+    command: Any = typer.main.get_command(app)
     names = ["paceline"]
     for word in sys.argv[1:]:
-        # Commands are loaded one by one, so that `commands` of the top level may be empty.
-        find = getattr(known, "get_command", None)
-        known = find(None, word) if find is not None else None
-        if known is None:
+        get_command = getattr(command, "get_command", None)
+        command = get_command(None, word) if get_command is not None else None
+        if command is None:
             break
         names.append(word)
     return " ".join(names)
@@ -189,10 +187,10 @@ def _unexpected(error: Exception) -> Failure:
 
 
 def _check_output(code: int) -> int:
-    """The exit code, or 1 where a command succeeded but its output could not be written.
+    """Returns the exit code, or 1 if a command succeeded but its output could not be written.
 
-    A reader that ends early (`| head`) changes nothing. Nor does lost output of `paceline train`, whose
-    results are in the run folder.
+    A reader that ends early (`| head`) changes nothing. Neither does lost output of `paceline train`,
+    whose results are in the run folder.
     """
     problem = lost_output()
     if problem is None:
@@ -207,16 +205,18 @@ def _check_output(code: int) -> int:
 
 
 def make_streams_robust() -> None:
-    """Replaces `sys.stdout` and `sys.stderr` by streams whose failure does not end the command: after
-    `| head` has read enough, on a full disk, on a terminal that is gone. Streams that are not plain text
-    files stay as they are."""
+    """Replaces `sys.stdout` and `sys.stderr` by streams whose failure does not end the command.
+
+    A stream fails after `| head` has read enough, on a full disk, or if the terminal is closed. Streams
+    that are not plain text files are kept.
+    """
     _open_closed_descriptors()
     sys.stdout = _lossy(sys.stdout, 1)
     sys.stderr = _lossy(sys.stderr, 2)
 
 
 def lost_output() -> str | None:
-    """Why standard output is incomplete although it has a reader; None where it is complete."""
+    """Returns the reason why output was lost although there is a reader; None if none was lost."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if not isinstance(raw, LossyOutput):
         return None
@@ -227,8 +227,7 @@ def lost_output() -> str | None:
 
 
 class LossyOutput(io.RawIOBase):
-    """Writes to a descriptor until that fails, and drops everything after. `problem` is the first
-    error."""
+    """A stream that drops all output after the first error, which is kept as `problem`."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -245,13 +244,13 @@ class LossyOutput(io.RawIOBase):
 
     @property
     def reader_is_gone(self) -> bool:
-        """Whether the error means that there is no reader any more; a regular file has none anyway."""
+        """True if the error means that the reader has ended, which a regular file does not have."""
         if self.problem is None or self.problem.errno not in _READER_IS_GONE:
             return False
         return not stat.S_ISREG(os.fstat(self._descriptor).st_mode)
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """The number of bytes accepted: all of them where they are dropped."""
+        """Writes or drops bytes and returns their number."""
         while self.problem is None:
             try:
                 return os.write(self._descriptor, data)
@@ -265,13 +264,15 @@ class LossyOutput(io.RawIOBase):
 
 
 def _open_closed_descriptors() -> None:
-    """Opens /dev/null for standard descriptors that the caller has closed (`>&-`). Otherwise the next
-    file that this process opens gets their number, and receives what is printed."""
+    """Opens /dev/null for standard descriptors that the caller has closed (`>&-`).
+
+    Otherwise the next file that this process opens gets their number and receives the output.
+    """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            # It gets the lowest free number, which is the closed one.
+            # The lowest free number is that of the closed descriptor.
             os.open(os.devnull, os.O_RDWR)
 
 

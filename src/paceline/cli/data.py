@@ -1,4 +1,4 @@
-"""`paceline pack` and `paceline inspect`: tar shards from a data set, and its contents and problems."""
+"""`paceline pack` writes tar shards of a data set; `paceline inspect` checks a data set."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.train.display import ProgressBars
 if TYPE_CHECKING:
     from paceline.data import PackedSplit
 
-# More corrupt images are counted, not named.
+# Further corrupt images are counted, not named.
 _MAX_NAMED = 10
 
 
@@ -49,16 +49,10 @@ def pack_data(
     from paceline.data import PackOptions, open_splits, pack_splits
 
     options = PackOptions(
-        short_side=short_side,
-        quality=quality,
-        format=image_format,
-        filter=image_filter,
-        shard_mib=shard_mib,
-        shard_samples=shard_samples,
-        shuffle=shuffle,
-        seed=seed,
+        short_side=short_side, quality=quality, format=image_format, filter=image_filter,
+        shard_mib=shard_mib, shard_samples=shard_samples, shuffle=shuffle, seed=seed,
         max_corrupt_share=max_corrupt_share,
-    )
+    )  # fmt: skip
     began = time.monotonic()
     data_dir, target = _source_and_target(paths, source)
     sources = open_splits(data_dir, source, split, _echo)
@@ -69,19 +63,15 @@ def pack_data(
     try:
         with ProgressBars() as bars:
             manifest = pack_splits(
-                sources,
-                target,
-                options,
-                workers=available_cores() if workers is None else workers,
-                on_sample=on_sample,
+                sources, target, options, workers=_thread_count(workers), on_sample=on_sample,
                 on_note=_echo,
-            )
+            )  # fmt: skip
     except KeyboardInterrupt:
         typer.echo("interrupted: finished shards are kept; the same command continues", err=True)
         return 130
     finally:
-        for found in sources.values():
-            found.close()
+        for opened in sources.values():
+            opened.close()
     for name in sources:
         typer.echo(_describe_split(name, manifest.splits[name]))
     typer.echo(f"packed into {target} in {format_duration(time.monotonic() - began)}")
@@ -89,20 +79,20 @@ def pack_data(
 
 
 def _echo(text: str) -> None:
-    """For notes that name files and classes of the data, which are untrusted."""
+    """Prints a line that names files and classes of the data, which are untrusted."""
     typer.echo(one_line(text))
+
+
+def _thread_count(workers: int | None) -> int:
+    return available_cores() if workers is None else workers
 
 
 def _source_and_target(paths: list[str], source: str) -> tuple[str, Path]:
     built_in = source in ("embedded", "synthetic")
     if len(paths) != (1 if built_in else 2):
         wanted = "DST alone" if built_in else "SRC and DST"
-        raise ConfigError(
-            "SRC DST",
-            " ".join(paths),
-            f"--source {source} takes {wanted}",
-            "see paceline pack --help",
-        )
+        problem = f"--source {source} takes {wanted}"
+        raise ConfigError("SRC DST", " ".join(paths), problem, "see paceline pack --help")
     data_dir, target = "" if built_in else paths[0], Path(paths[-1]).expanduser()
     if data_dir and target.resolve() == Path(data_dir).expanduser().resolve():
         raise ConfigError("DST", str(target), "is the source itself", "choose a new directory")
@@ -125,7 +115,7 @@ def _describe_split(name: str, split: PackedSplit) -> str:
 
 def inspect_data(
     directory: str = typer.Argument("", help="A directory that --data-dir of train takes."),
-    data_dir: str = typer.Option("", help="The same, in place of DIRECTORY."),
+    data_dir: str = typer.Option("", help="The same as DIRECTORY."),
     source: str = typer.Option("auto", help="Kind of data, as data.source."),
     split: str = typer.Option("all", help="all, train or val."),
     sample: int = typer.Option(256, min=0, help="Images of each split to decode."),
@@ -136,7 +126,7 @@ def inspect_data(
     as_json: AsJson = False,
     workers: Workers = None,
 ) -> int:
-    """Count and check a data set; exit code 1 where something is wrong with it."""
+    """Count and check a data set; the exit code is 1 if it has a problem."""
     from paceline.data import inspect_set
 
     if directory and data_dir:
@@ -146,24 +136,19 @@ def inspect_data(
         raise ConfigError("--sheet", shown, "is not a file", "give the name of a PNG file")
     with ProgressBars() as bars:
         report = inspect_set(
-            directory or data_dir,
-            source,
-            split,
-            look_at=None if everything else sample,
-            checksums=checksums,
-            workers=available_cores() if workers is None else workers,
-            sheet=(sheet, sheet_images) if sheet is not None else None,
-            on_progress=bars.update,
-        )
+            directory or data_dir, source, split, look_at=None if everything else sample,
+            checksums=checksums, workers=_thread_count(workers),
+            sheet=(sheet, sheet_images) if sheet is not None else None, on_progress=bars.update,
+        )  # fmt: skip
     if as_json:
         typer.echo(json.dumps(report.table()))
         return 1 if report.problems else 0
     for name, facts in report.splits.items():
         _print_table(name, facts.table())
     for note in report.notes:
-        typer.echo(one_line(f"note: {note}"))
+        _echo(f"note: {note}")
     for problem in report.problems:
-        typer.echo(one_line(f"problem: {problem}"))
+        _echo(f"problem: {problem}")
     if not report.problems:
         typer.echo("no problem found")
     return 1 if report.problems else 0
@@ -173,7 +158,7 @@ def _print_table(name: str, facts: dict[str, object]) -> None:
     table = Table(title=name, show_header=False, title_justify="left")
     for label, value in facts.items():
         if label != "corrupt":
-            # The name of a class may hold markup and escape sequences.
+            # The name of a class may contain markup and escape sequences.
             table.add_row(label.replace("_", " "), Text(one_line(_text(value))))
     Console().print(table)
 

@@ -1,7 +1,7 @@
-"""`paceline doctor`: whether this machine is ready for training, and if not, what to do.
+"""`paceline doctor`: checks if this machine is ready for training, and names remedies.
 
-A check needs only the packages it is about: it runs where torch, Pillow or safetensors are missing, and
-reports that. Nothing is changed, except that the region decoder is built as a run does it.
+It reports missing packages (torch, Pillow, safetensors) instead of failing. It changes nothing, except
+that it builds the region decoder if necessary, as a run does.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from paceline.core.units import format_bytes
 from paceline.core.untrusted import one_line
 from paceline.version import __version__
 
-# A ResNet-50 run needs about this much for its checkpoints.
+# Checkpoints of a ResNet-50 run need about this much.
 _ENOUGH_DISK_BYTES = 2 * 2**30
 _CONNECT_S = 5.0
-# Packages that a run needs, with the module by which each is imported.
+# Packages that a run needs, with their import names.
 _PACKAGES = {
     "torch": "torch",
     "numpy": "numpy",
@@ -46,7 +46,7 @@ _PACKAGES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the table. A problem has a remedy."""
+    """One row of the table; a problem has a remedy."""
 
     what: str
     found: str
@@ -78,7 +78,7 @@ def doctor(
 
 
 def _run(what: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """The findings of a check, and where it ends because a package cannot be imported, that."""
+    """Yields the findings of a check, and a problem if a package cannot be imported."""
     try:
         yield from check()
     except ImportError as error:
@@ -115,12 +115,8 @@ def check_devices() -> Iterator[Finding]:
             yield Finding(f"cuda:{index}", f"{properties.name}, {memory}")
         yield _available("nccl", dist.is_nccl_available(), "install torch with CUDA")
     elif torch.version.cuda and shutil.which("nvidia-smi"):
-        yield Finding(
-            "cuda",
-            "a driver, but no usable GPU",
-            False,
-            "check nvidia-smi and CUDA_VISIBLE_DEVICES",
-        )
+        remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES"
+        yield Finding("cuda", "a driver, but no usable GPU", False, remedy)
     else:
         yield Finding("cuda", "none; training runs on the CPU")
     gloo = dist.is_available() and dist.is_gloo_available()
@@ -132,14 +128,14 @@ def _available(what: str, there: bool, remedy: str) -> Finding:
 
 
 def check_decoder() -> Iterator[Finding]:
-    """No problem where it is missing: Pillow decodes the same pixels, more slowly."""
+    """Yields no problem if the decoder is missing: Pillow decodes the same pixels more slowly."""
     from paceline.data import RegionUnavailableError, region_library
 
     try:
         yield Finding("region decoder", f"available, {region_library().version}")
     except RegionUnavailableError as error:
-        found = f"none, Pillow decodes: {error.cause}"
-        yield Finding("region decoder", found, True, f"for speed: {error.remedy}")
+        state = f"none, Pillow decodes: {error.cause}"
+        yield Finding("region decoder", state, True, f"for speed: {error.remedy}")
 
 
 def check_rendezvous() -> Iterator[Finding]:
@@ -148,56 +144,49 @@ def check_rendezvous() -> Iterator[Finding]:
     except PacelineError as error:
         yield Finding("rendezvous", error.cause, False, error.remedy)
         return
-    where = f"{topology.master_addr}:{topology.master_port}"
+    place = f"{topology.master_addr}:{topology.master_port}"
     if topology.launcher == "single":
-        yield Finding("rendezvous", f"{where}, not needed by one process")
+        yield Finding("rendezvous", f"{place}, not needed by one process")
         return
     yield Finding("launcher", f"{topology.launcher}, rank {topology.rank} of {topology.world_size}")
     try:
         address = socket.getaddrinfo(topology.master_addr, topology.master_port)[0][4][0]
     except OSError:
-        yield Finding(
-            "rendezvous", f"{where} cannot be resolved", False, "set MASTER_ADDR to rank 0's host"
-        )
+        remedy = "set MASTER_ADDR to rank 0's host"
+        yield Finding("rendezvous", f"{place} cannot be resolved", False, remedy)
         return
     # torchrun's agent listens already, and every rank but the first only connects.
-    if topology.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        yield _check_listening(where, str(address), topology.master_port)
+    listens = topology.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    check = _listening_problem if listens else _connecting_problem
+    if problem := check(str(address), topology.master_port):
+        yield Finding("rendezvous", f"{place}: {problem[0]}", False, problem[1])
     else:
-        yield _check_connecting(where, str(address), topology.master_port)
+        yield Finding("rendezvous", f"{place} {'free' if listens else 'answers'}")
 
 
-def _check_connecting(where: str, address: str, port: int) -> Finding:
+def _connecting_problem(address: str, port: int) -> tuple[str, str] | None:
+    """Returns problem and remedy if the port does not answer."""
     try:
         socket.create_connection((address, port), timeout=_CONNECT_S).close()
     except OSError as error:
-        reason = error.strerror or str(error)
-        return Finding(
-            "rendezvous", f"{where}: {reason}", False, "start rank 0 first; check the firewall"
-        )
-    return Finding("rendezvous", f"{where} answers")
+        return error.strerror or str(error), "start rank 0 first; check the firewall"
+    return None
 
 
-def _check_listening(where: str, address: str, port: int) -> Finding:
+def _listening_problem(address: str, port: int) -> tuple[str, str] | None:
+    """Returns problem and remedy if this process cannot listen at the port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address, port))
         except PermissionError:
-            return Finding("rendezvous", f"{where} not allowed", False, "use a port above 1024")
+            return "not allowed", "use a port above 1024"
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                return Finding(
-                    "rendezvous", f"{where} in use", False, "set MASTER_PORT to a free port"
-                )
-            return Finding(
-                "rendezvous",
-                f"{where} is not this host's, but this is rank 0",
-                False,
-                "set MASTER_ADDR to this host",
-            )
-    return Finding("rendezvous", f"{where} free")
+                return "in use", "set MASTER_PORT to a free port"
+            return "not an address of this host, but this is rank 0", "set MASTER_ADDR to this host"
+    return None
 
 
 def check_data(data_dir: str) -> Iterator[Finding]:
@@ -210,10 +199,8 @@ def check_data(data_dir: str) -> Iterator[Finding]:
         except PacelineError as error:
             yield Finding(f"data {split}", error.cause, False, error.remedy)
             continue
-        where = data_dir or "embedded"
-        yield Finding(
-            f"data {split}", f"{where}: {len(source)} images, {len(source.classes)} classes"
-        )
+        images = f"{len(source)} images, {len(source.classes)} classes"
+        yield Finding(f"data {split}", f"{data_dir or 'embedded'}: {images}")
         source.close()
 
 
@@ -225,10 +212,5 @@ def check_disk(output: Path) -> Iterator[Finding]:
         yield Finding("disk", f"{existing} cannot be written", False, "choose another --output")
         return
     free = shutil.disk_usage(existing).free
-    enough = free >= _ENOUGH_DISK_BYTES
-    yield Finding(
-        "disk",
-        f"{format_bytes(free)} free for {output}",
-        enough,
-        "" if enough else "free space, or choose another --output",
-    )
+    remedy = "" if free >= _ENOUGH_DISK_BYTES else "free space, or choose another --output"
+    yield Finding("disk", f"{format_bytes(free)} free for {output}", not remedy, remedy)

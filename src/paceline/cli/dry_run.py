@@ -1,28 +1,26 @@
-"""`paceline train --dry-run`: what a run would do, without running it.
+"""`paceline train --dry-run`: describes a run without training or writing anything.
 
 It resolves the configuration, opens the data, builds the model and measures a few steps on synthetic
-images. It writes nothing.
+images.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import tomli_w
 import typer
 
-from paceline.config import Job, RunConfig, unflatten
+from paceline.config import Job, RunConfig, changed_settings, unflatten
 from paceline.core.topology import Topology
 from paceline.core.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from paceline.comm.group import Group
@@ -30,39 +28,21 @@ if TYPE_CHECKING:
 
 
 _WARM_UP, _STEPS = 2, 5
-# A dry run measures no longer than this after its first step.
+# No step begins after this time.
 _LIMIT_S = 20.0
 _CPU_IMAGES = 8
-_PROBED_IMAGES = 2
-# fp32: weights, masters, momenta and gradients; an upper bound for half precision.
-_COPIES = 4
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds of one step of one rank: of all its passes over images, and of the update after them."""
-
-    images_s: float
-    update_s: float
-
-    @classmethod
-    def of(cls, steps_s: Sequence[float], updates_s: Sequence[float], shares: float) -> StepTimes:
-        """From steps with one part of a rank's images, of which a step has `shares`, and their updates;
-        the first steps, which warm up, do not count where there are others."""
-        pairs = list(zip(steps_s, updates_s, strict=True))
-        counted = pairs[_WARM_UP:] or pairs
-        return cls(
-            shares * statistics.median(step - update for step, update in counted),
-            statistics.median(update for _, update in counted),
-        )
-
-    def training_s(self, steps: int, whole_batches: float, passes: float) -> float:
-        """`steps` updates, and images of `whole_batches` of the measured batch in each of `passes`."""
-        return whole_batches * passes * self.images_s + steps * self.update_s
 
 
 def dry_run(config: RunConfig, ranks: int) -> int:
-    """Prints settings, data, model, memory and time of a run on `ranks` ranks of this node."""
+    """Prints settings, data, model and time of a run.
+
+    Args:
+        config: The configuration of the run.
+        ranks: Number of ranks on this node.
+
+    Returns:
+        The exit code.
+    """
     from paceline.comm.group import Group
     from paceline.optim.scaling_report import describe_in_lines
     from paceline.train.components import Components
@@ -90,21 +70,23 @@ def dry_run(config: RunConfig, ranks: int) -> int:
 
     torch.set_num_threads(max(1, choose_threads(config, Topology()) // processes))
     with Group(Topology(), config.comm, device) as group:
-        times = _measure(config, group, sizes, classes, samples / sizes.global_batch, ranks)
+        images_s, update_s = _measure(
+            config, group, sizes, classes, samples / sizes.global_batch, ranks
+        )
     # A process that computes several ranks makes one update.
-    times = replace(times, images_s=times.images_s * (ranks / processes))
+    images_s *= ranks / processes
     passes = config.optim.own_optimizer.passes(plan.steps_per_epoch)
-    # Passes cost as much as their samples, also where the batch grows.
+    # The time of a pass is proportional to its samples, also if the batch grows.
     batches = plan.total_samples / sizes.global_batch
-    train_s = times.training_s(plan.total_steps, batches, passes)
+    train_s = batches * passes * images_s + plan.total_steps * update_s
     _show("batch", sizes.describe(ranks))
     if idle := describe_idle(config, ranks):
         _show("no effect", idle)
     _show("steps", f"{plan.total_steps:,} in {config.run.epochs} epochs")
     counted = f", {passes:.3g} passes over the data an epoch" if passes > 1 else ""
     _show("time", f"about {format_duration(train_s)} of training: a step's images "
-          f"{format_duration(times.images_s)}{' a pass' if counted else ''}, its update "
-          f"{format_duration(times.update_s)}{counted}, from a few steps on {device} with "
+          f"{format_duration(images_s)}{' a pass' if counted else ''}, its update "
+          f"{format_duration(update_s)}{counted}, from a few steps on {device} with "
           "synthetic images; without input, evaluation and the exchange between ranks")  # fmt: skip
     typer.echo("dry run: nothing was trained or written")
     return 0
@@ -115,18 +97,13 @@ def _show(name: str, text: str) -> None:
 
 
 def _changed(config: RunConfig) -> Mapping[str, Any]:
-    plain = RunConfig().flat()
-    return unflatten(
-        {
-            name: value
-            for name, value in config.flat().items()
-            if value != plain.get(name) and value is not None
-        }
-    )
+    flat = config.flat()
+    names = changed_settings(config)
+    return unflatten({name: flat[name] for name in names if flat[name] is not None})
 
 
 def _data(config: RunConfig) -> tuple[int, int, str]:
-    """Training images, classes and a description."""
+    """Returns the numbers of training images and classes, and a description."""
     from paceline.data import open_source
 
     settings = replace(config.data, cache="none")
@@ -138,46 +115,12 @@ def _data(config: RunConfig) -> tuple[int, int, str]:
             return len(source), len(classes), about
 
 
-def _show_memory(config: RunConfig, model: nn.Module, sizes: BatchSizes) -> None:
-    """State, and what a forward pass in fp32 keeps for backward, counted on two images; a note where this
-    is more than the host has."""
-    import torch
-
-    from paceline.models.acceleration import AccelerationContext
-    from paceline.train.fast_path import accelerate
-
-    kept: dict[int, int] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    data = config.data
-    context = AccelerationContext(device=torch.device("cpu"), kernel_problem="needs a GPU")
-    applied, _ = accelerate(config.run, model, context)
-    forward = model if applied is None else applied.forward
-    images = torch.zeros(_PROBED_IMAGES, data.channels, data.image_size, data.image_size)
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        forward(images)
-    saved = sum(size for place, size in kept.items() if place not in own)
-    state = sum(p.numel() * p.element_size() * _COPIES for p in model.parameters())
-    total = state + saved // _PROBED_IMAGES * sizes.micro_batch
-    _show("memory", f"about {format_bytes(total)} a rank in fp32 (activations take half in half "
-          f"precision): {format_bytes(state)} of state, {format_bytes(total - state)} of activations for "
-          f"{sizes.micro_batch} images")  # fmt: skip
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if not torch.cuda.is_available() and total > host:
-        fits = max(1, (host // 2 - state) * sizes.micro_batch // max(1, total - state))
-        remedy = (
-            f"try --batch-size {fits}" if fits < sizes.micro_batch else "choose a smaller model"
-        )
-        typer.echo(f"note: this host has {format_bytes(host)}; {remedy}")
-
-
 def _exchange(config: RunConfig, model: nn.Module, ranks: int) -> dict[str, str]:
-    """How several ranks would exchange gradients. Raises ConfigError for a plan or a table of sizes that
-    cannot be used for this model and so many ranks."""
+    """Describes how several ranks would exchange gradients.
+
+    Raises:
+        ConfigError: If the plan or the size table does not fit the model and the number of ranks.
+    """
     from paceline.train.exchange_plan import ChosenPlan, check_wires
     from paceline.train.strategy import strategy_class
 
@@ -197,8 +140,12 @@ def _exchange(config: RunConfig, model: nn.Module, ranks: int) -> dict[str, str]
 def _measure(
     config: RunConfig, group: Group, sizes: BatchSizes, classes: int, steps_per_epoch: float,
     ranks: int,
-) -> StepTimes:  # fmt: skip
-    """One step of one rank, without an exchange; prints what was chosen and the memory."""
+) -> tuple[float, float]:  # fmt: skip
+    """Measures steps of one rank without an exchange, and prints the choices.
+
+    Returns:
+        Seconds of the images of a step, and of its update.
+    """
     import torch
 
     from paceline.comm.tracing import COMPUTE, Timeline
@@ -216,13 +163,12 @@ def _measure(
     model = make_model(config, config.model.num_classes or classes, Components())
     check_model_norms(config, model)
     strategy_class(config).check_model(model)
-    _show_memory(config, model, sizes)
     exchange = _exchange(config, model, ranks)
     config = without_exchange(config, ranks)
     if config.run.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model = model.to(device)
-    # On a CPU a few images tell the time of many, and a batch that does not fit does no harm.
+    # On a CPU the time of a few images is enough, and a batch that does not fit does no harm.
     micro = sizes.micro_batch if device.type == "cuda" else min(sizes.micro_batch, _CPU_IMAGES)
     parts = create_parts(
         config, model, group, rate=1e-6, micro_batch=micro, accumulate=False, classes=classes,
@@ -256,5 +202,21 @@ def _measure(
     ]
     step.release()
     parts.exchange.close()
-    # A few images with an update each would count the update as often as there are shares of them.
-    return StepTimes.of(times, updates, sizes.micro_batch * sizes.accumulation / micro)
+    return step_seconds(times, updates, sizes.micro_batch * sizes.accumulation / micro)
+
+
+def step_seconds(
+    steps_s: Sequence[float], updates_s: Sequence[float], parts: float
+) -> tuple[float, float]:
+    """Returns the seconds of the images of a step, and of its update.
+
+    Args:
+        steps_s: Seconds of measured steps, each with a part of the images of a step. The first ones,
+            which warm up, do not count if there are others.
+        updates_s: Seconds of the updates of these steps.
+        parts: Number of parts of a step.
+    """
+    pairs = list(zip(steps_s, updates_s, strict=True))
+    pairs = pairs[_WARM_UP:] or pairs
+    images_s = statistics.median(step - update for step, update in pairs)
+    return parts * images_s, statistics.median(update for _, update in pairs)

@@ -1,4 +1,4 @@
-"""`paceline eval`, `paceline predict` and `paceline export`: what a trained model is used for."""
+"""`paceline eval`, `paceline predict` and `paceline export`: use a trained model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def evaluate_checkpoint(
     overrides: dict[str, Any] = dict(parse_assignment(text) for text in settings)
     for name in overrides:
         if not name.startswith(("data.", "comm.")):
-            raise ConfigError("--set", name, "a checkpoint keeps it", "change data.* or comm.*")
+            raise ConfigError(
+                "--set", name, "is fixed by the checkpoint", "change data.* or comm.*"
+            )
     overrides["run.device"] = device or "auto"
     if data_dir is not None:
         overrides |= {"data.dir": data_dir, "data.source": "auto"}
@@ -95,8 +97,8 @@ def predict_images(
     from paceline.train.inference import Predictor, find_images
 
     predictor = Predictor.load(run, device=device, trust=trust)
-    found = predictor.predict(find_images(images), top=top, batch_size=batch_size)
-    for image in found:
+    predictions = predictor.predict(find_images(images), top=top, batch_size=batch_size)
+    for image in predictions:
         if as_json:
             typer.echo(json.dumps(asdict(image)))
         elif not image.error:
@@ -104,14 +106,14 @@ def predict_images(
             shown = ", ".join(f"{label} {format_percent(100 * c, 1)}" for label, c in pairs)
             typer.echo(one_line(f"{image.name}: {shown}"))
     if csv_file is not None:
-        write_atomically(csv_file, _as_csv(found, min(top, len(predictor.classes))))
-    failed = [image for image in found if image.error]
+        write_atomically(csv_file, _as_csv(predictions, min(top, len(predictor.classes))))
+    failed = [image for image in predictions if image.error]
     for image in failed:
         typer.echo(one_line(f"paceline: note: {image.name}: {image.error}"), err=True)
     if failed:
         raise DataError(
-            f"{len(failed)} of {len(found)} images could not be classified",
-            "the others were; remove these, or convert them to JPEG or PNG",
+            f"{len(failed)} of {len(predictions)} images could not be classified",
+            "remove them, or convert them to JPEG or PNG",
         )
     return 0
 

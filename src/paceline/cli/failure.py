@@ -1,4 +1,4 @@
-"""`Failure`: the error that ends a process, on standard error and in the file of torchrun's agent."""
+"""`Failure`: reports the error that ends a process, on standard error and to torchrun's agent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.core.untrusted import one_line, printable
 LAUNCHER_VARIABLE = "PACELINE_LAUNCHER"
 # The connections of a killed process break before its children can see that it has ended.
 _LAUNCHER_END_S = 1.0
-# A variable that each launcher sets for its ranks, and does not have itself.
+# A variable that each launcher sets for its ranks but does not have itself.
 RANK_VARIABLES = {
     "torchrun": "TORCHELASTIC_RUN_ID",
     "openmpi": "OMPI_COMM_WORLD_RANK",
@@ -28,12 +28,12 @@ RANK_VARIABLES = {
 
 
 def is_child_of_launcher() -> bool:
-    """False once the launcher is gone: then a rank has to report its failure itself."""
+    """Returns True while our launcher runs; without it a rank reports its failure itself."""
     return os.environ.get(LAUNCHER_VARIABLE) == str(os.getppid())
 
 
 def _launcher_stays() -> bool:
-    """Waits long enough for a killed launcher to end."""
+    """Waits until a killed launcher has had time to end; returns True if it has not ended."""
     deadline = time.monotonic() + _LAUNCHER_END_S
     while is_child_of_launcher() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -41,40 +41,44 @@ def _launcher_stays() -> bool:
 
 
 class _Reports:
-    """Of this process."""
+    """The state of the reports of this process."""
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.shown = False
-
-
-_reports = _Reports()
+    lock = threading.Lock()
+    shown = False
 
 
 class Unwatched:
-    """For a process that no launcher has started: nothing but its own failures ends it."""
+    """The watch of a process without a launcher, which ends only by its own failures."""
 
     def __init__(self) -> None:
-        _reports.shown = False  # one report of each command
+        _Reports.shown = False  # each command reports once
 
     def cause(self, failure: Failure) -> Failure:
-        """The failure that is the cause of this one."""
+        """Returns the failure that is the cause of this one."""
         return failure
 
     def loss(self) -> Failure | None:
-        """The failure of a rank whose launcher is gone."""
+        """Returns the failure of a rank whose launcher has ended; None if it runs."""
         return None
 
 
 @dataclass(frozen=True)
 class Failure:
-    """`consequence`: another rank's failure is the cause, and is shown instead."""
+    """An error that ends this process.
+
+    Attributes:
+        line: The message, one line.
+        exit_code: The exit code of the process.
+        trace: The traceback of a bug.
+        consequence: True if the failure of another rank is the cause, which is shown instead.
+        between_ranks: True for an error of communication, which the end of the launcher and its store
+            may have caused.
+    """
 
     line: str
     exit_code: int
     trace: str = ""
     consequence: bool = False
-    # An error of communication, which may have been caused by the end of the launcher and its store.
     between_ranks: bool = False
 
     @classmethod
@@ -92,19 +96,18 @@ class Failure:
         sys.stderr.flush()
 
     def report(self) -> int:
-        """Records it, and shows it, unless our own launcher does: it shows the root cause only. Returns
-        the exit code.
+        """Records the failure, shows it unless our launcher does, and returns the exit code.
 
-        Only the first failure that is shown counts: the main thread, the watch of the launcher and the
-        watchdog of the ranks may find the cause of one end at the same time. The others wait until it
-        is written, because they end the process next.
+        Only the first failure is shown, because the main thread, the watch of the launcher and the
+        watchdog of the ranks may report at the same time. The other threads wait until it is written,
+        because they end the process next.
         """
-        with _reports.lock:
-            if not _reports.shown:
+        with _Reports.lock:
+            if not _Reports.shown:
                 self.record()
                 waits = self.consequence or self.between_ranks
                 if not (_launcher_stays() if waits else is_child_of_launcher()):
-                    _reports.shown = True
+                    _Reports.shown = True
                     self.show()
         return self.exit_code
 
@@ -113,10 +116,13 @@ class Failure:
         target = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if not target:
             return
-        # Of this the agent shows the call stack only.
-        extra = {"py_callstack": self.trace or self.line, "timestamp": str(int(time.time()))}
-        extra |= {"exit_code": str(self.exit_code), "consequence": str(int(self.consequence))}
-        extra["trace"] = self.trace
+        extra = {
+            "py_callstack": self.trace or self.line,  # the only field that the agent shows
+            "timestamp": str(int(time.time())),
+            "exit_code": str(self.exit_code),
+            "consequence": str(int(self.consequence)),
+            "trace": self.trace,
+        }
         with suppress(OSError):  # the first error matters more
             Path(target).parent.mkdir(parents=True, exist_ok=True)
             Path(target).write_text(
@@ -126,7 +132,7 @@ class Failure:
 
     @classmethod
     def from_record(cls, message: object, exit_code: int) -> Failure | None:
-        """The inverse of `record`; None for a message that is not ours."""
+        """Reads what `record` has written; returns None for a message that is not ours."""
         if not isinstance(message, dict):
             return None
         extra = message.get("extraInfo", {})
@@ -139,5 +145,5 @@ class Failure:
 
 
 def report_error(error: PacelineError) -> None:
-    """For the watchdog of the ranks, which ends this process next."""
+    """Reports an error before the watchdog of the ranks ends this process."""
     Failure.of(error).report()

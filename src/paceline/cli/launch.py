@@ -1,6 +1,6 @@
-"""Starts several ranks on this node, with torch's elastic agent, which torchrun uses too.
+"""The local launcher: starts ranks on this node with torch's elastic agent, as torchrun does.
 
-When a rank fails, only the root cause is shown. A signal to the launcher stops all ranks and waits until
+If a rank fails, only the root cause is shown. After a signal the launcher stops all ranks and waits until
 they have saved. Ranks do not outlive their launcher.
 """
 
@@ -20,9 +20,10 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Protocol, Self
+from typing import Self
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -65,7 +66,17 @@ _TERMINATED = {-signal.SIGTERM}
 
 
 def launch_ranks(config: RunConfig, processes: int, port: int, max_restarts: int) -> int:
-    """Checks what can be checked once, before the ranks start."""
+    """Starts ranks that run the command line of this process.
+
+    Args:
+        config: The configuration, which is checked once here, before the ranks start.
+        processes: Number of ranks.
+        port: Port of the rendezvous; 0 finds a free one.
+        max_restarts: How often the ranks are restarted after a failure.
+
+    Returns:
+        The exit code.
+    """
     _refuse_to_nest(processes)
     if not 0 <= port < 65536:
         raise ConfigError("--master-port", port, "must be 0 to 65535")
@@ -83,16 +94,16 @@ def launch_ranks(config: RunConfig, processes: int, port: int, max_restarts: int
 
 
 def _refuse_to_nest(processes: int) -> None:
-    """A rank that starts ranks would multiply them, or conflict with its neighbours."""
+    """Raises ConfigError in a rank, which would multiply the ranks."""
     variables = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-    found = next((name for name in variables if name in os.environ), None)
+    variable = next((name for name in variables if name in os.environ), None)
     # One srun task may start the ranks of a node; several tasks are ranks themselves.
-    if found is None and Topology.from_env(os.environ).world_size > 1:
-        found = "SLURM_PROCID"
-    if found is not None:
+    if variable is None and Topology.from_env(os.environ).world_size > 1:
+        variable = "SLURM_PROCID"
+    if variable is not None:
         raise ConfigError(
             "--nproc-per-node", processes,
-            f"this process is a rank of a launcher already ({found} is set)",
+            f"this process is already a rank of a launcher ({variable} is set)",
             "leave the flag out under torchrun, srun and mpirun",
         )  # fmt: skip
 
@@ -106,10 +117,22 @@ def launch(
     stops: Sequence[signal.Signals] = (),
     saves: Sequence[signal.Signals] = (),
 ) -> int:
-    """Runs `python -m paceline ARGUMENTS` on `processes` ranks and returns their exit code.
+    """Runs `python -m paceline ARGUMENTS` on several ranks.
 
-    `saves` are signals that request a checkpoint, `stops` those that request a stop besides SIGTERM,
-    SIGINT and SIGHUP."""
+    Args:
+        processes: Number of ranks.
+        arguments: The command line of a rank.
+        port: Port of the rendezvous; 0 finds a free one.
+        max_restarts: How often the ranks are restarted after a failure.
+        stops: Signals that request a stop, besides SIGTERM, SIGINT and SIGHUP.
+        saves: Signals that request a checkpoint.
+
+    Returns:
+        The exit code of the ranks.
+
+    Raises:
+        LaunchError: If the port cannot be used.
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -126,11 +149,11 @@ def launch(
         local_addr=ADDRESS,
         max_restarts=max_restarts,
         monitor_interval=0.1,
-        # `LaunchSignals` handles the others; Ctrl-\ still stops at once, without saving.
+        # `LaunchSignals` handles the other signals; Ctrl-\ still stops at once, without saving.
         signals_to_handle="SIGQUIT",
     )
     signals = LaunchSignals(SignalException, stops=stops, forwarded=saves)
-    # Ranks choose their own thread counts; the agent's default is 1, with a warning.
+    # Ranks choose their thread counts themselves; the agent's default is 1, with a warning.
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, available_cores() // processes))
     own = {
         LAUNCHER_VARIABLE: str(os.getpid()),
@@ -138,12 +161,12 @@ def launch(
         "OMP_NUM_THREADS": threads,
     }
     if sys.platform == "linux":
-        # Gloo would listen on the address that the host's name resolves to.
+        # By default Gloo listens on the address to which the name of the host resolves.
         own["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     try:
         with signals, _environment(own):
-            # -P: as with the command `paceline`, no module comes from the current directory, which may
-            # be a foreign run folder. `import_object` adds it for modules that the user names.
+            # With -P, as with the command `paceline`, Python imports nothing from the current directory,
+            # which may be a foreign run folder. `import_object` adds it for modules that the user names.
             elastic_launch(config, sys.executable)("-P", "-m", "paceline", *arguments)
     except ChildFailedError as error:
         cause = root_cause(error.failures)
@@ -156,27 +179,20 @@ def launch(
         return 128 + int(signals.received or error.sigval)
     except (RendezvousError, OSError) as error:
         raise LaunchError(
-            f"cannot listen on 127.0.0.1:{port} for the ranks to meet ({_reason(error)})",
-            "choose a free --master-port, or 0 to have one chosen",
+            f"the launcher cannot listen on 127.0.0.1:{port} ({_reason(error)})",
+            "choose a free --master-port, or 0 for any free one",
         ) from None
     return 0
 
 
-class ChildFailure(Protocol):
-    """The part of torch's record of a failed process that is read; `exitcode` is -n for signal n."""
+def root_cause(failures: Mapping[int, ProcessFailure]) -> Failure | int:
+    """Returns the failure to show, or an exit code if the ranks stopped on request.
 
-    @property
-    def message(self) -> object: ...
+    A reported cause comes before the end of a rank without a report, and both before consequences.
 
-    @property
-    def exitcode(self) -> int: ...
-
-
-def root_cause(failures: Mapping[int, ChildFailure]) -> Failure | int:
-    """The failure to show, of all that the agent has collected, in the order in which it saw them; an
-    exit code where the ranks stopped on request.
-
-    A rank that reported a cause comes first, then one that ended without a report, then consequences.
+    Args:
+        failures: The failures by rank, in the order in which the agent saw them. The exit code of a rank
+            that signal n has ended is -n.
     """
     reported = {
         rank: Failure.from_record(failure.message, failure.exitcode)
@@ -198,22 +214,25 @@ def root_cause(failures: Mapping[int, ChildFailure]) -> Failure | int:
 
 
 def _unreported_end(rank: int, exit_code: int) -> str:
-    """For a rank that was killed, or crashed in native code."""
+    """Describes the end of a rank that was killed or crashed in native code."""
     if exit_code >= 0:
         return (
             f"rank {rank} ended with exit code {exit_code} without a message; see its output above"
         )
     try:
         name = signal.Signals(-exit_code).name
-    except ValueError:  # a real-time signal has a number only
+    except ValueError:  # a real-time signal
         name = f"signal {-exit_code}"
     hint = "was it out of memory? lower --batch-size or --workers; " if name == "SIGKILL" else ""
     return f"rank {rank} was ended by {name}; {hint}continue with --resume auto"
 
 
 def end_ranks(limit_s: float = 30.0) -> None:
-    """Ends ranks that the agent did not know yet because the signal came while it started them: they
-    would report that the rendezvous, which ends with the agent, is gone. Kills one that takes longer."""
+    """Ends ranks that the agent did not know yet when a signal arrived.
+
+    They would report that the rendezvous is gone, which ends with the agent. Kills ranks that have not
+    ended after the time limit.
+    """
     deadline = time.monotonic() + limit_s
     for child in _children():
         if not started_with(child, LAUNCHER_VARIABLE, str(os.getpid())):
@@ -227,16 +246,16 @@ def end_ranks(limit_s: float = 30.0) -> None:
 
 
 def _silence_agent() -> None:
-    """The agent logs the end of every child in several paragraphs; we show the root cause instead."""
+    """Silences the agent, which logs several paragraphs for each rank that ends."""
     for name in list(logging.root.manager.loggerDict):
-        # Each of its modules has its own logger with its own level.
+        # Each module of the agent has its own logger with its own level.
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """For the children that are started within the block."""
+    """Sets environment variables for the processes that start in the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -250,7 +269,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of torch's message, or a plain sentence where the cause is known."""
+    """Returns the reason of an error of the store, or the first line of its message."""
     text = str(error.__cause__ or error).strip()
     if "EADDRINUSE" in text or "in use" in text.lower():
         return "the port is in use"
@@ -259,13 +278,20 @@ def _reason(error: BaseException) -> str:
 
 
 class LaunchSignals(SignalContext):
-    """A context for the launcher. The first signal that requests a stop (SIGTERM, SIGINT, SIGHUP,
-    `stops`) goes to the ranks that handle it, which report it, and raises `raised(text, SIGTERM)` in the
-    agent's loop, which sends SIGTERM to the ranks and waits for them; further ones are ignored while
-    ranks save. The `forwarded` signals, which request a checkpoint, go to the ranks.
+    """Handles the signals to the launcher while it is entered.
 
-    Ranks inherit the mask of the main thread, which holds the forwarded signals back: none can end a
-    rank whose interpreter is still starting. Another thread takes those for the launcher itself."""
+    The first signal that requests a stop goes to the ranks that handle it, which report it. Then an
+    exception ends the agent's loop: it sends SIGTERM to the ranks and waits for them. Further signals are
+    ignored while ranks save.
+
+    Ranks inherit the signal mask of the main thread, which blocks the forwarded signals, so that none can
+    end a rank whose interpreter is still starting. Another thread receives those for the launcher.
+
+    Args:
+        raised: Makes the exception from a text and a signal.
+        stops: Signals that request a stop, besides SIGTERM, SIGINT and SIGHUP.
+        forwarded: Signals that request a checkpoint and are sent to the ranks.
+    """
 
     def __init__(
         self,
@@ -298,7 +324,7 @@ class LaunchSignals(SignalContext):
         super().__exit__(*details)
 
     def _listen(self) -> None:
-        """Python runs the handler in the main thread, whichever thread gets the signal."""
+        """Receives the forwarded signals; Python runs their handler in the main thread."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._forwarded)
         self._left.wait()
 
@@ -311,17 +337,17 @@ class LaunchSignals(SignalContext):
         self._handled_at = time.monotonic()
         self.received = signal.Signals(number)
         if number != signal.SIGTERM:
-            _send_to_ranks(
-                number, signal.SIGTERM
-            )  # the first that a rank gets is the one it reports
-        # Then all get SIGTERM: it ends an interpreter that is still starting without the traceback of
-        # SIGINT.
+            # A rank reports the first signal that it gets.
+            _send_to_ranks(number, signal.SIGTERM)
+        # All ranks get SIGTERM, which ends a starting interpreter without the traceback of SIGINT.
         raise self._raised(f"the launcher got {self.received.name}", signal.SIGTERM)
 
 
 def _send_to_ranks(*numbers: int) -> None:
-    """Sends the first of these signals to the child processes that handle all of them. It would end one
-    that is still starting, which has nothing to save."""
+    """Sends the first of these signals to the child processes that handle all of them.
+
+    A process that is still starting would be ended by the signal.
+    """
     for child in _children():
         with contextlib.suppress(OSError, ValueError, KeyError):
             lines = Path(f"/proc/{child}/status").read_text().splitlines()
@@ -331,21 +357,27 @@ def _send_to_ranks(*numbers: int) -> None:
 
 
 def _children() -> list[int]:
-    """Of this process, where /proc shows them."""
+    """Returns the ids of the child processes that /proc shows."""
     stats = {pid: process_stat(pid) for pid in process_ids()}
     return [pid for pid, stat in stats.items() if stat is not None and stat.parent == os.getpid()]
 
 
 class LocalRendezvous(RendezvousHandler):
-    """The agent's store for ranks on this host alone; one store serves all restarts.
+    """The rendezvous of ranks on this host; one store serves all restarts.
 
-    Torch's own handlers listen on every address of the host, and the default one (c10d) unpickles what it
-    finds in its store, so that whoever reaches the port could run code as this user. This handler
-    listens on the loopback address and stores nothing itself: a single node has nothing to negotiate.
+    Torch's handlers listen on every address of the host, and the default one (c10d) unpickles the
+    contents of its store: anyone who reaches the port could run code as this user. This handler listens
+    on the loopback address and stores nothing itself, because a single node has nothing to negotiate.
+
+    Args:
+        port: The port to listen on; 0 finds a free one.
+        run_id: The prefix of the keys in the store.
+
+    Raises:
+        OSError: If the port cannot be used.
     """
 
     def __init__(self, port: int, run_id: str) -> None:
-        """Port 0 takes a free one. Raises OSError where the port cannot be used."""
         listener = socket.create_server((ADDRESS, port), backlog=1024)
         self.port: int = listener.getsockname()[1]
         self._run_id = run_id
@@ -356,7 +388,7 @@ class LocalRendezvous(RendezvousHandler):
             wait_for_workers=False,
             timeout=_STORE_TIMEOUT,
             multi_tenant=True,
-            # The store takes over the socket, and with it its address.
+            # The store uses the address of this socket.
             master_listen_fd=listener.detach(),
         )
 
@@ -375,7 +407,7 @@ class LocalRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """No other node can join."""
+        """Does nothing: no other node can join."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -392,7 +424,7 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def register() -> str:
-    """Registers the handler with torch; returns the name by which a `LaunchConfig` asks for it."""
-    # The same function each time: torch refuses another one under the same name.
+    """Registers the handler with torch and returns its name for a `LaunchConfig`."""
+    # Torch accepts the same function again, but no other one, under the same name.
     rendezvous_handler_registry.register(BACKEND, _create)
     return BACKEND

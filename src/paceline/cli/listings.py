@@ -1,4 +1,4 @@
-"""`paceline recipes` and `paceline models`: the shipped recipes, and what `--model` takes here."""
+"""`paceline recipes` lists the shipped recipes, `paceline models` the models for `--model`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import typer
 from paceline.cli.options import AsJson
 from paceline.config import RECIPES, recipe_names
 from paceline.core.errors import ConfigError, nearest
-from paceline.core.imports import first_line
 from paceline.core.untrusted import one_line
 from paceline.models.settings import FORMS, MODEL_NAMES, ZOOS, registered_models, split_name
 
@@ -36,11 +35,7 @@ def _comment(name: str) -> str:
 
 
 NOTES = {
-    "resnet18": "ResNet v1.5",
-    "resnet34": "ResNet v1.5",
-    "resnet50": "ResNet v1.5",
-    "resnet101": "ResNet v1.5",
-    "resnet152": "ResNet v1.5",
+    **{f"resnet{depth}": "ResNet v1.5" for depth in (18, 34, 50, 101, 152)},
     "resnet_tiny": "for 28 or 32 pixels; parameters for 10 classes in grayscale",
     "resnet_fast": "for 32 pixels, seconds on a GPU; parameters for 10 classes",
     "alexnet": "torchvision's AlexNet",
@@ -59,37 +54,32 @@ def list_models(
     source, rest = split_name(pattern or "")
     if source in ZOOS:
         names = [f"{source}:{name}" for name in _zoo(source, rest)]
-        _check_found(names, pattern)
+        _check_matches(names, pattern)
         typer.echo(json.dumps({"models": names}) if as_json else "\n".join(names))
         return 0
     wanted = pattern or "*"
     ours = [name for name in MODEL_NAMES if fnmatchcase(name, wanted)]
-    others = {n: where for n, where in registered_models().items() if fnmatchcase(n, wanted)}
+    registered = {n: module for n, module in registered_models().items() if fnmatchcase(n, wanted)}
     if pattern is not None:
-        _check_found([*ours, *others], pattern)
+        _check_matches([*ours, *registered], pattern)
     parameters = {name: count_parameters(name) for name in ours}
-    counts = {} if pattern else {zoo: _count(zoo) for zoo in ZOOS}
     if as_json:
-        known = {zoo: count if isinstance(count, int) else None for zoo, count in counts.items()}
-        table = {"own": parameters, "registered": others, **known}
-        typer.echo(json.dumps(table))
+        typer.echo(json.dumps({"own": parameters, "registered": registered}))
         return 0
     for name in ours:
         typer.echo(f"{name:<14} {parameters[name]:>12,}  {NOTES[name]}")
-    for name, where in others.items():
-        typer.echo(one_line(f"{name:<14} {'':>12}  {where}"))
-    for zoo, count in counts.items():
-        text = count if isinstance(count, str) else f"{count:,} models; paceline models '{zoo}:*'"
-        typer.echo(f"{zoo + ':NAME':<27}  {one_line(text)}")
+    for name, module in registered.items():
+        typer.echo(one_line(f"{name:<14} {'':>12}  {module}"))
     if pattern is None:
-        typer.echo(
-            f"{'module:factory':<27}  any function that returns an nn.Module (docs/models.md)"
-        )
+        for zoo in ZOOS:
+            typer.echo(f"{zoo + ':NAME':<27}  listed by paceline models '{zoo}:*'")
+        function = "any function that returns an nn.Module (docs/models.md)"
+        typer.echo(f"{'module:factory':<27}  {function}")
     return 0
 
 
 def count_parameters(name: str) -> int:
-    """Of one of our models, for 1,000 classes; nothing is allocated."""
+    """Returns the number of parameters of one of our models, for 1,000 classes by default."""
     import torch
 
     from paceline.models.registry import create_model
@@ -113,18 +103,7 @@ def _zoo(package: str, pattern: str) -> list[str]:
     return names
 
 
-def _count(package: str) -> int | str:
-    """How many models the package has, or why they are not available."""
-    from paceline.models.factories import zoo_models
-
-    try:
-        names = zoo_models(package)
-    except ConfigError as error:
-        return f"cannot be imported: {first_line(error.__cause__ or error)}"
-    return f"not installed; pip install {package}" if names is None else len(names)
-
-
-def _check_found(names: list[str], pattern: str | None) -> None:
+def _check_matches(names: list[str], pattern: str | None) -> None:
     if not names:
         known = [*MODEL_NAMES, *registered_models()]
         hint = nearest(str(pattern).strip("*"), known)

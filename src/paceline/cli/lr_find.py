@@ -1,4 +1,4 @@
-"""`paceline lr-find`: a learning-rate range test of a recipe, with a suggestion and a plot."""
+"""`paceline lr-find`: a learning-rate range test with a suggestion and a plot."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from paceline.core.files import whole_file
 from paceline.core.topology import Topology
 from paceline.core.units import markup
 from paceline.report import write_page
-from paceline.report.chart import Chart, Line, Marker, line_chart
-from paceline.report.html import definition_list, document, figures, style
+from paceline.report.chart import Chart, Line, Marker
+from paceline.report.html import definition_list, document, figures
 from paceline.train.display import create_display, print_line
 
 if TYPE_CHECKING:
     from paceline.tune.range_test import RangeResult
 
 
-# Flags of `train` without meaning here: the range has its own rates, schedule and length.
-_OTHER = ("epochs", "lr", "warmup_epochs", "resume", "target_top1")
-_FLAGS = {name: setting for name, setting in FLAGS.items() if name not in _OTHER}
+# A range test does not use these flags of `train`: it has its own rates, schedule and length.
+_UNUSED = ("epochs", "lr", "warmup_epochs", "resume", "target_top1")
+_FLAGS = {name: setting for name, setting in FLAGS.items() if name not in _UNUSED}
 _OWN = ("low", "high", "steps", "as_json")
 
 
@@ -43,7 +43,7 @@ def _range_flags(
     output: str | None = typer.Option(None, help="Run folder. Default: runs/RECIPE-lr-find-NNN."),
     as_json: AsJson = False,
 ) -> None:
-    """The flags that `lr-find` has beside those of `train`, or in their place."""
+    """Declares the flags of `lr-find` that `train` does not have or has in another form."""
 
 
 def find_rate(**given: Any) -> int:
@@ -52,10 +52,10 @@ def find_rate(**given: Any) -> int:
     if not 0 < low < high < math.inf:
         raise ConfigError("--from", low, f"must be above 0 and below --to {high:g}", "try 1e-5")
     if steps < 20:
-        raise ConfigError("--steps", steps, "must be at least 20: slopes need losses", "try 100")
+        raise ConfigError("--steps", steps, "must be at least 20", "try 100")
     ranks = given["nproc_per_node"]
     check_at_least(1, {"--nproc-per-node": ranks})
-    # A class without a default rate needs one; the range replaces it.
+    # An optimizer class without a default rate needs one, which the range replaces.
     flags = {"optim.lr": high, **parse_flags(given, _FLAGS)}
     config = resolve(given["recipe"], flags, given["settings"], given["trust"])
     config = range_config(config, low, high, steps, ranks)
@@ -73,17 +73,27 @@ take_signature(find_rate, {*_SHARED, *_OWN}, train, _range_flags)
 def range_config(
     config: RunConfig, low: float, high: float, steps: int, ranks: int = 1
 ) -> RunConfig:
-    """The configuration of a range test: the recipe's own, but for schedule, length and records."""
+    """Returns the configuration of a range test.
+
+    Args:
+        config: The configuration of the recipe; schedule, length and records are replaced.
+        low: First rate.
+        high: Last rate.
+        steps: Steps from the first rate to the last.
+        ranks: Number of ranks that this process starts.
+
+    Raises:
+        ConfigError: If the recipe resumes a run or is a rehearsal.
+    """
     from paceline.data import open_source
     from paceline.train.batch_sizes import resolve_batch_sizes
 
     if config.run.resume:
-        raise ConfigError(
-            "run.resume", config.run.resume, "a range test starts afresh", "leave it out"
-        )
+        problem = "a range test cannot resume a run"
+        raise ConfigError("run.resume", config.run.resume, problem, "leave it out")
     if config.run.strategy == "rehearsal":
         raise ConfigError(
-            "run.strategy", "rehearsal", "a range test is not rehearsed",
+            "run.strategy", "rehearsal", "a range test cannot be a rehearsal",
             "leave it out, and give --global-batch-size",
         )  # fmt: skip
     with closing(open_source(replace(config.data, cache="none"), "train")) as source:
@@ -120,80 +130,69 @@ def _run(config: RunConfig, steps: int, as_json: bool) -> int:
         return 128 + int(outcome.result.stop_signal)
     if outcome.rank != 0:
         return 0
-    found = test.result()
-    folder, chart = outcome.folder, range_chart(found)
-    write_page(chart_document(chart), folder / "lr_find.svg", "lr_find.svg")
-    write_page(range_page(config.run.name, chart, _rows(found)), folder / "lr_find.html", "")
+    result = test.result()
+    folder, table = outcome.folder, json.dumps(result.to_table())
+    page = range_page(config.run.name, range_chart(result), _rows(result))
+    write_page(page, folder / "lr_find.html", "")
     try:
         with whole_file(folder / "lr_find.json") as file:
-            file.write(json.dumps(found.to_table()).encode() + b"\n")
+            file.write(table.encode() + b"\n")
     except OSError as error:
-        raise DataError(
-            f"lr_find.json cannot be written: {error.strerror}", "free space"
-        ) from error
+        problem = f"lr_find.json cannot be written: {error.strerror}"
+        raise DataError(problem, "free space") from error
     if as_json:
-        typer.echo(json.dumps(found.to_table()))
+        typer.echo(table)
         return 0
-    for label, value in _rows(found):
+    for label, value in _rows(result):
         print_line(console, f"{label}: {value}")
-    print_line(console, f"plot: {folder / 'lr_find.svg'} and lr_find.html")
+    print_line(console, f"plot: {folder / 'lr_find.html'}")
     return 0
 
 
-def range_chart(found: RangeResult) -> Chart:
-    """Loss by the decimal logarithm of the rate."""
-    powers = [math.log10(rate) for rate in found.rates]
+def range_chart(result: RangeResult) -> Chart:
+    """Draws the loss over the decimal logarithm of the rate."""
+    powers = [math.log10(rate) for rate in result.rates]
     # Losses far above the lowest one would flatten all others.
-    top = 2.0 * max(found.smoothed[: len(found.smoothed) // 2 + 1])
-    lines = [
-        Line("loss", [(x, min(y, top)) for x, y in zip(powers, found.losses, strict=True)], 1, True),
-        Line("smoothed", [(x, min(y, top)) for x, y in zip(powers, found.smoothed, strict=True)], 1),
-    ]  # fmt: skip
-    markers = [Marker(math.log10(found.largest), f"lowest loss: {found.largest:.3g}")]
+    top = 2.0 * max(result.smoothed[: len(result.smoothed) // 2 + 1])
+    losses, smoothed = (
+        [(x, min(y, top)) for x, y in zip(powers, values, strict=True)]
+        for values in (result.losses, result.smoothed)
+    )
+    markers = [Marker(math.log10(result.largest), f"lowest loss: {result.largest:.3g}")]
     suggestion = "no clear descent"
-    if found.suggested is not None:
-        suggestion = f"suggested {found.suggested:.3g}"
-        markers.insert(0, Marker(math.log10(found.suggested), f"suggested: {found.suggested:.3g}"))
+    if result.suggested is not None:
+        suggestion = f"suggested {result.suggested:.3g}"
+        markers.insert(
+            0, Marker(math.log10(result.suggested), f"suggested: {result.suggested:.3g}")
+        )
     return Chart(
-        "Learning-rate range test", "learning rate, as a power of ten", lines, markers=markers,
-        note=f"{suggestion}, lowest loss at {found.largest:.3g}",
+        "Learning-rate range test", "learning rate, as a power of ten",
+        [Line("loss", losses, 1, True), Line("smoothed", smoothed, 1)], markers=markers,
+        note=f"{suggestion}, lowest loss at {result.largest:.3g}",
     )  # fmt: skip
 
 
-def chart_document(chart: Chart) -> str:
-    """A chart as an SVG file of its own, with the colours of the pages."""
-    drawn = line_chart(chart)
-    opening, _, rest = drawn.partition(">")
-    opening = opening.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
-    back = '<rect width="100%" height="100%" fill="var(--card)"/>'
-    text = ".chart text { font-family: system-ui, sans-serif; }"
-    title = f"<title>{markup(chart.title)}</title>"
-    return f"{opening}>{title}<style>{style()}{text}</style>{back}{rest}\n"
-
-
 def range_page(name: str, chart: Chart, rows: list[tuple[str, str]]) -> str:
-    """The page of a learning-rate range test."""
+    """Returns the page of a learning-rate range test."""
     head = f"<header><p>{markup(name)}</p><h1>{markup(chart.title)}</h1></header>"
     return document(name, [head, definition_list(rows, "facts"), figures([chart])])
 
 
-def _rows(found: RangeResult) -> list[tuple[str, str]]:
-    if found.exploded:
-        end = f"loss exploded or was not finite after {found.rates[-1]:.3g}"
-    else:
-        end = f"loss did not explode up to {found.rates[-1]:.3g}: try a higher --to"
-    if found.suggested is not None:
-        suggestion = f"{found.suggested:.3g}, where the loss falls fastest"
-    else:
-        suggestion = (
-            f"none: no clear descent, the loss falls by {found.fall:.1f} times its noise from step to "
-            "step; try more --steps, a larger batch, or another range"
-        )
+def _rows(result: RangeResult) -> list[tuple[str, str]]:
+    end = f"the loss did not explode up to {result.rates[-1]:.3g}: try a higher --to"
+    if result.exploded:
+        end = f"the loss exploded or was not finite after {result.rates[-1]:.3g}"
+    suggestion = (
+        f"none: no clear descent, the loss falls by {result.fall:.1f} times its noise from step to "
+        "step; try more --steps, a larger batch, or another range"
+    )
+    if result.suggested is not None:
+        suggestion = f"{result.suggested:.3g}, the rate at which the loss falls fastest"
+    largest = (
+        f"{result.largest:.3g}, the rate with the lowest loss; the peak of a cycle is below it"
+    )
     return [
         ("suggested --lr", suggestion),
-        (
-            "largest",
-            f"{found.largest:.3g}, where the loss is lowest; the peak of a cycle lies below",
-        ),
-        ("range", f"{len(found.rates)} steps from {found.rates[0]:.3g}; {end}"),
+        ("largest", largest),
+        ("range", f"{len(result.rates)} steps from {result.rates[0]:.3g}; {end}"),
     ]

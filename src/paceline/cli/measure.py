@@ -1,5 +1,4 @@
-"""What the commands that measure share: checks of their values, the start of their ranks, and JSON with
-the environment."""
+"""Helpers of the commands that measure: checks of values, start of ranks, and JSON output."""
 
 from __future__ import annotations
 
@@ -36,22 +35,25 @@ def is_rank(ranks: int) -> bool:
         raise ConfigError(
             "--nproc-per-node",
             ranks,
-            f"this process is a rank of a launcher already ({topology.launcher})",
+            f"this process is already a rank of a launcher ({topology.launcher})",
             "leave the flag out under torchrun, srun and mpirun",
         )
     if not launched and not ranks:
         raise ConfigError(
             "--nproc-per-node",
             None,
-            "no ranks to measure between",
+            "there are no ranks to measure between",
             "give --nproc-per-node 8, or start with torchrun",
         )
     return launched
 
 
 def run_on_ranks(ranks: int) -> int | None:
-    """Runs this command line on `ranks` ranks of this host and returns the exit code; None in a
-    process that is a rank itself, and continues."""
+    """Runs this command line on `ranks` ranks of this host.
+
+    Returns:
+        The exit code, or None if this process is a rank itself and continues.
+    """
     if is_rank(ranks):
         return None
     from paceline.cli.launch import launch
@@ -61,14 +63,14 @@ def run_on_ranks(ranks: int) -> int | None:
 
 
 def check_settings(device: str, backend: str, group_size: int = 0) -> None:
-    """Before any rank starts, so that an error is shown once."""
+    """Checks settings before any rank starts, so that an error is shown once."""
     RunConfig().with_values(
         {"run.device": device, "comm.backend": backend, "comm.group_size": group_size}
     )
 
 
 def parse_size_range(min_bytes: str, max_bytes: str, factor: float) -> tuple[int, int]:
-    """First and last size of a series that grows by `factor`."""
+    """Returns the first and last size of a series that grows by `factor`."""
     if factor <= 1:
         raise ConfigError("--factor", factor, "must be above 1", "try 4")
     low, high = parse_bytes("--min-bytes", min_bytes), parse_bytes("--max-bytes", max_bytes)
@@ -78,6 +80,7 @@ def parse_size_range(min_bytes: str, max_bytes: str, factor: float) -> tuple[int
 
 
 def parse_algorithms(text: str) -> tuple[str, ...]:
+    """Parses names of all-reduce algorithms, or `all`."""
     if text == "all":
         return algorithm_names()
     names = tuple(part.strip() for part in text.split(",") if part.strip())
@@ -87,7 +90,7 @@ def parse_algorithms(text: str) -> tuple[str, ...]:
 
 
 def chosen_device(name: str) -> str:
-    """`cpu` or `cuda`, for --device."""
+    """Returns the device of `--device`, `cpu` or `cuda`."""
     import torch
 
     from paceline.core.host import ask_for_connections
@@ -96,7 +99,7 @@ def chosen_device(name: str) -> str:
         raise ConfigError("--device", name, "unknown", "use auto, cpu or cuda")
     ask_for_connections()
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device", name, "no CUDA device here", "use --device cpu")
+        raise ConfigError("--device", name, "no CUDA device is available", "use --device cpu")
     return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -105,6 +108,7 @@ def print_json(report: Mapping[str, Any]) -> None:
 
 
 def environment(device: torch.device | str) -> dict[str, Any]:
+    """Returns versions and hardware, for the JSON of a measurement."""
     import torch
 
     from paceline.train.machine import hardware, versions

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what a launcher passes on of a command line."""
+"""Options that several commands share, and helpers for command lines."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standar
 Backend = Annotated[str, typer.Option(help="auto, gloo or nccl.")]
 Classes = Annotated[int, typer.Option(help="Number of classes.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-GroupSize = Annotated[int, typer.Option(help="Ranks of a group; 0: those of a node.")]
+GroupSize = Annotated[int, typer.Option(help="Ranks of a group; 0: all of a node.")]
 ImageSize = Annotated[int, typer.Option(help="Edge of the images in pixels.")]
-MasterPort = Annotated[int, typer.Option(help="Port for the ranks to meet; 0 finds a free one.")]
+MasterPort = Annotated[int, typer.Option(help="Port of the rendezvous; 0 finds a free one.")]
 Model = Annotated[str, typer.Option(help="Which model (docs/models.md).")]
 _MOST_RANKS = 1024  # that one command starts on one host
 NprocPerNode = Annotated[int, typer.Option(max=_MOST_RANKS, help="Ranks to start on this node.")]
@@ -37,7 +37,7 @@ Workers = Annotated[int | None, typer.Option(min=0, help="Threads. Default: a co
 
 
 def without_options(arguments: Sequence[str], options: Collection[str]) -> list[str]:
-    """The command line for a rank: without the options that start ranks, and their values."""
+    """Returns command-line arguments without some options and their values."""
     kept, skip = [], False
     for argument in arguments:
         if skip:
@@ -50,7 +50,7 @@ def without_options(arguments: Sequence[str], options: Collection[str]) -> list[
 
 
 def check_at_least(least: int, values: Mapping[str, float]) -> None:
-    """`values` by option."""
+    """Raises ConfigError for an option whose value is below `least`."""
     for option, value in values.items():
         if value < least:
             raise ConfigError(option, value, f"must be at least {least}")

@@ -1,4 +1,4 @@
-"""`paceline plan` predicts how fast a job runs on a cluster and which plan is fastest, without torch."""
+"""`paceline plan`: predicts the speed of a job on a cluster, and chooses its fusion plan."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from paceline.cli.options import AsJson
 from paceline.cli.plan_page import (
-    FROM_BACKWARD,
     PAGE_NAME,
     answer_tables,
     fact_rows,
     plan_page,
 )
 from paceline.cli.signature import flags_of
+from paceline.cli.summary import rich_table, widen_pipe
 from paceline.core.errors import ConfigError
 from paceline.core.settings import check_input_rate
 from paceline.core.untrusted import one_line
@@ -53,11 +52,10 @@ from paceline.planner.recommend import (
 from paceline.planner.request import ClusterRequest, StepRequest, question_about
 from paceline.planner.workload import LARGEST_BATCH, Workload
 from paceline.report.run_page import write_page
-from paceline.report.tables import Table
 
 
 class _Step(StepRequest):
-    """Counts the layers of models that the planner does not know from a trace, with torch."""
+    """A request that counts unknown models from a trace, with torch."""
 
     def network(self, name: str) -> Network:
         if ":" not in name and name not in TRACED:
@@ -83,13 +81,13 @@ def _step_flags(
         "", help="Round of MLPerf Training whose libraries are used, such as v0.7; the newest."
     ),
     profile: Path | None = typer.Option(
-        None, help="What paceline profile or tune wrote; --gpu is then for the links inside a node."
+        None, help="A file of paceline profile or tune; then --gpu decides the links inside a node."
     ),
     image_size: int | None = typer.Option(None, help="Edge of the images in pixels; 224."),
     classes: int | None = typer.Option(None, help="Outputs of the model; 1000."),
     channels: int | None = typer.Option(None, help="Channels of an image; 3."),
 ) -> _Step:
-    """Which step is predicted."""
+    """Makes the request from the flags about the step."""
     return _Step(model, gpu, software, profile, image_size, classes, channels)
 
 
@@ -104,28 +102,31 @@ def _cluster_flags(
         None, help="Links of a node; 1 with --node-gbps, else those of the reference system."
     ),
     oversubscription: float | None = typer.Option(None, help="Between nodes; 1."),
-    cluster: Path | None = typer.Option(None, help="What paceline tune wrote, instead of flags."),
+    cluster: Path | None = typer.Option(None, help="A file of paceline tune, instead of flags."),
 ) -> ClusterRequest:
-    """On which cluster."""
+    """Makes the request from the flags about the cluster."""
     return ClusterRequest(
         nodes, gpus_per_node, node_gbps, latency_us, links, oversubscription, cluster
     )
 
 
-# A workload with its input, and what the input of a node delivers.
+# Adds the input to a workload; also returns the supply of a node.
 Feed = Callable[[Workload, Cluster], tuple[Workload, InputSupply | None]]
 
 
 def _input_flags(
-    input_images_per_s: float = typer.Option(0.0, help="What a rank's input delivers; 0: enough."),
+    input_images_per_s: float = typer.Option(0.0, help="Input of a rank; 0: enough."),
     cores_per_node: int = typer.Option(0, help="Cores of a node that decode images."),
     packed: bool = typer.Option(False, "--packed", help="Those cores decode packed shards."),
     nvjpeg: bool = typer.Option(False, "--nvjpeg", help="The GPUs decode the images."),
     input_bench: Path | None = typer.Option(
-        None, help="What paceline bench input --json wrote, as the speed of a node's input."
+        None, help="A file of paceline bench input --json, as the speed of the input of a node."
     ),
 ) -> Feed:
-    """How fast the input is; given once. Cores scale a benchmark, and may decode packed shards."""
+    """Makes the function that adds the input, whose speed only one of the flags may give.
+
+    `--cores-per-node` scales a benchmark, and may decode packed shards.
+    """
     check_input_rate(input_images_per_s)
     ways = {
         "--input-images-per-s": bool(input_images_per_s), "--nvjpeg": nvjpeg,
@@ -134,10 +135,11 @@ def _input_flags(
     }  # fmt: skip
     given = [flag for flag, is_given in ways.items() if is_given]
     if len(given) > 1:
-        problem = f"says how fast the input is, as {given[0]} does"
+        problem = f"gives the speed of the input, as {given[0]} does"
         raise ConfigError(given[1], None, problem, "leave out one of them")
     if packed and given != ["--cores-per-node"]:
-        raise ConfigError("--packed", None, "is what cores decode", "give --cores-per-node alone")
+        problem = "needs --cores-per-node, without --input-bench"
+        raise ConfigError("--packed", None, problem, "add --cores-per-node N")
 
     def feed(work: Workload, place: Cluster) -> tuple[Workload, InputSupply | None]:
         ranks = place.ranks_per_node
@@ -151,7 +153,7 @@ def _input_flags(
 def plan(
     step: _Step, where: ClusterRequest, feed: Feed,
     batch_size: int | None = typer.Option(
-        None, "--batch-size", "-b", help="Of one GPU; recommended where it is not given."
+        None, "--batch-size", "-b", help="Of one GPU; by default one is recommended."
     ),
     epochs: float = typer.Option(90.0, help="Epochs of the job."),
     dataset_size: int = typer.Option(1_281_167, help="Training images."),
@@ -161,7 +163,7 @@ def plan(
     ),
     noise_scale: float = typer.Option(
         0.0,
-        help="As a run with run.noise_scale measured it: up to which batch and ranks time is saved.",
+        help="Noise scale of a run with run.noise_scale: bounds the useful batch and ranks.",
     ),
     target_minutes: float = typer.Option(0.0, help="Recommend nodes that train in this time."),
     price_per_gpu_hour: float = typer.Option(0.0, help="In any currency; none is built in."),
@@ -198,7 +200,7 @@ def plan(
     work, supply = feed(work, place)
     question = question_about(work, place, algorithm, wire)
     most = largest_global_batch(max_global_batch, noise_scale, dataset_size, epochs)
-    # A profile may be of another format than is usual on the GPU.
+    # The number format of a profile may differ from the default of the GPU.
     half = None if profiled is None else work.in_half
     limits = limits_of(net, step.chip, most, target_minutes, budget, price_per_gpu_hour, half)
     if batch_size is None:
@@ -233,7 +235,7 @@ def _batch(given: int | None, question: Question, place: Cluster, limits: Limits
 
 
 def _is_gpu(chip: Accelerator | None, file: PlanFile, profiled: Workload | None) -> bool:
-    """Whether the ranks have GPUs."""
+    """Returns True if the ranks have GPUs."""
     if file.probed is not None:
         return file.probed.device == "cuda"
     if chip is not None:
@@ -242,8 +244,7 @@ def _is_gpu(chip: Accelerator | None, file: PlanFile, profiled: Workload | None)
 
 
 def _meets_over_nccl(chip: Accelerator | None, file: PlanFile, profiled: Workload | None) -> bool:
-    """As the cluster was probed, as in rehearsals: GPUs may meet over Gloo, too. Without a probe GPUs
-    meet over NCCL, CPUs over Gloo."""
+    """Returns True if ranks use NCCL: as in the probe, or else if they have GPUs."""
     if file.probed is None:
         return _is_gpu(chip, file, profiled)
     return file.probed.backend == "nccl"
@@ -253,8 +254,11 @@ def _memory(
     net: Network | None, chip: Accelerator | None, batch: int, work: Workload, *, is_gpu: bool,
     half: bool | None,
 ) -> MemoryEstimate | None:  # fmt: skip
-    """What a step needs; a batch that the GPU has no memory for is refused. None where the layers are not
-    known."""
+    """Returns the memory of a step; None if the layers are unknown.
+
+    Raises:
+        ConfigError: If the memory of the GPU is too small for the batch.
+    """
     if net is None:
         return None
     if chip is not None:
@@ -263,25 +267,26 @@ def _memory(
 
 
 def _check_batch(batch: int, place: Cluster, samples: int) -> None:
-    """A request that no one can mean gets a line, not a prediction."""
+    """Raises ConfigError if the global batch is larger than the data set."""
     if batch * place.ranks > samples:
         raise ConfigError(
             "--batch-size", batch,
-            f"{batch * place.ranks:,} on {place.ranks:,} GPUs together, more than the {samples:,} images "
-            "of an epoch", "use fewer nodes or a smaller batch, or give --dataset-size",
+            f"the batch of all {place.ranks:,} GPUs is {batch * place.ranks:,}, more than the "
+            f"{samples:,} images of an epoch",
+            "use fewer nodes or a smaller batch, or give --dataset-size",
         )  # fmt: skip
 
 
 def _fusion_plan(
     path: Path | None, question: Question, place: Cluster, *, restricted: bool
 ) -> FusionPlan:
-    """That of the file, or the best; `restricted`: flags say which algorithms and formats it may have."""
+    """Returns the plan of the file, or the best one within the flags."""
     work = question.workload
     if path is None:
         return best_plan(work, place, question.batch, question.algorithms, question.wires)
     if restricted:
         raise ConfigError(
-            "--with-plan", str(path), "decides algorithms and wire itself",
+            "--with-plan", str(path), "contains the algorithms and wire formats",
             "leave out --algorithm and --wire",
         )  # fmt: skip
     file = PlanFile.read(path, "--with-plan")
@@ -291,8 +296,10 @@ def _fusion_plan(
 
 
 def _network(step: _Step, profiled: Workload | None) -> Network | None:
-    """The layers of the model; None if it is profiled and they are not known, or not the size of the
-    images. The code that a profile names is not run: only our own models are counted for it."""
+    """Returns the layers of the model; None if it is profiled and they are unknown.
+
+    The code that a profile names is not run: only our own models are counted from a trace.
+    """
     if profiled is None:
         return step.network(step.model or "resnet50")
     name, pixels = profiled.model, profiled.image_size
@@ -308,21 +315,23 @@ def _network(step: _Step, profiled: Workload | None) -> Network | None:
 def _recomputing_norms(net: Network | None, profiled: Workload | None) -> Network:
     if net is None or profiled is not None:
         raise ConfigError(
-            "--recompute-norms", True, "a profile has the times and layers of the step it measured",
-            "leave it out, or make the file with paceline tune RECIPE "
+            "--recompute-norms", True, "cannot change the step that a profile has measured",
+            "leave it out, or write the profile with paceline tune RECIPE "
             "--set run.accel.recompute_norms=true",
         )  # fmt: skip
     if not net.can_recompute_norms:
         raise ConfigError(
-            "--recompute-norms", True, f"{net.name} has no norms that backward can compute again",
+            "--recompute-norms", True, f"{net.name} has no norms that can be recomputed",
             "leave it out",
         )  # fmt: skip
     return net.recomputing_norms()
 
 
 def _write_plan(path: Path, file: PlanFile, chosen: FusionPlan, answer: Answer) -> None:
-    """What the cluster's file has stays in the new one, unless it is for another number of nodes. A
-    start-up that was given has no parts, and is left out."""
+    """Writes the plan, with the contents of the cluster file if it is for the same number of nodes.
+
+    A start-up time that was given has no parts and is omitted.
+    """
     work, place = answer.workload, answer.cluster
     cluster = ClusterFacts(place.ranks, place.nodes)
     kept = file if file.cluster == cluster else PlanFile(workload=file.workload)
@@ -335,14 +344,14 @@ def _write_plan(path: Path, file: PlanFile, chosen: FusionPlan, answer: Answer) 
 
 
 def _print(answer: Answer) -> None:
-    """No number is cut: a pipe is as wide as the widest table; in a narrow terminal heads wrap, columns
-    move together, and what is left folds."""
+    """Prints facts and tables; a pipe is as wide as the widest table, so that no number is cut."""
     console = Console()
-    tables = [table for table in answer_tables(answer) if table.rows]
-    wide = console.options.update(width=10_000)
-    if not console.is_terminal:
-        widths = (console.measure(_numbers(table), options=wide).maximum for table in tables)
-        console.width = max(console.width, *widths)
+    tables = [
+        rich_table(table, boxed=True, caption=table.title)
+        for table in answer_tables(answer)
+        if table.rows
+    ]
+    widen_pipe(console, tables)
     facts = RichTable(show_header=False, box=None)
     facts.add_column(no_wrap=True)
     facts.add_column(overflow="fold")
@@ -350,30 +359,5 @@ def _print(answer: Answer) -> None:
         facts.add_row(*(Text(one_line(cell)) for cell in row))
     console.print(facts)
     for table in tables:
-        forms = (_numbers(table), _numbers(table, gap=0), _numbers(table, gap=0, fold=True))
-        drawn = (
-            form for form in forms if console.measure(form, options=wide).minimum <= console.width
-        )
         console.print()
-        console.print(next(drawn, forms[-1]))
-
-
-# Heads of first columns, which stand for the titles of tables.
-_HEADS = {"bucket": "buckets", "change": "what would help"}
-
-
-def _numbers(table: Table, gap: int = 1, fold: bool = False) -> RichTable:
-    """Cells break at their spaces only, unless they may `fold`."""
-    caption = FROM_BACKWARD if table.title.endswith(FROM_BACKWARD) else None
-    drawn = RichTable(
-        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, caption=caption,
-        caption_justify="left", padding=(0, gap),
-    )  # fmt: skip
-    for head, *cells in zip(table.columns, *table.rows, strict=True):
-        name = _HEADS.get(head, head)
-        words = [word for text in (name, *cells) for word in text.split()]
-        least = None if fold else max(map(len, words), default=1)
-        drawn.add_column(name, overflow="fold", min_width=least)
-    for row in table.rows:
-        drawn.add_row(*(Text(one_line(cell)) for cell in row))
-    return drawn
+        console.print(table)

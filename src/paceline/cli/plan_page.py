@@ -1,30 +1,28 @@
-"""The answer of `paceline plan` as rows of cells, for the terminal, and as a page.
+"""The answer of `paceline plan`, as tables for the terminal and as a page.
 
-The page has the prediction, one step on a time axis, scaling, choices of nodes and batch, and the times
-of the buckets.
+The page shows the prediction, the scaling, the choices of nodes and batch, and the times of the buckets.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from paceline.core.units import format_duration, markup, plural
 from paceline.plan.noise import LEAST_SAVING
-from paceline.planner.answer import MOST_RANKS, Answer, format_gbps, node_gbps
+from paceline.planner.answer import Answer, format_gbps, node_gbps
 from paceline.planner.prediction import BucketScore, Prediction
-from paceline.planner.recommend import CORE_IMAGES_PER_S, PACKED_IMAGES_PER_S, Option
-from paceline.report.chart import RIGHT, WIDTH, Axis, Chart, Line, tick_text
+from paceline.planner.recommend import CORE_IMAGES_PER_S, PACKED_IMAGES_PER_S
+from paceline.report.chart import Chart, Line
 from paceline.report.html import document, figures, section
 from paceline.report.tables import Table
 
 PAGE_NAME = "plan.html"
-# The table of buckets has other times than the bars, which begin with the forward pass.
 FROM_BACKWARD = "ms from the start of backward"
 
 
 def plan_page(answer: Answer) -> str:
+    """Returns the page of a prediction."""
     now = answer.now
     title = (
         f"{answer.workload.model} on {now.ranks:,} ranks, batch {now.batch:,} each: "
@@ -36,8 +34,7 @@ def plan_page(answer: Answer) -> str:
         [
             f"<header><p>Paceline plan</p>\n<h1>{markup(title)}</h1></header>",
             section("Answer", [Table.of("", ("", ""), fact_rows(answer), {0, 1})]),
-            _gantt(answer),
-            figures([_efficiency(answer), _speed(answer)]),
+            figures([_speed(answer)]),
             *(section(table.title, [table]) for table in reversed(answer_tables(answer))),
             "<footer>Paceline plan</footer>",
         ],
@@ -45,7 +42,7 @@ def plan_page(answer: Answer) -> str:
 
 
 def answer_tables(answer: Answer) -> list[Table]:
-    """What follows the facts, in the order of the terminal, which ends with what matters most."""
+    """Returns the tables after the facts, in the order of the terminal: the most important one last."""
     cost = ("cost",) if answer.limits.price else ()
     energy = ("kWh",) if answer.job.watts else ()
     same_loss = ("time to the same loss",) if answer.noise_scale else ()
@@ -63,111 +60,6 @@ def answer_tables(answer: Answer) -> list[Table]:
     ]
 
 
-@dataclass(frozen=True)
-class Bar:
-    """Of a Gantt chart, from `start` to `end`, in row `row`; `text` shows on hover."""
-
-    row: str
-    start: float
-    end: float
-    text: str
-    colour: int = 1
-
-
-# Rows of a Gantt chart: their height, and the width of their names.
-_ROW, _NAMES = 26, 92
-
-
-def gantt_chart(label: str, unit: str, bars: Sequence[Bar]) -> str:
-    """One `<svg>` element, a row for each name in the order of the bars, time to the right."""
-    rows = list(dict.fromkeys(bar.row for bar in bars))
-    axis = Axis.fit([0.0, *(bar.end for bar in bars)], tight=True, target_ticks=5)
-    foot, width = 8 + _ROW * len(rows), WIDTH - _NAMES - RIGHT
-
-    def x(value: float) -> float:
-        return _NAMES + axis.share(value) * width
-
-    parts = []
-    for tick, text in zip(axis.ticks, axis.labels(), strict=True):
-        parts.append(f'<path class="grid" d="M{x(tick):.1f} 4V{foot}"/>')
-        parts.append(tick_text(x(tick), foot + 17, text))
-    for place, name in enumerate(rows):
-        y = 8 + _ROW * place
-        parts.append(f'<text x="{_NAMES - 8}" y="{y + 15}" text-anchor="end">{markup(name)}</text>')
-    for bar in bars:
-        y = 8 + _ROW * rows.index(bar.row)
-        # A bar too short to see is one unit wide.
-        wide = max(1.0, x(bar.end) - x(bar.start))
-        parts.append(
-            f'<rect class="bar c{bar.colour}" x="{x(bar.start):.1f}" y="{y}" width="{wide:.1f}" '
-            f'height="{_ROW - 6}"><title>{markup(bar.text)}</title></rect>'
-        )
-    parts.append(
-        f'<text x="{WIDTH - RIGHT}" y="{foot + 33}" text-anchor="end">{markup(unit)}</text>'
-    )
-    return (
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {foot + 38}" role="img" '
-        f'aria-label="{markup(label)}">' + "".join(parts) + "</svg>"
-    )
-
-
-def step_bars(answer: Answer) -> list[Bar]:
-    """One step of the slowest rank in milliseconds: compute above, the links below. What hidden
-    exchanges cost the backward pass is drawn as part of it, and the exchanges move with it."""
-    now = answer.now
-    work = answer.workload
-    slow = now.compute_s / work.compute_s(now.batch)
-    forward = 1e3 * work.forward.at(now.batch) * slow
-    backward = 1e3 * work.backward.at(now.batch) * slow
-    stretched = backward + 1e3 * now.hidden_comm_s
-    over = forward + stretched + 1e3 * now.exposed_comm_s
-    update = 1e3 * work.update_s * slow
-
-    def at(seconds: float) -> float:
-        """A moment of the backward pass, or behind it, on the axis."""
-        inside = min(1e3 * seconds, backward)
-        share = inside / backward if backward else 1.0
-        return forward + share * stretched + max(0.0, 1e3 * seconds - backward)
-
-    def bar(row: str, start: float, end: float, what: str, colour: int) -> Bar:
-        return Bar(row, start, end, f"{what}: {start:,.2f} to {end:,.2f} ms", colour)
-
-    bars = [
-        bar("forward", 0.0, forward, "forward pass", 1),
-        bar("backward", forward, forward + stretched, "backward pass, as its exchanges slow it", 2),
-    ]
-    for number, (score, made) in enumerate(zip(now.scores, now.exchanges, strict=True), 1):
-        if made.end_s > made.start_s:
-            what = f"bucket {number}, {score.bytes / 2**20:,.2f} MiB, {score.algorithm}"
-            place = at(made.start_s), at(made.end_s)
-            bars.append(bar("links", *place, what, 3 + (number - 1) % 2))
-    bars.append(bar("update", over, over + update, "weight update", 5))
-    if now.input_stall_s:
-        end = over + update
-        bars.append(bar("input", end, end + 1e3 * now.input_stall_s, "waiting for input", 6))
-    return bars
-
-
-def _gantt(answer: Answer) -> str:
-    took = f"{1e3 * answer.now.step_s:,.2f} ms"
-    label = f"One step of {took}: forward, backward, buckets on the links"
-    drawn = gantt_chart(label, "ms from the start of the step", step_bars(answer))
-    return (
-        f'<section class="charts"><figure><figcaption>One step <span>{took}</span></figcaption>'
-        f"{drawn}</figure></section>"
-    )
-
-
-def _efficiency(answer: Answer) -> Chart:
-    nodes = [(float(p.ranks), 100 * p.efficiency) for p in answer.curve]
-    low = [(float(p.ranks), 100 * p.efficiency / (1 + p.uncertainty)) for p in answer.curve]
-    return Chart(
-        "Efficiency", "ranks",
-        [Line("expected, %", nodes), Line("one standard error slower, %", low, 2, dashed=True)],
-        from_zero=True, log_x=True,
-    )  # fmt: skip
-
-
 def _speed(answer: Answer) -> Chart:
     seen = [(float(p.ranks), p.images_per_s) for p in answer.curve]
     alone = answer.now.images_per_s / answer.now.efficiency / answer.now.ranks
@@ -180,19 +72,19 @@ def _speed(answer: Answer) -> Chart:
 
 
 Row = tuple[str, ...]
-# More buckets than these are shown as a number.
-_MOST_BUFFERS = 12
+# Further buckets are counted, not listed.
+_MAX_BUCKETS = 12
 
 
 def fact_rows(answer: Answer) -> list[Row]:
-    """What it comes to."""
+    """Returns the facts of a prediction, as names and values."""
     now, work = answer.now, answer.workload
     sure = _sure(now.uncertainty)
     picked = ", recommended" if answer.recommended else ""
     if answer.limits.timed_batch is not None:
         picked += (
-            f" of at most {answer.limits.timed_batch:,} a GPU: twice the largest that was timed, as "
-            "nothing is known of the memory"
+            f" of at most {answer.limits.timed_batch:,} a GPU, twice the largest timed batch, because "
+            "the memory is unknown"
         )
     most = "none: one node is below" if answer.most_ranks is None else f"{answer.most_ranks:,}"
     return [
@@ -202,17 +94,16 @@ def fact_rows(answer: Answer) -> list[Row]:
         ("batch", f"{now.batch:,} a GPU, {now.batch * now.ranks:,} in all{picked}"),
         ("batch limit", _limit_words(answer)),
         ("step", f"{1e3 * now.step_s:,.2f} ms {sure}: compute {1e3 * now.compute_s:,.2f}, exposed "
-                 f"communication {1e3 * now.exposed_comm_s:,.2f}{_slowed(now)}, input "
+                 f"communication {1e3 * now.exposed_comm_s:,.2f}{_slowdown(now)}, input "
                  f"{1e3 * now.input_stall_s:,.2f}"),
         ("speed", f"{_few(now.images_per_s)} images/s {sure}, {_few(now.images_per_s_per_gpu)} a GPU"),
         ("efficiency", f"{now.efficiency:.1%} of {now.ranks:,} times one GPU alone"
-                       + (", whose input is as slow" if now.input_stall_s else "")),
+                       + (" with the same input" if now.input_stall_s else "")),
         ("time", f"{answer.job.epochs:g} epochs of {answer.job.samples:,} images, "
                  f"{now.steps(answer.job.epochs, answer.job.samples):,} steps, in "
-                 f"{format_duration(answer.train_s)} {sure}, training alone"),
-        *_profile_rows(answer),
+                 f"{format_duration(answer.train_s)} {sure}, without start-up and evaluation"),
         ("start-up", _start_up_words(answer)),
-        ("ranks at 90 %", most + _or_more(answer)),
+        ("ranks at 90 %", most),
         *_noise_rows(answer),
         *_memory_rows(answer),
         ("input", _input_words(answer)),
@@ -224,34 +115,16 @@ def fact_rows(answer: Answer) -> list[Row]:
 def _limit_words(answer: Answer) -> str:
     limits, here = answer.limits, answer.now.batch * answer.now.ranks
     over = "; this batch is larger" if here > limits.global_batch else ""
-    flag = limits.set_by[0] if limits.set_by else ""
-    if limits.is_an_epoch:
-        flag = "--dataset-size"
-    elif flag not in ("--max-global-batch", "--noise-scale"):
-        flag = "--max-global-batch sets another"
-    return f"{limits.global_batch:,} in all: {limits.why} ({flag}){over}"
+    return f"{limits.global_batch:,} in all: {limits.why} (--max-global-batch){over}"
 
 
-def _profile_rows(answer: Answer) -> list[Row]:
-    """A line where the step is not one of those that were timed."""
-    work, batch = answer.workload, answer.now.batch
-    if not work.is_extrapolated(batch):
-        return []
-    ends = sorted({min(work.batches), max(work.batches)})
-    timed = " to ".join(f"{size:,}" for size in ends) + (" alone" if len(ends) == 1 else "")
-    return [(
-        "profile", f"timed at batch {timed}, so that {batch:,} is extrapolated: "
-                   f"{_sure(work.spread_at(batch))} for the compute instead of {_sure(work.spread)}; "
-                   f"profile with -b {ends[0]} -b {batch}",
-    )]  # fmt: skip
-
-
-# From here on the faster end of a ± would be no time any more.
+# From this spread on, the faster end of a ± would make no sense.
 _WIDE = 0.5
 
 
 def _sure(spread: float) -> str:
-    """
+    """Formats an uncertainty.
+
     >>> _sure(0.08), _sure(1.4)
     ('± 8%', 'within a factor of 2.4')
     """
@@ -268,7 +141,7 @@ def _start_up_words(answer: Answer) -> str:
 
 
 def _noise_rows(answer: Answer) -> list[Row]:
-    """Up to where more ranks save time, where a noise scale is known."""
+    """Returns a row with the largest useful number of ranks if the noise scale is known."""
     if answer.useful_ranks is None:
         return []
     batch, limits = answer.useful_ranks * answer.now.batch, answer.limits
@@ -276,49 +149,45 @@ def _noise_rows(answer: Answer) -> list[Row]:
     return [(
         "useful ranks",
         f"{answer.useful_ranks:,}, a batch of {batch:,}{', more than the batch limit' if over else ''}: "
-        f"beyond, twice the ranks with {answer.now.batch:,} images each save less than "
-        f"{LEAST_SAVING:.0%} of the time to the same loss (noise scale {answer.noise_scale:,.0f})",
+        f"with more ranks, doubling them saves less than {LEAST_SAVING:.0%} of the time to the same "
+        f"loss (noise scale {answer.noise_scale:,.0f})",
     )]  # fmt: skip
 
 
 def _memory_rows(answer: Answer) -> list[Row]:
     memory = answer.memory
     if memory is None:
-        return [("memory", "not known: no layers of this model, or no image size in its profile")]
+        return [("memory", "unknown: the layers of the model or its image size are not known")]
     parts = ", ".join(
         f"{name.replace('_', ' ')} {value / 1e9:.3g}"
         for name, value in asdict(memory).items() if value
     )  # fmt: skip
     room = f" of {answer.memory_bytes / 1e9:,.0f} GB" if answer.memory_bytes else " GB"
     fits = answer.limits.memory_batch
-    most = f"; up to {fits:,} images fit" if fits else "; --gpu says whether it fits"
+    most = f"; up to {fits:,} images fit" if fits else "; use --gpu to check if it fits"
     return [("memory", f"{memory.total / 1e9:.3g}{room} a GPU ({parts}){most}")]
 
 
 def _input_words(answer: Answer) -> str:
-    """What a node needs, and what it has or would take."""
+    """Describes the input that a node needs, and its supply or the cores for it."""
     need = answer.needed_images_per_s
     words = f"{_few(need)} images/s a node needed"
     if answer.supply is not None:
-        return f"{words}, {answer.supply.images_per_s:,.0f} there: {answer.supply.source}"
-    cores = math.ceil(need / CORE_IMAGES_PER_S)
-    return f"{words}: {plural(cores, 'core')} for full-size JPEGs, or {_packed(need):,} for packed shards"
-
-
-def _packed(need: float) -> int:
-    return math.ceil(need / PACKED_IMAGES_PER_S)
+        return f"{words}, {answer.supply.images_per_s:,.0f} available: {answer.supply.source}"
+    cores, packed = math.ceil(need / CORE_IMAGES_PER_S), math.ceil(need / PACKED_IMAGES_PER_S)
+    return f"{words}: {plural(cores, 'core')} for full-size JPEGs, or {packed:,} for packed shards"
 
 
 def _cost_rows(answer: Answer) -> list[Row]:
     this, limits, watts = answer.option, answer.limits, answer.job.watts
     cost = f", {this.cost:,.2f} at {limits.price:g} a GPU-hour" if limits.price else ""
     energy = (
-        f"; {_tenths(this.energy_kwh)} kWh with every GPU at {watts:g} W (an estimate; hosts not counted)"
+        f"; {_few(this.energy_kwh)} kWh with every GPU at {watts:g} W (an estimate; hosts not counted)"
         if watts
-        else "; energy is not known without --gpu"
+        else "; energy is unknown without --gpu"
     )
     rows: list[Row] = [(
-        "price", f"{_tenths(this.gpu_hours)} GPU-hours, start-up of {format_duration(this.startup_s)} "
+        "price", f"{_few(this.gpu_hours)} GPU-hours, start-up of {format_duration(this.startup_s)} "
                  f"included{cost}{energy}",
     )]  # fmt: skip
     if limits.minutes or limits.budget:
@@ -329,21 +198,12 @@ def _cost_rows(answer: Answer) -> list[Row]:
 
 
 def _few(value: float) -> str:
-    """Whole from 100 on, with three digits below.
+    """Formats a number with three digits, without decimals from 100 on.
 
     >>> _few(94208.4), _few(0.0241), _few(0.0)
     ('94,208', '0.0241', '0')
     """
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
-
-
-def _tenths(value: float) -> str:
-    """One decimal, and two digits of what would be 0.0.
-
-    >>> _tenths(4.76), _tenths(0.0123), _tenths(0.0)
-    ('4.8', '0.012', '0.0')
-    """
-    return f"{value:,.1f}" if value >= 0.095 or not value else f"{value:.2g}"
 
 
 def _chosen_words(answer: Answer) -> str:
@@ -352,49 +212,26 @@ def _chosen_words(answer: Answer) -> str:
         cost = f", {chosen.cost:,.2f}" if answer.limits.price else ""
         return (
             f"{plural(chosen.nodes, 'node')}, batch {chosen.batch:,} a GPU: "
-            f"{format_duration(chosen.total_s)} with start-up, {_tenths(chosen.gpu_hours)} GPU-hours"
-            f"{cost}{_why_chosen(answer, chosen)}"
+            f"{format_duration(chosen.total_s)} with start-up, {_few(chosen.gpu_hours)} GPU-hours"
+            f"{cost}"
         )
     if not answer.options:
-        return "none of the numbers of nodes has a price"
-    nearest = []
-    if answer.limits.minutes:
-        nearest.append(("fastest", min(answer.options, key=lambda option: option.total_s)))
-    if answer.limits.budget:
-        nearest.append(("cheapest", min(answer.options, key=lambda option: option.cost)))
-    return "not possible: " + "; ".join(
-        f"the {what}, {plural(option.nodes, 'node')} with batch {option.batch:,} a GPU, takes "
-        f"{format_duration(option.total_s)} with start-up"
-        + (f" and {option.cost:,.2f}" if answer.limits.price else "")
-        for what, option in nearest
-    )
-
-
-def _why_chosen(answer: Answer, chosen: Option) -> str:
-    """Why nodes or batch are not those of the rest of the answer."""
-    if (chosen.nodes, chosen.batch) == (answer.cluster.nodes, answer.now.batch):
-        return ""
-    least = "fewest GPU-hours" if answer.limits.minutes else "shortest time"
+        return "no number of nodes has a price"
+    fastest = min(answer.options, key=lambda option: option.total_s)
+    cheapest = min(answer.options, key=lambda option: option.cost)
+    best, adjective = (fastest, "fastest") if answer.limits.minutes else (cheapest, "cheapest")
+    cost = f" and costs {best.cost:,.2f}" if answer.limits.price else ""
     return (
-        f"; the {least} within it of all nodes and batches that were tried, where the rest of this "
-        f"answer is for {plural(answer.cluster.nodes, 'node')} and batch {answer.now.batch:,}"
+        f"not possible: the {adjective}, {plural(best.nodes, 'node')} with batch {best.batch:,} a GPU, "
+        f"takes {format_duration(best.total_s)} with start-up{cost}"
     )
 
 
-def _slowed(now: Prediction) -> str:
-    """Only where it was measured."""
+def _slowdown(now: Prediction) -> str:
+    """Describes how hidden communication slows compute, if it was measured."""
     if not now.hidden_comm_s:
         return ""
     return f", compute slowed by hidden communication {1e3 * now.hidden_comm_s:,.2f}"
-
-
-def _or_more(answer: Answer) -> str:
-    """More than 65,536 ranks are not looked at, nor more nodes without links between them."""
-    if not answer.cluster.has_network:
-        return ": more nodes are not known"
-    step = answer.cluster.ranks_per_node
-    capped = answer.most_ranks is not None and answer.most_ranks + step > MOST_RANKS
-    return " or more" if capped else ""
 
 
 def _cluster_words(answer: Answer) -> str:
@@ -416,20 +253,20 @@ def bucket_rows(answer: Answer) -> list[Row]:
     now = answer.now
     rows: list[Row] = [
         (
-            str(number), str(score.tensors), f"{score.bytes / 2**20:.2f}", _way(score),
+            str(number), str(score.tensors), f"{score.bytes / 2**20:.2f}", _exchange(score),
             f"{1e3 * made.ready_s:,.2f}", f"{1e3 * made.start_s:,.2f}", f"{1e3 * made.end_s:,.2f}",
         )
         for number, (score, made) in enumerate(zip(now.scores, now.exchanges, strict=True), 1)
     ]  # fmt: skip
-    if len(rows) <= _MOST_BUFFERS:
+    if len(rows) <= _MAX_BUCKETS:
         return rows
-    half = _MOST_BUFFERS // 2
+    half = _MAX_BUCKETS // 2
     gap = ("…", f"{len(rows) - 2 * half} more", "", "", "", "", "")
     return [*rows[:half], gap, *rows[-half:]]
 
 
-def _way(score: BucketScore) -> str:
-    """`ring`, or `ring, float16` where the bucket does not travel as it is held."""
+def _exchange(score: BucketScore) -> str:
+    """Returns the algorithm of a bucket, as in `ring`, and its wire format if it has one."""
     return score.algorithm + ("" if score.wire == "auto" else f", {score.wire}")
 
 
@@ -448,9 +285,9 @@ def advice_rows(answer: Answer) -> list[Row]:
 
 def option_rows(answer: Answer) -> list[Row]:
     return [
-        (f"{o.nodes:,}", f"{o.batch:,}", format_duration(o.total_s), _tenths(o.gpu_hours),
+        (f"{o.nodes:,}", f"{o.batch:,}", format_duration(o.total_s), _few(o.gpu_hours),
          *((f"{o.cost:,.2f}",) if answer.limits.price else ()),
-         *((_tenths(o.energy_kwh),) if answer.job.watts else ()), _few(o.images_per_s),
+         *((_few(o.energy_kwh),) if answer.job.watts else ()), _few(o.images_per_s),
          f"{o.efficiency:.1%}", f"{o.global_batch:,}")
         for o in answer.options
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""`paceline rehearse`: trains on what is at hand as a cluster would, with a clock of predicted times."""
+"""`paceline rehearse`: trains on this machine as a cluster would, with predicted times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CLUSTER = {
         "eval_s", "startup_s", "price_per_gpu_hour",
     )
 }  # fmt: skip
-# Parameters of `train` that a rehearsal has too.
+# Parameters that `rehearse` has in common with `train`.
 _SHARED = ("recipe", *FLAGS, "trust", "settings")
 
 
@@ -39,11 +39,11 @@ def _cluster_flags(
     startup_s: str | None = typer.Option(None, help="Seconds until its first step.", metavar="X"),
     price_per_gpu_hour: str | None = typer.Option(None, help="In any currency.", metavar="X"),
 ) -> None:  # fmt: skip
-    """The flags that `rehearse` has beside those of `train`."""
+    """Declares the flags of `rehearse` that `train` does not have."""
 
 
 def rehearse(**given: Any) -> int:
-    """Train here as a cluster would: same sums, same batch norm, predicted time."""
+    """Train on this machine as a cluster would: same sums, same batch norm, predicted time."""
     flags = parse_flags(given) | {"run.strategy": "rehearsal"} | parse_flags(given, _CLUSTER)
     config = resolve(given["recipe"], flags, given["settings"], given["trust"])
     with without_save_requests(config.checkpoint), interrupted_at_once():

@@ -1,5 +1,4 @@
-"""Signatures of commands, from which Typer makes flags: of another command, or of functions that make one
-argument each."""
+"""Signatures of commands, from which Typer makes flags."""
 
 from __future__ import annotations
 
@@ -12,22 +11,33 @@ from typing import Any, get_type_hints
 def take_signature(
     command: Callable[..., int], names: Collection[str], *functions: Callable[..., Any]
 ) -> None:
-    """Gives `command` those parameters of `functions` that are in `names`, from which Typer makes its
-    flags. Of two with the same name the later one counts, in the place of the earlier."""
+    """Gives `command` the signature of other functions, from which Typer makes its flags.
+
+    Args:
+        command: A function of keyword arguments.
+        names: The parameters to take.
+        functions: The functions that have them. If two have a parameter of the same name, `command` gets
+            the later one.
+    """
     parameters: dict[str, inspect.Parameter] = {}
     hints: dict[str, Any] = {"return": int}
     for function in functions:
-        known = get_type_hints(function, include_extras=True)
+        types = get_type_hints(function, include_extras=True)
         for name, parameter in inspect.signature(function).parameters.items():
             if name in names:
-                hints[name] = known[name]
-                parameters[name] = parameter.replace(annotation=known[name])
+                hints[name] = types[name]
+                parameters[name] = parameter.replace(annotation=types[name])
     command.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
     command.__annotations__ = hints
 
 
 def flags_of(**makers: Callable[..., Any]) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Replaces parameters of a command by the flags of the functions in `makers`, which make them."""
+    """Returns a decorator that replaces parameters of a command by flags.
+
+    Args:
+        makers: For each parameter the function that makes its value; the parameters of that function
+            become flags.
+    """
 
     def decorate(command: Callable[..., int]) -> Callable[..., int]:
         @wraps(command)

@@ -1,6 +1,4 @@
-"""`paceline train`: trains a model from a recipe and flags, whose names are those of timm and
-torchvision.
-"""
+"""`paceline train`: trains a model from a recipe and flags, with the flag names of timm."""
 
 from __future__ import annotations
 
@@ -25,11 +23,11 @@ from paceline.train.stop_signals import (
 def train(
     recipe: str | None = typer.Argument(
         None, help="A shipped recipe's name or a TOML file. Default: quickstart, or plain defaults "
-        "where --data-dir is given.",
+        "with --data-dir.",
     ),
     data_dir: str | None = typer.Option(None, help="Tar shards or class folders, train and val."),
     val_split: str | None = typer.Option(
-        None, help="Share of the training images for validation, where there is no val.", metavar="X"),
+        None, help="Share of the training images for validation, if there is no val.", metavar="X"),
     image_size: str | None = typer.Option(None, help="Edge of the model's images.", metavar="PIXELS"),
     model: str | None = typer.Option(
         None, help="resnet50 …, timm:NAME, torchvision:NAME, module:factory (see paceline models)."),
@@ -38,7 +36,7 @@ def train(
     global_batch_size: str | None = typer.Option(None, help="Of all processes together.", metavar="N"),
     epochs: str | None = typer.Option(None, help="Epochs to train.", metavar="N"),
     opt: str | None = typer.Option(None, help="sgd, lars, muon, adamw, lamb …, or torch.optim:CLASS."),
-    lr: str | None = typer.Option(None, help="Peak learning rate, as it is.", metavar="X"),
+    lr: str | None = typer.Option(None, help="Peak learning rate, without scaling.", metavar="X"),
     warmup_epochs: str | None = typer.Option(None, help="Epochs of linear warm-up.", metavar="X"),
     momentum: str | None = typer.Option(None, metavar="X"),
     weight_decay: str | None = typer.Option(None, help="Not on biases and batch norm.", metavar="X"),
@@ -90,7 +88,7 @@ def train(
             return train_here(config)
 
 
-# The settings of the flags that `rehearse` and `lr-find` have too, by the names of their parameters.
+# The settings of flags that `rehearse` and `lr-find` have, too, by the names of their parameters.
 FLAGS = {
     "data_dir": "data.dir", "val_split": "data.val_split", "image_size": "data.image_size",
     "model": "model.name", "batch_size": "run.batch_size",
@@ -106,7 +104,7 @@ FLAGS = {
 
 
 def parse_flags(given: Mapping[str, Any], settings_of: Mapping[str, str] = FLAGS) -> dict[str, Any]:
-    """Values by setting, of those parameters that were given."""
+    """Returns the values of the flags that were given, by setting."""
     return {
         setting: parse_value(setting, given[name])
         for name, setting in settings_of.items()
@@ -117,7 +115,7 @@ def parse_flags(given: Mapping[str, Any], settings_of: Mapping[str, str] = FLAGS
 def resolve(
     recipe: str | None, flags: dict[str, Any], settings: list[str], trust: bool = False
 ) -> RunConfig:
-    """Defaults < recipe < flags, `--set` included."""
+    """Builds the configuration from defaults, recipe, flags and `--set`."""
     overrides = flags | dict(parse_assignment(text) for text in settings)
     if "data.dir" in overrides:
         # The user's data replaces the embedded set of a recipe.
@@ -128,10 +126,11 @@ def resolve(
 
 
 def train_here(config: RunConfig) -> int:
+    """Trains in this process, prints the summary and returns the exit code."""
     from paceline.trainer import Trainer
 
     startup = StartUp(process_age_s())
-    # mpirun gives its ranks terminals, wherever its own output goes.
+    # Ranks of mpirun have terminals even if its output is redirected.
     console = Console(force_terminal=False if "OMPI_COMM_WORLD_RANK" in os.environ else None)
     outcome = Trainer.from_config(config).run(
         lambda: create_display(console, config.run.log_interval),

@@ -1,9 +1,8 @@
-"""`paceline tune`: measures the cluster, profiles a model on it, and writes the plan for training it.
+"""`paceline tune` measures a cluster and writes a plan; `paceline profile` measures a training step.
 
-In: where the ranks run, a recipe or a model, which sizes and algorithms to try. Out: plan.toml
-(`paceline.plan.plan_file`): the links, the times of every size and algorithm, the table of sizes; with a
-recipe or model also its profiled step, the best plan and what it is expected to take.
-`paceline profile` measures the step alone, on this device.
+The plan file of `tune` (`paceline.plan.plan_file`) contains the links, the times of every size and
+algorithm, and the size table. With a recipe or a model it also contains the profiled step, the best plan
+and its predicted time.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from paceline.tune.tuner import Tuner
 
 
-# ImageNet's.
+# The number of classes of ImageNet.
 _ASSUMED_CLASSES = 1000
 
 
@@ -60,20 +59,20 @@ def tune(
     force: bool = typer.Option(False, "--force", help="Overwrite it."),
     ranks: options.Ranks = 0,
     algorithms: str = typer.Option(
-        "", help="Names, with commas; native always is one. All but central."
+        "", help="Names, with commas; native is always measured. Default: all but central."
     ),
     min_bytes: str = typer.Option("1KiB", help="First size."),
-    max_bytes: str = typer.Option("64MiB", help="Last size, where the time suffices."),
+    max_bytes: str = typer.Option("64MiB", help="Last size, if the time limit allows it."),
     factor: options.SizeFactor = 4.0,
     iterations: int = typer.Option(30, help="Samples of each at most; the median counts."),
-    limit_s: float = typer.Option(180.0, help="Seconds for all sizes together, about."),
+    limit_s: float = typer.Option(180.0, help="Approximate seconds for all sizes together."),
     margin: float = typer.Option(MARGIN, help="By how much another must beat native."),
     group_size: options.GroupSize = 0,
     device: options.Device = "auto",
     backend: options.Backend = "auto",
     share_gpus: options.ShareGpus = False,
     accept_noise: bool = typer.Option(
-        False, "--accept-noise", help="Write it even where repeated samples differ widely."
+        False, "--accept-noise", help="Write it even if repeated samples differ widely."
     ),
     trust: options.Trust = False,
 ) -> int:
@@ -99,13 +98,13 @@ def tune(
     from paceline.tune.timing import RankGroup
     from paceline.tune.tuner import TuneJob, Tuner
 
-    # Before the ranks join: a profiled step makes a group of its own.
+    # Before the ranks join, because a profiled step creates another group.
     here = {"run.device": device, "comm.backend": backend, "comm.share_gpus": share_gpus}
     profiled, failed, assumed = None, None, ""
     if config is not None:
         try:
-            found_classes, assumed = _classes(config)
-            profiled = _profile(config, found_classes, RunConfig().with_values(here))
+            num_classes, assumed = _classes(config)
+            profiled = _profile(config, num_classes, RunConfig().with_values(here))
         except PacelineError as error:
             failed = error
     job = TuneJob(choose_sizes(low, high, factor), names, iterations, limit_s, margin)
@@ -113,38 +112,37 @@ def tune(
         backend=backend, device=device, group_size=group_size or None, share_gpus=share_gpus
     ) as joined:
         joined.group.agree("profile", failed)
-        # Only rank 0 writes; its folder counts, and all learn what is wrong with it.
+        # Only rank 0 writes, and all ranks raise its error.
         main = joined.rank == 0
         joined.group.agree_on("output", lambda: check_output(output, force) if main else output)
         show = _show if main else _ignore
         show(assumed)
-        found, noisy = _measure(Tuner(joined, job), accept_noise, show)
+        file, noisy = _measure(Tuner(joined, job), accept_noise, show)
         if profiled is not None:
-            found = _planned(found, profiled, joined, show)
+            file = _planned(file, profiled, joined, show)
         if main:
-            found.write(output)
+            file.write(output)
         show(f"written to {output}; train with --plan {output}")
         show(f"warning: {noisy}" if noisy else "")
     return 0
 
 
 def _measure(tuner: Tuner, accept_noise: bool, show: Callable[[str], None]) -> tuple[PlanFile, str]:
-    """Links and all-reduces of the cluster, each shown as soon as it is measured; and what to know of
-    their noise."""
+    """Measures links and all-reduces and shows each at once; also returns a note on the noise."""
     cluster = tuner.cluster()
     links = [_link_line("inside a node", cluster.intra),
              _link_line("between nodes", cluster.inter), _hidden_line(cluster)]  # fmt: skip
     for line in links:
         show(line)
     measured = tuner.measure(lambda row: show(_size_line(row)))
-    noisy = check_noise(measured, tuner.foreign_share(), accept_noise)
-    found = tuner.conclude(measured, cluster)
-    chosen = _size_lines(found, len(tuner.job.sizes))
+    noisy = check_noise(measured, accept_noise)
+    file = tuner.conclude(measured, cluster)
+    chosen = _size_lines(file, len(tuner.job.sizes))
     for line in chosen:
         show(line)
     why = [*(f"measured: {line}" for line in links if line),
            *(f"chosen: {line}" for line in chosen)]  # fmt: skip
-    return replace(found, why=tuple(why)), noisy
+    return replace(file, why=tuple(why)), noisy
 
 
 def _show(text: str) -> None:
@@ -154,18 +152,18 @@ def _show(text: str) -> None:
 
 
 def _ignore(text: str) -> None:
-    """Of ranks that print nothing."""
+    """Prints nothing, on ranks other than 0."""
 
 
 def _config(
     recipe: str | None, flags: dict[str, Any], settings: list[str], trust: bool
 ) -> RunConfig | None:
-    """What is to be trained; None if neither a recipe nor a model is given."""
+    """Returns the configuration to train; None if neither a recipe nor a model is given."""
     overrides = flags | dict(parse_assignment(text) for text in settings)
     if recipe is None and "model.name" not in overrides:
         if overrides:
             name, value = next(iter(overrides.items()))
-            raise ConfigError(name, value, "has no model to belong to", "give --model or a recipe")
+            raise ConfigError(name, value, "needs a model", "give --model or a recipe")
         return None
     if overrides.get("data.image_size"):
         overrides.setdefault("data.eval_resize", 0)
@@ -173,7 +171,7 @@ def _config(
 
 
 def _classes(config: RunConfig) -> tuple[int, str]:
-    """The number of classes that a training has, and a line if it had to be assumed."""
+    """Returns the number of classes, and a line if it is an assumption."""
     from paceline.data import open_source
     from paceline.train.resolve import check_num_classes
 
@@ -189,7 +187,7 @@ def _classes(config: RunConfig) -> tuple[int, str]:
 
 
 def _profile(config: RunConfig, classes: int, here: RunConfig) -> tuple[Workload, int]:
-    """The step of this rank, while the others profile theirs, as they will train; and its batch."""
+    """Profiles the step of this rank, at the same time as the other ranks; returns its batch, too."""
     from paceline.train.machine import choose_device
     from paceline.tune.profile import config_row, profile_workload
 
@@ -201,7 +199,7 @@ def _profile(config: RunConfig, classes: int, here: RunConfig) -> tuple[Workload
 def _planned(
     tuned: PlanFile, profiled: tuple[Workload, int], joined: RankGroup, show: Callable[[str], None]
 ) -> PlanFile:
-    """With the plan of the model; rank 0's step counts."""
+    """Adds the plan of the model, for the step of rank 0."""
     from paceline.planner.workload import Workload
     from paceline.tune.tuner import plan_model
 
@@ -222,7 +220,10 @@ def _planned(
 def profile(
     model: options.Model = "resnet50",
     batch_size: list[int] = typer.Option(
-        [], "--batch-size", "-b", help="May be repeated: two or more give the fixed part of a step."
+        [],
+        "--batch-size",
+        "-b",
+        help="May be repeated: two or more separate the fixed part of a step.",
     ),
     image_size: options.ImageSize = 224,
     classes: options.Classes = 1000,
@@ -231,7 +232,7 @@ def profile(
     warm_up: int = typer.Option(5, help="Steps before."),
     device: options.Device = "auto",
     output: Path = typer.Option(Path("profile.toml"), help="Where to write it."),
-    force: bool = typer.Option(False, "--force", help="Write over a file that is there."),
+    force: bool = typer.Option(False, "--force", help="Overwrite an existing file."),
     as_json: options.AsJson = False,
 ) -> int:
     """Measure a training step on this device, for the planner."""
@@ -255,17 +256,19 @@ def profile(
     typer.echo(
         f"{model}, {work.source}: {1e3 * work.compute_s(largest):.2f} ms at batch {largest}: forward "
         f"{1e3 * work.forward.at(largest):.2f}, backward {1e3 * work.backward.at(largest):.2f}, "
-        f"update {1e3 * work.update_s:.2f}; {1e3 * (work.forward.fixed_s + work.backward.fixed_s):.2f}"
-        f" ms at any batch; {len(work.gradients)} gradients. Written to {output}"
+        f"update {1e3 * work.update_s:.2f}. Written to {output}"
     )
     return 0
 
 
 def check_output(output: Path, force: bool) -> Path:
+    """Raises ConfigError if the file exists, unless `force` is set, or if its folder does not exist."""
     if output.exists() and not force:
-        raise ConfigError("--output", str(output), "is there already", "give --force, or another")
+        raise ConfigError("--output", str(output), "exists already", "give --force or another name")
     if not output.parent.is_dir():
-        raise ConfigError("--output", str(output), "its folder does not exist", "make it first")
+        raise ConfigError(
+            "--output", str(output), "is in a folder that does not exist", "create it"
+        )
     return output
 
 
@@ -280,9 +283,11 @@ def _link_line(where: str, link: LinkFacts | None) -> str:
 
 def _hidden_line(cluster: ProbedCluster) -> str:
     if cluster.hidden_cost is not None:
-        return f"an exchange behind compute costs it {cluster.hidden_cost:.2f} of its own time"
+        return (
+            f"a hidden exchange slows compute by {cluster.hidden_cost:.2f} of the exchange's time"
+        )
     if cluster.device == "cpu" and cluster.facts.ranks > 1:
-        return "what an exchange costs the compute that hides it was not measured: too slow"
+        return "the slowdown of compute by a hidden exchange was not measured: too slow"
     return ""
 
 
@@ -292,14 +297,16 @@ def _size_line(row: MeasuredSize) -> str:
     return f"{format_bytes(row.size_bytes):>9}: {times} ms"
 
 
-def _size_lines(found: PlanFile, wanted: int) -> list[str]:
-    rows = found.table.rows
+def _size_lines(file: PlanFile, wanted: int) -> list[str]:
+    rows = file.table.rows
     lines = [f"every size: {rows[0].algorithm}"]
     if len(rows) > 1:
         limits = [row.up_to_bytes for row in rows]
         sizes = ["larger" if limit is None else f"up to {format_bytes(limit)}" for limit in limits]
         lines = [f"{size}: {row.algorithm}" for size, row in zip(sizes, rows, strict=True)]
-    if len(found.measured) < wanted:
-        last = format_bytes(found.measured[-1].size_bytes)
-        lines.append(f"sizes above {last} were not measured: no time left (--limit-s)")
+    if len(file.measured) < wanted:
+        last = format_bytes(file.measured[-1].size_bytes)
+        lines.append(
+            f"sizes above {last} were not measured: the time limit was reached (--limit-s)"
+        )
     return lines

@@ -1,11 +1,10 @@
-"""`RunConfig`: everything that defines a run, composed of the settings of the packages.
+"""`RunConfig`: the settings of a run, composed of the settings of the packages.
 
-Values come from defaults, then a recipe (shipped, by name, or a TOML file), then flags. Unknown keys
-fail.
+Values come from defaults, then from a recipe (a shipped one or a TOML file), then from flags. Unknown
+keys are errors.
 """
 
 from paceline.config.exclusions import Job
-from paceline.config.removed import REMOVED, RENAMED, refuse_removed
 from paceline.config.run_config import (
     DEFAULTS,
     RECIPES,
@@ -28,8 +27,6 @@ from paceline.config.settings import STRATEGIES, SYNCHRONOUS, CheckpointSettings
 __all__ = [
     "DEFAULTS",
     "RECIPES",
-    "REMOVED",
-    "RENAMED",
     "SECTIONS",
     "STRATEGIES",
     "SYNCHRONOUS",
@@ -44,7 +41,6 @@ __all__ = [
     "parse_value",
     "read_recipe",
     "recipe_names",
-    "refuse_removed",
     "setting_names",
     "stored_config",
     "unflatten",

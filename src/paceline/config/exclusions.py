@@ -1,7 +1,7 @@
-"""Combinations that are refused: settings of several sections, and settings with facts about the job.
+"""Refused combinations of settings in several sections, and of settings with facts about the job.
 
-Facts are those of `Job`, as in `job.device`, and the objects of the program, as in `program.augment`.
-Rows of a single section are in its settings module.
+Facts are the fields of `Job`, as in `job.device`, and the objects of the program, as in
+`program.augment`. Combinations within a section are in its settings module.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from paceline.core.exclusions import Exclusion, above, not_in, one_of
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is known about the job before the data is open.
+    """Facts about the job that are known before the data is open.
 
     Attributes:
         processes: Number of processes.
-        device: Type of their devices, `cpu` or `cuda`; empty if it is not known yet.
+        device: Type of their devices, `cpu` or `cuda`; empty if it is unknown.
     """
 
     processes: int
@@ -31,7 +31,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
     Exclusion(
         "optim.scaling", one_of("auto"), {"program.optimizer": not_in(None)},
-        "the rule does not know an optimizer given in Python",
+        "the rule does not support an optimizer given in Python",
         "name one of lars, muon, sgd, adamw and lamb, or use 'off'",
     ),
 )  # fmt: skip

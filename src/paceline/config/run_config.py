@@ -18,7 +18,6 @@ import tomli_w
 
 from paceline.comm.settings import CommSettings
 from paceline.config.exclusions import EXCLUSIONS, Job
-from paceline.config.removed import refuse_removed, without_removed
 from paceline.config.settings import STRATEGIES, CheckpointSettings, RunSettings
 from paceline.config.trust import check_trust
 from paceline.core.errors import ConfigError, nearest
@@ -47,14 +46,14 @@ from paceline.plan.wires import WIRES
 from paceline.precision.settings import PrecisionSettings
 
 Tables = dict[str, dict[str, Any]]
-# The version of all defaults, which a file names as `defaults`; one that names none has this one. Raise
-# it when a default changes, and let `from_tables` give the earlier one to files of the version before.
+# The version of all defaults, which a file names as `defaults`; a file without it has this version. Raise
+# it when a default changes, and let `from_tables` use the earlier default for files of older versions.
 DEFAULTS = 1
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One section for each package that has settings."""
+    """The settings of a run, with a section for each package that has settings."""
 
     run: RunSettings = field(default_factory=RunSettings)
     data: DataSettings = field(default_factory=DataSettings)
@@ -95,28 +94,31 @@ class RunConfig:
 
     @classmethod
     def from_tables(cls, tables: Mapping[str, Any]) -> RunConfig:
-        """Builds the configuration; a section or key that does not exist fails by name."""
+        """Builds the configuration from the tables of a file.
+
+        Raises:
+            ConfigError: If a section or key does not exist, or a value is wrong.
+        """
         values: dict[str, Any] = {}
         if (version := tables.get("defaults", DEFAULTS)) != DEFAULTS:
             raise ConfigError(
-                "defaults", version, "is another version of the defaults than this Paceline has",
+                "defaults", version, "is not the version of the defaults of this Paceline",
                 f"use the Paceline that wrote the file, or check all settings and set it to {DEFAULTS}",
             )  # fmt: skip
-        tables = without_version(tables)
-        refuse_removed(tables)
-        for section, table in without_removed(tables).items():
+        for section, table in without_version(tables).items():
             if not isinstance(table, dict):
-                raise ConfigError(section, table, "stands outside a section", _nearest_key(section))
+                raise ConfigError(section, table, "is outside a section", _nearest_key(section))
             if section not in SECTIONS:
                 raise ConfigError(section, None, "unknown section", nearest(section, SECTIONS))
             values[section] = from_table(SECTIONS[section], section, table)
         return cls(**values)
 
     def to_tables(self) -> Tables:
+        """Returns all values as tables, by section."""
         return {f.name: to_table(getattr(self, f.name)) for f in fields(self)}
 
     def to_toml(self) -> str:
-        """Returns a recipe: the settings in use, and the version of the defaults of all others."""
+        """Returns a recipe with the settings in use and the version of the other defaults."""
         return tomli_w.dumps({"defaults": DEFAULTS, **self.in_use()})
 
     def in_use(self) -> Tables:
@@ -127,17 +129,17 @@ class RunConfig:
         return tables
 
     def unused(self) -> Iterator[tuple[Section, str]]:
-        """Yields the owners whose settings are given but that nothing has chosen, after their section."""
+        """Yields section and name of each owner whose settings are given although it is not chosen."""
         for section in self.sections().values():
             for owner in section.unused() if isinstance(section, Section) else ():
                 yield section, owner
 
     def flat(self) -> dict[str, Any]:
-        """`{"run.seed": 0, …}`, settings of owners as `comm.hybrid.sizes`."""
+        """Returns `{"run.seed": 0, …}`, with settings of owners as `comm.hybrid.sizes`."""
         return flatten(self.to_tables())
 
     def with_values(self, values: Mapping[str, Any]) -> RunConfig:
-        """A copy with `{"section.key": value}` laid over it."""
+        """Returns a copy with the given values, `{"section.key": value}`."""
         return RunConfig.from_tables(merge(self.to_tables(), unflatten(values)))
 
 
@@ -153,7 +155,7 @@ SECTIONS: dict[str, type] = {
 
 
 def _nearest_key(name: str) -> str:
-    """The nearest `section.key`, found by the key alone where no section is given."""
+    """Returns a remedy with the nearest `section.key`; compares the keys only."""
     known = {key: f"{s}.{key}" for s, kind in SECTIONS.items() for key in own_hints(kind)}
     hint = nearest(name.rpartition(".")[2], known)
     for key, full in known.items():
@@ -162,8 +164,11 @@ def _nearest_key(name: str) -> str:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tables:
-    """Lays the sections of `above` over those of `below`, key by key. Settings of `below` that belong to
-    another one that `above` changes follow it, unless `above` sets them too."""
+    """Updates the sections of `below` by those of `above`, key by key.
+
+    Settings of `below` that depend on a setting that `above` changes are adapted, unless `above` sets
+    them, too.
+    """
     merged = merge_tables(below, above)
     lower, upper = below.get("data"), above.get("data")
     if isinstance(lower, Mapping) and isinstance(upper, Mapping):
@@ -174,8 +179,7 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tables:
 def _follow_image(
     below: Mapping[str, Any], above: Mapping[str, Any], merged: dict[str, Any]
 ) -> None:
-    """The validation resize keeps its ratio to the image size; statistics that are not those of the
-    number of channels give way to its defaults."""
+    """Keeps the ratio of validation resize to image size; drops statistics of other channels."""
     was = below.get("image_size", DataSettings.image_size)
     size, resize = above.get("image_size", was), below.get("eval_resize", 0)
     numbers = all(type(value) is int and value > 0 for value in (was, size, resize))
@@ -214,9 +218,9 @@ def _defaults(tables: Mapping[str, Any]) -> RunConfig:
 
 
 def changed_settings(config: RunConfig) -> list[str]:
-    """Names of the settings that differ from their defaults; those that are unset do not count."""
-    usual = _defaults(config.to_tables()).flat()
-    return sorted(name for name, value in config.flat().items() if usual.get(name) != value)
+    """Returns the names of the settings that differ from their defaults."""
+    defaults = _defaults(config.to_tables()).flat()
+    return sorted(name for name, value in config.flat().items() if defaults.get(name) != value)
 
 
 def without_version(tables: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,13 +229,17 @@ def without_version(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_defaults(tables: Mapping[str, Any]) -> Tables:
-    """Returns a stored configuration with the defaults of later settings and without removed ones."""
-    tables = without_removed(without_version(tables))
+    """Returns a stored configuration with the defaults of settings that it does not contain."""
+    tables = without_version(tables)
     return merge(_defaults(tables).to_tables(), tables)
 
 
 def unflatten(values: Mapping[str, Any]) -> Tables:
-    """`{"run.seed": 1}` → `{"run": {"seed": 1}}`; a key without a section fails by name."""
+    """Returns `{"run": {"seed": 1}}` for `{"run.seed": 1}`.
+
+    Raises:
+        ConfigError: If a name has no section.
+    """
     for name in values:
         if not all(name.partition(".")):
             raise ConfigError(name, None, "is not of the form section.key", _nearest_key(name))
@@ -239,7 +247,7 @@ def unflatten(values: Mapping[str, Any]) -> Tables:
 
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-# The quickstart's own share, and more than most recipes have; those with more state it themselves.
+# The share of the quickstart, and more than most recipes have; recipes with more set it themselves.
 WARMUP_MAX_SHARE = 0.2
 
 
@@ -248,7 +256,7 @@ def recipe_names() -> list[str]:
 
 
 def read_recipe(name: str) -> Tables:
-    """The tables of a shipped recipe, or of a TOML file where `name` is a path."""
+    """Reads a shipped recipe, or a TOML file if `name` is a path."""
     path = RECIPES / f"{name}.toml"
     if name not in recipe_names():
         path = Path(name)
@@ -273,10 +281,18 @@ def read_recipe(name: str) -> Tables:
 def load_config(
     recipe: str | None, overrides: Mapping[str, Any], *, trust: bool = False
 ) -> RunConfig:
-    """Defaults < recipe < overrides (`{"section.key": value}`). Without `trust`, refuses code that the
-    recipe names."""
+    """Builds a configuration from defaults, recipe and overrides.
+
+    Args:
+        recipe: A shipped recipe or a TOML file; None for the defaults.
+        overrides: Values that replace those of the recipe, `{"section.key": value}`.
+        trust: Allow the recipe to name code.
+
+    Raises:
+        ConfigError: If a setting is unknown or wrong, or if the recipe names code without `trust`.
+    """
     tables = read_recipe(recipe) if recipe else {}
-    RunConfig.from_tables(tables)  # a mistake in the recipe is reported before one in a flag
+    RunConfig.from_tables(tables)  # reports a mistake in the recipe before one in a flag
     merged = merge(_without_rates(tables, overrides.get("optim.name")), unflatten(overrides))
     batch = tables.get("run", {}).get("global_batch_size")
     scales = merged.get("optim", {}).get("scaling") == "auto"
@@ -286,7 +302,7 @@ def load_config(
         "warmup_max_share", _warmup_share(tables, "optim.warmup_epochs" in overrides)
     )
     config = _from_file(merged, overrides, recipe, trust)
-    if scales:  # the rule may choose another optimizer, whose settings wait
+    if scales:  # the rule may choose another optimizer, which needs its settings
         known = _known_good(tables, overrides, config.optim.known_good_batch)
         config = replace(config, optim=replace(config.optim, known_good=known))
     else:
@@ -294,15 +310,17 @@ def load_config(
     if overrides.get("optim.warmup_epochs") and not config.optim.own_schedule.WARMS_UP:
         raise ConfigError(
             "optim.warmup_epochs", config.optim.warmup_epochs,
-            f"but optim.schedule = {config.optim.schedule!r} rises by itself",
+            f"is not supported with optim.schedule = {config.optim.schedule!r}, which has no warm-up",
             "leave it out, or use another schedule",
         )  # fmt: skip
     return config
 
 
 def _refuse_unused(config: RunConfig, overrides: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a setting of owners of which none is chosen, or of which the chosen one has
-    no use for it. In a recipe it waits for being chosen; a flag would have no effect."""
+    """Raises ConfigError for a flag without effect: its owner is not chosen or does not use it.
+
+    Recipes may contain such settings, for owners that a flag may choose.
+    """
     for name, value in overrides.items():
         section, *table, key = name.split(".")
         settings = config.sections()[section]
@@ -321,11 +339,22 @@ def _refuse_unused(config: RunConfig, overrides: Mapping[str, Any]) -> None:
 def stored_config(
     tables: Mapping[str, Any], overrides: Mapping[str, Any], origin: object, trust: bool | RunConfig
 ) -> RunConfig:
-    """The settings in the checkpoint `origin`, changed by `overrides`. Code that the checkpoint names
-    needs `trust`: True, or a configuration of this program that names the same. What the program that
-    made it has registered for training is left out."""
+    """Returns the configuration in a checkpoint.
+
+    Parts for training that another program has registered are omitted.
+
+    Args:
+        tables: The tables in the checkpoint.
+        overrides: Values that replace them.
+        origin: The checkpoint, for messages.
+        trust: True to allow the code that the checkpoint names, or a configuration of this program that
+            names the same code.
+
+    Raises:
+        ConfigError: If the checkpoint names other code, or if a setting is unknown or wrong.
+    """
     tables = _without_registered(tables)
-    # Overrides first: they may replace a value that this version does not have any more.
+    # Overrides first, because they may replace a value that is not valid in this version.
     stored = flatten(tables)
     known = {name: value for name, value in overrides.items() if name in stored}
     return _from_file(merge(tables, unflatten(known)), overrides, origin, trust).with_values(
@@ -334,25 +363,27 @@ def stored_config(
 
 
 def _without_registered(tables: Mapping[str, Any]) -> Tables:
-    """Returns the tables without optimizer, schedule, strategy and wire format of another program, and
-    their settings: neither an evaluation nor an export uses any."""
-    found = {name: dict(table) for name, table in without_version(tables).items()}
+    """Returns the tables without optimizer, schedule, strategy and wire format of another program.
+
+    Evaluation and export do not use them.
+    """
+    kept = {name: dict(table) for name, table in without_version(tables).items()}
     for section, setting, known in (
         ("optim", "name", optimizer_names()), ("optim", "schedule", schedule_names()),
         ("run", "strategy", STRATEGIES.names()), ("comm", "wire", WIRES.names()),
     ):  # fmt: skip
-        table = found.get(section, {})
+        table = kept.get(section, {})
         name = table.get(setting)
         if isinstance(name, str) and name not in known and re.fullmatch(r"[a-z][a-z0-9_]*", name):
             dropped = {setting, name, *(("arguments",) if setting == "name" else ())}
-            found[section] = {key: value for key, value in table.items() if key not in dropped}
-    return {**tables, **found}
+            kept[section] = {key: value for key, value in table.items() if key not in dropped}
+    return {**tables, **kept}
 
 
 def _from_file(
     tables: Mapping[str, Any], named: Mapping[str, Any], origin: object, trust: bool | RunConfig
 ) -> RunConfig:
-    """Makes every configuration that has values of a file. `named` are the values of other origin."""
+    """Builds a configuration with values of a file; `named` are the values of other origin."""
     config = RunConfig.from_tables(tables)
     if trust is not True:
         own = trust.flat() if isinstance(trust, RunConfig) else {}
@@ -361,13 +392,13 @@ def _from_file(
 
 
 def _known_good(recipe: Tables, overrides: Mapping[str, Any], batch: int | None) -> KnownGood:
-    """Returns what the rule of `optim.scaling` needs to know of where a value came from."""
+    """Returns the origin of values, which the rule of `optim.scaling` needs."""
     keeps = tuple(name for name in SCALED if name in overrides)
     if not recipe:
         return KnownGood(keeps=keeps)
     table = recipe.get("optim", {})
     name = table.get("name", OptimSettings.name)
-    # A recipe without a rate has the default of its own optimizer.
+    # A recipe without a rate has the default of its optimizer.
     to_muon = name in OF_ADAM and overrides.get("optim.name") == "muon"
     bases = [key for key in ("lr_base", "lr_base_batch") if f"optim.{key}" in overrides]
     rates = {key: overrides[f"optim.{key}"] for key in bases if to_muon}
@@ -381,7 +412,10 @@ def _known_good(recipe: Tables, overrides: Mapping[str, Any], batch: int | None)
 
 
 def _without_rates(recipe: Tables, optimizer: object) -> Tables:
-    """A recipe's rates are those of SGD, LARS or Muon: Adam's are some hundred times smaller."""
+    """Drops the rates of a recipe for SGD, LARS or Muon if a flag chooses Adam.
+
+    The rates of Adam are some hundred times smaller.
+    """
     own = recipe.get("optim", {}).get("name", OptimSettings.name)
     if optimizer is None or optimizer == own or _rates_of(optimizer) == SGD:
         return recipe
@@ -390,24 +424,26 @@ def _without_rates(recipe: Tables, optimizer: object) -> Tables:
 
 
 def _rates_of(optimizer: object) -> str:
-    """The scale of an optimizer's rates; empty for a class, and for a name that is refused later."""
+    """Returns the scale of an optimizer's rates; empty for a class or an unknown name."""
     kind = settings_class(OptimSettings, str(optimizer), "optim.name")
     return getattr(kind, "RATES", "")
 
 
 def _warmup_share(recipe: Tables, asked: bool) -> float:
-    """The share of a run that warm-up may take where nobody sets it: without it `--epochs 2` would turn a
-    recipe's 3 epochs of warm-up into the whole run, which would end at its peak rate."""
+    """Returns the default of the largest share of a run that warm-up may take.
+
+    Without it, a recipe with 3 epochs of warm-up would end at its peak rate with `--epochs 2`.
+    """
     if asked:
         return 1.0
     warmup = float(recipe.get("optim", {}).get("warmup_epochs", 0.0))
     share = warmup / int(recipe.get("run", {}).get("epochs", RunSettings.epochs))
-    # Rounded up to whole percents, so that the recipe at its own length keeps every step of its warm-up.
+    # Rounded up to whole percents, so that the recipe at its full length keeps every step of warm-up.
     return max(WARMUP_MAX_SHARE, min(1.0, math.ceil(round(100 * share, 6)) / 100))
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """`section.key=value`, as `--set` takes it."""
+    """Parses `section.key=value`, the form of `--set`."""
     name, equals, value = text.partition("=")
     name = name.strip()
     if not equals or not name:
@@ -416,9 +452,9 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def parse_value(name: str, text: str) -> Any:
-    """What a flag's text means for the setting `name`: TOML, or a number as Python writes it.
+    """Parses the text of a flag for the setting `name`: TOML, or a number in Python's notation.
 
-    A setting that is a text takes the words as they are, so that `--output 7` names a folder.
+    The text itself is the value of a setting of type str, so that `--output 7` names a folder.
     """
     try:
         value = parse_toml(f"value = {text}".encode(errors="surrogateescape"))["value"]
@@ -433,7 +469,7 @@ def parse_value(name: str, text: str) -> Any:
 
 
 def _type_of(name: str) -> Any:
-    """The declared type of a setting; None if there is no such setting."""
+    """Returns the declared type of a setting; None if it does not exist."""
     section, *owner = name.split(".")
     key = owner.pop() if owner else ""
     kind: type | None = SECTIONS.get(section)

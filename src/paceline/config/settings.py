@@ -14,19 +14,19 @@ from paceline.core.settings import Section, SettingChecks
 DEVICES = ("auto", "cpu", "cuda")
 SWITCHES = ("auto", "on", "off")
 LOSSES = ("cross_entropy", "bce")
-# Parameters of Beta distributions: below, shares are 0 or 1; above, all the same.
+# Parameters of Beta distributions: below this range, shares are 0 or 1; above it, they are all 0.5.
 MIXES = (0.01, 100.0)
 SYNCHRONOUS = "synchronous"
 STRATEGIES: Registry[Any] = Registry("strategies", {SYNCHRONOUS: "train.strategy:Synchronous"})
 BATCH_NORM_ROWS = ("ranks", "average")
 SIGNAL_ACTIONS = ("save", "stop")
-# More than any node has cores; torch accepts 2^31 - 1 and then fails to start them.
+# More than the cores of any node; torch accepts 2^31 - 1 and then fails to start the threads.
 MOST_THREADS = 4096
 
 
 @dataclass(frozen=True)
 class RunSettings(Section):
-    """The length, size and place of a run, and what it writes."""
+    """Length, batch size, device and output of a run."""
 
     NAME: ClassVar[str] = "run"
     CHOOSERS: ClassVar[tuple[str, ...]] = ("strategy",)
@@ -36,8 +36,8 @@ class RunSettings(Section):
     epochs: int = 90
     """Number of passes over the training data."""
     global_batch_size: int | None = None
-    """Samples of one update over all ranks; unset, `batch_size` times the ranks, or 256 where that
-    is unset too, less for small data sets."""
+    """Samples of one update over all ranks; unset, `batch_size` times the ranks, or 256 if that is
+    unset, too, less for small data sets."""
     batch_size: int | None = None
     """Samples of one forward and backward pass of one process; unset, the largest equal share of at
     most 256."""
@@ -73,7 +73,7 @@ class RunSettings(Section):
     pretrained: str = ""
     """Weights to start from, with torchvision's or timm's keys (`.pth`, `.pt` or `.safetensors`)."""
     log_interval: int = 10
-    """Steps between two log lines where there is no terminal."""
+    """Steps between two log lines without a terminal."""
     eval_interval_epochs: int = 1
     """Epochs between two evaluations."""
     target_top1: float | None = None
@@ -122,7 +122,7 @@ class RunSettings(Section):
         if not 0 <= self.threads <= MOST_THREADS:
             raise check.error(
                 "threads", f"must be from 0 (automatic) to {MOST_THREADS}",
-                "leave it out: each rank then takes its share of the cores",
+                "leave it out to divide the cores among the ranks of the node",
             )  # fmt: skip
         if self.target_top1 is not None and not 0 < self.target_top1 <= 100:
             raise check.error("target_top1", "must be a percentage in (0, 100]")
@@ -141,7 +141,7 @@ class RunSettings(Section):
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """When to save and what to keep; a signal and the end of a run always save."""
+    """Times of checkpoints, and their number; a signal and the end of a run always save."""
 
     interval_epochs: int = 1
     """Epochs between two checkpoints; 0 disables this interval."""

@@ -1,8 +1,8 @@
 """Decides which code a file may name.
 
-What the command line and Python name is the user's own choice. A recipe, the `config.toml` of a run and a
-checkpoint may come from elsewhere: without `--trust` (in Python `trust=True`) they may name only what
-this module lists. `run_config` calls `check_trust` for every configuration that comes from a file.
+The command line and Python programs may name any code. A recipe, the `config.toml` of a run and a
+checkpoint may come from a stranger: without `--trust` (in Python `trust=True`) they may name only the
+code that this module lists. `run_config` calls `check_trust` for every configuration from a file.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _foreign_model_arguments(values: Mapping[str, Any]) -> str:
 
 
 def _foreign_optimizer(values: Mapping[str, Any]) -> str:
-    """`create_optimizer` refuses names of `torch.optim` that are not optimizers, whoever gave them."""
+    """Accepts any class name of `torch.optim`; `create_optimizer` refuses those of other classes."""
     name = values["optim.name"]
     module, colon, _ = name.partition(":")
     if name in optimizer_names() or (colon and module == PYTHON) or _CLASS_OF_TORCH.fullmatch(name):
@@ -90,7 +90,8 @@ def _foreign_loss(values: Mapping[str, Any]) -> str:
     return f"runs code of the module {module}"
 
 
-# Why a value needs trust, empty if it needs none, by the settings that decide which code runs.
+# The settings that decide which code runs. Each function returns the reason why the value needs trust, or
+# an empty text.
 CODE_SETTINGS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "model.name": _foreign_model,
     "model.arguments": _foreign_model_arguments,

@@ -1,4 +1,4 @@
-"""What every package shares: errors, topology, settings, files. Imports the standard library only."""
+"""Code that all packages share: errors, topology, settings, files. Uses the standard library only."""
 
 from __future__ import annotations
 
@@ -36,11 +36,17 @@ __all__ = [
 def lazy_exports(
     package: str, modules: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package whose public names load on first use, so that reading its
-    settings does not import torch. These are the names that its block `if TYPE_CHECKING` imports, or
-    those of `modules`: for each name the module that defines it, of this package or with its full name.
+    """Makes a package import its public names on first use, so that its settings load without torch.
 
     >>> __getattr__, __dir__ = lazy_exports("paceline.optim", {"LARS": "lars"})
+
+    Args:
+        package: The name of the package.
+        modules: For each name the module that defines it, relative to the package or with its full name.
+            By default the names that the package imports in its block `if TYPE_CHECKING`.
+
+    Returns:
+        The functions `__getattr__` and `__dir__` of the package.
     """
     known = _typed_imports(package) if modules is None else modules
 
@@ -57,7 +63,7 @@ def lazy_exports(
 
 
 def _typed_imports(package: str) -> dict[str, str]:
-    """The names that the block `if TYPE_CHECKING` of a package imports, and their modules."""
+    """Returns the names that the block `if TYPE_CHECKING` of a package imports, with their modules."""
     tree = ast.parse(Path(sys.modules[package].__file__ or "").read_text(encoding="utf-8"))
     blocks = [node for node in tree.body if isinstance(node, ast.If)]
     imports = [node for node in blocks[0].body if isinstance(node, ast.ImportFrom)]

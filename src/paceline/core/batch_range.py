@@ -1,17 +1,17 @@
-"""The range of global batches in which the large-batch rule has been tried (docs/large-batch.md#range).
+"""The range of global batches in which the large-batch rule was tested (docs/large-batch.md#range).
 
-`paceline.optim.scaling` refuses a batch outside of it, `paceline.planner.recommend` recommends none. The
-two packages do not import each other, so the range is here.
+`paceline.optim.scaling` refuses a batch outside of this range, and `paceline.planner.recommend` does not
+recommend one. The range is in `core` because these packages do not import each other.
 """
 
 from __future__ import annotations
 
-# Fewer steps have not been measured.
+# Runs with fewer steps were not measured.
 LEAST_STEPS, LEAST_STEPS_PER_EPOCH = 90, 2.0
 
 
 def largest_batch_in_range(samples: int, epochs: float) -> int:
-    """The largest global batch with enough steps in an epoch and in all; at least 1.
+    """Returns the largest global batch with enough steps per epoch and in total; at least 1.
 
     >>> largest_batch_in_range(50_000, 30)
     16666

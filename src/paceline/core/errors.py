@@ -1,8 +1,7 @@
 """Errors that a user can cause: one line each, with the cause and the remedy.
 
-In: what is wrong and what to do about it. Out: an exception whose text is the very line that the
-command line shows, and the exit code it leaves with. Our own bugs are not these: they keep their
-traceback.
+The text of an exception is the line that the command line shows; its class has the exit code. Bugs are
+other exceptions, which keep their traceback.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ class PacelineError(ValueError):
     exit_code = 1
 
     def __init__(self, cause: str, remedy: str = "") -> None:
-        # Causes quote names of files, tar members and keys: none may reach a terminal as it is.
+        # Causes quote names of files, tar members and keys, which may contain escape sequences.
         self.cause = one_line(cause)
         self.remedy = one_line(remedy)
         super().__init__(f"{self.cause}; {self.remedy}" if self.remedy else self.cause)
 
     def __reduce__(self) -> tuple[Callable[..., PacelineError], tuple[Any, ...]]:
-        # Errors cross process borders. Python's own way calls the class with the finished line,
-        # which a subclass with other parameters does not take.
-        return _revive, (type(self), self.args, self.__dict__)
+        # Errors are sent to other processes. By default Python calls the class with the finished line,
+        # which a subclass with other parameters does not accept.
+        return _unpickle, (type(self), self.args, self.__dict__)
 
 
-def _revive(
+def _unpickle(
     cls: type[PacelineError], args: tuple[Any, ...], state: dict[str, Any]
 ) -> PacelineError:
     error = cls.__new__(cls)
@@ -41,7 +40,14 @@ def _revive(
 
 
 class ConfigError(PacelineError):
-    """A setting that cannot be used. Names the field, its value and a value that would do."""
+    """A setting that cannot be used.
+
+    Args:
+        field: The name of the setting or flag.
+        value: Its value; None is not shown.
+        problem: Why the value cannot be used.
+        remedy: What the user can do.
+    """
 
     exit_code = 2
 
@@ -52,7 +58,7 @@ class ConfigError(PacelineError):
 
 
 class DataError(PacelineError):
-    """Data that is missing, unreadable or wrongly labelled."""
+    """Data that is missing, unreadable or has wrong labels."""
 
 
 class CheckpointError(PacelineError):
@@ -60,29 +66,31 @@ class CheckpointError(PacelineError):
 
 
 class CommError(PacelineError):
-    """Ranks that cannot meet, or do not agree."""
+    """Ranks that cannot connect or do not agree."""
 
 
 class LaunchError(PacelineError):
-    """A child process that could not be started, or that failed."""
+    """A child process that could not be started or failed."""
 
 
 class RunError(PacelineError):
-    """A run that had to stop: diverged, or failed on some rank."""
+    """A run that had to stop because it diverged or failed on a rank."""
 
 
 class DivergedError(RunError):
-    """A run that kept skipping steps: its rate is too high for it."""
+    """A run that skips step after step because its learning rate is too high."""
 
 
 class DeviceError(RunError):
-    """The GPU's context is lost: calls into CUDA fail or do not return, so nothing is torn down and the
-    process ends at once."""
+    """A lost context of the GPU.
+
+    Calls into CUDA fail or do not return, so the process ends at once without cleaning up.
+    """
 
 
 def is_compile_error(error: Exception) -> bool:
-    """Returns True for an error of torch.compile or Triton. By name, because importing the compiler takes
-    a second."""
+    """Returns True for an error of torch.compile or Triton."""
+    # Compares names, because importing the compiler takes a second.
     return any(
         kind.__module__.startswith(("torch._dynamo", "torch._inductor", "triton"))
         for kind in type(error).__mro__
@@ -90,16 +98,16 @@ def is_compile_error(error: Exception) -> bool:
 
 
 def compile_reason(error: Exception) -> str:
-    """Returns the first line with a reason: torch adds pages of advice."""
+    """Returns the first line with a reason; torch adds pages of advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # "backend='inductor' raised:" only announces it.
+    # A line such as "backend='inductor' raised:" only announces the reason.
     return next((line for line in lines if not line.endswith(":")), type(error).__name__)[:200]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`did you mean 'x'?`, or the whole list where nothing is near."""
+    """Returns the remedy `did you mean 'x'?`, or the list of known names if none is similar."""
     names = sorted(known)
-    # Keys of a foreign document may be anything, also long, and the search takes the square of it.
+    # Keys of an untrusted document may be long, and the time of the search is quadratic in the length.
     close = difflib.get_close_matches(str(name)[:100], names, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]!r}?"

@@ -1,8 +1,7 @@
-"""Event records: what happens in a run, one JSON object a line.
+"""Event records of a run: dataclasses, and their lines in `metrics.jsonl`.
 
-In: the moments of a run, as small dataclasses. Out: lines of `metrics.jsonl`. A resumed run
-appends; who reads takes the last record of a step. Every line has `event` and `time` (seconds since
-1970).
+Every line is a JSON object with `event` and `time` (seconds since 1970). A resumed run appends lines;
+readers use the last record of a step.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ class Event:
 
     @classmethod
     def names(cls) -> frozenset[str]:
-        """Returns the names of all entries of a record but those of a strategy."""
+        """Returns the names of the entries of a record, without those of a strategy."""
         return frozenset({"event", "time", *cls.__dataclass_fields__} - {"fields"})
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields; those of a strategy beside the others."""
-        own = dict(vars(self))
-        fields = own.pop("fields", {})
-        return {"event": self.kind, **own, **fields}
+        """Returns the record: all fields, and the entries of a strategy."""
+        entries = dict(vars(self))
+        fields = entries.pop("fields", {})
+        return {"event": self.kind, **entries, **fields}
 
 
 @dataclass(frozen=True)
 class ShownField:
-    """A figure of a strategy, and how reports show it.
+    """A figure of a strategy, and its form in reports.
 
     Attributes:
-        name: A field of its part of the summary, and before the end of evaluations.
+        name: A field of the part of the summary that belongs to the strategy, and of evaluations.
         label: Its name in tables.
         unit: `duration` (seconds), `rate` or `number`.
         column: The title of its column in comparisons; empty for none.
@@ -63,7 +62,7 @@ class ShownField:
 
 @dataclass(frozen=True)
 class StartEvent(Event):
-    """A process begins or resumes at `step`."""
+    """A process starts or resumes at `step`."""
 
     kind: ClassVar[str] = "start"
     step: int
@@ -78,19 +77,19 @@ class StartEvent(Event):
     # The command line of the whole run, and the settings that differ from their defaults.
     command: str = ""
     changed: list[str] = field(default_factory=list)
-    # Of this rank: seconds from the start of the command, or of `Trainer.fit`, to this record, by part.
+    # Seconds of this rank from the start of the command, or of `Trainer.fit`, to this record, by part.
     startup_s: dict[str, float] = field(default_factory=dict)
-    # Record fields of steps that count something by number: title, what is numbered, what is counted.
+    # Record fields of steps that count by number: title, label of the number, label of the count.
     counts: dict[str, list[str]] = field(default_factory=dict)
     # Figures of the strategy, as `ShownField`s with the name of its `part` of the summary.
     shown: list[dict[str, str]] = field(default_factory=list)
-    # Fewer than ranks if a process computes several of them; 0: as many.
+    # Number of processes, if a process computes several ranks; 0: one per rank.
     processes: int = 0
 
 
 @dataclass(frozen=True)
 class StepEvent(Event):
-    """One optimizer step; `step` counts completed ones, this one included. The loss is all ranks'."""
+    """An optimizer step; `step` includes this one, and the loss is the mean over all ranks."""
 
     kind: ClassVar[str] = "step"
     step: int
@@ -102,35 +101,37 @@ class StepEvent(Event):
     data_s: float
     skipped: bool = False
     loss_scale: float = 1.0
-    # Of this rank: the wait for the exchange after its own backward pass.
+    # Wait of this rank for the exchange after its backward pass.
     exposed_comm_s: float = 0.0
-    # Of this rank: how long the device, or on a CPU the step, stood still for want of a batch, and
-    # what of it each cause (read, decode, augment, copy) brought about.
+    # Time for which the device of this rank, or on a CPU the step, waited for a batch, and its parts by
+    # cause (read, decode, augment, copy).
     input_stall_s: float = 0.0
     input_stall_causes: dict[str, float] = field(default_factory=dict)
-    # Of this rank's threads: of the time in which they could run, the share that they had no core, over
-    # the last seconds (`HostLoad`); None before the first reading, and where the system keeps no account.
+    # Share of the time in which threads of this rank could run but had no core, over the last seconds
+    # (`HostLoad`); None before the first reading, and if the system has no account of it.
     core_wait_share: float | None = None
     # The norm of all gradients before clipping; None without `optim.clip_norm`.
     grad_norm: float | None = None
-    # With `run.noise_scale`: this step's estimates of the squared gradient and of the variance of one
-    # sample's, and the noise scale from their running averages, in samples.
+    # With `run.noise_scale`: the estimates of the squared gradient and of the variance of the gradient of
+    # one sample in this step, and the noise scale from their running averages, in samples.
     grad_signal: float | None = None
     grad_variance: float | None = None
     noise_scale: float | None = None
-    # Samples of this step over all ranks; None where `optim.batch_schedule` is empty.
+    # Samples of this step over all ranks; None if `optim.batch_schedule` is empty.
     batch_size: int | None = None
-    # None where the schedule leaves `optim.momentum` as it is.
+    # None if the schedule does not change `optim.momentum`.
     momentum: float | None = None
-    # Of the strategy.
+    # Entries of the strategy.
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RanksEvent(Event):
-    """How the times of all ranks spread in one step: `min`, `median`, `max` and the `rank` of the
-    largest. For `exposed_comm_s` it is the rank that waited least, which was the last to arrive, and
-    `others` is the median of the other ranks."""
+    """The spread of times over ranks in one step: `min`, `median`, `max` and the `rank` of the largest.
+
+    For `exposed_comm_s`, `rank` is the rank that waited least, because it arrived last, and `others` is
+    the median of the other ranks.
+    """
 
     kind: ClassVar[str] = "ranks"
     step: int
@@ -153,15 +154,17 @@ class EvalEvent(Event):
     loss: float
     samples: int
     eval_s: float
-    # What the strategy adds to the line of the evaluation.
+    # Text that the strategy adds to the line of the evaluation.
     remark: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class CheckpointEvent(Event):
-    """A checkpoint is in its place, `save_s` seconds after the save began. The steps stood still for
-    `stall_s` of them: all, unless it was written in the background."""
+    """A complete checkpoint, `save_s` seconds after the save began.
+
+    Steps waited for `stall_s` of them: for all, unless it was written in the background.
+    """
 
     kind: ClassVar[str] = "checkpoint"
     step: int
@@ -173,7 +176,7 @@ class CheckpointEvent(Event):
 
 @dataclass(frozen=True)
 class CorruptEvent(Event):
-    """A sample that could not be decoded: replaced by its successor in training, left out in val."""
+    """A sample that could not be decoded: replaced by the next one in training, omitted in val."""
 
     kind: ClassVar[str] = "corrupt"
     step: int
@@ -184,7 +187,7 @@ class CorruptEvent(Event):
 
 @dataclass(frozen=True)
 class StopEvent(Event):
-    """Why the process left the loop: finished, target, signal or error."""
+    """The reason why the process left the loop: finished, target, signal or error."""
 
     kind: ClassVar[str] = "stop"
     step: int
@@ -193,7 +196,7 @@ class StopEvent(Event):
 
 @dataclass(frozen=True)
 class NoteEvent(Event):
-    """Anything a person should see once: an automatic choice, a warning."""
+    """A text that the user should see once: an automatic choice, a warning."""
 
     kind: ClassVar[str] = "note"
     text: str
@@ -201,7 +204,7 @@ class NoteEvent(Event):
 
 @dataclass(frozen=True)
 class MetricEvent(Event):
-    """Numbers that a callback of the user logged on this rank."""
+    """Numbers that a callback of the user has logged on this rank."""
 
     kind: ClassVar[str] = "metric"
     step: int
@@ -209,22 +212,22 @@ class MetricEvent(Event):
 
 
 class Observer(Protocol):
-    """Whoever wants to see the events of a run: file, display, TensorBoard."""
+    """A receiver of the events of a run, such as a file, a display or TensorBoard."""
 
     def on_event(self, event: Event) -> None: ...
 
     def close(self) -> None: ...
 
 
-# A longer one is damaged: no event comes near.
+# Longer lines are damaged: all events are far shorter.
 _LONGEST_LINE = 64 << 20
 
 
 class JsonlWriter:
-    """Appends events to a file, each as a whole line at once, so that a kill loses no earlier one.
+    """Appends events to a file, each as one write of a whole line, so that a kill loses no earlier event.
 
-    The file may be truncated, replaced or deleted between two events. The writer then opens it again,
-    and begins an empty file with the latest `StartEvent`. It keeps nothing that could not be written.
+    If the file is truncated, replaced or deleted between two events, the writer opens it again and begins
+    an empty file with the latest `StartEvent`. It drops events that could not be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -239,7 +242,7 @@ class JsonlWriter:
         self.write(event, time.time())
 
     def write(self, event: Event, moment: float) -> None:
-        """An event of an earlier moment. Raises `OSError`; the next call tries again."""
+        """Writes an event with its time. After an `OSError`, the next call tries again."""
         data = _line(event, moment)
         if self._file is None or self._left != _identity_and_size(self._path):
             self._file = self._reopen()
@@ -260,7 +263,7 @@ class JsonlWriter:
         self.close()
         self._file = None
         _drop_cut_line(self._path)
-        # A pipe without a reader is an error instead of a wait.
+        # With O_NONBLOCK, a pipe without a reader is an error instead of a wait.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
         return io.FileIO(os.open(self._path, flags, 0o666), "a")
 
@@ -283,7 +286,7 @@ def _line(event: Event, moment: float) -> bytes:
 
 
 def _drop_cut_line(path: Path) -> None:
-    """Cuts off what a kill left without its line end: the next record must not grow onto it."""
+    """Removes a last line without its end, which a kill has left, before records are appended."""
     if not path.is_file():
         return
     with path.open("rb+") as file:
@@ -300,7 +303,7 @@ def _drop_cut_line(path: Path) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: a loss that is not a number is written as null."""
+    """Replaces NaN and infinities by None, because JSON has none."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -311,11 +314,12 @@ def _finite(value: Any) -> Any:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the records of `path`; a last line cut short by a kill is passed over.
+    """Yields the records of a file; ignores a last line that a kill has cut.
 
-    Any other line that is not one JSON object with an `event` raises a `DataError` that names it.
+    Raises:
+        DataError: If another line is not a JSON object with an `event`.
     """
-    # As bytes: only "\n" ends a line here, and a cut line may end inside a character.
+    # Reads bytes, because only "\n" ends a line here, and a cut line may end inside a character.
     with open_regular(path) as lines:
         for number, line in enumerate(iter(partial(lines.readline, _LONGEST_LINE), b""), start=1):
             if not line.endswith(b"\n"):
@@ -324,7 +328,7 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def parse_event(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    """The record of line `number` of `path`; a `DataError` where it is none."""
+    """Parses the record in line `number` of a file; raises DataError if it is not an event."""
     try:
         record = parse_json(line)
     except ParseError:

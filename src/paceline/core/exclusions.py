@@ -1,4 +1,4 @@
-"""Settings that exclude one another, declared as rows, and the function that checks them.
+"""Settings that exclude each other, declared as rows, and their check.
 
 The package that owns a setting declares its rows. `paceline.config.exclusions` has the rows between
 sections and those with facts about the job.
@@ -51,15 +51,15 @@ def switched_off(fields: Mapping[str, object], problem: str) -> tuple[Exclusion,
     """Returns rows for settings that must keep the given values, whatever else is set."""
     return tuple(
         Exclusion(
-            field, not_in(usual), {}, problem,
-            f"use {field}={str(usual).lower() if isinstance(usual, bool) else usual or repr(usual)}",
+            field, not_in(value), {}, problem,
+            f"use {field}={str(value).lower() if isinstance(value, bool) else value or repr(value)}",
         )
-        for field, usual in fields.items()
+        for field, value in fields.items()
     )  # fmt: skip
 
 
 def check_exclusions(rows: Iterable[Exclusion], **sections: object) -> None:
-    """Checks the rows whose names all belong to the given sections, and whose owners are in use.
+    """Checks the rows whose settings all belong to the given sections, if their owners are in use.
 
     Args:
         rows: The table.
@@ -70,12 +70,12 @@ def check_exclusions(rows: Iterable[Exclusion], **sections: object) -> None:
     """
 
     def values(name: str) -> list[Any]:
-        """The value in a list, which is empty if the section or the owner is not there."""
+        """Returns the value in a list, which is empty without the section or the owner."""
         section, *owner, key = name.split(".")
-        found = sections.get(section)
+        settings = sections.get(section)
         if owner:
-            found = getattr(found, "owned", {}).get(owner[0])
-        return [] if found is None else [getattr(found, key)]
+            settings = getattr(settings, "owned", {}).get(owner[0])
+        return [] if settings is None else [getattr(settings, key)]
 
     for row in rows:
         tests = {row.field: row.refused, **row.when}

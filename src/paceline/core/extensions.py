@@ -1,7 +1,7 @@
-"""Extensions: what the core loads only if a setting or a command asks for it.
+"""Extensions: parts that the core loads only if a setting or a command asks for them.
 
-Extension packages have a table of what their modules provide. A `Registry` looks up the names of one
-kind: the core's own parts, those of these tables, and those that a program registers.
+Each extension package has a table of its parts. A `Registry` looks up the parts of one kind by name: the
+parts of the core, of these tables, and those that a program registers.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Part = TypeVar("Part")
 
 
 def missing_extension(error: ImportError) -> str:
-    """Returns the part of Paceline that an import did not find; "" if another package is missing."""
+    """Returns the name of the missing module of Paceline; empty if another package is missing."""
     name = error.name or ""
     return name if name.startswith("paceline.") else ""
 
 
 @contextmanager
 def needed_by(field: str, value: object) -> Iterator[None]:
-    """Raises ConfigError if an import inside of it needs an extension package that was removed."""
+    """Raises ConfigError if an import in the block needs an extension that is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -40,15 +40,23 @@ def needed_by(field: str, value: object) -> Iterator[None]:
 
 
 def load_extension(name: str, field: str, value: object) -> Any:
-    """Imports the extension package or module `paceline.NAME`, which the setting `field` asks for. Raises
-    ConfigError if it was removed."""
+    """Imports an extension package or module.
+
+    Args:
+        name: Its name without `paceline.`.
+        field: The setting that asks for it.
+        value: The value of the setting.
+
+    Raises:
+        ConfigError: If it is not installed.
+    """
     with needed_by(field, value):
         return importlib.import_module(f"paceline.{name}")
 
 
 @cache
 def _tables() -> Mapping[str, Mapping[str, Mapping[str, str]] | None]:
-    """Returns the table of each extension package; None for one that was removed."""
+    """Returns the table of each extension package; None for one that is not installed."""
     tables: dict[str, Mapping[str, Mapping[str, str]] | None] = {}
     for package in importlib.import_module("paceline.extensions").PACKAGES:
         try:
@@ -61,7 +69,7 @@ def _tables() -> Mapping[str, Mapping[str, Mapping[str, str]] | None]:
 
 
 def provided(kind: str) -> Mapping[str, str]:
-    """Returns what extension packages add to a kind, as name and `module:attribute`."""
+    """Returns the parts of one kind in extension packages, as name and `module:attribute`."""
     added: dict[str, str] = {}
     for table in _tables().values():
         added |= (table or {}).get(kind, {})
@@ -69,13 +77,22 @@ def provided(kind: str) -> Mapping[str, str]:
 
 
 def missing_packages() -> str:
-    """Returns a remark on extension packages that were removed; empty if there are none."""
+    """Returns a remark on extension packages that are not installed; empty if there are none."""
     missing = [f"paceline.{name}" for name, table in _tables().items() if table is None]
     return f" ({', '.join(missing)} is not part of this installation)" if missing else ""
 
 
 def load_part(place: str, field: str, value: object) -> Any:
-    """Imports `module:attribute` of Paceline. Raises ConfigError if the module was removed."""
+    """Imports `module:attribute` of Paceline.
+
+    Args:
+        place: The place of the part.
+        field: The setting that asks for it.
+        value: The value of the setting.
+
+    Raises:
+        ConfigError: If the module is not installed.
+    """
     module, _, attribute = place.partition(":")
     return getattr(load_extension(module, field, value), attribute)
 
@@ -83,13 +100,10 @@ def load_part(place: str, field: str, value: object) -> Any:
 def check_new_name(name: object, *, taken: bool) -> None:
     """Raises ConfigError for a name that a program cannot give to a part."""
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        problem, remedy = (
-            "cannot be a name",
-            "begin with a to z; then a to z, digits and underscores",
-        )
-        raise ConfigError("name", name, problem, remedy)
+        remedy = "begin with a to z; then a to z, digits and underscores"
+        raise ConfigError("name", name, "is not a valid name", remedy)
     if taken:
-        raise ConfigError("name", name, "is one of Paceline's own", "choose another name")
+        raise ConfigError("name", name, "is the name of a part of Paceline", "choose another name")
 
 
 _registries: list[Registry[Any]] = []
@@ -97,21 +111,21 @@ _registries: list[Registry[Any]] = []
 
 @contextmanager
 def temporary_registrations() -> Iterator[None]:
-    """Undoes at its end what was registered inside, of every kind but models."""
+    """Removes at its end what a program has registered in the block, except models."""
     before = {id(registry): registry.outside() for registry in _registries}
     try:
         yield
     finally:
         for registry in _registries:
-            registry.replace_outside(before.get(id(registry), {}))
+            registry._outside = before.get(id(registry), {})
 
 
 class Registry(Generic[Part]):
-    """Parts of one kind by name; modules of parts are imported when a part is used.
+    """Parts of one kind by name; the module of a part is imported when the part is used.
 
     Args:
         kind: The name of the kind in the tables of extension packages.
-        own: The core's parts, or their places as `module:attribute`.
+        own: The parts of the core, or their places as `module:attribute`.
     """
 
     def __init__(self, kind: str, own: Mapping[str, Part | str]) -> None:
@@ -129,25 +143,24 @@ class Registry(Generic[Part]):
         return name in self._own or name in provided(self._kind)
 
     def names(self) -> list[str]:
-        """Returns all names: the core's, those from outside, those of extension packages."""
+        """Returns all names: of the core, of programs, and of extension packages."""
         return [*self._own, *self._outside, *provided(self._kind)]
 
     def outside(self) -> dict[str, Part]:
         """Returns the parts that programs have registered, the latest last."""
         return dict(self._outside)
 
-    def replace_outside(self, parts: Mapping[str, Part]) -> None:
-        """Puts `parts` in place of what programs have registered."""
-        self._outside = dict(parts)
-
     def register(self, name: str, part: Part) -> None:
-        """Adds a part from outside of the package, or replaces it. Raises ConfigError for a name that
-        cannot be, or that is installed."""
+        """Adds or replaces a part of a program.
+
+        Raises:
+            ConfigError: If the name is not valid or belongs to an installed part.
+        """
         check_new_name(name, taken=self.is_installed(name))
         self._outside[name] = part
 
     def check(self, name: str, field: str) -> None:
-        """Raises ConfigError, with the nearest name, for a name that the setting `field` cannot have."""
+        """Raises ConfigError, with the nearest name, if the setting `field` names an unknown part."""
         if name not in self:
             hint = nearest(name, self.names()) + missing_packages()
             raise ConfigError(field, name, "unknown", hint)
@@ -156,7 +169,7 @@ class Registry(Generic[Part]):
         """Returns the part that the setting `field` names.
 
         Raises:
-            ConfigError: If the name is unknown, or if its module was removed.
+            ConfigError: If the name is unknown or its module is not installed.
         """
         self.check(name, field)
         if name in self._outside:

@@ -1,7 +1,7 @@
-"""Files that exist complete or not at all, and the user's cache.
+"""Reads regular files, and writes files atomically; the user's cache.
 
-A file gets its name after its bytes have reached the disk; until then it has a hidden name beside it,
-which a failure removes. Errors of the operating system pass through: callers explain them to the user.
+A file gets its name after its bytes have reached the disk. Until then it has a hidden name in the same
+folder, and a failure removes it. Callers explain errors of the operating system to the user.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from pathlib import Path
 from typing import BinaryIO
 
 _TOKEN_BYTES = 8
-# What whole files are called while they are written; a killed process leaves such.
+# Pattern of the hidden names, which a killed process leaves behind.
 LEFTOVERS = f".*.{'[0-9a-f]' * 2 * _TOKEN_BYTES}.tmp"
-# No document and no encoded image is larger; reading one must not take all memory.
+# No document or encoded image is larger; reading a file must not take all memory.
 LARGEST_BYTES = 1 << 30
-# A directory that may not be read, or a file system that cannot sync one: the rename is as good as it is.
+# Errors of a directory that may not be read, and of a file system that cannot sync directories.
 _NO_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EACCES})
 
 
 def regular_descriptor(path: Path | str) -> int:
-    """Opens a regular file to read; symbolic links are followed.
+    """Opens a regular file to read and follows symbolic links.
 
-    Raises OSError for anything else: reading a pipe waits for a writer, and a device may have no end.
+    Raises:
+        OSError: For anything else: reading a pipe waits for a writer, and a device may have no end.
     """
-    # Without O_NONBLOCK, opening a pipe waits too.
+    # Without O_NONBLOCK, opening a pipe waits for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -41,7 +42,7 @@ def regular_descriptor(path: Path | str) -> int:
 
 
 def open_regular(path: Path | str, most_bytes: int | None = None) -> BinaryIO:
-    """Opens a regular file of at most `most_bytes`, as `regular_descriptor` does."""
+    """Opens a regular file of at most `most_bytes`; see `regular_descriptor`."""
     file = os.fdopen(regular_descriptor(path), "rb")
     if most_bytes is not None and os.fstat(file.fileno()).st_size > most_bytes:
         file.close()
@@ -50,8 +51,16 @@ def open_regular(path: Path | str, most_bytes: int | None = None) -> BinaryIO:
 
 
 def read_regular(path: Path | str, most_bytes: int | None = LARGEST_BYTES) -> bytes:
-    """Reads a regular file of at most `most_bytes`. Raises OSError, with the reason in `strerror`, for
-    everything else, also for a file that is larger than memory."""
+    """Reads a regular file.
+
+    Args:
+        path: The file.
+        most_bytes: Largest size; None for no limit.
+
+    Raises:
+        OSError: If there is no such file, or if it is larger than the limit or the memory; `strerror` is
+            the reason.
+    """
     with open_regular(path, most_bytes) as file:
         try:
             return file.read()
@@ -61,7 +70,7 @@ def read_regular(path: Path | str, most_bytes: int | None = LARGEST_BYTES) -> by
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write and read back; renamed to `path` at the end of the block, if it ends well."""
+    """Opens a file to write and read, which is renamed to `path` if the block succeeds."""
     part = part_path(path)
     try:
         with open_part(part) as file:
@@ -76,20 +85,25 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def part_path(path: Path) -> Path:
-    """A name beside `path` for what is half-written. Nobody can guess it and lay a link there first,
-    and two writers of one name never meet: the last one to rename wins."""
+    """Returns the name of an unfinished file in the folder of `path`.
+
+    It is random, so that nobody can create a link of that name first, and so that two writers do not use
+    the same file: the last one to rename wins.
+    """
     return path.with_name(f".{path.name}.{secrets.token_hex(_TOKEN_BYTES)}.tmp")
 
 
 def open_part(part: Path) -> BinaryIO:
-    """A new file, to write and read back. OSError where there is one already, or a link."""
+    """Creates a file to write and read; raises OSError if a file or link of that name exists."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(part, flags, 0o666), "w+b")
 
 
 def user_cache() -> Path | None:
-    """Where this user's programs keep what can be made again; None for a user without a home, as
-    containers have them. A relative XDG_CACHE_HOME counts as none, as its specification wants it."""
+    """Returns the cache folder of this user; None for a user without a home folder.
+
+    A relative XDG_CACHE_HOME is ignored, as its specification demands.
+    """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         return (base if base.is_absolute() else Path.home() / ".cache") / "paceline"
@@ -98,7 +112,7 @@ def user_cache() -> Path | None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Makes a rename in it last through a power cut."""
+    """Makes a rename in the directory durable."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
         try:

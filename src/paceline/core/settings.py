@@ -1,10 +1,10 @@
-"""Settings: frozen dataclasses read from plain tables, such as TOML gives.
+"""Settings: frozen dataclasses that are built from plain tables, such as those of a TOML file.
 
-In: a dataclass type, its section's name and a table of values. Out: an instance whose every value has
-the declared type, or a `ConfigError` that names `section.key`, the value and what would do.
+`from_table` checks every value against the declared type. Its errors name `section.key`, the value and
+the remedy.
 
-A `Section` has settings of its own and tables of settings that belong to owners: an optimizer, a
-strategy, an extension. Recipes have them as `[comm.hybrid]`; a flag names `comm.hybrid.sizes`.
+A `Section` contains settings, and tables of settings that belong to owners: an optimizer, a strategy, an
+extension. A recipe has such a table as `[comm.hybrid]`, and a flag names `comm.hybrid.sizes`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from paceline.core.untrusted import LONGEST_S, ParseError, is_finite, parse_toml
 Settings = TypeVar("Settings")
 
 
-# Marks a field of a section that is not a setting of it.
+# Marks a field of a section that is not a setting.
 NO_SETTING = {"setting": False}
 
 
 @dataclass(frozen=True)
 class Section:
-    """Base of sections of which some settings belong to owners.
+    """Base class of sections with settings that belong to owners.
 
     A subclass lists its owners in `OWNERS`, as name and `module:Class` inside `paceline`; the module is
     loaded if its table is given or if a setting in `CHOOSERS` names the owner. `register_settings` adds
@@ -66,7 +66,7 @@ class Section:
 
     @classmethod
     def gather(cls, **values: Any) -> Self:
-        """Builds the section; values that only a chosen owner has may stand among its own."""
+        """Builds the section from values of its settings and of those of chosen owners."""
         own = own_hints(cls)
         table = {name: values.pop(name) for name in own.keys() & values.keys()}
         defaults = {chooser: getattr(cls, chooser) for chooser in cls.CHOOSERS}
@@ -91,8 +91,13 @@ class Section:
             yield from ((chooser, name) for name in names if isinstance(name, str))
 
     def of(self, name: str, kind: type[Settings]) -> Settings:
-        """Returns the settings of the owner `name`, which has the class `kind`; its defaults if they
-        are neither given nor chosen."""
+        """Returns the settings of an owner.
+
+        Args:
+            name: The owner.
+            kind: The class of its settings, whose defaults are returned if they are neither given nor
+                chosen.
+        """
         return _as_kind(kind, self.owned.get(table_name(kind, name)))
 
     def chosen(self, name: str) -> Any:
@@ -100,22 +105,22 @@ class Section:
         return self.owned.get(table_name(settings_class(type(self), name, self.NAME), name))
 
     def unused(self) -> list[str]:
-        """Returns the tables that are given, but of which no setting has chosen an owner."""
+        """Returns the tables that are given although no setting has chosen their owners."""
         return [name for name in self.owned if name not in self._in_use()] if self.CHOOSERS else []
 
     def exclusions(self) -> Iterator[Any]:
-        """Yields the rows that the owners in use declare."""
+        """Yields the exclusions that the owners in use declare."""
         for name in self._in_use():
             yield from getattr(self.owned.get(name), "EXCLUSIONS", ())
 
     def _in_use(self) -> list[str]:
-        """Returns the tables of owners that a setting has chosen, or that need not be chosen."""
+        """Returns the tables of owners that a setting has chosen or that need no choice."""
         kinds = [(settings_class(type(self), name, by), name) for by, name in self.choices()]
         chosen = [table_name(kind, name) for kind, name in kinds]
         return [*chosen, *(n for n, own in self.owned.items() if getattr(own, "UNCHOSEN", False))]
 
 
-# Classes of settings by owner, for each section: those of methods and those from outside the package.
+# For each section, the classes of settings of extensions and programs, by owner.
 _registries: dict[str, Registry[type]] = {}
 
 
@@ -151,17 +156,17 @@ def settings_class(section: type, owner: str, asked_by: str) -> type | None:
     if owner in section.OWNERS:
         kind: type = load_part(section.OWNERS[owner], asked_by, owner)
         return kind
-    others = _owners(section.NAME)
-    return others.get(owner, asked_by) if owner in others else None
+    registered = _owners(section.NAME)
+    return registered.get(owner, asked_by) if owner in registered else None
 
 
 def table_name(kind: type | None, owner: str) -> str:
-    """Returns the name of the table with the settings of `owner`, which have the class `kind`."""
+    """Returns the name of the table with the settings of `owner`, whose class is `kind`."""
     return getattr(kind, "TABLE", "") or owner
 
 
 def owner_tables(section: type) -> Iterator[tuple[str, type]]:
-    """Yields the tables of owners that a section may have, by name, each with its class."""
+    """Yields the name and class of each table that owners of a section may have."""
     for owner in owner_names(section):
         kind = settings_class(section, owner, owner)
         if kind is not None and table_name(kind, owner) == owner:
@@ -169,20 +174,29 @@ def owner_tables(section: type) -> Iterator[tuple[str, type]]:
 
 
 def read_names(kind: type) -> set[str]:
-    """Returns the names of the settings in an owner's table that the owner reads."""
+    """Returns the names of the settings that an owner uses."""
     return own_hints(kind).keys() - set(getattr(kind, "UNREAD", ()))
 
 
-def _as_kind(kind: type[Settings], found: Any) -> Settings:
-    """Returns the settings of an owner's table as `kind`; its defaults if they are not given."""
-    if type(found) is kind:
-        return found
-    values = own_hints(type(found)) if found is not None else ()
-    return kind(**{name: getattr(found, name) for name in values})
+def _as_kind(kind: type[Settings], given: Any) -> Settings:
+    """Converts settings to another class of the same table; returns its defaults for None."""
+    if type(given) is kind:
+        return given
+    names = own_hints(type(given)) if given is not None else ()
+    return kind(**{name: getattr(given, name) for name in names})
 
 
 def from_table(cls: type[Settings], section: str, table: Mapping[str, Any]) -> Settings:
-    """Builds `cls`; unknown keys and wrong types fail, absent keys keep their default."""
+    """Builds settings from a table; missing keys have their defaults.
+
+    Args:
+        cls: The class of the settings.
+        section: The name of the section, for messages.
+        table: The values.
+
+    Raises:
+        ConfigError: If a key is unknown, or a value has a wrong type.
+    """
     hints = own_hints(cls)
     if not isinstance(table, Mapping):
         raise ConfigError(section, table, "is not a table", f"write it as [{section}]")
@@ -213,14 +227,14 @@ def from_table(cls: type[Settings], section: str, table: Mapping[str, Any]) -> S
 
 
 def own_hints(cls: type) -> dict[str, Any]:
-    """Returns the types of a class's own settings."""
+    """Returns the names and types of the settings that a class declares itself."""
     hints = typing.get_type_hints(cls)
     fields = dataclasses.fields(cls)
     return {f.name: hints[f.name] for f in fields if f.metadata.get("setting", True)}
 
 
 def to_table(settings: object) -> dict[str, Any]:
-    """The inverse of `from_table`; TOML has no null, so unset values are left out."""
+    """Returns the table of settings, without unset values, because TOML has no null."""
     table: dict[str, Any] = {}
     for name in own_hints(type(settings)):
         value = getattr(settings, name)
@@ -233,8 +247,18 @@ def to_table(settings: object) -> dict[str, Any]:
 
 
 def convert(value: Any, hint: Any, name: str) -> Any:
-    """`value` as `hint` says. An integer may stand for a float, a list for a tuple, a table for a
-    dataclass; nothing else."""
+    """Converts a value to a declared type.
+
+    It converts integers to floats, lists to tuples and tables to dataclasses, and nothing else.
+
+    Args:
+        value: The value.
+        hint: The type.
+        name: The setting, for messages.
+
+    Raises:
+        ConfigError: If the value has another type.
+    """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in arguments:
@@ -282,7 +306,7 @@ def _tuple(value: Any, arguments: tuple[Any, ...], name: str) -> tuple[Any, ...]
 
 
 def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"run": {"seed": 1}}` → `{"run.seed": 1}`, for comparing and for showing."""
+    """Returns `{"run.seed": 1}` for `{"run": {"seed": 1}}`."""
     flat: dict[str, Any] = {}
     for key, value in tables.items():
         if isinstance(value, Mapping):
@@ -293,7 +317,7 @@ def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"run.seed": 1}` → `{"run": {"seed": 1}}`."""
+    """Returns `{"run": {"seed": 1}}` for `{"run.seed": 1}`."""
     tables: dict[str, Any] = {}
     for name, value in values.items():
         *path, key = name.split(".")
@@ -301,9 +325,8 @@ def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
         for part in path:
             inner = table.setdefault(part, {})
             if not isinstance(inner, dict):
-                raise ConfigError(
-                    name, value, f"{part} is a setting, not a table", "name one of them"
-                )
+                problem = f"{part} is a setting, not a table"
+                raise ConfigError(name, value, problem, "remove one of them")
             table = inner
         if isinstance(table.get(key), dict):
             raise ConfigError(name, value, "is a table, not a setting", "name one of its settings")
@@ -312,7 +335,7 @@ def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge_tables(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of `below` with `above` laid over it, key by key, in tables of tables too."""
+    """Returns a copy of `below`, updated by `above`, key by key and recursively."""
     merged = dict(below)
     for key, value in above.items():
         lower = merged.get(key)
@@ -321,7 +344,7 @@ def merge_tables(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str
     return {k: merge_tables(v, {}) if isinstance(v, Mapping) else v for k, v in merged.items()}
 
 
-# What a number may be, as the message says it. Written so that NaN is in none.
+# Ranges of numbers, by their text in messages. NaN is in none of them.
 _LIMITS: dict[str, Callable[[float], bool]] = {
     "0 or more": lambda value: 0 <= value < math.inf,
     "above 0": lambda value: 0 < value < math.inf,
@@ -334,44 +357,49 @@ _LIMITS: dict[str, Callable[[float], bool]] = {
 
 
 class SettingChecks:
-    """Checks of the values of one section; an unset value passes."""
+    """Checks the values of a section; unset values pass.
+
+    Args:
+        section: The name of the section, for messages.
+        settings: The object with the values.
+    """
 
     def __init__(self, section: str, settings: object) -> None:
         self._section = section
         self._settings = settings
 
     def known(self, name: str, known: Iterable[str]) -> None:
-        """Raises ConfigError, with the nearest name, where the value is none of `known`."""
+        """Raises ConfigError, with the nearest name, if the value is not in `known`."""
         known, value = tuple(known), getattr(self._settings, name)
         if value not in known:
             raise self.error(name, "unknown", nearest(str(value), known))
 
     def number(self, name: str, limits: str, remedy: str = "") -> None:
-        """Raises ConfigError where the value is not, say, `above 0`."""
+        """Raises ConfigError if the value is not within the limits, such as `above 0`."""
         value = getattr(self._settings, name)
         if value is not None and not _LIMITS[limits](value):
             raise self.error(name, f"must be {limits}", remedy)
 
     def error(self, name: str, problem: str, remedy: str = "") -> ConfigError:
-        """For the caller to raise."""
+        """Returns the error of a setting."""
         value = getattr(self._settings, name)
         return ConfigError(f"{self._section}.{name}", value, problem, remedy)
 
 
 def check_input_rate(images_per_s: float, flag: str = "--input-images-per-s") -> None:
-    """ConfigError for a rate of a rank with which no step has a time; 0: the input keeps up."""
-    # A rate that is off by its uncertainty has a time, too.
+    """Raises ConfigError for an impossible input rate of a rank; 0 means no limit."""
+    # The rate minus its uncertainty must be possible, too.
     least = 10 / LONGEST_S
     if images_per_s and not least <= images_per_s < math.inf:
         raise ConfigError(
             flag, images_per_s, f"must be 0, or finite and at least {least:g}",
-            "state the images/s that one rank gets, such as 2000",
+            "give the images/s of one rank, such as 2000",
         )  # fmt: skip
 
 
 @contextmanager
 def errors_of_file(field: str, path: Path | str, syntax: str, remedy: str) -> Iterator[None]:
-    """Turns errors of reading a TOML file, and of what is in it, into a ConfigError that names the file.
+    """Converts errors of reading a TOML file and of its contents to a ConfigError that names the file.
 
     Args:
         field: The setting or flag that named the file.
@@ -392,7 +420,7 @@ def errors_of_file(field: str, path: Path | str, syntax: str, remedy: str) -> It
 
 
 def parse_arguments(name: str, text: str) -> dict[str, Any]:
-    """Keyword arguments that the setting `name` has as a TOML table: `{width = 2}`."""
+    """Parses the keyword arguments in the setting `name`, a TOML table such as `{width = 2}`."""
     if not text.strip():
         return {}
     remedy = "write it as {name = value}"

@@ -1,8 +1,6 @@
-"""`Topology`: which rank this is, among how many, on which node.
+"""`Topology`: the rank of this process, the number of ranks, and the address of the rendezvous.
 
-In: the environment that a launcher leaves (torchrun's names, SLURM's, OpenMPI's, PMI's). Out:
-ranks, local ranks and the rendezvous address. The launcher is named, so that what was chosen can be
-shown.
+They come from the environment variables of a launcher: torchrun, SLURM, OpenMPI or PMI.
 """
 
 from __future__ import annotations
@@ -14,13 +12,24 @@ from dataclasses import dataclass
 from paceline.core.errors import CommError
 
 DEFAULT_PORT = 29500
-# Far more than there is. A larger number is a mistake; within it no count overflows, and loops end.
+# Larger numbers are mistakes. Within this limit no count overflows, and loops end.
 RANKS_LIMIT = 1 << 20
 
 
 @dataclass(frozen=True)
 class Topology:
-    """This process's place in the job."""
+    """The place of this process in the job.
+
+    Attributes:
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        local_rank: Rank within the node.
+        local_world_size: Number of ranks on the node.
+        node_rank: Number of the node.
+        master_addr: Address of the rendezvous.
+        master_port: Port of the rendezvous.
+        launcher: `single`, `torchrun`, `environment`, `slurm`, `openmpi` or `mpi`.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -61,16 +70,20 @@ class Topology:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Topology:
-        """Reads the first launcher that left its mark; torchrun's names win over a scheduler's."""
+        """Reads the variables of the launcher; torchrun's have precedence over a scheduler's.
+
+        Raises:
+            CommError: If the variables are incomplete or contradict each other.
+        """
         if "RANK" in env and "WORLD_SIZE" in env:
             return _torchrun(env)
-        # Before SLURM: inside an allocation mpirun starts its helpers with srun, and what they
-        # start inherits SLURM's variables, which then count the helpers.
+        # Before SLURM, because inside an allocation mpirun starts helpers with srun, and ranks inherit
+        # their SLURM variables, which count the helpers.
         if "OMPI_COMM_WORLD_RANK" in env:
             return _openmpi(env)
         if "PMI_RANK" in env and "MPI_LOCALNRANKS" in env:
             return _pmi(env)
-        # A shell inside an allocation has SLURM_NTASKS but no step: only srun's tasks are ranks.
+        # A shell inside an allocation has SLURM_NTASKS but no step; only tasks of srun are ranks.
         if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and "SLURM_NTASKS" in env:
             return _slurm(env)
         if "PMI_RANK" in env:
@@ -97,11 +110,11 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
     try:
         return int(text)
     except ValueError:
-        raise CommError(f"{name} = {text!r} is not a whole number", f"set {name} anew") from None
+        raise CommError(f"{name} = {text!r} is not a whole number", f"set {name} to one") from None
 
 
 def _address(env: Mapping[str, str], world_size: int, first_host: str | None) -> tuple[str, int]:
-    """The rendezvous: MASTER_ADDR/MASTER_PORT, else what the scheduler tells, never a guess."""
+    """Returns the rendezvous: MASTER_ADDR and MASTER_PORT, or else the scheduler's first host."""
     address = env.get("MASTER_ADDR") or first_host
     if address is None:
         if world_size > 1:
@@ -117,7 +130,7 @@ def _address(env: Mapping[str, str], world_size: int, first_host: str | None) ->
 
 
 def _local_world(env: Mapping[str, str], name: str, world: int) -> int:
-    """Ranks on this node. Without it ranks would disagree on who shares a node, so none guesses."""
+    """Returns the number of ranks on this node, which cannot be guessed: ranks would disagree."""
     if name not in env and world > 1:
         raise CommError(
             f"{name} is not set, so the number of ranks on this node is unknown",
@@ -134,7 +147,7 @@ def _local_world(env: Mapping[str, str], name: str, world: int) -> int:
 def _torchrun(env: Mapping[str, str]) -> Topology:
     world, rank = _integer(env, "WORLD_SIZE"), _integer(env, "RANK")
     address, port = _address(env, world, None)
-    # Kubernetes' PyTorchJob sets neither of the local names: there a process has its pod to itself.
+    # PyTorchJob of Kubernetes sets neither of the local variables: each process has its own pod.
     alone = "LOCAL_RANK" not in env and "LOCAL_WORLD_SIZE" not in env
     local = 1 if alone else _local_world(env, "LOCAL_WORLD_SIZE", world)
     return Topology(
@@ -154,7 +167,7 @@ def _slurm(env: Mapping[str, str]) -> Topology:
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
     address, port = _address(env, world, first_slurm_host(nodes))
     if "MASTER_PORT" not in env and "SLURM_JOB_ID" in env:
-        # Two jobs that share a node must not meet on one port; the job's number tells them apart.
+        # Two jobs on one node must not use the same port, so it depends on the number of the job.
         port = 20000 + _integer(env, "SLURM_JOB_ID") % 20000
     return Topology(
         rank=_integer(env, "SLURM_PROCID"),
@@ -169,7 +182,7 @@ def _slurm(env: Mapping[str, str]) -> Topology:
 
 
 def _slurm_local_world(env: Mapping[str, str], world: int) -> int:
-    """Tasks on this node. SLURM writes `4(x2),3`: four on each of two nodes, then three."""
+    """Returns the tasks on this node. SLURM writes `4(x2),3`: four on each of two nodes, then three."""
     text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE")
     if not text:
         return max(1, world // max(1, _integer(env, "SLURM_NNODES", 1)))
@@ -188,23 +201,18 @@ def _slurm_local_world(env: Mapping[str, str], world: int) -> int:
 
 
 def first_slurm_host(nodelist: str) -> str | None:
-    """The first host of SLURM's compressed list: `gpu[003-007,9],login` → `gpu003`."""
+    """Returns the first host of SLURM's compressed list: `gpu003` of `gpu[003-007,9],login`."""
     if not nodelist:
         return None
-    # A comma inside brackets parts numbers, one outside parts hosts. A name may have several
-    # bracketed numbers, and each gives its first.
+    # A comma inside brackets separates numbers, one outside separates hosts. A name may have several
+    # bracketed lists of numbers; the first host has the first number of each.
     host = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodelist)
     assert host is not None
     return re.sub(r"\[([^\]\-,]*)[^\]]*\]", r"\1", host.group())
 
 
 def _openmpi(env: Mapping[str, str]) -> Topology:
-    names = (
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-    )
+    names = [f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")]
     return _mpi(env, "openmpi", *names, guess=lambda rank, local: 0 if local == 1 else None)
 
 
@@ -217,18 +225,18 @@ def _mpi(
     env: Mapping[str, str], launcher: str, size: str, place: str, local_size: str, local_place: str,
     *, guess: Callable[[int, int], int | None],
 ) -> Topology:  # fmt: skip
-    """From the four variables of these names; `guess` gives a local rank that is not set."""
+    """Reads four variables; `guess` returns the local rank if its variable is not set."""
     world, rank = _integer(env, size), _integer(env, place)
     local = _local_world(env, local_size, world)
-    # All ranks on this host: rank 0 is here too, so the loopback address is certain.
+    # If all ranks are on this host, so is rank 0, and the loopback address is correct.
     address, port = _address(env, world, "127.0.0.1" if local == world else None)
     return Topology(
         rank=rank,
         world_size=world,
         local_rank=_integer(env, local_place, guess(rank, local)),
         local_world_size=local,
-        # OpenMPI's NODE_RANK is a rank within the node, not the node's number; mpirun fills one
-        # node after the other unless told otherwise.
+        # OpenMPI's NODE_RANK is a rank within the node, not the number of the node. By default mpirun
+        # fills one node after the other.
         node_rank=rank // local,
         master_addr=address,
         master_port=port,

@@ -1,5 +1,6 @@
-"""Quantities as short text, for the terminal and the page alike: bytes, durations, percentages, counts,
-rates, losses, dates, and values of any type. A quantity that is unknown (None) is an en dash.
+"""Formats quantities for the terminal and for pages: bytes, durations, percentages, dates and others.
+
+An unknown quantity (None) is an en dash.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _MAX_NUMBER = 2.0**50
 
 
 def format_bytes(size: float) -> str:
-    """Three significant digits.
+    """Formats a number of bytes with three significant digits.
 
     >>> format_bytes(65536), format_bytes(51_300_000), format_bytes(12)
     ('64 KiB', '48.9 MiB', '12 B')
@@ -32,24 +33,26 @@ def format_bytes(size: float) -> str:
 
 
 def parse_bytes(field: str, text: str) -> int:
-    """The value of the option or setting `field`. K, M and G are powers of 1024, as in nccl-tests; KB, MB
-    and GB are powers of 1000.
+    """Parses the size in an option or setting `field`.
+
+    K, M and G are powers of 1024, as in nccl-tests; KB, MB and GB are powers of 1000.
 
     >>> parse_bytes("--min-bytes", "64KiB"), parse_bytes("--min-bytes", "1.5MB")
     (65536, 1500000)
     """
-    found = _BYTES.fullmatch(text.strip())
+    match = _BYTES.fullmatch(text.strip())
     size = 0
-    if found is not None and float(found[1]) < _MAX_NUMBER:
-        base = 1000.0 if found[2] and (found[3] or "").lower() == "b" else 1024.0
-        size = round(float(found[1]) * base ** _POWERS[found[2].lower()])
+    if match is not None and float(match[1]) < _MAX_NUMBER:
+        base = 1000.0 if match[2] and (match[3] or "").lower() == "b" else 1024.0
+        size = round(float(match[1]) * base ** _POWERS[match[2].lower()])
     if size < 1:
         raise ConfigError(field, text, "is not a size", "write 4096, 64KiB or 16MiB")
     return size
 
 
 def format_duration(seconds: float | None) -> str:
-    """
+    """Formats a number of seconds.
+
     >>> [format_duration(s) for s in (0.0123, 1.5, 101, 754, 11532)]
     ['12.3 ms', '1.5 s', '101 s', '12 min 34 s', '3 h 12 min']
     """
@@ -69,7 +72,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_percent(value: float | None, digits: int = 2) -> str:
-    """`value` is in percent, as accuracies are kept.
+    """Formats a value that is already in percent.
 
     >>> format_percent(90.306), format_percent(100 * 0.31, 0)
     ('90.31 %', '31 %')
@@ -82,19 +85,19 @@ def _three_digits(value: float) -> str:
 
 
 def count(value: float | None) -> str:
-    """`12000` → `12,000`."""
+    """Formats a whole number, as in `12,000`."""
     return UNKNOWN if value is None else f"{value:,.0f}"
 
 
 def rate(value: float | None) -> str:
-    """Images per second; a decimal below 100."""
+    """Formats images per second, with one decimal below 100."""
     if value is None:
         return UNKNOWN
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.1f}"
 
 
 def number(value: float | None) -> str:
-    """Four significant digits, without trailing zeros; from 1,000 on whole, with separators.
+    """Formats a number with four significant digits, and without decimals from 1,000 on.
 
     >>> number(0.5), number(16384), number(1e20)
     ('0.5', '16,384', '1e+20')
@@ -105,14 +108,14 @@ def number(value: float | None) -> str:
 
 
 def loss(value: float | None) -> str:
-    """Four decimals, so that a column of losses can be compared; a diverged one in short."""
+    """Formats a loss with four decimals; a diverged one with four digits."""
     if value is None:
         return UNKNOWN
     return f"{value:.4f}" if abs(value) < 1000 else f"{value:.4g}"
 
 
 def date(seconds_since_1970: float | None) -> str:
-    """In UTC, so that runs from several places compare."""
+    """Formats a time in UTC."""
     if seconds_since_1970 is None:
         return UNKNOWN
     try:
@@ -122,14 +125,14 @@ def date(seconds_since_1970: float | None) -> str:
 
 
 def plural(amount: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`."""
+    """Formats an amount with its noun, as in `1 rank` and `2 ranks`."""
     return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
 
 
 def text_of(value: Any) -> str:
-    """Any value of a record or a configuration as one line without control characters.
+    """Formats any value of a record or a configuration as one line without control characters.
 
-    Records hold file names, which are untrusted: no escape sequence in them may reach a terminal.
+    Records contain untrusted file names, whose escape sequences must not reach a terminal.
     """
     if value is None:
         return UNKNOWN
@@ -145,5 +148,5 @@ def text_of(value: Any) -> str:
 
 
 def markup(text: str) -> str:
-    """`text` escaped for an HTML page, without control characters."""
+    """Escapes a text for an HTML page and removes control characters."""
     return "\n".join(escape(printable(line)) for line in text.split("\n"))

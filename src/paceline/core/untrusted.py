@@ -1,10 +1,9 @@
-"""Text and documents that come from outside: file names, TOML, JSON.
+"""Untrusted text and documents: file names, TOML, JSON.
 
 `printable` makes a name safe for a terminal and a page. `parse_toml`, `parse_json` and `parse_table`
-raise `ParseError`, and nothing else, for bytes that are no such document: the libraries also raise
-`RecursionError` for deep nesting and a plain `ValueError` for integers of thousands of digits. `is_count`
-and `is_finite` reject what TOML and JSON allow but no setting means: NaN, infinities, booleans, numbers
-beyond 64 bits.
+raise only `ParseError` for invalid bytes; the libraries also raise `RecursionError` for deep nesting and
+`ValueError` for integers with thousands of digits. `is_count` and `is_finite` reject values that TOML and
+JSON allow but settings do not: NaN, infinities, booleans, numbers beyond 64 bits.
 """
 
 from __future__ import annotations
@@ -15,29 +14,29 @@ import reprlib
 import tomllib
 from typing import Any, TypeGuard
 
-# A line that lists every element of a damaged list hides what is wrong with it.
+# A line that lists every element of a damaged list hides the problem.
 _LONGEST_VALUE = 200
 # Python converts digits in quadratic time, and refuses to convert more than 4,300.
 _DIGITS = "has a number of too many digits"
 _NESTING = "is nested too deeply"
-# Bounds of the seconds that a measurement in a file may have, far outside of what is possible. Within
-# them no sum, product or quotient of the planner overflows.
+# Bounds of the seconds of a measurement in a file, far beyond possible values. Within them no sum,
+# product or quotient of the planner overflows.
 LONGEST_S = 1e6
 SHORTEST_S = 1e-9
-# Far more than any document of ours; code that walks a document recursively relies on it.
+# Deeper than any document of ours; recursive code relies on this limit.
 _DEEPEST = 32
 _LARGEST_INTEGER = 2**1000  # a float holds it
 
 
 class ParseError(ValueError):
-    """Bytes that are no such document; `str()` says why."""
+    """Bytes that are not a valid document; `str()` is the reason."""
 
 
 def printable(text: str) -> str:
-    """`text` without control characters, escape sequences, direction marks and lone surrogates.
+    """Replaces control characters, escape sequences, direction marks and lone surrogates by U+FFFD.
 
-    A name from a data set must not move the cursor, colour the screen or hide its ending. Each such
-    character becomes U+FFFD. Line ends are control characters too: split lines first.
+    A name from a data set must not move the cursor, colour the screen or hide its ending. Line ends are
+    control characters, too: split lines first.
     """
     if text.isprintable():
         return text
@@ -47,12 +46,12 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """`text` as one printable line."""
+    """Returns a text as one printable line."""
     return printable(" ".join(text.split()))
 
 
 def short_repr(value: object) -> str:
-    """`repr` of a value for one line: long texts and lists are cut in the middle."""
+    """Returns the `repr` of a value; long texts and lists are cut in the middle."""
     shown = _SHORT.repr(value)
     if len(shown) <= _LONGEST_VALUE:
         return shown
@@ -66,6 +65,11 @@ _SHORT.maxlevel = 4
 
 
 def parse_toml(content: bytes) -> dict[str, Any]:
+    """Parses a TOML document.
+
+    Raises:
+        ParseError: If it is invalid.
+    """
     try:
         tables: dict[str, Any] = _checked(tomllib.loads(content.decode("utf-8")))
         return tables
@@ -76,6 +80,11 @@ def parse_toml(content: bytes) -> dict[str, Any]:
 
 
 def parse_json(content: bytes) -> Any:
+    """Parses a JSON document.
+
+    Raises:
+        ParseError: If it is invalid.
+    """
     try:
         return _checked(json.loads(content.decode("utf-8")))
     except RecursionError:
@@ -85,12 +94,16 @@ def parse_json(content: bytes) -> Any:
 
 
 def parse_table(content: bytes | str) -> dict[str, Any]:
-    """Parses a JSON object of text keys, such as a message of another process."""
-    # A lone surrogate cannot be encoded, and stands for bytes that are no text.
-    found = parse_json(content.encode(errors="replace") if isinstance(content, str) else content)
-    if not isinstance(found, dict):
-        raise ParseError("is no table")
-    return found
+    """Parses a JSON object, such as a message of another process.
+
+    Raises:
+        ParseError: If it is invalid.
+    """
+    # A lone surrogate, which represents bytes that are not text, cannot be encoded.
+    table = parse_json(content.encode(errors="replace") if isinstance(content, str) else content)
+    if not isinstance(table, dict):
+        raise ParseError("is not a table")
+    return table
 
 
 def _checked(tree: Any) -> Any:
@@ -115,12 +128,12 @@ def _reason(error: ValueError) -> str:
 
 
 def is_count(value: object, least: int = 0, most: int = 2**63 - 1) -> TypeGuard[int]:
-    """Whether `value` is a whole number from `least` to `most`; neither true nor 1.0 is one."""
+    """Returns True if `value` is an integer from `least` to `most`, and not a boolean."""
     return type(value) is int and least <= value <= most
 
 
 def is_finite(value: object) -> TypeGuard[float]:
-    """Whether `value` is a number that a float holds: not a boolean, not NaN, not infinite."""
+    """Returns True if `value` is a finite number, and not a boolean."""
     if type(value) is int:
         return abs(value) <= _LARGEST_INTEGER
     return type(value) is float and math.isfinite(value)

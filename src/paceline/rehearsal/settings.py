@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.core.exclusions import Exclusion, above, not_in, one_of, switched_off
@@ -79,19 +79,3 @@ class RehearsalSettings:
             "run.traced_steps", not_in(()), {}, "is not supported in a rehearsal", "use []"
         ),
     )  # fmt: skip
-
-
-# Default and new name of each by its earlier name.
-RENAMED = {
-    f"rehearse.{own.name}": (own.default, f"run.rehearsal.{own.name}")
-    for own in fields(RehearsalSettings)
-} | {
-    f"{table}.{name}": (usual, f"run.rehearsal.{new}")
-    for table in ("rehearse", "run.rehearsal")
-    for name, usual, new in (
-        ("latency_us", 10.0, "cluster"),
-        ("links", None, "cluster"),
-        ("oversubscription", 1.0, "cluster"),
-        ("watts_per_gpu", 0.0, "gpu"),
-    )
-}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.comm.memory import Memory
-from paceline.config import RunConfig, refuse_removed, with_defaults
+from paceline.config import RunConfig, with_defaults
 from paceline.core.errors import CheckpointError
 from paceline.core.settings import flatten
 from paceline.data import BatchPlan
@@ -78,7 +78,6 @@ class Progress:
 
 def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
     """Raises CheckpointError for a checkpoint of another run, before anything is built from it."""
-    refuse_removed(checkpoint.config)
     there, here = flatten(with_defaults(checkpoint.config)), config.flat()
     own = config.optim.own_optimizer.PINNED
     for name in (*PINNED, *(f"optim.{config.optim.name}.{key}" for key in own)):

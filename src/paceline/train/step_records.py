@@ -138,7 +138,7 @@ class StepRecords:
     def _core_wait_share(self) -> float | None:
         """The latest reading; the first one of an overloaded host also emits a note."""
         if (reading := self._load.read()) is not None:
-            text = reading.describe(torch.get_num_threads())
+            text = reading.describe()
             if text and not self._overload_noted:
                 self._overload_noted = True
                 self._t.emit(NoteEvent(text))

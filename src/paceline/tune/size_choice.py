@@ -20,7 +20,6 @@ MARGIN = 0.05
 # records, two cores with up to 16 ranks, have 0.07 to 0.31.
 NOISE_LIMIT = 0.5
 # And how much of the cores other processes may use: steady work beside it slows all samples alike.
-FOREIGN_LIMIT = 0.25
 
 
 def measured_size(size_bytes: int, samples: Mapping[str, Sequence[float]]) -> MeasuredSize:
@@ -41,21 +40,26 @@ def noise(measured: Sequence[MeasuredSize]) -> float:
     return statistics.median(row.spread for row in measured) if measured else 0.0
 
 
-def check_noise(measured: Sequence[MeasuredSize], foreign: float, accept: bool) -> str:
-    """RunError where samples of one size differ too much to choose by them, or where other processes use
-    the `foreign` share of the cores; with `accept` a note instead."""
-    found, problems = noise(measured), []
-    if found > NOISE_LIMIT:
-        problems.append(
-            f"repeated all-reduces of one size spread by {found:.0%} (allowed: {NOISE_LIMIT:.0%})"
-        )
-    if foreign > FOREIGN_LIMIT:
-        problems.append(
-            f"other processes use {foreign:.0%} of the cores (allowed: {FOREIGN_LIMIT:.0%})"
-        )
-    if not problems:
+def check_noise(measured: Sequence[MeasuredSize], accept: bool) -> str:
+    """Checks that samples of one size differ little enough to choose by them.
+
+    Args:
+        measured: The samples.
+        accept: Return a note instead of raising an error.
+
+    Returns:
+        A note on the noise; empty if there is none.
+
+    Raises:
+        RunError: If the samples differ too much.
+    """
+    spread = noise(measured)
+    if spread <= NOISE_LIMIT:
         return ""
-    cause = f"this host is too noisy to tune on: {' and '.join(problems)}"
+    cause = (
+        "this host is too noisy to tune on: repeated all-reduces of one size spread by "
+        f"{spread:.0%} (allowed: {NOISE_LIMIT:.0%})"
+    )
     if accept:
         return f"{cause}; written because of --accept-noise"
     raise RunError(

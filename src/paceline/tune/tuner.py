@@ -7,12 +7,11 @@ limit does not suffice are left out and reported. Rank 0 decides for all.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,7 +19,6 @@ import torch.distributed as dist
 
 from paceline.comm.hybrid import HybridAllReduce
 from paceline.comm.link_probe import LinkProbe
-from paceline.core.host import CoreUse, HostLoad, foreign_share
 from paceline.plan.cluster import Cluster
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.optimizer import best_plan, threshold_plan
@@ -59,7 +57,6 @@ class Tuner:
 
     def __init__(self, ranks: RankGroup, job: TuneJob) -> None:
         self._ranks, self.job = ranks, job
-        self._load = HostLoad()
         names = dict.fromkeys((NATIVE, *job.algorithms))
         self._made = {name: HybridAllReduce(ranks.groups, SizeTable.single(name)) for name in names}
 
@@ -113,17 +110,6 @@ class Tuner:
             warm_up=0, prepare=zero, limit_s=limit_s,
         )  # fmt: skip
         return measured_size(size, {**screened, **samples})
-
-    def foreign_share(self) -> float:
-        """What other processes than these ranks used of the busiest machine's cores so far."""
-        use = self._load.use()
-        gathered = self._ranks.group.gather_bytes(json.dumps(asdict(use) if use else None).encode())
-
-        def decide() -> float:
-            tables = [json.loads(text) for text in gathered or []]
-            return foreign_share([CoreUse(**table) for table in tables if table is not None])
-
-        return float(self._ranks.decided(decide))
 
     def conclude(self, measured: list[MeasuredSize], probed: ProbedCluster) -> PlanFile:
         """Rank 0's choice."""

@@ -8,10 +8,6 @@ from typing import ClassVar
 from paceline.core.exclusions import Exclusion, not_in, one_of, switched_off
 from paceline.core.settings import SettingChecks
 
-RENAMED = {
-    "comm.servers": (0, "run.asynchronous.servers"),
-    "comm.staleness": (4, "run.asynchronous.staleness"),
-}
 _NO_ALL_REDUCE = "asynchronous training has no all-reduce: gradients go to parameter servers"
 _NO_AVERAGE = "is not supported with asynchronous training: no rank sees the averaged gradient"
 _NO_COMMON_SCALE = (

@@ -13,11 +13,6 @@ from paceline.plan.wires import Wire
 
 ALL_TO_ALL = "all_to_all"
 EIGHT_BIT = ("int8", "float8_e4m3", "float8_e5m2")
-# Earlier names, with their defaults.
-RENAMED = {
-    "comm.error_feedback": (True, "comm.eight_bit.error_feedback"),
-    **{f"comm.{name}": ({"error_feedback": True}, "comm.eight_bit") for name in EIGHT_BIT},
-}
 # Elements that share an fp32 scale.
 BLOCK = 256
 SCALE_BYTES = 4

@@ -12,11 +12,6 @@ from paceline.core.settings import SettingChecks
 from paceline.optim.registry import SGD, OptimizerSettings
 from paceline.optim.schedules import Course
 
-# Earlier names, with their defaults.
-RENAMED = {
-    "optim.rms_center_epochs": (10.0, "optim.rmsprop_warmup.center_epochs"),
-    "optim.rms_width_epochs": (5.0, "optim.rmsprop_warmup.width_epochs"),
-}
 SGD_SHARE = "sgd_share"
 
 

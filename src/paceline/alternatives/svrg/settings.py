@@ -13,15 +13,6 @@ from paceline.core.settings import SettingChecks
 from paceline.optim.registry import SGD, OptimizerSettings
 from paceline.optim.schedules import MOMENTUM, Course
 
-# Earlier names, with their defaults.
-RENAMED = {
-    "optim.bits": (8, "optim.svrg.bits"),
-    "optim.center_epochs": (1.0, "optim.svrg.center_epochs"),
-    "optim.halp_mu": (0.1, "optim.svrg.mu"),
-    "optim.halp": ({"center_epochs": 1.0, "bits": 8, "mu": 0.1}, "optim.svrg"),
-    "optim.lp_svrg": ({"center_epochs": 1.0, "bits": 8}, "optim.svrg"),
-    "optim.lp_sgd": ({"bits": 8}, "optim.svrg"),
-}
 DRAW = "draw"
 _FP32 = ("{optim.name} computes in fp32", "use --amp-dtype fp32")
 _RANDOM = "{optim.name} needs the same gradient of a sample in every pass"

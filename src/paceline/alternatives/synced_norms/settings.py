@@ -8,8 +8,6 @@ from typing import ClassVar
 from paceline.core.exclusions import Exclusion, not_in
 from paceline.core.settings import SettingChecks
 
-RENAMED = {"model.norm_group": (1, "run.synced_norms.ranks")}
-
 
 @dataclass(frozen=True)
 class SyncedNormsSettings:

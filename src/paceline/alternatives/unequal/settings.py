@@ -9,10 +9,6 @@ from paceline.core.errors import ConfigError
 from paceline.core.exclusions import Exclusion, switched_off
 
 PROBED = "probe"
-RENAMED = {
-    "run.rebalance": (False, "run.unequal.rebalance"),
-    "run.shares": ("equal", "run.unequal.shares"),
-}
 
 
 @dataclass(frozen=True)
