@@ -1,4 +1,4 @@
-"""The images that come with the package, in compressed shards: `data.source = embedded`."""
+"""The images in the package, in compressed shards: `data.source = embedded`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""`TarImages`: images in tars; `TarShards`: those of the WebDataset layout, whose indexes are known.
+"""`TarImages`: images in tars; `TarShards`: images in tars of the WebDataset layout.
 
-A plain tar is read where it lies, by any number of threads at once; a compressed shard is unpacked into
-memory, which suits small sets such as the embedded one. `index_store.open_shards` opens shards of both
-kinds.
+Any number of threads reads a plain tar by position. A compressed shard is unpacked into memory, which suits
+small sets such as the embedded one. `index_store.open_shards` opens both kinds.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from paceline.data.sources.classes import CLASSES_FILE, numbered_classes
 from paceline.data.sources.storage import Retry, ShardFile, ShardStamp, unreadable
 from paceline.data.sources.tar_index import NameTable, ShardIndex, scan_shard
 
-# A process may usually hold 1024 descriptors; shards beyond these are opened for each read.
+# A process may usually have 1024 open files. Further shards are opened for each read.
 DESCRIPTORS_KEPT = 256
 _COMPRESSED_LIMIT_BYTES = 4 << 30
 _PIECE_BYTES = 1 << 20
 
 
 class UnpackedShard:
-    """A compressed shard, in memory; DataError where it would take more than `limit_bytes`."""
+    """A compressed shard, unpacked in memory. Raises DataError beyond `limit_bytes`."""
 
     def __init__(self, path: Path, limit_bytes: int) -> None:
         try:
-            # Piece by piece: a small file can unpack to any size.
+            # In pieces, because a small file can unpack to any size.
             pieces, size = [], 0
             with open_regular(path) as raw, gzip.open(raw) as file:
                 while size <= limit_bytes and (piece := file.read(_PIECE_BYTES)):
@@ -46,15 +45,15 @@ class UnpackedShard:
             self.data = b"".join(pieces)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise DataError(
-                f"{path}: not a readable gzip file ({error})", "copy or build the shard anew"
+                f"{path}: not a readable gzip file ({error})", "copy or build the shard again"
             ) from None
         except OSError as error:
             raise unreadable(path, error) from None
         if len(self.data) > limit_bytes:
             raise DataError(
-                f"{path}: unpacks to more than {limit_bytes / 2**30:.1f} GiB, all that compressed "
-                "shards may still take of each rank's memory",
-                "decompress them with gunzip; plain .tar shards are read where they lie",
+                f"{path}: unpacks to more than {limit_bytes / 2**30:.1f} GiB, the memory left for "
+                "compressed shards in each rank",
+                "decompress them with gunzip; plain .tar shards need no memory",
             )
 
     def read(self, offset: int, size: int) -> bytes:
@@ -66,7 +65,7 @@ class UnpackedShard:
 
 @dataclass(frozen=True)
 class TarFile:
-    """One tar that is open. `stamp` is None for one in memory."""
+    """An open tar. `stamp` is None if it is in memory."""
 
     path: Path
     content: ShardFile | UnpackedShard
@@ -74,7 +73,7 @@ class TarFile:
 
 
 def files_on_disk(stamps: Iterable[tuple[Path, ShardStamp]], retry: Retry) -> list[TarFile]:
-    """Opens plain tars, of which only the first ones keep a descriptor."""
+    """Opens plain tars. Only the first ones keep a descriptor."""
     return [
         TarFile(path, ShardFile(path, stamp, retry, number < DESCRIPTORS_KEPT), stamp)
         for number, (path, stamp) in enumerate(stamps)
@@ -92,7 +91,7 @@ def shards_in_memory(paths: Sequence[Path]) -> Iterator[tuple[TarFile, ShardInde
 
 
 class TarImages(Source):
-    """Images in tars, each at a place: the number of its tar, its offset and its size."""
+    """Images in tars. The place of each is the number of its tar, its offset and its size."""
 
     retry: Retry
     FACTS: ClassVar[str]
@@ -120,13 +119,13 @@ class TarImages(Source):
         return self._files[file], offset, size
 
     def read(self, i: int) -> bytes:
-        """The encoded image; DataError where the tar itself can no longer be read."""
+        """Returns the encoded image. Raises DataError if the tar cannot be read."""
         file, offset, size = self._place(i)
         return file.content.read(offset, size)
 
     def sizes(self) -> Int64:
-        found: Int64 = self._places[:, 2]
-        return found
+        sizes: Int64 = self._places[:, 2]
+        return sizes
 
     def name(self, i: int) -> str:
         return f"{self._place(i)[0].path.name}:{self._names[i]}"
@@ -134,7 +133,7 @@ class TarImages(Source):
     def file_facts(self) -> FileFacts | None:
         stamps = [file.stamp for file in self._files if file.stamp is not None]
         if len(stamps) < len(self._files):
-            return None  # compressed shards are in each rank's own memory
+            return None  # compressed shards are in the memory of each rank
         arrays = ShardStamp.to_arrays(stamps) | self._names.to_arrays()
         arrays |= {"places": self._places, "labels": self.labels}
         paths = [str(file.path) for file in self._files]
@@ -155,7 +154,7 @@ class TarImages(Source):
 
 
 class TarShards(TarImages):
-    """Samples in the order of the shards, then in the order inside each shard."""
+    """Samples in the order of the shards, then in the order of each shard."""
 
     FACTS = "shards"
 
@@ -172,14 +171,14 @@ class TarShards(TarImages):
         classes: Sequence[str] | None = None,
         retry: Retry | None = None,
     ) -> Self:
-        """DataError if there is no image, or a label that is not among `classes`."""
-        found = list(shards)
-        files, indexes = [file for file, _ in found], [index for _, index in found]
+        """Returns a source of opened shards. Raises DataError without images, or for an invalid label."""
+        opened = list(shards)
+        files, indexes = [file for file, _ in opened], [index for _, index in opened]
         counts = [len(index) for index in indexes]
         if not sum(counts):
             raise DataError(
                 f"{files[0].path if files else 'no shard'}: no image in any of {len(files)} shards",
-                "samples are key.jpg (jpeg, png, webp) and key.cls, no other dot in the key",
+                "samples are key.jpg (jpeg, png, webp) and key.cls, without other dots",
             )
         offsets, sizes, labels = (
             np.concatenate([getattr(index, name) for index in indexes])
@@ -200,14 +199,13 @@ class TarShards(TarImages):
 
     @property
     def note(self) -> str:
-        """What `add_note` added: what was done about the indexes, for example."""
+        """The notes of `add_note`, for example about rebuilt indexes."""
         return "; ".join(self._notes)
 
     def add_note(self, text: str) -> None:
         self._notes.insert(0, text)
 
     def identity(self) -> bytes:
-        """Changes with every shard that is changed."""
         digest = hashlib.sha256()
         for file in self._files:
             if (stamp := file.stamp) is not None:
@@ -218,7 +216,7 @@ class TarShards(TarImages):
         return digest.digest()
 
     def extent(self, i: int) -> Extent | None:
-        """Where the encoded image lies, None where it is in no file of its own bytes."""
+        """Returns the place of an image in its file, or None in a compressed shard."""
         file, offset, size = self._place(i)
         return (file.content, offset, size) if isinstance(file.content, ShardFile) else None
 
@@ -232,5 +230,5 @@ def _check_compressed(paths: Sequence[Path]) -> None:
         raise DataError(
             f"{paths[0].parent}: {total / 2**30:.1f} GiB of compressed shards, which each rank "
             f"would hold in memory (limit {_COMPRESSED_LIMIT_BYTES >> 30} GiB)",
-            "decompress them with gunzip; plain .tar shards are read where they lie",
+            "decompress them with gunzip; plain .tar shards need no memory",
         )
