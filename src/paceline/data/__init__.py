@@ -1,8 +1,7 @@
-"""The input pipeline: sources, decoding, augmentation and batches, made ahead of their use.
+"""The input pipeline: sources, decoding, augmentation and prefetched batches.
 
-`open_source` opens a data set; `create_train_loader` and `create_eval_loader` make batches of it.
-The public names are imported when they are first used, so that reading settings does not import
-torch.
+`open_source` opens a data set. `create_train_loader` and `create_eval_loader` make batches of it. The public
+names are imported on first use, so that reading settings does not import torch.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from paceline.data.sources.opened_files import OpenedFiles
     from paceline.data.sources.opening import (
         as_source,
-        describe_channels,
         open_data,
         open_other,
         open_source,
@@ -50,7 +48,7 @@ __all__ = [
     "RegionUnavailableError", "SampleOrder", "Source", "Split", "SyntheticImages", "TrainBatches",
     "TrainLoader",
     "TrainTransform", "allowed_corrupt", "as_source", "create_eval_loader", "create_train_loader",
-    "describe_channels", "divide_wait", "inspect_set", "mark_stream", "numbered_classes",
+    "divide_wait", "inspect_set", "mark_stream", "numbered_classes",
     "open_data", "open_other", "open_source", "open_splits", "pack_splits", "random_box",
     "region_library", "register_source", "sum_by_stage", "to_mode",
 ]  # fmt: skip

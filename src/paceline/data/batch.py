@@ -132,7 +132,8 @@ class ReusedMemory:
             return torch.from_numpy(block).view(dtype).view(shape)
 
 
-# For pageable images only: torch caches pinned memory itself. A loader prefetches fewer batches than this.
+# For pageable images only: torch caches pinned memory itself. A loader prefetches fewer batches
+# than this.
 _PAGEABLE = ReusedMemory(16)
 
 

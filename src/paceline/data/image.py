@@ -56,7 +56,7 @@ class CorruptSample:
 
 
 def allowed_corrupt(share: float, samples: int) -> int:
-    """Returns how many of `samples` may be corrupt: the fraction `share`, but at least one if it is not 0."""
+    """Returns how many samples may be corrupt: `share` of all, at least one unless it is 0."""
     return max(1, int(share * samples)) if share > 0 else 0
 
 

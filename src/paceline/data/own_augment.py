@@ -162,4 +162,8 @@ def _described(value: Any) -> str:
     if not isinstance(value, torch.Tensor | np.ndarray):
         return f"a {type(value).__name__}"
     kind = f"{' × '.join(map(str, value.shape))} {str(value.dtype).removeprefix('torch.')}"
-    return f"a {kind} tensor on {value.device}" if isinstance(value, torch.Tensor) else f"a {kind} array"
+    return (
+        f"a {kind} tensor on {value.device}"
+        if isinstance(value, torch.Tensor)
+        else f"a {kind} array"
+    )

@@ -151,7 +151,9 @@ class DataSettings:
         if self.channels not in (1, 3):
             raise check.error("channels", "must be 1 or 3", "1 is grayscale, 3 is RGB")
         check.number("val_split", "in [0, 1)", "0.1 takes one image in ten of each class")
-        check.number("max_corrupt_share", "in [0, 1)", "0.01 allows one corrupt sample in a hundred")
+        check.number(
+            "max_corrupt_share", "in [0, 1)", "0.01 allows one corrupt sample in a hundred"
+        )
         self._check_crops(check)
         self._check_extras(check)
         self._check_statistics(check)

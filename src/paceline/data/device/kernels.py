@@ -1,10 +1,10 @@
 """Triton kernels: resample boxes of decoded images to squares, and normalize images in one pass.
 
-`crop_kernel` takes the addresses of decoded images of any size, with a box in each, flips and cutouts. One
-launch fills samples × height × width × 3 in uint8. The filter is Pillow's triangle, which widens when the
-image shrinks. As in Pillow, horizontal sums are rounded to levels before the vertical sum. Levels may differ
-from Pillow's by one: if the exact sum is halfway between two levels, because sums are float32, and in tall
-images, which Pillow 13 resamples vertically first.
+`crop_kernel` takes the addresses of decoded images of any size, with a box in each, flips and
+cutouts. One launch fills samples × height × width × 3 in uint8. The filter is Pillow's triangle,
+which widens when the image shrinks. As in Pillow, horizontal sums are rounded to levels before the
+vertical sum. Levels may differ from Pillow's by one: if the exact sum is halfway between two
+levels, because sums are float32, and in tall images, which Pillow 13 resamples vertically first.
 """
 
 from __future__ import annotations

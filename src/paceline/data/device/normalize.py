@@ -1,7 +1,8 @@
 """`Normalizer`: converts stored pixels to the input of the model, (pixel / 255 − mean) / std.
 
 It takes uint8 images (samples × height × width × channels) in host memory or on the device, so that only
-a quarter of the bytes is copied. The result is samples × channels × height × width in channels-last memory.
+a quarter of the bytes is copied. The result is samples × channels × height × width in channels-last
+memory.
 """
 
 from __future__ import annotations

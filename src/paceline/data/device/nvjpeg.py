@@ -90,9 +90,9 @@ class JpegFile(NamedTuple):
 def jpeg_file(data: Bytes) -> JpegFile | None:
     """Returns the file if nvJPEG decodes it as Pillow does, else None.
 
-    Unsupported are other formats, CMYK and RGB inside a JPEG, files rotated by Exif, arithmetic or lossless
-    coding, more than 8 bits, very large sizes and truncated files. Reads only the segments before the first
-    scan, which takes microseconds.
+    Unsupported are other formats, CMYK and RGB inside a JPEG, files rotated by Exif, arithmetic or
+    lossless coding, more than 8 bits, very large sizes and truncated files. Reads only the segments
+    before the first scan, which takes microseconds.
     """
     if data[:3] != _START or _END not in bytes(data[-_TAIL_BYTES:]):
         return None
@@ -185,9 +185,9 @@ class NvJpeg:
     """Decodes many JPEG files on the GPU into planes, with NVIDIA's nvJPEG.
 
     The GPU's JPEG engines decode many baseline files at a time. Without engines, and for other files, its
-    cores decode one by one. All work is on the caller's stream. One undecodable file fails the whole call;
-    then each file is decoded alone. Errors that no file causes end the run, because a silent fall-back to
-    the host would be slow. Thread-safe if each thread has its own stream.
+    cores decode one by one. All work is on the caller's stream. One undecodable file fails the
+    whole call; then each file is decoded alone. Errors that no file causes end the run, because a
+    silent fall-back to the host would be slow. Thread-safe if each thread has its own stream.
     """
 
     def __init__(self, device: torch.device, library: NvJpegLibrary | None = None) -> None:

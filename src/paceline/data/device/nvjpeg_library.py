@@ -25,7 +25,8 @@ _PLANES = 4
 _RGB = 3
 _FULL_COLOUR = 0
 _BACKENDS = {"hardware": 3, "default": 0}
-# Files per call. Many keep the GPU's JPEG engines busy. With few, reading for the next call starts sooner.
+# Files per call. Many keep the GPU's JPEG engines busy. With few, reading for the next call starts
+# sooner.
 CHUNK = 64
 # One decodes while another prepares its files.
 _STATES = 2
@@ -223,8 +224,8 @@ class NvJpegStates:
 class NvJpegHandles:
     """Handles of nvJPEG on one GPU, and states that threads borrow.
 
-    There are few states, because each has its own memory and a dozen streams, and one state keeps the JPEG
-    engines busy.
+    There are few states, because each has its own memory and a dozen streams, and one state keeps
+    the JPEG engines busy.
 
     Attributes:
         engine: Handle of the JPEG engines. 0 if the GPU has none, or if they reject the valid file.

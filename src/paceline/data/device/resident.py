@@ -1,13 +1,13 @@
 """`ResidentSet`, a whole split decoded once into device memory; and `ResidentDecoder`, which uses it.
 
-The batches equal those of decoders on the host. Only a few integers per sample are sent to the device. One
-thread computes them one batch ahead.
+The batches equal those of decoders on the host. Only a few integers per sample are sent to the
+device. One thread computes them one batch ahead.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -61,7 +61,9 @@ class PixelForm:
         """Returns the form for training or evaluation. Random boxes need the whole images."""
         size = settings.image_size
         if not training:
-            return cls(settings.channels, size, settings.eval_resize or size, settings.interpolation)
+            return cls(
+                settings.channels, size, settings.eval_resize or size, settings.interpolation
+            )
         if settings.augment == "random_resized_crop":
             return cls(settings.channels)
         return cls(settings.channels, size, size, settings.interpolation)

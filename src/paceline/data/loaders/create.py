@@ -59,9 +59,7 @@ def create_train_loader(
         DataError: If a resident set cannot be read.
         ConfigError: If `data.resident = on` or `data.decoder` is not possible here.
     """
-    transform = (
-        TrainTransform(settings) if augment is None else ImageAugment(settings, augment)
-    )
+    transform = TrainTransform(settings) if augment is None else ImageAugment(settings, augment)
     decoder = _create_decoder(source, transform, settings, device)
     if isinstance(decoder, PillowDecoder) and device.type == "cuda":
         decoder = CopyingDecoder(decoder, device)

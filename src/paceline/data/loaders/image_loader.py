@@ -84,8 +84,9 @@ class ImageLoader:
     """Iterates over batches `(images, labels)`: normalized floats in NCHW, and int64.
 
     Each `iter` runs from the current position to the end of the epoch, and the next one starts the next
-    epoch. After a `break` or `load_state_dict`, it continues after the last batch. With `train=False` each
-    `iter` is one pass over the validation images, in order and without augmentation.
+    epoch. After a `break` or `load_state_dict`, it continues after the last batch. With
+    `train=False` each `iter` is one pass over the validation images, in order and without
+    augmentation.
 
     Example:
         >>> with ImageLoader("photos", 64, image_size=128, device="cuda") as loader:  # doctest: +SKIP

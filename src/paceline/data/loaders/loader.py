@@ -81,7 +81,7 @@ class _Base(ABC, Generic[Samples]):
         return Prefetcher(jobs, self._decoder.workers, self._depth)
 
     def _job(self, count: int, samples: Samples) -> _Job:
-        """Returns the job of one batch, which holds the only reference to it, so that memory is reused."""
+        """Returns the job of one batch. It has the only reference to the batch, for memory reuse."""
         batch = self._decoder.begin(count)
         chunks = [partial(self._fill, batch, samples, rows) for rows in batch.cuts]
         return Job(chunks, partial(self._finish, batch), batch.complete)

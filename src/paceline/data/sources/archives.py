@@ -1,8 +1,8 @@
 """`TarredImages`: images in tars, as ImageNet is published.
 
-It takes `ILSVRC2012_img_train.tar`, which holds a tar for each class, a folder of these inner tars, or
-the flat `ILSVRC2012_img_val.tar` with a label file beside it. Opening lists every member; `paceline pack`
-does that once.
+Reads `ILSVRC2012_img_train.tar`, which contains a tar per class, a folder of these inner tars, or
+the flat `ILSVRC2012_img_val.tar` with a label file next to it. Opening lists all members. `paceline
+pack` does that only once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VAL_TAR = "ILSVRC2012_img_val.tar"
 
 
 class _Place(NamedTuple):
-    """Where an image lies: in which file, from where on, how long."""
+    """The place of an image: number of the file, offset and size; and its name and class."""
 
     file: int
     offset: int
@@ -43,7 +43,7 @@ class _Place(NamedTuple):
 
 
 class TarredImages(TarImages):
-    """Samples in the order of class, then of name."""
+    """Images in tars. Samples have the order of class, then of name."""
 
     FACTS = "tars"
 
@@ -56,7 +56,7 @@ class TarredImages(TarImages):
         classes: Sequence[str],
         retry: Retry,
     ) -> Self:
-        """`stamps` are those from before the tars were listed."""
+        """Creates a source. `stamps` are the state of the tars before they were listed."""
         numbers = [(place.file, place.offset, place.size) for place in places]
         return cls(
             files_on_disk(stamps.items(), retry), np.array(numbers, dtype=np.int64),
@@ -77,17 +77,26 @@ class TarredImages(TarImages):
 def open_class_tars(
     paths: Sequence[Path], classes: Sequence[str] | None, retry: Retry | None = None
 ) -> TarredImages:
-    """`<class>.tar` each, or one tar of these. An empty one fails: it would shift the labels."""
+    """Opens one tar per class, or one tar of such tars.
+
+    Args:
+        paths: The tars.
+        classes: Classes of the training split, if they are known.
+        retry: Repeats reads after temporary errors.
+
+    Raises:
+        DataError: If a tar has no image, which would shift the labels, or if a class is unknown.
+    """
     paths, retry = sorted(paths), retry or Retry(0)
-    # A tar that changes while it is listed no longer fits its stamp.
+    # Before the tars are listed, so that a tar that changes meanwhile does not match its stamp.
     stamps = {path: stamp_of(path, retry) for path in paths}
     places: list[_Place] = []
     for number, path in enumerate(paths):
         places += _listed(path, number, retry)
-    found = sorted({place.class_name for place in places})
-    names = found if classes is None else classes
+    present = sorted({place.class_name for place in places})
+    names = present if classes is None else classes
     index = {name: i for i, name in enumerate(names)}
-    for name in found:
+    for name in present:
         if name not in index:
             raise DataError(
                 f"{paths[0].parent}: {name}.tar: not a class of the training data",
@@ -100,12 +109,20 @@ def open_class_tars(
 def open_flat_tar(
     path: Path, classes: Sequence[str] | None, retry: Retry | None = None
 ) -> TarredImages:
-    """One tar of images, their classes in a label file beside it."""
+    """Opens a tar of images with a label file next to it.
+
+    Args:
+        path: The tar.
+        classes: Names of the classes.
+        retry: Repeats reads after temporary errors.
+
+    Raises:
+        DataError: If images, classes or labels are missing.
+    """
     retry = retry or Retry(0)
     stamps = {path: stamp_of(path, retry)}
     places = sorted(_listed(path, 0, retry), key=lambda place: place.name)
     known = known_classes(path, classes)
-    # The label file is looked for where it would be for a folder val/ in the tar's place.
     labels = read_flat_labels(label_file(path), [place.name for place in places], known)
     return TarredImages.of(stamps, places, labels, known, retry)
 
@@ -114,19 +131,13 @@ def _listed(path: Path, number: int, retry: Retry) -> list[_Place]:
     def scan() -> list[_Place]:
         with open_regular(path) as content:
             if path.name != TRAIN_TAR:
-                found = _images(path, number, content, path.stem, 0)
-                if not found:
-                    raise _empty(path)
-                return found
+                return _images(path, number, content, path.stem, 0)
             places: list[_Place] = []
             for member in tar_members(path, content):
                 if member.name.endswith(".tar"):
                     inner = FileWindow(content, member.offset_data, member.size)
                     name = Path(member.name).stem
-                    found = _images(path, number, inner, name, member.offset_data)
-                    if not found:
-                        raise _empty(f"{path}: {member.name}")
-                    places += found
+                    places += _images(path, number, inner, name, member.offset_data)
             if not places:
                 raise _empty(path)
             return places
@@ -146,8 +157,10 @@ def _images(
                 "set data.source = 'shards'",
             )
         if is_image(name):
-            place = _Place(number, start + member.offset_data, member.size, name, class_name)
-            places.append(place)
+            offset = start + member.offset_data
+            places.append(_Place(number, offset, member.size, name, class_name))
+    if not places:
+        raise _empty(f"{path}: {class_name}.tar" if start else path)
     return places
 
 

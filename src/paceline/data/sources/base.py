@@ -1,12 +1,12 @@
 """`Source`: labelled images by index, independent of their storage.
 
-A source sets `classes` and `labels` and implements `read`. Everything else that a kind of storage may offer
-is declared here with a default, so that users of a source need not know its type. `OwnSource` checks sources
-of other packages, so that their errors are one line on all ranks.
+A source sets `classes` and `labels` and implements `read`. Everything else that a kind of storage
+may offer is declared here with a default, so that users of a source need not know its type.
+`OwnSource` checks sources of other packages, so that their errors are one line on all ranks.
 
-`SubsetSource` has some samples of a source, and `validation_indices` are the samples that `data.val_split`
-takes. The split depends on the labels only, not on the seed: all runs validate on the same images, and a
-resumed or evaluated run computes its split again.
+`SubsetSource` has some samples of a source, and `validation_indices` are the samples that
+`data.val_split` takes. The split depends on the labels only, not on the seed: all runs validate on
+the same images, and a resumed or evaluated run computes its split again.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ class Source(ABC):
 def source_identity(source: Source) -> str:
     """Returns a digest of classes, labels and `identity`.
 
-    Files and shards are identified by name, size and modification time, so a copy that keeps the times has
-    the same identity.
+    Files and shards are identified by name, size and modification time, so a copy that keeps the
+    times has the same identity.
     """
     digest = hashlib.sha256()
     digest.update(json.dumps(list(source.classes)).encode())
@@ -249,8 +249,8 @@ class OwnSource(WrappedSource):
 def validation_indices(labels: Int64, share: float) -> Int64:
     """Returns about `share` of the samples of each class, at least one if a class has two or more.
 
-    A hash of the class and of the sample's position in it decides, so that a class that grows does not change
-    the split of the others. A class with one sample is used for training.
+    A hash of the class and of the sample's position in it decides, so that a class that grows does
+    not change the split of the others. A class with one sample is used for training.
     """
     taken = []
     order = np.argsort(labels, kind="stable")

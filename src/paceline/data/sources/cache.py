@@ -103,10 +103,8 @@ class CachedSource(WrappedSource):
         if self._channels is not None:
             if self._store.full:
                 return data  # decoding only the crop is cheaper
-            try:
+            with suppress(CorruptImage):  # the loader decodes it again and reports it
                 data = pixels_of(decode(data, self._channels))
-            except CorruptImage:
-                pass  # the loader decodes it again and reports it
         self._store.put(i, data)
         return data
 
@@ -199,9 +197,10 @@ class MemoryStore(CacheStore):
 class DiskStore(CacheStore):
     """Keeps samples in files of a local disk, shared by all ranks of a host and by later runs.
 
-    Each sample is a file in `DIR/IDENTITY/`, which gets its name when it is complete. A locked counter of the
-    bytes in use keeps all ranks together within the limit. If the disk is full or fails, a warning is printed
-    and the run continues without adding samples. The limit applies to the files of one data set.
+    Each sample is a file in `DIR/IDENTITY/`, which gets its name when it is complete. A locked
+    counter of the bytes in use keeps all ranks together within the limit. If the disk is full or
+    fails, a warning is printed and the run continues without adding samples. The limit applies to
+    the files of one data set.
     """
 
     def __init__(self, directory: Path, identity: str, limit_bytes: int) -> None:

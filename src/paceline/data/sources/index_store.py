@@ -1,10 +1,11 @@
 """`open_shards`: opens the tar shards of a split; `IndexStore`: builds their indexes once, on disk.
 
 An index is a small binary file: a header, four arrays of 64-bit integers, the names, and a SHA-256 of all
-that. It is `SHARD.tar.index` next to the shard, or in the user's cache if that folder is read-only. An index
-of another version, of another state of its shard, or with a wrong checksum is not used, and the shard is
-scanned. If several processes of a host start together, one of them scans and writes while the others wait.
-Small sets are scanned at every start, and their indexes are not written.
+that. It is `SHARD.tar.index` next to the shard, or in the user's cache if that folder is read-only.
+An index of another version, of another state of its shard, or with a wrong checksum is not used,
+and the shard is scanned. If several processes of a host start together, one of them scans and
+writes while the others wait. Small sets are scanned at every start, and their indexes are not
+written.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ class IndexStore:
             with file_lock(_lock_path(missing[0].parent)):
                 for path in missing:
                     # Another process may have built it while this one waited for the lock.
-                    indexes[path] = self._find(path, stamps[path]) or self._build(path, stamps[path])
+                    indexes[path] = self._find(path, stamps[path]) or self._build(
+                        path, stamps[path]
+                    )
             self.notes += [
                 f"index of {path.name} {reason}: rebuilt"
                 for path, reason in sorted(self._unusable.items())

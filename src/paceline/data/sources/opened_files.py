@@ -1,8 +1,8 @@
-"""`OpenedFiles`: what opening a data set found out about its files, for the other processes of a host.
+"""`OpenedFiles`: shares facts about the files of a data set among the processes of a host.
 
-Opening looks at every shard, or lists every folder, which on a shared file system costs more than all
-else of it. So one process of a host opens the data set, writes what it found to a file in the host's
-memory, and the others make their sources of that, without a look at the data set.
+Opening checks every shard or lists every folder, which is slow on a shared file system. One process
+of a host opens the data set and writes what it found to a file in memory. The others create their
+sources from that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.data.sources.base import FileFacts, Source, Split
 from paceline.data.sources.storage import Retry
 
 _SHARED_MEMORY = Path("/dev/shm")
-# Kinds of facts, and the class that is made of them.
+# Kinds of facts: module and class of the source.
 _KINDS = {
     "shards": ("shards", "TarShards"),
     "files": ("folders", "ImageFiles"),
@@ -35,21 +35,20 @@ _KINDS = {
 
 
 class OpenedFiles:
-    """Of the splits of one data set. Kinds of storage of a few files have no facts to share, and every
-    process opens them."""
+    """Facts about the splits of one data set. Storage of only a few files has none."""
 
     def __init__(self, settings: DataSettings) -> None:
         self._settings = settings
         self._splits: dict[str, FileFacts] = {}
 
     def add(self, split: Split, source: Source) -> None:
-        """Remembers what `source` knows about its files."""
+        """Adds the facts of `source`."""
         facts = source.file_facts()
         if facts is not None:
             self._splits[split] = facts
 
     def source(self, split: Split) -> Source | None:
-        """Made without a look at the files; None for a split of which nothing is known."""
+        """Creates the source of a split from its facts. Returns None without facts."""
         facts = self._splits.get(split)
         if facts is None:
             return None
@@ -59,8 +58,11 @@ class OpenedFiles:
         return source
 
     def write(self) -> Path | None:
-        """To a file that the processes of this host share and that the caller removes; None where there
-        is nothing to share, or no place for it."""
+        """Writes a file for the other processes of this host, which the caller removes.
+
+        Returns:
+            The file. None if there are no facts, or no memory left.
+        """
         if not self._splits:
             return None
         arrays = {
@@ -75,7 +77,7 @@ class OpenedFiles:
             path = _new_file()
             save_file(arrays, path, metadata=metadata)
         except (OSError, SafetensorError):
-            # No memory left: every process opens the data set by itself.
+            # Without memory, every process opens the data set itself.
             if path is not None:
                 path.unlink(missing_ok=True)
             return None
@@ -83,7 +85,7 @@ class OpenedFiles:
 
     @classmethod
     def read(cls, path: Path, settings: DataSettings) -> OpenedFiles | None:
-        """None where this process does not see the file, or has another data set than its writer."""
+        """Reads the facts. Returns None if the file is missing or describes another data set."""
         try:
             with safe_open(path, framework="numpy") as file:
                 metadata = file.metadata() or {}
@@ -94,24 +96,22 @@ class OpenedFiles:
             return None
         except SafetensorError as error:
             raise DataError(f"{path}: damaged ({error})", "free memory in /dev/shm") from None
-        found = cls(settings)
+        opened = cls(settings)
         for split, (kind, about) in json.loads(metadata["splits"]).items():
             own = {n.partition("/")[2]: a for n, a in arrays.items() if n.startswith(f"{split}/")}
-            found._splits[split] = FileFacts(kind, own, about)
-        return found
+            opened._splits[split] = FileFacts(kind, own, about)
+        return opened
 
 
 def _new_file() -> Path:
-    """In memory, where the host has such a file system, readable by this user alone."""
-    for directory in (_SHARED_MEMORY, None):
-        if directory is None or os.access(directory, os.W_OK):
-            descriptor, name = tempfile.mkstemp(".opened", "paceline-", directory)
-            os.close(descriptor)
-            return Path(name)
-    raise AssertionError("the last directory is always tried")
+    """Creates a file, if possible in memory, that only this user can read."""
+    directory = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
+    descriptor, name = tempfile.mkstemp(".opened", "paceline-", directory)
+    os.close(descriptor)
+    return Path(name)
 
 
 def _text(settings: DataSettings) -> str:
-    """By which a process recognizes its own data set: nodes may have paths of their own."""
+    """Returns the settings as text, which identifies the data set. Paths may differ between nodes."""
     named: Mapping[str, Any] = {**asdict(settings), "dir": str(Path(settings.dir).absolute())}
     return json.dumps(named, default=str, sort_keys=True)

@@ -40,8 +40,8 @@ def register_source(name: str, opener: Opener) -> None:
 
     Args:
         name: A new name.
-        opener: Returns a source. Its arguments are the settings, the split and, for validation, the classes
-            of the training split.
+        opener: Returns a source. Its arguments are the settings, the split and, for validation, the
+            classes of the training split.
     """
     SOURCES.register(name, opener)
 

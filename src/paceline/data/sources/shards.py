@@ -1,7 +1,7 @@
 """`TarImages`: images in tars; `TarShards`: images in tars of the WebDataset layout.
 
-Any number of threads reads a plain tar by position. A compressed shard is unpacked into memory, which suits
-small sets such as the embedded one. `index_store.open_shards` opens both kinds.
+Any number of threads reads a plain tar by position. A compressed shard is unpacked into memory,
+which suits small sets such as the embedded one. `index_store.open_shards` opens both kinds.
 """
 
 from __future__ import annotations

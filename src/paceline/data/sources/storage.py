@@ -1,4 +1,4 @@
-"""Files of a data set: read by position with retries, identified by stamps, locked, and written atomically."""
+"""Reads files by position with retries, identifies and locks them, and writes them atomically."""
 
 from __future__ import annotations
 
@@ -269,8 +269,8 @@ def file_lock(path: Path, *, wait: bool = True) -> Iterator[bool | None]:
         wait: Waits for another holder.
 
     Yields:
-        True if this process holds the lock. False if another one holds it and `wait` is False. None if the
-        file system has no locks, or the directory is read-only.
+        True if this process holds the lock. False if another one holds it and `wait` is False. None
+        if the file system has no locks, or the directory is read-only.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)

@@ -22,8 +22,8 @@ _NOISE_STARTS = 65_536
 class SyntheticImages(Source):
     """Generated images with balanced labels, for measurements and tests.
 
-    Pixels are a function of the index: stripes whose widths and phases depend on the class, plus noise that
-    depends on the index. A model can learn the classes, but cannot memorize the images.
+    Pixels are a function of the index: stripes whose widths and phases depend on the class, plus
+    noise that depends on the index. A model can learn the classes, but cannot memorize the images.
     """
 
     is_in_memory = True
