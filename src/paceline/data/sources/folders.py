@@ -23,7 +23,7 @@ import numpy as np
 from paceline.core.errors import DataError
 from paceline.core.files import read_regular
 from paceline.data.order import Int64
-from paceline.data.sources.base import FileFacts, Source
+from paceline.data.sources.base import Source
 from paceline.data.sources.labels import (
     FILE_NAMES,
     find_label_file,
@@ -42,7 +42,6 @@ _SEARCHED_FOLDERS = 1000
 _NAMED = 5
 # `stat` on a network file system takes a millisecond, nearly all of it waiting.
 _STAT_THREADS = 16
-_STAT_FILES = 1024
 
 
 class ImageFiles(Source):
@@ -61,29 +60,10 @@ class ImageFiles(Source):
     ) -> None:
         self._root = root
         self._notes = list(notes)
-        self._identity = b""
         self._paths = NameTable(paths)
         self.labels = np.array(labels, dtype=np.int64)
         self.classes: Sequence[str] = classes
         self.retry = retry or Retry(0)
-
-    def file_facts(self) -> FileFacts | None:
-        arrays = self._paths.to_arrays() | {"labels": self.labels}
-        about = {
-            "root": str(self._root), "classes": list(self.classes), "notes": self._notes,
-            "identity": self._identity.hex(),
-        }  # fmt: skip
-        return FileFacts("files", arrays, about)
-
-    @classmethod
-    def from_facts(cls, facts: FileFacts, retry: Retry) -> ImageFiles:
-        about = facts.about
-        made = ImageFiles(
-            Path(about["root"]), (), facts.arrays["labels"], about["classes"], retry, about["notes"]
-        )
-        made._paths = NameTable.from_arrays(facts.arrays)
-        made._identity = bytes.fromhex(about["identity"])
-        return made
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -104,44 +84,19 @@ class ImageFiles(Source):
         self._notes.append(text)
 
     def identity(self) -> bytes:
-        """Returns a digest of name, size and time of all files.
-
-        Takes seconds for a million files on a local disk, so only the disk cache computes it, in
-        one process of a host.
-        """
-        if not self._identity:
-            ends, letters = self._paths.parts
-            digest = hashlib.sha256(ends.tobytes() + letters)
-            for stats in self._stats(self._stat):
-                digest.update(stats.tobytes())
-            self._identity = digest.digest()
-        return self._identity
-
-    def sizes(self) -> Int64:
-        stats: Int64 = np.concatenate(list(self._stats(self._stat_or_none)))
-        return stats[:, 0]
-
-    def _stats(self, stat: Callable[[int], tuple[int, int]]) -> Iterator[Int64]:
-        """Yields the result of `stat` for all files, some files at a time."""
-
-        def some(start: int) -> Int64:
-            end = min(start + _STAT_FILES, len(self))
-            return np.array([stat(i) for i in range(start, end)], dtype=np.int64)
-
+        """Returns a digest of name, size and time of all files, which takes seconds for a million."""
+        ends, letters = self._paths.parts
+        digest = hashlib.sha256(ends.tobytes() + letters)
         with ThreadPoolExecutor(_STAT_THREADS, thread_name_prefix="paceline-data-stat") as pool:
-            yield from pool.map(some, range(0, len(self), _STAT_FILES))
+            for size, mtime_ns in pool.map(self._stat, range(len(self))):
+                digest.update(b"%d %d\0" % (size, mtime_ns))
+        return digest.digest()
 
     def _stat(self, i: int) -> tuple[int, int]:
         """Returns size and modification time of a file."""
-        path = f"{self._root}/{self._paths[i]}"
-        status = self.retry.read(path, partial(os.stat, path))
+        path = self._root / self._paths[i]
+        status = self.retry.read(path, path.stat)
         return status.st_size, status.st_mtime_ns
-
-    def _stat_or_none(self, i: int) -> tuple[int, int]:
-        try:
-            return self._stat(i)
-        except DataError:
-            return -1, 0
 
 
 def is_image(name: str) -> bool:

@@ -60,7 +60,7 @@ def open_shards(
     shards = [
         *zip(files, (index for _, index in indexed), strict=True), *shards_in_memory(compressed)
     ]  # fmt: skip
-    source = TarShards.of(sorted(shards, key=lambda shard: shard[0].path), classes, retry)
+    source = TarShards(sorted(shards, key=lambda shard: shard[0].path), classes, retry)
     if store.notes:
         more = f" and {len(store.notes) - 1} more" if store.notes[1:] else ""
         source.add_note(f"{store.notes[0]}{more}")

@@ -1,6 +1,6 @@
 """Detects the kind of data in a directory and opens it as a `Source`.
 
-A directory has shards, class folders, ImageNet's archives, CIFAR-10 or idx files. If something is
+A directory has shards, class folders, CIFAR-10 or idx files. If something is
 missing, the error names the path, what was expected, and the remedy.
 """
 
@@ -15,13 +15,6 @@ from typing import Literal
 
 from paceline.core.errors import DataError
 from paceline.data.settings import DataSettings
-from paceline.data.sources.archives import (
-    TRAIN_TAR,
-    VAL_TAR,
-    TarredImages,
-    open_class_tars,
-    open_flat_tar,
-)
 from paceline.data.sources.array_sets import Cifar10, IdxFiles, find_idx, find_layout
 from paceline.data.sources.base import Source, Split
 from paceline.data.sources.classes import read_classes
@@ -40,13 +33,12 @@ from paceline.data.sources.pack_manifest import check_packed
 from paceline.data.sources.registry import SourceKind
 from paceline.data.sources.shards import TarShards
 from paceline.data.sources.storage import Retry
-from paceline.data.sources.tar_index import is_shard
 
 SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 _LAYOUT = (
     "--data-dir takes a folder with train-*.tar and val-*.tar, with train/<class>/ and val/<class>/, "
     "with CIFAR-10 or with idx files, or with <class>/ alone and --val-split 0.1 (docs/data.md); a "
-    "Dataset for pl.Trainer(data=…) can read other formats; the embedded images are data.source = embedded"
+    "Dataset for pl.Trainer(data=…) reads other formats; the embedded images are data.source = embedded"
 )
 _NO_VALIDATION = "add val/<class>/, or use --val-split 0.1 for a tenth of the training images"
 # Names of the folder of a split, in any case. Those of validation are in order of preference.
@@ -88,13 +80,10 @@ def open_layout(
         return Cifar10(directory, split)
     if kind == "idx":
         return IdxFiles(directory, split, classes)
-    if kind == "imagenet":
-        return _imagenet(directory, split, classes, retry)
     return _folder(directory, split, classes, retry)
 
 
-Kind = Literal["shards", "folder", "cifar10", "idx", "imagenet"]
-_IMAGENET_TARS = {"train": TRAIN_TAR, "val": VAL_TAR}
+Kind = Literal["shards", "folder", "cifar10", "idx"]
 
 
 def data_root(directory: str) -> Path:
@@ -113,7 +102,6 @@ def kinds_of(directory: Path, split: Split) -> dict[Kind, str]:
         "folder": (f"{split}/", folder is not None and not inside),
         "cifar10": ("CIFAR-10", find_layout(directory, split) is not None),
         "idx": ("idx files", find_idx(directory, split, "images-idx3") is not None),
-        "imagenet": (_IMAGENET_TARS[split], (directory / _IMAGENET_TARS[split]).is_file()),
     }
     return {kind: text for kind, (text, present) in evidence.items() if present}
 
@@ -272,17 +260,10 @@ def all_shards(directory: Path) -> list[Path]:
 
 
 def _shards_inside(folder: Path | None) -> list[Path]:
-    """Returns the tars in the folder of a split, unless each has the images of one class."""
-    paths = [] if folder is None else all_shards(folder)
-    plain = [path for path in paths if not path.name.endswith("gz")]
-    if folder is None or not paths or class_directories(folder):
+    """Returns the tars in the folder of a split, unless it also has class folders."""
+    if folder is None or class_directories(folder):
         return []
-    for path in plain:
-        try:
-            return paths if is_shard(path, Retry(0)) else []
-        except DataError:
-            continue  # opening it reports what is wrong
-    return [] if plain else paths
+    return all_shards(folder)
 
 
 def _shards(
@@ -302,7 +283,7 @@ def _shards(
 
 
 def _folder(directory: Path, split: Split, classes: Sequence[str] | None, retry: Retry) -> Source:
-    """Opens class folders, a tar per class, or images with a label file or metadata."""
+    """Opens class folders, or images with a label file or metadata."""
     root = split_folder(directory, split)
     if root is None and split == "train" and is_unsplit(directory):
         root = directory
@@ -325,31 +306,14 @@ def _split_source(
 ) -> Source:
     if find_metadata(root):
         return MetadataFolder(root, classes, retry)
-    folders, tars = class_directories(root), _tars(root)
+    folders = class_directories(root)
     if folders == ["images"] and (root / ANNOTATIONS).is_file():
         return FlatFolder(root / "images", classes or read_classes(directory), retry)
-    # A tar next to the folder extracted from it is ignored. A tar without its folder is ambiguous.
-    if folders and (unpaired := [tar for tar in tars if tar.stem not in folders]):
-        raise DataError(
-            f"{root}: has class folders ({folders[0]}) and a tar without one ({unpaired[0].name})",
-            "extract it, or move either tars or folders elsewhere",
-        )
     if folders:
         return ImageFolder(root, classes, retry)
-    if tars:
-        return open_class_tars(tars, classes, retry)
     if flat_images(root):
         return FlatFolder(root, classes or read_classes(directory), retry)
     return ImageFolder(root, classes, retry)
-
-
-def _imagenet(
-    directory: Path, split: Split, classes: Sequence[str] | None, retry: Retry
-) -> TarredImages:
-    path = directory / _IMAGENET_TARS[split]
-    if split == "train":
-        return open_class_tars([path], classes, retry)
-    return open_flat_tar(path, classes or read_classes(directory), retry)
 
 
 def _training_classes(root: Path) -> list[str] | None:
@@ -357,11 +321,7 @@ def _training_classes(root: Path) -> list[str] | None:
     if find_metadata(root):
         return list(MetadataFolder(root, None).classes)
     folders = [name for name in class_directories(root) if has_images(root, name)]
-    return folders or [path.stem for path in _tars(root)] or None
-
-
-def _tars(root: Path) -> list[Path]:
-    return sorted(path for path in root.glob("*.tar") if not path.name.startswith("."))
+    return folders or None
 
 
 KIND = SourceKind(open_layout, has_validation)

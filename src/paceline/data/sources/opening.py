@@ -20,13 +20,11 @@ from paceline.data.sources.base import (
     split_source,
     validation_indices,
 )
-from paceline.data.sources.opened_files import OpenedFiles
 from paceline.data.sources.registry import source_kind
 
 
 def open_source(
     settings: DataSettings, split: Split, classes: Sequence[str] | None = None,
-    opened: OpenedFiles | None = None,
 ) -> Source:  # fmt: skip
     """Opens one split, with the cache of the settings.
 
@@ -34,31 +32,21 @@ def open_source(
         settings: The settings.
         split: The split.
         classes: Classes of the training split, for data that does not name them.
-        opened: Facts about files that another process found. New facts are added.
 
     Raises:
         DataError: If data is missing or damaged.
         ConfigError: If `data.val_split` is set and there is a validation set.
     """
     if not settings.val_split:
-        return _cached(_opened(settings, split, classes, opened), settings, split)
-    whole = _opened(settings, "train", classes, opened)
+        return _cached(_opened(settings, split, classes), settings, split)
+    whole = _opened(settings, "train", classes)
     if evidence := source_kind(settings.source).validation(settings):
         raise _not_split(settings, f"there is a validation set ({evidence})")
     return _cached(split_source(whole, settings.val_split, split), settings, split)
 
 
-def _opened(
-    settings: DataSettings, split: Split, classes: Sequence[str] | None, opened: OpenedFiles | None
-) -> Source:
-    source = opened.source(split) if opened is not None else None
-    if source is None:
-        source = source_kind(settings.source).open_split(settings, split, classes, True)
-        if opened is not None:
-            if settings.cache == "disk":
-                source.identity()  # computed here, so that the other processes do not compute it
-            opened.add(split, source)
-    return source
+def _opened(settings: DataSettings, split: Split, classes: Sequence[str] | None) -> Source:
+    return source_kind(settings.source).open_split(settings, split, classes, True)
 
 
 def _cached(source: Source, settings: DataSettings, split: Split) -> Source:
@@ -89,7 +77,7 @@ def open_other(
     unsplit = replace(settings, val_split=0.0)
     if source_kind(unsplit.source).validation(unsplit):
         return open_source(unsplit, "val", classes), ""
-    whole, share = _opened(unsplit, "train", classes, None), settings.val_split
+    whole, share = _opened(unsplit, "train", classes), settings.val_split
     trained = whole.labels
     if share:
         trained = np.delete(trained, validation_indices(trained, share))
@@ -104,7 +92,6 @@ def open_other(
 
 def open_data(
     settings: DataSettings, train: Source | None = None, val: Source | None = None,
-    opened: OpenedFiles | None = None,
 ) -> tuple[Source, Source]:  # fmt: skip
     """Opens both splits.
 
@@ -112,23 +99,20 @@ def open_data(
         settings: The settings.
         train: The training data. None opens the data of the settings.
         val: The validation data. None uses a part of `train`, or the data of the settings.
-        opened: Facts about files that another process found.
 
     Raises:
         DataError: If data is missing or damaged.
         ConfigError: If the settings do not fit the sources.
     """
     if train is None and val is None:
-        source = open_source(settings, "train", opened=opened)
-        return source, open_source(settings, "val", source.classes, opened)
+        source = open_source(settings, "train")
+        return source, open_source(settings, "val", source.classes)
     if settings.cache == "disk":
         raise ConfigError(
             "data.cache", "disk", "cannot identify the images of a Python object",
             "use 'memory' or 'none'",
         )  # fmt: skip
-    train = (
-        open_source(settings, "train", opened=opened) if train is None else checked_source(train)
-    )
+    train = open_source(settings, "train") if train is None else checked_source(train)
     val = None if val is None else checked_source(val)
     if val is not None and settings.val_split:
         raise _not_split(settings, "there is a validation set (val_data)")
@@ -137,7 +121,7 @@ def open_data(
         train = split_source(whole, share, "train")
         val = split_source(whole, share, "val", owner=False)
     elif val is None and settings.dir:
-        val = open_source(settings, "val", train.classes, opened)
+        val = open_source(settings, "val", train.classes)
     if val is None:
         raise DataError(
             f"{train.kind} is the training data, and there is no validation data",

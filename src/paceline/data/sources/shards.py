@@ -1,4 +1,4 @@
-"""`TarImages`: images in tars; `TarShards`: images in tars of the WebDataset layout.
+"""`TarShards`: images in tars of the WebDataset layout.
 
 Any number of threads reads a plain tar by position. A compressed shard is unpacked into memory,
 which suits small sets such as the embedded one. `index_store.open_shards` opens both kinds.
@@ -13,14 +13,12 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from paceline.core.errors import DataError
 from paceline.core.files import open_regular
-from paceline.data.order import Int64
-from paceline.data.sources.base import Extent, FileFacts, Source
+from paceline.data.sources.base import Extent, Source
 from paceline.data.sources.classes import CLASSES_FILE, numbered_classes
 from paceline.data.sources.storage import Retry, ShardFile, ShardStamp, unreadable
 from paceline.data.sources.tar_index import NameTable, ShardIndex, scan_shard
@@ -90,27 +88,55 @@ def shards_in_memory(paths: Sequence[Path]) -> Iterator[tuple[TarFile, ShardInde
         yield TarFile(path, unpacked), scan_shard(path, io.BytesIO(unpacked.data))
 
 
-class TarImages(Source):
-    """Images in tars. The place of each is the number of its tar, its offset and its size."""
+class TarShards(Source):
+    """Samples in the order of the shards, then in the order of each shard."""
 
     retry: Retry
-    FACTS: ClassVar[str]
 
     def __init__(
         self,
-        files: Sequence[TarFile],
-        places: Int64,
-        names: NameTable,
-        labels: Int64,
-        classes: Sequence[str],
-        retry: Retry,
+        shards: Iterable[tuple[TarFile, ShardIndex]],
+        classes: Sequence[str] | None = None,
+        retry: Retry | None = None,
     ) -> None:
-        self._files = files
-        self._places = places
-        self._names = names
-        self.labels = labels
-        self.classes: Sequence[str] = classes
-        self.retry = retry
+        """Creates a source of opened shards.
+
+        Args:
+            shards: Each shard and its index.
+            classes: Names of the classes. None uses numbers.
+            retry: Repeats reads after temporary errors.
+
+        Raises:
+            DataError: If there is no image, or if a label has no class.
+        """
+        opened = list(shards)
+        self._files = [file for file, _ in opened]
+        indexes = [index for _, index in opened]
+        counts = [len(index) for index in indexes]
+        if not sum(counts):
+            raise DataError(
+                f"{self._files[0].path if opened else 'no shard'}: no image in any of {len(opened)} shards",
+                "samples are key.jpg (jpeg, png, webp) and key.cls, without other dots",
+            )
+        offsets, sizes, self.labels = (
+            np.concatenate([getattr(index, name) for index in indexes])
+            for name in ("offsets", "sizes", "labels")
+        )
+        # Number of the shard, offset and size of each sample.
+        self._places = np.stack([np.repeat(np.arange(len(opened)), counts), offsets, sizes], axis=1)
+        self._names = NameTable.joined([index.names for index in indexes])
+        highest = int(self.labels.max())
+        self.classes = numbered_classes(highest + 1) if classes is None else classes
+        self.retry = retry or Retry(0)
+        self.has_extents = any(file.stamp is not None for file in self._files)
+        self.shard_sizes = counts
+        self._notes: list[str] = []
+        if highest >= len(self.classes):
+            i = int(np.argmax(self.labels >= len(self.classes)))
+            raise DataError(
+                f"{self.name(i)}: label {self.labels[i]} is outside the {len(self.classes)} classes",
+                f"fix the .cls file, or name the class in {CLASSES_FILE}",
+            )
 
     def _place(self, i: int) -> tuple[TarFile, int, int]:
         if not 0 <= i < len(self.labels):
@@ -123,79 +149,12 @@ class TarImages(Source):
         file, offset, size = self._place(i)
         return file.content.read(offset, size)
 
-    def sizes(self) -> Int64:
-        sizes: Int64 = self._places[:, 2]
-        return sizes
-
     def name(self, i: int) -> str:
         return f"{self._place(i)[0].path.name}:{self._names[i]}"
-
-    def file_facts(self) -> FileFacts | None:
-        stamps = [file.stamp for file in self._files if file.stamp is not None]
-        if len(stamps) < len(self._files):
-            return None  # compressed shards are in the memory of each rank
-        arrays = ShardStamp.to_arrays(stamps) | self._names.to_arrays()
-        arrays |= {"places": self._places, "labels": self.labels}
-        paths = [str(file.path) for file in self._files]
-        return FileFacts(self.FACTS, arrays, {"paths": paths, "classes": list(self.classes)})
-
-    @classmethod
-    def from_facts(cls, facts: FileFacts, retry: Retry) -> Self:
-        arrays, about = facts.arrays, facts.about
-        stamps = zip(map(Path, about["paths"]), ShardStamp.from_arrays(arrays), strict=True)
-        return cls(
-            files_on_disk(stamps, retry), arrays["places"], NameTable.from_arrays(arrays),
-            arrays["labels"], about["classes"], retry,
-        )  # fmt: skip
 
     def close(self) -> None:
         for file in self._files:
             file.content.close()
-
-
-class TarShards(TarImages):
-    """Samples in the order of the shards, then in the order of each shard."""
-
-    FACTS = "shards"
-
-    def __init__(self, files: Sequence[TarFile], places: Int64, *rest: Any) -> None:
-        super().__init__(files, places, *rest)
-        self._notes: list[str] = []
-        self.has_extents = any(file.stamp is not None for file in files)
-        self.shard_sizes = np.bincount(places[:, 0], minlength=len(files)).tolist()
-
-    @classmethod
-    def of(
-        cls,
-        shards: Iterable[tuple[TarFile, ShardIndex]],
-        classes: Sequence[str] | None = None,
-        retry: Retry | None = None,
-    ) -> Self:
-        """Returns a source of opened shards. Raises DataError without images, or for an invalid label."""
-        opened = list(shards)
-        files, indexes = [file for file, _ in opened], [index for _, index in opened]
-        counts = [len(index) for index in indexes]
-        if not sum(counts):
-            raise DataError(
-                f"{files[0].path if files else 'no shard'}: no image in any of {len(files)} shards",
-                "samples are key.jpg (jpeg, png, webp) and key.cls, without other dots",
-            )
-        offsets, sizes, labels = (
-            np.concatenate([getattr(index, name) for index in indexes])
-            for name in ("offsets", "sizes", "labels")
-        )
-        places = np.stack([np.repeat(np.arange(len(files)), counts), offsets, sizes], axis=1)
-        highest = int(labels.max())
-        known = numbered_classes(highest + 1) if classes is None else classes
-        names = NameTable.joined([index.names for index in indexes])
-        made = cls(files, places, names, labels, known, retry or Retry(0))
-        if highest >= len(known):
-            i = int(np.argmax(labels >= len(known)))
-            raise DataError(
-                f"{made.name(i)}: label {labels[i]} is outside the {len(known)} classes",
-                f"fix the .cls file, or name the class in {CLASSES_FILE}",
-            )
-        return made
 
     @property
     def note(self) -> str:

@@ -8,14 +8,11 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
-
-import numpy as np
-import numpy.typing as npt
+from typing import BinaryIO, TypeVar
 
 from paceline.core.errors import DataError
 from paceline.core.files import regular_descriptor, whole_file
@@ -104,21 +101,6 @@ class ShardStamp:
         finally:
             os.close(descriptor)
         return cls(status.st_size, status.st_mtime_ns, hashlib.sha256(probed).digest())
-
-    @staticmethod
-    def to_arrays(stamps: Sequence[ShardStamp]) -> dict[str, npt.NDArray[Any]]:
-        numbers = [(stamp.size, stamp.mtime_ns) for stamp in stamps]
-        probes = b"".join(stamp.probe for stamp in stamps)
-        return {
-            "stamps": np.array(numbers, dtype=np.int64).reshape(-1, 2),
-            "probes": np.frombuffer(probes, dtype=np.uint8).reshape(len(stamps), -1),
-        }
-
-    @staticmethod
-    def from_arrays(arrays: Mapping[str, npt.NDArray[Any]]) -> list[ShardStamp]:
-        """Returns the stamps that `to_arrays` converted."""
-        states = zip(arrays["stamps"].tolist(), arrays["probes"], strict=True)
-        return [ShardStamp(size, mtime, probe.tobytes()) for (size, mtime), probe in states]
 
     def fits(self, status: os.stat_result) -> bool:
         """Returns True if size and time are unchanged."""

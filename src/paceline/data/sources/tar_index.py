@@ -7,16 +7,14 @@ samples silently is an error.
 
 from __future__ import annotations
 
-import io
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import BinaryIO, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.core.errors import DataError
 from paceline.core.files import open_regular
@@ -114,32 +112,6 @@ def split_name(name: str) -> tuple[str, str]:
     folder, slash, file_name = name.rpartition("/")
     stem, _, extension = file_name.partition(".")
     return (folder + slash + stem if stem else ""), extension.lower()
-
-
-# Fields that shards have in addition to images, and tars with the images of one class do not have.
-_FIELDS = (LABEL_EXTENSION, "json", "txt")
-
-
-def is_shard(path: Path, retry: Retry) -> bool:
-    """Returns True if the plain tar has `.cls` members, or images with another field of the same key."""
-
-    def look() -> bool:
-        images: set[str] = set()
-        fields: set[str] = set()
-        with open_regular(path) as content:
-            for member in tar_members(path, content):
-                key, extension = split_name(member.name)
-                if key and extension == LABEL_EXTENSION:
-                    return True
-                if extension in IMAGE_EXTENSIONS:
-                    images.add(key)
-                elif extension in _FIELDS:
-                    fields.add(key)
-                if key in images and key in fields:
-                    return True
-        return False
-
-    return retry.read(path, look)
 
 
 class _Member(tarfile.TarInfo):
@@ -261,14 +233,6 @@ class NameTable:
         letters = b"".join(table._letters for table in tables)
         return cls.from_parts(np.cumsum([0, *lengths.tolist()], dtype=np.int64), letters)
 
-    def to_arrays(self) -> dict[str, npt.NDArray[Any]]:
-        return {"ends": self._ends, "letters": np.frombuffer(self._letters, dtype=np.uint8)}
-
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> Self:
-        """Returns the table that `to_arrays` converted."""
-        return cls.from_parts(arrays["ends"], arrays["letters"].tobytes())
-
     @property
     def parts(self) -> tuple[Int64, bytes]:
         """A 0 and the end of each name, and the bytes of all names."""
@@ -282,30 +246,6 @@ class NameTable:
             raise IndexError(i)
         letters = self._letters[self._ends[i] : self._ends[i + 1]]
         return letters.decode("utf-8", "surrogateescape")
-
-
-class FileWindow(io.BytesIO):
-    """A part of a file as a file. Both share the position of the underlying file."""
-
-    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
-        super().__init__()
-        self._file, self._start, self._size, self._at = file, start, size, 0
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        left = max(0, self._size - self._at)
-        wanted = left if size is None or size < 0 else min(size, left)
-        self._file.seek(self._start + self._at)
-        data = self._file.read(wanted)
-        self._at += len(data)
-        return data
-
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        base = {0: 0, 1: self._at, 2: self._size}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
 
 
 def scan_file(path: Path, retry: Retry) -> ShardIndex:
