@@ -139,7 +139,7 @@ def test_training_batches_are_those_of_the_host() -> None:
         assert device.corrupt == threads.corrupt
         assert [sample.index for sample in device.corrupt] == [2]
         assert max(files.chunks) == 2
-        assert "no JPEGs for the GPU, " in device.note()
+        assert "not supported by the GPU, " in device.note()
         assert "(the first: 4.jpg: width 9)" in device.note()
 
 
@@ -165,7 +165,7 @@ def test_evaluation_leaves_out_the_corrupt_one() -> None:
             assert got.corrupt == wanted.corrupt
             assert int((got.images.int() - wanted.images.int()).abs().max()) <= 1
         assert device.note().startswith(
-            "3 samples were decoded on the host: 2 no JPEGs for the GPU, 1 after"
+            "3 samples were decoded on the host: 2 not supported by the GPU, 1 after"
         )
         assert sum(len(batch) for batch in device) == 6
         assert files.refused == 1  # in the first pass; then it went straight to the host

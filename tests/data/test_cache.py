@@ -150,17 +150,6 @@ def test_what_no_longer_fits_is_not_decoded(
     source.close()
 
 
-def test_what_is_kept_is_not_part_of_something_larger() -> None:
-    store = MemoryStore(1000)
-    batch = np.zeros((100, 4, 4, 3), np.uint8)
-    store.put(0, batch[7])
-    batch[7] = 9
-    kept = store.get(0)
-    assert isinstance(kept, np.ndarray)
-    assert kept.max() == 0
-    assert kept.base is None
-
-
 def jpeg_samples(count: int) -> list[tuple[str, bytes]]:
     """JPEGs of unequal sizes, and all else under their name; one is no image."""
     members = []
@@ -325,22 +314,6 @@ def test_a_damaged_file_is_a_miss_and_written_anew(tmp_path: Path) -> None:
         assert store.get(1) == b"good"
     assert store.damaged == 3
     store.close()
-
-
-def test_what_a_crash_left_is_given_back(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    store.put(1, bytes(500))
-    part = files(tmp_path)[0].with_name(".1.77.88.tmp")
-    part.write_bytes(bytes(300))
-    store._reserve(3000)  # and never written
-    other = open_store(tmp_path)  # not alone: whoever is here may still be writing
-    assert other.used_bytes == size(tmp_path) - 300 + 3000
-    other.close()
-    store.close()
-    alone = open_store(tmp_path)
-    assert not part.exists()
-    assert alone.used_bytes == size(tmp_path)
-    alone.close()
 
 
 def test_a_full_disk_ends_the_caching_and_not_the_run(

@@ -41,13 +41,6 @@ def test_each_is_reported_once_in_the_order_met() -> None:
         log.report([sample(1)])
 
 
-def test_none_or_all_corrupt_is_never_allowed() -> None:
-    with pytest.raises(DataError, match="1 corrupt of 100"):
-        CorruptLog(100, 0).report([sample(1)])
-    with pytest.raises(DataError, match="1 corrupt of 1 "):
-        CorruptLog(1, 0.9).report([sample(0)])
-
-
 def read_stream(
     source: Any, chosen: DataSettings, start: int, count: int, seed: int = 0, share: float = 0.3
 ) -> tuple[np.ndarray, np.ndarray, list[CorruptSample]]:
@@ -94,22 +87,6 @@ def test_all_corrupt_ends(
 ) -> None:
     with pytest.raises(DataError, match=f"corrupt of {count} samples"):
         read_stream(memory_source(count, set(range(count))), small_settings(), 0, 4, share=share)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_one_good_sample_of_two_is_found_across_epochs(
-    memory_source: Any, small_settings: Make, seed: int
-) -> None:
-    """The corrupt one may come twice in a row, at an epoch's end and the next one's start."""
-    _, labels, _ = read_stream(memory_source(2, {0}), small_settings(), 0, 20, seed=seed)
-    assert set(labels.tolist()) == {1}
-
-
-def test_a_failing_disk_is_no_corrupt_sample(memory_source: Any, small_settings: Make) -> None:
-    source = memory_source(5)
-    source.failure = DataError("disk gone")
-    with pytest.raises(DataError, match="disk gone"):
-        read_stream(source, small_settings(), 0, 2)
 
 
 def test_closing_does_not_wait_for_a_successor(memory_source: Any, small_settings: Make) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from paceline.data import (
     TrainTransform,
     create_eval_loader,
     create_train_loader,
-    open_source,
 )
 from paceline.data.device.streams import CopyingDecoder
 from paceline.data.loaders.create import create_host_decoder
@@ -128,18 +126,6 @@ def test_too_many_corrupt_samples_stop_the_run(
             next(loader)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_shard_that_vanishes_stops_the_run(
-    tmp_path: Path, write_tar: Any, samples: Any, small_settings: Make, workers: int
-) -> None:
-    shard = write_tar(tmp_path / "train-0.tar", samples(20))
-    source = open_source(small_settings(dir=str(tmp_path)), "train")
-    shard.unlink()
-    plan = BatchPlan(samples=20, epochs=1, global_batch=4, micro_batch=4, world_size=1)
-    with pytest.raises(DataError, match=r"train-0\.tar: cannot be read"):
-        train_batches(source, plan, small_settings(workers=workers))
-
-
 def test_closing_in_the_middle(memory_source: Any, small_settings: Make) -> None:
     source = memory_source(200)
     plan = BatchPlan(samples=200, epochs=50, global_batch=20, micro_batch=20, world_size=1)
@@ -151,11 +137,6 @@ def test_closing_in_the_middle(memory_source: Any, small_settings: Make) -> None
     with pytest.raises(RuntimeError, match="closed"):
         next(loader)
     loader.close()
-
-
-def test_a_plan_for_other_data(memory_source: Any, small_settings: Make) -> None:
-    with pytest.raises(ValueError, match="a plan for 20 samples, an order of 19"):
-        train_loader(memory_source(19), BatchPlan(20, 1, 4, 4, 1), small_settings())
 
 
 # --- evaluation --------------------------------------------------------------------------------
@@ -205,25 +186,6 @@ def test_too_many_corrupt_samples_stop_the_evaluation(
         pytest.raises(DataError, match=r"8 corrupt of 40 samples \(allowed: 4\)"),
     ):
         list(loader)
-
-
-def test_a_pass_left_in_the_middle(memory_source: Any, small_settings: Make) -> None:
-    chosen = small_settings(workers=2)
-    loader = eval_loader(memory_source(100), chosen, rank=0, world_size=1, batch_size=4)
-    for _ in loader:
-        break
-    batches = iter(loader)
-    next(batches)
-    loader.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        next(batches)
-    assert len(list(loader)) == 25
-
-
-def test_more_ranks_than_samples(memory_source: Any, small_settings: Make) -> None:
-    chosen = small_settings(workers=1)
-    with eval_loader(memory_source(2), chosen, rank=3, world_size=4, batch_size=8) as loader:
-        assert list(loader) == []
 
 
 # --- copies to the device ----------------------------------------------------------------------

@@ -103,12 +103,6 @@ def test_both_layouts_at_once(tmp_path: Path, write_tar: Write, samples: Samples
     assert len(open_source(settings(tmp_path, "shards"), "train")) == 6
 
 
-def test_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    make_folder(tmp_path, "pictures/train/a")
-    assert len(open_source(DataSettings(dir="~/pictures"), "train")) == 1
-
-
 def test_synthetic() -> None:
     chosen = DataSettings(
         source="synthetic", synthetic_samples=50, synthetic_classes=7, image_size=8, eval_resize=0

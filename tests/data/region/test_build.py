@@ -176,37 +176,6 @@ def test_what_belongs_to_another_user(folder: Path, monkeypatch: pytest.MonkeyPa
     assert f"{folder} belongs to another user" in refusal()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make what is root's")
-def test_what_belongs_to_root_is_trusted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = cached_library()
-    monkeypatch.setattr(building.os, "geteuid", lambda: 4321)
-    assert cached_library() == path
-
-
-def test_without_headers_a_library_of_the_same_code_will_do(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(path: Path) -> None:
-        raise BuildError("no jpeglib.h", "install it")
-
-    path = cached_library()
-    monkeypatch.setattr(building, "_libjpeg_headers", list)
-    monkeypatch.setenv("CC", "another")
-    monkeypatch.setattr(building, "build", fail)
-    assert cached_library() == path
-    monkeypatch.setattr(building, "_code_key", lambda: "other-code")
-    assert "no jpeglib.h" in refusal()
-
-
-@pytest.mark.parametrize("base", ["", "relative", "./here"])
-def test_a_relative_cache_home_counts_as_none(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", base)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cached_library().parent == tmp_path / "home" / ".cache" / "paceline" / "region"
-
-
 def test_another_source_is_another_library(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,17 +185,3 @@ def test_another_source_is_another_library(
     (copy / "resample.c").write_text("another")
     monkeypatch.setattr(building, "HERE", copy)
     assert cached_library() != before
-
-
-def test_another_compiler_machine_or_libjpeg_is_another_library(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = {cached_library()}
-    monkeypatch.setenv("CC", "another")
-    found.add(cached_library())
-    monkeypatch.setattr(building.platform, "machine", lambda: "another")
-    found.add(cached_library())
-    monkeypatch.setenv("CPATH", f"/nowhere{os.pathsep}{tmp_path}")
-    (tmp_path / "jconfig.h").write_text("#define LIBJPEG_TURBO_VERSION 9.9.9")
-    found.add(cached_library())
-    assert len(found) == 4

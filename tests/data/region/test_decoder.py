@@ -32,7 +32,7 @@ from paceline.data import (
 )
 from paceline.data.augment import FitTransform
 from paceline.data.decode import region as module
-from paceline.data.decode.library import Pieces, RegionLibrary
+from paceline.data.decode.library import RegionLibrary
 from paceline.data.decode.region import BulkRead
 from paceline.data.prefetch import Progress
 from paceline.data.sources import shards as shards_module
@@ -327,12 +327,3 @@ def test_and_one_that_vanishes_or_is_replaced(
     words = "has changed since the start" if replaced else r"cannot be read \(No such file"
     with pytest.raises(DataError, match=rf"train-0\.tar: {words}"):
         read.all([4], Progress())
-
-
-@pytest.mark.parametrize(("offset", "size"), [(-1, 4), (0, -4), (0, [4, 4])])
-def test_pieces_that_cannot_be_are_refused(offset: int, size: int | list[int]) -> None:
-    numbers = [np.array([value], dtype=np.int64) for value in (3, offset)]
-    with pytest.raises(ValueError, match="piece"):
-        Pieces(
-            numbers[0].astype(np.int32), numbers[1], np.atleast_1d(size), numbers[0].astype("u8")
-        )

@@ -3,7 +3,7 @@ from __future__ import annotations
 import io
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -144,13 +144,6 @@ def test_one_that_was_mapped_already_is_really_another(
 
 
 @pytest.mark.usefixtures("_anew")
-def test_a_refusal_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is an exception of its own; one that is kept holds the frames that it passed."""
-    monkeypatch.setenv(VARIABLE, "/nowhere/x.so")
-    assert unavailable() is not unavailable()
-
-
-@pytest.mark.usefixtures("_anew")
 def test_one_whose_pixels_differ_is_none(
     library: RegionLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,38 +182,6 @@ def test_a_single_level_is_noticed(library: RegionLibrary, way: str, name: str, 
     said = disagreement(Wrong(library, way, name, able))  # type: ignore[arg-type]
     assert said.startswith("its pixels differ from those of Pillow")
     assert name in said
-
-
-def sampling(data: bytes) -> int:
-    """Of luma, in a baseline file; 0 in others."""
-    frame = data.find(b"\xff\xc0")
-    return data[frame + 11] if frame >= 0 else 0
-
-
-@pytest.mark.parametrize(
-    "is_wrong",
-    [
-        lambda data, flip, out: flip and out.shape[2] == 3,
-        lambda data, flip, out: flip and out.shape[2] == 1,
-        lambda data, flip, out: out.shape[2] == 1 and sampling(data) == 0x22,
-        lambda data, flip, out: sampling(data) == 0x12,
-        lambda data, flip, out: b"\xff\xc2" in data,
-        lambda data, flip, out: b"\xff\xc0\0\x0b" in data and out.shape[2] == 3,
-    ],
-    ids=["flipped", "flipped, one channel", "one channel", "4:4:0", "progressive", "grey"],
-)
-def test_every_kind_of_file_and_result_is_looked_at(
-    library: RegionLibrary, is_wrong: Callable[..., bool]
-) -> None:
-    class WrongForSome:
-        size, square = staticmethod(library.size), staticmethod(library.square)
-
-        def prepare(self, data: bytes, shape: object, box: object, flip: bool, *rest: Any) -> bool:
-            done = library.prepare(data, shape, box, flip, *rest)  # type: ignore[arg-type]
-            rest[-1][3, 4, -1] ^= bool(is_wrong(data, flip, rest[-1]))
-            return done
-
-    assert disagreement(WrongForSome())  # type: ignore[arg-type]
 
 
 def test_the_order_of_the_passes_is_noticed(

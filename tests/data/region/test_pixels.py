@@ -10,7 +10,7 @@ from PIL import Image
 
 from paceline.data.augment import RESAMPLING, Box, pixels_of
 from paceline.data.decode import library as module
-from paceline.data.decode.library import RegionLibrary, address, down_first
+from paceline.data.decode.library import RegionLibrary, address
 from paceline.data.image import decode
 from paceline.data.settings import INTERPOLATIONS
 
@@ -181,41 +181,3 @@ def test_arrays_of_more_bytes_than_a_whole_number_of_c_are_not_taken(
 
 
 # --- the order of the passes -------------------------------------------------------------------
-
-
-def pillow_orders(width: int, height: int, size: int) -> set[bool]:
-    """The orders whose pixels are Pillow's: both, where rounding between them does not show."""
-    noise = np.random.default_rng(0).integers(0, 256, (height, width), dtype=np.uint8)
-    image = Image.fromarray(noise)
-    whole = image.resize((size, size), Image.Resampling.BILINEAR).tobytes()
-    down = (
-        image.resize((width, size), Image.Resampling.BILINEAR)
-        .resize((size, size), Image.Resampling.BILINEAR)
-        .tobytes()
-    )
-    across = (
-        image.resize((size, height), Image.Resampling.BILINEAR)
-        .resize((size, size), Image.Resampling.BILINEAR)
-        .tobytes()
-    )
-    return {order for order, found in ((True, down), (False, across)) if found == whole}
-
-
-@pytest.mark.parametrize("size", [16, 40, 64, 100])
-def test_the_rule_is_pillow_s(size: int) -> None:
-    told = 0
-    for width in (20, 37, 60, 90):
-        # Around the turning points too: rows first above both `size` and 2 × width − size.
-        edge = 2 * width - size
-        for height in {20, 63, 64, 90, 150, 250, size + 1, edge - 1, edge, edge + 1} - {size}:
-            if height < 1 or width == size:
-                continue
-            orders = pillow_orders(width, height, size)
-            assert down_first(width, height, size) in orders, (width, height)
-            told += len(orders) == 1
-    assert told > 10
-
-
-def test_a_pillow_that_always_takes_columns_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_pillow_looks_at_the_size", lambda: False)
-    assert not down_first(20, 2000, 10)
