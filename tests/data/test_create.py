@@ -88,9 +88,8 @@ def test_a_decoder_on_the_gpu_is_never_passed_over(
     source = Noted(8)
     monkeypatch.setattr(creating, "CopyingDecoder", lambda decoder, device: decoder)
     make(source, chosen, GPU)
-    assert notes == [
-        ("not resident: data.decoder = 'nvjpeg' decodes every batch anew", "index built anew")
-    ]
+    note = "not resident: data.decoder = 'nvjpeg' decodes every batch anew"
+    assert notes == [(note, "index built anew")]
     with pytest.raises(ConfigError, match="data.resident = 'on': .*set data.resident = 'off', or"):
         make(source, replace(chosen, resident="on"), GPU)
     with pytest.raises(ConfigError, match="data.decoder = 'nvjpeg': decodes on a GPU, but the dev"):

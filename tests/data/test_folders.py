@@ -21,7 +21,6 @@ from paceline.data.sources.folders import FlatFolder, ImageFiles, ImageFolder, c
 WNIDS = ["n01440764", "n01443537", "n02119789"]
 NAMES = [f"ILSVRC2012_val_{i:08d}.JPEG" for i in range(1, 6)]
 LABELS = [2, 0, 1, 1, 2]
-GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 FILES = {
     "val.txt": "".join(f"{n} {c}\n" for n, c in reversed(list(zip(NAMES, LABELS, strict=True)))),
     "val.txt ": "".join(f"val/{n} {WNIDS[c]}\n" for n, c in zip(NAMES, LABELS, strict=True)),
@@ -29,8 +28,6 @@ FILES = {
     + "".join(f"{n[:-5]},{WNIDS[c]} 1 2 3 4 \n" for n, c in zip(NAMES, LABELS, strict=True)),
     "imagenet_2012_validation_synset_labels.txt": "".join(f"{WNIDS[c]}\n" for c in LABELS),
     "synset_labels.txt": "\n".join(WNIDS[c] for c in LABELS),
-    # The devkit counts from 1, in an order of its own.
-    GROUND_TRUTH: "".join(f"{3 - c}\n" for c in LABELS),
 }
 Write = Callable[[Path, list[tuple[str, bytes]]], Path]
 
@@ -161,7 +158,6 @@ def imagenet(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("place", [".", "val"])
 def test_every_label_file(imagenet: Path, name: str, place: str) -> None:
     (imagenet / place / name.strip()).write_text(FILES[name])
-    write_map(imagenet / place)
     source = open_source(DataSettings(dir=str(imagenet)), "val")
     assert isinstance(source, FlatFolder)
     assert source.classes == WNIDS
@@ -179,14 +175,12 @@ def test_every_label_file(imagenet: Path, name: str, place: str) -> None:
         ("val.txt", FILES["val.txt"].replace(" 0", " -1"), "val.txt:4: '-1' is none of the 3"),
         ("synset_labels.txt", "n01440764\n", "1 labels for 5 images"),
         ("synset_labels.txt", "0\n" * 5, "synset_labels.txt:1: '0' is none of the 3 classes"),
-        (GROUND_TRUTH, "1\n2\n3\n1\n9\n", f"{GROUND_TRUTH}:5: '9' is not in map_clsloc.txt"),
         ("LOC_val_solution.csv", "ImageId\nx,n9 1 2 3 4\n", "solution.csv:2: 'n9' is none of"),
     ],
 )  # fmt: skip
 def test_wrong_label_files(imagenet: Path, name: str, content: str, line: str) -> None:
     if name:
         (imagenet / name).write_text(content)
-        write_map(imagenet)
     with pytest.raises(DataError, match=line):
         open_source(DataSettings(dir=str(imagenet)), "val")
 

@@ -74,7 +74,6 @@ def test_the_split_of_shards_is_in_their_names(
         "train": 6,
         "val": 3,
     }
-    write_tar(tmp_path / "more-0.tar", samples(2))
     assert any(
         "without a split in their names: more-0.tar" in note
         for note in inspect_set(str(tmp_path)).notes

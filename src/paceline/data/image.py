@@ -1,7 +1,8 @@
 """Decodes image files with Pillow to upright 8-bit images, and reads their headers.
 
-Reads JPEG, PNG, WebP, GIF and BMP, whatever the file name. A file that Pillow cannot decode completely
-raises `CorruptImage` with the reason, never a warning. Damage that still decodes is not detected.
+Reads JPEG, PNG, WebP, GIF and BMP, regardless of the file name. A file that Pillow cannot decode
+completely raises `CorruptImage` with the reason, never a warning. Damage that still decodes is not
+detected.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ per stage (read, decode, augment), so that a wait for a batch can be attributed 
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -59,19 +60,6 @@ class Job(Generic[Part, Result]):
     complete: Callable[[], None] | None = None
 
 
-class _Countdown:
-    """Counts the unfinished chunks of a job."""
-
-    def __init__(self, count: int) -> None:
-        self._left = count
-        self._lock = threading.Lock()
-
-    def is_last(self) -> bool:
-        with self._lock:
-            self._left -= 1
-            return self._left == 0
-
-
 _Running = tuple[Job[Part, Result], list[Future[tuple[Part, dict[str, float]]]]]
 
 
@@ -107,8 +95,8 @@ class Prefetcher(Generic[Part, Result]):
         try:
             if self._pool is None:
                 job = next(self._jobs)
-                left = _Countdown(len(job.chunks))
-                return self._finish(job, [self._run(job, chunk, left) for chunk in job.chunks])
+                done = itertools.count(1)
+                return self._finish(job, [self._run(job, chunk, done) for chunk in job.chunks])
             self._fill(self._pool)
             if not self._waiting:
                 raise StopIteration
@@ -133,17 +121,18 @@ class Prefetcher(Generic[Part, Result]):
             job = next(self._jobs, None)
             if job is None:
                 return
-            left = _Countdown(len(job.chunks))
-            futures = [pool.submit(self._run, job, chunk, left) for chunk in job.chunks]
+            done = itertools.count(1)
+            futures = [pool.submit(self._run, job, chunk, done) for chunk in job.chunks]
             self._waiting.append((job, futures))
 
     def _run(
-        self, job: Job[Part, Result], chunk: Callable[[Progress], Part], left: _Countdown
+        self, job: Job[Part, Result], chunk: Callable[[Progress], Part], done: Iterator[int]
     ) -> tuple[Part, dict[str, float]]:
+        """Runs a chunk. `done` counts the finished chunks of the job; `next` of it is atomic."""
         progress = Progress(self._stopping)
         progress.check()
         part = chunk(progress)
-        if left.is_last() and job.complete is not None:
+        if next(done) == len(job.chunks) and job.complete is not None:
             progress.check()
             job.complete()
         return part, progress.spent

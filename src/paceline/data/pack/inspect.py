@@ -132,9 +132,6 @@ def inspect_set(
         if str(error) not in report.problems:
             report.problems.append(str(error))
         return report
-    if shards and (unnamed := _unnamed(directory)):
-        names = ", ".join(unnamed[:_NAMED])
-        report.notes.append(f"skipped tars without a split in their names: {names}")
     for name, source in sources.items():
         wanted = len(source) if look_at is None else min(look_at, len(source))
         facts = inspect_split(source, wanted, workers, on_progress, f"{name}: images")
@@ -157,18 +154,8 @@ def _shards(directory: str) -> list[Path]:
     kinds = {kind for split in SPLITS for kind in kinds_of(root, split)}
     if kinds and "shards" not in kinds:
         return []
-    return sorted({*all_shards(root), *_used_shards(root)})
-
-
-def _used_shards(root: Path) -> set[Path]:
-    return {path for split in SPLITS for path in shard_paths(root, split)}
-
-
-def _unnamed(directory: str) -> list[str]:
-    """Returns the tars that belong to no split, if others do."""
-    root = data_root(directory)
-    used = _used_shards(root)
-    return [path.name for path in all_shards(root) if used and path not in used]
+    in_splits = (path for split in SPLITS for path in shard_paths(root, split))
+    return sorted({*all_shards(root), *in_splits})
 
 
 def inspect_split(

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -270,23 +271,12 @@ def _sweep(directory: Path) -> None:
             path.unlink()
 
 
-@dataclass
-class _Progress:
-    """What the current shard adds to the manifest when it is complete."""
-
-    corrupt: list[CorruptSample] = field(default_factory=list)
-    copied: int = 0
-
-
-class _NothingToKeep(Exception):  # noqa: N818 - removes an empty file, is no error
-    pass
-
-
 class SplitPacker:
     """Packs one split. Threads prepare images, and the caller writes shards in order.
 
-    Shards and their bytes depend on source and options, not on the number of threads or on interruptions.
-    Threads suffice, because Pillow releases the interpreter lock for nine tenths of the time.
+    Shards and their bytes depend on source and options, not on the number of threads or on
+    interruptions. Threads suffice, because Pillow releases the interpreter lock for nine tenths of the
+    time.
     """
 
     def __init__(
@@ -305,69 +295,24 @@ class SplitPacker:
         self._order = pack_order(len(source), options)
         self._limit = allowed_corrupt(options.max_corrupt_share, len(source))
         self._on_sample = on_sample
+        self._position = self._record.stop
+        # Corrupt samples that are not in the manifest yet.
+        self._pending: list[CorruptSample] = []
 
     def pack(self, directory: Path, workers: int) -> None:
         """Continues after the last complete shard. Raises the errors of `pack_splits`."""
         # Before the first shard is complete, so that readers know that others are missing.
         self._manifest.save()
-        start = self._record.stop
-        results = map_ahead(self._prepare, range(start, len(self._source)), workers)
-        with closing(results):
-            while start < len(self._source):
-                start = self._shard(directory, start, results)
+        positions = range(self._position, len(self._source))
+        with closing(map_ahead(self._prepare, positions, workers)) as results:
+            images = self._images(results)
+            for first in images:
+                self._write_shard(directory, itertools.chain([first], images))
         if not self._record.packed:
             raise DataError(f"{self._name}: no image can be decoded", "check the source")
+        self._record.corrupt += self._pending
         self._record.complete = True
         self._manifest.save()
-
-    def _shard(self, directory: Path, start: int, results: Iterator[tuple[int, Result]]) -> int:
-        """Writes one shard and returns the position of the next one."""
-        path = directory / f"{self._name}-{len(self._record.shards):05d}.tar"
-        progress = _Progress()
-        stop, digest = start, ""
-        with suppress(_NothingToKeep), written_file(path) as file:
-            writer = ShardWriter(file)
-            for index, result in results:
-                stop += 1
-                self._take(writer, progress, index, result)
-                self._on_sample(self._name, stop, self._corrupt_so_far(progress))
-                if self._full(writer):
-                    break
-            if not len(writer):
-                raise _NothingToKeep  # all remaining images are corrupt
-            digest = writer.finish()
-        self._record.corrupt += progress.corrupt
-        self._record.copied += progress.copied
-        if not digest:
-            return stop
-        writer.write_index(path)
-        shard = PackedShard(path.name, len(writer), writer.bytes, digest, stop)
-        self._record.shards.append(shard)
-        self._manifest.save()
-        return stop
-
-    def _take(self, writer: ShardWriter, progress: _Progress, index: int, result: Result) -> None:
-        if isinstance(result, PackedImage):
-            progress.copied += result.copied
-            label = int(self._source.labels[index])
-            writer.add(f"{index:08d}", result.extension, result.content, label)
-            return
-        progress.corrupt.append(result)
-        count = self._corrupt_so_far(progress)
-        if count > self._limit:
-            first = (self._record.corrupt + progress.corrupt)[0]
-            raise DataError(
-                f"{count} corrupt of {len(self._source)} images in {self._name} (allowed: "
-                f"{self._limit}); the first: {first.name}: {first.reason}",
-                "fix the data, or raise --max-corrupt-share",
-            )
-
-    def _corrupt_so_far(self, progress: _Progress) -> int:
-        return len(self._record.corrupt) + len(progress.corrupt)
-
-    def _full(self, writer: ShardWriter) -> bool:
-        most = self._options.shard_samples
-        return writer.bytes >= self._options.shard_mib << 20 or 0 < most <= len(writer)
 
     def _prepare(self, position: int) -> tuple[int, Result]:
         index = int(self._order[position])
@@ -377,6 +322,49 @@ class SplitPacker:
             # Class and file only, so that the manifest does not depend on the place of the source.
             name = "/".join(self._source.name(index).split("/")[-2:])
             return index, CorruptSample(index, name, str(error))
+
+    def _images(self, results: Iterator[tuple[int, Result]]) -> Iterator[tuple[int, PackedImage]]:
+        """Yields the images that are not corrupt, and records the others."""
+        for index, result in results:
+            self._position += 1
+            if isinstance(result, CorruptSample):
+                self._pending.append(result)
+            corrupt = len(self._record.corrupt) + len(self._pending)
+            if corrupt > self._limit:
+                first = (self._record.corrupt + self._pending)[0]
+                raise DataError(
+                    f"{corrupt} corrupt of {len(self._source)} images in {self._name} (allowed: "
+                    f"{self._limit}); the first: {first.name}: {first.reason}",
+                    "fix the data, or raise --max-corrupt-share",
+                )
+            self._on_sample(self._name, self._position, corrupt)
+            if isinstance(result, PackedImage):
+                yield index, result
+
+    def _write_shard(self, directory: Path, images: Iterator[tuple[int, PackedImage]]) -> None:
+        path = directory / f"{self._name}-{len(self._record.shards):05d}.tar"
+        copied = 0
+        with written_file(path) as file:
+            writer = ShardWriter(file)
+            for index, image in images:
+                copied += image.copied
+                label = int(self._source.labels[index])
+                writer.add(f"{index:08d}", image.extension, image.content, label)
+                if self._is_full(writer):
+                    break
+            digest = writer.finish()
+        writer.write_index(path)
+        self._record.corrupt += self._pending
+        self._record.copied += copied
+        self._pending = []
+        self._record.shards.append(
+            PackedShard(path.name, len(writer), writer.bytes, digest, self._position)
+        )
+        self._manifest.save()
+
+    def _is_full(self, writer: ShardWriter) -> bool:
+        most = self._options.shard_samples
+        return writer.bytes >= self._options.shard_mib << 20 or 0 < most <= len(writer)
 
 
 def pack_order(count: int, options: PackOptions) -> Int64:

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -322,17 +323,14 @@ def _first(item: Mapping[Any, Any], keys: Sequence[str]) -> Any:
 def _is_decoding_error(error: Exception) -> bool:
     """Returns True if an image file is damaged.
 
-    Pillow raises any type for damaged bytes. Errors of the system, such as a missing file, have a number.
+    Code of Pillow or torchvision raises any type for damaged bytes. Errors of the system, such as a
+    missing file, have a number.
     """
-    if isinstance(error, UnidentifiedImageError):
-        return True
     if isinstance(error, OSError) and error.errno is not None:
         return False
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    module = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
-    return module.startswith(("PIL.", "torchvision.io."))
+    frames = list(traceback.walk_tb(error.__traceback__))
+    module = str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
+    return isinstance(error, UnidentifiedImageError) or module.startswith(("PIL.", "torchvision.io."))
 
 
 def _described(value: Any) -> str:

@@ -233,8 +233,18 @@ class FlatFolder(ImageFiles):
         names = flat_images(root)
         if not names:
             raise DataError(f"{root}: no image in it", "put images, or class folders, into it")
-        path, known = label_file(root), known_classes(root, classes)
-        super().__init__(root, names, read_flat_labels(path, names, known), known, retry)
+        path = find_label_file(root)
+        if path is None:
+            raise DataError(
+                f"{root}: images without class folders, and no file with their labels",
+                f"put one of {', '.join(FILE_NAMES)} next to it",
+            )
+        if classes is None:
+            raise DataError(
+                f"{root}: has a label file, but the names of the classes are unknown",
+                "put the training split, or classes.json, next to it",
+            )
+        super().__init__(root, names, read_flat_labels(path, names, classes), classes, retry)
 
 
 class MetadataFolder(ImageFiles):
@@ -253,24 +263,3 @@ class MetadataFolder(ImageFiles):
                     f"{path}: row {number}: no file {name!r}", "add it, or remove the row"
                 )
         super().__init__(root, [name for name, _ in rows], labels, names, retry)
-
-
-def label_file(root: Path) -> Path:
-    """Returns the label file of a folder. Raises DataError if there is none."""
-    path = find_label_file(root)
-    if path is None:
-        raise DataError(
-            f"{root}: images without class folders, and no file with their labels",
-            f"put one of {', '.join(FILE_NAMES)} next to it",
-        )
-    return path
-
-
-def known_classes(root: Path, classes: Sequence[str] | None) -> Sequence[str]:
-    """Returns `classes`. Raises DataError if they are None."""
-    if classes is None:
-        raise DataError(
-            f"{root}: has a label file, but the names of the classes are unknown",
-            "put the training split, or classes.json, next to it",
-        )
-    return classes

@@ -114,8 +114,9 @@ class TarShards(Source):
         indexes = [index for _, index in opened]
         counts = [len(index) for index in indexes]
         if not sum(counts):
+            first = self._files[0].path if opened else "no shard"
             raise DataError(
-                f"{self._files[0].path if opened else 'no shard'}: no image in any of {len(opened)} shards",
+                f"{first}: no image in any of {len(opened)} shards",
                 "samples are key.jpg (jpeg, png, webp) and key.cls, without other dots",
             )
         offsets, sizes, self.labels = (
