@@ -208,14 +208,6 @@ def test_evaluation_equals_scaling_all_then_cutting(width: int, height: int, sho
     assert difference.mean() < 0.5
 
 
-@pytest.mark.parametrize("name", ["nearest", "bilinear", "bicubic", "lanczos"])
-def test_interpolation_is_the_one_asked_for(name: str) -> None:
-    chosen = DataSettings(image_size=16, eval_resize=0, interpolation=name)
-    image = photo(40, 40)
-    want = image.resize((16, 16), Image.Resampling[name.upper()])
-    np.testing.assert_array_equal(apply(EvalTransform(chosen), image, (), 16), np.asarray(want))
-
-
 # --- colour jitter and RandAugment -----------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from paceline.data import CorruptSample, DataSettings, EvalTransform, SampleOrde
 from paceline.data.batch import Chunk, CorruptLog
 from paceline.data.decode.decoder import PillowDecoder
 from paceline.data.order import uniform
-from paceline.data.prefetch import Progress, Stopped
+from paceline.data.prefetch import Progress
 
 Make = Callable[..., DataSettings]
 
@@ -87,23 +87,6 @@ def test_all_corrupt_ends(
 ) -> None:
     with pytest.raises(DataError, match=f"corrupt of {count} samples"):
         read_stream(memory_source(count, set(range(count))), small_settings(), 0, 4, share=share)
-
-
-def test_closing_does_not_wait_for_a_successor(memory_source: Any, small_settings: Make) -> None:
-    """Many samples in a row may be corrupt: nobody wants the result, so none is read any more."""
-    source, wanted = memory_source(50, set(range(50))), iter(range(4))
-
-    class Stopping(Progress):
-        def check(self) -> None:
-            if next(wanted, None) is None:
-                raise Stopped
-
-    decoder = PillowDecoder(source, TrainTransform(small_settings()), channels=1)
-    log = CorruptLog(50, 0.9)
-    chunk = Chunk.of_stream(SampleOrder(50, 0), 0, (0, 1), decoder.draws, log, Stopping())
-    with pytest.raises(Stopped):
-        decoder.fill(chunk, np.zeros((1, 8, 8, 1), np.uint8))
-    assert len(source.reads) == 4
 
 
 def test_evaluation_drops_rows_and_a_known_corrupt_sample_costs_nothing(

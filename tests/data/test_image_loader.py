@@ -156,20 +156,6 @@ def test_wrong_arguments_are_named(memory_source: Any, wrong: dict[str, Any]) ->
         loader(memory_source(8), **{"batch_size": 4, **wrong})
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"val_spilt": 0.2}, "^data.val_spilt.*did you mean 'val_split'"),
-        ({"data.val_spilt": 0.2}, "^data.val_spilt.*did you mean 'val_split'"),
-        ({"run.seed": 1}, "^run.seed"),
-        ({"data.val_split": "0.2"}, "^data.val_split = '0.2'"),
-    ],
-)
-def test_wrong_settings_are_named(memory_source: Any, settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        loader(memory_source(8), settings=settings)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("resident", ["on", "off"])

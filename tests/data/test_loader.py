@@ -95,22 +95,6 @@ def test_every_step_can_be_resumed(memory_source: Any, augmented: Make) -> None:
         assert_equal(got, whole[len(whole) - rest :])
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 6])
-def test_ranks_share_out_what_one_would_take(
-    memory_source: Any, augmented: Make, ranks: int
-) -> None:
-    source, chosen = memory_source(31), augmented()
-    alone = train_batches(source, BatchPlan(31, 2, 12, 2, 1), chosen)
-    plan = BatchPlan(31, 2, 12, 2, ranks)
-    shares = [iter(train_batches(source, plan, chosen, rank=rank)) for rank in range(ranks)]
-    merged = []
-    for step in range(plan.total_steps):
-        pieces = sum(len(plan.micro_batches(step, rank)) for rank in range(ranks))
-        merged += [next(shares[j % ranks]) for j in range(pieces)]
-    assert_equal(merged, alone)
-    assert all(next(share, None) is None for share in shares)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_too_many_corrupt_samples_stop_the_run(
     memory_source: Any, small_settings: Make, workers: int

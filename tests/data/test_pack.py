@@ -284,15 +284,6 @@ def test_large_ones_are_scaled_in_their_own_format(kind: str, mode: str, kept: s
         assert (image.format, image.mode, image.size) == (kind, kept, (48, 32))
 
 
-def test_turned_by_its_camera() -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    packed = pack_image(file_of(photo(60, 40), exif=exif), SMALLER)
-    with Image.open(io.BytesIO(packed.content)) as image:
-        assert image.size == (32, 48)
-        assert not image.getexif()
-
-
 def test_quality_and_format() -> None:
     data = file_of(photo(600, 400), "PNG")
     low, high = (

@@ -5,12 +5,10 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from paceline.core.errors import DataError
 from paceline.data import divide_wait, sum_by_stage
-from paceline.data.prefetch import Job, Prefetcher, Progress, Stopped, cut, map_ahead
+from paceline.data.prefetch import Job, Prefetcher, Progress, Stopped, map_ahead
 
 pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 
@@ -102,13 +100,6 @@ def test_closing_in_the_middle_is_prompt() -> None:
     assert outcome == ["stopped", "stopped"]
     assert [str(error) for error in consumer_error] == ["the loader is closed"]
     prefetcher.close()
-
-
-@given(st.integers(1, 5000), st.integers(0, 64))
-def test_cuts_cover_a_batch_once(length: int, workers: int) -> None:
-    pieces = cut(length, workers)
-    assert [i for start, stop in pieces for i in range(start, stop)] == list(range(length))
-    assert all(stop - start <= 64 for start, stop in pieces)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

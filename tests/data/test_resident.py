@@ -181,16 +181,6 @@ def test_decoded_once_as_long_as_the_source_lives(memory_source: Any) -> None:
     assert gone() is None
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_failing_storage_ends_it(memory_source: Any, workers: int) -> None:
-    source = memory_source(300)
-    source.failure = DataError("gone")
-    with pytest.raises(DataError, match="gone"):
-        resident_set(source, FORM, SHAPE, workers, CPU)
-    source.failure = None
-    assert len(resident_set(source, FORM, SHAPE, workers, CPU)) == 300
-
-
 def test_other_sizes_are_refused_where_they_must_be_equal() -> None:
     transform = PixelForm(1).transform((4, 6, 1))
     out = np.zeros((4, 6, 1), dtype=np.uint8)

@@ -16,10 +16,8 @@ from paceline.data import (
     DataSettings,
     Source,
     create_eval_loader,
-    inspect_set,
     open_data,
     open_source,
-    open_splits,
 )
 from paceline.data.sources.base import validation_indices
 
@@ -149,14 +147,6 @@ def test_names_of_the_validation_folder(tmp_path: Path, folder: str) -> None:
         photos(tmp_path / "val", "a")
         with pytest.raises(DataError, match=r"holds val/ and validation/"):
             open_data(chosen(tmp_path))
-
-
-def test_photos_for_pack_and_inspect(tmp_path: Path) -> None:
-    root = photos(tmp_path, "a", "b")
-    notes: list[str] = []
-    assert list(open_splits(str(root), on_note=notes.append)) == ["train"]
-    assert "taken as train" in notes[0]
-    assert inspect_set(str(root)).splits["train"].samples == 10
 
 
 def write_metadata(root: Path, rows: list[tuple[str, object]]) -> None:

@@ -1,7 +1,8 @@
 """`CachedSource`: keeps samples for later epochs, in memory or on a local disk.
 
 A cache keeps the bytes of files ("raw") or pixels ("decoded"), upright and with the channels of the run.
-Batches are the same as without a cache.
+Batches are the same as without a cache. Nothing is evicted: every sample is read once per epoch, so a
+cache that evicts would always miss. Stores are thread-safe. After an error a sample is not kept.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import struct
 import sys
 import threading
 import zlib
-from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def cached(source: Source, settings: DataSettings, split: Split) -> Source:
         )  # fmt: skip
     decoded = settings.cache_form == "decoded"
     limit = settings.cache_mib * _MIB
-    store: CacheStore
+    store: MemoryStore | DiskStore
     if settings.cache == "memory":
         store = MemoryStore(limit)
     else:
@@ -73,7 +73,7 @@ class CachedSource(WrappedSource):
     """A source with the samples, labels and names of another one, and a cache."""
 
     def __init__(
-        self, source: Source, store: CacheStore, channels: int | None, limit_mib: int
+        self, source: Source, store: MemoryStore | DiskStore, channels: int | None, limit_mib: int
     ) -> None:
         """Creates a cached source.
 
@@ -129,34 +129,13 @@ class CachedSource(WrappedSource):
         self._store.close()
 
 
-class CacheStore(ABC):
-    """Keeps samples between epochs. Thread-safe. Errors only mean that a sample is not kept.
-
-    Nothing is evicted. Every sample is read once per epoch, so a cache that evicts would always miss.
+class MemoryStore:
+    """Keeps samples in memory. The limit does not include Python's 100 bytes per sample.
 
     Attributes:
         full: True if a sample did not fit. A smaller one may still fit.
         damaged: Number of entries that were damaged.
     """
-
-    full: bool
-    damaged: int
-
-    @abstractmethod
-    def get(self, i: int) -> Stored | None: ...
-
-    @abstractmethod
-    def put(self, i: int, data: Stored) -> None: ...
-
-    @abstractmethod
-    def describe(self) -> str: ...
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-
-class MemoryStore(CacheStore):
-    """Keeps samples in memory. The limit does not include Python's 100 bytes per sample."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
@@ -194,7 +173,7 @@ class MemoryStore(CacheStore):
             self.full = False
 
 
-class DiskStore(CacheStore):
+class DiskStore:
     """Keeps samples in files of a local disk, shared by all ranks of a host and by later runs.
 
     Each sample is a file in `DIR/IDENTITY/`, which gets its name when it is complete. A locked

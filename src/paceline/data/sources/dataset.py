@@ -330,7 +330,9 @@ def _is_decoding_error(error: Exception) -> bool:
         return False
     frames = list(traceback.walk_tb(error.__traceback__))
     module = str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
-    return isinstance(error, UnidentifiedImageError) or module.startswith(("PIL.", "torchvision.io."))
+    return isinstance(error, UnidentifiedImageError) or module.startswith(
+        ("PIL.", "torchvision.io.")
+    )
 
 
 def _described(value: Any) -> str:

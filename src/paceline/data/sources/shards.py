@@ -80,7 +80,6 @@ def files_on_disk(stamps: Iterable[tuple[Path, ShardStamp]], retry: Retry) -> li
 
 def shards_in_memory(paths: Sequence[Path]) -> Iterator[tuple[TarFile, ShardIndex]]:
     """Unpacks and indexes compressed shards; DataError if they would take too much memory."""
-    _check_compressed(paths)
     left = _COMPRESSED_LIMIT_BYTES
     for path in paths:
         unpacked = UnpackedShard(path, left)
@@ -179,16 +178,3 @@ class TarShards(Source):
         """Returns the place of an image in its file, or None in a compressed shard."""
         file, offset, size = self._place(i)
         return (file.content, offset, size) if isinstance(file.content, ShardFile) else None
-
-
-def _check_compressed(paths: Sequence[Path]) -> None:
-    try:
-        total = sum(path.stat().st_size for path in paths)
-    except OSError as error:
-        raise unreadable(Path(error.filename), error) from None
-    if total > _COMPRESSED_LIMIT_BYTES:
-        raise DataError(
-            f"{paths[0].parent}: {total / 2**30:.1f} GiB of compressed shards, which each rank "
-            f"would hold in memory (limit {_COMPRESSED_LIMIT_BYTES >> 30} GiB)",
-            "decompress them with gunzip; plain .tar shards need no memory",
-        )
