@@ -88,7 +88,7 @@ def test_a_decoder_on_the_gpu_is_never_passed_over(
     source = Noted(8)
     monkeypatch.setattr(creating, "CopyingDecoder", lambda decoder, device: decoder)
     make(source, chosen, GPU)
-    note = "not resident: data.decoder = 'nvjpeg' decodes every batch anew"
+    note = "not resident: data.decoder = 'nvjpeg' decodes every batch"
     assert notes == [(note, "index built anew")]
     with pytest.raises(ConfigError, match="data.resident = 'on': .*set data.resident = 'off', or"):
         make(source, replace(chosen, resident="on"), GPU)

@@ -184,7 +184,7 @@ def _resident_decoder(
         problem = "data.color_jitter and data.randaugment are done on the host"
         remedy = "leave these at 0"
     elif settings.decoder in DEVICE_DECODERS:
-        problem = f"data.decoder = {settings.decoder!r} decodes every batch anew"
+        problem = f"data.decoder = {settings.decoder!r} decodes every batch"
         remedy = "set data.decoder = 'auto'"
     if problem and wanted == "on":
         remedy = f"set data.resident = 'off', or {remedy}"

@@ -27,7 +27,7 @@ class SourceKind:
 
     Attributes:
         open_split: Opens one split. Its arguments are the settings, the split, the classes of the
-            training split if they are known, and False if nothing may be written beside the data.
+            training split if they are known, and False if nothing may be written next to the data.
         validation: Returns what shows that the data has a validation set, or "" if it has none.
     """
 

@@ -79,7 +79,7 @@ def files_on_disk(stamps: Iterable[tuple[Path, ShardStamp]], retry: Retry) -> li
 
 
 def shards_in_memory(paths: Sequence[Path]) -> Iterator[tuple[TarFile, ShardIndex]]:
-    """Unpacks and indexes compressed shards; DataError if they would take too much memory."""
+    """Unpacks and indexes compressed shards. Raises DataError if they take too much memory."""
     left = _COMPRESSED_LIMIT_BYTES
     for path in paths:
         unpacked = UnpackedShard(path, left)

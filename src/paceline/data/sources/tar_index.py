@@ -27,7 +27,7 @@ _LABEL_BYTES = 32
 _BLOCK = tarfile.BLOCKSIZE
 # Two blocks of zeros end a tar, and more zeros fill the last record.
 _MOST_AFTER_END = 2 * _BLOCK + tarfile.RECORDSIZE
-_REBUILD = "copy or build the shard anew"
+_REBUILD = "copy or build the shard again"
 _OCTAL = frozenset(b"01234567")
 
 # Exceptions of tarfile for damaged headers. A header may also request too much memory.
