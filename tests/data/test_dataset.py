@@ -104,7 +104,7 @@ def test_labels_are_taken_from_the_dataset_or_read_once() -> None:
     assert changed.labels.tolist() == labels
     assert "differ from the dataset's own list" in changed.note
     assert DatasetSource(Pictures(pixels), labels=np.array(labels)).note == ""
-    with pytest.raises(DataError, match=r"Pictures\[0\] has label 0, `labels` says 2"):
+    with pytest.raises(DataError, match=r"Pictures\[0\] has label 0, `labels` has 2"):
         DatasetSource(Pictures(pixels), labels=[2] * 9)
 
 
@@ -200,7 +200,7 @@ def test_items_that_change_between_reads() -> None:
     noisy = DatasetSource(Pictures(lambda i: chance.integers(0, 256, (4, 4, 3), dtype=np.uint8)))
     assert "differs between two reads" in noisy.note
     for values in ({"resident": "on"}, {"cache": "memory"}):  # would keep the first for good
-        with pytest.raises(ConfigError, match="Pictures gives other images at every read"):
+        with pytest.raises(ConfigError, match="Pictures gives different images at every read"):
             batches(noisy, **values)
     turn = iter(range(1000))
     with pytest.raises(DataError, match=r"has label \d+, before it was \d+"):

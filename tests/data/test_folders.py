@@ -73,10 +73,9 @@ def test_a_class_that_training_does_not_have(root: Path) -> None:
 
 
 def test_classes_without_images_are_left_out_with_a_note(root: Path) -> None:
-    assert ImageFolder(root).note == (
-        "train/: skipped files that are not images: 1 .txt; "
-        "train/: skipped images outside of class folders: list.png"
-    )
+    note = ImageFolder(root).note
+    assert "train/: skipped 1 files that are not images" in note
+    assert "train/: skipped images outside of class folders: list.png" in note
     (root / "bee").mkdir()
     (root / "fox" / "deep").mkdir(parents=True)
     source = ImageFolder(root)
@@ -188,7 +187,7 @@ def test_wrong_label_files(imagenet: Path, name: str, content: str, line: str) -
 def test_nobody_names_the_classes(imagenet: Path) -> None:
     (imagenet / "val.txt").write_text(FILES["val.txt"])
     (imagenet / "train").rename(imagenet / "elsewhere")
-    with pytest.raises(DataError, match="nobody says which classes there are; put the training"):
+    with pytest.raises(DataError, match="names of the classes are unknown; put the training"):
         open_source(DataSettings(dir=str(imagenet)), "val")
     assert open_source(DataSettings(dir=str(imagenet)), "val", WNIDS).labels.tolist() == LABELS
 

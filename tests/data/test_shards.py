@@ -195,9 +195,7 @@ def test_an_index_older_than_its_shard(
     assert scanned == [large_shards[1]]
     assert len(source) == 13
     assert source.name(4) == "train-1.tar:000100.png"
-    assert "index of train-1.tar belongs to an older state of the shard: built anew" in (
-        source.note
-    )
+    assert "index of train-1.tar belongs to an older state of the shard: rebuilt" in (source.note)
     assert open_shards(large_shards).note == ""
 
 

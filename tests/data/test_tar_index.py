@@ -78,8 +78,8 @@ def test_hidden_twins_of_another_system_are_passed_over() -> None:
     [
         ([("a.jpg", b"i")], r"sample 'a' has an image but no label"),
         ([("a.cls", b"1")], r"sample 'a' has a label but no image"),
-        ([("a.jpg", b"i"), ("a.png", b"i"), ("a.cls", b"1")], r"sample 'a' is there twice"),
-        ([("a.jpg", b"i"), ("a.cls", b"1"), ("a.cls", b"1")], r"sample 'a' is there twice"),
+        ([("a.jpg", b"i"), ("a.png", b"i"), ("a.cls", b"1")], r"sample 'a' occurs twice"),
+        ([("a.jpg", b"i"), ("a.cls", b"1"), ("a.cls", b"1")], r"sample 'a' occurs twice"),
         ([("a.jpg", b"i"), ("a.cls", b"")], r"label of sample 'a' is ''"),
         ([("a.jpg", b"i"), ("a.cls", b"cat")], r"label of sample 'a' is 'cat'"),
         ([("a.jpg", b"i"), ("a.cls", b"-1")], r"label of sample 'a' is '-1'"),
@@ -166,11 +166,11 @@ def test_memory_does_not_grow_with_the_members() -> None:
 def test_zeros_in_the_midst(whole: bytes) -> None:
     content = bytearray(whole)
     content[4096:6144] = bytes(2048)  # a whole sample
-    with pytest.raises(DataError, match=r"goes on after its end marker at byte 4096"):
+    with pytest.raises(DataError, match=r"continues after its end marker at byte 4096"):
         scan(bytes(content))
-    with pytest.raises(DataError, match="goes on after its end marker"):
+    with pytest.raises(DataError, match="continues after its end marker"):
         scan(whole + whole)
-    with pytest.raises(DataError, match="goes on after its end marker"):
+    with pytest.raises(DataError, match="continues after its end marker"):
         scan(whole + bytes(20_000))
 
 
