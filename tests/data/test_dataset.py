@@ -236,7 +236,7 @@ def test_a_dataset_that_threads_must_not_share_is_read_one_item_at_a_time(tmp_pa
     with handle.file:
         for dataset in (handle, OneBuffer(pixels, 64)):
             source = DatasetSource(dataset)
-            assert "when several threads read it: they are read one at a time" in source.note
+            assert "if several threads read it, so they are read one at a time" in source.note
             with ThreadPoolExecutor(4) as threads:
                 found = list(threads.map(source.read, range(64)))
             assert all((image == i).all() for i, image in enumerate(found))

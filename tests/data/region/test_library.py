@@ -21,9 +21,9 @@ from paceline.data.decode.library import VARIABLE, RegionLibrary, disagreement
 @pytest.fixture
 def _anew() -> Iterator[None]:
     """Forgets what was found, before and after."""
-    loading._found.cache_clear()
+    loading._load_checked.cache_clear()
     yield
-    loading._found.cache_clear()
+    loading._load_checked.cache_clear()
 
 
 def jpeg(width: int, height: int, **options: object) -> bytes:
