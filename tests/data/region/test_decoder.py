@@ -305,7 +305,7 @@ def test_a_shard_that_changes_is_found_out(plain: tuple[TarShards, Path]) -> Non
     read = BulkRead(opened)
     read.all([0, 1], Progress())
     os.utime(path, (1, 1))
-    with pytest.raises(DataError, match=r"train-0\.tar: has changed since the start"):
+    with pytest.raises(DataError, match=r"train-0\.tar: was changed or replaced"):
         read.all([0, 1], Progress())
 
 
@@ -324,6 +324,6 @@ def test_and_one_that_vanishes_or_is_replaced(
         path.write_bytes(bytes(5000))
     read.all([4], Progress())  # the descriptor is good, and nobody looks yet
     clock[0] += 1.5
-    words = "has changed since the start" if replaced else r"cannot be read \(No such file"
+    words = "was changed or replaced" if replaced else r"cannot be read \(No such file"
     with pytest.raises(DataError, match=rf"train-0\.tar: {words}"):
         read.all([4], Progress())

@@ -143,7 +143,7 @@ def test_boxes_outside_of_the_image(library: RegionLibrary, box: Box) -> None:
     [np.zeros((8, 9, 3), np.uint8), np.zeros((8, 16, 3), np.uint8)[:, ::2], noise(8, 8, 3)],
 )
 def test_places_that_cannot_be_filled(library: RegionLibrary, out: np.ndarray) -> None:
-    with pytest.raises(ValueError, match="contiguous square"):
+    with pytest.raises(ValueError, match="contiguous, writable square"):
         library.square(noise(20, 10, 3), (0, 0, 20, 10), False, "bilinear", out)
 
 

@@ -88,6 +88,31 @@ class ImageLoader:
     `train=False` each `iter` is one pass over the validation images, in order and without
     augmentation.
 
+    Args:
+        data: A directory as for `--data-dir`, a `Source`, or a map-style Dataset of (image, label).
+        batch_size: Samples per batch of one rank.
+        train: True for training batches, False for validation.
+        image_size: Edge of the images in pixels.
+        channels: 1 for grayscale, 3 for RGB.
+        device: Device of the batches. The default is the current GPU, or the CPU without one.
+        layout: Memory layout. "NHWC" is `torch.channels_last`.
+        dtype: Type of the images.
+        seed: Seed of order and augmentation.
+        rank: Rank of this process. The default is that of torch.distributed.
+        world_size: Number of ranks. The default is that of torch.distributed.
+        workers: Number of threads.
+        mean: Mean for normalization. The default is ImageNet's.
+        std: Standard deviation for normalization. The default is ImageNet's.
+        drop_last: Leaves out the samples after the last full batch.
+        augment: A function of an image (see docs/data.md).
+        classes: Names of the classes, for a Dataset without names.
+        settings: Other settings of `[data]`, for example `{"data.val_split": 0.1}`. The prefix is
+            optional.
+
+    Raises:
+        ConfigError: If an argument is invalid.
+        DataError: If the data cannot be opened, or has fewer samples than ranks.
+
     Example:
         >>> with ImageLoader("photos", 64, image_size=128, device="cuda") as loader:  # doctest: +SKIP
         ...     for images, labels in loader:
@@ -116,33 +141,6 @@ class ImageLoader:
         classes: Sequence[str] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Opens the data.
-
-        Args:
-            data: A directory as for `--data-dir`, a `Source`, or a map-style Dataset of (image, label).
-            batch_size: Samples per batch of one rank.
-            train: True for training batches, False for validation.
-            image_size: Edge of the images in pixels.
-            channels: 1 for grayscale, 3 for RGB.
-            device: Device of the batches. The default is the current GPU, or the CPU without one.
-            layout: Memory layout. "NHWC" is `torch.channels_last`.
-            dtype: Type of the images.
-            seed: Seed of order and augmentation.
-            rank: Rank of this process. The default is that of torch.distributed.
-            world_size: Number of ranks. The default is that of torch.distributed.
-            workers: Number of threads.
-            mean: Mean for normalization. The default is ImageNet's.
-            std: Standard deviation for normalization. The default is ImageNet's.
-            drop_last: Leaves out the samples after the last full batch.
-            augment: A function of an image (see docs/data.md).
-            classes: Names of the classes, for a Dataset without names.
-            settings: Other settings of `[data]`, for example `{"data.val_split": 0.1}`. The prefix is
-                optional.
-
-        Raises:
-            ConfigError: If an argument is invalid.
-            DataError: If the data cannot be opened, or has fewer samples than ranks.
-        """
         self.settings = DataSettings(
             **{
                 "image_size": image_size, "channels": channels, "workers": workers,
