@@ -342,11 +342,11 @@ def test_a_full_disk_ends_the_caching_and_not_the_run(
     assert len(files(tmp_path)) == 1
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 1
-    assert told[0].startswith("paceline: warning: the cache takes no more samples: ")
+    assert told[0].startswith("paceline: warning: the cache adds no more samples: ")
     assert told[0].endswith("cannot be written (No space left on device)")
     store.put(9, b"later")  # no second try: a disk that is full now and then would slow every read
     assert store.get(9) is None
-    assert "takes no more" in store.describe()
+    assert "adds no more" in store.describe()
     store.close()
 
 

@@ -233,7 +233,7 @@ def test_without_locks_nothing_of_another_pack_is_swept(
     pack({"train": memory_source(5)}, tmp_path, SHORT, on_note=told.append)
     assert part.exists()
     assert len(told) == 1
-    assert told[0].endswith("knows no locks: see to it that no other pack writes there")
+    assert told[0].endswith("has no locks: make sure that no other pack writes there")
 
 
 def test_sweeping_follows_no_link(tmp_path: Path, memory_source: type) -> None:

@@ -23,7 +23,7 @@ CONTENT = bytes(range(256)) * 8
 
 @pytest.fixture(params=[True, False], ids=["kept open", "opened each time"])
 def shard(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(storage, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(storage, "_CHECK_EVERY_S", 0.0)
     path = tmp_path / "train-0.tar"
     path.write_bytes(CONTENT)
     opened = ShardFile(

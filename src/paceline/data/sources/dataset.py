@@ -97,6 +97,7 @@ class DatasetSource(Source):
                 one, two = self._content(i), self._content(i)
             except CorruptImage:
                 continue
+            self._check_label(i, one[0], two[0])
             if one == two:
                 expected[i] = one
             elif self.is_constant:
@@ -177,12 +178,15 @@ class DatasetSource(Source):
             DataError: After any other error of the dataset.
         """
         label, stored = self._labelled(i)
-        if label != self.labels[i]:
+        self._check_label(i, self.labels[i], label)
+        return stored
+
+    def _check_label(self, i: int, before: int, label: int) -> None:
+        if label != before:
             raise self._error(
-                i, f"has label {label}, before it was {self.labels[i]}",
+                i, f"has label {label}, before it was {before}",
                 "an item must always have the same label",
             )  # fmt: skip
-        return stored
 
     def name(self, i: int) -> str:
         return f"{self._type}[{i}]"
