@@ -19,7 +19,6 @@ from PIL import Image, UnidentifiedImageError, WebPImagePlugin  # noqa: F401  (W
 
 MODES = {1: "L", 3: "RGB"}
 GREY_MODES = ("1", "L", "LA", "La")
-UNKNOWN = "unknown"
 _ORIENTATION_TAG = 0x0112
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -157,4 +156,4 @@ def image_facts(data: bytes | npt.NDArray[np.uint8]) -> ImageFacts:
         with Image.open(io.BytesIO(data)) as image:
             return ImageFacts(str(image.format), image.mode, *image.size)
     except Exception:  # noqa: BLE001 - damaged bytes make Pillow raise almost anything
-        return ImageFacts(UNKNOWN, UNKNOWN)
+        return ImageFacts("unknown", "unknown")

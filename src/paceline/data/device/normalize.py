@@ -89,18 +89,15 @@ class Normalizer:
 
             result = normalized(images, scale, shift, self.dtype, self._extra)
             return result.contiguous(memory_format=self._format)
-        if self._in_chunks(images):
+        # torch.compile needs the plain operators below.
+        plain = self.dtype == torch.float32 and not self._extra and images.device.type == "cpu"
+        if plain and images.is_contiguous() and not torch.compiler.is_compiling():
             return self._chunked(images).contiguous(memory_format=self._format)
         pixels = images.permute(0, 3, 1, 2)
         result = pixels.to(torch.float32).mul_(scale).add_(shift).to(self.dtype)
         if self._extra:
             result = F.pad(result, (0, 0, 0, 0, 0, self._extra))
         return result.contiguous(memory_format=self._format)
-
-    def _in_chunks(self, images: torch.Tensor) -> bool:
-        """Returns True on the CPU in float32, except in torch.compile, which needs plain operators."""
-        plain = self.dtype == torch.float32 and not self._extra and images.device.type == "cpu"
-        return plain and images.is_contiguous() and not torch.compiler.is_compiling()
 
     def _chunked(self, images: torch.Tensor) -> torch.Tensor:
         """Computes the same bits several times as fast, in parts that fit the cache and reused memory."""

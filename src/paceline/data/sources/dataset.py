@@ -36,6 +36,7 @@ from paceline.data.sources.classes import numbered_classes
 _IMAGE_KEYS, _LABEL_KEYS = ("image", "img"), ("label", "labels")
 _LABEL_ATTRIBUTES = ("targets", "labels", "samples")
 _IMAGES = "an image is a PIL image, HWC or HW uint8 array, or CHW tensor, uint8 or float in [0, 1]"
+_ROUNDED = "float images are rounded to 8 bits"
 _THREADS = 8
 _MOST_CLASSES = 1_000_000
 
@@ -72,7 +73,6 @@ class DatasetSource(Source):
         self._serial = serial
         self._lock: AbstractContextManager[object] = threading.Lock() if serial else nullcontext()
         self._notes: list[str] = []
-        self._float_noted = False
         count = _length(dataset, self._type)
         checked = sorted({0, count // 3, 2 * count // 3, count - 1})
         first = {i: self._label(i) for i in checked}
@@ -274,9 +274,8 @@ class DatasetSource(Source):
                     "floats are in [0, 1]: leave normalization to data.mean and data.std",
                 )  # fmt: skip
             image = image.mul(255).round().to(torch.uint8)
-            if not self._float_noted:
-                self._float_noted = True
-                self._notes.append("float images are rounded to 8 bits")
+            if _ROUNDED not in self._notes:
+                self._notes.append(_ROUNDED)
         if image.dtype != torch.uint8:
             return None
         if image.ndim == 3:
