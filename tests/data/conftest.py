@@ -26,12 +26,12 @@ def encode(pixels: np.ndarray, kind: str = "PNG", **options: object) -> bytes:
 
 
 def numbered_image(number: int, size: int = 8) -> bytes:
-    """A greyscale PNG whose every pixel is `number` modulo 256."""
+    """Returns a gray PNG with all pixels equal to `number` modulo 256."""
     return encode(np.full((size, size), number % 256, dtype=np.uint8))
 
 
 class MemorySource(Source):
-    """A source whose samples can be told apart by pixel, be corrupt, or fail to be read."""
+    """A source with distinct samples, some of which may be corrupt or fail to be read."""
 
     def __init__(self, count: int, corrupt: set[int] | None = None, size: int = 8) -> None:
         self.classes = [str(i) for i in range(count)]
@@ -66,7 +66,7 @@ def png() -> Callable[..., bytes]:
 
 @pytest.fixture
 def small_settings() -> Callable[..., DataSettings]:
-    """Settings for 8 × 8 greyscale, unless told otherwise."""
+    """Returns settings for 8 × 8 gray images."""
 
     def make(**changes: object) -> DataSettings:
         values: dict[str, object] = {

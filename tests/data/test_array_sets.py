@@ -1,4 +1,4 @@
-"""Sets whose pixels lie in memory: CIFAR-10, idx files, synthetic images; and the embedded set."""
+"""Sets with pixels in memory: CIFAR-10, idx files, synthetic images; and the embedded set."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_beside_another_set_the_user_decides(tmp_path: Path, small_cifar: Any) -
 
 
 def test_planes_become_pixels(tmp_path: Path) -> None:
-    """Byte by byte, as the published description has it."""
+    """The bytes have the published layout."""
     record = np.zeros(3073, dtype=np.uint8)
     record[0] = 7
     record[1 + 0 * 1024 + 5 * 32 + 9] = 10  # red of line 5, column 9

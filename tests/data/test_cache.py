@@ -168,7 +168,7 @@ def jpeg_samples(count: int) -> list[tuple[str, bytes]]:
 def test_cropped_pixels_are_those_of_cropped_files(
     tmp_path: Path, write_tar: Write, monkeypatch: pytest.MonkeyPatch, cache: str, channels: int
 ) -> None:
-    """Both by the region decoder where there is one: a cache is no reason to go to Pillow."""
+    """The region decoder decodes with and without a cache."""
     for split in ("train", "val"):
         write_tar(tmp_path / f"{split}-0.tar", jpeg_samples(16))
     squares: list[bool] = []
@@ -212,7 +212,7 @@ def test_cropped_pixels_are_those_of_cropped_files(
     if "region decoder, " in said:
         assert len(squares) > 100
         assert all(squares)
-        # The one that is no image, once or, where two threads meet it, twice.
+        # The corrupt image is counted once, or twice if two threads read it.
         assert remark.split(" of ")[0] in ("1", "2")
 
 

@@ -44,7 +44,7 @@ def test_each_is_reported_once_in_the_order_met() -> None:
 def read_stream(
     source: Any, chosen: DataSettings, start: int, count: int, seed: int = 0, share: float = 0.3
 ) -> tuple[np.ndarray, np.ndarray, list[CorruptSample]]:
-    """As a loader fills a batch."""
+    """Fills a batch as a loader does."""
     decoder = PillowDecoder(source, TrainTransform(chosen), channels=chosen.channels)
     log, order = CorruptLog(len(source), share), SampleOrder(len(source), seed)
     chunk = Chunk.of_stream(order, start, (0, count), decoder.draws, log, Progress())

@@ -162,7 +162,7 @@ def test_decompression_bomb() -> None:
 
 
 def test_pillow_is_silent_in_threads(monkeypatch: pytest.MonkeyPatch, png: Encode) -> None:
-    """Large images make Pillow warn; others meanwhile swap the list of filters."""
+    """Pillow warns about large images, also while other threads replace the list of filters."""
     data = png(np.zeros((30, 30), dtype=np.uint8))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 600)
     with warnings.catch_warnings(record=True) as heard:

@@ -151,7 +151,7 @@ def test_passes_are_equal_and_corrupt_samples_listed_once(
         first, second = list(loader), list(loader)
         assert [s.index for s in loader.corrupt] == [5, 6, 7, 38, 39]
     assert_equal(second, first)
-    # The batch of 6 and 7 is empty: what it would have told comes with the next one.
+    # The batch of 6 and 7 is empty, so the next one reports its corrupt samples.
     assert [(b.labels.tolist(), [s.index for s in b.corrupt]) for b in first if b.corrupt] == [
         ([4], [5]),
         ([8, 9], [6, 7]),
@@ -200,7 +200,7 @@ def test_copied_batches_are_the_same(
 def test_on_a_gpu_batches_are_whole_whichever_stream_is_late(
     memory_source: Any, small_settings: Make, late: str
 ) -> None:
-    """With the copies late, a training that did not wait for them would read what was there before."""
+    """A training that does not wait for late copies would read old content."""
     source, device = memory_source(12), torch.device("cuda", torch.cuda.current_device())
     plan = BatchPlan(samples=12, epochs=3, global_batch=4, micro_batch=4, world_size=1)
     settings = small_settings(workers=2, resident="off")

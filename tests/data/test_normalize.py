@@ -91,7 +91,7 @@ def test_empty_channels_and_either_memory_order() -> None:
 
 
 def test_whole_lines_at_a_time_give_the_numbers_of_the_plain_operators() -> None:
-    """Also where images are cut from a larger tensor, which has no lines of its own."""
+    """Images cut from a larger tensor, which is not contiguous, give the same numbers."""
     normalize = Normalizer(*IMAGENET, 3)
     large = torch.randint(0, 256, (5, 150, 64, 3), dtype=torch.uint8)
     for images in (large, large[:, 3:70, 5:49]):

@@ -133,7 +133,7 @@ def test_ranks_and_resuming(
     small_settings: Callable[..., DataSettings],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Any number of ranks, and a run that goes on in the middle, see the one stream."""
+    """The order is the same for any number of ranks and after a resume."""
     for i in range(5):
         write_tar(tmp_path / f"train-{i}.tar", samples(8, first=8 * i, classes=40))
     monkeypatch.setattr("paceline.data.order.SHUFFLE_RUN", 3)

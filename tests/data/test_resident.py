@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 def loader(
     where: str, source: Any, plan: BatchPlan, chosen: DataSettings, device: str = "cpu", **more: int
 ) -> TrainLoader:
-    """`where` is the setting: on is resident, off is by threads."""
+    """Creates a loader with `data.resident` = `where`."""
     values = {"rank": 0, "first_step": 0, **more}
     settings = replace(chosen, resident=where)
     return create_train_loader(

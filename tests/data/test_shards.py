@@ -75,7 +75,7 @@ def test_samples_of_all_shards_in_order(shards: TarShards) -> None:
 
 
 def open_descriptors() -> int:
-    """Counted by asking for each, so it works where there is no /proc."""
+    """Counts open descriptors one by one, which also works without /proc."""
 
     def is_open(descriptor: int) -> bool:
         try:
@@ -200,7 +200,7 @@ def test_an_index_older_than_its_shard(
 
 
 def read_only(monkeypatch: pytest.MonkeyPatch, *places: str) -> None:
-    """As on a read-only file system, which root could write to."""
+    """Makes writes fail as on a read-only file system, also for root."""
     real = index_store.write_index
 
     def refuse(path: Path, *rest: object) -> None:
@@ -337,7 +337,7 @@ def test_a_shard_that_is_another(shard: Path) -> None:
     ("name", "value"), [("offsets", -512), ("sizes", -1), ("sizes", 2**62), ("offsets", 2**62)]
 )
 def test_places_outside_of_the_shard_are_not_believed(shard: Path, name: str, value: int) -> None:
-    """The checksum has no key: whoever writes an index can make one that holds."""
+    """The checksum has no key, so a hostile index can have a valid one."""
     index = scanned(shard)
     getattr(index, name)[3] = value
     write_index(index_path(shard), index, ShardStamp.of(shard))

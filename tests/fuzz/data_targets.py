@@ -88,7 +88,7 @@ def _shards() -> list[bytes]:
 
 
 def _packed_shards() -> list[Seed]:
-    """Half of them not compressed yet: `_regzip` does that after the mutation."""
+    """Returns compressed and plain shards. `_regzip` compresses the plain ones after the mutation."""
     contents = [c for shard in _shards() for c in (shard, gzip.compress(shard, 1))]
     return [Seed("train-0.tar.gz", content) for content in contents]
 
@@ -187,7 +187,7 @@ def _index() -> list[Seed]:
 
 
 def _resign_index(content: bytes) -> bytes:
-    """The stamp and the checksum as they should be, around whatever else is there."""
+    """Restores the stamp and the checksum."""
     stamp = struct.pack(
         "<16sqq32s", b"paceline.index.1", _STAMP.size, _STAMP.mtime_ns, _STAMP.probe
     )

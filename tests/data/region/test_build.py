@@ -22,7 +22,7 @@ def script(path: Path, text: str) -> str:
 
 
 def test_processes_that_build_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each moves a whole file into place; nobody sees half of one."""
+    """Each process renames a complete file, so no process sees a part of it."""
     slow = script(
         tmp_path / "cc",
         'while [ "$1" != -o ]; do shift; done; printf ha > "$2"; sleep 0.1; echo lf >> "$2"',
@@ -43,7 +43,7 @@ def test_processes_that_build_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_only_its_owner_can_write_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the umask: else it would not be loaded."""
+    """The mode does not depend on the umask. Otherwise the file would not be loaded."""
     loose = 'umask 0; while [ "$1" != -o ]; do shift; done; echo > "$2"'
     monkeypatch.setenv("CC", script(tmp_path / "cc", loose))
     build(tmp_path / "library.so")
@@ -117,7 +117,7 @@ def test_one_to_carry_elsewhere(compiler: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the library goes. Nothing is compiled."""
+    """Returns the folder of the library. Nothing is compiled."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(building, "build", lambda path: path.write_text(""))
     return tmp_path / "cache" / "paceline" / "region"
@@ -126,7 +126,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_built_once_and_found_again(
     compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a directory that only its owner can write to; also where the compiler has gone since."""
+    """The directory is private, and the library is found after the compiler was removed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = cached_library()
     assert path.parent == tmp_path / "cache" / "paceline" / "region"
@@ -146,7 +146,7 @@ def refusal() -> str:
 
 @pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
 def test_a_directory_that_others_can_write_to(folder: Path, mode: int) -> None:
-    """There nothing is built either."""
+    """Nothing is built in such a directory."""
     folder.mkdir(parents=True)
     folder.chmod(mode)
     assert f"{folder} can be written by others" in refusal()

@@ -41,7 +41,7 @@ def check(
 
 
 def random_box(generator: np.random.Generator, width: int, height: int) -> Box:
-    """Of fractions, down to a tenth of a pixel."""
+    """Returns a box with fractional edges, at least a tenth of a pixel wide."""
     left, top, across, down = generator.random(4)
     left, top = left * (width - 0.1), top * (height - 0.1)
     right, bottom = left + 0.1 + across * (width - left), top + 0.1 + down * (height - top)
@@ -64,7 +64,7 @@ def test_random_boxes(library: RegionLibrary, bands: int, channels: int) -> None
 
 @pytest.mark.parametrize("bands", [1, 3])
 def test_boxes_at_the_edges(library: RegionLibrary, bands: int) -> None:
-    """Every way to touch them, where a row or the array ends; all of it; one pixel; its own size."""
+    """Boxes touch the edges, are the whole image, one pixel, or have the size of the result."""
     pixels, number = noise(11, 13, bands), 0
     for left, right in ((0, 11), (0, 1), (10, 11), (0, 6.5), (4.5, 11), (3, 8)):
         for top, bottom in ((0, 13), (0, 1), (12, 13), (0, 6.5), (7.5, 13), (4, 9)):
