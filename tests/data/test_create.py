@@ -70,7 +70,7 @@ def test_a_large_set_stays_with_the_threads(
 def test_a_decoder_on_the_gpu_is_never_passed_over(
     memory_source: Any, small_settings: Make, monkeypatch: pytest.MonkeyPatch, make: Any
 ) -> None:
-    """A decoder on the GPU that the settings name is used, and a note says that the set is not resident."""
+    """A decoder on the GPU is used if the settings name it, and a note gives the reason."""
 
     class Noted(memory_source):  # type: ignore[misc]
         note = "index built anew"

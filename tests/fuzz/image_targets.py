@@ -40,7 +40,7 @@ def image_targets() -> Sequence[Target]:
 
 
 def _region_targets() -> Sequence[Target]:
-    """Returns None without a compiler or libjpeg."""
+    """Returns no targets without a compiler or libjpeg."""
     try:
         library = region_library()
     except RegionUnavailableError:

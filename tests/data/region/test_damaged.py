@@ -43,7 +43,7 @@ def check(library: RegionLibrary, data: bytes, taken: bool) -> None:
 
 @pytest.mark.parametrize("end", [*range(14, len(ONE_BLOCK) + 1)])
 def test_photoshop_s_blocks_cut_anywhere(library: RegionLibrary, end: int) -> None:
-    """Only complete segments are read. Pillow fails if the length of a name is missing."""
+    """Blocks are ignored or complete in supported files. The last byte is padding."""
     whole = end >= len(ONE_BLOCK) - 1 or end < 18
     check(library, with_segments(JPEG, (PHOTOSHOP, ONE_BLOCK[:end])), whole)
 
@@ -121,7 +121,7 @@ def test_three_hundred_thousand(library: RegionLibrary) -> None:
 
 
 def test_good_files_are_taken(library: RegionLibrary) -> None:
-    """Returns the number of JPEGs that the decoder supports: all but the rotated one and CMYK."""
+    """The decoder supports all JPEGs except the rotated one and CMYK."""
     taken = []
     for data in seed_files():
         comparison = Comparison(library, TRANSFORM, 3)
