@@ -121,8 +121,6 @@ def inspect_data(
     sample: int = typer.Option(256, min=0, help="Images of each split to decode."),
     everything: bool = typer.Option(False, "--all", help="Decode every image."),
     checksums: bool = typer.Option(True, help="Compare the shards' SHA-256 with the manifest."),
-    sheet: Path | None = typer.Option(None, help="Write a contact sheet (PNG) to this file."),
-    sheet_images: int = typer.Option(100, min=1, max=1000, help="Thumbnails on the sheet."),
     as_json: AsJson = False,
     workers: Workers = None,
 ) -> int:
@@ -131,14 +129,10 @@ def inspect_data(
 
     if directory and data_dir:
         raise ConfigError("--data-dir", data_dir, "is given twice", f"leave out {directory}")
-    if sheet is not None and (not sheet.name or sheet.is_dir()):
-        shown = "" if str(sheet) == "." else str(sheet)
-        raise ConfigError("--sheet", shown, "is not a file", "give the name of a PNG file")
     with ProgressBars() as bars:
         report = inspect_set(
             directory or data_dir, source, split, look_at=None if everything else sample,
-            checksums=checksums, workers=_thread_count(workers),
-            sheet=(sheet, sheet_images) if sheet is not None else None, on_progress=bars.update,
+            checksums=checksums, workers=_thread_count(workers), on_progress=bars.update,
         )  # fmt: skip
     if as_json:
         typer.echo(json.dumps(report.table()))
