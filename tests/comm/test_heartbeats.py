@@ -283,7 +283,6 @@ def test_a_stop_signal_ends_a_wait_only_where_a_rank_has_fallen_silent(
             if channel.reads_progress:
                 beat = second if state == "slow" else 0
                 channel.left = {0} if state == "left" else set()
-                channel.reads = True
                 channel.heartbeats = {0: (beat, board.progress), 1: (second, board.progress)}
             assert watchdog._check() is None
     assert bool(proposed) == (state == "gone")
@@ -327,34 +326,10 @@ def test_a_stop_that_one_rank_announces_reaches_the_others_without_being_asked_f
     until(lambda: all(channel.stop_announced for channel in channels))
 
 
-def test_of_many_ranks_one_reads_for_all_and_another_takes_over_when_it_ends(
+def test_a_reader_of_many_ranks_names_the_silent_one(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heartbeats_module, "_ALL_READ", 1)
-    # A thread that lives may be late by more than three beats: nobody is replaced before one has ended.
-    monkeypatch.setattr(heartbeats_module, "_STALE_BEATS", 1e9)
-    places = [Topology(rank, 3, rank, 3, launcher="torchrun") for rank in range(3)]
-    waiting = [HeartbeatChannel(store, rank, 0.05) for rank in places]
-    for channel in waiting:
-        channel.reads_progress = True
-    until(lambda: any(channel.reads for channel in waiting))
-    for _ in range(20):
-        assert sum(channel.reads for channel in waiting) == 1
-        time.sleep(0.02)
-    (reader,) = (channel for channel in waiting if channel.reads)
-    until(lambda: reader.heartbeats.keys() == {0, 1, 2})
-    reader.close()
-    monkeypatch.setattr(heartbeats_module, "_STALE_BEATS", 3)
-    others = [channel for channel in waiting if channel is not reader]
-    until(lambda: any(channel.reads for channel in others))
-    for channel in others:
-        channel.close()
-
-
-def test_the_reader_of_many_ranks_names_the_silent_one(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(heartbeats_module, "_ALL_READ", 1)
+    monkeypatch.setattr(heartbeats_module, "_READERS", 1)
     ended: list[str] = []
     monkeypatch.setattr(Watchdog, "_end", lambda self, error: ended.append(str(error)))
     places = [Topology(rank, 3, rank, 3, launcher="torchrun") for rank in range(3)]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from paceline.comm.exchange import SIGNALS, GradientExchange, Message, Signals
 from paceline.comm.group import Group
 from paceline.comm.planned_transport import WireFormat
-from paceline.comm.process_groups import Place, group_ranks
+from paceline.comm.process_groups import group_ranks
 from paceline.comm.transport import DirectTransport, Piece
 from paceline.core.units import format_bytes
 from paceline.plan.fusion_plan import FusionPlan
@@ -27,12 +27,8 @@ from paceline.rehearsal.reduction import ROW, WIDE, Plane, Reduction, compile_re
 
 def cluster_groups(nodes: int, ranks_per_node: int, group_size: int = 0) -> Groups:
     """The groups that ranks on such nodes form, `group_size` as in `comm.group_size`."""
-    ranks = nodes * ranks_per_node
-    places = [
-        Place(rank, ranks, rank // ranks_per_node, rank % ranks_per_node, ranks_per_node)
-        for rank in range(ranks)
-    ]
-    return Groups(group_ranks(places, group_size or None))
+    node_of_rank = [rank // ranks_per_node for rank in range(nodes * ranks_per_node)]
+    return Groups(group_ranks(node_of_rank, group_size or None))
 
 
 def rank_order(ranks: int, plan: FusionPlan) -> range:
