@@ -129,7 +129,7 @@ def test_a_store_that_goes_before_the_watchdog_is_an_error_of_a_peer(
         "paceline.comm.membership.meet",
         lambda *_: SimpleNamespace(store=HashStore(), restarted=False),
     )
-    with pytest.raises(PeerError, match="rank 1 lost the others"):
+    with pytest.raises(PeerError, match="rank 1 lost the other ranks"):
         Group(Topology(rank=1, world_size=2), CommSettings(), CPU)
 
 

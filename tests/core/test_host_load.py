@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.host import CoreUse, HostLoad, LoadReading, foreign_share
+from paceline.core.host import HostLoad, LoadReading
 
 NS = 1_000_000_000
 
@@ -57,13 +57,6 @@ def test_shares_of_a_span(accounts: Accounts) -> None:
     assert again is not None
     assert again.waited == 0, "each span counts for itself"
     assert not again.overloaded
-
-
-def test_ranks_of_one_machine_are_not_foreign_to_each_other() -> None:
-    ranks = [CoreUse("a", 2, 10.0, 9.0, 19.0), CoreUse("a", 2, 10.0, 8.0, 19.0)]
-    assert foreign_share(ranks) == pytest.approx(0.1)
-    assert foreign_share([*ranks, CoreUse("b", 4, 10.0, 1.0, 31.0)]) == pytest.approx(0.75)
-    assert foreign_share([]) == 0
 
 
 @pytest.mark.parametrize("content", ["", "1 2", "a b c", "1"])

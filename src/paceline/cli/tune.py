@@ -137,7 +137,7 @@ def _measure(tuner: Tuner, accept_noise: bool, show: Callable[[str], None]) -> t
     for line in links:
         show(line)
     measured = tuner.measure(lambda row: show(_size_line(row)))
-    noisy = check_noise(measured, tuner.foreign_share(), accept_noise)
+    noisy = check_noise(measured, accept_noise)
     found = tuner.conclude(measured, cluster)
     chosen = _size_lines(found, len(tuner.job.sizes))
     for line in chosen:

@@ -27,7 +27,7 @@ from paceline.comm.progress import BucketInfo, ExchangeObserver
 from paceline.comm.tracing import ExposedTime, Reading
 from paceline.comm.transport import DirectTransport, Piece, Transport, Wait
 from paceline.core.errors import RunError
-from paceline.plan.fusion_plan import FlatLayout, FusionPlan, TensorSpec
+from paceline.plan.fusion_plan import FlatLayout, FusionPlan, Slot, TensorSpec, padded
 from paceline.plan.wires import wire_bytes
 
 
@@ -65,10 +65,10 @@ def plan_messages(
         names = set(bucket.tensors)
         pieces = []
         for dtype, layout in layouts.items():
-            slots = [slot for slot in layout if slot.name in names]
+            slots = [slot for slot in layout.slots if slot.name in names]
             if slots:
                 # Up to the begin of the next tensor: padding travels, so that pieces stay aligned.
-                end = -(-slots[-1].stop // layout.align) * layout.align
+                end = padded(slots[-1].stop)
                 start = slots[0].offset
                 pieces.append(Message(dtype, start, end, bucket.algorithm, bucket.wire))
         bulk = max(pieces, key=lambda piece: piece.wire_bytes, default=None)
@@ -178,19 +178,19 @@ class GradientExchange:
         return self._trained
 
     def _allocate(self, tail: int, *, accumulate: bool) -> None:
-        """Allocates the flat buffers, with `tail` numbers after the float32 gradients, and views of them."""
+        """Allocates the flat buffers and views of them; `tail` numbers follow the float32 gradients."""
         device = self.group.device
         self.buffers: dict[str, Tensor] = {}
         self._views: dict[str, Tensor] = {}
         # By number format: name, start and stop of each tensor.
-        self._places: dict[str, list[tuple[str, int, int]]] = {}
+        self._places: dict[str, list[Slot]] = {}
         self._sums: dict[str, Tensor] = {}
         for dtype, layout in self.layouts.items():
             length = layout.length + (tail if dtype == "float32" else 0)
             kind = getattr(torch, dtype)
             self.buffers[dtype] = torch.zeros(length, dtype=kind, device=device)
-            self._places[dtype] = [(slot.name, slot.offset, slot.stop) for slot in layout]
-            for slot in layout:
+            self._places[dtype] = list(layout.slots)
+            for slot in layout.slots:
                 parameter = self._trained[slot.name]
                 self._views[slot.name] = self.buffers[dtype].as_strided(
                     parameter.shape, _dense_strides(parameter), slot.offset
@@ -420,7 +420,7 @@ def tensor_spec(name: str, parameter: Tensor) -> TensorSpec:
 
 
 def flat_layouts(tensors: Sequence[tuple[str, nn.Parameter]]) -> dict[str, FlatLayout]:
-    """Returns the layout of the gradients of each number format. float32 always exists, for the signals."""
+    """Returns the layout of the gradients of each number format, and of float32 for the signals."""
     by_dtype: dict[str, list[TensorSpec]] = {"float32": []}
     for name, parameter in tensors:
         spec = tensor_spec(name, parameter)

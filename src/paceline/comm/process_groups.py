@@ -62,7 +62,7 @@ _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
 # After a failed collective torch asks all ranks, by a key in the store, to write a debug dump. The key
-# does not name the attempt. In torchrun's store it outlives a restart: the new attempt's monitor obeys it,
+# does not name the attempt. In torchrun's store it outlives a restart: the new monitor obeys it,
 # blocks the end of the process for 8 minutes, and aborts a run that takes longer.
 _RESTARTED_ENVIRONMENT = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 _MPS_PIPES = "CUDA_MPS_PIPE_DIRECTORY"

@@ -152,14 +152,14 @@ def _device_s(event: Any, now: _Mark) -> float:
 
 
 class ClockOffset(NamedTuple):
-    """The offset of a rank's clock to rank 0's: subtract `offset_s`; it is exact within ± `residual_s`."""
+    """The offset of a rank's clock to rank 0's: subtract `offset_s`. It is exact within `residual_s`."""
 
     offset_s: float
     residual_s: float
 
 
 def measure_offsets(group: Group) -> list[ClockOffset] | None:
-    """Returns the clock offset of each rank, on rank 0; None elsewhere. All ranks call this."""
+    """Returns the clock offset of each rank on rank 0, None elsewhere. All ranks call this."""
     tick, times = torch.zeros(1, device=group.device), []
     for _ in range(_CLOCK_ROUNDS):
         times.append(time.perf_counter())

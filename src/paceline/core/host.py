@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -85,30 +85,6 @@ class _Account:
     throttled_s: float
 
 
-@dataclass(frozen=True)
-class CoreUse:
-    """What one process used of a machine's cores, and everybody together, over `span_s` seconds."""
-
-    machine: str
-    cores: int
-    span_s: float
-    own_s: float
-    busy_s: float
-
-
-def foreign_share(uses: Sequence[CoreUse]) -> float:
-    """What processes other than these used of the cores; of several machines, the busiest one's."""
-    machines: dict[str, list[CoreUse]] = {}
-    for use in uses:
-        machines.setdefault(use.machine, []).append(use)
-    shares = [0.0]
-    for of_machine in machines.values():
-        busiest = max(of_machine, key=lambda use: use.busy_s)
-        foreign_s = busiest.busy_s - sum(use.own_s for use in of_machine)
-        shares.append(foreign_s / (busiest.span_s * busiest.cores) if busiest.span_s > 0 else 0.0)
-    return min(1.0, max(shares))
-
-
 class HostLoad:
     """Reads the accounts at most every two seconds; a reading takes well under a millisecond."""
 
@@ -117,7 +93,7 @@ class HostLoad:
     ) -> None:
         self._proc, self._clock = proc, clock
         self._cores = available_cores()
-        self._last = self._first = self._account()
+        self._last = self._account()
         self.latest: LoadReading | None = None
 
     def read(self) -> LoadReading | None:
@@ -140,23 +116,6 @@ class HostLoad:
             cores=self._cores,
         )
         return self.latest
-
-    def use(self) -> CoreUse | None:
-        """Since this object was made."""
-        first, now = self._first, self._account()
-        if first is None or now is None:
-            return None
-        return CoreUse(
-            self._machine(), self._cores, now.at_s - first.at_s, now.own_s - first.own_s,
-            now.busy_s - first.busy_s,
-        )  # fmt: skip
-
-    def _machine(self) -> str:
-        """Equal for containers and namespaces that share one kernel, hence its cores."""
-        try:
-            return (self._proc / "sys/kernel/random/boot_id").read_text().strip()
-        except OSError:
-            return os.uname().nodename
 
     def _account(self) -> _Account | None:
         ran_ns = waited_ns = 0

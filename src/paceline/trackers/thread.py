@@ -1,7 +1,7 @@
 """`TrackerThread`: passes the numbers of events to a tracker.
 
-A tracker runs on a thread behind a queue: its server may be slow, offline or full. Whatever happens to
-it, training goes on, and one line says so.
+A tracker runs on a thread behind a queue, because its server may be slow, offline or full. If it fails,
+training continues, and one line reports the failure.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ _PREFIXES: dict[type[Event], str] = {
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """All numbers of an event by name: `train/loss`, `train/input_stall_causes/decode`, `val/top1`,
-    `ranks/step_s/max`, `metric/NAME`. Those that are not finite are left out."""
+    """Returns all finite numbers of an event by name.
+
+    For example `train/loss`, `train/input_stall_causes/decode`, `val/top1`, `ranks/step_s/max`,
+    `metric/NAME`.
+    """
     prefix = _PREFIXES.get(type(event))
     if prefix is None:
         return {}
@@ -56,7 +59,7 @@ def scalars(event: Event) -> dict[str, float]:
 
 
 class Tracker(Protocol):
-    """Called from one thread. May raise anything, at any time."""
+    """A client of a tracking service. It is called from one thread, and may raise anything."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -64,10 +67,14 @@ class Tracker(Protocol):
 
 
 class TrackerThread:
-    """An `Observer` that passes the numbers of events to a tracker on a thread of its own.
+    """An `Observer` that passes the numbers of events to a tracker on its own thread.
 
-    `make` creates the tracker, also on the thread. The first error ends the tracker; `note` receives the
-    one line about it, on the caller's thread.
+    The first error ends the tracker.
+
+    Args:
+        name: The name of the tracker.
+        make: Creates the tracker, on the thread.
+        note: Receives the line about an error, on the caller's thread.
     """
 
     def __init__(self, name: str, make: Callable[[], Tracker], note: Callable[[str], None]) -> None:
@@ -114,7 +121,7 @@ class TrackerThread:
         )
 
     def close(self) -> None:
-        """Waits a while for what is queued. Reports what went wrong since the last event."""
+        """Waits some time for queued numbers, and reports errors since the last event."""
         if self._thread.is_alive():
             try:
                 self._queue.put(None, timeout=1.0)
