@@ -30,7 +30,6 @@ from scale.forked_job import (
 )  # fmt: skip
 
 _SECONDS = re.compile(r"for [\d.]+ s")
-_SECOND = r"(?:8|9|1[0-5])"  # of the second node
 
 
 def main() -> int:
@@ -42,7 +41,7 @@ def main() -> int:
         for kind in options.only:
             for phase in options.phases if kind == "dies" else [0]:
                 place = options.per_node, options.timeout
-                scenario = Scenario(kind, ranks, *place, phase=phase % PHASES, warm=options.warm)
+                scenario = Scenario(kind, ranks, *place, phase=phase % PHASES)
                 record = measure(scenario)
                 broken |= bool(record["broken"])
                 sys.stdout.write(json.dumps(record) + "\n")
@@ -57,7 +56,7 @@ def measure(scenario: Scenario) -> dict[str, Any]:
     results = run(scenario)
     record: dict[str, Any] = {
         "kind": scenario.kind, "ranks": scenario.ranks, "per_node": scenario.per_node,
-        "phase": scenario.phase, "warm": scenario.warm, "load": round(load, 1),
+        "phase": scenario.phase, "load": round(load, 1),
         "with_forks_s": round(time.monotonic() - started, 2),
     }  # fmt: skip
     if scenario.kind == "healthy":
@@ -71,7 +70,7 @@ def measure(scenario: Scenario) -> dict[str, Any]:
                 round(median(result.cpu_s for result in results), 4),
             ],
         }  # fmt: skip
-    elif scenario.kind not in ("differs", "wrong size", "twice"):
+    elif scenario.kind not in ("differs", "twice"):
         since_s = max(result.failed_s for result in results) or scenario.timeout_s
         if scenario.kind in ("dies", "late"):  # the wait began once the ranks had met
             since_s += max(result.met_s for result in results)
@@ -89,14 +88,13 @@ def problem(scenario: Scenario, results: list[RankResult]) -> str:
         "healthy": r"$",
         "fault": r"no images; check data\.dir$",
         "missing rank": rf"rank {scenario.odd} of {scenario.ranks} did not come to ",
-        "missing node": r"ranks 8 to 15 \(all of node 1\) of \d+ did not come to ",
+        "missing node": r"ranks 8 to 15 of \d+ did not come to ",
         "differs": r"ranks differ in torch: '2\.13' on rank 0, '2\.12' on rank 8; ",
         "dies meeting": rf"rank {scenario.odd} of {scenario.ranks} did not come to ",
         "dies": rf"rank {scenario.odd}\b.* did not reach '{scenario.next_phase}' within ",
         "late": rf"rank {scenario.odd}\b.* did not reach 'phase 0' within ",
         "stall": rf"all-reduce stalled for .* s: rank {scenario.odd}\b.* did not arrive ",
         "dead": rf"all-reduce stalled for .* s: rank {scenario.odd}\b.* gives no sign of life ",
-        "wrong size": rf"rank {_SECOND} that came to .*: the number of ranks is ",
         "twice": rf"$|rank {scenario.odd} has met another job ",
     }[scenario.kind]
     if len(results) != started - scenario.silent:
@@ -120,7 +118,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--per-node", type=int, default=8)
     parser.add_argument("--timeout", type=float, default=10.0)
-    parser.add_argument("--warm", action="store_true")
     parser.add_argument(
         "--patient", action="store_true", help="for hosts that are busy with other things"
     )

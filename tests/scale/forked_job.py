@@ -17,9 +17,7 @@ import signal
 import socket
 import statistics
 import tempfile
-import threading
 import time
-import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,6 @@ from paceline.comm.agreement import Agreement
 from paceline.comm.job import RankHosts
 from paceline.comm.progress import ProgressBoard
 from paceline.comm.rendezvous import meet
-from paceline.comm.store import forget_store
 from paceline.comm.watchdog import Watchdog
 from paceline.config import RunConfig
 from paceline.core.errors import DataError, PacelineError
@@ -39,7 +36,7 @@ from ranks import free_port
 
 KINDS = (
     "healthy", "fault", "differs", "missing rank", "missing node", "dies meeting", "dies", "late",
-    "stall", "dead", "wrong size", "twice",
+    "stall", "dead", "twice",
 )  # fmt: skip
 # As all ranks of a training present them when they meet.
 _SETTINGS = RunConfig().flat()
@@ -59,9 +56,6 @@ class Scenario:
     timeout_s: float = 60.0
     odd: int = 5
     phase: int = 0
-    # Each fork first meets and agrees with itself, because a fork gets its memory page by page when it
-    # first writes to it: milliseconds in every rank that no rank has that a launcher starts.
-    warm: bool = False
 
     @property
     def silent(self) -> int:
@@ -114,7 +108,6 @@ def run(scenario: Scenario, limit_s: float = 300.0) -> list[RankResult]:
     port, children = free_port(), list[int]()
     reader, writer = os.pipe()
     stays, ends = os.pipe()
-    warmed, warms = os.pipe()
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.jsonl"
         for rank in scenario.started:
@@ -122,50 +115,17 @@ def run(scenario: Scenario, limit_s: float = 300.0) -> list[RankResult]:
             if child == 0:
                 os.close(writer)
                 os.close(ends)
-                forked = _Rank(scenario, rank, port, results, stays)
-                try:
-                    if scenario.warm:
-                        _warm_up(free_port())
-                except (
-                    BaseException
-                ):  # must neither return to the caller nor keep the others waiting
-                    traceback.print_exc()
-                    os.write(warms, b"w")
-                    os._exit(1)
-                os.write(warms, b"w")
-                os.read(reader, 1)  # until the parent has forked all, and all are warm
-                forked.main()
+                os.read(reader, 1)  # until the parent has forked all
+                _Rank(scenario, rank, port, results, stays).main()
             children.append(child)
-        ready = 0
-        while ready < len(children):
-            ready += len(os.read(warmed, 4096))
         os.close(writer)
         os.close(reader)
         os.close(stays)
-        os.close(warmed)
-        os.close(warms)
         _await_lines(results, len(children) - scenario.silent)
         os.close(ends)
         _reap(children, limit_s)
         lines = results.read_text().splitlines() if results.exists() else []
     return sorted((RankResult(**json.loads(line)) for line in lines), key=lambda r: r.rank)
-
-
-def _warm_up(port: int) -> None:
-    """Two ranks in this process, at a port of their own, go through what is measured later."""
-
-    def join(rank: int) -> None:
-        place = Topology(rank, 2, rank, 2, 0, "127.0.0.1", port, launcher="environment")
-        agreement = Agreement(meet(place, 60.0, _SETTINGS).store, place, 60.0)
-        agreement.agree("facts", facts={"seed": 1})
-        agreement.agree("none")
-        agreement.leave(10.0)
-        forget_store(place)
-
-    other = threading.Thread(target=join, args=(0,))
-    other.start()
-    join(1)
-    other.join()
 
 
 def _await_lines(results: Path, count: int) -> None:
@@ -199,13 +159,11 @@ class _Rank:
         self._scenario, self._results, self._stays = scenario, results, stays
         self._started = self._cpu_s = 0.0
         self._met_cpu_s = 0.0
-        is_wrong = scenario.kind == "wrong size" and rank in scenario.second_node
-        size = scenario.ranks + is_wrong * scenario.per_node
         per_node = min(scenario.per_node, scenario.ranks)
         node, local = divmod(rank, per_node)
         self._rank = rank
         self._topology = Topology(
-            rank, size, local, per_node, node, "127.0.0.1", port, launcher="environment"
+            rank, scenario.ranks, local, per_node, node, "127.0.0.1", port, launcher="environment"
         )
         self._met_s = self._failed_s = self._knows_s = 0.0
         self._phases_s: list[float] = []

@@ -71,7 +71,7 @@ class Membership:
                     failed = no_thread(error)
                     if failed is None:
                         raise
-            self.lost = LostRanks(topology.rank, self.agreement, self.watchdog)
+            self.lost = LostRanks(topology.rank, self.agreement, self.watchdog, self.hosts)
             # All ranks are here before the backend connects: so a late or dead rank is named. The
             # backend's own handshake would wait for it without a name.
             try:

@@ -34,7 +34,7 @@ from torch.distributed.distributed_c10d import Store
 from paceline.comm.agreement import ActiveClock, Agreement
 from paceline.comm.collectives import backend_reason
 from paceline.comm.heartbeats import HeartbeatChannel
-from paceline.comm.job import RankHosts, format_ranks, rank_hosts_store
+from paceline.comm.job import RankHosts, rank_hosts_store
 from paceline.comm.peer_errors import AgreedError, PeerError, ShowError
 from paceline.comm.progress import BucketInfo, ProgressBoard, RankProgress
 from paceline.comm.stalls import stall_error, unreachable_error
@@ -312,6 +312,7 @@ class LostRanks:
     rank: int
     agreement: Agreement
     watchdog: Watchdog | None
+    hosts: RankHosts
 
     def posted_fault(self) -> AgreedError | None:
         """Returns the error that a failed rank has posted, or posts within seconds."""
@@ -339,7 +340,7 @@ class LostRanks:
         if fault is None and self.watchdog is not None:
             if ranks := self.watchdog.silent_ranks():
                 verb = "gives" if len(ranks) == 1 else "give"
-                error = make(f"{format_ranks(ranks)} {verb} no sign of life")
+                error = make(f"{self.hosts.describe(ranks)} {verb} no sign of life")
                 # So that the other ranks end with the same line.
                 self.agreement.post_fault(error)
                 fault = self.agreement.read_fault()

@@ -1,9 +1,9 @@
 """The cost of an all-reduce: seconds for m bytes, by algorithm.
 
-`COSTS` has the closed forms of the literature, for any number of ranks. An algorithm from outside adds
-its own. They describe the schedules as they run over NCCL: a whole buffer as one segment, and inside
-nodes the backend's own collectives. On two levels `ring`, `hierarchical` and `torus2d` are exact; the
-others charge the slowest link for every hop, an upper bound. `ProbedTable` has what `paceline tune`
+`COSTS` has the closed forms of the literature, for any number of ranks. An algorithm from outside
+registers its own. They describe the schedules as they run over NCCL: a whole buffer as one segment, and
+inside nodes the backend's own collectives. On two levels `ring`, `hierarchical` and `torus2d` are exact;
+the others charge the slowest link for every hop, an upper bound. `ProbedTable` has what `paceline tune`
 measured.
 """
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from paceline.core.errors import ConfigError
 from paceline.plan.cluster import Cluster, Link
-from paceline.plan.schedules import check_name
+from paceline.plan.schedules import REGISTRY, check_name
 from paceline.plan.steps import CollectiveKind
 
 Seconds = npt.NDArray[np.float64]
@@ -52,14 +52,23 @@ def all_reduce_s(
     probed = cluster.probed
     if probed is not None and name in probed.algorithms:
         return np.where(m > 0, probed.cost_s(name, cluster, m), 0.0)
-    cost = (own_cost or COSTS[name])(cluster, m)
-    return np.where(m > 0, cost + cluster.launch_s, 0.0)
+    cost = own_cost or closed_form(name)
+    assert cost is not None
+    cost_s = cost(cluster, m)
+    return np.where(m > 0, cost_s + cluster.launch_s, 0.0)
 
 
 def is_priced(name: str, cluster: Cluster) -> bool:
     """Returns True if there is a closed form, or if `paceline tune` has measured the algorithm."""
     check_name(name, "--algorithm")
-    return name in COSTS or (cluster.probed is not None and name in cluster.probed.algorithms)
+    if cluster.probed is not None and name in cluster.probed.algorithms:
+        return True
+    return closed_form(name) is not None
+
+
+def closed_form(name: str) -> Cost | None:
+    """Returns the formula of an algorithm, or None."""
+    return COSTS.get(name) or (REGISTRY[name].cost if name in REGISTRY else None)
 
 
 # Closed forms: p ranks in h groups of k; 1 is inside a group, 2 between groups.

@@ -18,7 +18,7 @@ See `tree`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.errors import ConfigError, nearest
 from paceline.plan.steps import (
@@ -39,6 +39,9 @@ from paceline.plan.steps import (
     cut,
 )
 
+if TYPE_CHECKING:
+    from paceline.plan.cost import Cost
+
 KIB = 1024
 # Long enough that no algorithm skips a part of it.
 _LONG = 1 << 20
@@ -47,7 +50,12 @@ REGISTRY: dict[str, Algorithm] = {}
 
 
 def register(
-    *, depth: int = 2, least_bytes: int = MIB, most_bytes: int = 8 * MIB, tuned: bool = True
+    *,
+    depth: int = 2,
+    least_bytes: int = MIB,
+    most_bytes: int = 8 * MIB,
+    tuned: bool = True,
+    cost: Cost | None = None,
 ) -> Callable[[Schedule], Schedule]:
     """Returns a decorator that adds a schedule to the algorithms, under the name of its function.
 
@@ -56,11 +64,12 @@ def register(
         least_bytes: The smallest segment.
         most_bytes: The largest segment.
         tuned: `paceline tune` tries the algorithm by default.
+        cost: Seconds for bytes on a cluster. Without it the planner leaves the algorithm out.
     """
 
     def add(schedule: Schedule) -> Schedule:
         name = schedule.__name__
-        REGISTRY[name] = Algorithm(name, schedule, depth, least_bytes, most_bytes, tuned)
+        REGISTRY[name] = Algorithm(name, schedule, depth, least_bytes, most_bytes, tuned, cost)
         return schedule
 
     return add

@@ -13,7 +13,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from paceline.plan.cost import Cost
 
 MIB = 1024 * 1024
 Span = tuple[int, int]
@@ -138,6 +141,7 @@ class Algorithm:
         least_bytes: The smallest segment.
         most_bytes: The largest segment; longer buffers have more segments.
         tuned: `paceline tune` tries the algorithm by default.
+        cost: Its closed form, if `paceline.plan.cost` has none.
     """
 
     name: str
@@ -146,6 +150,7 @@ class Algorithm:
     least_bytes: int = MIB
     most_bytes: int = 8 * MIB
     tuned: bool = True
+    cost: Cost | None = None
 
     def rounds(self, rank: int, groups: Groups, segment: Segment) -> Rounds:
         """Returns the steps of `rank`, round by round, without empty messages."""

@@ -193,7 +193,7 @@ class RehearsedCluster:
         return work
 
     def start_up(self, plan: FusionPlan) -> StartUp:
-        """Returns the start of the cluster's ranks: processes, rendezvous, agreement and process groups."""
+        """Returns the start of the ranks: processes, rendezvous, agreement, process groups."""
         settings, probed = self.settings, None
         if settings.cluster:
             probed = self._file("cluster").probed
