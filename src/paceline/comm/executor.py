@@ -125,7 +125,7 @@ class Executor:
         item_bytes = buffer.element_size()
         whole = self._program(chosen, Segment(length, item_bytes))
         if whole.is_collective:
-            _Collectives(self, buffer, whole).run()
+            _run_collectives(self, buffer, whole.collectives)
             return
         # Without tags, as over NCCL, the messages of two segments could not be told apart.
         cuts = [(0, length)] if self._batched else chosen.segments(length, item_bytes)
@@ -371,43 +371,31 @@ class _Lane:
         return self._wide[span[0] - low : span[1] - low]
 
 
-class _Collectives:
+def _run_collectives(executor: Executor, buffer: Tensor, steps: Sequence[Collective]) -> None:
     """Runs a buffer through the backend's own collectives in parts of the cluster."""
-
-    def __init__(self, executor: Executor, buffer: Tensor, program: Program) -> None:
-        self._executor, self._buffer, self._steps = executor, buffer, program.collectives
-        self._own: tuple[Span, Tensor] | None = None
-
-    def run(self) -> None:
-        buffer, staging = self._buffer, self._executor.staging
-        length, needed = buffer.numel(), max(step.span[1] for step in self._steps)
-        whole = buffer
-        if needed > length:
-            whole = staging.take("padded", needed, buffer.dtype, buffer.device)
-            whole[:length].copy_(buffer)
-            whole[length:].zero_()
-        for step in self._steps:
-            self._step(step, whole)
-        if whole is not buffer:
-            buffer.copy_(whole[:length])
-
-    def _step(self, step: Collective, whole: Tensor) -> None:
-        group, (low, high) = self._executor.part(step.members), step.span
-        kind, root = step.kind, step.members[0]
-        if kind == "reduce":
-            dist.reduce(whole[low:high], dst=root, group=group)
-        elif kind == "broadcast":
-            dist.broadcast(whole[low:high], src=root, group=group)
-        elif kind == "reduce_scatter":
+    length, needed = buffer.numel(), max(step.span[1] for step in steps)
+    whole = buffer
+    if needed > length:
+        whole = executor.staging.take("padded", needed, buffer.dtype, buffer.device)
+        whole[:length].copy_(buffer)
+        whole[length:].zero_()
+    # What the reduce-scatter has left on this rank.
+    own_span, own = (0, 0), whole[:0]
+    for step in steps:
+        group, (low, high) = executor.part(step.members), step.span
+        if step.kind == "reduce":
+            dist.reduce(whole[low:high], dst=step.members[0], group=group)
+        elif step.kind == "broadcast":
+            dist.broadcast(whole[low:high], src=step.members[0], group=group)
+        elif step.kind == "reduce_scatter":
             each = (high - low) // len(step.members)
-            at = step.members.index(self._executor.groups.rank)
-            own = self._executor.staging.take("own", each, whole.dtype, whole.device)
-            self._own = ((low + each * at, low + each * (at + 1)), own)
+            at = step.members.index(executor.groups.rank)
+            own_span = (low + each * at, low + each * (at + 1))
+            own = executor.staging.take("own", each, whole.dtype, whole.device)
             reduce_scatter_flat(own, whole[low:high], group=group)
-        elif kind == "all_gather":
-            assert self._own is not None
-            all_gather_flat(whole[low:high], self._own[1], group=group)
+        elif step.kind == "all_gather":
+            all_gather_flat(whole[low:high], own, group=group)
         else:
-            mine = self._own is not None and self._own[0] == step.span
-            tensor = self._own[1] if self._own is not None and mine else whole[low:high]
-            dist.all_reduce(tensor, group=group)
+            dist.all_reduce(own if own_span == step.span else whole[low:high], group=group)
+    if whole is not buffer:
+        buffer.copy_(whole[:length])

@@ -96,7 +96,7 @@ class HybridAllReduce:
             self.all_reduce(buffer, mean=mean)
             return buffer
 
-        return self._planned.queue(run, buffer.device)
+        return self._planned.thread.submit(run, buffer.device)
 
     @staticmethod
     def ddp_hook(state: "HybridAllReduce", bucket: GradBucket) -> Future[Tensor]:
@@ -117,7 +117,7 @@ class HybridAllReduce:
             state.all_reduce(buffer)
             return buffer.div_(state._count(buffer.device, present))
 
-        return state._planned.queue(run, buffer.device)
+        return state._planned.thread.submit(run, buffer.device)
 
     def _submit_sparse(self, buffer: Tensor, present: bool | None) -> Future[Tensor]:
         """Sums sparse gradients by the backend's own all-reduce, in their own format."""
@@ -130,7 +130,7 @@ class HybridAllReduce:
             dist.all_reduce(buffer, group=self.groups.world)
             return buffer.div_(self._count(buffer.device, present))
 
-        return self._planned.queue(run, buffer.device)
+        return self._planned.thread.submit(run, buffer.device)
 
     def _count(self, device: torch.device, present: bool | None) -> Tensor:
         """Returns the number of ranks, or of those that are present."""
@@ -141,7 +141,7 @@ class HybridAllReduce:
     @property
     def failure(self) -> BaseException | None:
         """Returns the error of the first buffer that failed on the communication thread, or None."""
-        return self._planned.failure
+        return self._planned.thread.failure
 
     def close(self) -> None:
         """Ends the communication thread and leaves its process groups."""

@@ -11,12 +11,10 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from paceline.plan.plan_file import LinkFacts
@@ -105,9 +103,13 @@ class LinkProbe:
             operations: list[dist.P2POp] = []
             for before, after in places:
                 if after >= 0:
-                    operations.append(_operation(dist.isend, out, self._group, after))
+                    operations.append(
+                        dist.P2POp(dist.isend, out, group=self._group, group_peer=after)
+                    )
                 if before >= 0:
-                    operations.append(_operation(dist.irecv, back, self._group, before))
+                    operations.append(
+                        dist.P2POp(dist.irecv, back, group=self._group, group_peer=before)
+                    )
             for work in dist.batch_isend_irecv(operations) if operations else ():
                 work.wait()
 
@@ -145,10 +147,6 @@ def _only(ring: dict[int, tuple[int, int]], pair: tuple[int, int]) -> dict[int, 
     first, second = pair
     assert first in ring
     return {first: (-1, second), second: (first, -1)}
-
-
-def _operation(kind: Any, tensor: Tensor, group: ProcessGroup, peer: int) -> dist.P2POp:
-    return dist.P2POp(kind, tensor, group=group, group_peer=peer)
 
 
 def fit_cost(points: Sequence[tuple[int, float]]) -> LinkFacts:

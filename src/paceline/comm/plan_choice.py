@@ -22,7 +22,7 @@ from paceline.plan.schedules import NATIVE, check_name
 from paceline.plan.size_table import SizeTable
 from paceline.plan.wires import own_algorithm, wire_bytes, wire_format
 
-# What goes beside the bulk of a bucket is some hundred numbers long: the signals, norms, biases.
+# The small messages of a bucket have some hundred numbers: the signals, norms, biases.
 _BESIDE_BYTES = 4096
 
 
@@ -61,11 +61,12 @@ class PlanChoice:
         elif settings.algorithm != "auto":
             table = SizeTable.single(settings.algorithm)
         elif cluster.ranks == 1:
-            # Nothing travels; one bucket has the least to do.
+            # Nothing travels, and one bucket costs the least.
             fixed = FusionPlan.single([spec.name for spec in reversed(tensors)])
         choice = cls(settings, tuple(tensors), table, fixed)
-        if fixed is None and (not tensors or choice._fits_one_bucket):
-            # One bucket: nothing leaves before its last gradient, in whichever order they come.
+        fits_one_bucket = 0 < choice._threshold >= sum(map(choice._bytes, tensors))
+        if fixed is None and (not tensors or fits_one_bucket):
+            # One bucket is sent after its last gradient, so their order does not matter.
             fixed = choice.plan([spec.name for spec in reversed(tensors)])
         return replace(choice, fixed=fixed)
 
@@ -88,10 +89,6 @@ class PlanChoice:
     @property
     def _threshold(self) -> int:
         return int(self.settings.fusion_mib * 2**20)
-
-    @property
-    def _fits_one_bucket(self) -> bool:
-        return 0 < self._threshold >= sum(self._bytes(spec) for spec in self.tensors)
 
     def _bytes(self, spec: TensorSpec) -> int:
         """Returns the bytes of a tensor on the wire."""

@@ -121,7 +121,8 @@ class CommThread:
         self._name = name
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        # The error of the first job that failed.
+        self.failure: BaseException | None = None
         self._closed = False
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -141,11 +142,6 @@ class CommThread:
         self._jobs.put(_Job(run, future, device, ready))
         # An error must be raised in a callback: the C++ side of DDP sees it only from there.
         return future.then(_value)
-
-    @property
-    def failure(self) -> BaseException | None:
-        """Returns the error of the first job that failed, or None."""
-        return self._failure
 
     def close(self) -> None:
         """Runs what was submitted, then ends the thread. Waits a few seconds at most."""
@@ -172,12 +168,12 @@ class CommThread:
         return self._streams[device]
 
     def _outcome(self, job: _Job) -> Tensor | BaseException:
-        if self._failure is None:
+        if self.failure is None:
             try:
                 return job.run()
             except Exception as error:  # noqa: BLE001  (raised where the future is read)
-                self._failure = error
-        return self._failure
+                self.failure = error
+        return self.failure
 
 
 def _value(future: Future[Any]) -> Tensor:
@@ -253,7 +249,7 @@ class PlannedAllReduce:
         self._executor = Executor(groups)
         self.staging = self._executor.staging
         self._carriers = _create_carriers(wires, groups, self.staging, settings)
-        self._thread = CommThread()
+        self.thread = CommThread()
 
     @property
     def memory(self) -> Memory | None:
@@ -275,18 +271,9 @@ class PlannedAllReduce:
         else:
             self.run(buffer, algorithm, WireFormat.for_tensor(buffer, wire))
 
-    def queue(self, run: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
-        """Runs `run` on the communication thread, after all work that is queued on `device`."""
-        return self._thread.submit(run, device)
-
-    @property
-    def failure(self) -> BaseException | None:
-        """Returns why the communication thread runs nothing any more, or None."""
-        return self._thread.failure
-
     def close(self) -> None:
         """Ends the communication thread and leaves its process groups."""
-        self._thread.close()
+        self.thread.close()
         self.groups.close()
 
     def run(self, buffer: Tensor, algorithm: str, wire: WireFormat, divide_by: int = 1) -> None:
@@ -408,7 +395,7 @@ class ThreadTransport(Transport):
             ended()
             return pieces[0].tensor
 
-        future = self.planned.queue(run, pieces[0].tensor.device)
+        future = self.planned.thread.submit(run, pieces[0].tensor.device)
         self._under_way += 1
 
         def wait() -> None:
@@ -416,7 +403,7 @@ class ThreadTransport(Transport):
                 future.wait()
             except RuntimeError as error:
                 # The future only has the message; the error's type matters too.
-                cause = self.planned.failure
+                cause = self.planned.thread.failure
                 if isinstance(cause, CommError):
                     raise self._group.peer_error(cause) from cause
                 raise cause or error from error
@@ -430,7 +417,7 @@ class ThreadTransport(Transport):
         A thread that may be stuck in a message is left behind, because it is a daemon. If it has
         failed, its connections are closed, so that the other ranks notice.
         """
-        if self._under_way == 0 or self.planned.failure is not None:
+        if self._under_way == 0 or self.planned.thread.failure is not None:
             self.planned.close()
 
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
 from paceline.core.topology import RANKS_LIMIT
 from paceline.core.untrusted import LONGEST_S
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+    from paceline.plan.cost import ProbedTable
 
 # GPUs of one type differ by some percent in clock and temperature, and each GPU from step to step. It is
 # one round number for all clusters, chosen with the systems of the planner's record in mind.
@@ -34,17 +33,6 @@ class Link:
     @classmethod
     def of(cls, latency_us: float, gigabytes_per_s: float) -> Link:
         return cls(latency_us * 1e-6, 1e-9 / gigabytes_per_s)
-
-
-class ProbedCosts(Protocol):
-    """All-reduces measured on this cluster, which take precedence over formulas."""
-
-    @property
-    def algorithms(self) -> tuple[str, ...]: ...
-
-    def cost_s(
-        self, algorithm: str, cluster: Cluster, sizes: npt.NDArray[np.float64]
-    ) -> npt.NDArray[np.float64]: ...
 
 
 @dataclass(frozen=True)
@@ -82,7 +70,7 @@ class Cluster:
     hidden_cost: float = 0.0
     depth_cost: float = 0.0
     spread: float = 0.3
-    probed: ProbedCosts | None = None
+    probed: ProbedTable | None = None
     has_network: bool = True
 
     def __post_init__(self) -> None:

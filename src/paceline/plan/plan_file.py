@@ -331,11 +331,9 @@ def _from_tables(tables: Mapping[str, Any]) -> PlanFile:
 
 def _facts(kind: type[Facts], table: object, section: str) -> Facts:
     wanted = kind.__dataclass_fields__
-    if isinstance(table, Mapping) and wanted.keys() <= table.keys():
-        values: dict[str, Any] = {name: table[name] for name in wanted}
-        if all(type(values[name]).__name__ == field.type for name, field in wanted.items()):
-            return kind(**values)
-    raise ConfigError(section, None, f"has no section [{section}] with {', '.join(wanted)}")
+    if not isinstance(table, Mapping) or not wanted.keys() <= table.keys():
+        raise ConfigError(section, None, f"has no section [{section}] with {', '.join(wanted)}")
+    return from_table(kind, section, {name: table[name] for name in wanted})
 
 
 def _measured(rows: Any) -> tuple[tuple[MeasuredSize, ...], tuple[str, ...]]:

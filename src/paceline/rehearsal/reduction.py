@@ -64,13 +64,6 @@ class Reduction(NamedTuple):
     result: tuple[tuple[Plane, int, int], ...]
     planes: dict[Plane, Span]
 
-    def memory_bytes(self, item_bytes: int) -> int:
-        """Returns the bytes of all planes."""
-        return sum(
-            (stop - start) * (4 if kind == WIDE else item_bytes)
-            for (kind, _), (start, stop) in self.planes.items()
-        )
-
 
 def compile_reduction(
     name: str, groups: Groups, length: int, item_bytes: int, *, order: Sequence[int],
