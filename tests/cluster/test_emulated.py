@@ -1,4 +1,4 @@
-"""A cluster is there inside its context, apart from everything else, and gone after it; its command."""
+"""A cluster exists inside its context, isolated, and is gone after it; its command."""
 
 from __future__ import annotations
 

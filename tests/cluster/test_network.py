@@ -1,4 +1,4 @@
-"""Links, namespaces and what the machine must have for them: rates, owners, and refusals in one line."""
+"""Links, namespaces and the tools that they need: rates, owners, and refusals in one line."""
 
 from __future__ import annotations
 

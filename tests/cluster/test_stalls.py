@@ -1,4 +1,4 @@
-"""Trainings on hosts that fall off the network: every rank says why it ends, in time, and none stays."""
+"""Trainings on hosts that lose the network: every rank reports why it ends, in time, and none stays."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def ranks_on(
 
 
 def ended(processes: Sequence[CliProcess]) -> list[Done]:
-    """Far more than the time-out: a machine may be busy. A hang lasts for ever."""
+    """Waits far longer than the time-out, because a machine may be busy. A hang lasts for ever."""
     return [process.wait(PATIENCE_S) for process in processes]
 
 
@@ -110,7 +110,7 @@ def test_the_host_of_the_store_is_cut_off(tmp_path: Path) -> None:
 
 
 def _fails_when_cut(folder: Path) -> None:
-    """In place of the program: a rank that fails by itself while its host is cut off."""
+    """Replaces the program by a rank that fails by itself while its host is cut off."""
     settings = CommSettings(timeout_s=600.0, rendezvous_timeout_s=60.0)
     with Group(Topology.from_env(os.environ), settings, torch.device("cpu")) as group:
         group.all_reduce_sum(torch.ones(1))

@@ -33,7 +33,10 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _numbers(rank: int, size: int, dtype: torch.dtype) -> Tensor:
-    """Whole numbers at the even places: sums of nine stay within ±144, which bf16 holds in even ones."""
+    """Returns numbers that are whole at even places.
+
+    Sums of nine of them stay within ±144, where bf16 holds every even number.
+    """
     generator = torch.Generator().manual_seed(100 * size + rank)
     numbers = torch.randn(size, generator=generator)
     numbers[::2] = 2.0 * torch.randint(-7, 8, (len(numbers[::2]),), generator=generator)
@@ -72,7 +75,10 @@ def _try(
 
 
 def _all(rank: int, nodes: tuple[int, ...], k: int | None, how: str) -> dict[str, list[str]]:
-    """`how`: as over Gloo; cut into many small segments; in batches, or nested, as over NCCL."""
+    """Sums by every algorithm.
+
+    `how` is `gloo`; `segments`, cut into many small ones; `batched` or `nested`, as over NCCL.
+    """
     found = {}
     with made_groups(rank, nodes, k, subgroups=how == "nested" or None) as groups:
         executor = Executor(groups, batched=how == "batched" or None)
@@ -117,7 +123,7 @@ def _isolated(rank: int, nodes: tuple[int, ...], k: int | None, how: str) -> dic
 
 
 def _large(rank: int, nodes: tuple[int, ...]) -> list[str]:
-    """Long enough that every algorithm cuts it by itself."""
+    """Sums buffers that every algorithm cuts into segments."""
     with made_groups(rank, nodes) as groups, contextlib.ExitStack() as stack:
         stack.callback(_shares.cache_clear)
         executor = Executor(groups)
@@ -135,7 +141,7 @@ def test_large_buffers_in_segments() -> None:
 
 
 def _fp32_inside(rank: int, nodes: tuple[int, ...]) -> dict[str, float]:
-    """2048 + 1 + 1 + …: fp16 has steps of 2 there, so each 1 is lost unless they add up in fp32."""
+    """Sums 2048 + 1 + 1 + …: fp16 has steps of 2 there, so each 1 is lost unless they add up in fp32."""
     found = {}
     with made_groups(rank, nodes) as groups:
         for name in ("hierarchical", "torus2d", "central"):

@@ -74,7 +74,7 @@ def test_collectives(size: int) -> None:
 
 
 def _pieces(rank: int) -> tuple[list[bytes] | None, int]:
-    """What rank 0 gets, and the most bytes that one of its collectives carries for a rank."""
+    """Returns rank 0's result, and the largest number of bytes of a rank in one collective."""
     sizes: list[int] = []
     gather = dist.gather
 
@@ -241,7 +241,7 @@ def test_ranks_at_odds_all_raise_the_same_line() -> None:
 
 
 def test_nothing_is_pickled_between_ranks() -> None:
-    """Torch's collectives of objects unpickle what arrives, and run what it says."""
+    """Torch's collectives of objects unpickle what arrives, and so run code of a peer."""
     calls = re.compile(r"\b(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?\(")
     for file in Path(paceline.__file__).parent.rglob("*.py"):
         assert not calls.search(file.read_text()), file

@@ -1,4 +1,4 @@
-"""However ranks end at once, all of them print the same one line, and each prints it once."""
+"""However many ranks end at once, all of them print the same line, and each prints it once."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def channels(store: Store) -> Iterator[list[HeartbeatChannel]]:
 
 @pytest.fixture
 def other(store: Store) -> Iterator[HeartbeatChannel]:
-    """Rank 0's, without its watchdog."""
+    """Rank 0's channel, without its watchdog."""
     channel = HeartbeatChannel(store, place(0), 0.05)
     yield channel
     channel.close()
@@ -121,7 +121,7 @@ Start = Callable[..., Exits]
 
 @pytest.fixture
 def start(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Threads end before `os._exit` is the real one again, also where a test fails."""
+    """Starts watchdogs whose threads end before `os._exit` is restored, also if a test fails."""
     made: list[Exits] = []
     monkeypatch.setattr(os, "_exit", lambda code: made[0].exit(code))
     # However short of cores the host is: the waits that are looked at here do not run out.
@@ -143,7 +143,7 @@ def start(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
 
 def returned(call: Callable[[], object]) -> threading.Event:
-    """Set once `call` has returned; its caller would go on and print an error, or end."""
+    """Returns an event that is set once `call` has returned, when its caller would continue."""
     event = threading.Event()
 
     def run() -> None:
@@ -175,7 +175,7 @@ def test_nothing_overtakes_a_verdict_that_is_being_shown(
 
 @pytest.fixture
 def may_check(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Watchdogs look at nothing before this is set."""
+    """Returns an event that watchdogs wait for before they check anything."""
     check, may_check = Watchdog._check, threading.Event()
 
     def late(self: Watchdog) -> PacelineError | None:
@@ -259,7 +259,7 @@ def test_a_stop_signal_ends_a_wait_only_where_a_rank_has_fallen_silent(
 
 
 def test_ranks_that_leave_because_of_a_lost_one_are_not_taken_for_lost(store: Store) -> None:
-    """Connections break one after the other: the last rank to notice finds the others gone."""
+    """Connections break one after the other: for the last rank to notice, the other ranks have left."""
     places = [Topology(rank, 4, rank, 4, launcher="torchrun") for rank in range(4)]
     lost, *others = [HeartbeatChannel(store, rank, 0.05) for rank in places]
     lost.close()

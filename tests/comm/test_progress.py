@@ -1,4 +1,4 @@
-"""What is reported of a stall: pure functions of the ranks' progress."""
+"""Reports about stalls: pure functions of the ranks' progress."""
 
 from __future__ import annotations
 

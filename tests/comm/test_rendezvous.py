@@ -106,14 +106,14 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 def waiting_rank_0(
     port: int, settings: dict[str, Any] | None = None, world_size: int = 2
 ) -> Iterator[Any]:
-    """Rank 0 of a job whose rank 1 has not come yet."""
+    """Starts rank 0 of a job whose rank 1 has not come yet."""
     topology = replace(RANK0, master_port=port, world_size=world_size, local_world_size=world_size)
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit(meet, topology, 100, settings)
 
 
 def wait_for_job(port: int) -> TCPStore:
-    """Until rank 0 has said which job it is: then no environment of its own counts any more."""
+    """Waits until rank 0 has published its job: later changes of the environment do not affect it."""
     while True:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:

@@ -1,4 +1,4 @@
-"""Messages that no rank has written, in the store that anybody who reaches the port can write to."""
+"""Messages that no rank has written: everyone who reaches the port can write to the store."""
 
 from __future__ import annotations
 

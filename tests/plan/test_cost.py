@@ -1,4 +1,4 @@
-"""Costs: closed forms against the played schedules, and measured times."""
+"""Costs: closed forms of the literature, and measured times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The noise scale: estimators without bias, running averages, and what they say of batches."""
+"""The noise scale: unbiased estimators, running averages, and the batches that they suggest."""
 
 from __future__ import annotations
 

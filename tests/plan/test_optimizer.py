@@ -1,4 +1,4 @@
-"""The best plan: never beaten, rounding only where it pays, counting the messages that are sent."""
+"""The best plan: never beaten, rounds only if that pays, and counts the messages that are sent."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def workload(half: list[int], full: list[int]) -> Workload:
 
 
 def meeting_at(size: float) -> Cluster:
-    """Eight ranks, where tree and ring take as long for `size` bytes, and the tree less for fewer."""
+    """Returns eight ranks on which tree and ring cost the same for `size` bytes."""
     beta = 1e-9
     cluster = Cluster(8, 1, Link(0, 0), Link(4.25 * beta * size / 8, beta))
     ring, tree = (float(all_reduce_s(name, cluster, size)) for name in ("ring", "tree"))

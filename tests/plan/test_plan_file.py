@@ -1,4 +1,4 @@
-"""plan.toml: one format for plans, tuned clusters, tables of sizes and profiles, old files included."""
+"""plan.toml: one format for plans, tuned clusters, tables of sizes and profiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clock of a rehearsal: the step of the model that is trained, what is left out, what is refused."""
+"""The clock of a rehearsal: the step of the trained model, and refused input."""
 
 from __future__ import annotations
 

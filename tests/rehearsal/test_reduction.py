@@ -1,4 +1,4 @@
-"""The order of additions that a schedule amounts to, worked out without messages."""
+"""The order of additions of a schedule, computed without messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CLUSTERS = ((1,), (2,), (3, 3), (2, 2, 2, 2), (4, 1), (5,))
 
 
 def reduced(reduction: Reduction, rows: list[list[object]]) -> list[object]:
-    """Executes on rows of any objects that can be added; they come in the order of the reduction."""
+    """Executes a reduction on rows of any objects that can be added, in the order of the reduction."""
     planes: dict[Plane, dict[int, object]] = {}
     for row, instructions in zip(rows, reduction.arrivals, strict=True):
         for into, term, first, adds, start, stop in instructions:

@@ -1,4 +1,4 @@
-"""Rehearsals: one process trains to the bits of the ranks that it stands for."""
+"""Rehearsals: one process trains to the bits of the ranks that it simulates."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_a_model_that_the_planner_does_not_know_is_counted(tmp_path: Path) -> No
 
 
 class _Looks(nn.Module):
-    """Decides by the values of its input, which the meta device has not."""
+    """A model that decides by the values of its input, which the meta device does not have."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """`python -m scale`: the control plane with many ranks on one machine, a line of JSON for each job.
 
-In: numbers of ranks, kinds of job. Out: how long meeting, phases and the whole took, or how long after
-the time-out the last rank had its line. Exit code 1 where a rank has another line than expected, or none.
+Measures how long meeting, phases and the whole job took, or how long after the time-out the last rank
+had its line. The exit code is 1 if a rank has another line than expected, or none.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def measure(scenario: Scenario) -> dict[str, Any]:
-    """`after_s`: from the failure, or from the end of the time-out, until the last rank had its line."""
+    """Runs a job. `after_s` is the time from the failure or the time-out until the last line."""
     load = os.getloadavg()[0]
     started = time.monotonic()
     results = run(scenario)
@@ -82,7 +82,7 @@ def measure(scenario: Scenario) -> dict[str, Any]:
 
 
 def problem(scenario: Scenario, results: list[RankResult]) -> str:
-    """What is wrong with the lines of the ranks; empty where all are as they must be."""
+    """Returns what is wrong with the lines of the ranks, or ""."""
     started = len(scenario.started)
     expected = {
         "healthy": r"$",
@@ -108,7 +108,7 @@ def problem(scenario: Scenario, results: list[RankResult]) -> str:
 
 
 def _common(result: RankResult) -> str:
-    """A rank's line without what differs between ranks: who says it, and for how long it waited."""
+    """Returns a rank's line without the parts that differ between ranks: its number and its wait."""
     return _SECONDS.sub("for ... s", re.sub(r"^rank \d+: ", "", result.line))
 
 

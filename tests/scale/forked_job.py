@@ -1,8 +1,8 @@
 """A job of many ranks without a model: forked processes that meet, agree and stall like a training.
 
-In: a `Scenario`. Out: for each rank what it measured or the line with which it ended (`RankResult`).
-All ranks run on this machine but believe to stand on nodes of `per_node` ranks. They start together, once
-all are forked, so the forks are not measured.
+For each rank of a `Scenario` the result has its measurements, or the line with which it ended. All
+ranks run on this machine but behave as on nodes of `per_node` ranks. They start together, once all are
+forked, so the forks are not measured.
 """
 
 from __future__ import annotations
@@ -47,8 +47,16 @@ _STAY_S = 15.0
 
 @dataclass(frozen=True)
 class Scenario:
-    """`odd`: the rank that fails; of kinds that concern a node, it is the second one. `timeout_s`: of the
-    rendezvous and of the exchange. `phase`: before which a rank dies, 0 for the first."""
+    """A job.
+
+    Attributes:
+        kind: What happens in it.
+        ranks: Number of ranks.
+        per_node: Ranks of a node. Kinds that concern a node concern the second one.
+        timeout_s: Time limit of the rendezvous and of the exchange.
+        odd: The rank that fails.
+        phase: The phase before which a rank dies, 0 for the first.
+    """
 
     kind: str
     ranks: int
@@ -59,7 +67,7 @@ class Scenario:
 
     @property
     def silent(self) -> int:
-        """How many ranks write no line."""
+        """Returns the number of ranks that write no line."""
         return int(self.kind in ("dead", "dies", "dies meeting", "late"))
 
     @property
@@ -72,7 +80,7 @@ class Scenario:
 
     @property
     def absent(self) -> set[int]:
-        """Ranks that are never started."""
+        """Returns the ranks that are never started."""
         if self.kind == "missing rank":
             return {self.odd}
         if self.kind == "missing node":
@@ -87,7 +95,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class RankResult:
-    """Seconds since all ranks started together. `line`: the error with which the rank ended."""
+    """Seconds since all ranks started together. `line` is the error with which the rank ended."""
 
     rank: int
     met_s: float = 0.0
@@ -102,7 +110,10 @@ class RankResult:
 
 
 def run(scenario: Scenario, limit_s: float = 300.0) -> list[RankResult]:
-    """Of each started rank, in order; one that wrote nothing within `limit_s` is killed and has none."""
+    """Returns the results of all started ranks, in order.
+
+    A rank that writes nothing within `limit_s` is killed and has no result.
+    """
     gc.collect()
     gc.freeze()
     port, children = free_port(), list[int]()
@@ -129,7 +140,7 @@ def run(scenario: Scenario, limit_s: float = 300.0) -> list[RankResult]:
 
 
 def _await_lines(results: Path, count: int) -> None:
-    """Until all ranks have written, or for as long as one stays."""
+    """Waits until all ranks have written, or for as long as one stays."""
     deadline, started = 0.0, time.monotonic()
     while time.monotonic() < (deadline or started + _ATTEMPTS_S):
         written = results.read_bytes().count(b"\n") if results.exists() else 0
@@ -241,7 +252,7 @@ class _Rank:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _stall(self, store: Any, agreement: Agreement, is_odd: bool) -> None:
-        """Until the watchdog ends this process."""
+        """Stalls until the watchdog ends this process."""
         board = ProgressBoard()
         watchdog = Watchdog(
             store, self._topology, self._scenario.timeout_s, board,
@@ -260,7 +271,7 @@ class _Rank:
 
 
 def start_up_s(results: list[RankResult]) -> tuple[float, float, float]:
-    """Until the last rank has met; the median phase; until the last rank has ended."""
+    """Returns when the last rank has met, the median phase, and when the last rank has ended."""
     phases = [phase_s for result in results for phase_s in result.phases_s]
     return (
         max(result.met_s for result in results),

@@ -1,4 +1,4 @@
-"""A part of `make scale-test` with 64 ranks, and whether a wrong line would be noticed."""
+"""A part of `make scale-test` with 64 ranks, and a check that it notices wrong lines."""
 
 from __future__ import annotations
 
