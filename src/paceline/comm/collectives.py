@@ -89,8 +89,8 @@ class Collectives(ABC):
             members = list(range(first, first + size))
             # Every rank goes through all of them, members or not: torch counts groups to name them.
             make = partial(dist.new_group, members, timeout=wait, backend=self.backend)
-            found = self.watched("creating a group of ranks", make)
-            made = found if self.rank in members else made
+            created = self.watched("creating a group of ranks", make)
+            made = created if self.rank in members else made
 
         def all_reduce(tensor: Tensor) -> None:
             self.watched("batch-norm statistics", lambda: dist.all_reduce(tensor, group=made))
@@ -168,13 +168,13 @@ class Collectives(ABC):
         parts = [self.gather(own.to(self.device)) for own in torch.split(row, piece)]
         if lengths is None:
             return None
-        found = [bytearray() for _ in range(self.world_size)]
+        contents = [bytearray() for _ in range(self.world_size)]
         for part in parts:
             assert part is not None
-            for own, content in zip(found, part, strict=True):
+            for own, content in zip(contents, part, strict=True):
                 own += content.numpy().tobytes()
         sizes = lengths.flatten().tolist()
-        return [bytes(own[:size]) for own, size in zip(found, sizes, strict=True)]
+        return [bytes(own[:size]) for own, size in zip(contents, sizes, strict=True)]
 
 
 def abort_process_groups(
@@ -213,8 +213,8 @@ def backend_reason(error: RuntimeError) -> str:
 
 def _either(new: str, old: str) -> Callable[..., Any]:
     """Returns a collective that torch renamed: old names warn from 2.13 on, and 2.11 has only them."""
-    found: Callable[..., Any] = getattr(dist, new if hasattr(dist, new) else old)
-    return found
+    function: Callable[..., Any] = getattr(dist, new if hasattr(dist, new) else old)
+    return function
 
 
 reduce_scatter_flat = _either("reduce_scatter_single", "reduce_scatter_tensor")

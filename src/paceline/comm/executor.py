@@ -183,29 +183,29 @@ class Executor:
 
     def _program(self, chosen: Algorithm, segment: Segment) -> Program:
         key = (chosen.name, segment)
-        found = self._programs.get(key)
-        if found is None:
+        program = self._programs.get(key)
+        if program is None:
             if len(self._programs) >= _KEPT_PROGRAMS:
                 self._programs.clear()
-            found = compile_rounds(chosen.rounds(self.groups.rank, self._layout, segment))
-            self._programs[key] = found
-        return found
+            program = compile_rounds(chosen.rounds(self.groups.rank, self._layout, segment))
+            self._programs[key] = program
+        return program
 
     def part(self, members: Sequence[int]) -> ProcessGroup:
         """Returns the process group of a row, a column or the masters."""
         layout, rank = self._layout, self.groups.rank
-        found: ProcessGroup | None
+        process_group: ProcessGroup | None
         if members == layout.row_of(rank):
-            found = self.groups.row
+            process_group = self.groups.row
         elif members == layout.masters:
-            found = self.groups.masters
+            process_group = self.groups.masters
         else:
-            found = self.groups.columns.get(layout.columns.index(tuple(members)))
-        if found is None:
+            process_group = self.groups.columns.get(layout.columns.index(tuple(members)))
+        if process_group is None:
             raise CommError(
                 f"no process group of ranks {members}", "make ProcessGroups with subgroups=True"
             )
-        return found
+        return process_group
 
 
 def schedule_peers(chosen: Algorithm, rank: int, groups: Groups) -> set[int]:

@@ -169,10 +169,10 @@ def fit_cost(points: Sequence[tuple[int, float]]) -> LinkFacts:
     shares = np.stack([1 / seconds, sizes / largest / seconds])
     fits = []
     for used in ([0, 1], [0], [1]):
-        found, _, rank, _ = np.linalg.lstsq(shares[used].T, np.ones(len(points)), rcond=1e-6)
-        if rank == len(used) and found.min() >= 0:
-            errors = found @ shares[used] - 1
-            cost = dict(zip(used, found.tolist(), strict=True))
+        solution, _, rank, _ = np.linalg.lstsq(shares[used].T, np.ones(len(points)), rcond=1e-6)
+        if rank == len(used) and solution.min() >= 0:
+            errors = solution @ shares[used] - 1
+            cost = dict(zip(used, solution.tolist(), strict=True))
             residual = math.sqrt(float(np.mean(errors * errors)))
             fits.append(LinkFacts(cost.get(0, 0.0), cost.get(1, 0.0) / largest, residual))
     return min(fits, key=lambda fit: fit.residual)

@@ -26,7 +26,7 @@ class Memory:
     def __init__(self) -> None:
         self.scale: Tensor | None = None
 
-    def settle(self, discard: Tensor) -> None:
+    def commit(self, discard: Tensor) -> None:
         """After the update; `discard`, a flag on the device, says whether the step leaves no trace."""
 
     @property

@@ -168,9 +168,9 @@ def current_topology(known: Topology | None = None) -> Topology:
         return known or Topology.from_env(os.environ)
     rank, world = dist.get_rank(), dist.get_world_size()
     with suppress(CommError):
-        found = known or Topology.from_env(os.environ)
-        if (found.rank, found.world_size) == (rank, world):
-            return found
+        topology = known or Topology.from_env(os.environ)
+        if (topology.rank, topology.world_size) == (rank, world):
+            return topology
     return Topology(rank, world, rank, world, launcher="process group")
 
 

@@ -113,18 +113,18 @@ class Timeline(ExchangeObserver):
             assert now.event is not None
             now.event.synchronize()
             now = now._replace(host_s=time.perf_counter())
-        found = []
+        timeline = []
         for stretch in self._stretches:
             name, track, start, stop, step, bucket = stretch
             if now is None or start.event is None or stop.event is None:
                 track = HOST if self._on_gpu and track == COMPUTE else track
-                found.append(TimelineSpan(name, track, start.host_s, stop.host_s, step, bucket))
+                timeline.append(TimelineSpan(name, track, start.host_s, stop.host_s, step, bucket))
                 continue
             start_s, stop_s = _device_s(start.event, now), _device_s(stop.event, now)
-            found.append(TimelineSpan(name, track, start_s, stop_s, step, bucket))
+            timeline.append(TimelineSpan(name, track, start_s, stop_s, step, bucket))
             if track == COMPUTE and bucket < 0:
-                found.append(TimelineSpan(name, HOST, start.host_s, stop.host_s, step, bucket))
-        return found
+                timeline.append(TimelineSpan(name, HOST, start.host_s, stop.host_s, step, bucket))
+        return timeline
 
     def _mark(self, device: bool) -> _Mark:
         event = None
@@ -184,13 +184,13 @@ def clock_offsets(rows: Sequence[Sequence[float]]) -> list[ClockOffset]:
         The offset of each rank.
     """
     enters, leaves = [row[0::2] for row in rows], [row[1::2] for row in rows]
-    found = []
+    estimates = []
     for enter, leave in zip(enters, leaves, strict=True):
         low = max(mine - first for mine, first in zip(enter, leaves[0], strict=True))
         high = min(mine - first for mine, first in zip(leave, enters[0], strict=True))
         # A clock that was set in between can cross the bounds.
-        found.append(ClockOffset((low + high) / 2, abs(high - low) / 2))
-    return [ClockOffset(0.0, 0.0), *found[1:]]
+        estimates.append(ClockOffset((low + high) / 2, abs(high - low) / 2))
+    return [ClockOffset(0.0, 0.0), *estimates[1:]]
 
 
 class ExposedTime:

@@ -211,10 +211,10 @@ class ProbedTable:
     def cost_s(self, algorithm: str, cluster: Cluster, sizes: Seconds) -> Seconds:
         known, seconds = (np.log(column) for column in zip(*self.points[algorithm], strict=True))
         wanted = np.log(np.maximum(sizes, 1.0))
-        found = np.interp(wanted, known, seconds)
+        logarithms = np.interp(wanted, known, seconds)
         # Below the smallest a message costs its start; above the largest every byte costs the same.
         beyond = np.maximum(wanted - known[-1], 0.0)
-        measured = np.exp(found + beyond)
+        measured = np.exp(logarithms + beyond)
         there = replace(cluster, probed=None)
         if there == self.base:
             return np.asarray(measured)

@@ -88,12 +88,12 @@ def best_plan(
     cost = BucketCost(workload.gradients, cluster, names, wires)
     ready = _slowest_ready(workload, cluster, batch, spread)
     costs = Costs(ready, cost.wires, cost.of)
-    found = optimal_buckets(costs, cost.seconds)
+    chosen = optimal_buckets(costs, cost.seconds)
     if cluster.hidden_cost:
         backward = workload.backward_s(batch) * slowest_of(cluster.ranks, spread)
-        plans = [found, *_fewer_buckets(costs, cost.seconds, len(found))]
-        found = min(plans, key=lambda plan: costs.lost_s(plan, backward, cluster.hidden_cost))
-    return _with_names(workload, cost, found)
+        plans = [chosen, *_fewer_buckets(costs, cost.seconds, len(chosen))]
+        chosen = min(plans, key=lambda plan: costs.lost_s(plan, backward, cluster.hidden_cost))
+    return _with_names(workload, cost, chosen)
 
 
 def threshold_plan(
@@ -109,12 +109,12 @@ def threshold_plan(
         algorithms: Algorithms that the plan may use.
     """
     cost = BucketCost(workload.gradients, cluster, algorithms)
-    found, first = [], 0
+    buckets, first = [], 0
     for stop in range(1, len(workload.gradients) + 1):
         if cost.bytes(first, stop) >= threshold or stop == len(workload.gradients):
-            found.append(Bucket((first, stop), cost.wires[0]))
+            buckets.append(Bucket((first, stop), cost.wires[0]))
             first = stop
-    return _with_names(workload, cost, found)
+    return _with_names(workload, cost, buckets)
 
 
 def _slowest_ready(
@@ -125,9 +125,9 @@ def _slowest_ready(
     return [ready * slow for ready in workload.ready_s(batch)]
 
 
-def _with_names(workload: BackwardPass, cost: BucketCost, found: Sequence[Bucket]) -> FusionPlan:
+def _with_names(workload: BackwardPass, cost: BucketCost, chosen: Sequence[Bucket]) -> FusionPlan:
     buckets = []
-    for (first, stop), wire in found:
+    for (first, stop), wire in chosen:
         names = tuple(gradient.name for gradient in workload.gradients[first:stop])
         algorithm, beside = cost.names(wire, first, stop)
         buckets.append(FusionBucket(names, algorithm, wire, "" if beside == algorithm else beside))
@@ -192,11 +192,11 @@ def _fewer_buckets(
     costs: Costs, seconds: npt.NDArray[np.float64], count: int
 ) -> list[list[Bucket]]:
     """Returns the plans that end soonest with each smaller number of buckets, up to a limit."""
-    found = []
+    alternatives = []
     for most in range(1, min(count, _MOST_FEWER + 1)):
         cheapest = [costs.cheapest(cut) for cut in limited_cuts(costs.ready_s, seconds, most)]
-        found.append(_more_exact(cheapest, costs, costs.end_s(cheapest) * (1 + 1e-12)))
-    return found
+        alternatives.append(_more_exact(cheapest, costs, costs.end_s(cheapest) * (1 + 1e-12)))
+    return alternatives
 
 
 def limited_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64], most: int) -> list[Cut]:
@@ -206,11 +206,11 @@ def limited_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64], most: 
     ends = np.concatenate([[0.0], starts[1:] + cost[0, 1:]])
     origins = [np.zeros(count + 1, dtype=np.int64)]
     for _ in range(most - 1):
-        # found[i, j]: gradients up to i in one run fewer, i to j − 1 in the last one.
-        found = np.maximum(ends[:, None], starts[None, :]) + cost
-        found[np.tril_indices(count + 1)] = np.inf
-        origins.append(found.argmin(axis=0))
-        ends = np.concatenate([[0.0], found.min(axis=0)[1:]])
+        # candidates[i, j]: gradients up to i in one run fewer, i to j − 1 in the last one.
+        candidates = np.maximum(ends[:, None], starts[None, :]) + cost
+        candidates[np.tril_indices(count + 1)] = np.inf
+        origins.append(candidates.argmin(axis=0))
+        ends = np.concatenate([[0.0], candidates.min(axis=0)[1:]])
     return _walked_back(reversed(origins), count)
 
 
@@ -220,9 +220,9 @@ def optimal_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64]) -> lis
     ends = np.zeros(count + 1)
     origin = np.zeros(count + 1, dtype=np.int64)
     for stop in range(1, count + 1):
-        found = np.maximum(ends[:stop], ready_s[stop - 1]) + cost[:stop, stop]
-        origin[stop] = found.argmin()
-        ends[stop] = found[origin[stop]]
+        candidates = np.maximum(ends[:stop], ready_s[stop - 1]) + cost[:stop, stop]
+        origin[stop] = candidates.argmin()
+        ends[stop] = candidates[origin[stop]]
     return _walked_back(repeat(origin), count)
 
 
@@ -253,10 +253,10 @@ def _more_exact(buckets: Sequence[Bucket], costs: Costs, by_s: float) -> list[Bu
     chosen = []
     for bucket, start in zip(reversed(buckets), reversed(starts), strict=True):
         better = costs.wires[: costs.wires.index(bucket.wire)]
-        found = (
+        options = (
             one for wire in better if start + costs.seconds(one := Bucket(bucket.cut, wire)) <= by_s
         )
-        chosen.append(next(found, bucket))
+        chosen.append(next(options, bucket))
         by_s -= costs.seconds(chosen[-1])
     return chosen[::-1]
 
@@ -270,7 +270,7 @@ def _joined(buckets: Sequence[Bucket], costs: Costs, by_s: float) -> list[Bucket
     for bucket in reversed(buckets[1:]):
         latest.append(latest[-1] - costs.seconds(bucket))
     latest.reverse()
-    found, free, last = [], 0.0, buckets[0]
+    joined, free, last = [], 0.0, buckets[0]
     for bucket, due in zip(buckets[1:], latest[1:], strict=True):
         wire = min((last.wire, bucket.wire), key=costs.wires.index)
         both = Bucket((last.cut[0], bucket.cut[1]), wire)
@@ -278,9 +278,9 @@ def _joined(buckets: Sequence[Bucket], costs: Costs, by_s: float) -> list[Bucket
             last = both
             continue
         free = costs.start_s(last, free) + costs.seconds(last)
-        found.append(last)
+        joined.append(last)
         last = bucket
-    return [*found, last]
+    return [*joined, last]
 
 
 Floats = npt.NDArray[np.float64]

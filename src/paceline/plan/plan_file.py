@@ -161,11 +161,11 @@ class Expected:
     def from_table(cls, table: Any) -> Expected | None:
         """Returns None for an invalid table, because no run depends on it."""
         try:
-            found = from_table(cls, "expected", table)
+            prediction = from_table(cls, "expected", table)
         except ConfigError:
             return None
-        *parts, buffers_s = vars(found).values()
-        return found if found.batch >= 1 and min(*parts, *buffers_s) >= 0 else None
+        *parts, buffers_s = vars(prediction).values()
+        return prediction if prediction.batch >= 1 and min(*parts, *buffers_s) >= 0 else None
 
 
 @dataclass(frozen=True)
@@ -339,7 +339,7 @@ def _facts(kind: type[Facts], table: object, section: str) -> Facts:
 def _measured(rows: Any) -> tuple[tuple[MeasuredSize, ...], tuple[str, ...]]:
     if not isinstance(rows, list):
         raise ConfigError("measured", rows, "is not a list of tables", "run paceline tune again")
-    found, chosen = [], []
+    sizes, chosen = [], []
     for number, row in enumerate(rows):
         medians = row.get("median_s") if isinstance(row, Mapping) else None
         name = f"measured[{number}]"
@@ -355,6 +355,6 @@ def _measured(rows: Any) -> tuple[tuple[MeasuredSize, ...], tuple[str, ...]]:
                 )  # fmt: skip
         if not is_finite(spread) or row.get("chosen", "") not in ("", *medians):
             raise ConfigError(name, row, "has another algorithm", "run paceline tune again")
-        found.append(MeasuredSize(row["bytes"], dict(medians), float(spread)))
+        sizes.append(MeasuredSize(row["bytes"], dict(medians), float(spread)))
         chosen.append(row.get("chosen", ""))
-    return tuple(found), tuple(chosen) if any(chosen) else ()
+    return tuple(sizes), tuple(chosen) if any(chosen) else ()

@@ -103,12 +103,12 @@ def parts_used(algorithms: Collection[str], groups: Groups) -> frozenset[str]:
 
     The backend's own all-reduce and those of wire formats run among all ranks, and have none.
     """
-    found: set[str] = set()
+    parts: set[str] = set()
     for name in set(algorithms) & set(REGISTRY):
         for rank in groups.groups[0]:
             for steps in algorithm(name).rounds(rank, groups, Segment(_LONG)):
-                found |= {_part(s, rank, groups) for s in steps if isinstance(s, Collective)}
-    return frozenset(found)
+                parts |= {_part(s, rank, groups) for s in steps if isinstance(s, Collective)}
+    return frozenset(parts)
 
 
 def _part(step: Collective, rank: int, groups: Groups) -> str:

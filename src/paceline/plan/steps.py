@@ -309,13 +309,13 @@ def _close_batch(run: list[int], arrivals: list[Arrival], ops: list[Op]) -> None
 
 def _changes_later(steps: Sequence[Step]) -> list[bool]:
     """Returns for each step whether it is a `Send` of a span to which a later step adds."""
-    found: list[bool] = []
+    changes: list[bool] = []
     added: list[Span] = []
     for step in reversed(steps):
         if isinstance(step, Receive) and step.add:
             added.append(step.span)
-        found.append(isinstance(step, Send) and any(_overlap(step.span, span) for span in added))
-    return found[::-1]
+        changes.append(isinstance(step, Send) and any(_overlap(step.span, span) for span in added))
+    return changes[::-1]
 
 
 def _overlap(one: Span, other: Span) -> bool:

@@ -212,14 +212,14 @@ class RehearsedCluster:
         """Returns the cluster's links."""
         if self.settings.cluster:
             file = self._file("cluster")
-            found = planned_cluster(file)
-            if found.ranks_per_node != self.settings.gpus_per_node:
-                each = found.ranks_per_node
+            tuned = planned_cluster(file)
+            if tuned.ranks_per_node != self.settings.gpus_per_node:
+                each = tuned.ranks_per_node
                 raise self._error(
                     "gpus_per_node", f"{self.settings.cluster} was measured with {each} ranks on a node",
                     f"use {each}, or run paceline tune there again",
                 )  # fmt: skip
-            return found.with_nodes(self.settings.nodes)
+            return tuned.with_nodes(self.settings.nodes)
         if not self.settings.gpu:
             raise self._error(
                 "profile", "says nothing about the links of the cluster",

@@ -168,8 +168,8 @@ def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """
     heads = query.shape[-3] if query.dim() > 3 else 1
     parts = (part.reshape(-1, heads, *part.shape[-2:]) for part in (query, key, value))
-    found: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(*parts, None, True)[0]
-    return found.reshape(*query.shape[:-1], value.shape[-1])
+    result: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(*parts, None, True)[0]
+    return result.reshape(*query.shape[:-1], value.shape[-1])
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:

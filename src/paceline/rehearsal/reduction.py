@@ -366,17 +366,17 @@ class _Program:
 
 def _parents(trees: _Trees, ranks: int, root: int) -> dict[int, int]:
     """Returns the parents of all nodes below `root`."""
-    found: dict[int, int] = {}
+    parent_of: dict[int, int] = {}
     stack = [root]
     while stack:
         node = stack.pop()
         if node < ranks:
             continue
         for below in {trees.left[node - ranks], trees.right[node - ranks]}:
-            assert below not in found, "a schedule adds a rank's numbers once"
-            found[below] = node
+            assert below not in parent_of, "a schedule adds a rank's numbers once"
+            parent_of[below] = node
             stack.append(below)
-    return found
+    return parent_of
 
 
 def _instruction(op: _Op, start: int, stop: int, segment: int, segments: int) -> Instruction:

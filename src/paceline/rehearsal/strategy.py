@@ -244,10 +244,10 @@ class Rehearsal(Synchronous):
         return self._advanced(self.clock.step_s if self.clock else 0.0)
 
     def record_evaluation(self, *, reached_target: bool) -> Mapping[str, Any]:
-        found = self._advanced(self.clock.eval_s if self.clock else 0.0)
+        fields = self._advanced(self.clock.eval_s if self.clock else 0.0)
         if reached_target and self._to_target is None:
             self._to_target = self._predicted_s
-        return found
+        return fields
 
     def _advanced(self, seconds: float) -> dict[str, Any]:
         """Advances the clock, and returns the record field if there is a clock."""
@@ -262,13 +262,13 @@ class Rehearsal(Synchronous):
 
     def summary(self) -> dict[str, Any]:
         settings = self.settings
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "nodes": settings.nodes, "gpus_per_node": settings.gpus_per_node, "ranks": settings.ranks,
         }  # fmt: skip
         if self.clock is not None:
-            found |= asdict(self.clock) | self.clock.totals(self._predicted_s)
+            fields |= asdict(self.clock) | self.clock.totals(self._predicted_s)
             reached = self._progress.time_to_target_s is not None
-            found["predicted_s_to_target"] = (
+            fields["predicted_s_to_target"] = (
                 (self._to_target or self._predicted_s) if reached else None
             )
-        return {self.name: found}
+        return {self.name: fields}

@@ -42,18 +42,18 @@ def scalars(event: Event) -> dict[str, float]:
     prefix = _PREFIXES.get(type(event))
     if prefix is None:
         return {}
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for name, value in event.to_dict().items():
         if name == "step":
             continue
         if isinstance(value, Mapping):
             # The values of a callback are the event itself.
             inner = prefix if name == "values" else f"{prefix}/{name}"
-            found |= {f"{inner}/{key}": number for key, number in value.items()}
+            named |= {f"{inner}/{key}": number for key, number in value.items()}
         else:
-            found[f"{prefix}/{name}"] = value
+            named[f"{prefix}/{name}"] = value
     numbers = {
-        name: float(value) for name, value in found.items() if isinstance(value, int | float)
+        name: float(value) for name, value in named.items() if isinstance(value, int | float)
     }
     return {name: number for name, number in numbers.items() if math.isfinite(number)}
 

@@ -80,9 +80,9 @@ def take_apart(row: StepRow) -> StepAnatomy:
     )
     with Group(Topology(), RunConfig().comm, device) as group:
         step, _ = build_step(eager, group)
-        found = [_one(step, device) for _ in range(_TAKEN_APART + 2)][2:]
-    found.sort(key=lambda anatomy: anatomy.forward_s + anatomy.backward_s)
-    return found[len(found) // 2]
+        anatomies = [_one(step, device) for _ in range(_TAKEN_APART + 2)][2:]
+    anatomies.sort(key=lambda anatomy: anatomy.forward_s + anatomy.backward_s)
+    return anatomies[len(anatomies) // 2]
 
 
 def _one(step: TrainStep, device: torch.device) -> StepAnatomy:

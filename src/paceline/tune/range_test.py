@@ -107,11 +107,11 @@ def _noise(losses: Sequence[float]) -> float:
 
 def smooth(losses: Sequence[float]) -> list[float]:
     """Returns the exponential moving average, without the bias of its first values."""
-    found, average = [], 0.0
+    smoothed, average = [], 0.0
     for n, loss in enumerate(losses, start=1):
         average = SMOOTHING * average + (1 - SMOOTHING) * loss
-        found.append(average / (1 - SMOOTHING**n))
-    return found
+        smoothed.append(average / (1 - SMOOTHING**n))
+    return smoothed
 
 
 @dataclass
