@@ -89,7 +89,7 @@ def problem(scenario: Scenario, results: list[RankResult]) -> str:
         "fault": r"no images; check data\.dir$",
         "missing rank": rf"rank {scenario.odd} of {scenario.ranks} did not come to ",
         "missing node": r"ranks 8 to 15 of \d+ did not come to ",
-        "differs": r"ranks differ in torch: '2\.13' on rank 0, '2\.12' on rank 8; ",
+        "differs": r"ranks differ in torch: '2\.1[23]' on rank \d+, '2\.1[23]' on rank \d+; ",
         "dies meeting": rf"rank {scenario.odd} of {scenario.ranks} did not come to ",
         "dies": rf"rank {scenario.odd}\b.* did not reach '{scenario.next_phase}' within ",
         "late": rf"rank {scenario.odd}\b.* did not reach 'phase 0' within ",
