@@ -16,6 +16,7 @@ from paceline.comm.agreement import Agreement, Report
 from paceline.comm.job import rank_hosts_store
 from paceline.comm.peer_errors import AgreedError
 from paceline.comm.progress import RankProgress
+from paceline.comm.store import names_from_files
 from paceline.core.errors import CommError
 from paceline.core.topology import Topology
 from paceline.core.untrusted import ParseError
@@ -44,7 +45,8 @@ class HeartbeatChannel:
     """
 
     def __init__(self, store: Store, topology: Topology, beat_s: float) -> None:
-        self._store: Store = store.clone()  # type: ignore[attr-defined] # not in torch's stubs
+        with names_from_files():
+            self._store: Store = store.clone()  # type: ignore[attr-defined] # not in torch's stubs
         self._agreement = Agreement(self._store, topology, beat_s)
         self._rank, self._size = topology.rank, topology.world_size
         self._beat_s = beat_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -52,33 +53,34 @@ class Membership:
         self._topology, self._backend = topology, backend
         self._wait_s = settings.timeout_s + BACKEND_GRACE_S
         self.hosts, self.watchdog = RankHosts(), None
-        with DeferredEnd(active=not topology.ends_together) as end:
-            meeting = meet(topology, settings.rendezvous_timeout_s, shared, end)
-        self._store, self.restarted = meeting.store, meeting.restarted
-        self.agreement = Agreement(self._store, topology, settings.rendezvous_timeout_s)
-        failed: PacelineError | None = None
-        if topology.world_size > 1:
+        with ExitStack() as lookups:
+            with DeferredEnd(active=not topology.ends_together) as end:
+                meeting = meet(topology, settings.rendezvous_timeout_s, shared, lookups, end)
+            self._store, self.restarted = meeting.store, meeting.restarted
+            self.agreement = Agreement(self._store, topology, settings.rendezvous_timeout_s)
+            failed: PacelineError | None = None
+            if topology.world_size > 1:
+                try:
+                    with explain_lost_store(topology.rank, "join"):
+                        self.hosts = RankHosts.read(self._store)
+                        self.watchdog = Watchdog(
+                            self._store, topology, settings.timeout_s, board, show_error,
+                            self.hosts, before_exit=before_exit,
+                        )  # fmt: skip
+                except RuntimeError as error:
+                    failed = no_thread(error)
+                    if failed is None:
+                        raise
+            self.lost = LostRanks(topology.rank, self.agreement, self.watchdog, self.hosts)
+            # All ranks are here before the backend connects: so a late or dead rank is named. The
+            # backend's own handshake would wait for it without a name.
             try:
-                with explain_lost_store(topology.rank, "join"):
-                    self.hosts = RankHosts.read(self._store)
-                    self.watchdog = Watchdog(
-                        self._store, topology, settings.timeout_s, board, show_error,
-                        self.hosts, before_exit=before_exit,
-                    )  # fmt: skip
-            except RuntimeError as error:
-                failed = no_thread(error)
-                if failed is None:
-                    raise
-        self.lost = LostRanks(topology.rank, self.agreement, self.watchdog, self.hosts)
-        # All ranks are here before the backend connects: so a late or dead rank is named. The
-        # backend's own handshake would wait for it without a name.
-        try:
-            self.agreement.agree("join", failed, facts, remedy)
-        except PacelineError:
-            self.agreement.leave()
-            if self.watchdog is not None:
-                self.watchdog.close()
-            raise
+                self.agreement.agree("join", failed, facts, remedy)
+            except PacelineError:
+                self.agreement.leave()
+                if self.watchdog is not None:
+                    self.watchdog.close()
+                raise
 
     def connect(self, device: torch.device) -> None:
         """Creates the default process group."""

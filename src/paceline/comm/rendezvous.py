@@ -28,7 +28,7 @@ import os
 import socket
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,7 @@ def meet(
     topology: Topology,
     timeout_s: float,
     settings: Mapping[str, Any] | None = None,
+    lookups: ExitStack | None = None,
     end: DeferredEnd | None = None,
 ) -> Meeting:
     """Waits until all ranks have come.
@@ -83,6 +84,8 @@ def meet(
         topology: This rank, and the address of the rendezvous.
         timeout_s: How long to wait for the other ranks.
         settings: Settings that all ranks share, to recognize ranks of another job.
+        lookups: Host names are not looked up until it is closed (`names_from_files`). Without it, until
+            this function returns.
         end: Notes a signal that asks this rank to end. The rank then tells the other ranks first.
 
     Returns:
@@ -97,8 +100,9 @@ def meet(
     job = JobIdentity.from_env(os.environ, topology, settings)
     end = end or DeferredEnd(active=False)
     try:
-        with ActiveClock().ticking() as clock:
-            store, address = store_of_job(topology, hosts, timeout_s, clock)
+        with ActiveClock().ticking() as clock, ExitStack() as own_lookups:
+            lookups = lookups if lookups is not None else own_lookups
+            store, address = store_of_job(topology, hosts, timeout_s, clock, lookups)
             here = RankHost(job.host, address or topology.master_addr)
             if not topology.is_main:
                 joining = _JoiningRank(store, topology, job, here, end)

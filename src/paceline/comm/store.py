@@ -2,18 +2,28 @@
 
 The store is torch's `TCPStore` at the address that the launcher names, opened once in a process.
 Failures are exceptions of torch and of the socket layer, which `rendezvous.explain` turns into a line.
+
+`TCPStore` looks up the host name of every peer for its log lines: the client once for a connection, the
+server in its only thread for each connection that it accepts. If the name server does not answer, each
+lookup takes seconds, and a rendezvous of 256 ranks took a minute. `names_from_files` prevents these
+lookups.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import ipaddress
 import queue
+import re
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, though not in __all__
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -43,7 +53,7 @@ _opened: dict[tuple[str, int, int], _Opened] = {}
 
 
 def store_of_job(
-    topology: Topology, hosts: bool, timeout_s: float, clock: ActiveClock
+    topology: Topology, hosts: bool, timeout_s: float, clock: ActiveClock, lookups: ExitStack
 ) -> tuple[Store, str]:
     """Returns a store without keys of earlier jobs of this process, and this host's own address.
 
@@ -52,6 +62,7 @@ def store_of_job(
         hosts: True if this process hosts the store.
         timeout_s: How long to wait for the store.
         clock: Measures the wait.
+        lookups: Host names are not looked up until it is closed, once the address is known.
     """
     place = (topology.master_addr, topology.master_port, topology.rank)
     opened = _opened.get(place)
@@ -60,6 +71,7 @@ def store_of_job(
         own, target = (
             ("", _own_address(topology)) if hosts else _await_host(topology, timeout_s, clock)
         )
+        lookups.enter_context(names_from_files())
         opened = _Opened(_open_store(topology, target, hosts, timeout_s, clock), own)
         _opened[place] = opened
         return opened.store, opened.address
@@ -178,3 +190,45 @@ def _loopback_listener(topology: Topology) -> int | None:
         (address, topology.master_port), family=family, backlog=_BACKLOG
     )
     return listener.detach()
+
+
+_CONFIG = Path("/etc/nsswitch.conf")
+_DEFAULT_SOURCES = "files dns"
+
+_lock = threading.Lock()
+_users = 0
+
+
+@contextmanager
+def names_from_files() -> Iterator[None]:
+    """Makes the process look host names up in /etc/hosts only, within this context.
+
+    Does nothing if the C library is not glibc.
+    """
+    global _users
+    with _lock:
+        _users += 1
+        if _users == 1:
+            _look_up_in("files")
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                _look_up_in(_configured_sources())
+
+
+def _look_up_in(sources: str) -> None:
+    """Calls the function that <nss.h> declares for this."""
+    configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)
+    if configure is not None:
+        configure(b"hosts", sources.encode())
+
+
+def _configured_sources() -> str:
+    try:
+        line = re.search(r"^\s*hosts:([^#\n]*)", _CONFIG.read_text(), re.MULTILINE)
+    except (OSError, UnicodeDecodeError):
+        return _DEFAULT_SOURCES
+    return line[1].strip() if line else _DEFAULT_SOURCES
