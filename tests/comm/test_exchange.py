@@ -329,18 +329,6 @@ def test_the_last_bucket_waits_for_the_signals() -> None:
     assert agreed(exchange, terminate=1.0).terminate == 1.0
 
 
-def _overlapped(rank: int) -> tuple[list[Tensor], list[Tensor]]:
-    with joined() as group:
-        return step(group, None, 2)[0], step(group, BACKWARD, 2)[0]
-
-
-def test_ranks_agree_with_and_without_overlap() -> None:
-    results = run_ranks(2, _overlapped)
-    for plain, late in results:
-        assert all(map(torch.equal, plain, late))
-        assert all(map(torch.equal, late, results[0][1]))
-
-
 def captured() -> tuple[GradientExchange, Net, list[str]]:
     log: list[str] = []
     model = Net(log)

@@ -151,9 +151,7 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
     ("timeout_s", "ranks", "expected"),
     [
         (600.0, 8, 2.0),
-        (600.0, 8_000, 2.0),
         (600.0, 16_000, 4.0),
-        (10.0, 8, 10 / 60),
         (10.0, 1_000, 0.25),
         (10.0, 64_000, 0.5),  # seven of them have to fit into 40 % of the timeout
         (1.0, 8, 0.1),
