@@ -206,7 +206,7 @@ class Coordinator:
         return CommError(
             f"rank {rank} that came to {where_ranks_meet(self._topology)} belongs to another job or has "
             f"other settings: {self._refused[rank]} ('there' is rank 0)",
-            "start all ranks of one job alike, and give each job a MASTER_PORT of its own",
+            "start all ranks of a job with the same settings, and give each job its own MASTER_PORT",
         )
 
     def _absent(self, missing: Sequence[int], timeout_s: float) -> CommError:

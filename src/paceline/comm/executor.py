@@ -127,7 +127,7 @@ class Executor:
         if whole.is_collective:
             _run_collectives(self, buffer, whole.collectives)
             return
-        # Without tags, as over NCCL, the messages of two segments could not be told apart.
+        # Without tags, as over NCCL, the messages of two segments cannot be distinguished.
         cuts = [(0, length)] if self._batched else chosen.segments(length, item_bytes)
         if len(cuts) == 1:
             self._run([buffer], [whole], 1)

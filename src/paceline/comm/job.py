@@ -131,7 +131,7 @@ def _job_id(env: Mapping[str, str], launcher: str) -> str:
     if env.get("PACELINE_JOB_ID"):
         return env["PACELINE_JOB_ID"]
     if launcher == "slurm":
-        # The parts of a heterogeneous job have ids of their own and one common id.
+        # The parts of a heterogeneous job have different ids and one common id.
         if "SLURM_HET_JOB_ID" in env:
             return env["SLURM_HET_JOB_ID"]
         return f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}".strip(".")

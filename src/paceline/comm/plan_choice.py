@@ -124,7 +124,7 @@ def checked_table(file: PlanFile, cluster: ClusterFacts, setting: str) -> SizeTa
             setting, file.path,
             f"was tuned on {tuned.ranks} ranks of {tuned.nodes} nodes, here are {cluster.ranks} of "
             f"{cluster.nodes}",
-            "run paceline tune here, or take its [cluster] section out to use it all the same",
+            "run paceline tune here, or remove its [cluster] section to use it anyway",
         )  # fmt: skip
     return file.table
 

@@ -306,7 +306,7 @@ class PlannedAllReduce:
             raise  # this rank's own device failed
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-                raise  # this rank's own, and not the others'
+                raise  # it concerns this rank only
             raise CommError(
                 f"{algorithm} all-reduce of {buffer.nbytes} bytes broke on rank "
                 f"{self.groups.rank} ({backend_reason(error)})",

@@ -222,8 +222,8 @@ class _JoiningRank:
         return CommError(
             f"rank {rank} has met another job at {where} ({conflict}): {there.describe()} is there, "
             f"{self._job.describe()} is here",
-            "give each job a MASTER_PORT (torchrun: --master-port) of its own, or start all ranks of "
-            "one job alike",
+            "give each job its own MASTER_PORT (torchrun: --master-port), or start all ranks of a job "
+            "with the same settings",
         )
 
 
@@ -250,5 +250,5 @@ def explain(
         return (f"{where} is not an address of a rendezvous", "set MASTER_ADDR and MASTER_PORT")
     return (
         f"rank {topology.rank} did not meet the other ranks at {where} within {timeout_s:g} s",
-        "check that rank 0 runs, that MASTER_ADDR and MASTER_PORT are its own, and the firewall",
+        "check that rank 0 runs, that MASTER_ADDR and MASTER_PORT are those of rank 0, and the firewall",
     )

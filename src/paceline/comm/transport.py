@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 class Transport(ABC):
     """The base of transports. Every rank sends the same buckets in the same order."""
 
-    # `send` returns before the sums are complete, so that backward goes on.
+    # `send` returns before the sums are complete, so that backward continues.
     overlaps = False
     # A CUDA graph can hold `send` and the wait for it.
     capturable = False

@@ -172,7 +172,7 @@ class Watchdog:
 
     def _serve(self) -> None:
         tick_s = self._beat_s / 2
-        # A process that was stopped does not suspect others for the time that it lost itself.
+        # A process that was stopped does not blame other ranks for the time that it has lost.
         clock = ActiveClock(longest_s=4 * tick_s)
         while not self._closed.wait(tick_s):
             self._now_s = clock.now_s()

@@ -115,8 +115,11 @@ def count_module(model: nn.Module, name: str, image_size: int, channels: int = 3
 
 
 def _half_kept(model: nn.Module, images: Tensor) -> list[float]:
-    """Of each layer; empty where the model does not run in the formats of `_Formats`, whose count is
-    then that of fp32 with elements of two bytes."""
+    """Returns the elements that each layer keeps in half precision.
+
+    Returns an empty list if the model does not run in the formats of `_Formats`. Then the count is that
+    of fp32 with elements of two bytes.
+    """
     weights = [weight for weight in matrix_weights(model) if weight.dtype == torch.float32]
     try:
         for weight in weights:
@@ -173,7 +176,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
-    """Only between fp32 and half precision, as autocast does."""
+    """Casts between fp32 and half precision only, as autocast does."""
 
     def one(value: Any) -> Any:
         is_float = isinstance(value, Tensor) and value.dtype in (torch.half, torch.float32)

@@ -227,8 +227,8 @@ class Rehearsal(Synchronous):
         if progress.step:
             training.emit(
                 NoteEvent(
-                    f"the checkpoint has no time of the cluster: its {progress.step:,} steps and "
-                    f"{evaluations:,} evaluations count as predicted for the rest"
+                    f"the checkpoint has no predicted time: its {progress.step:,} steps and "
+                    f"{evaluations:,} evaluations count as those that follow"
                 )
             )
 

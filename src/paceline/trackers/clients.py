@@ -25,7 +25,7 @@ class CsvTracker:
 
     def __init__(self, folder: Path, first_step: int) -> None:
         causes = [f"input_stall_causes/{name}" for name in ("read", "decode", "augment", "copy")]
-        # Tables, texts and what only a strategy has.
+        # Tables, texts and fields of strategies.
         left_out = ("step", "input_stall_causes", "remark", "fields")
         of_steps, of_evaluations = (
             [field.name for field in fields(event) if field.name not in left_out]
@@ -75,7 +75,7 @@ class TensorBoardTracker:
     def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Hides steps that a killed process logged after its last checkpoint, whose own step stays.
+        # Hides steps that a killed process logged after its last checkpoint; the checkpoint's step stays.
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -136,7 +136,7 @@ class MlflowTracker:
         self._metric = Metric
         place = os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlruns").resolve().as_uri()
         if place.startswith("file:"):
-            # MLflow asks for this where runs are kept in files.
+            # MLflow requires this if runs are kept in files.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self._client = MlflowClient(place)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "paceline")

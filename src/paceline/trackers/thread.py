@@ -115,9 +115,9 @@ class TrackerThread:
         if self._noted or (self._error is None and not self._dropped):
             return
         self._noted = True
-        reason = self._error or "it is too slow, and loses metrics"
+        reason = self._error or "it is too slow and loses metrics"
         self._note(
-            f"tracker {self._name} failed ({reason}); training goes on, metrics.jsonl has it all"
+            f"tracker {self._name} failed ({reason}); training continues, and metrics.jsonl has all metrics"
         )
 
     def close(self) -> None:

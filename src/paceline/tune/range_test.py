@@ -19,12 +19,12 @@ from paceline.train.callbacks import Callback, RunControl
 
 # Weight of the past in the smoothed loss; losses of single steps are too noisy for a slope.
 SMOOTHING = 0.9
-# The run ends where the smoothed loss is this many times the lowest one.
+# The run ends if the smoothed loss is this many times the lowest one.
 EXPLODED = 4.0
-# Before, the smoothed loss is that of few steps.
+# With fewer steps the smoothed loss is not meaningful.
 _LEAST_STEPS = 10
-# A fall of the smoothed loss counts from its highest value after these first steps, of which it is hardly
-# an average yet.
+# A fall of the smoothed loss counts from its highest value after these first steps, because their average
+# covers few values.
 _SETTLING_STEPS = 4
 # A fall by less than this many standard deviations of the losses is noise: that of losses without any
 # trend is as large in at most two tests of a hundred, of 10 steps as of 1,000.
@@ -67,7 +67,7 @@ class RangeResult:
             )
         smoothed = smooth(losses)
         lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
-        # A slope over several steps, up to the lowest point; where there is none, the first rate.
+        # A slope over several steps, up to the lowest point; if there is none, the first rate.
         reach = max(2, len(rates) // 20)
         slopes = {
             n: (smoothed[n + reach] - smoothed[n - reach])
