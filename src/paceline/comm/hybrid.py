@@ -40,7 +40,7 @@ class HybridAllReduce:
         WireFormat.named(wire)
         groups.check_same({"comm.wire": wire, "comm.hybrid.sizes": table.to_table()})
         self._planned = PlannedAllReduce(groups)
-        # In DDP's `join` with means over the ranks that still have batches: whether this one has.
+        # In DDP's `join` with means over the ranks that still have batches: True if this one has.
         self.present: bool | None = None
         for name in table.algorithms:
             self._planned.prepare(name)

@@ -117,7 +117,7 @@ class TrackerThread:
         self._noted = True
         reason = self._error or "it is too slow and loses metrics"
         self._note(
-            f"tracker {self._name} failed ({reason}); training continues, and metrics.jsonl has all metrics"
+            f"tracker {self._name} failed ({reason}); training continues; metrics.jsonl has all metrics"
         )
 
     def close(self) -> None:
