@@ -207,18 +207,6 @@ def test_rows_columns_and_masters_of_a_ragged_cluster() -> None:
     ]
 
 
-def _eight_bit_groups(rank: int, nodes: tuple[int, ...]) -> tuple[float, bool]:
-    names = {"all_to_all", "native"}
-    with made_groups(rank, nodes, subgroups=True, algorithms=names) as groups:
-        parts = groups.row, groups.masters, *groups.columns.values()
-        return _sum(groups.world, rank), any(part is not None for part in parts)
-
-
-def test_the_exchange_of_8_bits_needs_all_ranks_and_no_part_of_them() -> None:
-    """Sub-groups are made over NCCL only, so nothing else had made them for such a plan."""
-    assert run_cluster((1, 1), _eight_bit_groups) == [(1.0, False), (1.0, False)]
-
-
 def _at_odds(rank: int, nodes: tuple[int, ...]) -> list[str]:
     place, found = topology(rank, nodes), []
     other = {"node_rank": 0, "local_rank": 0}
