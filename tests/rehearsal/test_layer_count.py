@@ -144,20 +144,6 @@ def test_what_autocast_keeps_is_counted_in_its_formats() -> None:
     assert before.half_kept == 2 * before.kept
 
 
-def test_a_model_with_formats_of_its_own_is_counted_in_one() -> None:
-    class Own(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            assert next(self.parameters()).dtype == x.dtype
-            return super().forward(x)  # type: ignore[no-any-return]
-
-    made = Own(nn.Conv2d(3, 4, 1), nn.LayerNorm((4, 2, 2)), nn.Flatten(), nn.Linear(16, 4))
-    net = count_module(made.to("meta"), "own", 2)
-    assert {layer.half_kept for layer in net.layers} == {None}
-    assert net.layers[0].kept > 0
-    assert net.layers[0].kept_bytes(2, fused=True) == 2 * net.layers[0].kept
-    assert {p.dtype for p in made.parameters()} == {torch.float32}
-
-
 def test_the_planner_takes_any_factory() -> None:
     flags = [
         "plan",

@@ -206,7 +206,7 @@ class Rehearsal(Synchronous):
     def start(self, training: Training) -> None:
         """Starts the clock.
 
-        Steps and evaluations before a checkpoint without a clock count as those after it.
+        Steps before a checkpoint without a clock count as those after it.
         """
         self._progress = progress = training.progress
         if progress.time_to_target_s is None:
@@ -216,19 +216,12 @@ class Rehearsal(Synchronous):
             return
         if self._predicted_s:
             return
-        every, plan = self.config.run.eval_interval_epochs, training.plan
-        evaluations = sum(plan.ends_epoch(step, every) for step in range(progress.step - 1))
-        evaluations += progress.step > 0 and progress.evaluated_step == progress.step
-        self._predicted_s = (
-            self.clock.startup_s
-            + progress.step * self.clock.step_s
-            + evaluations * self.clock.eval_s
-        )
+        self._predicted_s = self.clock.startup_s + progress.step * self.clock.step_s
         if progress.step:
             training.emit(
                 NoteEvent(
-                    f"the checkpoint has no predicted time: its {progress.step:,} steps and "
-                    f"{evaluations:,} evaluations count as those that follow"
+                    f"the checkpoint has no predicted time: its {progress.step:,} steps count as those "
+                    "that follow, its evaluations do not count"
                 )
             )
 
