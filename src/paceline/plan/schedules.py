@@ -122,10 +122,7 @@ def _part(step: Collective, rank: int, groups: Groups) -> str:
 
 @register()
 def ring(rank: int, groups: Groups, segment: Segment) -> Steps:
-    """All ranks in one ring, neighbours on a node side by side: 2(p−1) rounds of 1/p of the segment.
-
-    It is best for large buffers on links of equal speed.
-    """
+    """All ranks in one ring, neighbours on a node side by side: 2(p−1) rounds of 1/p of the segment."""
     return _ring(rank, groups.order, (0, segment.length))
 
 
@@ -197,10 +194,7 @@ def tree(rank: int, groups: Groups, segment: Segment) -> Steps:
 
 @register(least_bytes=4 * MIB, most_bytes=16 * MIB, tuned=False)
 def central(rank: int, groups: Groups, segment: Segment) -> Steps:
-    """A synchronous parameter server, sharded over one rank of each group.
-
-    It is the baseline that the field left behind, because a server's link transfers p times its shard.
-    """
+    """A synchronous parameter server, sharded over one rank of each group: a historical baseline."""
     chunks = cut((0, segment.length), len(groups.masters))
     return _chained(
         _to_owners(rank, groups.order, groups.masters, chunks),
@@ -217,10 +211,7 @@ def _chained(*phases: Steps) -> Steps:
 
 
 def _joined(steps: Steps, rounds: int) -> Steps:
-    """Merges the last round of a phase with the first of the next.
-
-    So no other segment comes between.
-    """
+    """Merges the last round of a phase with the first of the next, so that no segment comes between."""
     for step in steps:
         if isinstance(step, Pause):
             rounds -= 1
@@ -275,10 +266,7 @@ def _ring(rank: int, members: Sequence[int], span: Span) -> Steps:
 
 
 def _flood(rank: int, members: Sequence[int], span: Span) -> Steps:
-    """Every rank sends everything to all members, in one round.
-
-    All add in the order of the members, and so get the same bits.
-    """
+    """Sends everything to all members. All add in the order of the members, and get the same bits."""
     at = members.index(rank)
     others = tuple(member for member in members if member != rank)
     for other in (*others[at:], *others[:at]):
@@ -323,10 +311,7 @@ def _from_owners(
 
 
 def _others(rank: int, members: Sequence[int]) -> tuple[int, ...]:
-    """Returns the other members, starting with the successor.
-
-    So not all ranks send to the first one at once.
-    """
+    """Returns the other members from the successor on, so that not all ranks send to the first one."""
     at = members.index(rank)
     return (*members[at + 1 :], *members[:at])
 
