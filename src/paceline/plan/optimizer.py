@@ -192,11 +192,11 @@ def _fewer_buckets(
     costs: Costs, seconds: npt.NDArray[np.float64], count: int
 ) -> list[list[Bucket]]:
     """Returns the plans that end soonest with each smaller number of buckets, up to a limit."""
-    alternatives = []
+    candidates = []
     for most in range(1, min(count, _MOST_FEWER + 1)):
         cheapest = [costs.cheapest(cut) for cut in limited_cuts(costs.ready_s, seconds, most)]
-        alternatives.append(_more_exact(cheapest, costs, costs.end_s(cheapest) * (1 + 1e-12)))
-    return alternatives
+        candidates.append(_more_exact(cheapest, costs, costs.end_s(cheapest) * (1 + 1e-12)))
+    return candidates
 
 
 def limited_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64], most: int) -> list[Cut]:
