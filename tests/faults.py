@@ -1,8 +1,7 @@
-"""Fault injection: an action at a given moment of a run, such as a micro-batch, an evaluation or a
-rename.
+"""Fault injection: an action at a given moment of a run, such as a micro-batch or a rename.
 
-The functions patch the program for the rest of its process, so they belong into processes that end.
-They are plain functions, so that `functools.partial` objects of them can be pickled.
+The functions patch the program for the rest of its process, so use them in processes that end. They are
+plain functions, so that `functools.partial` objects of them can be pickled.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import atexit
 import errno
 import importlib
 import os
-import shutil
 import signal
 import threading
 import time
@@ -23,7 +21,7 @@ Action = Callable[[], object]
 
 
 def at_micro_batch(step: int, number: int, action: Action) -> None:
-    """Before micro-batch `number` (over all ranks) of `step` is computed; both count from 0."""
+    """Acts before micro-batch `number` (over all ranks) of `step` is computed; both count from 0."""
     import paceline.train.step as module
 
     real = module.seed_micro_batch
@@ -37,12 +35,12 @@ def at_micro_batch(step: int, number: int, action: Action) -> None:
 
 
 def constant(module: str, name: str, value: float) -> None:
-    """A constant of a module has another value."""
+    """Gives a constant of a module another value."""
     setattr(importlib.import_module(module), name, value)
 
 
 def at_start(action: Action) -> None:
-    """Before a rank chooses its device and meets the others."""
+    """Acts before a rank chooses its device and meets the other ranks."""
     import paceline.train.run as module
 
     real = module.choose_device
@@ -55,7 +53,7 @@ def at_start(action: Action) -> None:
 
 
 def before_settings(action: Action) -> None:
-    """After the first imports of a training command, before it has read its settings."""
+    """Acts after the first imports of a training command, before it has read its settings."""
     import paceline.cli.train as module
 
     real = module.resolve
@@ -68,12 +66,12 @@ def before_settings(action: Action) -> None:
 
 
 def at_exit(action: Action) -> None:
-    """When the interpreter ends, after the command."""
+    """Acts when the interpreter ends, after the command."""
     atexit.register(action)
 
 
 def no_thread(part: str) -> None:
-    """The system starts no thread with `part` in its name."""
+    """Makes threads with `part` in their names fail to start."""
     real = threading.Thread.start
 
     def start(self: threading.Thread) -> None:
@@ -85,14 +83,14 @@ def no_thread(part: str) -> None:
 
 
 def lag() -> None:
-    """One step stays under way while the next is prepared, as on a GPU."""
+    """Keeps one step under way while the next one is prepared, as on a GPU."""
     from paceline.train.step import TrainStep
 
     TrainStep.lag = property(lambda self: 1)  # type: ignore[assignment, method-assign]
 
 
 def at_evaluation(nth: int, action: Action) -> None:
-    """When the nth evaluation of the process, counted from 1, has its first batch."""
+    """Acts when the nth evaluation of the process, counted from 1, has its first batch."""
     import paceline.train.loop as module
 
     real, calls = module.evaluate, [0]
@@ -113,7 +111,7 @@ def _interrupted(batches: Any, action: Action) -> Any:
 
 
 def at_rename(part: str, nth: int, action: Action, *, after: bool = False) -> None:
-    """Before (or after) the nth temporary file takes the place of a file with `part` in its path."""
+    """Acts before or after the nth temporary file replaces a file with `part` in its path."""
     real, calls = Path.replace, [0]
 
     def replace(self: Path, target: Path) -> Path:
@@ -131,7 +129,7 @@ def at_rename(part: str, nth: int, action: Action, *, after: bool = False) -> No
 
 
 def full_disk(part: str, nth: int) -> None:
-    """The disk is full from the nth write of a file with `part` in its path on."""
+    """Fills the disk from the nth write of a file with `part` in its path on."""
     real, calls = os.fsync, [0]
 
     def fsync(descriptor: int) -> None:
@@ -145,7 +143,7 @@ def full_disk(part: str, nth: int) -> None:
 
 
 def out_of_memory(nth: int, *, training: bool = True) -> None:
-    """The model's nth forward pass, of training or of evaluation, finds no memory."""
+    """Lets the model's nth forward pass, of training or of evaluation, run out of memory."""
     import torch
 
     from paceline.models.resnet import SmallResNet
@@ -162,7 +160,7 @@ def out_of_memory(nth: int, *, training: bool = True) -> None:
 
 
 def at_message(nth: int, action: Action) -> None:
-    """Before the nth message that the communication thread carries, counted from 1."""
+    """Acts before the nth message of the communication thread, counted from 1."""
     from paceline.comm.planned_transport import PlannedAllReduce
 
     real, calls = PlannedAllReduce.carry, [0]
@@ -177,7 +175,7 @@ def at_message(nth: int, action: Action) -> None:
 
 
 def freeze(name: str) -> None:
-    """The parameter of this name is not trained here."""
+    """Freezes the parameter of this name."""
     import paceline.train.model_checks as module
 
     real = module.create_model
@@ -191,7 +189,7 @@ def freeze(name: str) -> None:
 
 
 def other_plan(threshold: int) -> None:
-    """This rank closes its buckets at another size."""
+    """Closes this rank's buckets at another size."""
     from paceline.plan.fusion_plan import FusionPlan
 
     real = FusionPlan.by_threshold
@@ -206,7 +204,7 @@ def other_version(package: str, version: str) -> None:
 
 
 def no_memory_for_gradients() -> None:
-    """The exchange asks for more than any machine has; what it raises is torch's own."""
+    """Makes the exchange allocate more memory than any machine has, which raises torch's own error."""
     import torch
 
     import paceline.comm.exchange as module
@@ -222,7 +220,7 @@ def no_memory_for_gradients() -> None:
 
 
 def poison(nth: int, layer: str = "fc", passes: float = float("inf")) -> None:
-    """The output of `layer` is NaN in `passes` training passes of the model, from the nth on."""
+    """Makes the output of `layer` NaN in `passes` training passes of the model, from the nth on."""
     import torch
 
     from paceline.models.resnet import SmallResNet
@@ -241,7 +239,7 @@ def poison(nth: int, layer: str = "fc", passes: float = float("inf")) -> None:
 
 
 def slow_to_hear(phase: str, seconds: float) -> None:
-    """This rank asks for the result of `phase` long after the others."""
+    """Delays this rank before it asks for the result of `phase`."""
     from paceline.comm.agreement import Agreement
 
     real = Agreement._await_verdict
@@ -255,8 +253,11 @@ def slow_to_hear(phase: str, seconds: float) -> None:
 
 
 def patient_watchdog(more_s: float) -> None:
-    """A rank counts as silent `more_s` later than usual: tests run on hosts with more ranks than cores,
-    where a thread that lives may be late by some of the beats of a short time-out."""
+    """Makes a rank count as silent `more_s` later than normal.
+
+    Tests run on hosts with more ranks than cores, where a live thread may miss some beats of a short
+    time-out.
+    """
     from paceline.comm import heartbeats
     from paceline.comm.watchdog import Watchdog
 
@@ -275,7 +276,7 @@ def patient_watchdog(more_s: float) -> None:
 
 
 def await_file(path: Path) -> None:
-    """Stands still until the test has made the file."""
+    """Waits until the test has created the file."""
     while not path.exists():
         time.sleep(0.01)
 
@@ -286,7 +287,7 @@ def signal_self(*numbers: signal.Signals) -> None:
 
 
 def dispose(number: signal.Signals, handler: Any) -> None:
-    """What a signal does to this process from its start, whatever the tests themselves run under."""
+    """Sets the handler of a signal from the start of this process, whatever the tests run under."""
     signal.signal(number, handler)
 
 
@@ -295,14 +296,10 @@ def sleep(seconds: float) -> None:
 
 
 def halve_and_die(folder: Path) -> None:
-    """What a kill in the middle of a write leaves: half a temporary file."""
+    """Leaves half a temporary file, as a kill in the middle of a write does."""
     (temporary,) = folder.glob(".*.tmp")
     os.truncate(temporary, temporary.stat().st_size // 2)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def remove(path: Path) -> None:
-    shutil.rmtree(path)
 
 
 def cut_short(path: Path) -> None:
@@ -310,13 +307,13 @@ def cut_short(path: Path) -> None:
 
 
 def several(*actions: Callable[[], None]) -> None:
-    """More than one fault in one process."""
+    """Injects more than one fault into one process."""
     for action in actions:
         action()
 
 
 def unwritable_output(kind: str, *descriptors: int) -> None:
-    """Standard output (or what `descriptors` name) can no longer be written."""
+    """Makes standard output (or the given `descriptors`) unwritable."""
     if kind == "reader is gone":
         reader, writer = os.pipe()
         os.close(reader)
@@ -331,7 +328,7 @@ def unwritable_output(kind: str, *descriptors: int) -> None:
 
 
 def closed_output() -> None:
-    """What `>&- 2>&-` leaves: no descriptors, and no streams in Python."""
+    """Closes the output as `>&- 2>&-` does: no descriptors, and no streams in Python."""
     import sys
 
     os.close(1)

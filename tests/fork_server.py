@@ -1,12 +1,12 @@
 """A server that has imported torch and Paceline, and forks processes that run `paceline`, or a function.
 
-In: requests on a pipe (`Request`). Out: for each a process that runs `paceline ARGUMENTS` as
-`python -m paceline` does, but in tenths of a second instead of seconds. The server never computes:
-torch's threads do not survive a fork, so none may exist. The new process is a child of the requester,
-which must be a subreaper: the server forks twice, and the process in between ends at once.
+For each `Request` on a pipe a process runs `paceline ARGUMENTS` as `python -m paceline` does, but in
+tenths of a second instead of seconds. The server never computes: torch's threads do not survive a fork,
+so none may exist. The new process is a child of the requester, which must be a subreaper: the server
+forks twice, and the process in between ends at once.
 
-The launcher of `paceline train --nproc-per-node` starts its ranks through a server of its own, which
-it forks before it has any thread. So its ranks are its children, as with a real launcher.
+The launcher of `paceline train --nproc-per-node` starts its ranks through its own server, which it
+forks before it has any thread. So its ranks are its children, as with a real launcher.
 """
 
 from __future__ import annotations
@@ -81,18 +81,20 @@ class Request:
 
 
 def set_name(name: str) -> None:
-    """What `/proc/PID/stat` shows in brackets."""
+    """Sets the name that `/proc/PID/stat` shows in brackets."""
     _libc.prctl(_PR_SET_NAME, name[:15].encode(), 0, 0, 0)
 
 
 def become_subreaper() -> None:
-    """Processes below this one whose parent ends become its children."""
+    """Makes orphans below this process its children."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def serve(channel: Connection) -> Request:
-    """Forks a process for each request. Returns in each of them, never in the server itself, which ends
-    with its requester."""
+    """Forks a process for each request.
+
+    Returns in each of them, never in the server itself, which ends with its requester.
+    """
     while True:
         try:
             request = channel.recv()
@@ -179,7 +181,7 @@ def prepare(request: Request) -> None:
 
 
 def _set_environment(values: dict[str, str]) -> None:
-    """Also what `/proc/PID/environ` shows, in the memory of the server's own."""
+    """Sets the environment, also in the server's memory that `/proc/PID/environ` shows."""
     os.environ.clear()
     os.environ.update(values)  # copies: nothing points into that memory any more
     begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
@@ -195,7 +197,7 @@ def _checked(result: int) -> None:
 
 
 def _obey_permissions(obeyed: bool) -> None:
-    """Root ignores the permissions of files by two capabilities, which a thread may put down."""
+    """Drops or restores the two capabilities by which root ignores the permissions of files."""
     header = (ctypes.c_uint32 * 2)(_CAP_VERSION_3, 0)
     data = (ctypes.c_uint32 * 6)()
     _checked(_libc.capget(header, data))
@@ -206,7 +208,7 @@ def _obey_permissions(obeyed: bool) -> None:
 
 @contextlib.contextmanager
 def permissions_obeyed() -> Iterator[None]:
-    """Within this context permissions of files count for this thread, also if the user is root."""
+    """Makes permissions of files count for this thread, also if the user is root."""
     _obey_permissions(True)
     try:
         yield
@@ -246,9 +248,11 @@ def _launcher(request: Request) -> Request:
 
 @contextlib.contextmanager
 def _signals_later() -> Iterator[None]:
-    """A signal is handled once the block is done: a request to the server is as indivisible as a fork.
-    The signals are those with a handler in Python, which may raise. (A mask of this thread would not do:
-    others would take the signal.)"""
+    """Handles signals after the block: a request to the server is as indivisible as a fork.
+
+    Only signals with a handler in Python are deferred, because it may raise. (A mask of this thread
+    would not work: other threads would receive the signal.)
+    """
     handlers = {n: signal.getsignal(n) for n in signal.valid_signals()}
     handlers = {n: handler for n, handler in handlers.items() if callable(handler)}
     came: list[int] = []
@@ -343,7 +347,7 @@ def _start(channel: Connection, request: Request) -> int:
 
 
 def end(code: object) -> None:
-    """What the interpreter does at its end, short of freeing everything."""
+    """Ends the process as the interpreter does, without freeing everything."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

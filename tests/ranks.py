@@ -36,7 +36,7 @@ class RankFailed(AssertionError):
 
 
 class Pool:
-    """n processes, each at the other end of a pipe."""
+    """n processes, each connected by a pipe."""
 
     def __init__(self, size: int) -> None:
         self.pipes: list[Connection] = []
@@ -58,8 +58,10 @@ class Pool:
 
 
 def free_port() -> int:
-    """A port that is still free when its receiver listens on it: all test processes take turns, so none
-    gets it again before thousands of others."""
+    """Returns a port that is still free when its receiver listens on it.
+
+    All test processes take turns, so none gets it again before thousands of others.
+    """
     end = 32_768
     with contextlib.suppress(OSError):
         end = max(int(_EPHEMERAL.read_text().split()[0]), _FIRST_PORT + 5000)
@@ -84,8 +86,10 @@ def run_ranks(
     timeout_s: float = 200.0,
     grace_s: float = 5.0,
 ) -> list[Any]:
-    """Calls `function(rank, *args)` on each of `size` ranks and returns their results. The others have
-    `grace_s` left when the first one has failed: they may wait for it for ever."""
+    """Calls `function(rank, *args)` on each of `size` ranks and returns their results.
+
+    After the first failure the other ranks have `grace_s` left, because they may wait for it for ever.
+    """
     pool = _pools.get(size) or _pools.setdefault(size, Pool(size))
     port = free_port()
     for pipe in pool.pipes:

@@ -136,7 +136,7 @@ def _all_reduce(rank: int, lengths: tuple[int, ...]) -> dict[tuple[str, bool], l
                     transport.planned.carry(buffer, ALL_TO_ALL, wire)  # type: ignore[attr-defined]
                     sums.append(buffer.numpy() / np.float32(scale))
                 if transport.memory is not None:
-                    transport.memory.settle(torch.zeros(()))
+                    transport.memory.commit(torch.zeros(()))
             transport.close()
     return found
 
@@ -173,7 +173,7 @@ def _repeated(rank: int, feedback: bool) -> np.ndarray:
             transport.planned.carry(buffer, ALL_TO_ALL, "int8")  # type: ignore[attr-defined]
             mean += buffer.double().numpy() / steps
             if transport.memory is not None:
-                transport.memory.settle(torch.zeros(()))
+                transport.memory.commit(torch.zeros(()))
         transport.close()
     return mean
 
@@ -234,7 +234,7 @@ def _exchange(rank: int, discard: bool) -> tuple[list[Tensor], Tensor, list[str]
                 p.grad = torch.randn(p.shape, generator=draw).to(p.dtype)
             exchange.gather()
             exchange.reduce(torch.tensor(0.5), Signals(corrupt=1.0))
-            exchange.memory.settle(torch.tensor(float(discard and step == 0)))
+            exchange.memory.commit(torch.tensor(float(discard and step == 0)))
         found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         wires = [message.wire for messages in exchange.messages for message in messages]
         tail, sizes = exchange.tail.clone(), [info.bytes for info in exchange.bucket_info()]

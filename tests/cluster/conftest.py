@@ -1,4 +1,4 @@
-"""Whether this machine can have a cluster at all, asked once; signals as in a terminal."""
+"""Checks once if this machine can have a cluster, and restores the signals of a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _reason() -> str:
 
 @pytest.fixture
 def _machine(_reason: str) -> None:
-    """Skips the test, with the reason, where namespaces cannot be made."""
+    """Skips the test, with the reason, if namespaces cannot be made."""
     if _reason:
         pytest.skip(f"no emulated cluster here: {_reason}")
 

@@ -69,21 +69,13 @@ def test_a_failure_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_machine
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_owner_tears_down_first(number: signal.Signals) -> None:
     with owner() as (process, names, pids):
         assert len(pids) == 6
         process.send_signal(number)
         # The signal then ends the owner as it would have without a cluster.
         assert process.wait(200) == -number
-        assert not traces(names)
-        assert_end(pids)
-
-
-@needs_machine
-def test_an_exit_inside_the_context() -> None:
-    with owner("leave") as (process, names, pids):
-        assert process.wait(200) == 5
         assert not traces(names)
         assert_end(pids)
 
@@ -152,12 +144,3 @@ def test_handlers_of_others_and_ignored_signals_stay() -> None:
     os.kill(os.getpid(), signal.SIGHUP)
     assert (heard, cluster.closed) == ([signal.SIGTERM], 0)
     cluster.close()
-
-
-def test_a_fork_forgets_its_parents_clusters() -> None:
-    live = LiveClusters()
-    cluster = Fake(live)
-    live.forget()  # what the process does after a fork
-    live.close_all()
-    assert cluster.closed == 0
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

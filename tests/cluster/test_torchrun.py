@@ -38,7 +38,7 @@ def test_ranks_under_torchrun_know_their_places(tmp_path: Path) -> None:
 
 
 def test_a_training_on_hosts_of_different_sizes_ends_with_equal_weights(tmp_path: Path) -> None:
-    """The run itself compares the ranks' weights and fails where they differ."""
+    """The run itself compares the ranks' weights and fails if they differ."""
     arguments = small("--output", "run", "--epochs", "1", "--global-batch-size", "12", "-b", "4")
     with (
         EmulatedCluster(2, rate="200mbit") as cluster,

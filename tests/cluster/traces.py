@@ -1,7 +1,4 @@
-"""What a cluster leaves on the machine, which must be nothing; and what its tests have in common.
-
-In: names of namespaces, ids of processes. Out: those that are there still.
-"""
+"""Finds what a cluster has left on the machine; and helpers of its tests."""
 
 from __future__ import annotations
 
@@ -22,14 +19,14 @@ RANK_ENV = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"
 
 
 def traces(names: Iterable[str]) -> list[str]:
-    """Namespaces and folders of these names that are there."""
+    """Returns the namespaces and folders of these names that exist."""
     found = [name for name in names if Namespace(name).exists()]
     tags = {name.rpartition("-")[0] for name in names}
     return found + [tag for tag in tags if (Path(tempfile.gettempdir()) / tag).exists()]
 
 
 def living(pids: Iterable[int]) -> list[int]:
-    """Those that run, not those that only wait for somebody to take their exit code."""
+    """Returns the processes that run; zombies do not count."""
     found = []
     for pid in pids:
         try:
@@ -54,7 +51,7 @@ def root_interfaces() -> list[str]:
 
 
 def hear_signals_as_usual() -> None:
-    """Whoever started the tests may ignore some, as nohup and a shell's background do."""
+    """Restores signals that the parent process may ignore, as nohup and a shell's background do."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

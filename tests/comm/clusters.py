@@ -1,6 +1,6 @@
-"""Clusters for tests: ranks of one pool that stand on emulated nodes, `nodes` ranks on each.
+"""Clusters for tests: ranks of one pool on emulated nodes, `nodes` ranks on each.
 
-One pool of eight serves all sizes: importing torch costs far more than forming a group anew.
+One pool of eight processes serves all sizes: importing torch costs far more than forming a new group.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def topology(rank: int, nodes: Sequence[int]) -> Topology:
 
 
 def run_cluster(nodes: Sequence[int], function: Callable[..., Any], *args: Any) -> list[Any]:
-    """`function(rank, nodes, *args)` on each rank of the cluster; what they return."""
+    """Runs `function(rank, nodes, *args)` on each rank of the cluster, and returns the results."""
     size = sum(nodes)
     return run_ranks(max(POOL, size), _enter, tuple(nodes), function, args)[:size]
 

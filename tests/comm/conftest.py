@@ -17,15 +17,15 @@ RANK1 = replace(RANK0, rank=1, local_rank=1)
 
 
 class NeverOpened(dict[Any, Any]):
-    """Keeps nothing."""
+    """A dictionary that keeps nothing."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Nobody asks for it."""
+        """Ignores the value."""
 
 
 @pytest.fixture
 def new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process opens its store once, but every rank of these tests stands for a new process."""
+    """Makes every rank of a test open its own store, as a new process would."""
     monkeypatch.setattr("paceline.comm.store._opened", NeverOpened())
 
 

@@ -1,4 +1,4 @@
-"""Exchanges for tests: groups of one and of many, and one exchange of a net's gradients."""
+"""Helpers for tests of the exchange: groups of one and of many ranks, and one exchange of gradients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def joined() -> Iterator[Group]:
 
 
 def agreed(exchange: GradientExchange, loss: float = 0.0, **signals: float) -> Signals:
-    """Reduces, and reads what the signals came to."""
+    """Reduces, and returns the sums of the signals."""
     exchange.reduce(torch.tensor(loss), Signals(**signals))
     return Signals(*exchange.tail[: len(SIGNALS)].tolist())
 

@@ -9,7 +9,6 @@ import time
 from datetime import timedelta
 
 import pytest
-from torch.distributed import HashStore
 
 from paceline.comm import AgreedError
 from paceline.comm.agreement import ActiveClock, Agreement
@@ -144,14 +143,6 @@ class JustTooLate:
 def test_a_verdict_counts_before_the_fault_that_follows_from_it() -> None:
     agreement = Agreement(JustTooLate(), Topology(rank=1, world_size=2), 5.0)  # type: ignore[arg-type]
     assert str(raised(agreement, "configuration")) == "ranks differ"
-
-
-def test_the_first_suspect_stays() -> None:
-    """Survivors that leave break connections too."""
-    store = HashStore()
-    first, second = (Agreement(store, Topology(rank, 2, rank, 2), 1.0) for rank in (0, 1))
-    assert first.first_suspect("rank 5 is gone") == "rank 5 is gone"
-    assert second.first_suspect("rank 0 is gone") == "rank 5 is gone"
 
 
 def test_the_clock_hardly_counts_the_time_in_which_the_process_was_stopped(

@@ -1,4 +1,4 @@
-"""Counters of arrival: the last rank knows that it is the last, and who is missing can be named."""
+"""Counters of arrival: the last rank knows that it is the last, and missing ranks can be named."""
 
 from __future__ import annotations
 

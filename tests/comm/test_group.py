@@ -21,7 +21,6 @@ from comm.clusters import made_groups, run_cluster, topology
 from paceline.comm import CommSettings, Group, PeerError, ProcessGroups, collectives
 from paceline.comm.group import choose_backend
 from paceline.comm.process_groups import (
-    Place,
     all_gather_json,
     group_ranks,
     prepare_nccl,
@@ -75,7 +74,7 @@ def test_collectives(size: int) -> None:
 
 
 def _pieces(rank: int) -> tuple[list[bytes] | None, int]:
-    """What rank 0 gets, and the most bytes that one of its collectives carries for a rank."""
+    """Returns rank 0's result, and the largest number of bytes of a rank in one collective."""
     sizes: list[int] = []
     gather = dist.gather
 
@@ -130,7 +129,7 @@ def test_a_store_that_goes_before_the_watchdog_is_an_error_of_a_peer(
         "paceline.comm.membership.meet",
         lambda *_: SimpleNamespace(store=HashStore(), restarted=False),
     )
-    with pytest.raises(PeerError, match="rank 1 lost the others"):
+    with pytest.raises(PeerError, match="rank 1 lost the other ranks"):
         Group(Topology(rank=1, world_size=2), CommSettings(), CPU)
 
 
@@ -208,18 +207,6 @@ def test_rows_columns_and_masters_of_a_ragged_cluster() -> None:
     ]
 
 
-def _eight_bit_groups(rank: int, nodes: tuple[int, ...]) -> tuple[float, bool]:
-    names = {"all_to_all", "native"}
-    with made_groups(rank, nodes, subgroups=True, algorithms=names) as groups:
-        parts = groups.row, groups.masters, *groups.columns.values()
-        return _sum(groups.world, rank), any(part is not None for part in parts)
-
-
-def test_the_exchange_of_8_bits_needs_all_ranks_and_no_part_of_them() -> None:
-    """Sub-groups are made over NCCL only, so nothing else had made them for such a plan."""
-    assert run_cluster((1, 1), _eight_bit_groups) == [(1.0, False), (1.0, False)]
-
-
 def _at_odds(rank: int, nodes: tuple[int, ...]) -> list[str]:
     place, found = topology(rank, nodes), []
     other = {"node_rank": 0, "local_rank": 0}
@@ -235,22 +222,22 @@ def test_ranks_at_odds_all_raise_the_same_line() -> None:
     first, second = run_cluster((1, 1), _at_odds)
     assert first == second
     assert "ranks differ in comm.group_size: 2 on rank 0, 1 on rank 1" in first[0]
-    assert "ranks 0 and 1 are both local rank 0 of node 0" in first[1]
-    assert "rank 1 of torch.distributed is rank 0 in its topology" in first[2]
+    assert (
+        "rank 0 contradict those of the other ranks: it counts as rank 0 of 2, with 1 " in first[1]
+    )
+    assert "rank 1 contradict those of the other ranks: it counts as rank 0 of 2" in first[2]
 
 
 def test_nothing_is_pickled_between_ranks() -> None:
-    """Torch's collectives of objects unpickle what arrives, and run what it says."""
+    """Torch's collectives of objects unpickle what arrives, and so run code of a peer."""
     calls = re.compile(r"\b(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?\(")
     for file in Path(paceline.__file__).parent.rglob("*.py"):
         assert not calls.search(file.read_text()), file
 
 
-def places(*nodes: int) -> list[Place]:
-    world, made = sum(nodes), []
-    for node, count in enumerate(nodes):
-        made += [Place(len(made) + local, world, node, local, count) for local in range(count)]
-    return made
+def places(*nodes: int) -> list[int]:
+    """Returns the node of each rank, for the number of ranks on each node."""
+    return [node for node, count in enumerate(nodes) for _ in range(count)]
 
 
 def test_a_group_for_each_node() -> None:
@@ -261,8 +248,7 @@ def test_a_group_for_each_node() -> None:
     assert not layout.is_uniform
     # The lone rank of the last node owns every chunk there.
     assert layout.columns == ((0, 3, 5), (1, 4, 5), (2, 3, 5))
-    dealt = [Place(rank, 4, rank % 2, rank // 2, 2) for rank in range(4)]
-    assert group_ranks(dealt) == ((0, 2), (1, 3)), "ranks dealt out in turn"
+    assert group_ranks([0, 1, 0, 1]) == ((0, 2), (1, 3)), "ranks dealt out in turn"
 
 
 @pytest.mark.parametrize(
@@ -280,18 +266,7 @@ def test_groups_of_k(nodes: tuple[int, ...], k: int, groups: tuple[tuple[int, ..
     assert group_ranks(places(*nodes), k) == groups
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "message"),
-    [
-        ((0, 3, 0, 0, 2), (1, 2, 0, 1, 2), "rank 0 counts 3 ranks, but there are 2"),
-        ((0, 2, 0, 0, 1), (1, 2, 0, 0, 1), "ranks 0 and 1 are both local rank 0 of node 0"),
-        ((0, 2, 0, 0, 2), (1, 2, 1, 0, 1), "rank 0 counts 2 ranks on node 0, but 1 are there"),
-        ((1, 2, 0, 0, 2), (1, 2, 0, 1, 2), "not 0 to 1, once each"),
-    ],
-)
-def test_contradictions_are_named(first: Any, second: Any, message: str) -> None:
-    with pytest.raises(CommError, match=message):
-        group_ranks([Place(*first), Place(*second)])
+def test_a_group_has_ranks() -> None:
     with pytest.raises(ConfigError, match="comm.group_size = 0"):
         group_ranks(places(2), 0)
 

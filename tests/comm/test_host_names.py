@@ -33,15 +33,6 @@ def test_the_configured_sources_come_back_with_the_last_user(
     assert sources == ["files", "files mdns4 [NOTFOUND=return] dns"]
 
 
-def test_without_a_configuration_the_usual_sources_come_back(
-    sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_names, "_CONFIG", tmp_path / "missing")
-    with pytest.raises(KeyError), names_from_files():
-        raise KeyError
-    assert sources == ["files", "files dns"]
-
-
 def test_an_unknown_address_is_not_asked_for() -> None:
     """A name server that does not answer takes five seconds and more."""
 

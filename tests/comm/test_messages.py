@@ -1,4 +1,4 @@
-"""Which pieces of the flat buffers travel for each bucket of a plan."""
+"""The pieces of the flat buffers that travel for each bucket of a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which plan a run executes, and the order of its gradients."""
+"""The plan that a run executes, and the order of its gradients."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_every_tensor_travels_once_in_the_order_given(
 
 
 class Crossed(nn.Module):
-    """Declared against the order of use; `tied` is used first and last, `idle` not at all."""
+    """Declares layers against their order of use; `tied` is used first and last, `idle` never."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
-"""What is reported of a stall: pure functions of the ranks' progress."""
+"""Reports about stalls: pure functions of the ranks' progress."""
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Collection, Mapping
 
 import pytest
@@ -16,7 +15,7 @@ from paceline.comm.progress import (
     ProgressBoard,
     RankProgress,
 )
-from paceline.comm.stalls import stall_error, unreachable_error
+from paceline.comm.stalls import stall_error
 
 BUCKETS = [
     BucketInfo(3 << 20, "ring", ("d.weight", "d.bias", "c.weight", "c.bias", "b.weight")),
@@ -29,7 +28,7 @@ HOSTS = RankHosts([A, A, B, B, C, C])
 def stall(
     progress: Mapping[int, RankProgress],
     silent: Collection[int] = (),
-    hosts: RankHosts | None = None,
+    hosts: RankHosts = HOSTS,
 ) -> str:
     return str(stall_error(progress, silent, BUCKETS, 24.0, 30.0, hosts))
 
@@ -41,15 +40,20 @@ def test_the_rank_that_did_not_arrive_is_named_with_the_bucket() -> None:
         2: RankProgress(step=6, computes=True),
     }
     text = stall(progress)
-    for part in ("step 7: ", "bucket 1 of 2", "rank 2 did not arrive", "comm.timeout_s = 30"):
+    for part in (
+        "step 7: ",
+        "bucket 1 of 2",
+        "rank 2 on node2 (10.0.0.2) did not arrive",
+        "comm.timeout_s = 30",
+    ):
         assert part in text
-    assert "rank 1 did not" not in text
+    assert "rank 1 on node1 (10.0.0.1) did not" not in text
 
 
 @pytest.mark.parametrize(("step", "begun"), [(3, 1), (5, 2)], ids=["behind", "arrived"])
 def test_a_silent_rank_is_named_wherever_it_was_last_seen(step: int, begun: int) -> None:
     last = RankProgress(step=step, begun=begun, ended=begun - 1)
-    text = stall({0: RankProgress(step=5, begun=2, ended=1), 1: last}, {1}, HOSTS)
+    text = stall({0: RankProgress(step=5, begun=2, ended=1), 1: last}, {1})
     assert "bucket 2 of 2" in text
     assert "rank 1 on node1 (10.0.0.1) gives no sign of life" in text
 
@@ -67,53 +71,13 @@ def test_every_absent_rank_is_behind_another(
     }
     if in_exchange:
         progress[len(places)] = RankProgress(4, 1, 0)
-    text = stall(progress)
+    text = stall(progress, hosts=RankHosts())
     for rank, own in progress.items():
         if f"rank {rank} did not arrive" in text:
             assert any(
                 (s.step, s.ended) >= (own.step, own.begun) or s.calls > own.calls
                 for s in progress.values()
             )
-
-
-def test_a_rank_that_lost_rank_0_names_the_hosts_it_still_reaches() -> None:
-    def text(
-        reached: list[RankHost] | None, closed: bool = False, hosts: RankHosts | None = HOSTS
-    ) -> str:
-        own = RankProgress(step=2, begun=1)
-        return str(unreachable_error(own, 3, "10.0.0.1", 8.0, closed, hosts, reached))
-
-    assert text(None, hosts=None).startswith(
-        "rank 3, in bucket 1 of step 3: rank 0's host (10.0.0.1)"
-    )
-    assert "node3 (10.0.0.3) can be reached" in text([C])
-    assert "this host node2 (10.0.0.2) is cut off" in text([])
-    assert "this host" not in text([], closed=True).partition("has been gone")[0]
-
-
-def test_hosts_that_answer_are_found_though_nothing_listens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    connect = socket.create_connection
-
-    def connect_unless_lost(address: tuple[str, int], timeout: float) -> socket.socket:
-        if address[0] == "192.0.2.1":
-            raise TimeoutError
-        return connect(address, timeout=timeout)
-
-    monkeypatch.setattr(socket, "create_connection", connect_unless_lost)
-    here = RankHost("here", "127.0.0.1")
-    hosts = RankHosts([A, here, RankHost("lost", "192.0.2.1"), RankHost("near", "127.0.0.2")])
-    assert hosts.others_that_answer(1, 1) == [RankHost("near", "127.0.0.2")]
-    assert RankHosts([A, here]).others_that_answer(1, 1) is None
-    assert RankHosts().others_that_answer(1, 1) is None
-
-
-def test_a_broken_connection_names_the_host_at_its_other_end() -> None:
-    assert RankHosts([A, B]).gone_text("10.0.0.2") == "rank 1 on node2 (10.0.0.2) is gone"
-    assert "host node2 (10.0.0.2) or one of its ranks 2 and 3" in HOSTS.gone_text("10.0.0.2")
-    assert not HOSTS.gone_text("10.0.0.9")
-    assert not RankHosts([A, A]).gone_text("10.0.0.1"), "a single host need not be named"
 
 
 def test_the_board_follows_an_exchange_and_keeps_the_call_that_broke() -> None:
@@ -143,10 +107,9 @@ def test_the_board_follows_an_exchange_and_keeps_the_call_that_broke() -> None:
     ("ranks", "text"),
     [
         ([3], "rank 3"),
-        ([1, 5], "ranks 1 and 5"),
-        ([1, 2], "ranks 1 and 2"),
+        ([1, 5], "ranks 1, 5"),
         ([4, 5, 6], "ranks 4 to 6"),
-        ([0, 4, 5, 6, 9], "ranks 0, 4 to 6 and 9"),
+        ([0, 4, 5, 6, 9], "ranks 0, 4 to 6, 9"),
         (range(0, 2000, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, ... (1000 in all)"),
     ],
 )

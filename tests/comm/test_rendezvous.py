@@ -44,21 +44,14 @@ def test_the_greeting_of_a_dead_rank_is_no_rank(agent: TCPStore) -> None:
     check_shared(*meet_all(agent.port))
 
 
-def test_a_missing_node_is_named_as_such(no_job: None) -> None:
-    topology = Topology(0, 64, 0, 8, master_port=free_port(), launcher="environment")
-    with pytest.raises(
-        CommError, match=r"ranks 1 to 63 \(among them all of nodes 1 to 7\) of 64 did"
-    ):
-        meet(topology, timeout_s=0.3)
-
-
 def test_one_agent_that_counts_a_restart_is_enough(
     agent: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(meet, replace(RANK1, master_port=agent.port), 100)
-        agent.wait(["paceline-lobby/greeting/1"], timedelta(seconds=100))  # the first of all
+        while not agent.queue_len("paceline-lobby/greetings"):
+            time.sleep(0.01)
         # The two run in one process here; by now rank 1 has said what its own agent counts.
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
         assert meet(replace(RANK0, master_port=agent.port), 100).restarted
@@ -79,7 +72,9 @@ def test_a_port_in_use_is_named_with_a_remedy() -> None:
 def test_a_rank_0_that_never_comes_is_not_waited_for_longer(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(CommError, match="rank 1 did not meet the others at 127.0.0.1:1 within 1 s"):
+    with pytest.raises(
+        CommError, match="rank 1 did not meet the other ranks at 127.0.0.1:1 within 1 s"
+    ):
         meet(replace(RANK1, master_port=1), timeout_s=1)
     # Nothing else is printed: torch's own message would be pages.
     assert capfd.readouterr().err == ""
@@ -111,14 +106,14 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 def waiting_rank_0(
     port: int, settings: dict[str, Any] | None = None, world_size: int = 2
 ) -> Iterator[Any]:
-    """Rank 0 of a job whose rank 1 has not come yet."""
+    """Starts rank 0 of a job whose rank 1 has not come yet."""
     topology = replace(RANK0, master_port=port, world_size=world_size, local_world_size=world_size)
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit(meet, topology, 100, settings)
 
 
 def wait_for_job(port: int) -> TCPStore:
-    """Until rank 0 has said which job it is: then no environment of its own counts any more."""
+    """Waits until rank 0 has published its job: later changes of the environment do not affect it."""
     while True:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
@@ -138,7 +133,7 @@ def test_a_rank_of_another_job_is_refused_at_once_and_the_right_one_joins(
         wait_for_job(port)
         monkeypatch.setenv("PACELINE_JOB_ID", "4712")
         with pytest.raises(
-            CommError, match=r"environment job 4711 .* environment job 4712"
+            CommError, match=r"environment job 4711, .* environment job 4712,"
         ) as caught:
             meet(replace(RANK1, master_port=port), 300)
         assert "MASTER_PORT" in caught.value.remedy
@@ -147,25 +142,20 @@ def test_a_rank_of_another_job_is_refused_at_once_and_the_right_one_joins(
         check_shared(first.result(), second)
 
 
-def test_another_number_of_ranks_is_noticed_at_once_on_both_sides(no_job: None) -> None:
-    port = free_port()
-    with waiting_rank_0(port) as first:
-        other = replace(RANK1, world_size=3, local_world_size=3, master_port=port)
-        for attempt in (lambda: meet(other, 300), first.result):
-            with pytest.raises(CommError, match="the number of ranks is 2 there and 3 here"):
-                attempt()
-
-
-def test_rank_0_does_not_wait_for_ever_for_a_rank_that_was_refused(
-    no_job: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("settings", "ranks", "conflict"),
+    [(2, 2, "run.seed is 1 there and 2 here"), (1, 3, "number of ranks is 2 there and 3 here")],
+)
+def test_a_rank_with_other_settings_is_refused_and_rank_0_does_not_wait_for_ever(
+    no_job: None, monkeypatch: pytest.MonkeyPatch, settings: int, ranks: int, conflict: str
 ) -> None:
     monkeypatch.setattr("paceline.comm.coordinator._REFUSED_S", 0.2)
     port = free_port()
+    other = replace(RANK1, world_size=ranks, local_world_size=ranks, master_port=port)
     with waiting_rank_0(port, {"run.seed": 1}) as first:
-        with pytest.raises(CommError):
-            meet(replace(RANK1, master_port=port), 300, {"run.seed": 2})
-        with pytest.raises(CommError, match="rank 1 that came .* run.seed is 1 there and 2 here"):
-            first.result()
+        for attempt in (lambda: meet(other, 300, {"run.seed": settings}), first.result):
+            with pytest.raises(CommError, match=conflict):
+                attempt()
 
 
 def test_a_place_is_taken_once(no_job: None) -> None:

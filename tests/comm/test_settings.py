@@ -1,4 +1,4 @@
-"""Settings of the exchange: what contradicts or cannot be is refused in one line."""
+"""Settings of the exchange: contradictions and impossible values are refused in one line."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cli_runs import events, run_two, small
 from comm.exchanges import CPU, joined
 from paceline.comm import Timeline
-from paceline.comm.tracing import NoTimeline, clock_offsets, measure_offsets
+from paceline.comm.tracing import clock_offsets, measure_offsets
 from ranks import run_ranks
 
 
@@ -51,15 +51,6 @@ def test_only_the_window_is_recorded() -> None:
     ]  # fmt: skip
     # What never ended is no span, and does not end in a later step either.
     assert [s.bucket for s in spans if s.step == 3 and s.name == "bucket"] == [0]
-
-
-def test_an_error_inside_a_span_is_not_caught() -> None:
-    timeline = Timeline(1, 1, CPU)
-    timeline.step_begun(0)
-    for spans in (timeline, NoTimeline()):
-        with pytest.raises(OSError, match="gone"), spans.span("data"):
-            raise OSError("gone")
-    assert timeline.spans() == []
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Transports and the communication thread: order, formats, what observers see, and how they fail."""
+"""Transports and the communication thread: order, formats, events for observers, and failures."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def net() -> nn.Sequential:
 
 
 class Log(ExchangeObserver):
-    """What an observer is told, and on which thread."""
+    """Records the events of an observer, and their threads."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []

@@ -37,7 +37,7 @@ RING = (
 
 
 def run_three(arguments: list[str], cwd: Path, fault: Any) -> list[Done]:
-    """Ranks 0 and 1 as they are, rank 2 with a fault. All must end by themselves."""
+    """Runs ranks 0 and 1 without a fault and rank 2 with one. All must end by themselves."""
     faults_of_ranks = [PATIENT, PATIENT, partial(faults.several, PATIENT, fault)]
     with started_ranks([arguments] * 3, cwd, faults_of_ranks) as ranks:
         return [process.wait() for process in ranks]
@@ -74,7 +74,7 @@ def test_a_rank_that_stops_in_the_middle_is_named_with_that_bucket(tmp_path: Pat
 
 
 def test_a_rank_that_is_killed_is_named_by_its_missing_heartbeat(tmp_path: Path) -> None:
-    """The backend only reports that a connection broke, and the ranks that leave next break others."""
+    """The backend only reports that a connection broke, and ranks that leave next break more."""
     fault = partial(faults.at_micro_batch, 2, 2, KILL)
     arguments = small("--output", "run", *TIMEOUT, "-b", "4", "--global-batch-size", "12")
     done = run_three(arguments, tmp_path, fault)
@@ -151,9 +151,7 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
     ("timeout_s", "ranks", "expected"),
     [
         (600.0, 8, 2.0),
-        (600.0, 8_000, 2.0),
         (600.0, 16_000, 4.0),
-        (10.0, 8, 10 / 60),
         (10.0, 1_000, 0.25),
         (10.0, 64_000, 0.5),  # seven of them have to fit into 40 % of the timeout
         (1.0, 8, 0.1),

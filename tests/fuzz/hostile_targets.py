@@ -213,11 +213,9 @@ def _message(content: bytes, name: str, folder: Path) -> None:
         Report.parse(content)
     with suppress(ParseError):
         JobIdentity.from_table(parse_table(content))
-    for key in ("paceline/fault", "paceline/suspect"):
-        store.set(key, text)
+    store.set("paceline/fault", text)
     fault = agreement.read_fault()
     assert fault is None or isinstance(fault.exit_code, int)
-    assert isinstance(agreement.known_suspect(), str)
     post_hosts(store, {0: RankHost("node0", "10.0.0.1")})
     packed = store.get("paceline/hosts")
     store.set(
@@ -230,9 +228,8 @@ def _message(content: bytes, name: str, folder: Path) -> None:
     store.set(f"{base}/reports", text + "\n")
     if rng.random() < 0.7:
         facts = {"world": 1} if rng.random() < 0.5 else mutate_tree(rng, {"world": 1}, dates=False)
-        store.set(f"{base}/facts", rng.choice(("ab 0", "ab 1", "ab -1", "x", text)))
-        for rank in range(2):
-            store.set(f"{base}/facts/{rank}", rng.choice((json.dumps(facts), "{}", text)))
+        published = json.dumps({"rank": rng.choice((0, 1, -1, "x")), "facts": facts})
+        store.set(f"{base}/facts", rng.choice((published, "{}", text)))
     if rng.random() < 0.3:
         store.set("paceline/verdict/1", text)
     elif rng.random() < 0.3:

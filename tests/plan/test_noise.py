@@ -1,4 +1,4 @@
-"""The noise scale: estimators without bias, running averages, and what they say of batches."""
+"""The noise scale: unbiased estimators, running averages, and the batches that they suggest."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from paceline.plan.noise import (
+    LEAST_SAVING,
     NoiseEstimate,
     NoiseScale,
     concentration,
-    fastest_batch,
     relative_steps,
     time_saved,
     useful_batch,
@@ -90,26 +90,11 @@ def test_steps_and_time() -> None:
     assert time_saved(1000, 1000, 2000, step_ratio=2) < 0
 
 
-@pytest.mark.parametrize("ratio", [1.0, 1.1, 1.3])
-def test_the_useful_batch_is_where_doubling_saves_just_enough(ratio: float) -> None:
-    batch = useful_batch(700, ratio, 0.1)
-    assert time_saved(700, batch, 2 * batch, ratio) == pytest.approx(0.1)
-    assert time_saved(700, batch / 2, batch, ratio) > 0.1
-    assert time_saved(700, 2 * batch, 4 * batch, ratio) < 0.1
-
-
-def test_doublings_that_never_or_always_save() -> None:
-    assert useful_batch(700, 2.0) == 0
-    assert useful_batch(700, 0.8) == math.inf
-
-
-def test_the_fastest_batch_weighs_steps_against_their_time() -> None:
-    flat = dict.fromkeys((256, 512, 1024), 1.0)
-    assert fastest_batch(1000, flat) == 1024
-    assert fastest_batch(1000, {256: 1.0, 512: 1.1, 1024: 2.5}) == 512
-    assert fastest_batch(1000, {512: 2.0, 256: 1.0, 1024: 4.0}) == 256
-    with pytest.raises(ValueError, match="step_s"):
-        fastest_batch(1000, {})
+def test_the_useful_batch_is_where_doubling_saves_just_enough() -> None:
+    batch = useful_batch(700)
+    assert time_saved(700, batch, 2 * batch) == pytest.approx(LEAST_SAVING)
+    assert time_saved(700, batch / 2, batch) > LEAST_SAVING
+    assert time_saved(700, 2 * batch, 4 * batch) < LEAST_SAVING
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])

@@ -1,4 +1,4 @@
-"""plan.toml: one format for plans, tuned clusters, tables of sizes and profiles, old files included."""
+"""plan.toml: one format for plans, tuned clusters, tables of sizes and profiles."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_another_model_and_another_cluster_are_refused_by_their_facts() -> None:
         ("[[buffer]]\ntensors = ['a']\nalgorithm = 'ring'\nwire = 'auto'", "no section [model]"),
         ("[[buffer", "is not TOML"),
         ("[bufer]", "did you mean 'buffer'"),
-        ("[cluster]\nranks = 'many'\nnodes = 2", "no section [cluster] with ranks, nodes"),
+        ("[cluster]\nranks = 'many'\nnodes = 2", "ranks"),
         ("[workload]\nmodel = 'x'", "not a profile"),
         ("measured = 3", "measured"),
     ],

@@ -1,4 +1,4 @@
-"""Every schedule by itself: all ranks in one process, with whole numbers."""
+"""Every schedule in one process, with whole numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def programs(name: str, nodes: tuple[int, ...], segment: Segment) -> list[Rounds
 
 
 def run(rounds: list[Rounds], length: int) -> list[np.ndarray]:
-    """Messages arrive as early as they can: what replaces a span is written when it is sent."""
+    """Delivers messages as early as possible: one that replaces a span is written when it is sent."""
     draw = np.random.default_rng(0)
     own = [draw.integers(-99, 99, length) for _ in rounds]
     total, left = sum(own), [deque(s for steps in r for s in steps) for r in rounds]

@@ -1,4 +1,4 @@
-"""A wire format in one file outside of the package: what it costs, and an all-reduce of its own."""
+"""A wire format in a file outside of the package: its cost, and its own all-reduce."""
 
 from __future__ import annotations
 

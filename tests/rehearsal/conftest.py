@@ -1,4 +1,4 @@
-"""The command line in the test's own process, as for the tests of `cli`."""
+"""Runs the command line in the test's own process, as the tests of `cli` do."""
 
 from cli.conftest import call
 

@@ -1,4 +1,4 @@
-"""The clock of a rehearsal: the step of the model that is trained, what is left out, what is refused."""
+"""The clock of a rehearsal: the step of the trained model, and refused input."""
 
 from __future__ import annotations
 
@@ -59,22 +59,9 @@ def test_power_is_the_board_s() -> None:
     assert RehearsedCluster(RehearsalSettings(nodes=2)).watts == 0
 
 
-def test_what_the_times_leave_out_is_said() -> None:
-    work = resnet()
-    assert HERE.left_out(work, "lars", half=True) == ()
-    assert "without" not in clock().describe()
+def test_assumed_links_are_shown() -> None:
     assert "; from layers of the network on H100; assumed: 8 × 400 Gb/s" in clock().describe()
     assert "assumed: one link a node" in clock(replace(PLACE, node_gbps=100.0)).describe()
-    found = HERE.left_out(work, "muon", half=False)
-    assert "without fp32" in clock(left_out=found).describe()
-    assert "the update of muon" in clock(left_out=found).describe()
-    measured = RehearsedCluster(replace(PLACE, profile="p.toml"))
-    full = work.with_tensors({g.name: (g.elements, False) for g in work.gradients})
-    assert measured.left_out(full, "muon", half=False) == ()
-    assert measured.left_out(full, "muon", half=True) == ("half precision (the times are of fp32)",)
-    assert measured.left_out(replace(full, image_size=0), "muon", half=False) == (
-        "a known image size (the profile does not state it)",
-    )
 
 
 def test_frozen_layers_are_not_sent_and_a_foreign_model_is_refused() -> None:
@@ -82,7 +69,6 @@ def test_frozen_layers_are_not_sent_and_a_foreign_model_is_refused() -> None:
     trained = {g.name: (g.elements, True) for g in work.gradients if g.name != "conv1.weight"}
     assert resnet(tensors=trained) == work
     assert {g.name for g in work.with_tensors(trained).gradients} == set(trained)
-    assert "frozen layers" in HERE.left_out(work, "sgd", half=True, trained=trained)[0]
     with pytest.raises(ConfigError, match="lacks tensors") as caught:
         resnet(tensors={**trained, "mine.weight": (3, True)})
     assert caught.value.field == "run.rehearsal.gpu"
@@ -90,12 +76,7 @@ def test_frozen_layers_are_not_sent_and_a_foreign_model_is_refused() -> None:
 
 def test_a_cpu_is_timed_in_fp32() -> None:
     """What `auto` trains in on a CPU: four bytes on the wire and in memory."""
-    place = replace(PLACE, gpu="CPU")
-    work = resnet(place)
-    assert not work.in_half
-    there = RehearsedCluster(place)
-    assert there.left_out(work, "sgd", half=False) == ()
-    assert there.left_out(work, "sgd", half=True) == ("half precision (the times are of fp32)",)
+    assert not resnet(replace(PLACE, gpu="CPU")).in_half
 
 
 @pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf"), 1e-310])

@@ -1,4 +1,4 @@
-"""`paceline rehearse` as a command: a rehearsal, its comparison, a stop and resume, mistakes."""
+"""The command `paceline rehearse`: a rehearsal, a comparison, a stop and resume, mistakes."""
 
 from __future__ import annotations
 

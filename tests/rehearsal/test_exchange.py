@@ -28,7 +28,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def numbers(rank: int, length: int, dtype: torch.dtype) -> Tensor:
-    """Of many magnitudes: the order of additions shows in the last bits."""
+    """Returns numbers of many magnitudes, so that the order of additions shows in the last bits."""
     generator = torch.Generator().manual_seed(1000 * rank + length)
     spread = torch.exp(2 * torch.randn(length, generator=generator))
     return (spread * torch.randn(length, generator=generator)).to(dtype)

@@ -1,4 +1,4 @@
-"""Rehearsals: one process trains to the bits of the ranks that it stands for."""
+"""Rehearsals: one process trains to the bits of the ranks that it simulates."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def test_a_clock_counts_what_a_run_without_one_has_done(tmp_path: Path) -> None:
     rest, events = watched(
         tmp_path / "b", run__resume="auto", **rehearsed(4), **clock, **EVERY_STEP
     )
-    for name in ("predicted_s", "gpu_hours", "energy_kwh"):
-        assert rest.summary["rehearsal"][name] == pytest.approx(whole["rehearsal"][name])
+    missing_s = whole["rehearsal"]["predicted_s"] - rest.summary["rehearsal"]["predicted_s"]
+    assert missing_s == pytest.approx(whole["rehearsal"]["eval_s"])
     notes = [event.text for event in events if isinstance(event, NoteEvent)]
-    assert any("5 steps and 1 evaluations count" in text for text in notes)
+    assert any("5 steps count" in text for text in notes)
 
 
 FULL_GRADIENTS: dict[str, Any] = {
@@ -112,16 +112,10 @@ def plan_in(wire: str, folder: Path, ranks: int) -> str:
     return str(path)
 
 
-def test_a_plan_in_8_bits_is_refused_by_its_own_name(tmp_path: Path) -> None:
-    path = plan_in("int8", tmp_path, 2)
-    with pytest.raises(ConfigError, match="int8") as caught:
-        run_small(tmp_path / "a", **rehearsed(2), comm__plan=path)
-    assert caught.value.field == "comm.plan"
-
-
 @pytest.mark.parametrize(
     ("wire", "values"),
     [
+        ("int8", {**rehearsed(1)}),
         ("int8", {"run__noise_scale": True}),
         ("int8", FULL_GRADIENTS),
         ("float16", FULL_GRADIENTS),
@@ -215,10 +209,7 @@ def test_the_clock_is_of_the_format_that_runs(tmp_path: Path) -> None:
     ) | {"run__epochs": 1}
     steps = {}
     for dtype in ("auto", "fp32", "bf16"):
-        outcome, events = watched(tmp_path / dtype, **given, precision__amp_dtype=dtype)
-        start = events[0]
-        assert isinstance(start, StartEvent)
-        assert ("the times are of fp32" in start.chosen["clock"]) == (dtype == "bf16")
+        outcome, _ = watched(tmp_path / dtype, **given, precision__amp_dtype=dtype)
         steps[dtype] = outcome.summary["rehearsal"]["step_s"]
     assert steps["auto"] == steps["fp32"] > 1.5 * steps["bf16"]
 
@@ -235,17 +226,10 @@ def test_a_model_that_the_planner_does_not_know_is_counted(tmp_path: Path) -> No
     found = outcome.summary["rehearsal"]
     assert 0 < found["step_s"] < 0.1
     assert found["energy_kwh"] > 0
-    # Frozen layers are not sent, but the step is that of a training without them.
-    _, events = watched(
-        tmp_path / "frozen", **given, run__rehearsal__gpu="H100", model__freeze=["conv1"]
-    )
-    start = events[0]
-    assert isinstance(start, StartEvent)
-    assert "frozen layers (the times are of a step that trains all)" in start.chosen["clock"]
 
 
 class _Looks(nn.Module):
-    """Decides by the values of its input, which the meta device has not."""
+    """A model that decides by the values of its input, which the meta device does not have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,19 +245,6 @@ def test_a_model_that_cannot_be_counted_needs_a_profile(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not run on the meta device") as caught:
         run_training(config, Silent, components=Components(model=_Looks()))
     assert caught.value.field == "run.rehearsal.gpu"
-
-
-def test_more_micro_steps_take_longer_but_one_exchange(tmp_path: Path) -> None:
-    def step_s(batch: int) -> float:
-        outcome, _ = watched(
-            tmp_path / str(batch), **rehearsed(2, profile=profile(tmp_path), gpu="H100"),
-            run__batch_size=batch, run__epochs=1,
-        )  # fmt: skip
-        return float(outcome.summary["rehearsal"]["step_s"])
-
-    one, two = step_s(8), step_s(4)
-    # Two micro-steps of 4 take two fixed parts more than one of 8, on the slower of two ranks.
-    assert two - one == pytest.approx(0.003, rel=0.05)
 
 
 @pytest.mark.parametrize(

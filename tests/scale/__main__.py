@@ -1,7 +1,7 @@
 """`python -m scale`: the control plane with many ranks on one machine, a line of JSON for each job.
 
-In: numbers of ranks, kinds of job. Out: how long meeting, phases and the whole took, or how long after
-the time-out the last rank had its line. Exit code 1 where a rank has another line than expected, or none.
+Measures how long meeting, phases and the whole job took, or how long after the time-out the last rank
+had its line. The exit code is 1 if a rank has another line than expected, or none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from scale.forked_job import (
 )  # fmt: skip
 
 _SECONDS = re.compile(r"for [\d.]+ s")
-_SECOND = r"(?:8|9|1[0-5])"  # of the second node
 
 
 def main() -> int:
@@ -42,7 +41,7 @@ def main() -> int:
         for kind in options.only:
             for phase in options.phases if kind == "dies" else [0]:
                 place = options.per_node, options.timeout
-                scenario = Scenario(kind, ranks, *place, phase=phase % PHASES, warm=options.warm)
+                scenario = Scenario(kind, ranks, *place, phase=phase % PHASES)
                 record = measure(scenario)
                 broken |= bool(record["broken"])
                 sys.stdout.write(json.dumps(record) + "\n")
@@ -51,13 +50,13 @@ def main() -> int:
 
 
 def measure(scenario: Scenario) -> dict[str, Any]:
-    """`after_s`: from the failure, or from the end of the time-out, until the last rank had its line."""
+    """Runs a job. `after_s` is the time from the failure or the time-out until the last line."""
     load = os.getloadavg()[0]
     started = time.monotonic()
     results = run(scenario)
     record: dict[str, Any] = {
         "kind": scenario.kind, "ranks": scenario.ranks, "per_node": scenario.per_node,
-        "phase": scenario.phase, "warm": scenario.warm, "load": round(load, 1),
+        "phase": scenario.phase, "load": round(load, 1),
         "with_forks_s": round(time.monotonic() - started, 2),
     }  # fmt: skip
     if scenario.kind == "healthy":
@@ -71,7 +70,7 @@ def measure(scenario: Scenario) -> dict[str, Any]:
                 round(median(result.cpu_s for result in results), 4),
             ],
         }  # fmt: skip
-    elif scenario.kind not in ("differs", "wrong size", "twice"):
+    elif scenario.kind not in ("differs", "twice"):
         since_s = max(result.failed_s for result in results) or scenario.timeout_s
         if scenario.kind in ("dies", "late"):  # the wait began once the ranks had met
             since_s += max(result.met_s for result in results)
@@ -83,20 +82,19 @@ def measure(scenario: Scenario) -> dict[str, Any]:
 
 
 def problem(scenario: Scenario, results: list[RankResult]) -> str:
-    """What is wrong with the lines of the ranks; empty where all are as they must be."""
+    """Returns what is wrong with the lines of the ranks, or ""."""
     started = len(scenario.started)
     expected = {
         "healthy": r"$",
         "fault": r"no images; check data\.dir$",
         "missing rank": rf"rank {scenario.odd} of {scenario.ranks} did not come to ",
-        "missing node": r"ranks 8 to 15 \(all of node 1\) of \d+ did not come to ",
-        "differs": r"ranks differ in torch: '2\.13' on rank 0, '2\.12' on rank 8; ",
+        "missing node": r"ranks 8 to 15 of \d+ did not come to ",
+        "differs": r"ranks differ in torch: '2\.1[23]' on rank \d+, '2\.1[23]' on rank \d+; ",
         "dies meeting": rf"rank {scenario.odd} of {scenario.ranks} did not come to ",
         "dies": rf"rank {scenario.odd}\b.* did not reach '{scenario.next_phase}' within ",
         "late": rf"rank {scenario.odd}\b.* did not reach 'phase 0' within ",
         "stall": rf"all-reduce stalled for .* s: rank {scenario.odd}\b.* did not arrive ",
         "dead": rf"all-reduce stalled for .* s: rank {scenario.odd}\b.* gives no sign of life ",
-        "wrong size": rf"rank {_SECOND} that came to .*: the number of ranks is ",
         "twice": rf"$|rank {scenario.odd} has met another job ",
     }[scenario.kind]
     if len(results) != started - scenario.silent:
@@ -110,7 +108,7 @@ def problem(scenario: Scenario, results: list[RankResult]) -> str:
 
 
 def _common(result: RankResult) -> str:
-    """A rank's line without what differs between ranks: who says it, and for how long it waited."""
+    """Returns a rank's line without the parts that differ between ranks: its number and its wait."""
     return _SECONDS.sub("for ... s", re.sub(r"^rank \d+: ", "", result.line))
 
 
@@ -120,7 +118,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--per-node", type=int, default=8)
     parser.add_argument("--timeout", type=float, default=10.0)
-    parser.add_argument("--warm", action="store_true")
     parser.add_argument(
         "--patient", action="store_true", help="for hosts that are busy with other things"
     )

@@ -1,8 +1,8 @@
 """A job of many ranks without a model: forked processes that meet, agree and stall like a training.
 
-In: a `Scenario`. Out: for each rank what it measured or the line with which it ended (`RankResult`).
-All ranks run on this machine but believe to stand on nodes of `per_node` ranks. They start together, once
-all are forked, so the forks are not measured.
+For each rank of a `Scenario` the result has its measurements, or the line with which it ended. All
+ranks run on this machine but behave as on nodes of `per_node` ranks. They start together, once all are
+forked, so the forks are not measured.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ import signal
 import socket
 import statistics
 import tempfile
-import threading
 import time
-import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,6 @@ from paceline.comm.agreement import Agreement
 from paceline.comm.job import RankHosts
 from paceline.comm.progress import ProgressBoard
 from paceline.comm.rendezvous import meet
-from paceline.comm.store import forget_store
 from paceline.comm.watchdog import Watchdog
 from paceline.config import RunConfig
 from paceline.core.errors import DataError, PacelineError
@@ -39,7 +36,7 @@ from ranks import free_port
 
 KINDS = (
     "healthy", "fault", "differs", "missing rank", "missing node", "dies meeting", "dies", "late",
-    "stall", "dead", "wrong size", "twice",
+    "stall", "dead", "twice",
 )  # fmt: skip
 # As all ranks of a training present them when they meet.
 _SETTINGS = RunConfig().flat()
@@ -50,8 +47,16 @@ _STAY_S = 15.0
 
 @dataclass(frozen=True)
 class Scenario:
-    """`odd`: the rank that fails; of kinds that concern a node, it is the second one. `timeout_s`: of the
-    rendezvous and of the exchange. `phase`: before which a rank dies, 0 for the first."""
+    """A job.
+
+    Attributes:
+        kind: What happens in it.
+        ranks: Number of ranks.
+        per_node: Ranks of a node. Kinds that concern a node concern the second one.
+        timeout_s: Time limit of the rendezvous and of the exchange.
+        odd: The rank that fails.
+        phase: The phase before which a rank dies, 0 for the first.
+    """
 
     kind: str
     ranks: int
@@ -59,13 +64,10 @@ class Scenario:
     timeout_s: float = 60.0
     odd: int = 5
     phase: int = 0
-    # Each fork first meets and agrees with itself, because a fork gets its memory page by page when it
-    # first writes to it: milliseconds in every rank that no rank has that a launcher starts.
-    warm: bool = False
 
     @property
     def silent(self) -> int:
-        """How many ranks write no line."""
+        """Returns the number of ranks that write no line."""
         return int(self.kind in ("dead", "dies", "dies meeting", "late"))
 
     @property
@@ -78,7 +80,7 @@ class Scenario:
 
     @property
     def absent(self) -> set[int]:
-        """Ranks that are never started."""
+        """Returns the ranks that are never started."""
         if self.kind == "missing rank":
             return {self.odd}
         if self.kind == "missing node":
@@ -93,7 +95,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class RankResult:
-    """Seconds since all ranks started together. `line`: the error with which the rank ended."""
+    """Seconds since all ranks started together. `line` is the error with which the rank ended."""
 
     rank: int
     met_s: float = 0.0
@@ -108,13 +110,15 @@ class RankResult:
 
 
 def run(scenario: Scenario, limit_s: float = 300.0) -> list[RankResult]:
-    """Of each started rank, in order; one that wrote nothing within `limit_s` is killed and has none."""
+    """Returns the results of all started ranks, in order.
+
+    A rank that writes nothing within `limit_s` is killed and has no result.
+    """
     gc.collect()
     gc.freeze()
     port, children = free_port(), list[int]()
     reader, writer = os.pipe()
     stays, ends = os.pipe()
-    warmed, warms = os.pipe()
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.jsonl"
         for rank in scenario.started:
@@ -122,28 +126,12 @@ def run(scenario: Scenario, limit_s: float = 300.0) -> list[RankResult]:
             if child == 0:
                 os.close(writer)
                 os.close(ends)
-                forked = _Rank(scenario, rank, port, results, stays)
-                try:
-                    if scenario.warm:
-                        _warm_up(free_port())
-                except (
-                    BaseException
-                ):  # must neither return to the caller nor keep the others waiting
-                    traceback.print_exc()
-                    os.write(warms, b"w")
-                    os._exit(1)
-                os.write(warms, b"w")
-                os.read(reader, 1)  # until the parent has forked all, and all are warm
-                forked.main()
+                os.read(reader, 1)  # until the parent has forked all
+                _Rank(scenario, rank, port, results, stays).main()
             children.append(child)
-        ready = 0
-        while ready < len(children):
-            ready += len(os.read(warmed, 4096))
         os.close(writer)
         os.close(reader)
         os.close(stays)
-        os.close(warmed)
-        os.close(warms)
         _await_lines(results, len(children) - scenario.silent)
         os.close(ends)
         _reap(children, limit_s)
@@ -151,25 +139,8 @@ def run(scenario: Scenario, limit_s: float = 300.0) -> list[RankResult]:
     return sorted((RankResult(**json.loads(line)) for line in lines), key=lambda r: r.rank)
 
 
-def _warm_up(port: int) -> None:
-    """Two ranks in this process, at a port of their own, go through what is measured later."""
-
-    def join(rank: int) -> None:
-        place = Topology(rank, 2, rank, 2, 0, "127.0.0.1", port, launcher="environment")
-        agreement = Agreement(meet(place, 60.0, _SETTINGS).store, place, 60.0)
-        agreement.agree("facts", facts={"seed": 1})
-        agreement.agree("none")
-        agreement.leave(10.0)
-        forget_store(place)
-
-    other = threading.Thread(target=join, args=(0,))
-    other.start()
-    join(1)
-    other.join()
-
-
 def _await_lines(results: Path, count: int) -> None:
-    """Until all ranks have written, or for as long as one stays."""
+    """Waits until all ranks have written, or for as long as one stays."""
     deadline, started = 0.0, time.monotonic()
     while time.monotonic() < (deadline or started + _ATTEMPTS_S):
         written = results.read_bytes().count(b"\n") if results.exists() else 0
@@ -199,13 +170,11 @@ class _Rank:
         self._scenario, self._results, self._stays = scenario, results, stays
         self._started = self._cpu_s = 0.0
         self._met_cpu_s = 0.0
-        is_wrong = scenario.kind == "wrong size" and rank in scenario.second_node
-        size = scenario.ranks + is_wrong * scenario.per_node
         per_node = min(scenario.per_node, scenario.ranks)
         node, local = divmod(rank, per_node)
         self._rank = rank
         self._topology = Topology(
-            rank, size, local, per_node, node, "127.0.0.1", port, launcher="environment"
+            rank, scenario.ranks, local, per_node, node, "127.0.0.1", port, launcher="environment"
         )
         self._met_s = self._failed_s = self._knows_s = 0.0
         self._phases_s: list[float] = []
@@ -283,7 +252,7 @@ class _Rank:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _stall(self, store: Any, agreement: Agreement, is_odd: bool) -> None:
-        """Until the watchdog ends this process."""
+        """Stalls until the watchdog ends this process."""
         board = ProgressBoard()
         watchdog = Watchdog(
             store, self._topology, self._scenario.timeout_s, board,
@@ -302,7 +271,7 @@ class _Rank:
 
 
 def start_up_s(results: list[RankResult]) -> tuple[float, float, float]:
-    """Until the last rank has met; the median phase; until the last rank has ended."""
+    """Returns when the last rank has met, the median phase, and when the last rank has ended."""
     phases = [phase_s for result in results for phase_s in result.phases_s]
     return (
         max(result.met_s for result in results),

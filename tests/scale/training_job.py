@@ -1,9 +1,4 @@
-"""Real training steps over Gloo on forked ranks: what a step asks of the store, and which files it opens.
-
-In: a number of ranks and of steps. Out: for each rank the line with which it ended, its requests to the
-store and the files that it opened for writing, both of its training thread in the steps after the first
-ones.
-"""
+"""Real training steps over Gloo on forked ranks: requests of a step to the store, and opened files."""
 
 from __future__ import annotations
 
@@ -46,7 +41,7 @@ _REQUESTS = [
 
 @dataclass
 class Meter:
-    """Of one rank. `counts` is False before and after the counted steps."""
+    """Counts requests and files of one rank. `counts` is False before and after the counted steps."""
 
     last_step: int
     counts: bool = False
@@ -88,8 +83,11 @@ class Meter:
 
 
 def train(ranks: int, steps: int, killed: int | None = None) -> list[dict[str, Any]]:
-    """What each of `ranks` forked processes counted, or the line with which it ended. A step has one
-    image for each. Rank `killed` ends itself by SIGKILL in the first step, and is not among them."""
+    """Returns the counts of `ranks` forked processes, or the line with which each ended.
+
+    A step has one image for each rank. Rank `killed` ends itself by SIGKILL in the first step, and has
+    no result.
+    """
     preload()
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.jsonl"
@@ -107,7 +105,7 @@ def train(ranks: int, steps: int, killed: int | None = None) -> list[dict[str, A
 def _train(
     rank: int, ranks: int, port: int, steps: int, dies: bool, folder: Path, results: Path
 ) -> None:
-    """Does not return."""
+    """Runs one rank. Does not return."""
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",

@@ -142,7 +142,7 @@ def _eight_bit_sums(rank: int) -> bool:
                     draw = torch.Generator().manual_seed(10 * step + rank)
                     buffer.copy_(torch.randn(5000, generator=draw))
                     planned.carry(buffer, ALL_TO_ALL, wire)
-                    residuals.settle(torch.zeros((), device=device))
+                    residuals.commit(torch.zeros((), device=device))
                 sums.append(buffer.cpu())
                 planned.close()
             good &= float(torch.isclose(*sums, rtol=1e-5, atol=1e-7).float().mean()) > 0.99

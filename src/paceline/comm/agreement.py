@@ -1,17 +1,16 @@
 """Agreement between ranks over the rendezvous store, without collectives.
 
-Each rank reports an error, or facts that must be equal on all ranks; either all ranks continue, or all
+Each rank reports an error, or facts that must be equal on all ranks. Then all ranks continue, or all
 raise the same error. This works before the first collective and between ranks whose state differs, and
-needs neither GPU nor backend. `ActiveClock` measures the waits.
+needs neither a GPU nor a backend. `ActiveClock` measures how long a rank waits.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, Self
@@ -34,28 +33,28 @@ from paceline.core.untrusted import ParseError, is_count, parse_table
 _FAULT = "paceline/fault"
 _STOP = "paceline/stop"
 _NEWS = "paceline/news"
-_SUSPECT = "paceline/suspect"
 _LEFT = "paceline/left"
 _ROLL = "paceline/roll"
-# Torch may log a wait that ends without its key, so waits are long. What ends one early, a fault or a
-# lost rank 0, wakes it.
+# Torch may log a wait that ends without its key, so waits are long. A fault or the loss of rank 0 ends
+# them early.
 _SLICE_S = 30.0
-# Rank 0 alone polls, because it has to give up in time.
+# Only rank 0 polls, because it has to give up in time.
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.01
 _GRACE_S = 15.0
 _LONGEST_TEXT = 100_000
-# How long the store's host stays for ranks that may still have to read; longer than they wait.
+_MOST_RANKS = 1 << 20
+# How long the store's host stays for ranks that still have to read; longer than they wait.
 _LEAVE_WAIT_S = 3.0
-# No value is this text: to compare a key with it only reads the key.
+# No value equals this text, so comparing a key with it only reads the key.
 _NOTHING = "none"
 
 
 class ActiveClock:
-    """Seconds in which this process could run, from 0 on.
+    """Counts the seconds in which this process could run.
 
-    A job that a scheduler or a user suspends as a whole (SIGSTOP, then SIGCONT) must not find all its
-    timeouts expired when it continues: between two calls of `now_s` the clock advances by `longest_s`
-    at most, so it has to be called more often than that.
+    A scheduler or a user may suspend a job as a whole (SIGSTOP, then SIGCONT). Its timeouts must not all
+    have expired when it continues. So the clock advances by at most `longest_s` between two calls of
+    `now_s`, which must be called more often than that.
     """
 
     def __init__(self, longest_s: float = 2.0) -> None:
@@ -73,7 +72,7 @@ class ActiveClock:
 
     @contextmanager
     def ticking(self) -> Iterator[Self]:
-        """Within this context a thread calls `now_s`, for callers that may block for longer."""
+        """Calls `now_s` from a thread, for callers that may block for longer."""
         ended = threading.Event()
 
         def tick() -> None:
@@ -88,7 +87,7 @@ class ActiveClock:
 
 
 def came(store: Store, key: str, wait_s: float) -> bool:
-    """Waits for a key; False where it is not there by then."""
+    """Waits for a key. Returns False if it does not exist after `wait_s`."""
     try:
         store.wait([key], timedelta(seconds=wait_s))
     except DistNetworkError:
@@ -99,56 +98,55 @@ def came(store: Store, key: str, wait_s: float) -> bool:
 
 
 def peek(store: Store, key: str) -> str:
-    """The value of a key, empty where it is not there. One request; torch's `get` makes two."""
-    found = store.compare_set(key, _NOTHING, "").decode(errors="replace")
-    return "" if found == _NOTHING else found
-
-
-def _as_report(error: PacelineError) -> dict[str, Any]:
-    return {"error": str(error), "code": error.exit_code, "kind": error_kind(error)}
+    """Returns the value of a key, or "", with one request. Torch's `get` makes two."""
+    value = store.compare_set(key, _NOTHING, "").decode(errors="replace")
+    return "" if value == _NOTHING else value
 
 
 class Report(NamedTuple):
-    """What a rank, or the rank that decides, has found: an error, or the digest of other facts."""
+    """An error that a rank has found, or the verdict about the reports of all ranks."""
 
     rank: int = 0
     error: str = ""
     code: int = 0
     kind: str = ""
-    digest: str = ""
+    # The error is a difference between this rank's facts and those of another one.
+    is_difference: bool = False
+
+    @classmethod
+    def of(cls, rank: int, error: PacelineError) -> Report:
+        return cls(rank, str(error), error.exit_code, error_kind(error))
 
     @classmethod
     def parse(cls, text: bytes | str) -> Report:
         """Raises ParseError for a text that no rank has written."""
         table = parse_table(text)
-        found = cls(**{name: table[name] for name in cls._fields if name in table})
-        texts = (found.error, found.kind, found.digest)
+        report = cls(**{name: table[name] for name in cls._fields if name in table})
         if (
-            not table.keys() & {"error", "digest"}
-            or not all(isinstance(part, str) and len(part) <= _LONGEST_TEXT for part in texts)
-            or not is_count(found.rank, 0, 1 << 20)
-            or not is_count(found.code, 0, 255)
-            or (found.error and not found.code)
+            "error" not in table
+            or not all(
+                isinstance(part, str) and len(part) <= _LONGEST_TEXT
+                for part in (report.error, report.kind)
+            )
+            or not is_count(report.rank, 0, _MOST_RANKS)
+            or not is_count(report.code, 0, 255)
+            or (report.error and not report.code)
         ):
             raise ParseError("is no report")
-        return found
+        return report
 
+    def to_text(self) -> str:
+        return json.dumps(self._asdict())
 
-def _text(value: bytes) -> str:
-    return bytes(value).decode(errors="replace")[:_LONGEST_TEXT]
-
-
-def _digest_and_rank(value: str) -> list[str]:
-    found = value[:_LONGEST_TEXT].split()
-    if len(found) != 2 or not found[1].isdecimal():
-        raise ParseError("is no digest")
-    return found
+    def as_error(self, ranks: int) -> AgreedError:
+        """Returns the error that all ranks raise; it names the rank if there are several."""
+        where = f"rank {self.rank}: " if ranks > 1 and not self.is_difference else ""
+        return AgreedError.of_kind(self.kind, where + self.error, self.code)
 
 
 @contextmanager
 def explain_lost_store(rank: int, phase: str, error: PacelineError | None = None) -> Iterator[None]:
-    """Raises `error`, or a PeerError, where the store is gone with the process that served it, or
-    where it holds what no rank has written."""
+    """Raises `error`, or a PeerError, if the store is gone or contains what no rank has written."""
     try:
         yield
     except ParseError as strange:
@@ -158,18 +156,18 @@ def explain_lost_store(rank: int, phase: str, error: PacelineError | None = None
         ) from strange
     except DistNetworkError as lost:
         raise error or PeerError(
-            f"rank {rank} lost the others at '{phase}': the launcher or rank 0 has ended",
+            f"rank {rank} lost the other ranks at '{phase}': the launcher or rank 0 has ended",
             "resume with --resume auto",
         ) from lost
 
 
 class Agreement:
-    """Agrees on the phases of a run, which all ranks reach in the same order. Where several runs share
-    the group, `run` keeps their phases apart.
+    """Agrees on the phases of a run, which all ranks reach in the same order.
 
-    In a phase in which all is well each rank makes three requests to the store, four where it compares
-    facts: it counts itself (`Attendance`) and waits for the verdict. The last rank to arrive writes the
-    verdict, and is the only one to look for reports; these come from ranks that failed or differ.
+    If several runs share the group, `run` keeps their phases apart. In a phase without errors each rank
+    makes three requests to the store, and four if it compares facts: it counts itself (`Attendance`) and
+    waits for the verdict. The last rank to arrive writes the verdict, and is the only one that looks for
+    reports, which come from ranks that failed or differ.
     """
 
     def __init__(self, store: Store, topology: Topology, timeout_s: float) -> None:
@@ -187,8 +185,18 @@ class Agreement:
         facts: Mapping[str, Any] | None = None,
         remedy: Remedies = SAME_SETTINGS,
     ) -> None:
-        """Returns on every rank, or raises the same `AgreedError` on every rank. `remedy` is one for all
-        facts, or one for each by name."""
+        """Returns on every rank, or raises the same error on every rank.
+
+        Args:
+            phase: The name of the phase, for messages.
+            error: The error of this rank, if it failed.
+            facts: Values that must be equal on all ranks. JSON must be able to represent them.
+            remedy: The remedy for a difference: one for all facts, or one for each name.
+
+        Raises:
+            AgreedError: If a rank failed, differs or did not arrive in time.
+            PeerError: If the store is gone.
+        """
         with explain_lost_store(self._topology.rank, phase, error):
             verdict = self._verdict(phase, error, facts, remedy)
         if verdict.error:
@@ -201,89 +209,70 @@ class Agreement:
         facts: Mapping[str, Any] | None,
         remedy: Remedies,
     ) -> Report:
-        """The one verdict about the reports of all ranks, on every rank."""
         self._number += 1
         base, rank = f"paceline/agree/{self.run}{self._number}/{phase}", self._topology.rank
-        report: dict[str, Any] | None = None
-        if error is not None:
-            report = {"rank": rank, **_as_report(error)}
-        elif facts is not None and (digest := self._differs(base, facts)):
-            report = {"rank": rank, "digest": digest}
+        report = None if error is None else Report.of(rank, error)
+        if report is None and facts is not None:
+            report = self._compare(f"{base}/facts", facts, remedy)
         if report is not None:
-            self._store.append(f"{base}/reports", json.dumps(report) + "\n")  # type: ignore[attr-defined]
+            self._store.append(f"{base}/reports", report.to_text() + "\n")  # type: ignore[attr-defined]
         attendance = Attendance(self._store, base, self._topology.world_size)
         if attendance.arrive(rank):
-            self._publish_verdict(self._number, self._decide(base, remedy))
-        return self._await_verdict(base, phase, attendance, remedy)
+            self._publish_verdict(self._number, self._decide(base))
+        return self._await_verdict(base, phase, attendance)
 
-    def _differs(self, base: str, facts: Mapping[str, Any]) -> str:
-        """The digest of these facts where another rank has published other ones first, else "". The
-        facts themselves are in the store for rank 0, the first rank, and those that differ."""
-        text, rank = json.dumps(dict(facts)), self._topology.rank
-        in_order = json.dumps(dict(facts), sort_keys=True)
-        digest = hashlib.sha256(in_order.encode()).hexdigest()[:16]
-        published = self._store.compare_set(f"{base}/facts", "", f"{digest} {rank}")
-        first = _digest_and_rank(_text(published))
-        if rank == 0 or first == [digest, str(rank)] or first[0] != digest:
-            self._store.set(f"{base}/facts/{rank}", text)
-        return "" if first[0] == digest else digest
+    def _compare(self, key: str, facts: Mapping[str, Any], remedy: Remedies) -> Report | None:
+        """Returns the first difference to the facts of the rank that came first."""
+        rank, own = self._topology.rank, json.loads(json.dumps(dict(facts)))
+        published = self._store.compare_set(key, "", json.dumps({"rank": rank, "facts": own}))
+        table = parse_table(published)
+        peer, theirs = table.get("rank"), table.get("facts")
+        if not is_count(peer, 0, _MOST_RANKS) or not isinstance(theirs, dict):
+            raise ParseError("is no list of facts")
+        # In the order in which the phase compares them: later differences may follow from the first.
+        name = next((n for n in (own | theirs) if own.get(n) != theirs.get(n)), None)
+        if name is None:
+            return None
+        values = sorted([(rank, own.get(name)), (peer, theirs.get(name))], key=lambda pair: pair[0])
+        shown = ", ".join(f"{value!r} on rank {holder}" for holder, value in values)
+        advice = remedy if isinstance(remedy, str) else remedy.get(name, SAME_SETTINGS)
+        error = f"ranks differ in {name}: {shown}; {advice}"
+        return Report(rank, error, 2, is_difference=True)
 
-    def _publish_verdict(self, number: int, verdict: Mapping[str, Any]) -> str:
-        """The first verdict stays: rank 0 may give up while the last rank arrives."""
-        key = f"paceline/verdict/{number}"
-        return self._store.compare_set(key, "", json.dumps(verdict)).decode()
+    def _publish_verdict(self, number: int, verdict: Report) -> None:
+        """Publishes a verdict unless there is one: rank 0 may give up while the last rank arrives."""
+        self._store.compare_set(f"paceline/verdict/{number}", "", verdict.to_text())
 
-    def _decide(self, base: str, remedy: Remedies) -> dict[str, Any]:
-        """With all reports there: the error of the lowest rank, else the first difference."""
+    def _decide(self, base: str) -> Report:
+        """Returns the error of the lowest rank that failed, else the difference of the lowest rank."""
         if not self._store.check([f"{base}/reports"]):
-            return {"error": "", "code": 0}
+            return Report()
         reports = []
         for line in self._store.get(f"{base}/reports").splitlines():
             with suppress(ParseError):
                 reports.append(Report.parse(line))
-        failed = [report for report in reports if report.error]
-        if failed:
-            first = min(failed, key=lambda report: report.rank)
-            where = f"rank {first.rank}: " if self._topology.world_size > 1 else ""
-            return {"error": where + first.error, "code": first.code, "kind": first.kind}
-        if not any(report.digest for report in reports):
-            return {"error": "", "code": 0}
-        common, holder = _digest_and_rank(peek(self._store, f"{base}/facts"))
-        digests = {report.rank: report.digest for report in reports}
-        expected = digests.get(0, common)
-        ranks = range(1, self._topology.world_size)
-        rank = next((rank for rank in ranks if digests.get(rank, common) != expected), 0)
-        ours = parse_table(peek(self._store, f"{base}/facts/0"))
-        theirs = parse_table(
-            peek(self._store, f"{base}/facts/{rank if rank in digests else holder}")
-        )
-        # The first in the order in which the phase compares them: later ones may follow from it.
-        name = next((n for n in (ours | theirs) if ours.get(n) != theirs.get(n)), None)
-        if name is None:
-            raise ParseError("is no difference")
-        text = (
-            f"ranks differ in {name}: {ours.get(name)!r} on rank 0, {theirs.get(name)!r} on rank "
-            f"{rank}"
-        )
-        given = remedy if isinstance(remedy, str) else remedy.get(name, SAME_SETTINGS)
-        return {"error": f"{text}; {given}", "code": 2}
+        failed = [report for report in reports if not report.is_difference]
+        first = min(failed or reports, key=lambda report: report.rank, default=None)
+        if first is None:
+            raise ParseError("is no report")
+        error = first.as_error(self._topology.world_size)
+        return Report(first.rank, str(error), first.code, first.kind)
 
-    def _await_verdict(
-        self, base: str, phase: str, attendance: Attendance, remedy: Remedies
-    ) -> Report:
-        """Returns early where a rank fails instead of arriving (`post_fault`)."""
+    def _await_verdict(self, base: str, phase: str, attendance: Attendance) -> Report:
+        """Returns early if a rank fails instead of arriving (`post_fault`)."""
         key = f"paceline/verdict/{self._number}"
         # Rank 0 gives up first: its verdict names who is missing.
         if self._topology.is_main:
             if not self._polled(key):
                 missing = attendance.missing()
-                late = self._late(missing, phase) if missing else self._decide(base, remedy)
+                late = self._late(missing, phase) if missing else self._decide(base)
                 self._publish_verdict(self._number, late)
         else:
             self._await_key(key, phase)
         return Report.parse(peek(self._store, key))
 
     def _polled(self, key: str) -> bool:
+        """Returns True once the key exists, and False after the timeout."""
         clock, pause_s = ActiveClock(), _FIRST_PAUSE_S
         while not self._store.check([key]):
             if clock.now_s() > self._timeout_s:
@@ -297,7 +286,7 @@ class Agreement:
         clock = ActiveClock(longest_s=2 * _SLICE_S)
         while not came(self._store, key, min(_SLICE_S, patience_s)):
             fault = self.read_fault()
-            # A rank may have failed right after the decision: then the verdict is there by now.
+            # A rank may have failed right after the decision: then the verdict exists by now.
             if fault is not None and not self._store.check([key]):
                 raise fault
             if clock.now_s() > patience_s:
@@ -306,69 +295,50 @@ class Agreement:
                     "look into the log of rank 0; comm.rendezvous_timeout_s sets the wait",
                 )
 
-    def _late(self, missing: Sequence[int], phase: str) -> dict[str, Any]:
+    def _late(self, missing: Sequence[int], phase: str) -> Report:
         hosts = RankHosts.read(self._store) if RankHosts.posted(self._store) else RankHosts()
         error = CommError(
             f"{hosts.describe(missing)} did not reach '{phase}' within {self._timeout_s:g} s",
             f"look into the log of rank {missing[0]}; comm.rendezvous_timeout_s sets the wait",
         )
-        return {"error": str(error), "code": error.exit_code}
+        return Report.of(0, error)
 
     def post(self, name: str, text: str) -> None:
-        """For `read` on ranks that have passed a later phase; no other text under this name in this
-        run."""
-        with suppress(RuntimeError):  # the store is gone with its host: the next phase says so
+        """Publishes a text for `read` after a later phase. A name is used once in a run."""
+        with suppress(RuntimeError):  # the store is gone with its host: the next phase reports it
             self._store.set(f"paceline/post/{self.run}{name}", text)
 
     def read(self, name: str) -> str:
-        """Empty where nothing was posted."""
+        """Returns the text of this name, or "" if there is none."""
         try:
             return peek(self._store, f"paceline/post/{self.run}{name}")
         except RuntimeError:
             return ""
 
     def post_fault(self, error: PacelineError) -> None:
-        """Publishes this rank's error; the first one published stays. It becomes the verdict of the next
-        phase too, for the ranks that wait in it for this one."""
-        report = json.dumps({"rank": self._topology.rank, **_as_report(error)})
-        # Where the store is gone with its host no rank can read it, and the error itself counts.
+        """Publishes this rank's error unless another rank has published one.
+
+        The published error also becomes the verdict of the next phase, for ranks that wait there.
+        """
+        report = Report.of(self._topology.rank, error)
+        # If the store is gone with its host no rank can read it, and the error itself counts.
         with suppress(RuntimeError, ParseError):
-            first = self._agreed(self._store.compare_set(_FAULT, "", report))
-            verdict = _as_report(first)
-            self._publish_verdict(self._number + 1, verdict)
+            first = self._agreed(self._store.compare_set(_FAULT, "", report.to_text()))
+            self._publish_verdict(self._number + 1, Report.of(report.rank, first))
 
     def _agreed(self, text: bytes) -> AgreedError:
-        report = Report.parse(text)
-        where = f"rank {report.rank}: " if self._topology.world_size > 1 else ""
-        return AgreedError.of_kind(report.kind, where + report.error, report.code)
+        return Report.parse(text).as_error(self._topology.world_size)
 
     def read_fault(self, wait_s: float = 0.0) -> AgreedError | None:
-        """The error that some rank published, if any; waits up to `wait_s` for one."""
+        """Returns the error that some rank published, or None. Waits up to `wait_s` for one."""
         try:
             if wait_s > 0:
                 self._store.wait([_FAULT], timedelta(seconds=wait_s))
             elif not self._store.check([_FAULT]):
                 return None
             return self._agreed(self._store.get(_FAULT))
-        except (RuntimeError, ParseError):  # nothing came, or the store went away with its host
+        except (RuntimeError, ParseError):  # nothing came, or the store is gone with its host
             return None
-
-    def first_suspect(self, suspect: str) -> str:
-        """Who is gone according to the first rank whose connection broke. Ranks that leave next break
-        other connections in turn, and would be blamed for it."""
-        try:
-            return _text(self._store.compare_set(_SUSPECT, "", suspect)) or suspect
-        except RuntimeError:
-            return suspect
-
-    def known_suspect(self) -> str:
-        """What another rank has found already, or an empty string."""
-        try:
-            if self._store.check([_SUSPECT]):
-                return _text(self._store.get(_SUSPECT))
-        except RuntimeError:
-            pass
-        return ""
 
     def call_roll(self) -> None:
         """Asks every rank to show that it is alive (`answer_roll`)."""
@@ -379,19 +349,16 @@ class Agreement:
         return bool(self._store.check([_ROLL]))
 
     def answer_roll(self) -> None:
-        """Once."""
+        """Shows that this rank is alive. A rank calls this once."""
         Attendance(self._store, _ROLL, self._topology.world_size).arrive(self._topology.rank)
 
     def missing_in_roll(self) -> set[int]:
-        """Ranks that have neither answered nor left the job by themselves."""
+        """Returns the ranks that have neither answered nor left the job by themselves."""
         missing = set(Attendance(self._store, _ROLL, self._topology.world_size).missing())
-        if missing:
-            left = Attendance(self._store, _LEFT, self._topology.world_size)
-            missing &= set(left.missing())
-        return missing
+        return missing - self.left() if missing else missing
 
     def announce_stop(self) -> None:
-        """Tells ranks that received no signal, before the next collective, that one did."""
+        """Tells the other ranks, before the next collective, that this one has received a stop signal."""
         with suppress(RuntimeError):
             self._store.set(_STOP, "")
             self.post_news()
@@ -400,15 +367,18 @@ class Agreement:
         return bool(self._store.check([_STOP]))
 
     def post_news(self) -> None:
-        """There is something that every rank must look for."""
+        """Makes every rank look for a verdict, a stop or a roll call."""
         self._store.set(_NEWS, "")
 
     def has_news(self) -> bool:
         return bool(self._store.check([_NEWS]))
 
     def leave(self, wait_s: float = _LEAVE_WAIT_S) -> None:
-        """Marks that this rank needs the store no more; rank 0, where it hosts the store, waits for the
-        others. Else the store would be gone before a slower rank has read why all ranks end."""
+        """Marks that this rank does not need the store any more.
+
+        If rank 0 hosts the store, it waits for the other ranks. Otherwise the store would be gone before
+        a slower rank has read why all ranks end.
+        """
         if self._left:
             return
         self._left = True
@@ -420,10 +390,6 @@ class Agreement:
                 self._store.wait([f"{_LEFT}/all"], timedelta(seconds=wait_s))
 
     def left(self) -> set[int]:
-        """Ranks that have left."""
+        """Returns the ranks that have left."""
         size = self._topology.world_size
         return set(range(size)) - set(Attendance(self._store, _LEFT, size).missing())
-
-    def have_left(self, ranks: Collection[int]) -> bool:
-        left = Attendance(self._store, _LEFT, self._topology.world_size)
-        return set(left.missing()).isdisjoint(ranks)

@@ -1,4 +1,4 @@
-"""`Collectives`: what all ranks do together with tensors and bytes."""
+"""`Collectives`: what all ranks compute together with tensors and bytes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ _GATHERED_BYTES = 256 * 2**20
 
 
 class Collectives(ABC):
-    """What all ranks compute together; every method is called by all of them alike. With the backend
-    `none` a single process has nothing to send."""
+    """Collectives on tensors and bytes. All ranks call every method in the same order.
+
+    With the backend `none` a single process has nothing to send.
+    """
 
     def __init__(self, topology: Topology, device: torch.device, backend: str) -> None:
         self.topology = topology
@@ -43,8 +45,11 @@ class Collectives(ABC):
         """Runs a collective under the watchdog and returns its result."""
 
     def completed(self, what: str, action: Callable[[], object]) -> None:
-        """`watched`, until the collective has ended on the device. NCCL's calls return once the work is
-        queued; the wait for a lost rank would come later, unwatched."""
+        """Runs a collective under the watchdog until it has ended on the device.
+
+        NCCL's calls return once the work is queued. The wait for a lost rank would come later,
+        unwatched.
+        """
 
         def complete() -> None:
             action()
@@ -54,8 +59,13 @@ class Collectives(ABC):
         self.watched(what, complete)
 
     def all_reduce_sum(self, tensor: Tensor, *, wait: bool = True) -> None:
-        """Replaces `tensor` by its sum over ranks, bit-identical on all of them. Without `wait` a
-        GPU may not have finished; whoever waits for the device does so under `watched`."""
+        """Replaces `tensor` by its sum over ranks, bit-identical on all of them.
+
+        Args:
+            tensor: The tensor.
+            wait: Wait until a GPU has finished. If False, the caller waits for the device under
+                `watched`.
+        """
         if self.backend == "none":
             return
         if wait:
@@ -64,16 +74,23 @@ class Collectives(ABC):
             self.watched("all-reduce", lambda: dist.all_reduce(tensor))
 
     def create_subgroup(self, size: int, timeout_s: float) -> Callable[[Tensor], None]:
-        """A sum over this rank's neighbours in groups of `size` ranks, one group after the other. All
-        ranks call this. The result does not wait for a GPU; over Gloo a sum is complete on return."""
+        """Returns a function that sums a tensor over this rank's group of `size` neighbouring ranks.
+
+        All ranks call this. The function does not wait for a GPU; over Gloo the sum is complete on
+        return.
+
+        Args:
+            size: Number of ranks in a group.
+            timeout_s: The setting `comm.timeout_s`.
+        """
         made: Any = None
         wait = timedelta(seconds=timeout_s + BACKEND_GRACE_S)
         for first in range(0, self.world_size, size):
             members = list(range(first, first + size))
             # Every rank goes through all of them, members or not: torch counts groups to name them.
             make = partial(dist.new_group, members, timeout=wait, backend=self.backend)
-            found = self.watched("creating a group of ranks", make)
-            made = found if self.rank in members else made
+            created = self.watched("creating a group of ranks", make)
+            made = created if self.rank in members else made
 
         def all_reduce(tensor: Tensor) -> None:
             self.watched("batch-norm statistics", lambda: dist.all_reduce(tensor, group=made))
@@ -86,9 +103,15 @@ class Collectives(ABC):
             self.completed("broadcast", lambda: dist.broadcast(tensor, src=0))
 
     def gather_rows(self, rows: Tensor, lengths: Sequence[int]) -> None:
-        """Completes `rows`, one for each rank, of which this rank has filled its own; `lengths` says how
-        many elements of each row count. NCCL's collective can be captured in a CUDA graph, and takes
-        whole rows; Gloo, whose all-gather is slower than its broadcasts, sends what counts only."""
+        """Completes `rows`, of which each rank has filled its own row.
+
+        NCCL's collective can be captured in a CUDA graph, and transfers whole rows. Gloo's all-gather
+        is slower than its broadcasts, so Gloo broadcasts only the elements that count.
+
+        Args:
+            rows: One row for each rank.
+            lengths: How many elements of each row count.
+        """
         if self.backend == "none":
             return
         if self.backend == "nccl":
@@ -109,7 +132,7 @@ class Collectives(ABC):
         self.watched("all-gather", send)
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes, on every rank."""
+        """Returns rank 0's bytes on every rank."""
         if self.backend == "none":
             assert data is not None
             return data
@@ -123,7 +146,7 @@ class Collectives(ABC):
         return content.cpu().numpy().tobytes()[: int(length)]
 
     def gather(self, row: Tensor) -> Tensor | None:
-        """Every rank's `row`, one beneath the other, on rank 0's CPU; None elsewhere."""
+        """Returns the `row` of every rank, stacked, on rank 0's CPU; None on other ranks."""
         if self.backend == "none":
             return row.detach().cpu()[None].clone()
         rows = [torch.empty_like(row) for _ in range(self.world_size)] if self.rank == 0 else None
@@ -132,7 +155,7 @@ class Collectives(ABC):
         return torch.stack([own.cpu() for own in rows]) if rows is not None else None
 
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
-        """Every rank's bytes, in order of rank, on rank 0; None elsewhere."""
+        """Returns the bytes of every rank, in order of rank, on rank 0; None on other ranks."""
         lengths = self.gather(torch.tensor([len(data)], device=self.device))
         longest = int(lengths.max()) if lengths is not None else 0
         width = int(self.broadcast_bytes(str(longest).encode()))
@@ -145,13 +168,13 @@ class Collectives(ABC):
         parts = [self.gather(own.to(self.device)) for own in torch.split(row, piece)]
         if lengths is None:
             return None
-        found = [bytearray() for _ in range(self.world_size)]
+        contents = [bytearray() for _ in range(self.world_size)]
         for part in parts:
             assert part is not None
-            for own, content in zip(found, part, strict=True):
+            for own, content in zip(contents, part, strict=True):
                 own += content.numpy().tobytes()
         sizes = lengths.flatten().tolist()
-        return [bytes(own[:size]) for own, size in zip(found, sizes, strict=True)]
+        return [bytes(own[:size]) for own, size in zip(contents, sizes, strict=True)]
 
 
 def abort_process_groups(
@@ -160,8 +183,12 @@ def abort_process_groups(
     """Ends all process groups without waiting for the other ranks, within about `limit_s` seconds.
 
     The abort ends kernels that wait for a lost rank. It returns once no CUDA graph refers to the
-    communicators any more, so graphs are destroyed first. A thread does it, because after a CUDA error
-    or on a stuck device the calls may not return.
+    communicators any more, so graphs are destroyed first. This runs in a thread, because the calls may
+    not return after a CUDA error or on a stuck device.
+
+    Args:
+        release_graphs: Functions that destroy CUDA graphs.
+        limit_s: How long to wait for the thread.
     """
 
     def run() -> None:
@@ -179,15 +206,15 @@ def abort_process_groups(
 
 
 def backend_reason(error: RuntimeError) -> str:
-    """The first sentence of a backend's error, without the line of source code that it begins with."""
+    """Returns the first sentence of a backend's error, without the line of source code at its start."""
     text = re.sub(r"^\[[^\]]*:\d+\]\s*", "", str(error).strip())
     return text.splitlines()[0].partition(". ")[0][:160] if text else type(error).__name__
 
 
 def _either(new: str, old: str) -> Callable[..., Any]:
-    """Torch renamed two collectives: the old names warn from 2.13 on, and 2.11 has only them."""
-    found: Callable[..., Any] = getattr(dist, new if hasattr(dist, new) else old)
-    return found
+    """Returns a collective that torch renamed: old names warn from 2.13 on, and 2.11 has only them."""
+    function: Callable[..., Any] = getattr(dist, new if hasattr(dist, new) else old)
+    return function
 
 
 reduce_scatter_flat = _either("reduce_scatter_single", "reduce_scatter_tensor")

@@ -1,12 +1,12 @@
 """`GradientExchange`: sums the gradients of all ranks, in the buckets of a fusion plan.
 
-Gradients live in one flat buffer for each number format, in the plan's order. For each step: `begin`;
-for each micro-step `arm` (before the last one), backward, and `gather`, which moves `.grad` into the
-buffers; then `reduce`. Several micro-steps add up in fp32 and are rounded once. After `reduce`, `.grad`
-are views of the sums over all ranks. The sums of a few `Signals` travel in the last bucket: stopping,
-failing and counting cost no message of their own.
+The gradients are in one flat buffer for each number format, in the plan's order. The calls of a step
+are `begin`; for each micro-step `arm` (before the last one), backward, and `gather`, which moves
+`.grad` into the buffers; then `reduce`. Several micro-steps add up in fp32 and are rounded once. After
+`reduce`, `.grad` are views of the sums over all ranks. The sums of a few `Signals` travel in the last
+bucket: so stopping, failing and counting need no messages of their own.
 
-With a transport that overlaps, and once armed, each bucket is sent as soon as backward has filled it,
+If the transport overlaps, an armed exchange sends each bucket as soon as backward has filled it,
 strictly in the plan's order; `reduce` sends the rest and waits. A micro-step may be captured in a CUDA
 graph: `capture` and `replay` keep the exchange's own state in step with the graph.
 """
@@ -27,7 +27,7 @@ from paceline.comm.progress import BucketInfo, ExchangeObserver
 from paceline.comm.tracing import ExposedTime, Reading
 from paceline.comm.transport import DirectTransport, Piece, Transport, Wait
 from paceline.core.errors import RunError
-from paceline.plan.fusion_plan import FlatLayout, FusionPlan, TensorSpec
+from paceline.plan.fusion_plan import FlatLayout, FusionPlan, Slot, TensorSpec, padded
 from paceline.plan.wires import wire_bytes
 
 
@@ -43,36 +43,40 @@ class Message:
 
     @property
     def wire_bytes(self) -> int:
-        """What travels."""
+        """Returns the bytes that travel."""
         return wire_bytes(self.stop - self.start, self.dtype, self.wire)
 
 
 def plan_messages(
     plan: FusionPlan, layouts: Mapping[str, FlatLayout], tail: int
 ) -> list[list[Message]]:
-    """One list for each bucket of the plan, with one contiguous piece per number format in it.
+    """Returns the messages of each bucket, with one contiguous piece for each number format.
 
-    The tensors of `layouts` lie in the plan's order. `tail` elements of signals lie behind the float32
-    tensors. They travel with the last bucket, always in fp32: inside its piece if that is fp32 too, else
-    as a piece of their own.
+    The signals travel with the last bucket, always in fp32: inside its fp32 message if there is one,
+    otherwise in a message of their own.
+
+    Args:
+        plan: The fusion plan.
+        layouts: The layout of each number format, with tensors in the plan's order.
+        tail: Number of elements of signals after the float32 tensors.
     """
-    found: list[list[Message]] = []
+    messages: list[list[Message]] = []
     for bucket in plan.buckets:
         names = set(bucket.tensors)
         pieces = []
         for dtype, layout in layouts.items():
-            slots = [slot for slot in layout if slot.name in names]
+            slots = [slot for slot in layout.slots if slot.name in names]
             if slots:
-                # To where the next tensor would begin: padding travels, so that pieces stay aligned.
-                end = -(-slots[-1].stop // layout.align) * layout.align
+                # Up to the begin of the next tensor: padding travels, so that pieces stay aligned.
+                end = padded(slots[-1].stop)
                 start = slots[0].offset
                 pieces.append(Message(dtype, start, end, bucket.algorithm, bucket.wire))
         bulk = max(pieces, key=lambda piece: piece.wire_bytes, default=None)
-        found.append(
+        messages.append(
             [p if p is bulk else replace(p, algorithm=bucket.beside_algorithm) for p in pieces]
         )
-    _add_tail(found[-1], layouts["float32"].length, tail, plan.buckets[-1].beside_algorithm)
-    return found
+    _add_tail(messages[-1], layouts["float32"].length, tail, plan.buckets[-1].beside_algorithm)
+    return messages
 
 
 def _add_tail(last: list[Message], length: int, tail: int, algorithm: str) -> None:
@@ -85,7 +89,7 @@ def _add_tail(last: list[Message], length: int, tail: int, algorithm: str) -> No
 
 @dataclass(frozen=True)
 class Signals:
-    """What each rank adds to the step's own collective. All are summed over ranks."""
+    """Values that each rank adds to the collective of a step. All are summed over ranks."""
 
     loss: float = 0.0
     corrupt: float = 0.0
@@ -107,9 +111,19 @@ SIGNALS = tuple(field.name for field in fields(Signals))
 
 
 class GradientExchange:
-    """Owns the gradients' memory between backward pass and update, and all state of the exchange."""
+    """Owns the gradients' memory between backward pass and update, and all state of the exchange.
 
-    # What a description says in place of when buckets are sent.
+    Args:
+        parameters: Names and parameters of the model. Those that do not train are ignored.
+        group: All ranks.
+        plan: The fusion plan. The default is one bucket.
+        accumulate: True if a step may gather more than once.
+        transport: Sums the buckets. The default is the group's own all-reduce.
+        overlap: Send full buckets during backward, if the transport can.
+        squares: Also sum the squared norms of the gradients of all micro-steps, for the noise scale.
+    """
+
+    # Replaces the text about when buckets are sent in a description.
     note = ""
 
     def __init__(
@@ -123,9 +137,6 @@ class GradientExchange:
         overlap: bool = True,
         squares: bool = False,
     ) -> None:
-        """`accumulate`: a step may gather more than once. `overlap`: where the transport can.
-        `squares`: sum the squared norms of all micro-steps' gradients too, one number more behind the
-        signals, for the noise scale."""
         self.group = group
         self.transport: Transport = transport or DirectTransport(group)
         # May be replaced between steps.
@@ -141,14 +152,14 @@ class GradientExchange:
         self._squares = torch.zeros((), device=group.device) if squares else None
         self._allocate(tail, accumulate=accumulate)
         self.messages = plan_messages(self.plan, self.layouts, tail)
-        # Of this step: tensors with a gradient, buckets sent, and how to wait for them.
+        # In this step: tensors with a gradient, buckets sent, and functions that wait for them.
         self._used: set[str] = set()
         self._next = 0
         self._waits: list[Wait] = []
         # While armed: tensors that each bucket still waits for.
         self._armed = False
         self._missing: list[set[str]] = []
-        # Of the captured micro-steps: what they gather, and how many buckets they send.
+        # For each captured micro-step: what it gathers, and how many buckets it sends.
         self._captured: dict[bool, tuple[frozenset[str], int]] = {}
         # The last bucket waits for the signals, so a single one has nothing to gain.
         self.overlaps = overlap and self.transport.overlaps and len(self.messages) > 1
@@ -163,23 +174,23 @@ class GradientExchange:
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The parameters whose gradients are exchanged, by name."""
+        """Returns the parameters whose gradients are exchanged, by name."""
         return self._trained
 
     def _allocate(self, tail: int, *, accumulate: bool) -> None:
-        """The flat buffers, with `tail` numbers behind the float32 gradients, and views of them."""
+        """Allocates the flat buffers and views of them; `tail` numbers follow the float32 gradients."""
         device = self.group.device
         self.buffers: dict[str, Tensor] = {}
         self._views: dict[str, Tensor] = {}
         # By number format: name, start and stop of each tensor.
-        self._places: dict[str, list[tuple[str, int, int]]] = {}
+        self._places: dict[str, list[Slot]] = {}
         self._sums: dict[str, Tensor] = {}
         for dtype, layout in self.layouts.items():
             length = layout.length + (tail if dtype == "float32" else 0)
             kind = getattr(torch, dtype)
             self.buffers[dtype] = torch.zeros(length, dtype=kind, device=device)
-            self._places[dtype] = [(slot.name, slot.offset, slot.stop) for slot in layout]
-            for slot in layout:
+            self._places[dtype] = list(layout.slots)
+            for slot in layout.slots:
                 parameter = self._trained[slot.name]
                 self._views[slot.name] = self.buffers[dtype].as_strided(
                     parameter.shape, _dense_strides(parameter), slot.offset
@@ -192,51 +203,54 @@ class GradientExchange:
 
     @property
     def uses(self) -> Tensor:
-        """After `reduce`: how many ranks had a gradient for each tensor, in the plan's order."""
+        """Returns, after `reduce`, how many ranks had a gradient for each tensor of the plan."""
         return self.tail[len(SIGNALS) : len(SIGNALS) + len(self.names)]
 
     @property
     def squares(self) -> Tensor | None:
-        """After `reduce`: the squared norms of the gradients of all micro-steps and ranks, summed."""
+        """Returns, after `reduce`, the sum of the squared norms of the gradients of all micro-steps."""
         return None if self._squares is None else self.tail[-1]
 
     @property
     def exposed(self) -> Reading:
-        """Reads how long the latest step waited; on a GPU, once the device is past it."""
+        """Returns a function that reads how long the latest step waited.
+
+        On a GPU the function may be called once the device is past that step.
+        """
         return self._exposed.reading
 
     @property
     def sent(self) -> int:
-        """How many buckets of this step have been sent."""
+        """Returns the number of buckets of this step that have been sent."""
         return self._next
 
     @property
     def memory(self) -> Memory | None:
-        """What the transport remembers from step to step, if anything."""
+        """Returns what the transport remembers from step to step, or None."""
         return self.transport.memory
 
     def bucket_info(self) -> list[BucketInfo]:
-        """The buckets of the plan, with the bytes that travel."""
+        """Returns the buckets of the plan, with the bytes that travel."""
         return [
             BucketInfo(sum(m.wire_bytes for m in messages), b.algorithm, b.tensors, b.wire)
             for b, messages in zip(self.plan.buckets, self.messages, strict=True)
         ]
 
     def begin(self, step: int = 0) -> None:
-        """Before the first micro-step of optimizer step `step`."""
+        """Prepares optimizer step `step`, before its first micro-step."""
         self._next = 0
         self._waits.clear()
         self._forget()
         self.observer.step_begun(step)
 
     def arm(self) -> None:
-        """Before the last backward pass of a step: from now on full buckets are sent."""
+        """Makes the exchange send full buckets, before the last backward pass of a step."""
         if self.overlaps:
             self._armed = True
             self._missing = [set(bucket.tensors) for bucket in self.plan.buckets]
 
     def gather(self) -> None:
-        """Moves the gradients that have not been sent into the buffers, in one kernel or two."""
+        """Moves the gradients that have not been sent into the buffers, in one or two kernels."""
         self._armed = False
         for bucket in self.plan.buckets[: self._next]:
             for name in bucket.tensors:
@@ -248,7 +262,7 @@ class GradientExchange:
         self._fill({name for bucket in self.plan.buckets[self._next :] for name in bucket.tensors})
 
     def reduce(self, loss: Tensor, signals: Signals) -> None:
-        """Sums gradients and signals over all ranks; does not wait for the device."""
+        """Sums gradients and signals over all ranks. Does not wait for the device."""
         self._armed = False
         self._write_tail(loss, signals)
         self._exposed.begin()
@@ -259,7 +273,7 @@ class GradientExchange:
         self._publish(self._exposed.last_s)
 
     def _forget(self) -> None:
-        """What has been gathered."""
+        """Forgets what has been gathered."""
         self._used.clear()
         self._drop_grads(self._trained)
         for total in self._sums.values():
@@ -268,14 +282,14 @@ class GradientExchange:
             self._squares.zero_()
 
     def _write_tail(self, loss: Tensor, signals: Signals) -> None:
-        """This rank's signals, and which tensors have a gradient."""
+        """Writes this rank's signals, and which tensors have a gradient."""
         own = (
             *(getattr(signals, name) for name in SIGNALS),
             *(float(name in self._used) for name in self.names),
             *(() if self._squares is None else (0.0,)),
         )
         if own != self._sent_tail:
-            # Pinned, so that the copy does not wait; mostly the same as in the step before.
+            # Pinned, so that the copy does not wait. Mostly equal to those of the last step.
             host = torch.tensor(own, pin_memory=self._own_tail.is_cuda)
             self._own_tail.copy_(host, non_blocking=True)
             self._sent_tail = own
@@ -285,23 +299,25 @@ class GradientExchange:
             self.tail[-1].copy_(self._squares)
 
     def _publish(self, waited_s: float) -> None:
-        """The sums become the gradients."""
+        """Makes the sums the gradients."""
         for name, view in self._views.items():
             self._trained[name].grad = view
         self.observer.step_ended(waited_s)
 
     def join(self) -> None:
-        """Waits for all buckets that have been sent, as a CUDA graph must before its capture ends."""
+        """Waits for all sent buckets, as a CUDA graph must before its capture ends."""
         while self._waits:
             self._waits.pop(0)()
 
     @contextmanager
     def capture(self, *, sends: bool) -> Iterator[None]:
-        """Around the capture of a micro-step in a CUDA graph and the graph's first replay.
+        """Surrounds the capture of a micro-step in a CUDA graph and the graph's first replay.
 
-        Remembers what the micro-step gathers and sends, for `replay`; `sends`: it was armed, and sends
-        buckets. If it fails nothing has been sent, since a capture only records: the micro-step can
-        run uncaptured.
+        Remembers what the micro-step gathers and sends, for `replay`. If the capture fails nothing has
+        been sent, since a capture only records: the micro-step can then run uncaptured.
+
+        Args:
+            sends: True if the micro-step was armed, and so sends buckets.
         """
         sent, used = self._next, set(self._used)
         try:
@@ -315,20 +331,22 @@ class GradientExchange:
         self._captured[sends] = (frozenset(self._used), self._next)
 
     def replay(self, *, sends: bool) -> None:
-        """After the replay of the captured micro-step, in which no Python ran: its gradients are in the
-        buffers, and its buckets have been sent."""
+        """Updates the state after the replay of the captured micro-step, in which no Python ran.
+
+        Its gradients are in the buffers, and its buckets have been sent.
+        """
         gathered, self._next = self._captured[sends]
         self._used |= gathered
 
     def close(self) -> None:
-        """Closes the transport; CUDA graphs that hold its collectives are destroyed before."""
+        """Closes the transport. CUDA graphs with its collectives must be destroyed before."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         self.transport.close()
 
     def _hook(self, name: str, number: int) -> Callable[[Tensor], None]:
-        """Sends all buckets that are full once the gradient of `name`, in bucket `number`, is ready."""
+        """Returns a hook that sends all full buckets once the gradient of `name` is ready."""
 
         def ready(parameter: Tensor) -> None:
             if not self._armed:
@@ -344,15 +362,15 @@ class GradientExchange:
         """Copies the gradients of `names` into the buffers and adds them to the sums."""
         for dtype, all_places in self._places.items():
             places = [place for place in all_places if place[0] in names]
-            found = [name for name, *_ in places if self._trained[name].grad is not None]
-            if not found:
+            ready = [name for name, *_ in places if self._trained[name].grad is not None]
+            if not ready:
                 continue
             first, last = places[0][1], places[-1][2]
             piece = self.buffers[dtype][first:last]
-            if self._sums and len(found) < len(places):
-                piece.zero_()  # what this pass did not reach must not be added once more
-            grads = [_dense(name, self._trained[name].grad) for name in found]
-            torch._foreach_copy_([self._views[name] for name in found], grads)
+            if self._sums and len(ready) < len(places):
+                piece.zero_()  # old values must not be added again
+            grads = [_dense(name, self._trained[name].grad) for name in ready]
+            torch._foreach_copy_([self._views[name] for name in ready], grads)
             if self._squares is not None:
                 # On CPUs in fp64: torch's fp32 norms of large tensors are inexact there.
                 kind = torch.float32 if self._squares.is_cuda else torch.float64
@@ -360,16 +378,16 @@ class GradientExchange:
                 self._squares.add_(torch.stack(norms).square().sum())
             if self._sums:
                 self._sums[dtype][first:last].add_(piece)
-            self._used.update(found)
+            self._used.update(ready)
         self._drop_grads(names)
 
     def _drop_grads(self, names: Iterable[str]) -> None:
-        """So that backward hands its own tensors over without adding."""
+        """Drops gradients, so that backward assigns new tensors instead of adding."""
         for name in names:
             self._trained[name].grad = None
 
     def _pieces(self, number: int) -> list[Piece]:
-        """What this rank sends of bucket `number`, in the buffers."""
+        """Returns what this rank sends of bucket `number`, in the buffers."""
         for name in self.plan.buckets[number].tensors:
             if name not in self._used:
                 self._views[name].zero_()
@@ -402,7 +420,7 @@ def tensor_spec(name: str, parameter: Tensor) -> TensorSpec:
 
 
 def flat_layouts(tensors: Sequence[tuple[str, nn.Parameter]]) -> dict[str, FlatLayout]:
-    """Where each gradient lies, for each number format; float32 always, because the signals use it."""
+    """Returns the layout of the gradients of each number format, and of float32 for the signals."""
     by_dtype: dict[str, list[TensorSpec]] = {"float32": []}
     for name, parameter in tensors:
         spec = tensor_spec(name, parameter)
@@ -420,5 +438,5 @@ def _dense(name: str, gradient: Tensor | None) -> Tensor:
 
 
 def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
-    """The parameter's own strides, so that channels_last weights get channels_last gradients."""
+    """Returns the strides with which channels_last weights get channels_last gradients."""
     return torch.empty_like(parameter, memory_format=torch.preserve_format).stride()

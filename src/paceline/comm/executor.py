@@ -1,12 +1,12 @@
 """`Executor`: runs the schedules of `paceline.plan` over torch.distributed.
 
-In: a contiguous 1-D tensor on every rank, of one size and number format, and the name of an algorithm.
-Out: the same tensor, holding the sum over ranks, bit-identical on all of them.
+Its input is a contiguous 1-D tensor on every rank, of one size and number format, and the name of an
+algorithm. The tensor then holds the sum over ranks, bit-identical on all of them.
 
-Gloo sends a message only after its receiver has asked for it, so all receives of a segment are posted
-before its first round; several segments are under way at once, each with a tag of its own. NCCL runs
-messages in the order of posting, so there a buffer is one segment, and the sends are held back until a
-round waits: they go off in one batch with what it receives.
+Gloo sends a message only after its receiver has asked for it. So all receives of a segment are posted
+before its first round. Several segments are under way at once, each with its own tag. NCCL runs
+messages in the order of posting. So a buffer is one segment there, and sends are held back until a
+round waits: they are posted in one batch with what the round receives.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from paceline.plan.steps import (
 )
 
 FORMATS = (torch.float32, torch.float16, torch.bfloat16)
-# Elements of a buffer that takes an algorithm's way for long ones.
+# Elements of a buffer for which every algorithm has the rounds of long ones.
 _LONG = 1 << 24
-# Compiled segments that are kept: a training has some dozen sizes.
+# Number of compiled segments that are kept: a training has a few dozen sizes.
 _KEPT_PROGRAMS = 512
 
 
 def check_buffer(buffer: Tensor) -> None:
-    """CommError for what cannot travel as one message."""
+    """Raises CommError for a tensor that cannot travel as one message."""
     if buffer.dim() != 1 or not buffer.is_contiguous():
         raise CommError(
             f"an all-reduce of a tensor of shape {tuple(buffer.shape)} and strides "
@@ -62,8 +62,10 @@ def check_buffer(buffer: Tensor) -> None:
 
 
 class Staging:
-    """Memory for what is in flight, by name; kept between calls, and grown where more is asked for. Its
-    content is whatever was left there."""
+    """Memory for messages in flight, by name. It is kept between calls and grows on demand.
+
+    Its content is undefined.
+    """
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
@@ -72,7 +74,7 @@ class Staging:
         self, name: str, length: int, dtype: torch.dtype, device: torch.device, *,
         pinned: bool = False,
     ) -> Tensor:  # fmt: skip
-        """`pinned`: memory of the host that a GPU copies to and from without a detour."""
+        """Returns memory of this name; `pinned` memory of the host speeds up copies from and to a GPU."""
         key = (name, dtype, device)
         held = self._tensors.get(key)
         if held is None or held.numel() < length:
@@ -80,27 +82,33 @@ class Staging:
             self._tensors[key] = held
         return held[:length]
 
-    @property
-    def held_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors.values())
-
 
 class Executor:
-    """All algorithms on the process groups of the communication thread. Every rank calls the same
-    methods in the same order, from one thread at a time."""
+    """Runs all algorithms on the process groups of the communication thread.
+
+    Every rank calls the same methods in the same order, from one thread at a time.
+
+    Args:
+        groups: The process groups.
+        batched: Post each round's messages together. None does so for NCCL.
+    """
 
     def __init__(self, groups: ProcessGroups, *, batched: bool | None = None) -> None:
-        """`batched`: each round's messages go off together; None means where the backend is NCCL."""
         self.groups = groups
         self.staging = Staging()
         self._layout = groups.layout
         self._batched = groups.backend == "nccl" if batched is None else batched
         self._programs: dict[tuple[str, Segment], Program] = {}
-        # Those that are prepared, by name; the backend's own has no schedule.
+        # The prepared algorithms by name; the backend's own has no schedule.
         self._algorithms: dict[str, Algorithm | None] = {}
 
     def all_reduce(self, buffer: Tensor, name: str) -> None:
-        """Replaces `buffer` by its sum over ranks."""
+        """Replaces `buffer` by its sum over ranks.
+
+        Args:
+            buffer: A contiguous 1-D tensor.
+            name: The algorithm.
+        """
         check_buffer(buffer)
         chosen = self.prepare(name)
         world, length = self.groups.world, buffer.numel()
@@ -117,9 +125,9 @@ class Executor:
         item_bytes = buffer.element_size()
         whole = self._program(chosen, Segment(length, item_bytes))
         if whole.is_collective:
-            _Collectives(self, buffer, whole).run()
+            _run_collectives(self, buffer, whole.collectives)
             return
-        # Without tags, as over NCCL, the messages of two segments could not be told apart.
+        # Without tags, as over NCCL, the messages of two segments cannot be distinguished.
         cuts = [(0, length)] if self._batched else chosen.segments(length, item_bytes)
         if len(cuts) == 1:
             self._run([buffer], [whole], 1)
@@ -143,13 +151,16 @@ class Executor:
                 lanes[number].finish()
 
     def prepare(self, name: str) -> Algorithm | None:
-        """Opens NCCL's connections to all peers of an algorithm; once, and on all ranks at one point.
-        Returns the algorithm, or None for the backend's own.
+        """Opens NCCL's connections to all peers of an algorithm, once.
 
-        NCCL connects two ranks at their first message, and both must then post the same sends and
-        receives in one batch. The batches of an algorithm differ between its ranks: the root of a tree
-        receives and later sends, its children do both at once. So each pair connects beforehand, by a
-        message each way; pairs are taken in one order, and none waits in a circle.
+        All ranks call this at the same point. NCCL connects two ranks at their first message, and both
+        must then post the same sends and receives in one batch. The batches of an algorithm differ
+        between its ranks: the root of a tree receives and later sends, its children do both at once. So
+        each pair connects in advance, by a message each way. All ranks take pairs in the same order, so
+        no cycle of waits can arise.
+
+        Returns:
+            The algorithm, or None for the backend's own.
         """
         if name in self._algorithms:
             return self._algorithms[name]
@@ -172,34 +183,36 @@ class Executor:
 
     def _program(self, chosen: Algorithm, segment: Segment) -> Program:
         key = (chosen.name, segment)
-        found = self._programs.get(key)
-        if found is None:
+        program = self._programs.get(key)
+        if program is None:
             if len(self._programs) >= _KEPT_PROGRAMS:
                 self._programs.clear()
-            found = compile_rounds(chosen.rounds(self.groups.rank, self._layout, segment))
-            self._programs[key] = found
-        return found
+            program = compile_rounds(chosen.rounds(self.groups.rank, self._layout, segment))
+            self._programs[key] = program
+        return program
 
     def part(self, members: Sequence[int]) -> ProcessGroup:
-        """The process group of a row, a column or the masters."""
+        """Returns the process group of a row, a column or the masters."""
         layout, rank = self._layout, self.groups.rank
-        found: ProcessGroup | None
+        process_group: ProcessGroup | None
         if members == layout.row_of(rank):
-            found = self.groups.row
+            process_group = self.groups.row
         elif members == layout.masters:
-            found = self.groups.masters
+            process_group = self.groups.masters
         else:
-            found = self.groups.columns.get(layout.columns.index(tuple(members)))
-        if found is None:
+            process_group = self.groups.columns.get(layout.columns.index(tuple(members)))
+        if process_group is None:
             raise CommError(
                 f"no process group of ranks {members}", "make ProcessGroups with subgroups=True"
             )
-        return found
+        return process_group
 
 
 def schedule_peers(chosen: Algorithm, rank: int, groups: Groups) -> set[int]:
-    """The ranks with which `rank` exchanges messages; some algorithms have other rounds for short buffers
-    than for long ones."""
+    """Returns the ranks with which `rank` exchanges messages.
+
+    Some algorithms have other rounds for short buffers than for long ones; both count.
+    """
     peers: set[int] = set()
     for length in (4 * len(groups.order), _LONG):
         for steps in chosen.rounds(rank, groups, Segment(length)):
@@ -238,20 +251,20 @@ class _Lane:
             ]
 
     def _scratch(self, name: str, length: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Memory that belongs to this lane until the segment is through."""
+        """Returns memory that belongs to this lane until the segment is complete."""
         like = self._segment
         place = f"{self._tag}.{name}"
         return self._staging.take(place, length, dtype or like.dtype, like.device)
 
     def _view(self, span: Span) -> Tensor:
-        """Of the segment; most spans are sent and received several times."""
+        """Returns a view of the segment. Most spans are sent and received several times."""
         view = self._views.get(span)
         if view is None:
             view = self._views[span] = self._segment[span[0] : span[1]]
         return view
 
     def _targets(self, arrival: Arrival, inbox: Tensor) -> list[Tensor]:
-        """Where the messages of a receive go."""
+        """Returns where the messages of a receive go."""
         step, first = arrival.step, arrival.inbox
         if not step.add:
             return [self._view(step.span)]
@@ -271,7 +284,7 @@ class _Lane:
                 self._view(op.span).copy_(self._sums(op.span))
 
     def finish(self) -> None:
-        """Waits until all that was sent has left its memory."""
+        """Waits until everything that was sent has left its memory."""
         self._flush(())
         for work in self._sends:
             work.wait()
@@ -318,14 +331,14 @@ class _Lane:
             self._view(step.span).add_(self._into[number][0])
 
     def _arrivals(self, number: int) -> Iterator[Tensor]:
-        """The messages in turn, each once it is there."""
+        """Yields the messages in order, each once it has arrived."""
         for at, tensor in enumerate(self._into[number]):
             if not self._batched:
                 self._works[number][at].wait()
             yield tensor
 
     def _add(self, step: Receive, arrivals: Iterator[Tensor]) -> None:
-        """The sum of several, each added as soon as it is there; 16-bit numbers in fp32, rounded once."""
+        """Adds several messages, each once it has arrived; 16-bit numbers in fp32, rounded once."""
         own, place = self._view(step.span), step.own
         if step.wide:
             for arrival in arrivals:
@@ -342,13 +355,13 @@ class _Lane:
         own.copy_(total)
 
     def _in_fp32(self, tensor: Tensor) -> Tensor:
-        """Over mixed formats torch's CPU loop for `add_` is not vectorised, 2.5 × as slow."""
+        """Converts to fp32: torch's CPU loop for `add_` over mixed formats is 2.5 × as slow."""
         if not self._half:
             return tensor
         return self._scratch("in fp32", tensor.numel(), torch.float32).copy_(tensor)
 
     def _sums(self, span: Span) -> Tensor:
-        """Sums that stay in fp32: in the segment itself, where that is fp32."""
+        """Returns the fp32 sums of a span: the segment itself, if it is fp32."""
         if not self._half:
             return self._view(span)
         low, high = self._program.wide
@@ -358,43 +371,31 @@ class _Lane:
         return self._wide[span[0] - low : span[1] - low]
 
 
-class _Collectives:
-    """A buffer on its way through the backend's own collectives in parts of the cluster."""
-
-    def __init__(self, executor: Executor, buffer: Tensor, program: Program) -> None:
-        self._executor, self._buffer, self._steps = executor, buffer, program.collectives
-        self._own: tuple[Span, Tensor] | None = None
-
-    def run(self) -> None:
-        buffer, staging = self._buffer, self._executor.staging
-        length, needed = buffer.numel(), max(step.span[1] for step in self._steps)
-        whole = buffer
-        if needed > length:
-            whole = staging.take("padded", needed, buffer.dtype, buffer.device)
-            whole[:length].copy_(buffer)
-            whole[length:].zero_()
-        for step in self._steps:
-            self._step(step, whole)
-        if whole is not buffer:
-            buffer.copy_(whole[:length])
-
-    def _step(self, step: Collective, whole: Tensor) -> None:
-        group, (low, high) = self._executor.part(step.members), step.span
-        kind, root = step.kind, step.members[0]
-        if kind == "reduce":
-            dist.reduce(whole[low:high], dst=root, group=group)
-        elif kind == "broadcast":
-            dist.broadcast(whole[low:high], src=root, group=group)
-        elif kind == "reduce_scatter":
+def _run_collectives(executor: Executor, buffer: Tensor, steps: Sequence[Collective]) -> None:
+    """Runs a buffer through the backend's own collectives in parts of the cluster."""
+    length, needed = buffer.numel(), max(step.span[1] for step in steps)
+    whole = buffer
+    if needed > length:
+        whole = executor.staging.take("padded", needed, buffer.dtype, buffer.device)
+        whole[:length].copy_(buffer)
+        whole[length:].zero_()
+    # What the reduce-scatter has left on this rank.
+    own_span, own = (0, 0), whole[:0]
+    for step in steps:
+        group, (low, high) = executor.part(step.members), step.span
+        if step.kind == "reduce":
+            dist.reduce(whole[low:high], dst=step.members[0], group=group)
+        elif step.kind == "broadcast":
+            dist.broadcast(whole[low:high], src=step.members[0], group=group)
+        elif step.kind == "reduce_scatter":
             each = (high - low) // len(step.members)
-            at = step.members.index(self._executor.groups.rank)
-            own = self._executor.staging.take("own", each, whole.dtype, whole.device)
-            self._own = ((low + each * at, low + each * (at + 1)), own)
+            at = step.members.index(executor.groups.rank)
+            own_span = (low + each * at, low + each * (at + 1))
+            own = executor.staging.take("own", each, whole.dtype, whole.device)
             reduce_scatter_flat(own, whole[low:high], group=group)
-        elif kind == "all_gather":
-            assert self._own is not None
-            all_gather_flat(whole[low:high], self._own[1], group=group)
+        elif step.kind == "all_gather":
+            all_gather_flat(whole[low:high], own, group=group)
         else:
-            mine = self._own is not None and self._own[0] == step.span
-            tensor = self._own[1] if self._own is not None and mine else whole[low:high]
-            dist.all_reduce(tensor, group=group)
+            dist.all_reduce(own if own_span == step.span else whole[low:high], group=group)
+    if whole is not buffer:
+        buffer.copy_(whole[:length])

@@ -1,5 +1,6 @@
-"""`Group`: the ranks of a run, from the meeting to the end: agreement, errors of one rank, and a watchdog
-over all collectives. A single process without a launcher is a group of one that needs no backend.
+"""`Group`: the ranks of a run, with agreement, errors of single ranks, and a watchdog over collectives.
+
+A single process without a launcher is a group of one rank that needs no backend.
 """
 
 from __future__ import annotations
@@ -28,20 +29,34 @@ if TYPE_CHECKING:
 
 
 class SharedFacts:
-    """What must be equal on all ranks, collected in a `Group.phase`."""
+    """Values that must be equal on all ranks, collected in a `Group.phase`."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.remedies: dict[str, str] = {}
 
     def compare(self, facts: Mapping[str, Any], remedy: str = SAME_SETTINGS) -> None:
-        """With the other ranks', at the end of the phase."""
+        """Compares `facts` with those of the other ranks at the end of the phase."""
         self.values |= facts
         self.remedies |= dict.fromkeys(facts, remedy)
 
 
 class Group(Collectives):
-    """All ranks of the run. Every method but `close` is called by all of them alike."""
+    """All ranks of the run. All ranks call every method except `close` in the same order.
+
+    Args:
+        topology: This rank, and the address of the rendezvous.
+        settings: The section `[comm]`.
+        device: The device of this rank's tensors.
+        show_error: Shows an error if the watchdog ends this process.
+        shared: Settings that all ranks of the job have in common. They distinguish another job at the
+            same port, and are compared once all ranks have met.
+        versions: Versions of the software, which are compared too.
+
+    Raises:
+        CommError: If the ranks cannot meet or this process has a process group already.
+        AgreedError: If a rank failed or the ranks differ.
+    """
 
     def __init__(
         self,
@@ -52,11 +67,7 @@ class Group(Collectives):
         shared: Mapping[str, Any] | None = None,
         versions: Mapping[str, str] | None = None,
     ) -> None:
-        """`show_error` shows an error when the watchdog ends this process. `shared`: settings that all
-        ranks of the job have in common, by which another job at the same port is recognized. These
-        and `versions`, of the software, are compared once all ranks have met."""
         super().__init__(topology, device, choose_backend(settings, topology, device))
-        self._share_gpus = settings.share_gpus
         # An observer of the exchange; the watchdog reads it.
         self.board = ProgressBoard()
         self._watchdog: Watchdog | None = None
@@ -65,11 +76,11 @@ class Group(Collectives):
         self._agreement: Agreement | None = None
         self._own_fault: PacelineError | None = None
         self._stop_heard = False
-        # Destroy CUDA graphs that hold collectives; see `abort`.
+        # Functions that destroy CUDA graphs with collectives; see `abort`.
         self._release_graphs: list[Callable[[], None]] = []
         self._last_actions: list[Callable[[], None]] = []
         self._left = self._device_lost = False
-        # The process groups have been aborted, and must not be closed any more.
+        # The process groups have been aborted and must not be closed any more.
         self.aborted = False
         # On rank 0: the launcher has restarted the ranks of this job.
         self.restarted = False
@@ -102,21 +113,21 @@ class Group(Collectives):
 
     @property
     def host_leader(self) -> int:
-        """The lowest rank on this rank's host."""
+        """Returns the lowest rank on this rank's host."""
         return self.rank if self._hosts is None else self._hosts.leader(self.rank)
 
     @property
     def shares_host(self) -> bool:
-        """Whether another rank has this rank's host."""
+        """Returns True if another rank runs on this rank's host."""
         return self._hosts is not None and self._hosts.count(self.rank) > 1
 
     def post_to_host(self, name: str, text: str) -> None:
-        """On the leader of a host, before a phase: a text for the other ranks of the host."""
+        """Publishes a text for the other ranks of this host. Its leader calls this before a phase."""
         if self._agreement is not None:
             self._agreement.post(f"host/{self.rank}/{name}", text)
 
     def read_of_host(self, name: str) -> str:
-        """After that phase: what the leader of this host has posted; empty where it has not."""
+        """Returns the text that the leader of this host posted before the last phase, or ""."""
         if self._agreement is None:
             return ""
         return self._agreement.read(f"host/{self.host_leader}/{name}")
@@ -128,7 +139,7 @@ class Group(Collectives):
         facts: Mapping[str, Any] | None = None,
         remedy: Remedies = SAME_SETTINGS,
     ) -> None:
-        """All ranks continue, or all raise the same error (see `Agreement.agree`)."""
+        """Makes all ranks continue, or all raise the same error (see `Agreement.agree`)."""
         if self._agreement is not None:
             self._agreement.agree(phase, error, facts, remedy)
         elif error is not None:
@@ -136,10 +147,12 @@ class Group(Collectives):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[SharedFacts]:
-        """All ranks run the block, then all continue or all raise the same error: that of the lowest
-        rank on which the block failed, else the first fact that differs. Every phase costs all ranks a
-        wait for the slowest one and the store some requests, so a block does all that may fail between
-        two collectives, and contains none itself."""
+        """Runs a block on all ranks; then all continue, or all raise the same error.
+
+        That is the error of the lowest rank on which the block failed, else the first fact that differs.
+        Every phase makes all ranks wait for the slowest one, and costs some requests to the store. So a
+        block contains everything that may fail between two collectives, and no collective.
+        """
         facts, error = SharedFacts(), None
         try:
             yield facts
@@ -149,18 +162,20 @@ class Group(Collectives):
         self.agree(name, error, facts.values or None, facts.remedies)
 
     def agree_on(self, phase: str, make: Callable[[], Made]) -> Made:
-        """The result of `make` on this rank; if it fails on any rank, all raise the same error."""
+        """Returns the result of `make`; if it fails on any rank, all ranks raise the same error."""
         with self.phase(phase):
             return make()
 
     def watch_signals(self, asked_to_stop: Callable[[], bool]) -> None:
-        """`asked_to_stop` says whether a signal has asked this process to stop, also while its main
-        thread is inside a wait and cannot handle the signal."""
+        """Sets the function that returns True once a signal has asked this process to stop.
+
+        It works also while the main thread is inside a wait and cannot handle the signal.
+        """
         if self._watchdog is not None:
             self._watchdog.asked_to_stop = asked_to_stop
 
     def name_buckets(self, buckets: Sequence[BucketInfo]) -> None:
-        """How the watchdog describes the buckets of the exchange."""
+        """Sets how the watchdog describes the buckets of the exchange."""
         if self._watchdog is not None:
             self._watchdog.buckets = buckets
 
@@ -171,43 +186,47 @@ class Group(Collectives):
             self._agreement.post_fault(error)
 
     def fault(self) -> PacelineError:
-        """The error that some rank posted; called once a collective has shown that there is one."""
-        found = self._lost.posted_fault() if self._lost is not None else self._own_fault
-        return found or CommError(
+        """Returns the error that some rank posted, after a collective has shown that there is one."""
+        error = self._lost.posted_fault() if self._lost is not None else self._own_fault
+        return error or CommError(
             "a rank failed without posting its error", "look into the ranks' logs"
         )
 
     def announce_stop(self) -> None:
-        """This rank was asked to stop. The next collective tells the others; this tells them already
-        while they work towards it, which may take minutes."""
+        """Tells the other ranks that this one was asked to stop.
+
+        The next collective does so too, but the ranks may need minutes to reach it.
+        """
         if self._agreement is not None and not self._stop_heard:
             self._stop_heard = True
             self._agreement.announce_stop()
 
     def stop_announced(self) -> bool:
-        """Whether some rank was asked to stop. The heartbeat thread asks the store; this does not."""
+        """Returns True if some rank was asked to stop, without a request to the store."""
         if self._watchdog is not None and self._watchdog.stop_announced:
             self._stop_heard = True
         return self._stop_heard
 
     def begin_run(self, name: str) -> None:
-        """Starts another run in this group, under a name that no run before it had."""
+        """Starts another run in this group, under a name that no earlier run had."""
         if self._agreement is not None:
             self._agreement.run = f"{name}/"
 
     def release_on_abort(self, release: Callable[[], None]) -> None:
-        """`release` destroys CUDA graphs that hold collectives of this group."""
+        """Registers a function that destroys CUDA graphs with collectives of this group."""
         self._release_graphs.append(release)
 
     def released(self, release: Callable[[], None]) -> None:
-        """The graphs of `release` are destroyed."""
+        """Removes a registered function whose graphs are destroyed."""
         if release in self._release_graphs:
             self._release_graphs.remove(release)
 
     def leaving(self, error: BaseException) -> None:
-        """Before the teardown after an error: from here on the watchdog ends the process with
-        `error` where the teardown does not end by itself. NCCL's communicators are aborted where the
-        other ranks do not leave at the same point: their kernels, or ours, would wait forever."""
+        """Prepares the teardown after an error. From here on the watchdog ends a teardown that is stuck.
+
+        Aborts NCCL's communicators unless the other ranks leave at the same point: otherwise their
+        kernels, or ours, would wait forever.
+        """
         if self._left:
             return
         self._left = True
@@ -220,14 +239,16 @@ class Group(Collectives):
             self.abort()
 
     def abort(self) -> None:
-        """Ends NCCL's communicators without the other ranks; does nothing for other backends, whose
-        connections close with the process."""
+        """Ends NCCL's communicators without the other ranks.
+
+        Does nothing for other backends, whose connections close with the process.
+        """
         if self.backend == "nccl":
             self.aborted = True
             abort_process_groups(list(self._release_graphs))
 
     def before_forced_exit(self, action: Callable[[], None]) -> None:
-        """`action` runs in seconds at most before the watchdog ends this process."""
+        """Registers an action that runs before the watchdog ends this process. It takes a few seconds."""
         self._last_actions.append(action)
 
     def _forced_exit(self) -> None:
@@ -239,13 +260,13 @@ class Group(Collectives):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Leaves the group; an error of this rank is posted first."""
+        """Leaves the group. Posts an error of this rank first."""
         if error is not None:
             self.leaving(error)
         self.close()
 
     def _post_own(self, error: BaseException) -> None:
-        """Posts an error that began on this rank."""
+        """Posts `error` if it began on this rank."""
         if isinstance(error, PacelineError) and not isinstance(error, PeerError):
             self.post_fault(error)
         elif isinstance(error, Exception) and not isinstance(error, PacelineError):
@@ -253,7 +274,7 @@ class Group(Collectives):
             self.post_fault(no_thread(error) or unknown)
 
     def close(self) -> None:
-        """Leaves the group. Waits for ranks that may be gone for seconds at most."""
+        """Leaves the group. Waits only a few seconds for ranks that may be gone."""
         # First the connections, so that a rank that waits in a collective finds out.
         if dist.is_initialized() and not self._device_lost and not self.aborted:
             dist.destroy_process_group()
@@ -263,8 +284,11 @@ class Group(Collectives):
             self._watchdog.close()
 
     def watched(self, what: str, action: Callable[[], Made]) -> Made:
-        """Runs a collective under the watchdog and returns its result. If it fails, raises a
-        `PeerError` that names the rank that failed and why, where that is known."""
+        """Runs a collective under the watchdog and returns its result.
+
+        Raises:
+            PeerError: If it fails. The error names the rank that failed and why, if that is known.
+        """
         try:
             with self.board.during(what):
                 result = action()
@@ -280,19 +304,14 @@ class Group(Collectives):
             raise no_thread(error) or alone from error
 
     def peer_error(self, error: CommError) -> PeerError:
-        """For an exchange that broke: the error that the failed rank posted, else `error` itself."""
+        """Returns the error that a failed rank posted, else `error`, for an exchange that broke."""
         if self._lost is None:
             return PeerError(error.cause, error.remedy)
         return self._lost.peer_error(error)
 
-    def lost_client(self) -> str:
-        """After this rank's device failed: which rank is gone, where ranks share a GPU; else empty. Under
-        MPS a client that is killed can break the GPU for all others."""
-        return self._lost.silent() if self._share_gpus and self._lost is not None else ""
-
 
 def choose_backend(settings: CommSettings, topology: Topology, device: torch.device) -> str:
-    """`auto` means NCCL on GPUs, Gloo elsewhere, and none for a process that stands alone."""
+    """Returns the backend: for `auto` NCCL on GPUs and otherwise Gloo; `none` for a single process."""
     if topology.launcher == "single" and topology.world_size == 1:
         return "none"
     backend = settings.backend

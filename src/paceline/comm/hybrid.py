@@ -1,11 +1,4 @@
-"""`HybridAllReduce` chooses the algorithm of a buffer by its size, as a hook of DDP.
-
-    state = HybridAllReduce.from_env(SizeTable.two_way(eta_bytes=1 << 20))
-    ddp.register_comm_hook(state, HybridAllReduce.ddp_hook)
-
-The sums or means are bit-identical on all ranks. They are computed on a communication thread with its own
-process groups.
-"""
+"""`HybridAllReduce` chooses the all-reduce algorithm of a buffer by its size, also as a hook of DDP."""
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with its classes.
 
@@ -25,7 +18,20 @@ __all__ = ["HybridAllReduce", "SizeTable"]
 
 
 class HybridAllReduce:
-    """Chooses an algorithm by the bytes that travel, and has a `PlannedAllReduce` execute it."""
+    """Sums or averages buffers over ranks, by an algorithm that depends on their size.
+
+    The results are bit-identical on all ranks. Submitted buffers are reduced on a communication thread
+    with its own process groups.
+
+    Args:
+        groups: The process groups.
+        table: The algorithm for each size.
+        wire: The format in which float32 buffers travel. 16-bit buffers keep their format.
+
+    Example:
+        >>> state = pl.HybridAllReduce.from_env(pl.SizeTable.two_way(eta_bytes=1 << 20))
+        >>> ddp.register_comm_hook(state, pl.HybridAllReduce.ddp_hook)
+    """
 
     def __init__(self, groups: ProcessGroups, table: SizeTable, wire: str = "float32") -> None:
         self.groups = groups
@@ -34,7 +40,7 @@ class HybridAllReduce:
         WireFormat.named(wire)
         groups.check_same({"comm.wire": wire, "comm.hybrid.sizes": table.to_table()})
         self._planned = PlannedAllReduce(groups)
-        # In DDP's `join` with means over the ranks that still have batches: whether this one has.
+        # In DDP's `join` with means over the ranks that still have batches: True if this one has.
         self.present: bool | None = None
         for name in table.algorithms:
             self._planned.prepare(name)
@@ -48,32 +54,58 @@ class HybridAllReduce:
         k: int | None = None,
         timeout_s: float = 600.0,
     ) -> "HybridAllReduce":
-        """With the topology that the launcher left in the environment, if the process group agrees with
-        it; torch.distributed must be initialised, and every rank calls this at the same point."""
+        """Creates the state with the launcher's topology. Every rank calls this at the same point.
+
+        torch.distributed must be initialized.
+
+        Args:
+            table: The algorithm for each size.
+            wire: The format in which float32 buffers travel.
+            k: The number of ranks in a group. None takes the ranks of a node.
+            timeout_s: The time limit of a collective.
+        """
         return cls(ProcessGroups(current_topology(), k, timeout_s=timeout_s), table, wire)
 
     def choose(self, buffer: Tensor) -> str:
-        """The name of the algorithm for this buffer, by the bytes that will travel."""
+        """Returns the name of the algorithm for this buffer, by the bytes that travel."""
         return self.table.choose(buffer.numel() * self._format(buffer).dtype.itemsize)
 
     def all_reduce(self, buffer: Tensor, *, mean: bool = False) -> None:
-        """Sums `buffer` over ranks, in this thread; not while submitted buffers are under way."""
+        """Sums `buffer` over ranks, in this thread, while no submitted buffer is under way.
+
+        Args:
+            buffer: A contiguous 1-D tensor.
+            mean: Divide the sum by the number of ranks.
+        """
         divide_by = self.groups.world_size if mean else 1
         self._planned.run(buffer, self.choose(buffer), self._format(buffer), divide_by)
 
     def submit(self, buffer: Tensor, *, mean: bool = False) -> Future[Tensor]:
-        """`all_reduce` on the communication thread; returns at once."""
+        """Runs `all_reduce` on the communication thread, and returns at once.
+
+        Args:
+            buffer: A contiguous 1-D tensor.
+            mean: Divide the sum by the number of ranks.
+
+        Returns:
+            A future with the buffer.
+        """
         check_buffer(buffer)
 
         def run() -> Tensor:
             self.all_reduce(buffer, mean=mean)
             return buffer
 
-        return self._planned.queue(run, buffer.device)
+        return self._planned.thread.submit(run, buffer.device)
 
     @staticmethod
     def ddp_hook(state: "HybridAllReduce", bucket: GradBucket) -> Future[Tensor]:
-        """A communication hook of DistributedDataParallel: the mean over ranks, as DDP expects."""
+        """Communication hook of DistributedDataParallel: computes the mean over ranks, as DDP expects.
+
+        Args:
+            state: The first argument of `register_comm_hook`.
+            bucket: The bucket of gradients.
+        """
         buffer, present = bucket.buffer(), state.present
         if buffer.layout != torch.strided:
             return state._submit_sparse(buffer, present)
@@ -85,10 +117,10 @@ class HybridAllReduce:
             state.all_reduce(buffer)
             return buffer.div_(state._count(buffer.device, present))
 
-        return state._planned.queue(run, buffer.device)
+        return state._planned.thread.submit(run, buffer.device)
 
     def _submit_sparse(self, buffer: Tensor, present: bool | None) -> Future[Tensor]:
-        """Sparse gradients travel by the backend's own all-reduce, in their own format."""
+        """Sums sparse gradients by the backend's own all-reduce, in their own format."""
         if self.groups.backend == "nccl":
             raise CommError(
                 "sparse gradients cannot travel over NCCL", "use nn.Embedding(sparse=False)"
@@ -98,25 +130,25 @@ class HybridAllReduce:
             dist.all_reduce(buffer, group=self.groups.world)
             return buffer.div_(self._count(buffer.device, present))
 
-        return self._planned.queue(run, buffer.device)
+        return self._planned.thread.submit(run, buffer.device)
 
     def _count(self, device: torch.device, present: bool | None) -> Tensor:
-        """The number of ranks, or of those that are present."""
+        """Returns the number of ranks, or of those that are present."""
         count = torch.full((1,), 1.0 if present is None else float(present), device=device)
         dist.all_reduce(count, group=self.groups.world)
         return count[0]
 
     @property
     def failure(self) -> BaseException | None:
-        """The error of the first buffer that failed on the communication thread."""
-        return self._planned.failure
+        """Returns the error of the first buffer that failed on the communication thread, or None."""
+        return self._planned.thread.failure
 
     def close(self) -> None:
         """Ends the communication thread and leaves its process groups."""
         self._planned.close()
 
     def _format(self, buffer: Tensor) -> WireFormat:
-        """A buffer that is 16 bits wide already travels as it is."""
+        """Returns the wire format; a 16-bit buffer keeps its format."""
         full = str(buffer.dtype).removeprefix("torch.")
         name = self._wire if buffer.dtype == torch.float32 else full
         return WireFormat.named(name, self.groups.world_size)

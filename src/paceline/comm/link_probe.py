@@ -1,8 +1,7 @@
-"""`LinkProbe`: latency and bandwidth between pairs of ranks, and what is left when all send at once.
+"""`LinkProbe`: latency and bandwidth between pairs of ranks, and contention when all ranks send.
 
-In: the group of all ranks and who shares a node. Out: the cost of a message inside a node and between
-nodes, by the slowest pair that was tried. All ranks call it; pairs are tried one after the other, so that
-each has the network to itself.
+Measures the cost of a message inside a node and between nodes, by the slowest pair that was tried. All
+ranks call its methods. Pairs are tried one after the other, so that each has the network to itself.
 """
 
 from __future__ import annotations
@@ -12,12 +11,10 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from paceline.plan.plan_file import LinkFacts
@@ -32,7 +29,14 @@ _CONTENTION_BYTES = 512 * 1024
 
 
 class LinkProbe:
-    """Round trips of real messages, halved."""
+    """Measures half the time of round trips of real messages.
+
+    Args:
+        group: A process group of all ranks.
+        rank: This rank.
+        nodes: The ranks of each node.
+        device: The device of this rank.
+    """
 
     def __init__(
         self, group: ProcessGroup, rank: int, nodes: Sequence[Sequence[int]], device: torch.device
@@ -45,13 +49,13 @@ class LinkProbe:
         self._answer = torch.zeros_like(self._message)
 
     def inside(self) -> LinkFacts | None:
-        """Between neighbours on one node; None where no node has two ranks."""
+        """Returns the link between neighbours on one node; None if no node has two ranks."""
         pairs = [(node[0], node[1]) for node in self._nodes if len(node) > 1]
         rings = [list(node) for node in self._nodes if len(node) > 1]
         return self._facts(pairs[:_PAIRS], [_neighbours(ring) for ring in rings])
 
     def between(self) -> LinkFacts | None:
-        """Between nodes; None where there is only one."""
+        """Returns the link between nodes; None if there is only one node."""
         heads = [node[0] for node in self._nodes]
         if len(heads) < 2:
             return None
@@ -75,7 +79,7 @@ class LinkProbe:
         return replace(slowest, contention=max(1.0, all_s / alone_s))
 
     def _round_trip_s(self, pair: tuple[int, int], size: int) -> float:
-        """The median over repeats, as the pair's first rank saw it, on every rank."""
+        """Returns on every rank the median time that the pair's first rank measured."""
         out, back = self._message[:size], self._answer[:size]
         first, second = pair
 
@@ -91,7 +95,7 @@ class LinkProbe:
         return self._median_s(trip, repeats, of=first)
 
     def _shift_s(self, rings: Sequence[dict[int, tuple[int, int]]]) -> float:
-        """All of the rings' members send to their successor at once; the slowest counts."""
+        """Returns the slowest time of all members of the rings if each sends to its successor at once."""
         places = [ring[self._rank] for ring in rings if self._rank in ring]
         out, back = self._message[:_CONTENTION_BYTES], self._answer[:_CONTENTION_BYTES]
 
@@ -99,16 +103,20 @@ class LinkProbe:
             operations: list[dist.P2POp] = []
             for before, after in places:
                 if after >= 0:
-                    operations.append(_operation(dist.isend, out, self._group, after))
+                    operations.append(
+                        dist.P2POp(dist.isend, out, group=self._group, group_peer=after)
+                    )
                 if before >= 0:
-                    operations.append(_operation(dist.irecv, back, self._group, before))
+                    operations.append(
+                        dist.P2POp(dist.irecv, back, group=self._group, group_peer=before)
+                    )
             for work in dist.batch_isend_irecv(operations) if operations else ():
                 work.wait()
 
         return self._median_s(shift, _REPEATS, of=None)
 
     def _median_s(self, work: Callable[[], None], repeats: int, of: int | None) -> float:
-        """`of`: whose clock counts; None: the slowest rank's."""
+        """Returns the median time on the clock of rank `of`; None takes the slowest rank's."""
         taken = []
         for _ in range(repeats + 1):
             dist.barrier(group=self._group)
@@ -126,7 +134,7 @@ class LinkProbe:
 
 
 def _neighbours(ring: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """Whom each member hears from and sends to."""
+    """Returns the predecessor and the successor of each member."""
     return {
         rank: (ring[at - 1], ring[(at + 1) % len(ring)])
         for at, rank in enumerate(ring)
@@ -135,20 +143,24 @@ def _neighbours(ring: Sequence[int]) -> dict[int, tuple[int, int]]:
 
 
 def _only(ring: dict[int, tuple[int, int]], pair: tuple[int, int]) -> dict[int, tuple[int, int]]:
-    """One message, from the pair's first rank to its second; -1 is nobody."""
+    """Returns a ring with one message, from the pair's first rank to its second; -1 means no rank."""
     first, second = pair
     assert first in ring
     return {first: (-1, second), second: (first, -1)}
 
 
-def _operation(kind: Any, tensor: Tensor, group: ProcessGroup, peer: int) -> dist.P2POp:
-    return dist.P2POp(kind, tensor, group=group, group_peer=peer)
-
-
 def fit_cost(points: Sequence[tuple[int, float]]) -> LinkFacts:
-    """What a message of m bytes costs, α + β·m, from (bytes, seconds): least squares of
-    (α + β·m − t) / t, so that small messages weigh as much as large ones; neither α nor β becomes
-    negative. The residual is the root mean square of the relative errors: 0.1 is 10 %."""
+    """Fits the cost α + β·m of a message of m bytes to measured points.
+
+    Minimizes the squares of (α + β·m − t) / t, so that small messages weigh as much as large ones.
+    Neither α nor β is negative.
+
+    Args:
+        points: Pairs of bytes and seconds.
+
+    Returns:
+        α, β, and as `residual` the root mean square of the relative errors: 0.1 is 10 %.
+    """
     if not points or any(seconds <= 0 for _, seconds in points):
         raise ValueError("a fit needs points with a time above 0")
     sizes, seconds = np.array(points, dtype=np.float64).T
@@ -157,10 +169,10 @@ def fit_cost(points: Sequence[tuple[int, float]]) -> LinkFacts:
     shares = np.stack([1 / seconds, sizes / largest / seconds])
     fits = []
     for used in ([0, 1], [0], [1]):
-        found, _, rank, _ = np.linalg.lstsq(shares[used].T, np.ones(len(points)), rcond=1e-6)
-        if rank == len(used) and found.min() >= 0:
-            errors = found @ shares[used] - 1
-            cost = dict(zip(used, found.tolist(), strict=True))
+        solution, _, rank, _ = np.linalg.lstsq(shares[used].T, np.ones(len(points)), rcond=1e-6)
+        if rank == len(used) and solution.min() >= 0:
+            errors = solution @ shares[used] - 1
+            cost = dict(zip(used, solution.tolist(), strict=True))
             residual = math.sqrt(float(np.mean(errors * errors)))
             fits.append(LinkFacts(cost.get(0, 0.0), cost.get(1, 0.0) / largest, residual))
     return min(fits, key=lambda fit: fit.residual)

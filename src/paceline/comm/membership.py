@@ -1,4 +1,4 @@
-"""`Membership`: the ranks of a job that have met: agreement, hosts and the watchdog of this rank."""
+"""`Membership`: the ranks of a job that have met, with agreement, hosts and the watchdog of this rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,19 @@ from paceline.core.topology import Topology
 
 
 class Membership:
-    """What a rank has once all ranks have met, and have opened their watchdog's connection."""
+    """Meets the other ranks, opens the watchdog's connection, and agrees on the first phase.
+
+    Args:
+        topology: This rank, and the address of the rendezvous.
+        settings: The section `[comm]`.
+        backend: `nccl` or `gloo`.
+        board: The progress that the watchdog reads.
+        shared: Settings that all ranks of the job have in common.
+        facts: Values that are compared in the first phase.
+        remedy: The remedies for different facts.
+        show_error: Shows an error if the watchdog ends this process.
+        before_exit: Runs before the watchdog ends this process.
+    """
 
     def __init__(
         self,
@@ -36,8 +48,6 @@ class Membership:
         show_error: ShowError | None,
         before_exit: Callable[[], None],
     ) -> None:
-        """`shared` is what all ranks of the job have in common; `facts` are compared in the first phase.
-        Rank 0's store looks no names up until this returns."""
         if backend == "nccl":
             prepare_nccl(topology, share_gpus=settings.share_gpus)
         self._topology, self._backend = topology, backend
@@ -62,8 +72,8 @@ class Membership:
                     if failed is None:
                         raise
             self.lost = LostRanks(topology.rank, self.agreement, self.watchdog, self.hosts)
-            # Everyone is here before the backend connects: a late or dead rank is named, not waited for
-            # in the backend's own, unnamed handshake.
+            # All ranks are here before the backend connects: so a late or dead rank is named. The
+            # backend's own handshake would wait for it without a name.
             try:
                 self.agreement.agree("join", failed, facts, remedy)
             except PacelineError:
@@ -73,5 +83,5 @@ class Membership:
                 raise
 
     def connect(self, device: torch.device) -> None:
-        """Makes the default process group."""
+        """Creates the default process group."""
         init_default_group(self._backend, self._store, self._topology, self._wait_s, device)

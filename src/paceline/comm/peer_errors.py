@@ -1,4 +1,4 @@
-"""Errors of several ranks: `AgreedError`, which all raise, and `PeerError`, if another rank is gone."""
+"""`AgreedError`, which all ranks raise, and `PeerError`, if another rank is gone."""
 
 from __future__ import annotations
 
@@ -27,27 +27,29 @@ class AgreedError(PacelineError):
 
     @classmethod
     def of_kind(cls, kind: str, text: str, exit_code: int) -> AgreedError:
-        """Also of the class that the error had on the rank that found it, so that a program catches the
-        same class on one rank and on many."""
+        """Returns an error that also has the class that it had on the rank that found it.
+
+        So a program catches the same class on one rank and on many.
+        """
         return _KINDS.get(kind, cls)(text, exit_code)
 
 
 class AgreedConfigError(AgreedError, ConfigError):
-    """`field` is not known any more."""
+    """A ConfigError of another rank, whose `field` is not known here."""
 
     field = ""
 
 
 class AgreedDataError(AgreedError, DataError):
-    """See `AgreedError.of_kind`."""
+    """A DataError of another rank."""
 
 
 class AgreedCheckpointError(AgreedError, CheckpointError):
-    """See `AgreedError.of_kind`."""
+    """A CheckpointError of another rank."""
 
 
 class AgreedRunError(AgreedError, RunError):
-    """See `AgreedError.of_kind`."""
+    """A RunError of another rank."""
 
 
 _KINDS: dict[str, type[AgreedError]] = {
@@ -59,7 +61,7 @@ _KINDS: dict[str, type[AgreedError]] = {
 
 
 def error_kind(error: PacelineError) -> str:
-    """The name of the public class that `error` belongs to."""
+    """Returns the name of the public class that `error` belongs to, or ""."""
     return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS), "")
 
 
@@ -68,7 +70,7 @@ class PeerError(CommError):
 
     @classmethod
     def from_agreed(cls, cause: AgreedError) -> PeerError:
-        """With the message and the exit code of the rank that failed."""
+        """Returns an error with the message and the exit code of the rank that failed."""
         error = cls(str(cause))
         error.exit_code = cause.exit_code
         return error

@@ -1,7 +1,7 @@
-"""Which fusion plan a run executes, and the order of the gradients that it depends on.
+"""Chooses the fusion plan of a run, and records the order of the gradients that it depends on.
 
-In: the settings, with the files that they name, the trained tensors and the cluster; for the order a
-function that runs one backward pass. Out: a `FusionPlan`; every rank comes to the same one.
+The choice depends on the settings with the files that they name, the trained tensors and the cluster.
+The order comes from a function that runs one backward pass. Every rank arrives at the same plan.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from paceline.plan.schedules import NATIVE, check_name
 from paceline.plan.size_table import SizeTable
 from paceline.plan.wires import own_algorithm, wire_bytes, wire_format
 
-# What goes beside the bulk of a bucket is some hundred numbers long: the signals, norms, biases.
+# The small messages of a bucket have some hundred numbers: the signals, norms, biases.
 _BESIDE_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """`fixed` is the plan where it does not depend on the order."""
+    """The plan of a run. `fixed` is the plan if it does not depend on the order of the gradients."""
 
     settings: CommSettings
     tensors: tuple[TensorSpec, ...]
@@ -39,7 +39,16 @@ class PlanChoice:
     def read(
         cls, settings: CommSettings, tensors: Sequence[TensorSpec], cluster: ClusterFacts
     ) -> PlanChoice:
-        """`tensors` as the model declares them."""
+        """Reads the files that the settings name.
+
+        Args:
+            settings: The section `[comm]`.
+            tensors: The trained tensors, as the model declares them.
+            cluster: The number of ranks and nodes.
+
+        Raises:
+            ConfigError: If a file does not fit the model or the cluster.
+        """
         table, fixed = SizeTable.single("native"), None
         if settings.plan:
             file = PlanFile.read(Path(settings.plan))
@@ -52,16 +61,17 @@ class PlanChoice:
         elif settings.algorithm != "auto":
             table = SizeTable.single(settings.algorithm)
         elif cluster.ranks == 1:
-            # Nothing travels; one bucket has the least to do.
+            # Nothing travels, and one bucket costs the least.
             fixed = FusionPlan.single([spec.name for spec in reversed(tensors)])
         choice = cls(settings, tuple(tensors), table, fixed)
-        if fixed is None and (not tensors or choice._fits_one_bucket):
-            # One bucket: nothing leaves before its last gradient, in whichever order they come.
+        fits_one_bucket = 0 < choice._threshold >= sum(map(choice._bytes, tensors))
+        if fixed is None and (not tensors or fits_one_bucket):
+            # One bucket is sent after its last gradient, so their order does not matter.
             fixed = choice.plan([spec.name for spec in reversed(tensors)])
         return replace(choice, fixed=fixed)
 
     def plan(self, order: Sequence[str]) -> FusionPlan:
-        """Buckets in this order of the gradients."""
+        """Returns the plan for this order of the gradients."""
         if self.fixed is not None:
             return self.fixed
         by_name = {spec.name: spec for spec in self.tensors}
@@ -80,16 +90,12 @@ class PlanChoice:
     def _threshold(self) -> int:
         return int(self.settings.fusion_mib * 2**20)
 
-    @property
-    def _fits_one_bucket(self) -> bool:
-        return 0 < self._threshold >= sum(self._bytes(spec) for spec in self.tensors)
-
     def _bytes(self, spec: TensorSpec) -> int:
-        """On the wire."""
+        """Returns the bytes of a tensor on the wire."""
         return wire_bytes(spec.length, spec.dtype, self.settings.wire)
 
     def _bulk_bytes(self, pool: FusionBucket, by_name: dict[str, TensorSpec]) -> int:
-        """Tensors of one format travel as one message; the largest counts."""
+        """Returns the bytes of the largest message: tensors of one format travel as one message."""
         totals: dict[str, int] = {}
         for name in pool.tensors:
             spec = by_name[name]
@@ -105,14 +111,20 @@ def _hybrid_table(settings: HybridSettings, cluster: ClusterFacts) -> SizeTable:
 
 
 def checked_table(file: PlanFile, cluster: ClusterFacts, setting: str) -> SizeTable:
-    """A table that says where it was measured is refused elsewhere, as a plan is."""
+    """Returns the table of sizes of a file. Refuses a table that was measured on another cluster.
+
+    Args:
+        file: The plan file.
+        cluster: The number of ranks and nodes here.
+        setting: The setting that names the file.
+    """
     tuned = file.cluster
     if tuned is not None and tuned != cluster:
         raise ConfigError(
             setting, file.path,
             f"was tuned on {tuned.ranks} ranks of {tuned.nodes} nodes, here are {cluster.ranks} of "
             f"{cluster.nodes}",
-            "run paceline tune here, or take its [cluster] section out to use it all the same",
+            "run paceline tune here, or remove its [cluster] section to use it anyway",
         )  # fmt: skip
     return file.table
 
@@ -140,7 +152,15 @@ def _checked_plan(
 def record_order(
     trained: Mapping[str, nn.Parameter], backward: Callable[[], None]
 ) -> tuple[str, ...]:
-    """A parameter that two layers share counts when its gradient is whole."""
+    """Returns the order in which `backward` completes gradients.
+
+    A parameter that two layers share counts when its gradient is complete. Parameters without a
+    gradient come last.
+
+    Args:
+        trained: The trained parameters by name.
+        backward: Runs one backward pass.
+    """
     arrived: dict[str, None] = {}
 
     def note(name: str) -> Callable[[Tensor], None]:
@@ -165,6 +185,6 @@ def record_order(
 
 
 def agree_order(group: Group, order: Sequence[str]) -> tuple[str, ...]:
-    """Rank 0's order, on every rank. The ranks have agreed on the parameters before."""
+    """Returns rank 0's order on every rank. The ranks have agreed on the parameters before."""
     payload = json.dumps(list(order)).encode() if group.rank == 0 else None
     return tuple(json.loads(group.broadcast_bytes(payload)))

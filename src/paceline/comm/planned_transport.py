@@ -1,9 +1,9 @@
-"""Transports with process groups of their own, for plans of several buckets, algorithms or formats.
+"""Transports with their own process groups, for plans of several buckets, algorithms or formats.
 
-`NativeTransport` is NCCL's all-reduce on NCCL's stream, where every algorithm is native;
-`ThreadTransport` runs what the plan has chosen for a bucket on the communication thread (`CommThread`):
-`PlannedAllReduce` casts to the wire format (`WireFormat`), sums by the algorithm and casts back. The sums
-are bit-identical on all ranks.
+`NativeTransport` is NCCL's all-reduce on NCCL's stream, if every algorithm is native. `ThreadTransport`
+runs the plan of a bucket on the communication thread (`CommThread`): `PlannedAllReduce` casts to the
+wire format (`WireFormat`), sums by the algorithm and casts back. The sums are bit-identical on all
+ranks.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ WIRES = tuple(_DTYPES)
 
 @dataclass(frozen=True)
 class WireFormat:
-    """The number format in which a gradient buffer travels, and a scale, 2^-`shift`, applied before
-    sending.
+    """The number format in which a gradient buffer travels, scaled by 2^-`shift` before it is sent.
 
-    fp16 ends at 65504, which a sum over thousands of ranks exceeds. Where asked, each rank divides by a
-    power of two that is at least the number of ranks, and the sum is multiplied back. Both are exact,
+    fp16 ends at 65504, which a sum over thousands of ranks exceeds. For such sums each rank divides by
+    a power of two that is at least the number of ranks, and the sum is multiplied back. Both are exact,
     except for numbers below the smallest of fp16, 2⁻²⁴.
     """
 
@@ -50,7 +49,13 @@ class WireFormat:
 
     @classmethod
     def named(cls, name: str, world_size: int = 1, *, scaled: bool | None = None) -> Self:
-        """`scaled`: room for a sum over `world_size` ranks; None means for fp16 alone."""
+        """Returns the format of this name, for a sum over `world_size` ranks.
+
+        Args:
+            name: A format that every algorithm can sum.
+            world_size: The number of ranks.
+            scaled: Leave room for the sum. None does so for fp16 only.
+        """
         full = SHORT_WIRES.get(name, name)
         if full not in _DTYPES:
             problem = "is not a format in which every algorithm can sum"
@@ -61,7 +66,7 @@ class WireFormat:
 
     @classmethod
     def for_tensor(cls, tensor: Tensor, name: str) -> Self:
-        """Unscaled, for shares of a mean; `auto` is the tensor's own format."""
+        """Returns the unscaled format, for sums that are means; `auto` is the tensor's own format."""
         return cls.named(str(tensor.dtype).removeprefix("torch.") if name == "auto" else name,
                          scaled=False)  # fmt: skip
 
@@ -71,18 +76,18 @@ class WireFormat:
 
     @property
     def unit_roundoff(self) -> float:
-        """The largest relative error of one rounding."""
+        """Returns the largest relative error of one rounding."""
         return float(torch.finfo(self.dtype).eps) / 2
 
     def encode(self, buffer: Tensor, wire: Tensor) -> None:
-        """wire ← buffer · 2^-shift, rounded once. The two may be one tensor."""
+        """Computes wire ← buffer · 2^-shift, rounded once. Both may be the same tensor."""
         if self.shift:
             torch.mul(buffer, 2.0**-self.shift, out=wire)
         elif wire is not buffer:
             wire.copy_(buffer)
 
     def decode(self, wire: Tensor, buffer: Tensor, divide_by: int = 1) -> None:
-        """buffer ← wire · 2^shift / divide_by; exact where that is a power of two."""
+        """Computes buffer ← wire · 2^shift / divide_by; exact if that is a power of two."""
         if wire is not buffer:
             buffer.copy_(wire)
         factor = 2.0**self.shift
@@ -105,11 +110,10 @@ class _Job:
 
 
 class CommThread:
-    """The one thread of a process that runs collectives beside the backward pass, in the order in which
-    they were submitted.
+    """The one thread of a process that runs collectives during the backward pass, in order of submission.
 
     Submitting never waits. After a job has failed the ranks are no longer in step, so every later job
-    fails with its error. The thread starts with the first job, and is a daemon, so that a stuck
+    fails with its error. The thread starts with the first job. It is a daemon, so that a stuck
     collective cannot keep the process alive.
     """
 
@@ -117,12 +121,13 @@ class CommThread:
         self._name = name
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        # The error of the first job that failed.
+        self.failure: BaseException | None = None
         self._closed = False
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def submit(self, run: Callable[[], Tensor], device: torch.device) -> Future[Any]:
-        """Runs `run` after all earlier jobs; the future holds its result, or its error."""
+        """Runs `run` after all earlier jobs. The future holds its result or its error."""
         if self._closed:
             raise CommError("the communication thread has ended", "submit before close()")
         if self._thread is None:
@@ -138,13 +143,8 @@ class CommThread:
         # An error must be raised in a callback: the C++ side of DDP sees it only from there.
         return future.then(_value)
 
-    @property
-    def failure(self) -> BaseException | None:
-        """The error of the first job that failed."""
-        return self._failure
-
     def close(self) -> None:
-        """Runs what was submitted, then ends the thread; waits for seconds at most."""
+        """Runs what was submitted, then ends the thread. Waits a few seconds at most."""
         self._closed = True
         if self._thread is not None:
             self._jobs.put(None)
@@ -158,22 +158,22 @@ class CommThread:
             stream = self._stream(job.device)
             with torch.cuda.device(job.device), torch.cuda.stream(stream):
                 stream.wait_event(job.ready)
-                # The future records this stream, and whoever waits for it waits for the stream.
+                # The future records this stream: a wait for the future waits for the stream too.
                 job.future.set_result(self._outcome(job))
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        """One side stream for each device, so that its exchanges stay in order."""
+        """Returns the side stream of a device, which keeps its exchanges in order."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._streams[device]
 
     def _outcome(self, job: _Job) -> Tensor | BaseException:
-        if self._failure is None:
+        if self.failure is None:
             try:
                 return job.run()
             except Exception as error:  # noqa: BLE001  (raised where the future is read)
-                self._failure = error
-        return self._failure
+                self.failure = error
+        return self.failure
 
 
 def _value(future: Future[Any]) -> Tensor:
@@ -191,18 +191,23 @@ class WireCarrier(Protocol):
     memory: Memory | None = None
 
     def run(self, buffer: Tensor, wire: str) -> None:
-        """Replaces `buffer`, of any number format, by its sum over ranks. Every rank calls this with the
-        same buffers in the same order."""
+        """Replaces `buffer`, of any number format, by its sum over ranks.
+
+        Every rank calls this with the same buffers in the same order.
+        """
 
 
 def _create_carriers(
     wires: Collection[str], groups: ProcessGroups, staging: Staging, settings: CommSettings | None
 ) -> dict[str, WireCarrier]:
-    """Formats with the same `Wire.create` share one carrier, and only one of a plan has a memory."""
+    """Creates the all-reduces of the formats. Formats with the same `Wire.create` share one.
+
+    Only one of the all-reduces of a plan may have a memory.
+    """
     makers: dict[Any, list[str]] = {}
     for wire in sorted(wires):
-        if (form := wire_format(wire)).algorithm:
-            makers.setdefault(form.create, []).append(wire)
+        if (format_ := wire_format(wire)).algorithm:
+            makers.setdefault(format_.create, []).append(wire)
     carriers: dict[str, WireCarrier] = {}
     for place, names in makers.items():
         create = load_part(place, "comm.wire", names[0]) if isinstance(place, str) else place
@@ -222,11 +227,16 @@ def _memories(carriers: Mapping[str, WireCarrier]) -> Iterator[Memory]:
 
 
 class PlannedAllReduce:
-    """Casts to the wire format, sums by the algorithm that it is given, casts back; in the caller's
-    thread or on the communication thread.
+    """Casts to the wire format, sums by the given algorithm, and casts back.
 
-    Every rank hands over the same buffers in the same order. A failed exchange fails its future, and
-    every later one, with a `CommError`; the timeout is that of the process groups.
+    It runs in the caller's thread or on the communication thread. Every rank passes the same buffers in
+    the same order. A failed exchange fails its future, and every later one, with a `CommError`; the
+    timeout is that of the process groups.
+
+    Args:
+        groups: The process groups.
+        wires: The wire formats of the plan.
+        settings: Settings of formats that remember something between steps. Without settings none does.
     """
 
     def __init__(
@@ -235,17 +245,15 @@ class PlannedAllReduce:
         wires: Collection[str] = (),
         settings: CommSettings | None = None,
     ) -> None:
-        """`wires` are the formats of the plan, `settings` those of formats that remember something
-        between steps; without settings none does."""
         self.groups = groups
         self._executor = Executor(groups)
         self.staging = self._executor.staging
         self._carriers = _create_carriers(wires, groups, self.staging, settings)
-        self._thread = CommThread()
+        self.thread = CommThread()
 
     @property
     def memory(self) -> Memory | None:
-        """What wire formats remember between steps, if anything."""
+        """Returns what wire formats remember between steps, or None."""
         return next(_memories(self._carriers), None)
 
     def prepare(self, algorithm: str) -> None:
@@ -253,9 +261,9 @@ class PlannedAllReduce:
         self._executor.prepare(algorithm)
 
     def carry(self, buffer: Tensor, algorithm: str, wire: str) -> None:
-        """Sums `buffer` over ranks, in this thread; `auto` is the buffer's own format.
+        """Sums `buffer` over ranks, in this thread; the wire format `auto` is the buffer's own.
 
-        The sum must not overflow the format; that of shares of a mean does not.
+        The sum must not overflow the format. Summands of a mean do not.
         """
         if (carrier := self._carriers.get(wire)) is not None:
             check_buffer(buffer)
@@ -263,21 +271,13 @@ class PlannedAllReduce:
         else:
             self.run(buffer, algorithm, WireFormat.for_tensor(buffer, wire))
 
-    def queue(self, run: Callable[[], Tensor], device: torch.device) -> Future[Tensor]:
-        """`run` on the communication thread, once what `device` still computes is there."""
-        return self._thread.submit(run, device)
-
-    @property
-    def failure(self) -> BaseException | None:
-        """Why the communication thread carries nothing any more."""
-        return self._thread.failure
-
     def close(self) -> None:
         """Ends the communication thread and leaves its process groups."""
-        self._thread.close()
+        self.thread.close()
         self.groups.close()
 
     def run(self, buffer: Tensor, algorithm: str, wire: WireFormat, divide_by: int = 1) -> None:
+        """Sums `buffer` over ranks, in this thread, and divides the sum."""
         check_buffer(buffer)
         staging = self.staging
         travelling = buffer
@@ -299,14 +299,14 @@ class PlannedAllReduce:
         self._guarded(algorithm, buffer, lambda: self._executor.all_reduce(buffer, algorithm))
 
     def _guarded(self, algorithm: str, buffer: Tensor, reduce: Callable[[], None]) -> None:
-        """Names the exchange that broke."""
+        """Adds the exchange that broke to an error of the backend."""
         try:
             reduce()
         except torch.AcceleratorError:
             raise  # this rank's own device failed
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-                raise  # this rank's own, and not the others'
+                raise  # it concerns this rank only
             raise CommError(
                 f"{algorithm} all-reduce of {buffer.nbytes} bytes broke on rank "
                 f"{self.groups.rank} ({backend_reason(error)})",
@@ -315,10 +315,10 @@ class PlannedAllReduce:
 
 
 class NativeTransport(Transport):
-    """NCCL's all-reduce on NCCL's stream, beside the backward pass.
+    """NCCL's all-reduce on NCCL's stream, concurrent with the backward pass.
 
-    The stream of whoever waits, waits; the host never does, so a CUDA graph can hold both. A process
-    group of its own keeps its order apart from collectives of the default group.
+    The waiting stream waits, and the host never does, so a CUDA graph can contain both. A separate
+    process group keeps its order apart from collectives of the default group.
     """
 
     overlaps = True
@@ -369,11 +369,11 @@ class NativeTransport(Transport):
 
 
 class ThreadTransport(Transport):
-    """The communication thread runs each message by the algorithm and in the format of the plan.
+    """Runs each message on the communication thread, by the algorithm and in the format of the plan.
 
-    A gradient is a share of the global batch's mean already, so its sum needs no room for the number of
-    ranks. The thread reads GPU memory once backward's stream has filled it, and the stream that goes on
-    waits for the sum.
+    A gradient is already scaled for the mean over the global batch, so its sum needs no room for the
+    number of ranks. The thread reads GPU memory once backward's stream has filled it, and the stream
+    that continues waits for the sum.
     """
 
     overlaps = True
@@ -395,7 +395,7 @@ class ThreadTransport(Transport):
             ended()
             return pieces[0].tensor
 
-        future = self.planned.queue(run, pieces[0].tensor.device)
+        future = self.planned.thread.submit(run, pieces[0].tensor.device)
         self._under_way += 1
 
         def wait() -> None:
@@ -403,7 +403,7 @@ class ThreadTransport(Transport):
                 future.wait()
             except RuntimeError as error:
                 # The future only has the message; the error's type matters too.
-                cause = self.planned.failure
+                cause = self.planned.thread.failure
                 if isinstance(cause, CommError):
                     raise self._group.peer_error(cause) from cause
                 raise cause or error from error
@@ -412,16 +412,26 @@ class ThreadTransport(Transport):
         return wait
 
     def close(self) -> None:
-        """A thread that may be stuck in a message is left behind, being a daemon; one that has
-        failed is not, and its connections are closed, so that the other ranks notice."""
-        if self._under_way == 0 or self.planned.failure is not None:
+        """Closes the thread and its groups, unless a message is under way.
+
+        A thread that may be stuck in a message is left behind, because it is a daemon. If it has
+        failed, its connections are closed, so that the other ranks notice.
+        """
+        if self._under_way == 0 or self.planned.thread.failure is not None:
             self.planned.close()
 
 
 def create_planned(
     group: Group, settings: CommSettings, plan: FusionPlan, *, native: bool
 ) -> Transport:
-    """`native`: all algorithms of the plan are the backend's own. All ranks call this at once."""
+    """Creates the transport of a plan. All ranks call this at the same point.
+
+    Args:
+        group: All ranks.
+        settings: The section `[comm]`.
+        plan: The fusion plan.
+        native: True if all algorithms of the plan are the backend's own.
+    """
     only_world = native and group.backend == "nccl"
     groups = ProcessGroups(
         group.topology,

@@ -1,7 +1,6 @@
-"""`ProcessGroups`: the torch.distributed groups of the gradient exchange; `Collectives` on the tensors
-and bytes of all ranks; NCCL's set-up and abort.
+"""`ProcessGroups`, the torch.distributed groups of the gradient exchange, and NCCL's environment.
 
-A group of all ranks carries messages. Where the backend's own collectives run in parts of the cluster
+A group of all ranks carries messages. If the backend's own collectives run in parts of the cluster
 (NCCL), there are also groups for this rank's row, its columns and the masters of the layout
 (`plan.steps.Groups`). All ranks create them at once, in one order, or all raise the same error.
 """
@@ -13,7 +12,6 @@ import os
 import socket
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,72 +27,33 @@ from paceline.plan.schedules import parts_used
 from paceline.plan.steps import Groups
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where one rank runs, as its launcher has it."""
+def group_ranks(nodes: Sequence[int], k: int | None = None) -> tuple[tuple[int, ...], ...]:
+    """Returns one group for each node, or groups of k ranks; the last one may be smaller.
 
-    rank: int
-    world_size: int
-    node: int
-    local_rank: int
-    local_world_size: int
-
-
-def group_ranks(places: Sequence[Place], k: int | None = None) -> tuple[tuple[int, ...], ...]:
-    """One group for each node, or groups of k ranks; the last of a node, or of all, may be smaller.
-
-    A k that fits into a node splits each node by itself, so that no group spans two nodes; a larger k
+    A k that fits into a node splits each node separately, so that no group spans two nodes. A larger k
     joins neighbouring nodes.
+
+    Args:
+        nodes: The node of each rank.
+        k: The number of ranks in a group. None takes the ranks of a node.
     """
-    nodes = _nodes(places)
+    by_node: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        by_node.setdefault(node, []).append(rank)
+    rows = [by_node[node] for node in sorted(by_node)]
     if k is None:
-        return tuple(nodes)
+        return tuple(map(tuple, rows))
     if k < 1:
         raise ConfigError("comm.group_size", k, "must be 1 or more", "leave it out for nodes")
-    whole = [tuple(rank for node in nodes for rank in node)]
-    pieces = nodes if k <= max(len(node) for node in nodes) else whole
+    if k > max(map(len, rows)):
+        rows = [[rank for row in rows for rank in row]]
     # Ascending, as torch.distributed numbers the members of a group.
-    return tuple(
-        tuple(sorted(piece[at : at + k])) for piece in pieces for at in range(0, len(piece), k)
-    )
+    return tuple(tuple(sorted(row[at : at + k])) for row in rows for at in range(0, len(row), k))
 
 
-def _nodes(places: Sequence[Place]) -> list[tuple[int, ...]]:
-    """The ranks of each node, in ascending order; fails where the ranks contradict."""
-    remedy = "start all ranks with one launcher; check its variables for rank, node and local rank"
-    world = len(places)
-    if sorted(p.rank for p in places) != list(range(world)):
-        raise CommError(f"the ranks are not 0 to {world - 1}, once each", remedy)
-    nodes: dict[int, dict[int, Place]] = {}
-    for place in sorted(places, key=lambda p: p.rank):
-        if place.world_size != world:
-            raise CommError(
-                f"rank {place.rank} counts {place.world_size} ranks, but there are {world}", remedy
-            )
-        node = nodes.setdefault(place.node, {})
-        if place.local_rank in node:
-            raise CommError(
-                f"ranks {node[place.local_rank].rank} and {place.rank} are both local rank "
-                f"{place.local_rank} of node {place.node}",
-                remedy,
-            )
-        node[place.local_rank] = place
-    for number, node in nodes.items():
-        for place in node.values():
-            if place.local_world_size != len(node):
-                raise CommError(
-                    f"rank {place.rank} counts {place.local_world_size} ranks on node {number}, "
-                    f"but {len(node)} are there",
-                    remedy,
-                )
-    return [
-        tuple(sorted(place.rank for place in node.values())) for _, node in sorted(nodes.items())
-    ]
-
-
-# torch's own NCCL watchdog aborts the process with a C++ stack trace when a peer is gone. Paceline's
+# torch's own NCCL watchdog aborts the process with a C++ stack trace if a peer is gone. Paceline's
 # watchdog knows which rank is missing and in which collective, so torch's is switched off. Variables that
-# a user has set stay as they are.
+# a user has set do not change.
 _NCCL_ENVIRONMENT = {
     # 0: no abort of the process; NCCL's errors stay readable, and our watchdog ends the rank.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -103,16 +62,28 @@ _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
 # After a failed collective torch asks all ranks, by a key in the store, to write a debug dump. The key
-# has no prefix of the attempt. In torchrun's store it outlives a restart: the new attempt's monitor takes
-# it for its own, blocks the end of the process for 8 minutes, and aborts a run that takes longer.
+# does not name the attempt. In torchrun's store it outlives a restart: the new monitor obeys it,
+# blocks the end of the process for 8 minutes, and aborts a run that takes longer.
 _RESTARTED_ENVIRONMENT = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 _MPS_PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ProcessGroups:
-    """Separate from the default group, so that collectives of the main thread cannot interleave. The
-    default group must exist, unless this process is alone."""
+    """The process groups of the exchange, apart from the default group.
+
+    So collectives of the main thread cannot interleave with them. The default group must exist, unless
+    this process is alone.
+
+    Args:
+        topology: This rank.
+        k: The number of ranks in a group. None takes the ranks of a node.
+        timeout_s: The time limit of a collective.
+        grace_s: How much longer the backend waits, if a watchdog enforces `timeout_s`.
+        subgroups: Create groups for parts of the cluster. None does so for NCCL. Over Gloo the
+            algorithms only need the group of all ranks, and each further group is a mesh of sockets.
+        algorithms: Create only the sub-groups that these algorithms need. None creates all.
+    """
 
     def __init__(
         self,
@@ -124,10 +95,6 @@ class ProcessGroups:
         subgroups: bool | None = None,
         algorithms: Collection[str] | None = None,
     ) -> None:
-        """`grace_s`: how much longer the backend waits, where a watchdog keeps `timeout_s`.
-        `subgroups`: None makes them where the backend is NCCL. Over Gloo the explicit algorithms
-        need the group of all ranks only, and each further group is a mesh of sockets. `algorithms`:
-        only the sub-groups that these need; None makes all."""
         self.rank = topology.rank
         self.world_size = topology.world_size
         self.timeout_s = timeout_s
@@ -162,13 +129,13 @@ class ProcessGroups:
         if "masters" in used or "columns" in used:
             self.masters = self._make(masters)
         for number, column in enumerate(self.layout.columns if "columns" in used else ()):
-            # The first column is that of the masters.
+            # The first column contains the masters.
             made = self._make(column) if column != masters else self.masters
             if made is not None:
                 self.columns[number] = made
 
     def _make(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
-        """The group, or None on ranks that are not in it."""
+        """Creates a group. Returns None on ranks that are not in it."""
         group = dist.new_group(list(ranks), timeout=self._wait, backend=self.backend)
         if not isinstance(group, ProcessGroup) or self.rank not in ranks:
             return None
@@ -176,12 +143,12 @@ class ProcessGroups:
         return group
 
     def check_same(self, facts: Mapping[str, object]) -> None:
-        """Fails, on every rank alike, unless all ranks have the same facts. All ranks call this."""
+        """Raises CommError on every rank unless all ranks have the same facts. All ranks call this."""
         if self.world is not None:
             compare_reports(all_gather_json(dict(facts), self.world))
 
     def close(self) -> None:
-        """Leaves the groups; the default one stays."""
+        """Leaves the groups, except the default group."""
         while self._made:
             group = self._made.pop()
             if dist.is_initialized():
@@ -193,46 +160,42 @@ class ProcessGroups:
 def current_topology(known: Topology | None = None) -> Topology:
     """Returns `known`, or else the place that the launcher's environment gives.
 
-    A process group that exists takes precedence: programs start ranks by other means
-    (torch.multiprocessing), also inside a job whose variables describe their parent. Such ranks count as
-    ranks of one node.
+    An existing process group takes precedence: programs also start ranks by other means
+    (torch.multiprocessing), even inside a job whose variables describe their parent. Such ranks count
+    as ranks of one node.
     """
     if not dist.is_initialized():
         return known or Topology.from_env(os.environ)
     rank, world = dist.get_rank(), dist.get_world_size()
     with suppress(CommError):
-        found = known or Topology.from_env(os.environ)
-        if (found.rank, found.world_size) == (rank, world):
-            return found
+        topology = known or Topology.from_env(os.environ)
+        if (topology.rank, topology.world_size) == (rank, world):
+            return topology
     return Topology(rank, world, rank, world, launcher="process group")
 
 
 def _agree(topology: Topology, k: int | None, timeout_s: float) -> tuple[tuple[int, ...], ...]:
-    """The groups, from the reports of all ranks; each rank reads the same ones, so all fail alike."""
-    place = Place(
-        topology.rank,
-        topology.world_size,
-        topology.node_rank,
-        topology.local_rank,
-        topology.local_world_size,
-    )
+    """Returns the groups. Each rank reads the same reports of all ranks, so all fail alike."""
+    own = [topology.rank, topology.world_size, topology.node_rank, topology.local_world_size]
     facts = {"comm.group_size": k, "comm.timeout_s": timeout_s}
-    gathered = all_gather_json([astuple(place), facts])
-    reports = [(Place(*theirs), found) for theirs, found in gathered]
-    compare_reports([theirs for _, theirs in reports])
-    for rank, (found, _) in enumerate(reports):
-        if found.rank != rank:
+    places, reports = zip(*all_gather_json([own, facts]), strict=True)
+    compare_reports(reports)
+    nodes = [node for _, _, node, _ in places]
+    for rank, (claimed, world, node, local_world) in enumerate(places):
+        if (claimed, world, local_world) != (rank, len(places), nodes.count(node)):
             raise CommError(
-                f"rank {rank} of torch.distributed is rank {found.rank} in its topology",
-                "check the launcher's environment variables",
+                f"the launcher's variables of rank {rank} contradict those of the other ranks: it counts "
+                f"as rank {claimed} of {world}, with {local_world} ranks on node {node}",
+                "start all ranks with one launcher; check its variables for rank, node and local rank",
             )
-    return group_ranks([found for found, _ in reports], k)
+    return group_ranks(nodes, k)
 
 
 def all_gather_json(value: object, group: ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value, in order of rank, on all ranks. All ranks of the group call this.
+    """Returns every rank's value, in order of rank, on all ranks. All ranks of the group call this.
 
-    Torch's `all_gather_object` unpickles what arrives, and so runs whatever code a peer sends."""
+    Torch's `all_gather_object` unpickles what arrives, and so runs any code that a peer sends.
+    """
     data = json.dumps(value).encode()
     # NCCL moves memory of the GPU only.
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
@@ -253,8 +216,18 @@ def all_gather_json(value: object, group: ProcessGroup | None = None) -> list[An
 def init_default_group(
     backend: str, store: Store, topology: Topology, timeout_s: float, device: torch.device
 ) -> None:
-    """Makes the default process group. All ranks have met in `store`; with Gloo they meet once more: a
-    rank that left soon would break connections that the others still make."""
+    """Creates the default process group for ranks that have met in `store`.
+
+    With Gloo the ranks meet once more: a rank that left early would break connections that other ranks
+    still make.
+
+    Args:
+        backend: `nccl` or `gloo`.
+        store: The store of the rendezvous.
+        topology: This rank.
+        timeout_s: The time limit of a collective.
+        device: The device of this rank.
+    """
     dist.init_process_group(
         backend,
         store=PrefixStore("paceline", store),
@@ -282,8 +255,13 @@ def compare_reports(
 
 
 def prepare_nccl(topology: Topology, *, share_gpus: bool, watched: bool = True) -> None:
-    """Before the process group is created; NCCL and torch read the environment only then. Without
-    `watched` no `Watchdog` follows the collectives, and torch's own stays on."""
+    """Sets NCCL's environment, before the process group is created.
+
+    Args:
+        topology: This rank.
+        share_gpus: Allow several ranks on one GPU.
+        watched: A `Watchdog` follows the collectives. If False, torch's own stays on.
+    """
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     chosen = _NCCL_ENVIRONMENT if watched else _RESTARTED_ENVIRONMENT if restarted else {}
     for name, value in chosen.items():
@@ -299,7 +277,10 @@ def prepare_nccl(topology: Topology, *, share_gpus: bool, watched: bool = True) 
 
 
 def require_mps() -> None:
-    """Without MPS the processes' kernels take turns, and a collective waits for its peer forever."""
+    """Raises ConfigError if NVIDIA MPS does not run.
+
+    Without MPS the kernels of the processes take turns, and a collective waits for its peer forever.
+    """
     pipes = Path(os.environ.get(_MPS_PIPES) or "/tmp/nvidia-mps")
     if not (pipes / "control").exists():
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""How far each rank has come.
+"""The progress of each rank.
 
 `ExchangeObserver` receives the events of a step's exchange. `ProgressBoard` is one of them: it keeps
-this rank's `RankProgress`, small enough to be published every few seconds and comparable between ranks,
-because all ranks make the same calls in the same order.
+this rank's `RankProgress`. That is small enough to be published every few seconds, and comparable between
+ranks because all ranks make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -21,37 +21,41 @@ _NAMED_TENSORS = 3
 
 
 class ExchangeObserver:
-    """Receives the events of an exchange; these methods do nothing.
+    """Receives the events of an exchange. The methods of this base class do nothing.
 
-    For each step: `step_begun`; for each bucket of the plan, by its index, `sent`, `begun` and `ended`;
-    then `step_ended`. An observer never changes what is exchanged, and must be quick, because the
-    exchange waits for it. `begun` and `ended` are called on the communication thread where the
-    transport has one, possibly at the same time as methods on the main thread. Where the device
-    exchanges by itself (NCCL) they mean that the all-reduce, and the wait for it, have been queued. A
-    replayed CUDA graph calls `step_begun` and `step_ended` alone.
+    The order in each step is `step_begun`; for each bucket of the plan, by its index, `sent`, `begun` and
+    `ended`; then `step_ended`. An observer never changes what is exchanged. It must be quick, because the
+    exchange waits for it.
+
+    A transport with a communication thread calls `begun` and `ended` on that thread, possibly at the same
+    time as methods on the main thread. If the device exchanges by itself (NCCL) they mean that the
+    all-reduce, and the wait for it, have been queued. A replayed CUDA graph only calls `step_begun` and
+    `step_ended`.
     """
 
     def step_begun(self, step: int) -> None:
-        """Optimizer step `step`, counted from 0; before its first micro-step."""
+        """Called before the first micro-step of optimizer step `step`, counted from 0."""
 
     def sent(self, bucket: int) -> None:
-        """The bucket is full on this rank and handed to the transport."""
+        """Called when the bucket is full on this rank and has been passed to the transport."""
 
     def begun(self, bucket: int) -> None:
-        """Its first message goes to the other ranks."""
+        """Called when the bucket's first message is sent to the other ranks."""
 
     def ended(self, bucket: int) -> None:
-        """Its sum over ranks is complete."""
+        """Called when the bucket's sum over ranks is complete."""
 
     def step_ended(self, exposed_s: float) -> None:
-        """All sums are complete; the step waited this long for them after its own backward pass.
+        """Called when all sums are complete.
 
-        On a GPU this is the last known time, possibly an earlier step's: reading it would wait.
+        Args:
+            exposed_s: How long the step waited for them after its own backward pass. On a GPU this is the
+                last known time, possibly an earlier step's, because reading it would wait.
         """
 
 
 class Observers(ExchangeObserver):
-    """Several observers as one, called in the order given."""
+    """Calls several observers in the order given."""
 
     def __init__(self, observers: Sequence[ExchangeObserver]) -> None:
         self._observers = tuple(observers)
@@ -79,9 +83,16 @@ class Observers(ExchangeObserver):
 
 @dataclass(frozen=True)
 class RankProgress:
-    """Of the exchange: the step (from 0) and how many buckets it has begun and ended. Of the group:
-    how many collectives this rank has entered between steps (`calls`), and the one that it is in
-    (`call`)."""
+    """The progress of one rank.
+
+    Attributes:
+        step: The step of the exchange, counted from 0.
+        begun: Number of buckets that have begun in this step.
+        ended: Number of buckets that have ended in this step.
+        calls: Number of collectives of the group that this rank has entered between steps.
+        call: The collective that it is in, or "".
+        computes: True between the begin of a step and the end of its exchange.
+    """
 
     step: int = -1
     begun: int = 0
@@ -96,12 +107,12 @@ class RankProgress:
 
     @property
     def waits(self) -> bool:
-        """Whether this rank needs others to go on."""
+        """Returns True if this rank waits for other ranks."""
         return self.in_exchange or bool(self.call)
 
     @property
     def doing(self) -> str:
-        """For messages, such as `in bucket 3 of step 12`."""
+        """Returns a text for messages, such as `in bucket 3 of step 12`."""
         if self.in_exchange:
             return f"in bucket {self.ended + 1} of step {self.step + 1}"
         if self.call:
@@ -129,8 +140,10 @@ class RankProgress:
 
 
 class ProgressBoard(ExchangeObserver):
-    """This rank's progress. Threads may write and read at once. Every step writes it many times, and a
-    background thread reads it now and then, so writing is what has to be fast."""
+    """Keeps this rank's progress. Threads may write and read at the same time.
+
+    Every step writes it many times and a background thread reads it rarely, so writing is fast.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -159,9 +172,9 @@ class ProgressBoard(ExchangeObserver):
 
     @contextmanager
     def during(self, call: str) -> Iterator[None]:
-        """Within a collective of the group. After one that fails the rank ends, and `call` stays."""
+        """Marks a collective of the group. If it fails the rank ends, and `call` keeps its name."""
         now = self._now
-        # Inside a step ranks may differ, where one replays a CUDA graph; there buckets are counted.
+        # Inside a step only buckets count: ranks may differ if one of them replays a CUDA graph.
         self._update(calls=now["calls"] + (not now["computes"]), call=call)
         yield
         self._update(call="")
@@ -169,7 +182,7 @@ class ProgressBoard(ExchangeObserver):
 
 @dataclass(frozen=True)
 class BucketInfo:
-    """A bucket of the plan, for messages and traces: the bytes that travel, and how."""
+    """A bucket of the plan for messages and traces: its bytes on the wire, algorithm and tensors."""
 
     bytes: int
     algorithm: str
@@ -177,7 +190,7 @@ class BucketInfo:
     wire: str = "auto"
 
     def label(self, number: int) -> str:
-        """`bucket 3, 16.2 MiB, ring`."""
+        """Returns a text such as `bucket 3, 16.2 MiB, ring`."""
         return f"bucket {number}, {format_bytes(self.bytes)}, {self.algorithm}"
 
     def describe(self, number: int, of: int) -> str:

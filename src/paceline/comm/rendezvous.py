@@ -1,25 +1,24 @@
-"""The rendezvous: ranks find one another at the address that the launcher names.
+"""The rendezvous: ranks meet at the address that the launcher names.
 
 The result is a `Meeting`: a key-value store that exactly the ranks of this attempt share. Under
-torchrun the agent hosts it, so it outlives a dying rank; elsewhere rank 0 does.
+torchrun the agent hosts it, so it outlives a dying rank; otherwise rank 0 does.
 
 1. Rank 0 draws a name for this attempt, and publishes the identity of its job.
-2. Every other rank publishes a greeting: its rank, its `JobIdentity` and a unique token.
+2. Every other rank pushes a greeting: its rank, its `JobIdentity` and a unique token.
 3. Rank 0 answers each greeting with the attempt's name, or with the reason why that rank belongs to
-   another job; a rank that is refused ends at once and never joins.
+   another job. A refused rank ends at once and never joins.
 4. An accepted rank takes its place, which only one process can have. The rendezvous is complete when all
    places are taken, which the last rank publishes.
-5. A rank that a signal asks to end before that greets once more, to say so, and rank 0 tells the others.
+5. A rank that a signal asks to end before that greets once more with the signal, and rank 0 tells the
+   other ranks.
 
-Each rank makes nine requests to the store, and rank 0 reads and answers greetings in bulk.
+An agent keeps its store when it restarts the ranks, with everything that the last attempt wrote, and
+agents on several nodes may count restarts differently. Greetings of dead ranks are answered too, but only
+live ranks take their places. In an agent's store the published job may be that of an earlier attempt with
+another number of ranks, so only the job's id counts there. A store hosted by rank 0 is always new.
 
-An agent keeps its store when it restarts the ranks, with everything the last attempt wrote, and agents
-on several nodes may count restarts differently. Greetings of dead ranks are answered too, but only live
-ranks take their places. In an agent's store the published job may be that of an earlier attempt with
-another number of ranks, so there only the job's id counts; a store hosted by rank 0 is always new.
-
-Anybody who reaches the port can write to the store. What is read from it is checked, and greetings that
-no rank has written are ignored; ranks without an answer greet again.
+Everyone who reaches the port can write to the store. What is read from it is checked, and greetings that
+no rank has written are ignored. Ranks without an answer greet again.
 """
 
 from __future__ import annotations
@@ -39,23 +38,18 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from paceline.comm.agreement import ActiveClock, Agreement, came, peek
 from paceline.comm.coordinator import (
     COMPLETE,
-    COUNT,
+    GREETINGS,
     JOB,
     LINGER_S,
     LOBBY,
     TOKEN,
     Coordinator,
     ended_early,
-    is_same,
     restart_count,
     take_place,
     where_ranks_meet,
 )
-from paceline.comm.job import (
-    JobIdentity,
-    RankHost,
-    rank_hosts_store,
-)
+from paceline.comm.job import JobIdentity, RankHost, rank_hosts_store
 from paceline.comm.peer_errors import AgreedError, PeerError
 from paceline.comm.store import forget_store, store_of_job
 from paceline.core.errors import CommError
@@ -66,15 +60,14 @@ from paceline.core.untrusted import ParseError, parse_table
 # Torch may log a wait that ends without its key, so waits are long.
 _WAIT_S = 30.0
 _SIGNAL_WAIT_S = 1.0
-# For rank 0's answer to a rank of this job that it refuses.
-_REFUSAL_WAIT_S = 5.0
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """`restarted`, on rank 0: the launcher has restarted the ranks of this job."""
+    """The store that the ranks of this attempt share."""
 
     store: Store
+    # On rank 0: the launcher has restarted the ranks of this job.
     restarted: bool
 
 
@@ -85,13 +78,23 @@ def meet(
     lookups: ExitStack | None = None,
     end: DeferredEnd | None = None,
 ) -> Meeting:
-    """Returns when all ranks have come, or fails with a line that names address, port and remedy. A rank
-    that `end` is asked to end tells the others first.
+    """Waits until all ranks have come.
 
-    The store looks no host names up until `lookups` is closed, for the connections that follow; without
-    it until this returns (`names_from_files`).
+    Args:
+        topology: This rank, and the address of the rendezvous.
+        timeout_s: How long to wait for the other ranks.
+        settings: Settings that all ranks share, to recognize ranks of another job.
+        lookups: Host names are not looked up until it is closed (`names_from_files`). Without it, until
+            this function returns.
+        end: Notes a signal that asks this rank to end. The rank then tells the other ranks first.
+
+    Returns:
+        The store of this attempt.
+
+    Raises:
+        CommError: If a rank does not come in time, belongs to another job or was asked to end.
     """
-    where = f"{topology.master_addr}:{topology.master_port}"
+    where = where_ranks_meet(topology)
     agent_hosts = not rank_hosts_store()
     hosts = topology.is_main and not agent_hosts
     job = JobIdentity.from_env(os.environ, topology, settings)
@@ -130,7 +133,7 @@ def meet(
 
 
 def _met(meeting: Meeting, topology: Topology, end: DeferredEnd) -> Meeting:
-    """A signal that has come just now: the others wait for this rank in their first phase."""
+    """Posts a signal that has come just now: the other ranks wait for this one in their first phase."""
     if end.received is not None:
         first = Agreement(meeting.store, topology, LINGER_S)
         first.post_fault(ended_early(end.received.name))
@@ -149,33 +152,22 @@ class _JoiningRank:
         self._wait_s = _SIGNAL_WAIT_S if end.active else _WAIT_S
 
     def join(self, timeout_s: float, clock: ActiveClock) -> str:
-        """The attempt's name, from rank 0, once this rank has its place in it."""
+        """Takes this rank's place, and returns the name of the attempt."""
         token, rank = uuid.uuid4().hex, self._topology.rank
         greeting = {
             "token": token, "rank": rank, "restarts": restart_count(),
             "at": list(self._here), "job": self._job.to_table(),
         }  # fmt: skip
+        answer_key = f"{LOBBY}/answer/{token}"
         self._leave_if_asked(greeting)
         self._greet(greeting)
-        answer_key = f"{LOBBY}/answer/{token}"
-        try:
-            self._check_job()
-        except _StartedOtherwiseError as refusal:
-            # Rank 0 fails for the same reason; then this rank has the line that all others have.
-            if not came(self._store, answer_key, _REFUSAL_WAIT_S):
-                raise
-            answer = parse_table(peek(self._store, answer_key))
-            if "failed" in answer:
-                raise PeerError.from_agreed(
-                    AgreedError(str(answer["failed"]), refusal.exit_code)
-                ) from refusal
-            raise
+        self._check_job()
         while not came(self._store, answer_key, min(self._wait_s, timeout_s)):
             self._check_job()
             self._leave_if_asked(greeting)
             if clock.now_s() > timeout_s:
                 raise TimeoutError("rank 0 did not answer")
-            self._greet(greeting)  # a stranger may have hidden the first one
+            self._greet(greeting)  # a stranger may have removed the first one
         answer = parse_table(peek(self._store, answer_key))
         if "failed" in answer:
             raise PeerError.from_agreed(AgreedError(str(answer["failed"]), CommError("").exit_code))
@@ -189,7 +181,7 @@ class _JoiningRank:
             there = JobIdentity.from_table(parse_table(self._store.get(JOB)).get("job"))
             raise self._refusal(there, f"it has another process as rank {rank}")
         take_place(self._store, name, self._topology)
-        # What goes wrong from here on is found by the agreement that follows.
+        # The agreement that follows finds what goes wrong from here on.
         with suppress(DistNetworkError):
             while self._end.active and clock.now_s() <= timeout_s:
                 if came(self._store, f"{LOBBY}/in/{name}/all", min(self._wait_s, timeout_s)):
@@ -198,17 +190,16 @@ class _JoiningRank:
         return name
 
     def _greet(self, greeting: Mapping[str, Any]) -> None:
-        number = self._store.add(COUNT, 1)
-        self._store.set(f"{LOBBY}/greeting/{number}", json.dumps(greeting))
+        self._store.queue_push(GREETINGS, json.dumps(greeting))
 
     def _leave_if_asked(self, greeting: Mapping[str, Any]) -> None:
-        """Tells rank 0 about a signal, which tells the others."""
+        """Tells rank 0 about a signal; rank 0 tells the other ranks."""
         if self._end.received is not None:
             self._greet({**greeting, "leaves": self._end.received.name})
             raise ended_early(self._end.received.name)
 
     def _check_job(self) -> None:
-        """Fails where the store is another job's, also one whose rank 0 answers no more."""
+        """Raises CommError if the store belongs to another job, even if its rank 0 does not answer."""
         text = peek(self._store, JOB)
         if not text:
             return
@@ -217,37 +208,29 @@ class _JoiningRank:
             job = JobIdentity.from_table(published.get("job"))
         except ParseError:  # a stranger's; the answer decides
             return
-        agent, complete = published.get("agent") is True, published.get("complete") is True
-        if agent:
+        if published.get("agent") is True:
             conflict = "their job ids differ" if job.same_id(self._job) is False else ""
         else:
             conflict = job.conflict(self._job)
-            if not conflict and complete:
+            if not conflict and published.get("complete") is True:
                 conflict = COMPLETE
         if conflict:
-            refusal = self._refusal(job, conflict)
-            if not agent and not complete and is_same(job, self._job):
-                raise _StartedOtherwiseError(refusal.cause, refusal.remedy)
-            raise refusal
+            raise self._refusal(job, conflict)
 
     def _refusal(self, there: JobIdentity, conflict: str) -> CommError:
         rank, where = self._topology.rank, where_ranks_meet(self._topology)
         return CommError(
             f"rank {rank} has met another job at {where} ({conflict}): {there.describe()} is there, "
             f"{self._job.describe()} is here",
-            "give each job a MASTER_PORT (torchrun: --master-port) of its own, or start all ranks of "
-            "one job alike",
+            "give each job its own MASTER_PORT (torchrun: --master-port), or start all ranks of a job "
+            "with the same settings",
         )
-
-
-class _StartedOtherwiseError(CommError):
-    """A rank that belongs to the job beyond doubt, and yet cannot join it."""
 
 
 def explain(
     where: str, topology: Topology, error: BaseException, timeout_s: float
 ) -> tuple[str, str]:
-    """Cause and remedy of an error of torch's store."""
+    """Returns cause and remedy of an error of torch's store."""
     if known := no_thread(error):
         return known.cause, known.remedy
     text = str(error).lower()
@@ -266,6 +249,6 @@ def explain(
     if isinstance(error, ValueError):
         return (f"{where} is not an address of a rendezvous", "set MASTER_ADDR and MASTER_PORT")
     return (
-        f"rank {topology.rank} did not meet the others at {where} within {timeout_s:g} s",
-        "check that rank 0 runs, that MASTER_ADDR and MASTER_PORT are its own, and the firewall",
+        f"rank {topology.rank} did not meet the other ranks at {where} within {timeout_s:g} s",
+        "check that rank 0 runs, that MASTER_ADDR and MASTER_PORT are those of rank 0, and the firewall",
     )

@@ -1,4 +1,4 @@
-"""Settings of the communication module: the section `[comm]` of a recipe."""
+"""Settings of the communication: the section `[comm]` of a recipe."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from paceline.plan.wires import WIRES, own_algorithm, wire_format
 
 BACKENDS = ("auto", "gloo", "nccl")
 OVERLAPS = ("auto", "on", "off")
-# What a plan file decides itself.
+# A plan file decides these itself.
 _PLANNED = ("algorithm", "fusion_mib", "wire")
 # By how much torch's own timeout is longer than `timeout_s`. The watchdog enforces `timeout_s`: it can
-# say who is missing, and its clock does not count the time for which the process is stopped. The
+# name the missing rank, and its clock does not count the time in which the process is stopped. The
 # backend's clock counts it, so a shorter timeout here would end a job that was suspended as a whole.
 BACKEND_GRACE_S = 7 * 86400.0
 
@@ -28,8 +28,8 @@ class HybridSettings:
     """Settings of the algorithm `hybrid`."""
 
     sizes: str = ""
-    """File with the table size → algorithm, or a number: `hierarchical` below so many KiB, `ring` from
-    there on."""
+    """File with the table size → algorithm, or a number: `hierarchical` for buckets below so many KiB,
+    `ring` for larger ones."""
 
     def __post_init__(self) -> None:
         if self.eta_kib is not None and not 1 <= self.eta_kib <= 2**30:
@@ -37,7 +37,7 @@ class HybridSettings:
 
     @property
     def eta_kib(self) -> int | None:
-        """The number, if `sizes` is one."""
+        """Returns the number, if `sizes` is one."""
         return int(self.sizes) if re.fullmatch("[0-9]{1,12}", self.sizes) else None
 
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = (
@@ -69,17 +69,15 @@ class CommSettings(Section):
     fusion_mib: float = 16.0
     """Size at which a gradient bucket is closed, in MiB; 0 sends every tensor separately."""
     wire: str = "auto"
-    """Format in which gradients travel: `float32`, `float16`, `bfloat16`, `auto` (the gradients' own), or
-    another one that docs/communication.md lists."""
+    """Format in which gradients travel: `float32`, `float16`, `bfloat16`, `auto` (that of the gradients),
+    or another one of docs/communication.md."""
     group_size: int = 0
-    """Ranks of a group in `hierarchical`, `torus2d` and `central`, whose groups have a server each; 0
-    takes the ranks of a node."""
+    """Ranks of a group in `hierarchical`, `torus2d` and `central`; 0 takes the ranks of a node."""
     overlap: str = "auto"
-    """Send full buckets during backward: `on`, `off`, or `auto` (wherever that does not prevent
-    CUDA graphs)."""
+    """Send full buckets during backward: `on`, `off`, or `auto` (if that does not prevent CUDA
+    graphs)."""
     plan: str = ""
-    """`plan.toml` of `paceline tune` or `paceline plan`, which decides buckets, algorithms and wire
-    formats."""
+    """`plan.toml` of `paceline tune` or `paceline plan` with buckets, algorithms and wire formats."""
     share_gpus: bool = False
     """Allow several NCCL ranks on one GPU (needs NVIDIA MPS); for tests."""
 
@@ -103,8 +101,10 @@ class CommSettings(Section):
         check_exclusions((*EXCLUSIONS, *self.exclusions()), comm=self)
 
     def unused(self) -> list[str]:
-        """Returns the owners whose settings are given, but which no setting has chosen. A plan file may
-        choose any wire format."""
+        """Returns the owners with given settings that no setting has chosen.
+
+        A plan file may choose any wire format.
+        """
         unused = super().unused()
         if not self.plan or not unused:
             return unused
@@ -117,13 +117,13 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     *(
         Exclusion(
             f"comm.{name}", not_in(getattr(CommSettings, name)), {"comm.plan": not_in("")},
-            "but comm.plan = {comm.plan!r} decides it", "leave one of the two out",
+            "but comm.plan = {comm.plan!r} decides it", "leave one of them out",
         )
         for name in _PLANNED
     ),
     Exclusion(
         "comm.algorithm", not_in("auto"), {"comm.wire": lambda wire: bool(own_algorithm(wire))},
         "cannot sum {comm.wire} numbers",
-        "leave it out: the format has an all-reduce of its own; or use comm.wire = 'float16'",
+        "leave it out, because the format has its own all-reduce; or use comm.wire = 'float16'",
     ),
 )  # fmt: skip

@@ -1,12 +1,12 @@
-"""The rendezvous store of this process: hosted, or connected to.
+"""Opens the rendezvous store of this process: hosts it, or connects to it.
 
-In: the address that the launcher names. Out: torch's `TCPStore`, opened once a process. Failures are
-exceptions of torch and of the socket layer, which `rendezvous.explain` turns into a line.
+The store is torch's `TCPStore` at the address that the launcher names, opened once in a process.
+Failures are exceptions of torch and of the socket layer, which `rendezvous.explain` turns into a line.
 
-`TCPStore` looks up the host name of every peer for its log lines: the client once a connection, the
-server in its only thread for each connection that it accepts. Where the name server does not answer,
-each lookup takes seconds, and a rendezvous of 256 ranks took a minute. `names_from_files` keeps it from
-asking.
+`TCPStore` looks up the host name of every peer for its log lines: the client once for a connection, the
+server in its only thread for each connection that it accepts. If the name server does not answer, each
+lookup takes seconds, and a rendezvous of 256 ranks took a minute. `names_from_files` prevents these
+lookups.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from paceline.comm.agreement import ActiveClock
 from paceline.core.topology import Topology
 
 _RETRY_S = 0.1
-# Torch's own timeout comes first, where it works: its message says more.
+# Torch's own timeout comes first if it works: its message says more.
 _GRACE_S = 1.0
 _BACKLOG = 8192
 
@@ -47,22 +47,27 @@ class _Opened:
 
 
 # A program may run several jobs in a row, such as a training and an evaluation. Rank 0 keeps hosting the
-# store; each further job has keys of its own in it. All ranks run the same jobs and so count alike.
-# By address, port and rank.
+# store, and each further job has its own keys in it. All ranks run the same jobs and so count alike.
+# The key is address, port and rank.
 _opened: dict[tuple[str, int, int], _Opened] = {}
 
 
 def store_of_job(
     topology: Topology, hosts: bool, timeout_s: float, clock: ActiveClock, lookups: ExitStack
 ) -> tuple[Store, str]:
-    """A store without keys of earlier jobs of this process, and this host's own address.
+    """Returns a store without keys of earlier jobs of this process, and this host's own address.
 
-    Once the address is known no more names are looked up, until `lookups` is closed.
+    Args:
+        topology: This rank, and the address of the rendezvous.
+        hosts: True if this process hosts the store.
+        timeout_s: How long to wait for the store.
+        clock: Measures the wait.
+        lookups: Host names are not looked up until it is closed, once the address is known.
     """
     place = (topology.master_addr, topology.master_port, topology.rank)
     opened = _opened.get(place)
     if opened is None:
-        # Whatever the host's name means is found here; torch is given a numeric address.
+        # Names are resolved here; torch gets a numeric address.
         own, target = (
             ("", _own_address(topology)) if hosts else _await_host(topology, timeout_s, clock)
         )
@@ -75,22 +80,24 @@ def store_of_job(
 
 
 def forget_store(topology: Topology) -> None:
-    """After a failure: the next job of this process opens it anew."""
+    """Makes the next job of this process open the store again, after a failure."""
     _opened.pop((topology.master_addr, topology.master_port, topology.rank), None)
 
 
 def _own_address(topology: Topology) -> str:
-    """A numeric address at which the host of the store reaches itself."""
+    """Returns a numeric address at which the host of the store reaches itself."""
     if (listener := _loopback_address(topology)) is not None:
         return listener[1]
-    found = socket.getaddrinfo(topology.master_addr, topology.master_port, type=socket.SOCK_STREAM)
-    # Torch listens for both, where the host has IPv6.
-    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
-    return str(found[0][4][0])
+    entries = socket.getaddrinfo(
+        topology.master_addr, topology.master_port, type=socket.SOCK_STREAM
+    )
+    # Torch listens for both if the host has IPv6.
+    entries.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    return str(entries[0][4][0])
 
 
 def _await_host(topology: Topology, timeout_s: float, clock: ActiveClock) -> tuple[str, str]:
-    """Returns this host's own address and the job's, both numeric, once somebody listens at the job's.
+    """Returns this host's own address and the job's, both numeric, once a process listens at the job's.
 
     Torch would wait for that too, but reports a failure at great length.
     """
@@ -109,10 +116,10 @@ def _await_host(topology: Topology, timeout_s: float, clock: ActiveClock) -> tup
 def _open_store(
     topology: Topology, address: str, hosts: bool, timeout_s: float, clock: ActiveClock
 ) -> TCPStore:
-    """Hosts the store, or connects to it.
+    """Hosts the store, or connects to it, in a thread.
 
-    In a thread, because a program that listens at the address and never answers, such as another
-    job's, keeps torch waiting beyond any timeout.
+    A program that listens at the address and never answers, such as another job's, keeps torch waiting
+    beyond any timeout.
     """
     outcome: queue.SimpleQueue[TCPStore | Exception] = queue.SimpleQueue()
 
@@ -124,7 +131,7 @@ def _open_store(
                 topology.master_port,
                 is_master=hosts,
                 timeout=timedelta(seconds=timeout_s),
-                # The greetings do this, and they can name who is missing.
+                # The greetings do this, and they can name missing ranks.
                 wait_for_workers=False,
                 multi_tenant=True,
                 master_listen_fd=listener,
@@ -149,16 +156,20 @@ def _open_store(
 
 
 def _loopback_address(topology: Topology) -> tuple[socket.AddressFamily, str] | None:
-    """Where the ranks of one node meet, if that is a loopback address. (A host's own name may stand for
-    a loopback address on that host alone, so ranks on other nodes decide.)"""
+    """Returns the address at which the ranks of one node meet, if that is a loopback address.
+
+    Ranks on other nodes decide: a host's own name may mean a loopback address on that host only.
+    """
     if topology.local_world_size < topology.world_size:
         return None
-    found = socket.getaddrinfo(topology.master_addr, topology.master_port, type=socket.SOCK_STREAM)
-    for family, _, _, _, address in found:
+    entries = socket.getaddrinfo(
+        topology.master_addr, topology.master_port, type=socket.SOCK_STREAM
+    )
+    for family, _, _, _, address in entries:
         if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
             return None
         try:
-            # `localhost` may stand for ::1 too, on a host without IPv6.
+            # `localhost` may also mean ::1, on a host without IPv6.
             with socket.socket(family) as probe:
                 probe.bind((str(address[0]), 0))
         except OSError as error:
@@ -170,8 +181,7 @@ def _loopback_address(topology: Topology) -> tuple[socket.AddressFamily, str] | 
 
 
 def _loopback_listener(topology: Topology) -> int | None:
-    """A socket at the loopback address; None leaves it to torch, which listens on every address of the
-    host."""
+    """Returns a socket at the loopback address, or None if torch shall listen on every address."""
     place = _loopback_address(topology)
     if place is None:
         return None
@@ -191,8 +201,10 @@ _users = 0
 
 @contextmanager
 def names_from_files() -> Iterator[None]:
-    """Within this context the process looks host names up in /etc/hosts alone, so nothing in it may
-    have to resolve a name. Does nothing where the C library is not glibc."""
+    """Makes the process look host names up in /etc/hosts only, within this context.
+
+    Does nothing if the C library is not glibc.
+    """
     global _users
     with _lock:
         _users += 1
@@ -208,7 +220,7 @@ def names_from_files() -> Iterator[None]:
 
 
 def _look_up_in(sources: str) -> None:
-    """By the function that <nss.h> declares for this."""
+    """Calls the function that <nss.h> declares for this."""
     configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)
     if configure is not None:
         configure(b"hosts", sources.encode())
@@ -216,7 +228,7 @@ def _look_up_in(sources: str) -> None:
 
 def _configured_sources() -> str:
     try:
-        found = re.search(r"^\s*hosts:([^#\n]*)", _CONFIG.read_text(), re.MULTILINE)
+        line = re.search(r"^\s*hosts:([^#\n]*)", _CONFIG.read_text(), re.MULTILINE)
     except (OSError, UnicodeDecodeError):
         return _DEFAULT_SOURCES
-    return found[1].strip() if found else _DEFAULT_SOURCES
+    return line[1].strip() if line else _DEFAULT_SOURCES

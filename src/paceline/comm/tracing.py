@@ -1,7 +1,7 @@
 """Times of a step: a `Timeline` over a window of steps, clock offsets between ranks, exposed waits.
 
-On a GPU the device's own times are taken by CUDA events, which are read once the window or the step is
-over, so that nothing waits while they are taken.
+On a GPU CUDA events take the device's own times. They are read once the window or the step is over, so
+that nothing waits while they are taken.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Reading = Callable[[], float]
 
 
 class TimelineSpan(NamedTuple):
-    """In seconds of this rank's clock. `bucket` is an index into the plan's buckets; -1 for none."""
+    """A span in seconds of this rank's clock. `bucket` is an index into the plan's buckets, or -1."""
 
     name: str
     track: str
@@ -47,12 +47,18 @@ class _Stretch(NamedTuple):
 
 
 class Timeline(ExchangeObserver):
-    """Records the spans of steps `first` to `last`, counted from 1; in other steps it costs nothing."""
+    """Records the spans of steps `first` to `last`, counted from 1. In other steps it costs nothing.
+
+    Args:
+        first: The first recorded step.
+        last: The last recorded step.
+        device: The device of the training.
+        device_exchanges: The device exchanges by itself (NCCL), so its times count.
+    """
 
     def __init__(
         self, first: int, last: int, device: torch.device, *, device_exchanges: bool = False
     ) -> None:
-        """`device_exchanges`: the device exchanges by itself (NCCL), and its times count."""
         self._first, self.last = first, last
         self._device = device
         self._on_gpu = device.type == "cuda"
@@ -68,7 +74,7 @@ class Timeline(ExchangeObserver):
 
     @contextmanager
     def span(self, name: str, *, host: bool = False) -> Iterator[None]:
-        """A span of the training thread; `host`: no part of it runs on the device."""
+        """Records a span of the training thread. `host` means that no part of it runs on the device."""
         if not self._records:
             yield
             return
@@ -100,25 +106,25 @@ class Timeline(ExchangeObserver):
         self._stretches.append(_Stretch("sent", COMPUTE, sent, sent, self._step, bucket))
 
     def spans(self) -> list[TimelineSpan]:
-        """All recorded spans; waits for the device. What was begun and never ended is left out."""
+        """Returns all recorded spans that have ended. Waits for the device."""
         now: _Mark | None = None
         if self._on_gpu and self._stretches:
             now = self._mark(True)
             assert now.event is not None
             now.event.synchronize()
             now = now._replace(host_s=time.perf_counter())
-        found = []
+        timeline = []
         for stretch in self._stretches:
             name, track, start, stop, step, bucket = stretch
             if now is None or start.event is None or stop.event is None:
                 track = HOST if self._on_gpu and track == COMPUTE else track
-                found.append(TimelineSpan(name, track, start.host_s, stop.host_s, step, bucket))
+                timeline.append(TimelineSpan(name, track, start.host_s, stop.host_s, step, bucket))
                 continue
             start_s, stop_s = _device_s(start.event, now), _device_s(stop.event, now)
-            found.append(TimelineSpan(name, track, start_s, stop_s, step, bucket))
+            timeline.append(TimelineSpan(name, track, start_s, stop_s, step, bucket))
             if track == COMPUTE and bucket < 0:
-                found.append(TimelineSpan(name, HOST, start.host_s, stop.host_s, step, bucket))
-        return found
+                timeline.append(TimelineSpan(name, HOST, start.host_s, stop.host_s, step, bucket))
+        return timeline
 
     def _mark(self, device: bool) -> _Mark:
         event = None
@@ -141,19 +147,19 @@ Spans = Timeline | NoTimeline
 
 
 def _device_s(event: Any, now: _Mark) -> float:
-    """When the device passed `event`, on the host's clock; `now` relates the two clocks."""
+    """Returns when the device passed `event`, on the host's clock; `now` relates the two clocks."""
     return float(now.host_s - event.elapsed_time(now.event) / 1e3)
 
 
 class ClockOffset(NamedTuple):
-    """Subtract `offset_s` from the rank's clock to get rank 0's; exact within ± `residual_s`."""
+    """The offset of a rank's clock to rank 0's: subtract `offset_s`. It is exact within `residual_s`."""
 
     offset_s: float
     residual_s: float
 
 
 def measure_offsets(group: Group) -> list[ClockOffset] | None:
-    """The clock offset of each rank, on rank 0; None elsewhere. All ranks call this."""
+    """Returns the clock offset of each rank on rank 0, None elsewhere. All ranks call this."""
     tick, times = torch.zeros(1, device=group.device), []
     for _ in range(_CLOCK_ROUNDS):
         times.append(time.perf_counter())
@@ -165,25 +171,34 @@ def measure_offsets(group: Group) -> list[ClockOffset] | None:
 
 
 def clock_offsets(rows: Sequence[Sequence[float]]) -> list[ClockOffset]:
-    """From the times at which ranks entered and left a few tiny all-reduces, each by its own clock.
+    """Estimates clock offsets from the times of a few tiny all-reduces, each by the rank's own clock.
 
-    `rows`: for each rank enter, leave, enter, leave, … of the same rounds. No rank leaves an all-reduce
-    before all have entered it, so for the offset o of rank r's clock: enter_r − leave_0 ≤ o ≤
-    leave_r − enter_0. The middle of the narrowest bounds of all rounds is the estimate.
+    No rank leaves an all-reduce before all ranks have entered it. So for the offset o of rank r's
+    clock: enter_r − leave_0 ≤ o ≤ leave_r − enter_0. The middle of the narrowest bounds of all rounds
+    is the estimate.
+
+    Args:
+        rows: For each rank enter, leave, enter, leave, … of the same rounds.
+
+    Returns:
+        The offset of each rank.
     """
     enters, leaves = [row[0::2] for row in rows], [row[1::2] for row in rows]
-    found = []
+    estimates = []
     for enter, leave in zip(enters, leaves, strict=True):
         low = max(mine - first for mine, first in zip(enter, leaves[0], strict=True))
         high = min(mine - first for mine, first in zip(leave, enters[0], strict=True))
         # A clock that was set in between can cross the bounds.
-        found.append(ClockOffset((low + high) / 2, abs(high - low) / 2))
-    return [ClockOffset(0.0, 0.0), *found[1:]]
+        estimates.append(ClockOffset((low + high) / 2, abs(high - low) / 2))
+    return [ClockOffset(0.0, 0.0), *estimates[1:]]
 
 
 class ExposedTime:
-    """How long a step waits for its exchange after its own backward pass: once a step, by the host's
-    clock on a CPU, by the device's on a GPU, where it is read later, because reading waits."""
+    """Measures how long a step waits for its exchange after its own backward pass.
+
+    On a CPU it uses the host's clock. On a GPU it uses the device's clock, which is read later because
+    reading waits.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -206,7 +221,7 @@ class ExposedTime:
         began, ended = self._began_event, _event()
 
         def read() -> float:
-            """Only once the device has passed `ended`."""
+            """Reads the time, once the device has passed `ended`."""
             self.last_s = began.elapsed_time(ended) / 1e3
             return self.last_s
 

@@ -1,7 +1,7 @@
 """`Transport`: sums the buckets of a gradient exchange over all ranks.
 
-`create_transport` chooses one by the plan: `DirectTransport`, the backend's own all-reduce in the
-caller's thread, for a single bucket; else one of `planned_transport`.
+`create_transport` chooses a transport by the plan: `DirectTransport`, the backend's own all-reduce in
+the caller's thread, for a single bucket; otherwise one of `planned_transport`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Notify = Callable[[], None]
 
 
 class Piece(NamedTuple):
-    """One message: a stretch of a flat buffer. `wire` is a format's name, or `auto`: the tensor's own."""
+    """One message: a range of a flat buffer. The `wire` `auto` is the tensor's own format."""
 
     tensor: Tensor
     algorithm: str
@@ -31,29 +31,37 @@ class Piece(NamedTuple):
 
 
 class Transport(ABC):
-    """Every rank sends the same buckets in the same order."""
+    """The base of transports. Every rank sends the same buckets in the same order."""
 
-    # `send` returns before the sums are complete, so that backward goes on.
+    # `send` returns before the sums are complete, so that backward continues.
     overlaps = False
     # A CUDA graph can hold `send` and the wait for it.
     capturable = False
 
     @property
     def memory(self) -> Memory | None:
-        """What the exchange remembers from step to step, if anything."""
+        """Returns what the exchange remembers from step to step, or None."""
         return None
 
     @abstractmethod
     def send(self, pieces: Sequence[Piece], begun: Notify, ended: Notify) -> Wait:
-        """Sums the pieces of one bucket over ranks, in place; complete once the returned function has
-        been called. `begun` and `ended` are called when the bucket is sent and when it is complete."""
+        """Sums the pieces of one bucket over ranks, in place.
+
+        Args:
+            pieces: The messages of the bucket.
+            begun: Called when the bucket is sent.
+            ended: Called when the bucket is complete.
+
+        Returns:
+            A function that waits until the sums are complete.
+        """
 
     def close(self) -> None:  # noqa: B027
-        """Gives threads and groups back; does not wait for buckets that are still under way."""
+        """Frees threads and groups. Does not wait for buckets that are still under way."""
 
 
 class DirectTransport(Transport):
-    """The group's own all-reduce, in the number format that the bucket has."""
+    """The group's own all-reduce, in the number format of the bucket."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -67,7 +75,13 @@ class DirectTransport(Transport):
 
 
 def create_transport(group: Group, settings: CommSettings, plan: FusionPlan) -> Transport:
-    """The transport that a plan needs; where it makes process groups, all ranks make them at once."""
+    """Creates the transport that a plan needs. All ranks call this at the same point.
+
+    Args:
+        group: All ranks.
+        settings: The section `[comm]`.
+        plan: The fusion plan.
+    """
     native = all(b.algorithm == b.beside_algorithm == "native" for b in plan.buckets)
     if native and len(plan.buckets) == 1 and plan.buckets[0].wire == "auto":
         return DirectTransport(group)

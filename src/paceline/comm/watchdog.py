@@ -1,32 +1,30 @@
-"""`Watchdog`: ends a rank whose exchange stalls, and reports which bucket and because of which rank.
+"""`Watchdog`: ends a rank whose exchange stalls, and reports the bucket and the rank that caused it.
 
 Python cannot interrupt a wait in C++, so threads do it. In a healthy run each rank publishes a
 heartbeat every few seconds and does nothing else.
 
-1. A rank that has waited in one place for 40 % of `comm.timeout_s` reads the others' heartbeats. Of more
-   than 64 ranks only one reads for all.
-2. Shortly before the timeout the first such rank proposes what it found. All ranks take that verdict,
-   also those that only compute, show it and end with its exit code.
-3. Where the store does not answer, rank 0's host is gone or this one is cut off: a rank that waits, or
-   that has received no answer for as long, reports it and ends.
-4. A rank that leaves with an error has seconds to do so; torch may wait for a lost host without end.
+1. A rank that has waited in one place for 40 % of `comm.timeout_s` reads the heartbeats of all ranks. In
+   a job of more than 64 ranks only some ranks do that.
+2. Shortly before the timeout the first such rank proposes a verdict. All ranks show that verdict and end
+   with its exit code, also those that only compute.
+3. If the store does not answer, rank 0's host is gone or this one is cut off. A rank that waits, or that
+   has received no answer for as long, reports it and ends.
+4. A rank that leaves with an error has some seconds to do so; torch may wait for a lost host without end.
 5. A rank whose collective cannot fail by itself (NCCL, a CUDA graph) ends with the error that another
-   rank has posted. Once a signal has asked it to stop, it waits `_STOP_WAIT_S` for a silent rank.
+   rank has posted. After a stop signal, it waits `_STOP_WAIT_S` for a silent rank.
 
 The watchdog uses two threads: `HeartbeatChannel` publishes and reads heartbeats, `Watchdog` checks
 them, because a call to a store on an unreachable host can block forever.
 
-`LostRanks` finds which rank is gone after a collective broke: as the failed rank has posted, by the
-address in the backend's error, or because its heartbeats have stopped.
+`LostRanks` finds which rank is gone after a collective broke: from the error that the failed rank has
+posted, or by a roll call.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +34,7 @@ from torch.distributed.distributed_c10d import Store
 from paceline.comm.agreement import ActiveClock, Agreement
 from paceline.comm.collectives import backend_reason
 from paceline.comm.heartbeats import HeartbeatChannel
-from paceline.comm.job import RankHosts, format_ranks, rank_hosts_store
+from paceline.comm.job import RankHosts, rank_hosts_store
 from paceline.comm.peer_errors import AgreedError, PeerError, ShowError
 from paceline.comm.progress import BucketInfo, ProgressBoard, RankProgress
 from paceline.comm.stalls import stall_error, unreachable_error
@@ -44,33 +42,47 @@ from paceline.core.errors import CommError, PacelineError
 from paceline.core.host import in_thread
 from paceline.core.topology import Topology
 
-# Longer than a rank waits for the cause and for the others to leave (see `group.py`).
+# Longer than a rank waits for the cause and for the other ranks to leave (see `group.py`).
 _LEAVE_S = 10.0
 _END_WAIT_S = 0.5
 # Long enough for hosts with many more ranks than cores.
 _SHOW_WAIT_S = 8.0
 _FREE_WAIT_S = 4.0
 _LINGER_S = 3.0
-# How many ranks have read a verdict in a second, at the least.
+# At least so many ranks read a verdict in a second.
 _RANKS_PER_S = 500
-# torchrun kills ranks 30 s after its SIGTERM: a lost rank has to be found and named before.
+# torchrun kills ranks 30 s after its SIGTERM: a lost rank must be named before.
 _STOP_WAIT_S = 15.0
 # Often enough that a lost rank is named within seconds, seldom enough for thousands of ranks.
 _LONGEST_BEAT_S = 2.0
-# Of all ranks together, where the timeout allows; each makes two requests to a store that serves some
-# 50,000 a second.
+# Of all ranks together, if the timeout allows it. Each beat makes two requests to a store that serves
+# about 50,000 a second.
 _BEATS_PER_S = 4_000
 
 
 def beat_interval_s(timeout_s: float, ranks: int) -> float:
-    """Seconds between two heartbeats of a rank. A silent rank is found within seven of them, for which
-    40 % of the timeout is there."""
+    """Returns the seconds between two heartbeats of a rank.
+
+    A silent rank is found within seven heartbeats, which must fit into 40 % of the timeout.
+    """
     by_timeout_s = min(max(timeout_s / 60, 0.1), _LONGEST_BEAT_S)
     return max(by_timeout_s, min(ranks / _BEATS_PER_S, timeout_s / 20))
 
 
 class Watchdog:
-    """Two daemon threads, from joining the group until `close`."""
+    """Two daemon threads that run from joining the group until `close`.
+
+    All ranks create their watchdog before their first collective.
+
+    Args:
+        store: The store that all ranks share.
+        topology: This rank.
+        timeout_s: The setting `comm.timeout_s`.
+        board: This rank's progress.
+        show_error: Shows an error that cannot be raised.
+        hosts: The hosts of all ranks, for messages.
+        before_exit: Frees what outlives a process, in bounded time.
+    """
 
     def __init__(
         self,
@@ -83,8 +95,6 @@ class Watchdog:
         *,
         before_exit: Callable[[], None] | None = None,
     ) -> None:
-        """`show_error` shows an error where it cannot be raised. `before_exit` frees what outlives a
-        process, in bounded time. All ranks create their watchdog before their first collective."""
         self._topology = topology
         self._timeout_s = timeout_s
         self._limit_s = timeout_s - min(0.2 * timeout_s, 15.0)
@@ -105,7 +115,7 @@ class Watchdog:
         self._leaving: tuple[PacelineError, float] | None = None
         self._fault_since_s = 0.0
         self._asked_since_s: float | None = None
-        # Either this thread ends the process or the run's own error does: a rank prints one line.
+        # Either this thread or the run's own error ends the process: a rank prints one line.
         self._ends = False
         self._end_lock = threading.Lock()
         self._closed = threading.Event()
@@ -113,10 +123,10 @@ class Watchdog:
         self._thread.start()
 
     def leaving(self, error: BaseException) -> None:
-        """This rank leaves with an error of its own, and ends with it should it get stuck.
+        """Notes that this rank leaves with its own error, and ends the process with it if it gets stuck.
 
-        Does not return where there is a verdict and the error is only its consequence, because other
-        ranks closed their connections as they ended: then this rank shows the verdict and ends with it.
+        Does not return if there is a verdict and the error is only its consequence, because other ranks
+        closed their connections as they ended. Then this rank shows the verdict and ends with it.
         """
         follows = isinstance(error, PeerError) and self._channel.verdict is not None
         if not isinstance(error, PacelineError):
@@ -129,23 +139,24 @@ class Watchdog:
             self._thread.join()
 
     def silent_ranks(self) -> set[int]:
-        """Ranks whose process does not run any more, for a collective that broke. Waits for their
-        answers for some seconds."""
+        """Returns the ranks whose process does not run any more. Waits some seconds for answers."""
         return self._channel.silent_ranks()
 
     @property
-    def all_read(self) -> bool:
-        """Whether every rank may read all heartbeats, because there are few."""
-        return self._channel.all_read
+    def is_reader(self) -> bool:
+        """Returns True if this rank reads the heartbeats of all ranks."""
+        return self._channel.is_reader
 
     @property
     def stop_announced(self) -> bool:
-        """Whether some rank was asked to stop, as the heartbeat thread has found."""
+        """Returns True if the heartbeat thread has read that some rank was asked to stop."""
         return self._channel.stop_announced
 
     def hold_if_ending(self) -> None:
-        """Does not return while this process is being ended: a collective that the abort has cut short
-        returns with wrong numbers, which must not be used."""
+        """Does not return while this process is being ended.
+
+        A collective that the abort has cut short returns with wrong numbers, which must not be used.
+        """
         with self._end_lock:
             ends = self._ends
         if ends:
@@ -161,7 +172,7 @@ class Watchdog:
 
     def _serve(self) -> None:
         tick_s = self._beat_s / 2
-        # A process that was stopped does not suspect others for the time that it lost itself.
+        # A process that was stopped does not blame other ranks for the time that it has lost.
         clock = ActiveClock(longest_s=4 * tick_s)
         while not self._closed.wait(tick_s):
             self._now_s = clock.now_s()
@@ -170,14 +181,14 @@ class Watchdog:
                 self._end(error)
 
     def _may_end(self, error: PacelineError) -> bool:
-        """False where this rank has begun to leave by itself, unless it got stuck."""
+        """Returns False if this rank has begun to leave by itself and is not stuck."""
         with self._end_lock:
             left = self._closed.is_set() or (self._leaving and self._leaving[0] is not error)
             self._ends = not left
         return self._ends
 
     def _check(self) -> PacelineError | None:
-        """The error that this rank has to end with, if any."""
+        """Returns the error that this rank has to end with, or None."""
         progress = self._board.progress
         if progress != self._seen:
             self._seen, self._since_s, self._proposed_s = progress, self._now_s, 0.0
@@ -198,7 +209,7 @@ class Watchdog:
         if self._channel.fault is None or not self._channel.reads_fault:
             self._fault_since_s = self._now_s
         elif self._now_s - self._fault_since_s > 3 * self._beat_s:
-            # Long enough for the exchange that brings the fault to all ranks, where it still works.
+            # Long enough for the exchange that brings the fault to all ranks, if it still works.
             return PeerError.from_agreed(self._channel.fault)
         self._channel.reads_progress = waited_s > 0.4 * self._timeout_s or self._is_asked_to_stop(
             waited_s
@@ -211,7 +222,7 @@ class Watchdog:
         return None
 
     def _is_asked_to_stop(self, waited_s: float) -> bool:
-        """Whether this rank waits although a signal has asked it to stop; records since when."""
+        """Returns True if this rank waits after a stop signal, and records since when."""
         if not waited_s or not self.asked_to_stop():
             self._asked_since_s = None
         elif self._asked_since_s is None:
@@ -219,16 +230,19 @@ class Watchdog:
         return self._asked_since_s is not None
 
     def _stops_for_a_silent_rank(self) -> bool:
-        """A rank that is only slow is waited for: it may still be saving."""
+        """Returns True if a rank is silent some time after a stop signal. A slow rank may be saving."""
         since_s = self._asked_since_s
         return since_s is not None and self._now_s - since_s > _STOP_WAIT_S and bool(self._silent())
 
     def _has_observed(self) -> bool:
-        """Whether this rank reads the heartbeats, and for long enough to know who is silent. Else it
-        leaves the verdict to the rank that does."""
-        if not self._channel.reads:
+        """Returns True if this rank has read heartbeats for long enough to know which ranks are silent.
+
+        Ranks that are no readers leave the verdict to those that are.
+        """
+        reads = self._channel.is_reader and self._channel.reads_progress
+        if not reads:
             self._reads_since_s = self._now_s
-        return self._channel.reads and self._now_s - self._reads_since_s > 4 * self._beat_s
+        return reads and self._now_s - self._reads_since_s > 4 * self._beat_s
 
     def _note_heartbeats(self) -> None:
         """Records when each rank's latest heartbeat was seen."""
@@ -243,8 +257,10 @@ class Watchdog:
         return stall_error(known, silent, self.buckets, waited_s, self._timeout_s, self._hosts)
 
     def _silent(self) -> set[int]:
-        """Ranks without a new heartbeat for three beats that have not left the job, as ranks do whose
-        connections broke with those of a lost one."""
+        """Returns the ranks without a new heartbeat for three beats that have not left the job.
+
+        Ranks whose connections broke with those of a lost rank leave.
+        """
         return {
             rank
             for rank, (_, seen_s) in self._last_beat.items()
@@ -254,13 +270,13 @@ class Watchdog:
         }
 
     def _unreachable(self, progress: RankProgress, unanswered_s: float) -> CommError:
-        rank, closed = self._topology.rank, self._channel.lost
-        reached = self._hosts.others_that_answer(rank, self._topology.master_port)
-        host = self._topology.master_addr
-        return unreachable_error(progress, rank, host, unanswered_s, closed, self._hosts, reached)
+        return unreachable_error(
+            progress, self._topology.rank, self._topology.master_addr, unanswered_s,
+            self._channel.lost, self._hosts,
+        )  # fmt: skip
 
     def _end(self, error: PacelineError) -> None:
-        """Without destructors and exit handlers, which would wait for the lost rank."""
+        """Ends the process without destructors and exit handlers, which would wait for the lost rank."""
         await_shown = in_thread(partial(self._show, error))
         await_freed = in_thread(self._before_exit or (lambda: None))
         if self._topology.is_main and rank_hosts_store() and not self._channel.lost:
@@ -272,7 +288,7 @@ class Watchdog:
         os._exit(error.exit_code)
 
     def _show(self, error: PacelineError) -> None:
-        """In a thread, because writing to a pipe that nobody reads blocks."""
+        """Runs in a thread, because writing to a pipe that nobody reads blocks."""
         self._show_error(error)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -283,14 +299,15 @@ def _print_error(error: PacelineError) -> None:
     sys.stderr.flush()
 
 
-# How long a rank whose collective broke waits for the rank that failed to post its error.
+# How long a rank whose collective broke waits for the error of the rank that failed.
 _FAULT_WAIT_S = 2.0
-_SUSPECT_WAITS, _SUSPECT_PAUSE_S = 12, 0.25
+# How long a rank that is no reader waits for what a reader finds.
+_READER_WAIT_S = 3.0
 
 
 @dataclass(frozen=True)
 class LostRanks:
-    """Makes the error of a broken collective, the same on all ranks where they can still agree."""
+    """Makes the error of a broken collective, the same on all ranks if they can still agree."""
 
     rank: int
     agreement: Agreement
@@ -298,13 +315,12 @@ class LostRanks:
     hosts: RankHosts
 
     def posted_fault(self) -> AgreedError | None:
-        """The error that a failed rank has posted, or posts within seconds."""
+        """Returns the error that a failed rank has posted, or posts within seconds."""
         return self.agreement.read_fault(_FAULT_WAIT_S)
 
     def broken(self, what: str, error: RuntimeError) -> PeerError:
-        """For a collective of the backend: who failed and why, where that is known."""
+        """Returns the error for a broken collective of the backend: who failed and why, if known."""
         return self._explained(
-            str(error),
             lambda gone: PeerError(
                 f"{what} broke on rank {self.rank}: {gone or 'another rank is gone'} "
                 f"({backend_reason(error)})",
@@ -313,53 +329,23 @@ class LostRanks:
         )
 
     def peer_error(self, error: CommError) -> PeerError:
-        """For an exchange that broke: the error that the failed rank posted, else `error` itself."""
+        """Returns the error for a broken exchange: the one that the failed rank posted, else `error`."""
         return self._explained(
-            error.cause,
             lambda gone: PeerError(f"{error.cause}{gone and ': '}{gone}", error.remedy),
         )
 
-    def _explained(self, cause: str, make: Callable[[str], PeerError]) -> PeerError:
-        """The posted error, else what `make` says of the rank that is gone, or of an empty text."""
-        suspect = self._suspect(cause)
-        if fault := self.posted_fault():
-            return PeerError.from_agreed(fault)
-        gone = suspect or self.silent()
-        return self._posted(make(gone), bool(gone) and not suspect)
-
-    def _posted(self, error: PeerError, is_certain: bool) -> PeerError:
-        """Where the lost ranks are known for certain, posts that, so that ranks whose own connections
-        still stand end with the same line, and without a search of their own."""
-        if not is_certain:
-            return error
-        self.agreement.post_fault(error)
-        first = self.agreement.read_fault()
-        return error if first is None else PeerError.from_agreed(first)
-
-    def _suspect(self, error: str) -> str:
-        """Who is gone, by the peer's address in the backend's error; empty where that is unknown."""
-        for address in re.findall(r"\[?([0-9a-fA-F.:]+)\]?:\d+", error):
-            if suspect := self.hosts.gone_text(address):
-                return self.agreement.first_suspect(suspect)
-        return ""
-
-    def silent(self) -> str:
-        """Who is gone, as another rank has found, or because it does not answer; empty where all
-        answer."""
-        if known := self.agreement.known_suspect():
-            return known
-        ranks = self.watchdog.silent_ranks() if self.watchdog is not None else set()
-        if not ranks:
-            return self._suspect_of_reader()
-        verb = "gives" if len(ranks) == 1 else "give"
-        return self.agreement.first_suspect(f"{format_ranks(ranks)} {verb} no sign of life")
-
-    def _suspect_of_reader(self) -> str:
-        """Where ranks are many one of them reads all heartbeats, and the others wait for what it
-        finds."""
-        waits = 0 if self.watchdog is None or self.watchdog.all_read else _SUSPECT_WAITS
-        for _ in range(waits):
-            if known := self.agreement.known_suspect():
-                return known
-            time.sleep(_SUSPECT_PAUSE_S)
-        return self.agreement.known_suspect()
+    def _explained(self, make: Callable[[str], PeerError]) -> PeerError:
+        """Returns the posted error, else the one that `make` makes of a text about the lost ranks."""
+        fault = self.posted_fault()
+        if fault is None and self.watchdog is not None:
+            if ranks := self.watchdog.silent_ranks():
+                verb = "gives" if len(ranks) == 1 else "give"
+                error = make(f"{self.hosts.describe(ranks)} {verb} no sign of life")
+                # So that the other ranks end with the same line.
+                self.agreement.post_fault(error)
+                fault = self.agreement.read_fault()
+                if fault is None:
+                    return error
+            elif not self.watchdog.is_reader:
+                fault = self.agreement.read_fault(_READER_WAIT_S)
+        return make("") if fault is None else PeerError.from_agreed(fault)

@@ -1,4 +1,4 @@
-"""Decisions, without torch: which tensors travel together, by which algorithm, in which format."""
+"""Plans of the gradient exchange, without torch: buckets, algorithms, wire formats and their cost."""
 
 from paceline.plan.fusion_plan import FusionBucket, FusionPlan
 from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile

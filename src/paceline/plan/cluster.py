@@ -1,8 +1,7 @@
-"""`Cluster`: how many ranks there are, and what a message costs between them.
+"""`Cluster`: the number of ranks, and the cost of a message between them.
 
-Out: start-up time and time a byte inside a node and between nodes, links, contention; and a ConfigError
-for figures that cannot be. `paceline.planner.accelerators` makes one of a GPU and flags, and
-`paceline.planner.plan_parts` of the file that `paceline tune` wrote on the real cluster.
+`paceline.planner.accelerators` makes a cluster from a GPU and flags, and `paceline.planner.plan_parts`
+from the file that `paceline tune` wrote on a real cluster.
 """
 
 from __future__ import annotations
@@ -10,24 +9,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
 from paceline.core.topology import RANKS_LIMIT
 from paceline.core.untrusted import LONGEST_S
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+    from paceline.plan.cost import ProbedTable
 
-# GPUs of one type and lot differ by some percent in clock and temperature, and each in itself from
-# step to step. One round number for all clusters, chosen knowing the systems of the planner's record.
+# GPUs of one type differ by some percent in clock and temperature, and each GPU from step to step. It is
+# one round number for all clusters, chosen with the systems of the planner's record in mind.
 RANK_SPREAD = 0.02
 
 
 @dataclass(frozen=True)
 class Link:
-    """`alpha_s` to start a message, `beta_s` a byte."""
+    """The cost of a link: `alpha_s` to start a message, `beta_s` for each byte."""
 
     alpha_s: float
     beta_s: float
@@ -37,28 +35,28 @@ class Link:
         return cls(latency_us * 1e-6, 1e-9 / gigabytes_per_s)
 
 
-class ProbedCosts(Protocol):
-    """All-reduces as they were measured on this cluster, which go before formulas."""
-
-    @property
-    def algorithms(self) -> tuple[str, ...]: ...
-
-    def cost_s(
-        self, algorithm: str, cluster: Cluster, sizes: npt.NDArray[np.float64]
-    ) -> npt.NDArray[np.float64]: ...
-
-
 @dataclass(frozen=True)
 class Cluster:
-    """`nodes` of `ranks_per_node`. `inter` is one link between nodes, of which each node has `links`;
-    `oversubscription` divides their rate when all nodes talk at once. `gamma_s` is the time to add up a
-    byte, `launch_s` the time that every collective takes beside its messages, `cast_s` the time to
-    bring an element into another format for the wire, and back. `hidden_cost` is what a second of an
-    exchange costs the compute that hides it, where the same processors or memory serve both.
-    `depth_cost` is by how much a byte between nodes takes longer for every doubling of the nodes, whose
-    flows meet in more switches. `spread` is the relative standard error of start-ups and rates.
-    `probed`, where there is one, knows better than the rest. `has_network`: whether `inter` is known;
-    otherwise there is one node."""
+    """Ranks and links of a cluster.
+
+    Attributes:
+        nodes: Number of nodes.
+        ranks_per_node: Number of ranks on each node.
+        intra: The link between two ranks of a node.
+        inter: One link between nodes.
+        links: Number of such links of a node.
+        oversubscription: Divides the rate of the links if all nodes send at once.
+        gamma_s: Time to add a byte.
+        launch_s: Time that every collective takes besides its messages.
+        cast_s: Time to convert an element to a wire format and back.
+        hidden_cost: Seconds by which one second of an exchange delays the compute that hides it,
+            because the same processors or memory serve both.
+        depth_cost: Relative increase of the time per byte between nodes for every doubling of the
+            nodes, whose flows meet in more switches.
+        spread: Relative standard error of latencies and rates.
+        probed: Measured all-reduces, which take precedence over the values above.
+        has_network: False if `inter` is not known; then there is one node.
+    """
 
     nodes: int
     ranks_per_node: int
@@ -72,7 +70,7 @@ class Cluster:
     hidden_cost: float = 0.0
     depth_cost: float = 0.0
     spread: float = 0.3
-    probed: ProbedCosts | None = None
+    probed: ProbedTable | None = None
     has_network: bool = True
 
     def __post_init__(self) -> None:
@@ -86,37 +84,32 @@ class Cluster:
         if self.nodes > 1 and not self.has_network:
             raise ConfigError(
                 "--nodes", self.nodes,
-                "the cluster file is of one node: links between nodes were not measured",
+                "the cluster file has one node: links between nodes were not measured",
                 "run paceline tune on two nodes, or give --node-gbps instead of the file",
             )  # fmt: skip
         if self.ranks > RANKS_LIMIT:
-            flag, count = max(("--nodes", self.nodes), ("--gpus-per-node", self.ranks_per_node),
-                              key=lambda pair: pair[1])  # fmt: skip
+            flag = "--nodes" if self.nodes >= self.ranks_per_node else "--gpus-per-node"
             raise ConfigError(
-                flag, count, f"{self.ranks:,} ranks are more than {RANKS_LIMIT:,}",
-                "use fewer nodes or fewer GPUs a node",
+                flag, max(self.nodes, self.ranks_per_node),
+                f"{self.ranks:,} ranks are more than {RANKS_LIMIT:,}",
+                "use fewer nodes or fewer GPUs per node",
             )  # fmt: skip
-        for flag, link in (("inside a node", self.intra), ("between nodes", self.inter)):
-            for what, value in (("latency", link.alpha_s), ("time a byte", link.beta_s)):
-                if not 0 <= value <= LONGEST_S:
-                    raise ConfigError(
-                        f"{what} {flag}", value, f"must be 0 or more, at most {LONGEST_S:g} s",
-                        "measure the links again, or give others",
-                    )  # fmt: skip
-        if not 1 <= self.oversubscription <= LONGEST_S:
-            raise ConfigError(
-                "--oversubscription", self.oversubscription, f"must be from 1 to {LONGEST_S:g}",
-                "4 means that a quarter of the links' sum reaches the other nodes",
-            )  # fmt: skip
-        for name, value in (
-            ("time to add a byte", self.gamma_s),
-            ("launch time", self.launch_s),
-            ("time to cast an element", self.cast_s),
-            ("cost of a hidden exchange", self.hidden_cost),
-            ("cost of a doubling of the nodes", self.depth_cost),
+        for name, value, least in (
+            ("latency inside a node", self.intra.alpha_s, 0),
+            ("time per byte inside a node", self.intra.beta_s, 0),
+            ("latency between nodes", self.inter.alpha_s, 0),
+            ("time per byte between nodes", self.inter.beta_s, 0),
+            ("--oversubscription", self.oversubscription, 1),
+            ("time to add a byte", self.gamma_s, 0),
+            ("launch time", self.launch_s, 0),
+            ("time to cast an element", self.cast_s, 0),
+            ("cost of a hidden exchange", self.hidden_cost, 0),
+            ("cost of doubling the nodes", self.depth_cost, 0),
         ):
-            if not 0 <= value <= LONGEST_S:
-                raise ConfigError(name, value, f"must be 0 or more, at most {LONGEST_S:g}")
+            if not least <= value <= LONGEST_S:
+                raise ConfigError(
+                    name, value, f"must be from {least} to {LONGEST_S:g}", "measure it again"
+                )
 
     @property
     def ranks(self) -> int:
@@ -124,13 +117,13 @@ class Cluster:
 
     @property
     def between(self) -> Link:
-        """One flow between two nodes, under contention in the switches."""
+        """Returns the link of one flow between two nodes, under contention in the switches."""
         deeper = 1 + self.depth_cost * math.log2(self.nodes)
         return replace(self.inter, beta_s=self.inter.beta_s * self.oversubscription * deeper)
 
     @property
     def slowest(self) -> Link:
-        """What bounds a ring over all ranks: each round waits for the slowest hop."""
+        """Returns the link that bounds a ring over all ranks: each round waits for the slowest hop."""
         if self.nodes == 1:
             return self.intra
         if self.ranks_per_node == 1:
@@ -145,8 +138,10 @@ class Cluster:
 
 
 def slowest_of(ranks: int, spread: float = RANK_SPREAD) -> float:
-    """How much longer than the mean the slowest rank takes, for which a synchronous step waits: the
-    expected maximum of normal times, by Blom's approximation."""
+    """Returns the time of the slowest rank, for which a synchronous step waits, relative to the mean.
+
+    It is the expected maximum of normal times, by Blom's approximation.
+    """
     if ranks <= 1:
         return 1.0
     return 1.0 + spread * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))

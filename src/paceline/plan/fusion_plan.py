@@ -1,11 +1,6 @@
-"""`FusionPlan`: ordered buckets, each with its tensors, its algorithm and its wire format; and
-`FlatLayout`: where tensors lie in one contiguous buffer.
+"""`FusionPlan`: ordered buckets of gradients; `FlatLayout`: the places of tensors in one buffer.
 
-In: the tensors' names in the order in which backward makes them ready. Out: the one object that the
-simulator scores, the communication module executes and the checkpoint pins.
-
-A layout is made of the tensors' names, shapes and number format, in the order in which they shall lie:
-for each its offset and length in elements, and the padded length of the whole.
+The planner predicts the time of a plan, the communication module executes it, and the checkpoint pins it.
 """
 
 from __future__ import annotations
@@ -14,13 +9,13 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.core.errors import ConfigError
 
-# Beside the gradients travel, in fp32, six numbers of the step and one for each tensor.
+# Besides the gradients, so many fp32 numbers of the step travel, and one for each tensor.
 _SIGNALS = 11
 
 
@@ -28,8 +23,12 @@ _SIGNALS = 11
 class FusionBucket:
     """Tensors that travel together.
 
-    `wire` is the format that travels; `auto` leaves each tensor in its own. `beside` is the algorithm for
-    the small messages beside the bulk: tensors in another format, and the signals; empty, the same.
+    Attributes:
+        tensors: Names of the tensors.
+        algorithm: The all-reduce algorithm.
+        wire: The format that travels; `auto` leaves each tensor in its own.
+        beside: The algorithm for the small messages: tensors in another format, and the signals. Empty
+            for the same as `algorithm`.
     """
 
     tensors: tuple[str, ...]
@@ -50,7 +49,7 @@ class FusionPlan:
 
     @classmethod
     def single(cls, tensors: Sequence[str]) -> FusionPlan:
-        """Everything in one bucket, by the backend's own all-reduce."""
+        """Puts all tensors into one bucket, with the backend's own all-reduce."""
         return cls((FusionBucket(tuple(tensors)),))
 
     @classmethod
@@ -61,7 +60,14 @@ class FusionPlan:
         algorithm: str = "native",
         wire: str = "auto",
     ) -> FusionPlan:
-        """Pools (name, bytes) in the order given; a pool is closed once it holds `threshold` bytes."""
+        """Fills buckets in the order given, and closes each once it holds `threshold` bytes.
+
+        Args:
+            tensors: Pairs of name and bytes.
+            threshold: Bytes of a full bucket.
+            algorithm: The all-reduce algorithm of all buckets.
+            wire: The wire format of all buckets.
+        """
         pools: list[list[str]] = [[]]
         filled = 0
         for name, size in tensors:
@@ -74,17 +80,17 @@ class FusionPlan:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """All tensors, in sending order."""
+        """Returns all tensors, in sending order."""
         return tuple(name for bucket in self.buckets for name in bucket.tensors)
 
     @property
     def fingerprint(self) -> str:
-        """Equal on two ranks exactly where their plans are equal."""
+        """Returns a text that is equal on two ranks exactly if their plans are equal."""
         text = json.dumps(self.to_table(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def check(self, tensors: Sequence[str]) -> None:
-        """Fails unless the plan carries each of the model's `tensors` exactly once."""
+        """Raises ConfigError unless the plan contains each of the model's `tensors` exactly once."""
         planned = self.tensors
         empty = [n for n, bucket in enumerate(self.buckets) if not bucket.tensors]
         if not self.buckets or (tensors and empty):
@@ -103,12 +109,12 @@ class FusionPlan:
                 )
 
     def to_table(self) -> dict[str, Any]:
-        """Plain lists and strings, for TOML, JSON and the checkpoint."""
+        """Returns plain lists and strings, for TOML, JSON and the checkpoint."""
         return {"buffer": [_to_row(bucket) for bucket in self.buckets]}
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> FusionPlan:
-        """The inverse of `to_table`."""
+        """Returns the inverse of `to_table`."""
         try:
             return cls(tuple(_from_row(row) for row in table["buffer"]))
         except (KeyError, TypeError) as error:
@@ -131,87 +137,54 @@ def _from_row(row: Mapping[str, Any]) -> FusionBucket:
 
 
 def padded(elements: Any) -> Any:
-    """What tensors take in the flat buffers: each one begins on a boundary."""
-    return -(-elements // DEFAULT_ALIGN) * DEFAULT_ALIGN
+    """Returns the elements that a tensor takes in a flat buffer: each one starts on a boundary."""
+    return -(-elements // _ALIGN) * _ALIGN
 
 
 def signal_bytes(tensors: int) -> int:
-    """Of what a step's last bucket carries besides gradients."""
+    """Returns the bytes that the last bucket of a step contains besides gradients."""
     return 4 * (_SIGNALS + tensors)
 
 
-# 32 elements are 128 bytes of float32 and 64 of the 16-bit formats; a tensor that starts on such a
-# boundary is read in full-width vector loads on every device.
-DEFAULT_ALIGN = 32
+# 32 elements are 128 bytes of float32 and 64 of the 16-bit formats. Every device reads a tensor that
+# starts on such a boundary in full-width vector loads.
+_ALIGN = 32
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor by name and shape. `dtype` is the format's plain name, such as `float32`."""
+    """A tensor by name and shape. `dtype` is the name of its format, such as `float32`."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
 
-    def __post_init__(self) -> None:
-        if any(size < 0 for size in self.shape):
-            raise ValueError(f"tensor {self.name!r}: shape {self.shape} has a negative size")
-
     @property
     def length(self) -> int:
-        """Number of elements; a scalar has one."""
+        """Returns the number of elements; a scalar has one."""
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Slot:
-    """The place of one tensor: elements `offset` to `offset + length`."""
+class Slot(NamedTuple):
+    """The place of one tensor: elements `offset` to `stop` of a flat buffer."""
 
-    spec: TensorSpec
+    name: str
     offset: int
-
-    @property
-    def name(self) -> str:
-        return self.spec.name
-
-    @property
-    def length(self) -> int:
-        return self.spec.length
-
-    @property
-    def stop(self) -> int:
-        return self.offset + self.spec.length
+    stop: int
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Tensors of one number format laid end to end, each start aligned, the whole padded."""
+    """Tensors of one number format, each starting on a boundary, and the padded length of the whole."""
 
     slots: tuple[Slot, ...]
-    dtype: str
     length: int
-    align: int
 
     @classmethod
-    def build(cls, specs: Sequence[TensorSpec], *, align: int = DEFAULT_ALIGN) -> FlatLayout:
-        """Lays `specs` out in the order given. All must have one format, and names must differ."""
-        if align < 1:
-            raise ValueError(f"align = {align}: must be at least 1")
-        formats = {spec.dtype for spec in specs}
-        if len(formats) > 1:
-            raise ValueError(f"one layout has one number format, not {sorted(formats)}")
-        names = [spec.name for spec in specs]
-        if len(set(names)) != len(names):
-            twice = sorted({name for name in names if names.count(name) > 1})
-            raise ValueError(f"tensor names must differ; repeated: {twice}")
+    def build(cls, specs: Sequence[TensorSpec]) -> FlatLayout:
+        """Places tensors of one number format in the order given."""
         slots, offset = [], 0
         for spec in specs:
-            slots.append(Slot(spec, offset))
-            offset += -(-spec.length // align) * align
-        return cls(tuple(slots), next(iter(formats), "float32"), offset, align)
-
-    def __iter__(self) -> Iterator[Slot]:
-        return iter(self.slots)
-
-    def __len__(self) -> int:
-        return len(self.slots)
+            slots.append(Slot(spec.name, offset, offset + spec.length))
+            offset += padded(spec.length)
+        return cls(tuple(slots), offset)

@@ -1,25 +1,24 @@
-"""The gradient noise scale (McCandlish et al. 2018), and up to which batch more ranks save time.
+"""The gradient noise scale (McCandlish et al. 2018): up to which batch more ranks save time.
 
-In: the squared norms of a step's whole gradient and of its parts, from the micro-batches that ranks
-compute anyway. Out: estimates of the squared true gradient and of the variance of one sample's, their
-running averages, and B_noise = variance / squared gradient. A run at batch B takes about
-S·(1 + B_noise / B) steps to the same loss, where S is the number of steps at an unlimited batch.
+The estimates use the squared norms of a step's whole gradient and of its parts, from the micro-batches
+that ranks compute anyway: the squared true gradient, the variance of one sample's gradient, and their
+running averages. Then B_noise = variance / squared gradient. A run at batch B takes about S·(1 +
+B_noise / B) steps to the same loss, where S is the number of steps at an unlimited batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Share of the running averages that a step leaves: they reach about 50 steps back.
+# The share of the running averages that a step keeps: they reach about 50 steps back.
 DECAY = 0.98
-# Doubling ranks and batch counts as useful where it saves at least this share of the time.
+# Doubling ranks and batch is useful if it saves at least this share of the time.
 LEAST_SAVING = 0.1
 
 
 def concentration(samples: int, parts: int) -> float:
-    """Σ nᵢ² / N² for N samples in parts whose sizes differ by at most one."""
+    """Returns Σ nᵢ² / N² for N samples in parts whose sizes differ by at most one."""
     if not 1 <= parts <= samples:
         raise ValueError(f"{samples} samples cannot have {parts} parts")
     size, larger = divmod(samples, parts)
@@ -35,10 +34,19 @@ class NoiseEstimate:
 
     @classmethod
     def of(cls, whole: float, parts: float, samples: int, count: int) -> NoiseEstimate | None:
-        """From `whole` = |Σ gᵢ|² and `parts` = Σ |gᵢ|², where gᵢ = (nᵢ/N)·(mean gradient of part i).
+        """Estimates signal and variance from `whole` = |Σ gᵢ|² and `parts` = Σ |gᵢ|².
 
-        E whole = |G|² + tr Σ / N and E parts = c·|G|² + tr Σ / N with c = Σ nᵢ² / N², so that unequal
-        parts need no approximation. None where there is one part only, or a norm is not finite.
+        Here gᵢ = (nᵢ/N)·(mean gradient of part i). E whole = |G|² + tr Σ / N and E parts = c·|G|² + tr
+        Σ / N with c = Σ nᵢ² / N², so unequal parts need no approximation.
+
+        Args:
+            whole: The squared norm of the whole gradient.
+            parts: The sum of the squared norms of the parts.
+            samples: Number of samples N.
+            count: Number of parts.
+
+        Returns:
+            The estimate; None if there is only one part, or a norm is not finite.
         """
         if count < 2 or not (math.isfinite(whole) and math.isfinite(parts)):
             return None
@@ -61,7 +69,7 @@ class NoiseScale:
 
     @property
     def value(self) -> float | None:
-        """B_noise in samples; None before the first step, and where noise hides the gradient."""
+        """Returns B_noise in samples; None before the first step, or if noise hides the gradient."""
         if self.weight == 0 or self.signal <= 0 or self.variance <= 0:
             return None
         return self.variance / self.signal
@@ -74,41 +82,33 @@ def _check(noise_scale: float, **batches: float) -> None:
 
 
 def relative_steps(noise_scale: float, batch: float) -> float:
-    """Steps to the same loss, in units of those at an unlimited batch."""
+    """Returns the steps to the same loss, relative to those at an unlimited batch."""
     _check(noise_scale, batch=batch)
     return 1 + noise_scale / batch
 
 
 def time_saved(noise_scale: float, batch: float, larger: float, step_ratio: float = 1.0) -> float:
-    """Share of the time to the same loss that `larger` saves where its steps take `step_ratio` times
-    as long; negative where it costs time."""
+    """Returns the share of the time to the same loss that a larger batch saves, negative for a loss.
+
+    Args:
+        noise_scale: B_noise in samples.
+        batch: The batch.
+        larger: The larger batch.
+        step_ratio: The time of its steps, relative to those of `batch`.
+    """
     _check(noise_scale, batch=batch, larger=larger, step_ratio=step_ratio)
     steps = relative_steps(noise_scale, larger) / relative_steps(noise_scale, batch)
     return 1 - step_ratio * steps
 
 
-def useful_batch(
-    noise_scale: float, step_ratio: float = 1.0, least_saving: float = LEAST_SAVING
-) -> float:
-    """The batch from which doubling it, with twice the ranks and steps that take `step_ratio` times as
-    long, still saves the share `least_saving`; 0 where no doubling does, inf where every one does."""
-    _check(noise_scale, step_ratio=step_ratio)
-    gain, cost = 1 - least_saving - step_ratio / 2, step_ratio - 1 + least_saving
-    if gain <= 0:
-        return 0.0
-    return math.inf if cost <= 0 else noise_scale * gain / cost
-
-
-def fastest_batch(noise_scale: float, step_s: Mapping[int, float]) -> int:
-    """Of batches with known step times, the one that reaches the same loss soonest; the smallest of
-    equals."""
-    if not step_s:
-        raise ValueError("step_s is empty: give at least one batch and its step time")
-    return min(sorted(step_s), key=lambda b: relative_steps(noise_scale, b) * step_s[b])
+def useful_batch(noise_scale: float) -> float:
+    """Returns the batch from which doubling ranks and batch still saves the share `LEAST_SAVING`."""
+    _check(noise_scale)
+    return noise_scale * (0.5 - LEAST_SAVING) / LEAST_SAVING
 
 
 def describe_noise(noise_scale: float, batch: int) -> str:
-    """What a noise scale means for a run at `batch`."""
+    """Returns a text about the meaning of a noise scale for a run at `batch`."""
     saved = time_saved(noise_scale, batch, 2 * batch)
     return (
         f"{noise_scale:,.0f} samples; twice the ranks and batch would save {saved:.0%} of the time at "

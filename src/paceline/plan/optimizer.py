@@ -1,10 +1,10 @@
-"""The best plan for a workload on a cluster: which gradients travel together, by what, in which format.
+"""Finds the best plan for a workload on a cluster: buckets, algorithms and wire formats.
 
-In: workload, cluster, batch of a rank, the algorithms and wire formats that may be used. Out: a
-`FusionPlan`. Dynamic programming, exact for one channel: F(j), the earliest end of the first j gradients,
-is the least over i of max(F(i), ready(j)) + cost(i, j), where the last bucket holds the gradients i to j.
-An earlier end of what came before never makes a later one end later, so the best of the parts is the best
-of the whole. A bucket costs its messages, each by the cheapest algorithm, in the cheapest format allowed.
+Uses dynamic programming, exact for one channel. F(j), the earliest end of the first j gradients, is the
+least over i of max(F(i), ready(j)) + cost(i, j), where the last bucket holds the gradients i to j. An
+earlier end of the first buckets never delays a later one, so the best of the parts is the best of the
+whole. The cost of a bucket is that of its messages, each by the cheapest algorithm, in the cheapest
+format allowed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,20 @@ from paceline.plan.fusion_plan import FusionBucket, FusionPlan, padded, signal_b
 from paceline.plan.schedules import algorithm_names
 from paceline.plan.wires import keeps_float32, travelling, wide_is_bulk, wire_format, wire_names
 
-# So many smaller numbers of buckets are tried where hidden exchanges cost compute.
+# So many smaller numbers of buckets are tried if hidden exchanges cost compute.
 _MOST_FEWER = 8
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """`ready` is the share of the backward pass that is over when it is there, 0 to 1; `half` says that
-    it is held, and travels unless told otherwise, in 16 bits."""
+    """A gradient of the workload.
+
+    Attributes:
+        name: The name of the tensor.
+        elements: Number of elements.
+        half: True if it is held, and by default travels, in 16 bits.
+        ready: The share of the backward pass after which it is ready, 0 to 1.
+    """
 
     name: str
     elements: int
@@ -40,8 +46,10 @@ class Gradient:
 
 
 class BackwardPass(Protocol):
-    """The times of a backward pass that the plan depends on; `paceline.planner.workload.Workload` has
-    them."""
+    """The times of a backward pass that the plan depends on.
+
+    `paceline.planner.workload.Workload` implements it.
+    """
 
     @property
     def gradients(self) -> Sequence[Gradient]: ...
@@ -49,7 +57,7 @@ class BackwardPass(Protocol):
     def backward_s(self, batch: int) -> float: ...
 
     def ready_s(self, batch: int) -> list[float]:
-        """When each gradient is there, from the start of the backward pass."""
+        """Returns when each gradient is ready, from the start of the backward pass."""
         ...
 
 
@@ -57,46 +65,69 @@ def best_plan(
     workload: BackwardPass, cluster: Cluster, batch: int, algorithms: Sequence[str] | None = None,
     wires: Sequence[str] = ("auto",), spread: float = RANK_SPREAD,
 ) -> FusionPlan:  # fmt: skip
-    """Boundaries, algorithms and formats that leave the least communication exposed; a bucket is
-    rounded to a format only where that ends the exchange sooner. Where hidden exchanges cost compute, the
-    best for each smaller number of buckets is compared with it. `algorithms`: None means all."""
+    """Finds the boundaries, algorithms and formats that leave the least communication exposed.
+
+    A bucket is rounded to a format only if that ends the exchange sooner. If hidden exchanges cost
+    compute, the best plan for each smaller number of buckets is compared too.
+
+    Args:
+        workload: Gradient sizes and ready times of one training step.
+        cluster: Ranks and links.
+        batch: The batch of a rank.
+        algorithms: Algorithms that the plan may use. None means all.
+        wires: Wire formats that the plan may use.
+        spread: The relative spread of the ranks' speeds.
+
+    Returns:
+        The plan with the shortest predicted step.
+
+    Raises:
+        ConfigError: If no algorithm or an unknown format is given.
+    """
     names = algorithm_names() if algorithms is None else algorithms
     cost = BucketCost(workload.gradients, cluster, names, wires)
     ready = _slowest_ready(workload, cluster, batch, spread)
     costs = Costs(ready, cost.wires, cost.of)
-    found = optimal_buckets(costs, cost.seconds)
+    chosen = optimal_buckets(costs, cost.seconds)
     if cluster.hidden_cost:
         backward = workload.backward_s(batch) * slowest_of(cluster.ranks, spread)
-        plans = [found, *_fewer_buckets(costs, cost.seconds, len(found))]
-        found = min(plans, key=lambda plan: costs.lost_s(plan, backward, cluster.hidden_cost))
-    return _with_names(workload, cost, found)
+        plans = [chosen, *_fewer_buckets(costs, cost.seconds, len(chosen))]
+        chosen = min(plans, key=lambda plan: costs.lost_s(plan, backward, cluster.hidden_cost))
+    return _with_names(workload, cost, chosen)
 
 
 def threshold_plan(
     workload: BackwardPass, cluster: Cluster, threshold: int,
     algorithms: Sequence[str] = ("native",),
 ) -> FusionPlan:  # fmt: skip
-    """A bucket is closed once it holds `threshold` bytes; 0 sends every gradient alone."""
+    """Returns the plan that closes a bucket once it holds `threshold` bytes; 0 sends each gradient alone.
+
+    Args:
+        workload: Gradient sizes of one training step.
+        cluster: Ranks and links.
+        threshold: Bytes of a full bucket.
+        algorithms: Algorithms that the plan may use.
+    """
     cost = BucketCost(workload.gradients, cluster, algorithms)
-    found, first = [], 0
+    buckets, first = [], 0
     for stop in range(1, len(workload.gradients) + 1):
         if cost.bytes(first, stop) >= threshold or stop == len(workload.gradients):
-            found.append(Bucket((first, stop), cost.wires[0]))
+            buckets.append(Bucket((first, stop), cost.wires[0]))
             first = stop
-    return _with_names(workload, cost, found)
+    return _with_names(workload, cost, buckets)
 
 
 def _slowest_ready(
     workload: BackwardPass, cluster: Cluster, batch: int, spread: float
 ) -> list[float]:
-    """On the slowest rank, for which every exchange waits."""
+    """Returns the ready times on the slowest rank, for which every exchange waits."""
     slow = slowest_of(cluster.ranks, spread)
     return [ready * slow for ready in workload.ready_s(batch)]
 
 
-def _with_names(workload: BackwardPass, cost: BucketCost, found: Sequence[Bucket]) -> FusionPlan:
+def _with_names(workload: BackwardPass, cost: BucketCost, chosen: Sequence[Bucket]) -> FusionPlan:
     buckets = []
-    for (first, stop), wire in found:
+    for (first, stop), wire in chosen:
         names = tuple(gradient.name for gradient in workload.gradients[first:stop])
         algorithm, beside = cost.names(wire, first, stop)
         buckets.append(FusionBucket(names, algorithm, wire, "" if beside == algorithm else beside))
@@ -112,7 +143,10 @@ class Bucket(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """`wires` begin with the most exact; `of` is the seconds of a format and a cut."""
+    """Ready times of gradients, and the cost of buckets.
+
+    `wires` start with the most exact one; `of` returns the seconds of a format and a cut.
+    """
 
     ready_s: Sequence[float]
     wires: Sequence[str]
@@ -125,7 +159,7 @@ class Costs(NamedTuple):
         return self.of(bucket.wire, *bucket.cut)
 
     def start_s(self, bucket: Bucket, free_s: float) -> float:
-        """When its last gradient is ready and the channel is free."""
+        """Returns when its last gradient is ready and the channel is free."""
         return max(free_s, self.ready_s[bucket.cut[1] - 1])
 
     def end_s(self, buckets: Sequence[Bucket]) -> float:
@@ -135,14 +169,20 @@ class Costs(NamedTuple):
         return free
 
     def lost_s(self, buckets: Sequence[Bucket], backward_s: float, hidden_cost: float) -> float:
-        """By how much the step is longer: what is exposed, and what the rest costs the compute."""
+        """Returns by how much the step is longer: exposed time, and the cost of hidden time."""
         exposed = max(0.0, self.end_s(buckets) - backward_s)
         return exposed + hidden_cost * max(0.0, sum(map(self.seconds, buckets)) - exposed)
 
 
 def optimal_buckets(costs: Costs, seconds: npt.NDArray[np.float64]) -> list[Bucket]:
-    """All end as soon as they can in the cheapest formats, `seconds`, and no single one could take a
-    more exact format. Joining rounds nothing: each gradient stays at least as exact as it was alone."""
+    """Returns buckets that end as soon as possible, in the most exact formats that allow it.
+
+    Joining buckets rounds nothing: each gradient stays at least as exact as it was alone.
+
+    Args:
+        costs: Ready times and costs.
+        seconds: The cost of each cut in its cheapest format.
+    """
     cheapest = [costs.cheapest(cut) for cut in optimal_cuts(costs.ready_s, seconds)]
     by_s = costs.end_s(cheapest) * (1 + 1e-12)
     return _more_exact(_joined(_more_exact(cheapest, costs, by_s), costs, by_s), costs, by_s)
@@ -151,43 +191,46 @@ def optimal_buckets(costs: Costs, seconds: npt.NDArray[np.float64]) -> list[Buck
 def _fewer_buckets(
     costs: Costs, seconds: npt.NDArray[np.float64], count: int
 ) -> list[list[Bucket]]:
-    """The plans that end soonest with 1 to `count` − 1 buckets, at most _MOST_FEWER of them."""
-    found = []
+    """Returns the plans that end soonest with each smaller number of buckets, up to a limit."""
+    candidates = []
     for most in range(1, min(count, _MOST_FEWER + 1)):
         cheapest = [costs.cheapest(cut) for cut in limited_cuts(costs.ready_s, seconds, most)]
-        found.append(_more_exact(cheapest, costs, costs.end_s(cheapest) * (1 + 1e-12)))
-    return found
+        candidates.append(_more_exact(cheapest, costs, costs.end_s(cheapest) * (1 + 1e-12)))
+    return candidates
 
 
 def limited_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64], most: int) -> list[Cut]:
-    """As `optimal_cuts`, with `most` runs at most."""
+    """Works as `optimal_cuts`, with at most `most` runs."""
     count = len(ready_s)
     starts = np.concatenate([[0.0], ready_s])
     ends = np.concatenate([[0.0], starts[1:] + cost[0, 1:]])
     origins = [np.zeros(count + 1, dtype=np.int64)]
     for _ in range(most - 1):
-        # found[i, j]: gradients up to i in one run fewer, i to j − 1 in the last one.
-        found = np.maximum(ends[:, None], starts[None, :]) + cost
-        found[np.tril_indices(count + 1)] = np.inf
-        origins.append(found.argmin(axis=0))
-        ends = np.concatenate([[0.0], found.min(axis=0)[1:]])
+        # candidates[i, j]: gradients up to i in one run fewer, i to j − 1 in the last one.
+        candidates = np.maximum(ends[:, None], starts[None, :]) + cost
+        candidates[np.tril_indices(count + 1)] = np.inf
+        origins.append(candidates.argmin(axis=0))
+        ends = np.concatenate([[0.0], candidates.min(axis=0)[1:]])
     return _walked_back(reversed(origins), count)
 
 
 def optimal_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64]) -> list[Cut]:
-    """Runs (first, stop) in order. `cost[i, j]` is for gradients i to j − 1."""
+    """Returns runs (first, stop) in order. `cost[i, j]` is the cost of gradients i to j − 1."""
     count = len(ready_s)
     ends = np.zeros(count + 1)
     origin = np.zeros(count + 1, dtype=np.int64)
     for stop in range(1, count + 1):
-        found = np.maximum(ends[:stop], ready_s[stop - 1]) + cost[:stop, stop]
-        origin[stop] = found.argmin()
-        ends[stop] = found[origin[stop]]
+        candidates = np.maximum(ends[:stop], ready_s[stop - 1]) + cost[:stop, stop]
+        origin[stop] = candidates.argmin()
+        ends[stop] = candidates[origin[stop]]
     return _walked_back(repeat(origin), count)
 
 
 def _walked_back(origins: Iterable[npt.NDArray[np.int64]], count: int) -> list[Cut]:
-    """The runs, of which the last ends at `count`. An origin has, for each end, the begin of its run."""
+    """Returns the runs, the last of which ends at `count`.
+
+    An origin has, for each end, the start of its run.
+    """
     cuts: list[Cut] = []
     for origin in origins:
         if not count:
@@ -198,8 +241,11 @@ def _walked_back(origins: Iterable[npt.NDArray[np.int64]], count: int) -> list[C
 
 
 def _more_exact(buckets: Sequence[Bucket], costs: Costs, by_s: float) -> list[Bucket]:
-    """From the last one back, each takes the most exact format that ends by the time at which those
-    behind it must begin, if those before it stay as they are; never a less exact one than it has."""
+    """Gives each bucket, from the last one back, the most exact format that delays no other bucket.
+
+    The buckets before it do not change, and it ends when those after it must start. Its format never
+    becomes less exact.
+    """
     starts, free = [], 0.0
     for bucket in buckets:
         starts.append(costs.start_s(bucket, free))
@@ -207,22 +253,24 @@ def _more_exact(buckets: Sequence[Bucket], costs: Costs, by_s: float) -> list[Bu
     chosen = []
     for bucket, start in zip(reversed(buckets), reversed(starts), strict=True):
         better = costs.wires[: costs.wires.index(bucket.wire)]
-        found = (
+        options = (
             one for wire in better if start + costs.seconds(one := Bucket(bucket.cut, wire)) <= by_s
         )
-        chosen.append(next(found, bucket))
+        chosen.append(next(options, bucket))
         by_s -= costs.seconds(chosen[-1])
     return chosen[::-1]
 
 
 def _joined(buckets: Sequence[Bucket], costs: Costs, by_s: float) -> list[Bucket]:
-    """The same end with fewer messages: neighbours that backward hides either way become one, in the
-    more exact of their formats."""
-    latest = [by_s]  # when the channel must be free for those behind, the last bucket first
+    """Joins neighbours that backward hides either way, in the more exact of their formats.
+
+    So the exchange ends at the same time with fewer messages.
+    """
+    latest = [by_s]  # when the channel must be free for later buckets, the last bucket first
     for bucket in reversed(buckets[1:]):
         latest.append(latest[-1] - costs.seconds(bucket))
     latest.reverse()
-    found, free, last = [], 0.0, buckets[0]
+    joined, free, last = [], 0.0, buckets[0]
     for bucket, due in zip(buckets[1:], latest[1:], strict=True):
         wire = min((last.wire, bucket.wire), key=costs.wires.index)
         both = Bucket((last.cut[0], bucket.cut[1]), wire)
@@ -230,9 +278,9 @@ def _joined(buckets: Sequence[Bucket], costs: Costs, by_s: float) -> list[Bucket
             last = both
             continue
         free = costs.start_s(last, free) + costs.seconds(last)
-        found.append(last)
+        joined.append(last)
         last = bucket
-    return [*found, last]
+    return [*joined, last]
 
 
 Floats = npt.NDArray[np.float64]
@@ -240,7 +288,7 @@ Counts = npt.NDArray[np.int64]
 
 
 class BucketCost:
-    """Tables over all pairs of gradients: `seconds[i, j]` is for gradients i to j − 1."""
+    """Costs of all pairs of gradients: `seconds[i, j]` is the cost of gradients i to j − 1."""
 
     def __init__(
         self, gradients: Sequence[Gradient], cluster: Cluster, algorithms: Sequence[str],
@@ -260,39 +308,39 @@ class BucketCost:
         self.seconds: Floats = np.minimum.reduce([table.seconds for table in tables])
 
     def bytes(self, first: int, stop: int) -> int:
-        """What travels of the gradients in the most exact format."""
+        """Returns the bytes of the gradients on the wire, in the most exact format."""
         return int(self._by_wire[self.wires[0]].bytes[first, stop])
 
     def of(self, wire: str, first: int, stop: int) -> float:
-        """Seconds in this format."""
+        """Returns the seconds in this format."""
         return float(self._by_wire[wire].seconds[first, stop])
 
     def names(self, wire: str, first: int, stop: int) -> tuple[str, str]:
-        """The algorithms of the bulk, the larger message, and of those beside it."""
+        """Returns the algorithm of the larger message, and that of the small ones."""
         return self._by_wire[wire].names(first, stop)
 
 
 def _runs(counts: Counts) -> Counts:
-    """For gradients (16 bits, 32 bits), the sums of all runs: [kind, i, j] is for i to j − 1."""
+    """Returns the sums of all runs of (16-bit, 32-bit) gradients: [kind, i, j] is for i to j − 1."""
     before = np.concatenate([np.zeros((1, 2), dtype=np.int64), counts.cumsum(axis=0)]).T
     return np.asarray(before[:, None, :] - before[:, :, None])
 
 
 class _WireCost:
-    """The tables of one format."""
+    """The costs in one format."""
 
     def __init__(
         self, held: Counts, in_buckets: Counts, wire: str, cluster: Cluster,
         algorithms: Sequence[str],
     ) -> None:  # fmt: skip
         self._cluster, self._others = cluster, tuple(algorithms)
-        # A format with an all-reduce of its own has no other; the signals beside it travel by any.
+        # A format with its own all-reduce has no other; its signals travel by any algorithm.
         self._own, self._own_cost = wire_format(wire).algorithm, wire_format(wire).cost
         self._algorithms = (self._own,) if self._own else self._others
         half, full = held
         narrow, wide, cast = travelling(half.astype(float), full.astype(float), wire)
         self.bytes: Floats = narrow + wide
-        # The last bucket's signals: within its fp32 message, or else beside.
+        # The last bucket's signals: within its fp32 message, or separately.
         signals = signal_bytes(len(half) - 1)
         rides = (full[:, -1] > 0) & keeps_float32(wire)
         wide[:, -1] += np.where(rides, signals, 0)
@@ -311,7 +359,7 @@ class _WireCost:
             self.seconds[:] = 0.0
 
     def _times(self, sizes: npt.ArrayLike) -> Floats:
-        """By every algorithm, in the first dimension."""
+        """Returns the seconds by every algorithm, in the first dimension."""
         own = self._own_cost
         return np.stack([all_reduce_s(n, self._cluster, sizes, own) for n in self._algorithms])
 

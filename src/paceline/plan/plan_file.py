@@ -1,20 +1,18 @@
-"""`PlanFile`: plan.toml, the one file of tuning and planning. One reader, one writer; without torch.
+"""`PlanFile`: plan.toml, the file of tuning and planning. It needs no torch.
 
-`paceline tune` writes it, `paceline train --plan` executes it, `paceline plan --cluster` and `--profile`
-predict with it, and a run keeps in it what it executed. Each part may be missing:
+`paceline tune` writes it, `paceline train --plan` executes it, `paceline plan --cluster` and
+`--profile` predict with it, and a run keeps in it what it executed. Every part is optional:
 
     why           what was measured and chosen, in sentences
-    [model]       which model the plan is for: count and sizes of its trained tensors
-    [cluster]     ranks and nodes; and as probed: backend, device, hidden_cost, and the cost of a message
+    [model]       the model of the plan: number and sizes of its trained tensors
+    [cluster]     ranks and nodes; if probed also backend, device, hidden_cost, and the cost of a message
                   inside a node, [cluster.intra], and between nodes, [cluster.inter]
-    [expected]    what the planner predicts for the plan, so that a run can be compared with it
-    [start_up]    what it predicts for the time before the first step, and the process groups
+    [expected]    the planner's prediction for the plan, so that a run can be compared with it
+    [start_up]    its prediction for the time before the first step, and the process groups
     [[buffer]]    the plan: tensors that travel together, algorithm, wire format
-    [[sizes]]     which algorithm carries a buffer of which size
+    [[sizes]]     the algorithm for each size of a buffer
     [[measured]]  the medians of every size and algorithm
     [workload]    the profiled step
-
-So the files that earlier versions wrote (plans, tables of sizes, profiles) are read as what they are.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from paceline.core.untrusted import (
     short_repr,
 )
 from paceline.plan.fusion_plan import FusionPlan
-from paceline.plan.schedules import NATIVE, check_name
+from paceline.plan.schedules import check_name
 from paceline.plan.size_table import MeasuredSize, SizeTable
 
 _SECTIONS = (
@@ -52,7 +50,7 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The trained tensors, whatever their order and number format."""
+    """The trained tensors, regardless of their order and number format."""
 
     tensors: int
     elements: int
@@ -60,7 +58,7 @@ class ModelFacts:
 
     @classmethod
     def of(cls, sizes: Iterable[tuple[str, int]]) -> ModelFacts:
-        """From names and numbers of elements."""
+        """Returns the facts of tensors, given by names and numbers of elements."""
         rows = sorted(sizes)
         text = "\n".join(f"{name} {elements}" for name, elements in rows)
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -72,7 +70,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """What an algorithm's choice depends on."""
+    """The facts of a cluster that the choice of algorithms depends on."""
 
     ranks: int
     nodes: int
@@ -83,8 +81,10 @@ class ClusterFacts:
 
 @dataclass(frozen=True)
 class LinkFacts:
-    """A link's cost by the slowest pair of ranks, and how many times longer a message takes when all
-    ranks send at once."""
+    """The cost of a link, measured on the slowest pair of ranks.
+
+    `contention` is how many times longer a message takes if all ranks send at once.
+    """
 
     alpha_s: float
     beta_s_per_byte: float
@@ -94,8 +94,17 @@ class LinkFacts:
 
 @dataclass(frozen=True)
 class ProbedCluster:
-    """`intra` or `inter` is None where there is no such pair of ranks. `hidden_cost`: what a second of an
-    exchange costs the compute that hides it, None where that was not measured."""
+    """The measured links of a cluster.
+
+    Attributes:
+        ranks_per_node: Number of ranks on each node.
+        backend: The backend of torch.distributed.
+        device: The type of the device.
+        intra: The link inside a node; None if no node has two ranks.
+        inter: The link between nodes; None if there is one node.
+        hidden_cost: Seconds by which one second of an exchange delays the compute that hides it. None
+            if it was not measured.
+    """
 
     ranks_per_node: tuple[int, ...]
     backend: str = ""
@@ -125,15 +134,17 @@ class ProbedCluster:
                 "cluster.ranks_per_node", counts,
                 f"must be a list of counts from 1 to {RANKS_LIMIT:,}", "run paceline tune again",
             )  # fmt: skip
-        # Beside it stand the ranks and nodes that it amounts to.
+        # The table also has the resulting numbers of ranks and nodes.
         known = cls.__dataclass_fields__
         return from_table(cls, "cluster", {k: v for k, v in table.items() if k in known})
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the planner predicts for a plan. `buffers_s` is the time that each bucket's exchange takes;
-    `batch` that of a rank."""
+    """The planner's prediction for a plan.
+
+    `buffers_s` is the time of each bucket's exchange, and `batch` that of a rank.
+    """
 
     batch: int
     step_s: float
@@ -148,20 +159,34 @@ class Expected:
 
     @classmethod
     def from_table(cls, table: Any) -> Expected | None:
-        """None for another table: nothing that a run depends on."""
+        """Returns None for an invalid table, because no run depends on it."""
         try:
-            found = from_table(cls, "expected", table)
+            prediction = from_table(cls, "expected", table)
         except ConfigError:
             return None
-        *parts, buffers_s = vars(found).values()
-        return found if found.batch >= 1 and min(*parts, *buffers_s) >= 0 else None
+        *parts, buffers_s = vars(prediction).values()
+        return prediction if prediction.batch >= 1 and min(*parts, *buffers_s) >= 0 else None
 
 
 @dataclass(frozen=True)
 class PlanFile:
-    """The parts of the file; `chosen` has an algorithm for each measured size. `workload` and `start_up`
-    are the planner's, which reads them (`paceline.planner.plan_parts`). `path`, and `setting` that named
-    it, are for messages."""
+    """The parts of the file.
+
+    Attributes:
+        fusion: The plan.
+        model: The model of the plan.
+        cluster: The cluster of the plan.
+        expected: The planner's prediction.
+        sizes: The algorithm for each size.
+        measured: The measured sizes.
+        chosen: The chosen algorithm of each measured size.
+        probed: The measured links.
+        workload: The profiled step, which `paceline.planner.plan_parts` reads.
+        why: Sentences about the choice.
+        start_up: The predicted start, which `paceline.planner.plan_parts` reads.
+        path: The path of the file, for messages.
+        setting: The setting that named the file, for messages.
+    """
 
     fusion: FusionPlan | None = None
     model: ModelFacts | None = None
@@ -179,6 +204,7 @@ class PlanFile:
 
     @property
     def plan(self) -> FusionPlan:
+        """Returns the plan. Raises ConfigError if there is none."""
         return self.given(
             self.fusion, self.setting, "has no plan: no [[buffer]]",
             "run paceline tune with --model or a recipe",
@@ -186,18 +212,20 @@ class PlanFile:
 
     @property
     def table(self) -> SizeTable:
+        """Returns the table of sizes. Raises ConfigError if there is none."""
         return self.given(
             self.sizes, "comm.hybrid.sizes", "has no table of sizes: no [[sizes]]",
             "write rows of up_to_bytes and algorithm, or run paceline tune",
         )  # fmt: skip
 
     def given(self, part: Part | None, name: str, problem: str, remedy: str) -> Part:
+        """Returns `part`. Raises ConfigError if it is None."""
         if part is None:
             raise ConfigError(name, self.path, problem, remedy)
         return part
 
     def check(self, model: ModelFacts, cluster: ClusterFacts, path: str) -> None:
-        """Refuses the plan of another model or cluster."""
+        """Raises ConfigError if the plan is for another model or cluster."""
         there: ModelFacts | ClusterFacts | None
         here: ModelFacts | ClusterFacts
         for what, there, here in (
@@ -226,8 +254,9 @@ class PlanFile:
         if self.fusion is not None:
             tables |= self.fusion.to_table()
         if self.sizes is not None:
-            tables["sizes"] = self._size_rows(self.sizes)
+            tables |= self.sizes.to_table()
         if self.measured:
+            chosen = self.chosen or ("",) * len(self.measured)
             tables["measured"] = [
                 {
                     "bytes": row.size_bytes,
@@ -235,27 +264,11 @@ class PlanFile:
                     "spread": float(f"{row.spread:.3g}"),
                     "median_s": dict(row.medians_s),
                 }
-                for row, name in zip(self.measured, self._chosen(), strict=True)
+                for row, name in zip(self.measured, chosen, strict=True)
             ]
         if self.workload is not None:
             tables["workload"] = dict(self.workload)
         return tables
-
-    def _chosen(self) -> tuple[str, ...]:
-        return self.chosen or ("",) * len(self.measured)
-
-    def _size_rows(self, table: SizeTable) -> list[dict[str, Any]]:
-        """Each row with how much faster than the backend's own it was, at which sizes."""
-        rows: list[dict[str, Any]] = table.to_table()["sizes"]
-        for size, name in zip(self.measured, self._chosen(), strict=True):
-            if {NATIVE, name} <= size.medians_s.keys():
-                limit = size.size_bytes
-                row = next(r for r in rows if limit <= r.get("up_to_bytes", limit))
-                against = size.medians_s[NATIVE] / size.medians_s[name]
-                row.setdefault("measured", []).append(
-                    {"bytes": limit, "times_native": float(f"{against:.3g}")}
-                )
-        return rows
 
     def to_text(self) -> str:
         return tomli_w.dumps(self.to_tables())
@@ -270,8 +283,12 @@ class PlanFile:
 
     @classmethod
     def read(cls, path: Path, setting: str = "comm.plan") -> PlanFile:
-        """`setting` names the file in errors. Unreadable, foreign and incomplete files fail in one line
-        each."""
+        """Reads a file. Raises ConfigError for unreadable, foreign and incomplete files.
+
+        Args:
+            path: The path of the file.
+            setting: The setting that names the file in errors.
+        """
         anew = "make it anew"
         with errors_of_file(setting, path, f"fix it, or {anew}", anew):
             tables = parse_toml(read_regular(path))
@@ -314,17 +331,15 @@ def _from_tables(tables: Mapping[str, Any]) -> PlanFile:
 
 def _facts(kind: type[Facts], table: object, section: str) -> Facts:
     wanted = kind.__dataclass_fields__
-    if isinstance(table, Mapping) and wanted.keys() <= table.keys():
-        values: dict[str, Any] = {name: table[name] for name in wanted}
-        if all(type(values[name]).__name__ == field.type for name, field in wanted.items()):
-            return kind(**values)
-    raise ConfigError(section, None, f"has no section [{section}] with {', '.join(wanted)}")
+    if not isinstance(table, Mapping) or not wanted.keys() <= table.keys():
+        raise ConfigError(section, None, f"has no section [{section}] with {', '.join(wanted)}")
+    return from_table(kind, section, {name: table[name] for name in wanted})
 
 
 def _measured(rows: Any) -> tuple[tuple[MeasuredSize, ...], tuple[str, ...]]:
     if not isinstance(rows, list):
         raise ConfigError("measured", rows, "is not a list of tables", "run paceline tune again")
-    found, chosen = [], []
+    sizes, chosen = [], []
     for number, row in enumerate(rows):
         medians = row.get("median_s") if isinstance(row, Mapping) else None
         name = f"measured[{number}]"
@@ -340,6 +355,6 @@ def _measured(rows: Any) -> tuple[tuple[MeasuredSize, ...], tuple[str, ...]]:
                 )  # fmt: skip
         if not is_finite(spread) or row.get("chosen", "") not in ("", *medians):
             raise ConfigError(name, row, "has another algorithm", "run paceline tune again")
-        found.append(MeasuredSize(row["bytes"], dict(medians), float(spread)))
+        sizes.append(MeasuredSize(row["bytes"], dict(medians), float(spread)))
         chosen.append(row.get("chosen", ""))
-    return tuple(found), tuple(chosen) if any(chosen) else ()
+    return tuple(sizes), tuple(chosen) if any(chosen) else ()

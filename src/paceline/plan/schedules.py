@@ -1,21 +1,24 @@
 """All-reduce algorithms, each written once: what one rank sends, receives and adds.
 
-A schedule yields the steps of one rank for one segment of a buffer. `paceline.comm` executes it over Gloo
-or NCCL, `paceline.plan.cost.play` times it. Rules that every schedule keeps, and that tests check:
+A schedule yields the steps of one rank for one segment of a buffer. `paceline.comm` executes it over
+Gloo or NCCL, and `paceline.plan.cost.play` predicts its time. Every schedule obeys these rules, which
+tests check:
 
 - Two ranks exchange their messages in one order: the n-th that one sends is the n-th that the other
   receives, with the same span.
-- All ranks have equally many rounds, and no round waits for what is sent in a later one. So all ranks
-  can take the rounds of several segments in turn, and none waits in a circle.
-- What replaces a span depends on what this rank has sent of it: receives are posted in advance.
+- All ranks have equally many rounds, and no round waits for a message of a later one. So all ranks can
+  take the rounds of several segments in turn, without a cycle of waits.
+- A message that replaces a span depends on what this rank has sent of it, because receives are posted
+  in advance.
 
-A new algorithm is one function with the decorator `register`; every command knows it then. See `tree`.
+A new algorithm is one function with the decorator `register`, which makes it known to every command.
+See `tree`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.errors import ConfigError, nearest
 from paceline.plan.steps import (
@@ -36,33 +39,49 @@ from paceline.plan.steps import (
     cut,
 )
 
+if TYPE_CHECKING:
+    from paceline.plan.cost import Cost
+
 KIB = 1024
-# Long enough that no algorithm leaves a part of it out.
+# Long enough that no algorithm skips a part of it.
 _LONG = 1 << 20
 NATIVE = "native"
 REGISTRY: dict[str, Algorithm] = {}
 
 
 def register(
-    *, depth: int = 2, least_bytes: int = MIB, most_bytes: int = 8 * MIB, tuned: bool = True
+    *,
+    depth: int = 2,
+    least_bytes: int = MIB,
+    most_bytes: int = 8 * MIB,
+    tuned: bool = True,
+    cost: Cost | None = None,
 ) -> Callable[[Schedule], Schedule]:
-    """Adds a schedule to the algorithms, under the name of its function."""
+    """Returns a decorator that adds a schedule to the algorithms, under the name of its function.
+
+    Args:
+        depth: Number of segments that are under way together.
+        least_bytes: The smallest segment.
+        most_bytes: The largest segment.
+        tuned: `paceline tune` tries the algorithm by default.
+        cost: Seconds for bytes on a cluster. Without it the planner leaves the algorithm out.
+    """
 
     def add(schedule: Schedule) -> Schedule:
         name = schedule.__name__
-        REGISTRY[name] = Algorithm(name, schedule, depth, least_bytes, most_bytes, tuned)
+        REGISTRY[name] = Algorithm(name, schedule, depth, least_bytes, most_bytes, tuned, cost)
         return schedule
 
     return add
 
 
 def algorithm_names() -> tuple[str, ...]:
-    """All that can be chosen; `native`, the backend's own all-reduce, has no schedule."""
+    """Returns all algorithms; `native`, the backend's own all-reduce, has no schedule."""
     return (NATIVE, *REGISTRY)
 
 
 def tuned_names() -> tuple[str, ...]:
-    """Those that `paceline tune` tries."""
+    """Returns the algorithms that `paceline tune` tries by default."""
     return (NATIVE, *(name for name, algorithm in REGISTRY.items() if algorithm.tuned))
 
 
@@ -80,14 +99,16 @@ def algorithm(name: str) -> Algorithm:
 
 
 def parts_used(algorithms: Collection[str], groups: Groups) -> frozenset[str]:
-    """Which sub-groups the schedules of a plan have collectives in: `rows`, `masters`, `columns`. The
-    backend's own all-reduce and those of wire formats run among all ranks, and have none."""
-    found: set[str] = set()
+    """Returns the sub-groups in which the algorithms have collectives: `rows`, `masters`, `columns`.
+
+    The backend's own all-reduce and those of wire formats run among all ranks, and have none.
+    """
+    parts: set[str] = set()
     for name in set(algorithms) & set(REGISTRY):
         for rank in groups.groups[0]:
             for steps in algorithm(name).rounds(rank, groups, Segment(_LONG)):
-                found |= {_part(s, rank, groups) for s in steps if isinstance(s, Collective)}
-    return frozenset(found)
+                parts |= {_part(s, rank, groups) for s in steps if isinstance(s, Collective)}
+    return frozenset(parts)
 
 
 def _part(step: Collective, rank: int, groups: Groups) -> str:
@@ -101,23 +122,25 @@ def _part(step: Collective, rank: int, groups: Groups) -> str:
 
 @register()
 def ring(rank: int, groups: Groups, segment: Segment) -> Steps:
-    """All ranks in one ring, neighbours on a node side by side: 2(p−1) rounds of 1/p of the segment.
-    Best for large buffers on links of equal speed."""
+    """All ranks in one ring, neighbours on a node side by side: 2(p−1) rounds of 1/p of the segment."""
     return _ring(rank, groups.order, (0, segment.length))
 
 
 @register(depth=8, least_bytes=512 * KIB, most_bytes=2 * MIB)
 def hierarchical(rank: int, groups: Groups, segment: Segment) -> Steps:
-    """Reduce in each group to its master, sum among the masters, broadcast in each group (the paper's,
-    and Goyal's). The ranks of a group take turns as its master, segment by segment, so that no process
-    has all the work, and the links between nodes stay busy while groups add up and broadcast."""
+    """Reduce in each group to its master, sum among the masters, broadcast in each group.
+
+    This is the algorithm of the paper and of Goyal et al. The ranks of a group take turns as its
+    master, segment by segment. So no process has all the work, and the links between nodes stay busy
+    while groups add and broadcast.
+    """
     row, span = groups.row_of(rank), (0, segment.length)
     if groups.nested:
         return _nested_hierarchical(rank, row, groups.masters, span)
     turn = segment.number % len(groups.columns)
     masters, at = groups.columns[turn], turn % len(row)
     place = _row_tree((*row[at:], *row[:at]), rank)
-    # As many rounds in every group, whatever its size.
+    # The same number of rounds in every group, whatever its size.
     levels = max(_row_tree(group, group[0]).levels for group in groups.groups)
     place = place._replace(levels=levels)
     size = segment.length * segment.item_bytes
@@ -132,14 +155,16 @@ def hierarchical(rank: int, groups: Groups, segment: Segment) -> Steps:
 
 @register(least_bytes=2 * MIB)
 def torus2d(rank: int, groups: Groups, segment: Segment) -> Steps:
-    """Reduce-scatter in rows, all-reduce in columns, all-gather in rows (Horovod's and Sony's): no rank
-    has more to do than another, and each column carries its own chunk between the groups."""
+    """Reduce-scatter in rows, all-reduce in columns, all-gather in rows (Horovod and Sony).
+
+    All ranks have equal work, and each column moves its own chunk between the groups.
+    """
     row, columns = groups.row_of(rank), groups.columns
     if groups.nested and groups.is_uniform:
         return _nested_torus2d(rank, row, columns, segment.length)
     owners = tuple(row[number % len(row)] for number in range(len(columns)))
     chunks = cut((0, segment.length), len(columns))
-    # By the mean size of a chunk, not this one's: all columns must have as many rounds.
+    # The mean size of a chunk, not this one's: all columns must have the same number of rounds.
     size = segment.length * segment.item_bytes // len(columns)
     owned = [number for number, owner in enumerate(owners) if owner == rank]
     sums = [_sum_among(rank, columns[number], chunks[number], size) for number in owned]
@@ -152,8 +177,11 @@ def torus2d(rank: int, groups: Groups, segment: Segment) -> Steps:
 
 @register()
 def halving_doubling(rank: int, groups: Groups, segment: Segment) -> Steps:
-    """log2(p) rounds of halving, log2(p) of doubling (Rabenseifner's): as few bytes as the ring in far
-    fewer rounds. Neighbours exchange the largest parts, so that little crosses between nodes."""
+    """log2(p) rounds of halving, log2(p) of doubling (Rabenseifner).
+
+    It sends as few bytes as the ring in far fewer rounds. Neighbours exchange the largest parts, so
+    that little crosses between nodes.
+    """
     return _halving(rank, groups.order, (0, segment.length))
 
 
@@ -166,8 +194,7 @@ def tree(rank: int, groups: Groups, segment: Segment) -> Steps:
 
 @register(least_bytes=4 * MIB, most_bytes=16 * MIB, tuned=False)
 def central(rank: int, groups: Groups, segment: Segment) -> Steps:
-    """A synchronous parameter server, sharded over one rank of each group: the baseline that the field
-    left behind, because a server's link carries p times its shard."""
+    """A synchronous parameter server, sharded over one rank of each group: a historical baseline."""
     chunks = cut((0, segment.length), len(groups.masters))
     return _chained(
         _to_owners(rank, groups.order, groups.masters, chunks),
@@ -175,7 +202,7 @@ def central(rank: int, groups: Groups, segment: Segment) -> Steps:
     )
 
 
-# The parts of which they are made.
+# Parts of algorithms.
 
 
 def _chained(*phases: Steps) -> Steps:
@@ -184,7 +211,7 @@ def _chained(*phases: Steps) -> Steps:
 
 
 def _joined(steps: Steps, rounds: int) -> Steps:
-    """A phase whose last round is the first of the next phase, so that no other segment comes between."""
+    """Merges the last round of a phase with the first of the next, so that no segment comes between."""
     for step in steps:
         if isinstance(step, Pause):
             rounds -= 1
@@ -194,8 +221,10 @@ def _joined(steps: Steps, rounds: int) -> Steps:
 
 
 def _side_by_side(parts: Sequence[Steps]) -> Steps:
-    """Several of equal length as one, round by round. What a round receives comes first: without tags, as
-    over NCCL, it goes off in one batch."""
+    """Runs several parts of equal length round by round.
+
+    Receives come first: without tags, as over NCCL, they are posted in one batch.
+    """
     live = list(parts)
     while live:
         steps: list[Step] = []
@@ -212,8 +241,11 @@ def _side_by_side(parts: Sequence[Steps]) -> Steps:
 
 
 def _ring(rank: int, members: Sequence[int], span: Span) -> Steps:
-    """Reduce-scatter and all-gather around a ring (Baidu's). A partial sum is rounded at every hop,
-    because it travels; its last owner passes on the very bits that it keeps."""
+    """Reduce-scatter and all-gather around a ring (Baidu).
+
+    A partial sum is rounded at every hop, because it travels. Its last owner sends the same bits that
+    it keeps.
+    """
     size, at = len(members), members.index(rank)
     after, before = members[(at + 1) % size], members[at - 1]
     chunks = cut(span, size)
@@ -222,7 +254,7 @@ def _ring(rank: int, members: Sequence[int], span: Span) -> Steps:
     for number in range(size - 1):
         chunk = chunks[(at - number - 1) % size]
         yield Receive((before,), chunk, add=True)
-        # The last of these is complete, and with it the way of the results begins.
+        # The last of these is complete: the all-gather starts here.
         yield Send(after, chunk)
         yield PAUSE
     for number in range(size - 1):
@@ -234,8 +266,7 @@ def _ring(rank: int, members: Sequence[int], span: Span) -> Steps:
 
 
 def _flood(rank: int, members: Sequence[int], span: Span) -> Steps:
-    """Everything to everybody, in one round. All add in the order of the members, and so come to the
-    same bits."""
+    """Sends everything to all members. All add in the order of the members, and get the same bits."""
     at = members.index(rank)
     others = tuple(member for member in members if member != rank)
     for other in (*others[at:], *others[:at]):
@@ -248,7 +279,7 @@ def _flood(rank: int, members: Sequence[int], span: Span) -> Steps:
 def _to_owners(
     rank: int, members: Sequence[int], owners: Sequence[int], chunks: Sequence[Span]
 ) -> Steps:
-    """Every chunk to its owner, who adds up."""
+    """Sends every chunk to its owner, which adds."""
     others = _others(rank, members)
     for other in others:
         for chunk, owner in zip(chunks, owners, strict=True):
@@ -257,7 +288,7 @@ def _to_owners(
     yield PAUSE
     for chunk, owner in zip(chunks, owners, strict=True):
         if owner == rank and others:
-            # Who comes before this rank has it early in its own turn.
+            # A rank before this one sends to it early in its own order.
             yield Receive(others[::-1], chunk, add=True)
     yield PAUSE
 
@@ -265,7 +296,7 @@ def _to_owners(
 def _from_owners(
     rank: int, members: Sequence[int], owners: Sequence[int], chunks: Sequence[Span]
 ) -> Steps:
-    """Every chunk from its owner to all."""
+    """Sends every chunk from its owner to all members."""
     others = _others(rank, members)
     for other in others:
         for chunk, owner in zip(chunks, owners, strict=True):
@@ -280,15 +311,18 @@ def _from_owners(
 
 
 def _others(rank: int, members: Sequence[int]) -> tuple[int, ...]:
-    """From the successor on, so that not all ranks write to the first at once."""
+    """Returns the other members from the successor on, so that not all ranks send to the first one."""
     at = members.index(rank)
     return (*members[at + 1 :], *members[:at])
 
 
 def _halving(rank: int, members: Sequence[int], span: Span) -> Steps:
-    """Recursive halving, then doubling. Where the members are no power of two, of the first ones every
-    even one sends all it has to its odd neighbour, who answers with the result. Sums stay in fp32 for
-    as long as a rank keeps them; what it sends, and at last its own part, is rounded."""
+    """Recursive halving, then doubling.
+
+    If the number of members is not a power of two, of the first ones every even one sends everything to
+    its odd neighbour, which answers with the result. Sums stay in fp32 as long as a rank keeps them.
+    What it sends, and at last its own part, is rounded.
+    """
     core = 1 << (len(members).bit_length() - 1)
     extra, levels, at = len(members) - core, core.bit_length() - 1, members.index(rank)
     partner = members[at ^ 1] if at < 2 * extra else None
@@ -327,14 +361,14 @@ def _halving(rank: int, members: Sequence[int], span: Span) -> Steps:
         yield PAUSE
 
 
-# Measured over Gloo, four masters behind links of 200 Mbit/s. A flood is one round but sends all to
-# all; many senders to one link get in each other's way, so beyond small messages a ring is better.
+# Measured over Gloo, four masters behind links of 200 Mbit/s. A flood is one round but sends everything
+# to all. Many senders slow each other on one link, so for larger messages a ring is better.
 FEW_MEMBERS = 8
 FLOOD_BYTES, EXCHANGE_BYTES, HALVING_BYTES = 24 * KIB, 64 * KIB, MIB
 
 
 def _sum_among(rank: int, members: Sequence[int], span: Span, size_bytes: int) -> Steps:
-    """The sum over some ranks, by the way that suits their number and the size."""
+    """Returns the sum over some ranks, by the method that suits their number and the size."""
     count = len(members)
     if count == 1:
         return iter(())
@@ -351,8 +385,15 @@ def _sum_among(rank: int, members: Sequence[int], span: Span, size_bytes: int) -
 
 
 class _Place(NamedTuple):
-    """A rank's place in a tree: `height` rounds before it can send up, `depth` before the result reaches
-    it; the children that are ready first come first."""
+    """The place of a rank in a tree.
+
+    Attributes:
+        parent: The parent, or None for the root.
+        children: The children; those that are ready first come first.
+        height: Rounds before the rank can send up.
+        depth: Rounds before the result reaches it.
+        levels: The depth of the tree.
+    """
 
     parent: int | None
     children: tuple[int, ...]
@@ -362,12 +403,12 @@ class _Place(NamedTuple):
 
 
 def _binomial(at: int) -> int:
-    """⌈log2 n⌉ rounds; neighbours meet first."""
+    """Builds a binomial tree: ⌈log2 n⌉ rounds; neighbours meet first."""
     return at & (at - 1)
 
 
 def _flat(at: int) -> int:
-    """All members beneath the root: one round, in which the root has all the work."""
+    """Puts all members below the root: one round, in which the root has all the work."""
     return 0
 
 
@@ -411,7 +452,7 @@ def _down(place: _Place, span: Span) -> Steps:
         if number == place.depth:
             if place.parent is not None:
                 yield Receive((place.parent,), span)
-            # Deepest branches first: theirs is the longest way.
+            # Deepest branches first: they need the most time.
             for child in reversed(place.children):
                 yield Send(child, span)
         yield PAUSE
@@ -431,7 +472,7 @@ def _nested_hierarchical(
 def _nested_torus2d(
     rank: int, row: tuple[int, ...], columns: Sequence[tuple[int, ...]], length: int
 ) -> Steps:
-    """In equal chunks: the last one may end behind the segment."""
+    """Cuts equal chunks: the last one may end after the segment."""
     at, width = row.index(rank), len(row)
     each = -(-length // width)
     if width > 1:

@@ -1,7 +1,7 @@
-"""`SizeTable`: which algorithm carries a buffer of which size; `MeasuredSize`: what it rests on.
+"""`SizeTable`: the algorithm for each size of a buffer; `MeasuredSize`: the measurements behind it.
 
-In: rows of (largest size in bytes, algorithm). Out: the algorithm for a size. The paper's switch at a
-threshold η is the table of two rows. `paceline.tune.size_choice` makes a table of measurements.
+The paper's switch at a threshold η is a table of two rows. `paceline.tune.size_choice` makes a table
+from measurements.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ROW_KEYS = {"algorithm", "up_to_bytes", "measured"}
 
 @dataclass(frozen=True)
 class SizeRow:
-    """Buffers of up to `up_to_bytes` go by `algorithm`; None is the last row, without a limit."""
+    """The algorithm for buffers of up to `up_to_bytes`; None for the last row, which has no limit."""
 
     algorithm: str
     up_to_bytes: int | None = None
@@ -28,7 +28,21 @@ class SizeRow:
 
 @dataclass(frozen=True)
 class SizeTable:
-    """Rows in ascending order; the last has no limit."""
+    """Chooses an all-reduce algorithm by the size of a buffer.
+
+    Rows are in ascending order; the last has no limit.
+
+    Args:
+        rows: The rows of the table.
+
+    Raises:
+        ConfigError: If the rows are not sorted or name an unknown algorithm.
+
+    Example:
+        >>> table = pl.SizeTable.two_way(eta_bytes=1 << 20)
+        >>> table.choose(4096)
+        'hierarchical'
+    """
 
     rows: tuple[SizeRow, ...]
 
@@ -56,30 +70,30 @@ class SizeTable:
 
     @classmethod
     def single(cls, algorithm: str) -> SizeTable:
-        """One algorithm for all sizes."""
+        """Returns a table with one algorithm for all sizes."""
         return cls((SizeRow(algorithm),))
 
     @classmethod
     def two_way(cls, eta_bytes: int) -> SizeTable:
-        """The paper's: hierarchical below η, ring from η on."""
+        """Returns the paper's table: `hierarchical` below `eta_bytes`, `ring` from there on."""
         if eta_bytes <= 0:
             return cls.single("ring")
         return cls((SizeRow("hierarchical", eta_bytes - 1), SizeRow("ring")))
 
     @property
     def algorithms(self) -> tuple[str, ...]:
-        """Those in use, each once, in order of size."""
+        """Returns the algorithms in use, each once, in order of size."""
         return tuple(dict.fromkeys(row.algorithm for row in self.rows))
 
     def choose(self, size_bytes: int) -> str:
-        """The algorithm for a buffer of this size."""
+        """Returns the algorithm for a buffer of this size."""
         for row in self.rows:
             if row.up_to_bytes is None or size_bytes <= row.up_to_bytes:
                 return row.algorithm
         raise AssertionError("the last row has no limit")
 
     def to_table(self) -> dict[str, Any]:
-        """Plain lists and numbers, for TOML, JSON and the checkpoint."""
+        """Returns plain lists and numbers, for TOML, JSON and the checkpoint."""
         return {
             "sizes": [
                 {"algorithm": row.algorithm}
@@ -91,7 +105,7 @@ class SizeTable:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> SizeTable:
-        """The inverse of `to_table`."""
+        """Returns the inverse of `to_table`. Raises ConfigError for a wrong table."""
         rows = table.get("sizes")
         if not isinstance(rows, Sequence) or isinstance(rows, str):
             raise ConfigError(
@@ -108,12 +122,13 @@ class SizeTable:
 
     @classmethod
     def read(cls, path: Path) -> SizeTable:
-        """The `[[sizes]]` of a file, also of one that `paceline tune` wrote."""
+        """Reads the `[[sizes]]` of a file, also of a plan file of `paceline tune`."""
         from paceline.plan.plan_file import PlanFile
 
         return PlanFile.read(path, "comm.hybrid.sizes").table
 
     def write(self, path: Path) -> None:
+        """Writes a plan file that has only this table."""
         from paceline.plan.plan_file import PlanFile
 
         PlanFile(sizes=self).write(path)
@@ -121,8 +136,10 @@ class SizeTable:
 
 @dataclass(frozen=True)
 class MeasuredSize:
-    """Median seconds of each algorithm for one size. `spread`: the quartiles of the backend's own
-    samples lie so far apart, relative to their median."""
+    """Median seconds of each algorithm for one size.
+
+    `spread` is the distance between the quartiles of the native samples, relative to their median.
+    """
 
     size_bytes: int
     medians_s: Mapping[str, float]

@@ -1,11 +1,10 @@
-"""The vocabulary of schedules: steps, groups of ranks, segments of a buffer; and programs, which are
-schedules compiled for execution.
+"""The vocabulary of schedules: steps, groups of ranks, segments of a buffer; and compiled programs.
 
-A schedule (`paceline.plan.schedules`) is a generator of steps for one rank and one segment of a buffer. A
-step is a message (`Send`, `Receive`), a collective of a sub-group (`Collective`), a local rounding
-(`Round`), or `PAUSE`, the end of a round. A program has the same as operations with places in memory:
-what is added arrives in an inbox, what replaces a span arrives in the segment itself, and what changes
-while a slow peer may still be receiving it is sent from a copy.
+A schedule (`paceline.plan.schedules`) is a generator of steps for one rank and one segment of a buffer.
+A step is a message (`Send`, `Receive`), a collective of a sub-group (`Collective`), a local rounding
+(`Round`), or `PAUSE`, the end of a round. A program contains the same as operations with places in
+memory. Messages that are added arrive in an inbox. Messages that replace a span arrive in the segment
+itself. A span that changes while a slow peer may still be receiving it is sent from a copy.
 """
 
 from __future__ import annotations
@@ -14,7 +13,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from paceline.plan.cost import Cost
 
 MIB = 1024 * 1024
 Span = tuple[int, int]
@@ -22,17 +24,17 @@ CollectiveKind = Literal["reduce", "broadcast", "all_reduce", "reduce_scatter", 
 
 
 class Send(NamedTuple):
-    """The elements of `span` to `peer`."""
+    """Sends the elements of `span` to `peer`."""
 
     peer: int
     span: Span
 
 
 class Receive(NamedTuple):
-    """A message of `span` from each of `peers`. One replaces the span, or all are added to it.
+    """Receives a message of `span` from each of `peers`. One replaces the span, or all are added to it.
 
-    They are added in the order given, this rank's own numbers in the place `own`; the sum of 16-bit
-    numbers is made in fp32 and rounded once. `wide` leaves it in fp32 until `Round`.
+    They are added in the order given, this rank's own numbers in the place `own`. The sum of 16-bit
+    numbers is computed in fp32 and rounded once. `wide` leaves it in fp32 until `Round`.
     """
 
     peers: tuple[int, ...]
@@ -49,8 +51,10 @@ class Round(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """The backend's own collective among `members`, the first of them the root. `beside`: how many of
-    these run side by side on a node and share its links."""
+    """Runs the backend's own collective among `members`, of which the first is the root.
+
+    `beside` is the number of these that run at the same time on a node and share its links.
+    """
 
     kind: CollectiveKind
     members: tuple[int, ...]
@@ -70,22 +74,24 @@ Rounds = tuple[tuple[Step, ...], ...]
 
 @dataclass(frozen=True)
 class Groups:
-    """The ranks of each group, which are the nodes unless a group size was set. `nested`: the backend's
-    own collectives run in parts of the cluster, as over NCCL."""
+    """The ranks of each group. Groups are the nodes unless a group size was set.
+
+    `nested` means that the backend's own collectives run in parts of the cluster, as over NCCL.
+    """
 
     groups: tuple[tuple[int, ...], ...]
     nested: bool = False
 
     @classmethod
     def of_nodes(cls, counts: Sequence[int], *, nested: bool = False) -> Groups:
-        """Ranks in ascending order, `counts` on each node."""
+        """Returns groups of ascending ranks, with `counts` ranks on each node."""
         ends = [sum(counts[: at + 1]) for at in range(len(counts))]
         nodes = zip(ends, counts, strict=True)
         return cls(tuple(tuple(range(end - n, end)) for end, n in nodes), nested)
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """All ranks, group by group: a ring in this order crosses each node's link once."""
+        """Returns all ranks, group by group: a ring in this order crosses each node's link once."""
         return tuple(rank for group in self.groups for rank in group)
 
     @cached_property
@@ -94,8 +100,11 @@ class Groups:
 
     @cached_property
     def columns(self) -> tuple[tuple[int, ...], ...]:
-        """As many as the largest group has ranks; column c holds each group's owner of chunk c. A rank
-        of a small group stands in several."""
+        """Returns the columns; column c has each group's owner of chunk c.
+
+        There are as many columns as the largest group has ranks. A rank of a small group is in several
+        columns.
+        """
         width = max(len(group) for group in self.groups)
         return tuple(
             tuple(group[column % len(group)] for group in self.groups) for column in range(width)
@@ -106,12 +115,12 @@ class Groups:
         return len({len(group) for group in self.groups}) == 1
 
     def row_of(self, rank: int) -> tuple[int, ...]:
-        """The group that `rank` belongs to."""
+        """Returns the group that `rank` belongs to."""
         return next(group for group in self.groups if rank in group)
 
 
 class Segment(NamedTuple):
-    """`length` elements of `item_bytes`; `number` counts the segments of a buffer."""
+    """A part of a buffer: `length` elements of `item_bytes`; `number` counts the segments of a buffer."""
 
     length: int
     item_bytes: int = 4
@@ -123,9 +132,17 @@ Schedule = Callable[[int, Groups, Segment], Steps]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A schedule, and how a buffer is cut for it: into `depth` segments, which are under way together,
-    unless they would be shorter than `least_bytes`; into more where they would be longer than
-    `most_bytes`. `tuned`: `paceline tune` tries it unless told otherwise."""
+    """A schedule, and how a buffer is cut for it.
+
+    Attributes:
+        name: The name of the algorithm.
+        schedule: The schedule.
+        depth: Number of segments that are under way together, unless they would be too short.
+        least_bytes: The smallest segment.
+        most_bytes: The largest segment; longer buffers have more segments.
+        tuned: `paceline tune` tries the algorithm by default.
+        cost: Its closed form, if `paceline.plan.cost` has none.
+    """
 
     name: str
     schedule: Schedule
@@ -133,9 +150,10 @@ class Algorithm:
     least_bytes: int = MIB
     most_bytes: int = 8 * MIB
     tuned: bool = True
+    cost: Cost | None = None
 
     def rounds(self, rank: int, groups: Groups, segment: Segment) -> Rounds:
-        """The steps of `rank`, round by round, without messages of no elements."""
+        """Returns the steps of `rank`, round by round, without empty messages."""
         rounds: list[list[Step]] = [[]]
         for step in self.schedule(rank, groups, segment):
             if isinstance(step, Pause):
@@ -151,11 +169,15 @@ class Algorithm:
 
 
 def interleave(counts: Sequence[int], depth: int) -> Iterator[tuple[int, int, int]]:
-    """(segment, lane, round) in the order in which all ranks take them; `counts` are the rounds of each
-    segment. At most `depth` segments are under way, each on a lane of its own.
+    """Yields (segment, lane, round) in the order in which all ranks take them.
 
-    Half of them begin in the same pass: then a link has several messages to carry from the first
-    round to the last, and the other half keeps it busy while new segments begin.
+    At most `depth` segments are under way, each on its own lane. Half of them start in the same pass:
+    then a link has several messages to carry from the first round to the last. The other half keeps it
+    busy while new segments start.
+
+    Args:
+        counts: The number of rounds of each segment.
+        depth: The number of lanes.
     """
     free = deque(range(depth))
     active: deque[tuple[int, int, int]] = deque()
@@ -174,7 +196,7 @@ def interleave(counts: Sequence[int], depth: int) -> Iterator[tuple[int, int, in
 
 
 def cut(span: Span, parts: int) -> list[Span]:
-    """`parts` spans of nearly equal length, some empty where there is less to cut."""
+    """Returns `parts` spans of nearly equal length; some are empty if there are fewer elements."""
     start, length = span[0], span[1] - span[0]
     return [
         (start + length * at // parts, start + length * (at + 1) // parts) for at in range(parts)
@@ -182,8 +204,11 @@ def cut(span: Span, parts: int) -> list[Span]:
 
 
 class Arrival(NamedTuple):
-    """A `Receive` and where its messages go: to `inbox` elements into the memory for what is added, or
-    straight to the segment. `batch`: the receives that are posted with it, where messages are batched."""
+    """A `Receive` and the place of its messages.
+
+    Messages that are added go to `inbox` elements into the memory for them; others go to the segment.
+    `batch` has the receives that are posted together with it, if messages are batched.
+    """
 
     step: Receive
     inbox: int
@@ -191,8 +216,11 @@ class Arrival(NamedTuple):
 
 
 class Departure(NamedTuple):
-    """A `Send`. From `copy` elements into the memory for copies, where the span changes while a slow peer
-    may still be receiving it; `fill`: the copy is made now."""
+    """A `Send`. It starts at `copy` elements into the memory for copies, if it is sent from a copy.
+
+    The span is copied if it changes while a slow peer may still be receiving it; `fill` means that the
+    copy is made now.
+    """
 
     step: Send
     copy: int | None
@@ -203,8 +231,16 @@ Op = Arrival | Departure | Round
 
 
 class Program(NamedTuple):
-    """One rank's rounds of one segment. `arrivals` are all receives in order; `inbox` and `copies` are
-    elements of memory; `wide` is the span whose sums may stay in fp32."""
+    """One rank's rounds of one segment.
+
+    Attributes:
+        rounds: The operations.
+        arrivals: All receives in order.
+        inbox: Elements of memory for messages that are added.
+        copies: Elements of memory for copies.
+        wide: The span whose sums may stay in fp32.
+        collectives: The collectives, if the schedule has no messages.
+    """
 
     rounds: tuple[tuple[Op, ...], ...]
     arrivals: tuple[Arrival, ...]
@@ -219,6 +255,7 @@ class Program(NamedTuple):
 
 
 def compile_rounds(rounds: Rounds) -> Program:
+    """Compiles the rounds of one rank."""
     steps = [step for steps in rounds for step in steps]
     collectives = tuple(step for step in steps if isinstance(step, Collective))
     if collectives:
@@ -260,8 +297,10 @@ def compile_rounds(rounds: Rounds) -> Program:
 
 
 def _close_batch(run: list[int], arrivals: list[Arrival], ops: list[Op]) -> None:
-    """Receives that follow one another are posted together: in parts, three ranks could wait for one
-    another in a circle."""
+    """Makes receives that follow one another be posted together.
+
+    If they were posted in parts, three ranks could wait for one another in a cycle.
+    """
     if run:
         arrivals[run[0]] = first = arrivals[run[0]]._replace(batch=tuple(run))
         ops[len(ops) - len(run)] = first
@@ -269,14 +308,14 @@ def _close_batch(run: list[int], arrivals: list[Arrival], ops: list[Op]) -> None
 
 
 def _changes_later(steps: Sequence[Step]) -> list[bool]:
-    """For each step whether it is a `Send` of a span to which a later step adds."""
-    found: list[bool] = []
+    """Returns for each step whether it is a `Send` of a span to which a later step adds."""
+    changes: list[bool] = []
     added: list[Span] = []
     for step in reversed(steps):
         if isinstance(step, Receive) and step.add:
             added.append(step.span)
-        found.append(isinstance(step, Send) and any(_overlap(step.span, span) for span in added))
-    return found[::-1]
+        changes.append(isinstance(step, Send) and any(_overlap(step.span, span) for span in added))
+    return changes[::-1]
 
 
 def _overlap(one: Span, other: Span) -> bool:

@@ -1,7 +1,7 @@
-"""Wire formats: the number formats in which gradients travel, and what they cost.
+"""Wire formats: the number formats in which gradients travel, and their cost.
 
-The core has those of the backends, which every all-reduce can sum. `register_wire` adds others, which
-bring an all-reduce of their own. Numbers of elements may be integers or arrays.
+The core has the formats of the backends, which every all-reduce can sum. `register_wire` adds others,
+which have their own all-reduce. Numbers of elements may be integers or arrays.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class Wire:
         name: The name in `comm.wire` and in plans.
         bits: Size of a number; 0 for `auto`.
         short: Another name, for flags and arguments.
-        block: How many numbers share what `block_bytes` contains, such as a scale.
+        block: How many numbers share the contents of `block_bytes`, such as a scale.
         block_bytes: Bytes that travel with each block.
-        roundoff: The largest relative error of one rounding, for formats with an own all-reduce.
+        roundoff: The largest relative error of one rounding, for formats with their own all-reduce.
         algorithm: The name of the format's own all-reduce; empty if every algorithm can sum the format.
         cost: Seconds of that all-reduce.
-        small_range: True if numbers of usual gradients fall below the smallest of the format, as in
-            float16: losses are then scaled.
+        small_range: True if typical gradients underflow in the format, as in float16. Losses are then
+            scaled.
         casts: Time to encode and decode a number, in casts from 32 to 16 bits and back.
-        create: Makes the `WireCarrier` (`comm/planned_transport`) that executes it, or its place.
+        create: Makes the `WireCarrier` (`comm/planned_transport`) that executes it, or its import path.
     """
 
     name: str
@@ -52,12 +52,12 @@ class Wire:
 
     @property
     def width(self) -> float:
-        """Bytes of a number, with its part of the block's."""
+        """Returns the bytes of a number, with its part of the block's."""
         return self.bits / 8 + self.block_bytes / self.block
 
 
-# The more exact first: of two that end as soon, the earlier one is taken. float32 comes after auto,
-# because what is computed in 16 bits gains little from a wider sum and takes twice the bytes.
+# The most exact first: of two that end equally soon, the earlier one is taken. float32 comes after auto,
+# because 16-bit gradients gain little from a wider sum and take twice the bytes.
 _OWN = (
     Wire(AUTO), Wire("float32", 32, "fp32"), Wire("float16", 16, "fp16", small_range=True),
     Wire("bfloat16", 16, "bf16"),
@@ -67,24 +67,34 @@ SHORT_WIRES = {wire.short: wire.name for wire in _OWN if wire.short}
 
 
 def register_wire(wire: Wire) -> None:
-    """Makes `wire` a wire format of this process. A second call replaces the first. Raises ConfigError
-    for a name that is installed, and for a format without size or all-reduce."""
+    """Makes `wire` a wire format of this process. A second call replaces the first.
+
+    Args:
+        wire: The format, with its own all-reduce.
+
+    Raises:
+        ConfigError: If the name is one of an installed format, or size or all-reduce are missing.
+
+    Example:
+        >>> wire = Wire("tenths", bits=16, algorithm="sum_of_tenths", cost=cost, create=Tenths)
+        >>> pl.register_wire(wire)
+    """
     if wire.bits < 1:
         raise ConfigError(f"{wire.name}.bits", wire.bits, "must be at least 1", "try 16")
     for name in ("algorithm", "cost", "create"):
         if not getattr(wire, name):
-            problem = "is missing: a format from outside has an all-reduce of its own"
+            problem = "is missing: a registered format needs its own all-reduce"
             raise ConfigError(f"{wire.name}.{name}", None, problem, f"give Wire(…, {name}=…)")
     WIRES.register(wire.name, wire)
 
 
 def wire_format(name: str, field: str = "comm.wire") -> Wire:
-    """Returns the format of this full name; ConfigError if there is none."""
+    """Returns the format of this full name. Raises ConfigError if there is none."""
     return WIRES.get(name, field)
 
 
 def wire_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Full names, each once, the most exact first; ConfigError for others."""
+    """Returns full names, each once, the most exact first. Raises ConfigError for unknown names."""
     full = {_full_name(name) for name in names}
     return tuple(name for name in WIRES.names() if name in full)
 
@@ -97,36 +107,47 @@ def _full_name(name: str) -> str:
 
 
 def own_algorithm(wire: str) -> str:
-    """The all-reduce that belongs to a format; empty if the format has none."""
+    """Returns the all-reduce that belongs to a format, or ""."""
     return wire_format(wire).algorithm
 
 
 def travelling(half: Any, full: Any, wire: str) -> tuple[Any, Any, Any]:
-    """Bytes of the message with what is held in 16 bits and of that with the rest, and the elements
-    that are cast there and back."""
-    form = wire_format(wire)
-    if form.algorithm:
-        return half * form.width, full * form.width, (half + full) * form.casts
-    cast = half * (form.bits == 32) + full * (form.bits == 16)
-    return half * (form.width or 2), full * (form.width or 4), cast
+    """Returns bytes and casts of a bucket on the wire.
+
+    Args:
+        half: Number of elements in 16 bits.
+        full: Number of elements in 32 bits.
+        wire: The format.
+
+    Returns:
+        Bytes of the message of 16-bit elements, bytes of the message of 32-bit elements, and the number
+        of elements that are cast there and back.
+    """
+    own = wire_format(wire)
+    if own.algorithm:
+        return half * own.width, full * own.width, (half + full) * own.casts
+    cast = half * (own.bits == 32) + full * (own.bits == 16)
+    return half * (own.width or 2), full * (own.width or 4), cast
 
 
 def wire_bytes(elements: int, dtype: str, wire: str) -> int:
-    """Bytes of `elements` numbers of the format `dtype` on the wire, scales included."""
-    form = wire_format(wire)
+    """Returns the bytes of `elements` numbers of the format `dtype` on the wire, including scales."""
+    own = wire_format(wire)
     # A format's name ends with its bits.
-    bits = form.bits or int("".join(c for c in dtype if c.isdigit()))
-    return elements * bits // 8 + form.block_bytes * -(-elements // form.block)
+    bits = own.bits or int("".join(c for c in dtype if c.isdigit()))
+    return elements * bits // 8 + own.block_bytes * -(-elements // own.block)
 
 
 def wide_is_bulk(half: Any, full: Any, wire: str) -> Any:
-    """Returns True if the bucket's algorithm is for what is held in 32 bits, and the one beside it for
-    what is held in 16; from padded elements. As the communication module has it: before the signals are
-    added, and of two as large the 32 bits."""
+    """Returns True if the message of 32-bit elements is the larger one, from padded elements.
+
+    The bucket's algorithm is for the larger message. The signals do not count. Of two equal messages it
+    is that of 32 bits.
+    """
     narrow, wide, _ = travelling(half, full, wire)
     return wide >= narrow
 
 
 def keeps_float32(wire: str) -> bool:
-    """Returns True if what is held in 32 bits travels in 32 bits, so that the signals may ride along."""
+    """Returns True if 32-bit elements travel in 32 bits, so that the signals can join their message."""
     return wire in (AUTO, "float32")

@@ -1,7 +1,7 @@
-"""`ClusterClock`: the predicted times of the cluster that a rehearsal stands for.
+"""`ClusterClock`: the predicted times of the cluster that a rehearsal simulates.
 
-`cluster_clock` asks the planner how long a step, an evaluation and the start would take there with the
-run's own plan.
+`cluster_clock` asks the planner for the time of a step, an evaluation and the start with the run's own
+plan.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ from paceline.planner.start_up import StartUp
 from paceline.planner.workload import Workload
 from paceline.rehearsal.settings import RehearsalSettings
 
-# Optimizers whose update the planner's figures are of.
-_PRICED_OPTIMIZERS = ("lars", "sgd")
-
 
 @dataclass(frozen=True)
 class ClusterClock:
@@ -44,37 +41,33 @@ class ClusterClock:
     efficiency: float
     price_per_gpu_hour: float = 0.0
     watts_per_gpu: float = 0.0
-    # What the run does and the times have not.
-    left_out: tuple[str, ...] = ()
     # Where the step comes from.
     source: str = ""
-    # Links between nodes that nothing has set.
+    # Links between nodes that no setting describes.
     assumed: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        without = f"; without {' and '.join(self.left_out)}" if self.left_out else ""
         return (
             f"a step {format_duration(self.step_s)} (± {self.uncertainty:.0%}), an evaluation "
             f"{format_duration(self.eval_s)}, the start {format_duration(self.startup_s)}; "
-            f"{self.images_per_s:,.0f} images/s, efficiency {self.efficiency:.0%}{without}"
-            f"{f'; from {self.source}' if self.source else ''}"
+            f"{self.images_per_s:,.0f} images/s, efficiency {self.efficiency:.0%}; from {self.source}"
             f"{'; assumed: ' if self.assumed else ''}{', '.join(self.assumed)}"
         )
 
     def totals(self, predicted_s: float) -> dict[str, Any]:
-        """What `predicted_s` on the cluster amount to, for the summary."""
+        """Returns the totals for `predicted_s` on the cluster, for the summary."""
         gpu_hours = self.ranks * predicted_s / 3600
-        found: dict[str, Any] = {"predicted_s": predicted_s, "gpu_hours": gpu_hours}
+        totals: dict[str, Any] = {"predicted_s": predicted_s, "gpu_hours": gpu_hours}
         if self.price_per_gpu_hour:
-            found["cost"] = gpu_hours * self.price_per_gpu_hour
+            totals["cost"] = gpu_hours * self.price_per_gpu_hour
         if self.watts_per_gpu:
-            found["energy_kwh"] = gpu_hours * self.watts_per_gpu / 1000
-        return found
+            totals["energy_kwh"] = gpu_hours * self.watts_per_gpu / 1000
+        return totals
 
 
 @dataclass(frozen=True)
 class RehearsedCluster:
-    """What the planner knows of the cluster of `settings`."""
+    """The planner's data about the cluster of `settings`."""
 
     settings: RehearsalSettings
 
@@ -86,15 +79,26 @@ class RehearsedCluster:
 
     @property
     def watts(self) -> float:
-        """Power of the GPU's board; 0 if the GPU is not known."""
+        """Returns the power of the GPU's board; 0 if the GPU is not known."""
         return accelerator(self.settings.gpu).watts if self.settings.gpu else 0.0
 
     def network(
         self, model: str, image_size: int, classes: int, stem: str = "auto",
         count: Callable[[], Network] | None = None, *, channels: int = 3,
     ) -> Network | None:  # fmt: skip
-        """The model's layers for the GPU of the catalog: as the planner knows them, else as `count` finds
-        them. None without a GPU; a measured step needs no count."""
+        """Returns the model's layers for a GPU of the catalog; None if they are not needed.
+
+        Args:
+            model: The name of the model.
+            image_size: Pixels of an image's side.
+            classes: Number of classes.
+            stem: The stem of the model.
+            count: Counts the layers of a model that the planner does not know.
+            channels: Channels of an image.
+
+        Raises:
+            ConfigError: If the layers cannot be counted.
+        """
         if not self.settings.gpu:
             return None
         known = known_network(model, image_size, classes, stem, channels)
@@ -115,8 +119,14 @@ class RehearsedCluster:
     def check_batch(
         self, net: Network | None, *, batch: int, half: bool, fused: bool = True
     ) -> None:
-        """ConfigError for a micro-batch that does not fit the GPU, where the layers are known. `fused`:
-        the run's settings allow fused norms."""
+        """Raises ConfigError for a micro-batch that does not fit the GPU, if the layers are known.
+
+        Args:
+            net: The layers.
+            batch: The micro-batch.
+            half: True for half precision.
+            fused: True if the settings allow fused norms.
+        """
         if net is None:
             return
         try:
@@ -127,33 +137,15 @@ class RehearsedCluster:
             _, _, problem = error.cause.partition(": ")
             raise ConfigError("run.batch_size", batch, problem, error.remedy) from None
 
-    def left_out(
-        self, work: Workload, optimizer: str, *, half: bool, trained: Collection[str] | None = None
-    ) -> tuple[str, ...]:
-        """What the run does and the step of `work` has not. `half` is that of the run here; the update
-        of a measured step is the one that was measured. `trained`: the names of tensors, None for all."""
-        formats = {True: "half precision", False: "fp32"}
-        found = []
-        if half != work.in_half:
-            found.append(f"{formats[half]} (the times are of {formats[work.in_half]})")
-        if trained is not None and len(trained) < len(work.gradients):
-            found.append("frozen layers (the times are of a step that trains all)")
-        if self.is_measured:
-            if not work.image_size:
-                found.append("a known image size (the profile does not state it)")
-        elif optimizer not in _PRICED_OPTIMIZERS:
-            found.append(f"the update of {optimizer} (it is that of SGD)")
-        return tuple(found)
-
     @property
     def is_measured(self) -> bool:
-        """Whether the step is that of a file, not of the catalog."""
+        """Returns True if the step comes from a file, not from the catalog."""
         return bool(self.settings.profile) or not self.settings.gpu
 
     def _check_step(
         self, work: Workload, model: str, image_size: int, trained: Collection[str]
     ) -> None:
-        """ConfigError where the step is that of another model, or of images of another size."""
+        """Raises ConfigError if the step belongs to another model, or to images of another size."""
         field = "profile" if self.settings.profile else "gpu" if self.settings.gpu else "cluster"
         command = "tune" if field == "cluster" else "profile"
         again = f"paceline {command} --model {model} --image-size {image_size}"
@@ -174,9 +166,14 @@ class RehearsedCluster:
         self, model: str, image_size: int, net: Network | None = None,
         tensors: Mapping[str, tuple[int, bool]] | None = None,
     ) -> Workload | None:  # fmt: skip
-        """The step of one rank; None where neither a GPU nor a measured step was given. `net` are the
-        layers behind a step that was not measured. `tensors` are those that are trained, with their
-        elements and whether in half precision: a step of others is refused."""
+        """Returns the step of one rank; None if neither a GPU nor a measured step is given.
+
+        Args:
+            model: The name of the model.
+            image_size: Pixels of an image's side.
+            net: The layers, for a step that was not measured.
+            tensors: The trained tensors: elements, and True for half precision. Others are refused.
+        """
         work: Workload | None = None
         if self.settings.profile:
             work = required_profile(self._file("profile"))
@@ -196,7 +193,7 @@ class RehearsedCluster:
         return work
 
     def start_up(self, plan: FusionPlan) -> StartUp:
-        """Processes, meeting, agreement and process groups of the cluster's ranks."""
+        """Returns the start of the ranks: processes, rendezvous, agreement, process groups."""
         settings, probed = self.settings, None
         if settings.cluster:
             probed = self._file("cluster").probed
@@ -212,17 +209,17 @@ class RehearsedCluster:
         )
 
     def place(self) -> Cluster:
-        """The cluster's links."""
+        """Returns the cluster's links."""
         if self.settings.cluster:
             file = self._file("cluster")
-            found = planned_cluster(file)
-            if found.ranks_per_node != self.settings.gpus_per_node:
-                each = found.ranks_per_node
+            tuned = planned_cluster(file)
+            if tuned.ranks_per_node != self.settings.gpus_per_node:
+                each = tuned.ranks_per_node
                 raise self._error(
                     "gpus_per_node", f"{self.settings.cluster} was measured with {each} ranks on a node",
                     f"use {each}, or run paceline tune there again",
                 )  # fmt: skip
-            return found.with_nodes(self.settings.nodes)
+            return tuned.with_nodes(self.settings.nodes)
         if not self.settings.gpu:
             raise self._error(
                 "profile", "says nothing about the links of the cluster",
@@ -235,7 +232,7 @@ class RehearsedCluster:
 
     @property
     def assumed_links(self) -> tuple[str, ...]:
-        """The bandwidth between nodes where the settings have none."""
+        """Returns texts about the bandwidth between nodes, if the settings have none."""
         if self.settings.cluster or not self.settings.gpu or self.settings.nodes < 2:
             return ()
         given = {"node_gbps"} if self.settings.node_gbps is not None else set()
@@ -245,19 +242,28 @@ class RehearsedCluster:
 
 def cluster_clock(
     settings: RehearsalSettings, plan: FusionPlan, work: Workload, *, batch: int, accumulation: int,
-    validation: int, eval_batch: int, left_out: tuple[str, ...] = (),
+    validation: int, eval_batch: int,
 ) -> ClusterClock:  # fmt: skip
-    """`batch` is a rank's micro-batch, of which it does `accumulation` for a step; an evaluation is of
-    `validation` images, in batches of `eval_batch`."""
+    """Predicts the times of the cluster.
+
+    Args:
+        settings: The cluster.
+        plan: The fusion plan.
+        work: The step of one rank.
+        batch: A rank's micro-batch.
+        accumulation: Number of micro-batches in a step.
+        validation: Number of images of an evaluation.
+        eval_batch: The batch of an evaluation.
+    """
     there = RehearsedCluster(settings)
     place = there.place()
-    found = predict(work, place, plan, batch)
+    predicted = predict(work, place, plan, batch)
     slow = slowest_of(place.ranks)
     # Only the last micro-step of a step hides an exchange.
     extra = (accumulation - 1) * (work.forward.at(batch) + work.backward.at(batch)) * slow
     # The loader prepares the micro-batches of a step one after the other.
     input_s = accumulation * work.input.at(batch)
-    step_s = max(found.step_s + extra, input_s)
+    step_s = max(predicted.step_s + extra, input_s)
     compute_s = accumulation * (work.forward.at(batch) + work.backward.at(batch)) + work.update_s
     alone = max(compute_s, input_s)
     eval_s = settings.eval_s
@@ -274,12 +280,11 @@ def cluster_clock(
         step_s=step_s,
         eval_s=eval_s,
         startup_s=startup_s,
-        uncertainty=found.uncertainty,
+        uncertainty=predicted.uncertainty,
         images_per_s=accumulation * batch * place.ranks / step_s,
         efficiency=alone / step_s,
         price_per_gpu_hour=settings.price_per_gpu_hour,
         watts_per_gpu=there.watts,
-        left_out=left_out,
         source=work.source,
         assumed=there.assumed_links,
     )

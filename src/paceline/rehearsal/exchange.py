@@ -1,9 +1,9 @@
 """`RehearsedExchange`: the gradient exchange of many ranks in one process.
 
-The ranks of a cluster are virtual: one after the other computes its gradients here, and hands them over
-with `end_rank`. Each bucket is rounded to its wire format and added to what the ranks before have left,
-in the order and with the roundings of the plan's algorithm (`reduction`), so that the sums are those of
-the cluster. `reduce` then puts them where an exchange over a network would.
+The ranks of a cluster are virtual: they compute their gradients here one after the other, and pass them
+to `end_rank`. Each bucket is rounded to its wire format and added to the partial sums of earlier ranks,
+in the order and with the roundings of the plan's algorithm (`reduction`). So the sums are those of the
+cluster. `reduce` then writes them where an exchange over a network would.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from paceline.comm.exchange import SIGNALS, GradientExchange, Message, Signals
 from paceline.comm.group import Group
 from paceline.comm.planned_transport import WireFormat
-from paceline.comm.process_groups import Place, group_ranks
+from paceline.comm.process_groups import group_ranks
 from paceline.comm.transport import DirectTransport, Piece
 from paceline.core.units import format_bytes
 from paceline.plan.fusion_plan import FusionPlan
@@ -26,24 +26,22 @@ from paceline.rehearsal.reduction import ROW, WIDE, Plane, Reduction, compile_re
 
 
 def cluster_groups(nodes: int, ranks_per_node: int, group_size: int = 0) -> Groups:
-    """The groups that ranks on such nodes form, `group_size` as in `comm.group_size`."""
-    ranks = nodes * ranks_per_node
-    places = [
-        Place(rank, ranks, rank // ranks_per_node, rank % ranks_per_node, ranks_per_node)
-        for rank in range(ranks)
-    ]
-    return Groups(group_ranks(places, group_size or None))
+    """Returns the groups of ranks on such nodes, with `group_size` as in `comm.group_size`."""
+    node_of_rank = [rank // ranks_per_node for rank in range(nodes * ranks_per_node)]
+    return Groups(group_ranks(node_of_rank, group_size or None))
 
 
 def rank_order(ranks: int, plan: FusionPlan) -> range:
-    """In which order the ranks are computed, so that little has to be kept: Gloo's own ring goes
-    downwards, the algorithms of Paceline upwards. It changes no number."""
+    """Returns the order in which the ranks are computed, so that few partial sums have to be kept.
+
+    Gloo's own ring goes downwards, the algorithms of Paceline upwards. The order changes no number.
+    """
     native = all(bucket.algorithm == NATIVE for bucket in plan.buckets)
     return range(ranks - 1, -1, -1) if native else range(ranks)
 
 
 class VirtualAllReduce:
-    """The sum of one buffer over ranks that come one after the other."""
+    """Sums one buffer over ranks that come one after the other."""
 
     def __init__(self, reduction: Reduction, dtype: torch.dtype, device: torch.device) -> None:
         self._reduction = reduction
@@ -58,11 +56,11 @@ class VirtualAllReduce:
         return sum(tensor.nbytes for _, tensor in self._planes.values())
 
     def begin(self) -> None:
-        """Forgets the ranks that have come."""
+        """Forgets all ranks."""
         self._come = 0
 
     def add(self, row: Tensor) -> None:
-        """What the next rank holds. `row` is not kept."""
+        """Adds the buffer of the next rank. `row` is not kept."""
         for into, term, first, adds, start, stop in self._reduction.arrivals[self._come]:
             target, value = self._part(into, start, stop), self._part(term, start, stop, row)
             if first is not None:
@@ -91,8 +89,11 @@ class VirtualAllReduce:
 
 
 class RehearsedExchange(GradientExchange):
-    """Sums the gradients of virtual ranks. For each step: `begin`; for each rank, in `order`, its
-    micro-steps and `end_rank`; then `reduce`."""
+    """Sums the gradients of virtual ranks.
+
+    The calls of a step are `begin`; for each rank, in `order`, its micro-steps and `end_rank`; then
+    `reduce`.
+    """
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class RehearsedExchange(GradientExchange):
 
     @property
     def held_bytes(self) -> int:
-        """Memory for what ranks have left and others still have to come to."""
+        """Returns the bytes of the partial sums that wait for later ranks."""
         return sum(reduce.held_bytes for bucket in self._reduces for reduce in bucket)
 
     @property
@@ -146,7 +147,7 @@ class RehearsedExchange(GradientExchange):
                 reduce.begin()
 
     def end_rank(self, loss: Tensor) -> None:
-        """After the last micro-step of the next rank of `order`: its gradients join the sums."""
+        """Adds the gradients of the next rank of `order` to the sums, after its last micro-step."""
         self._write_tail(loss, Signals())
         for number, bucket in enumerate(self._reduces):
             for reduce, piece in zip(bucket, self._pieces(number), strict=True):
@@ -155,7 +156,7 @@ class RehearsedExchange(GradientExchange):
         self._forget()
 
     def reduce(self, loss: Tensor, signals: Signals) -> None:
-        """Where a rank failed or was stopped nothing is summed: the signals say so."""
+        """Writes the sums. If a rank failed or stopped nothing is summed, and the signals report it."""
         complete = self._come == len(self.order)
         if not complete:
             for buffer in self.buffers.values():

@@ -1,13 +1,9 @@
-"""The layers of any model, counted from one traced step on the meta device.
+"""Counts the layers of any model from one traced step on the meta device.
 
-In: a model's name (`timm:convnext_tiny`, `module:factory`) or a model that is about to train, and an
-image size. Out: a `Network` for the planner. Nothing is computed: tensors on the meta device have shapes
-only.
-Every operation that autograd records is counted: multiply-adds by torch's own formulas, activations
-read and written, and what autograd keeps for the backward pass, by its own account. Elementwise work on
-one map is taken to be fused into the operation before it, and attention to be one kernel. A second trace
-has the number formats of autocast, which has no form for the meta device, and gives what half precision
-keeps.
+Nothing is computed: tensors on the meta device only have shapes. Every operation that autograd records
+is counted: multiply-adds by torch's own formulas, activations read and written, and what autograd keeps
+for the backward pass. The count assumes that elementwise work on an activation is fused into the
+operation before it, and that attention is one kernel.
 """
 
 from __future__ import annotations
@@ -53,7 +49,17 @@ _JOINS = ("add", "mul", "sub", "div", "cat")
 def count_layers(
     name: str, image_size: int = 224, num_classes: int = 1000, channels: int = 3
 ) -> Network:
-    """ConfigError where the model cannot be made or does not run on the meta device."""
+    """Counts the layers of a model by its name, such as `timm:convnext_tiny` or `module:factory`.
+
+    Args:
+        name: The name of the model.
+        image_size: Pixels of an image's side.
+        num_classes: Number of classes.
+        channels: Channels of an image.
+
+    Raises:
+        ConfigError: If the model cannot be created or does not run on the meta device.
+    """
     model = create_model(
         ModelSettings(name=name),
         num_classes=num_classes,
@@ -64,8 +70,10 @@ def count_layers(
 
 
 def count_trained(model: nn.Module, name: str, image_size: int, channels: int) -> Network:
-    """The layers of a model that is on a device already, with all of its tensors trained. The model, its
-    buffers and all generators stay as they are. ConfigError as `count_layers`."""
+    """Counts the layers of a model that is already on a device.
+
+    The model, its buffers and all generators do not change. Raises ConfigError as `count_layers`.
+    """
     drawn = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():
@@ -76,7 +84,7 @@ def count_trained(model: nn.Module, name: str, image_size: int, channels: int) -
 
 
 def _on_meta(model: nn.Module, name: str) -> nn.Module:
-    """A copy without memory for its tensors: copies of these are given before the copy is made."""
+    """Returns a copy without memory for its tensors, which are replaced before the copy is made."""
     made: dict[int, Any] = {}
     for parameter in model.parameters():
         trains = parameter.is_floating_point()
@@ -90,7 +98,7 @@ def _on_meta(model: nn.Module, name: str) -> nn.Module:
 
 
 def count_module(model: nn.Module, name: str, image_size: int, channels: int = 3) -> Network:
-    """`model` is on the meta device."""
+    """Counts the layers of a model on the meta device."""
     images = torch.empty(_BATCH, channels, image_size, image_size, device="meta")
     try:
         layers = _traced(model, images, half=False)
@@ -107,8 +115,11 @@ def count_module(model: nn.Module, name: str, image_size: int, channels: int = 3
 
 
 def _half_kept(model: nn.Module, images: Tensor) -> list[float]:
-    """Of each layer; empty where the model does not run in the formats of `_Formats`, whose count is
-    then that of fp32 with elements of two bytes."""
+    """Returns the elements that each layer keeps in half precision.
+
+    Returns an empty list if the model does not run in the formats of `_Formats`. Then the count is that
+    of fp32 with elements of two bytes.
+    """
     weights = [weight for weight in matrix_weights(model) if weight.dtype == torch.float32]
     try:
         for weight in weights:
@@ -154,15 +165,18 @@ class _Formats(TorchFunctionMode):
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """It keeps its inputs, its output and the logarithms of its sums; a mask is left out."""
+    """Calls attention as one kernel, without its mask.
+
+    The kernel keeps its inputs, its output and the logarithms of its sums.
+    """
     heads = query.shape[-3] if query.dim() > 3 else 1
     parts = (part.reshape(-1, heads, *part.shape[-2:]) for part in (query, key, value))
-    found: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(*parts, None, True)[0]
-    return found.reshape(*query.shape[:-1], value.shape[-1])
+    result: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(*parts, None, True)[0]
+    return result.reshape(*query.shape[:-1], value.shape[-1])
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
-    """Only between fp32 and half precision, as autocast does."""
+    """Casts between fp32 and half precision only, as autocast does."""
 
     def one(value: Any) -> Any:
         is_float = isinstance(value, Tensor) and value.dtype in (torch.half, torch.float32)
@@ -196,8 +210,10 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._found: list[dict[str, Any]] = []
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Autograd saves this: an activation that no one else has saved yet counts once. Indices and
-        masks have the same bytes in any number format of the step."""
+        """Counts an activation that autograd saves for the first time.
+
+        Indices and masks have the same bytes in any number format.
+        """
         place = _storage(tensor)
         if place not in self._fixed and place not in self._kept and self._found:
             self._kept.add(place)
@@ -246,7 +262,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def layers(self, half: bool) -> tuple[Layer, ...]:
-        """Trained tensors that no counted operation reads join the first layer: they are ready last."""
+        """Returns the layers. Trained tensors that no counted operation reads join the first one."""
         if not self._found or not self._trained:
             raise ConfigError("--model", None, "has no layers that train", "name another model")
         self._found[0]["tensors"] += list(self._left.values())

@@ -1,12 +1,12 @@
-"""In which order a schedule adds up what the ranks hold, and where it rounds; without any messages.
+"""The order in which a schedule adds the ranks' numbers, and where it rounds, without any messages.
 
-A schedule (`paceline.plan.schedules`) is played once with symbols in place of numbers. What arrives at
+A schedule (`paceline.plan.schedules`) is played once with symbols in place of numbers. The result at
 rank 0 is, for each stretch of the buffer, a tree of additions over the ranks. `compile_reduction` turns
 these trees into a `Reduction`: instructions for ranks that come one after the other, each of which is
 forgotten as soon as the trees allow. `paceline.rehearsal.exchange` executes them on tensors.
 
 Planes are memory of the buffer's format (`HELD` for rows that wait, `SUM` for partial sums) or fp32
-(`WIDE`), each as long as the stretch that uses it. Neighbouring stretches with equal instructions are
+(`WIDE`), each as long as the stretch that uses it. Neighbouring stretches with equal instructions share
 one instruction.
 """
 
@@ -38,8 +38,10 @@ _ROW: Plane = (ROW, 0)
 
 
 class Instruction(NamedTuple):
-    """`into` ← `into` + `term` or, where `first` is given, `first` + `term`; a copy of `term` where
-    `adds` is False. All on elements `start` to `stop` of the buffer."""
+    """Computes `into` ← `into` + `term` on elements `start` to `stop` of the buffer.
+
+    If `first` is given, computes `first` + `term` instead. If `adds` is False, copies `term`.
+    """
 
     into: Plane
     term: Plane
@@ -50,30 +52,33 @@ class Instruction(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """`arrivals` has what to do once the row of each rank has come, in the order in which they come;
-    `result` says which plane holds the sum of which stretch; `planes` has the stretch of each plane."""
+    """The instructions that sum a buffer.
+
+    Attributes:
+        arrivals: The instructions for the row of each rank, in the order in which the ranks come.
+        result: The plane that holds the sum of each stretch.
+        planes: The stretch of each plane.
+    """
 
     arrivals: tuple[tuple[Instruction, ...], ...]
     result: tuple[tuple[Plane, int, int], ...]
     planes: dict[Plane, Span]
-
-    def memory_bytes(self, item_bytes: int) -> int:
-        """Of all planes."""
-        return sum(
-            (stop - start) * (4 if kind == WIDE else item_bytes)
-            for (kind, _), (start, stop) in self.planes.items()
-        )
 
 
 def compile_reduction(
     name: str, groups: Groups, length: int, item_bytes: int, *, order: Sequence[int],
     segmented: bool = True,
 ) -> Reduction:  # fmt: skip
-    """Of a buffer of `length` elements of `item_bytes`; 2 means sums in fp32 and a rounding wherever
-    the schedule rounds. `order` is that in which the ranks come: it changes how much has to be kept,
-    and no number. `segmented`: cut as over Gloo; over NCCL a buffer is one segment.
+    """Compiles the sum of a buffer.
 
-    `native` is the backend's own. Its order is that of Gloo's ring; NCCL's is not documented.
+    Args:
+        name: The algorithm. `native` is Gloo's ring; the order of NCCL is not documented.
+        groups: The groups of ranks.
+        length: Elements of the buffer.
+        item_bytes: Bytes of an element. 2 means sums in fp32 that are rounded where the schedule
+            rounds.
+        order: The order in which the ranks come. It changes the memory, and no number.
+        segmented: Cut the buffer as over Gloo; over NCCL a buffer is one segment.
     """
     ranks = len(groups.order)
     parts: list[tuple[int, _Program]] = []
@@ -109,13 +114,16 @@ def compile_reduction(
 
 
 def _renumbered(plane: Plane, segment: int, segments: int) -> Plane:
-    """Planes of one segment are apart from those of the others."""
+    """Numbers the planes of a segment apart from those of other segments."""
     return plane if plane == _ROW else (plane[0], plane[1] * segments + segment)
 
 
 class _Trees(NamedTuple):
-    """Additions of one segment. Nodes below the number of ranks are the ranks' own numbers; `kind`,
-    `left` and `right` are of the others. `roots` has the node of each stretch between two `bounds`."""
+    """Additions of one segment.
+
+    Nodes below the number of ranks are the ranks' own numbers; `kind`, `left` and `right` describe the
+    other nodes. `roots` has the node of each stretch between two `bounds`.
+    """
 
     bounds: list[int]
     roots: list[int]
@@ -129,8 +137,11 @@ _GLOO_MOST_BYTES, _GLOO_LEAST_MESSAGES = 1 << 20, 2
 
 
 def _gloo_ring(ranks: int, length: int, item_bytes: int) -> _Trees:
-    """Gloo's all-reduce cuts a buffer into equal chunks, one for each rank, of whole messages. Chunk c
-    begins on rank c − 1 and travels downwards; every rank on its way adds and rounds. By test."""
+    """Returns the additions of Gloo's all-reduce, as tests have shown.
+
+    It cuts a buffer into equal chunks of whole messages, one for each rank. Chunk c starts on rank c −
+    1 and travels downwards; every rank on its way adds and rounds.
+    """
     size = length * item_bytes
     most = item_bytes * (_GLOO_MOST_BYTES // item_bytes)
     messages = -(-max(-(-size // most), _GLOO_LEAST_MESSAGES * ranks) // ranks)
@@ -150,8 +161,11 @@ def _gloo_ring(ranks: int, length: int, item_bytes: int) -> _Trees:
 
 
 def _play(chosen: Algorithm, groups: Groups, segment: Segment) -> _Trees:
-    """Runs all ranks' steps on symbols. A rank goes on until it waits for a message, so the order in
-    which ranks are taken does not matter."""
+    """Runs all ranks' steps on symbols.
+
+    A rank continues until it waits for a message, so the order in which ranks are taken does not
+    matter.
+    """
     ranks = groups.order
     steps = {rank: list(_steps(chosen, rank, groups, segment)) for rank in ranks}
     bounds = sorted({0, segment.length}.union(*(s.span for own in steps.values() for s in own)))
@@ -198,7 +212,7 @@ def _steps(
 
 
 class _Symbols:
-    """What each rank holds of each stretch, as a node. With 16 bits, `_wide` are sums in fp32."""
+    """The node of each stretch on each rank. With 16 bits, `_wide` has the sums in fp32."""
 
     def __init__(self, ranks: int, stretches: int, *, half: bool) -> None:
         self.content = [[rank] * stretches for rank in range(ranks)]
@@ -250,8 +264,10 @@ _Op = tuple[Plane, Plane, Plane | None, bool]
 
 
 class _Program:
-    """The instructions of one segment: `steps[rank][stretch]`, with planes that are used again as soon
-    as nothing waits in them."""
+    """The instructions of one segment: `steps[rank][stretch]`.
+
+    A plane is reused as soon as nothing waits in it.
+    """
 
     def __init__(self, trees: _Trees, order: Sequence[int]) -> None:
         self.bounds = trees.bounds
@@ -263,8 +279,11 @@ class _Program:
             self._roots.append(self._compile(trees, stretch, root))
 
     def arrival(self, rank: int, start: int, segment: int, segments: int) -> Iterator[Instruction]:
-        """The instructions once the row of `rank` has come. The first of every stretch come first, then
-        the second; stretches do not depend on each other."""
+        """Yields the instructions for the row of `rank`.
+
+        The first instructions of every stretch come first, then the second ones; stretches are
+        independent.
+        """
         stretches = self.steps[rank]
         for at in range(max((len(ops) for ops in stretches), default=0)):
             before: _Op | None = None
@@ -346,18 +365,18 @@ class _Program:
 
 
 def _parents(trees: _Trees, ranks: int, root: int) -> dict[int, int]:
-    """Of all nodes below `root`."""
-    found: dict[int, int] = {}
+    """Returns the parents of all nodes below `root`."""
+    parent_of: dict[int, int] = {}
     stack = [root]
     while stack:
         node = stack.pop()
         if node < ranks:
             continue
         for below in {trees.left[node - ranks], trees.right[node - ranks]}:
-            assert below not in found, "a schedule adds a rank's numbers once"
-            found[below] = node
+            assert below not in parent_of, "a schedule adds a rank's numbers once"
+            parent_of[below] = node
             stack.append(below)
-    return found
+    return parent_of
 
 
 def _instruction(op: _Op, start: int, stop: int, segment: int, segments: int) -> Instruction:

@@ -1,4 +1,4 @@
-"""Settings of rehearsals: the table `[run.rehearsal]`, in use with `run.strategy = "rehearsal"`."""
+"""Settings of rehearsals: the table `[run.rehearsal]`, used if `run.strategy = "rehearsal"`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_RANKS = 1024
 
 @dataclass(frozen=True)
 class RehearsalSettings:
-    """The cluster that a rehearsal stands for, and what is known about its speed."""
+    """The simulated cluster, and data about its speed."""
 
     nodes: int = 0
     """Nodes of the cluster; a rehearsal needs them."""
@@ -61,7 +61,7 @@ class RehearsalSettings:
 
     @property
     def ranks(self) -> int:
-        """Virtual ranks."""
+        """Returns the number of virtual ranks."""
         return self.nodes * self.gpus_per_node
 
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = (

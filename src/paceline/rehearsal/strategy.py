@@ -1,6 +1,6 @@
 """`Rehearsal`: one process computes the ranks of a cluster, and predicts the times there.
 
-`VirtualStatistics`: the running statistics of batch norm of all these ranks.
+`VirtualStatistics` are the running statistics of batch norm of all these ranks.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ _FRUGAL = ("hierarchical", "torus2d", "tree")
 
 
 class VirtualStatistics(BatchNormState):
-    """Has a row for each virtual rank in `kept`. The layers use `flat`, which `load` fills for one rank
-    and `store` saves."""
+    """Has a row for each virtual rank in `kept`.
+
+    The layers use `flat`, which `load` fills for one rank and `store` saves.
+    """
 
     def __init__(self, model: nn.Module, ranks: int) -> None:
         super().__init__(model)
@@ -58,7 +60,7 @@ class VirtualStatistics(BatchNormState):
         self.tracked.copy_(self.kept_tracked[rank])
 
     def store(self, rank: int) -> None:
-        """Makes the statistics of the layers those of a virtual rank."""
+        """Saves the statistics of the layers as those of a virtual rank."""
         self.kept[rank].copy_(self.flat)
         self.kept_tracked[rank].copy_(self.tracked)
 
@@ -75,8 +77,11 @@ class VirtualStatistics(BatchNormState):
 
 
 class Rehearsal(Synchronous):
-    """Yields the micro-batches of each virtual rank with its batch-norm statistics; the exchange adds up
-    what each has computed. The clock advances with every step and evaluation."""
+    """Computes the micro-batches of each virtual rank with its own batch-norm statistics.
+
+    The exchange adds the gradients of all virtual ranks. The predicted clock advances with every step
+    and evaluation.
+    """
 
     name = "rehearsal"
     one_batch = "a rehearsal has one, the cluster's run only with --set optim.batch_schedule=''"
@@ -183,7 +188,6 @@ class Rehearsal(Synchronous):
                 self.settings, parts.exchange.plan, work.with_tensors(tensors), batch=batch,
                 accumulation=self._plan.accumulation, validation=self._validation,
                 eval_batch=eval_batch(batch),
-                left_out=there.left_out(work, config.optim.name, half=half, trained=tensors),
             )  # fmt: skip
 
     @classmethod
@@ -200,8 +204,10 @@ class Rehearsal(Synchronous):
         return {**super().describe(), "clock": clock}
 
     def start(self, training: Training) -> None:
-        """Starts the clock. Steps and evaluations of a checkpoint without one count as those that
-        follow."""
+        """Starts the clock.
+
+        Steps before a checkpoint without a clock count as those after it.
+        """
         self._progress = progress = training.progress
         if progress.time_to_target_s is None:
             self._to_target = None
@@ -210,19 +216,12 @@ class Rehearsal(Synchronous):
             return
         if self._predicted_s:
             return
-        every, plan = self.config.run.eval_interval_epochs, training.plan
-        evaluations = sum(plan.ends_epoch(step, every) for step in range(progress.step - 1))
-        evaluations += progress.step > 0 and progress.evaluated_step == progress.step
-        self._predicted_s = (
-            self.clock.startup_s
-            + progress.step * self.clock.step_s
-            + evaluations * self.clock.eval_s
-        )
+        self._predicted_s = self.clock.startup_s + progress.step * self.clock.step_s
         if progress.step:
             training.emit(
                 NoteEvent(
-                    f"the checkpoint has no time of the cluster: its {progress.step:,} steps and "
-                    f"{evaluations:,} evaluations count as predicted for the rest"
+                    f"the checkpoint has no predicted time: its {progress.step:,} steps count as those "
+                    "that follow, its evaluations do not count"
                 )
             )
 
@@ -238,13 +237,13 @@ class Rehearsal(Synchronous):
         return self._advanced(self.clock.step_s if self.clock else 0.0)
 
     def record_evaluation(self, *, reached_target: bool) -> Mapping[str, Any]:
-        found = self._advanced(self.clock.eval_s if self.clock else 0.0)
+        fields = self._advanced(self.clock.eval_s if self.clock else 0.0)
         if reached_target and self._to_target is None:
             self._to_target = self._predicted_s
-        return found
+        return fields
 
     def _advanced(self, seconds: float) -> dict[str, Any]:
-        """Advances the clock; returns the record field, if there is a clock."""
+        """Advances the clock, and returns the record field if there is a clock."""
         self._predicted_s += seconds
         return {"predicted_s": self._predicted_s} if self.clock else {}
 
@@ -256,13 +255,13 @@ class Rehearsal(Synchronous):
 
     def summary(self) -> dict[str, Any]:
         settings = self.settings
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "nodes": settings.nodes, "gpus_per_node": settings.gpus_per_node, "ranks": settings.ranks,
         }  # fmt: skip
         if self.clock is not None:
-            found |= asdict(self.clock) | self.clock.totals(self._predicted_s)
+            fields |= asdict(self.clock) | self.clock.totals(self._predicted_s)
             reached = self._progress.time_to_target_s is not None
-            found["predicted_s_to_target"] = (
+            fields["predicted_s_to_target"] = (
                 (self._to_target or self._predicted_s) if reached else None
             )
-        return {self.name: found}
+        return {self.name: fields}

@@ -1,7 +1,7 @@
-"""Experiment trackers: CSV, TensorBoard, Weights & Biases, MLflow. They receive every number of
-`metrics.jsonl`.
+"""Experiment trackers: CSV, TensorBoard, Weights & Biases, MLflow.
 
-The training loads this package if `run.trackers` names a tracker. A program adds one with `register`.
+They receive every number of `metrics.jsonl`. The training loads this package if `run.trackers` names a
+tracker. A program adds one with `register`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ _REGISTRY: dict[str, _Registered] = {}
 
 
 def register(name: str, make: Make, package: str = "") -> None:
-    """Adds a tracker under the name that `run.trackers` has; `package` is the one that it needs."""
+    """Adds a tracker.
+
+    Args:
+        name: The name in `run.trackers`.
+        make: Creates the tracker from the run folder, the first step of this process and the settings.
+        package: The package that the tracker needs, or "".
+    """
     _REGISTRY[name] = _Registered(make, package)
 
 
@@ -59,7 +65,15 @@ def open_trackers(
     names: Iterable[str], folder: Path, first_step: int, settings: Mapping[str, Any],
     note: Callable[[str], None],
 ) -> list[TrackerThread]:  # fmt: skip
-    """An observer for each tracker of the run."""
+    """Returns an observer for each tracker of the run.
+
+    Args:
+        names: The names of the trackers.
+        folder: The run folder.
+        first_step: The first step of this process.
+        settings: The settings of the run.
+        note: Receives one line if a tracker fails.
+    """
 
     def start(name: str) -> TrackerThread:
         make = _REGISTRY[name].make

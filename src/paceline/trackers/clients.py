@@ -1,4 +1,4 @@
-"""CSV, TensorBoard, Weights & Biases and MLflow. Each loads its library when it is made."""
+"""CSV, TensorBoard, Weights & Biases and MLflow. Each loads its library when it is created."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from paceline.core.files import whole_file
 
 
 class CsvTracker:
-    """`metrics.csv` has a column for each number of steps and evaluations, and a row for each of these;
-    `metrics-more.csv` has other numbers as step, name, value."""
+    """Writes `metrics.csv` and `metrics-more.csv`.
+
+    `metrics.csv` has a column for each number of steps and evaluations, and a row for each step.
+    `metrics-more.csv` has other numbers as step, name, value.
+    """
 
     def __init__(self, folder: Path, first_step: int) -> None:
         causes = [f"input_stall_causes/{name}" for name in ("read", "decode", "augment", "copy")]
-        # Tables, texts and what only a strategy has.
+        # Tables, texts and fields of strategies.
         left_out = ("step", "input_stall_causes", "remark", "fields")
         of_steps, of_evaluations = (
             [field.name for field in fields(event) if field.name not in left_out]
@@ -53,7 +56,7 @@ class CsvTracker:
 
 
 def _opened(path: Path, columns: list[str], first_step: int) -> Any:
-    """Appends to the rows up to `first_step`: a resumed run repeats the later ones."""
+    """Opens a file to append to its rows up to `first_step`: a resumed run repeats the later ones."""
     kept: list[list[str]] = []
     if first_step and path.is_file():
         with path.open(newline="", encoding="utf-8") as file:
@@ -67,12 +70,12 @@ def _opened(path: Path, columns: list[str], first_step: int) -> Any:
 
 
 class TensorBoardTracker:
-    """Event files in `RUN/tensorboard`."""
+    """Writes event files in `RUN/tensorboard`."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Hides steps that a killed process logged after its last checkpoint, whose own step stays.
+        # Hides steps that a killed process logged after its last checkpoint; the checkpoint's step stays.
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -84,11 +87,11 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A run of Weights & Biases, with the settings as its configuration. `WANDB_MODE=offline` keeps it in
-    `RUN/wandb`, `WANDB_PROJECT` names its project.
+    """Logs to a run of Weights & Biases, with the settings as its configuration.
 
-    The step is a value, and the x-axis of all others: W&B drops what is logged for an earlier step of its
-    own counter, such as a checkpoint that was written in the background.
+    `WANDB_MODE=offline` keeps it in `RUN/wandb`, and `WANDB_PROJECT` names its project. The step is a
+    value, and the x-axis of all others: W&B drops what is logged for an earlier step of its own
+    counter, such as a checkpoint that was written in the background.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
@@ -119,8 +122,10 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """A run of MLflow, at `MLFLOW_TRACKING_URI`, or else in files under `RUN/mlruns`;
-    `MLFLOW_EXPERIMENT_NAME` names its experiment."""
+    """Logs to a run of MLflow, at `MLFLOW_TRACKING_URI`, or in files in `RUN/mlruns`.
+
+    `MLFLOW_EXPERIMENT_NAME` names its experiment.
+    """
 
     _LONGEST_VALUE, _AT_ONCE = 500, 100
 
@@ -131,7 +136,7 @@ class MlflowTracker:
         self._metric = Metric
         place = os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlruns").resolve().as_uri()
         if place.startswith("file:"):
-            # MLflow asks for this where runs are kept in files.
+            # MLflow requires this if runs are kept in files.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self._client = MlflowClient(place)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "paceline")

@@ -1,7 +1,7 @@
 """`TrackerThread`: passes the numbers of events to a tracker.
 
-A tracker runs on a thread behind a queue: its server may be slow, offline or full. Whatever happens to
-it, training goes on, and one line says so.
+A tracker runs on a thread behind a queue, because its server may be slow, offline or full. If it fails,
+training continues, and one line reports the failure.
 """
 
 from __future__ import annotations
@@ -34,29 +34,32 @@ _PREFIXES: dict[type[Event], str] = {
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """All numbers of an event by name: `train/loss`, `train/input_stall_causes/decode`, `val/top1`,
-    `ranks/step_s/max`, `metric/NAME`. Those that are not finite are left out."""
+    """Returns all finite numbers of an event by name.
+
+    For example `train/loss`, `train/input_stall_causes/decode`, `val/top1`, `ranks/step_s/max`,
+    `metric/NAME`.
+    """
     prefix = _PREFIXES.get(type(event))
     if prefix is None:
         return {}
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for name, value in event.to_dict().items():
         if name == "step":
             continue
         if isinstance(value, Mapping):
             # The values of a callback are the event itself.
             inner = prefix if name == "values" else f"{prefix}/{name}"
-            found |= {f"{inner}/{key}": number for key, number in value.items()}
+            named |= {f"{inner}/{key}": number for key, number in value.items()}
         else:
-            found[f"{prefix}/{name}"] = value
+            named[f"{prefix}/{name}"] = value
     numbers = {
-        name: float(value) for name, value in found.items() if isinstance(value, int | float)
+        name: float(value) for name, value in named.items() if isinstance(value, int | float)
     }
     return {name: number for name, number in numbers.items() if math.isfinite(number)}
 
 
 class Tracker(Protocol):
-    """Called from one thread. May raise anything, at any time."""
+    """A client of a tracking service. It is called from one thread, and may raise anything."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -64,10 +67,14 @@ class Tracker(Protocol):
 
 
 class TrackerThread:
-    """An `Observer` that passes the numbers of events to a tracker on a thread of its own.
+    """An `Observer` that passes the numbers of events to a tracker on its own thread.
 
-    `make` creates the tracker, also on the thread. The first error ends the tracker; `note` receives the
-    one line about it, on the caller's thread.
+    The first error ends the tracker.
+
+    Args:
+        name: The name of the tracker.
+        make: Creates the tracker, on the thread.
+        note: Receives the line about an error, on the caller's thread.
     """
 
     def __init__(self, name: str, make: Callable[[], Tracker], note: Callable[[str], None]) -> None:
@@ -108,13 +115,13 @@ class TrackerThread:
         if self._noted or (self._error is None and not self._dropped):
             return
         self._noted = True
-        reason = self._error or "it is too slow, and loses metrics"
+        reason = self._error or "it is too slow and loses metrics"
         self._note(
-            f"tracker {self._name} failed ({reason}); training goes on, metrics.jsonl has it all"
+            f"tracker {self._name} failed ({reason}); training continues; metrics.jsonl has all metrics"
         )
 
     def close(self) -> None:
-        """Waits a while for what is queued. Reports what went wrong since the last event."""
+        """Waits some time for queued numbers, and reports errors since the last event."""
         if self._thread.is_alive():
             try:
                 self._queue.put(None, timeout=1.0)

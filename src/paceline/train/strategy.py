@@ -287,7 +287,7 @@ class Synchronous(Strategy):
         else:
             self._captured()
         if (memory := self._exchange.memory) is not None:
-            memory.settle(self._discard)
+            memory.commit(self._discard)
         exposed = self._exchange.exposed
         if not self._row.is_cuda:
             return Pending(row=self._row.clone(), wait=None, exposed=exposed)

@@ -1,7 +1,7 @@
 """A profile: the real step of a model on this device, as a `Workload` for the planner.
 
-The whole step is timed as training runs it, at each batch; then one step is taken apart, without CUDA
-graphs, to see how it splits and when each gradient is ready.
+The whole step is timed at each batch as training runs it. Then one step is split into its parts,
+without CUDA graphs, to measure when each gradient is ready.
 """
 
 from __future__ import annotations
@@ -34,7 +34,14 @@ _IMAGES = (
 
 
 def config_row(config: RunConfig, classes: int, ranks: int, device: str) -> StepRow:
-    """The step that `config` trains on each of `ranks`, with a micro-batch of synthetic images."""
+    """Returns the step that `config` trains on each of `ranks`, with a micro-batch of synthetic images.
+
+    Args:
+        config: The run.
+        classes: Number of classes.
+        ranks: Number of ranks.
+        device: The device.
+    """
     first = config.optim.batch_growth.first_batch(config.run.global_batch_size)
     sizes = resolve_batch_sizes(first, config.run.batch_size, ranks)
     usual = RunConfig().flat()
@@ -51,7 +58,7 @@ def config_row(config: RunConfig, classes: int, ranks: int, device: str) -> Step
 
 
 def profile_workload(row: StepRow, batches: Sequence[int]) -> Workload:
-    """The row's batch is not read; `batches` are."""
+    """Measures the step of `row` at each of `batches`; the batch of the row does not count."""
     steps = [
         (batch, measure_ours(replace(row, batch_size=batch), lambda: None)[0].median)
         for batch in sorted(set(batches))
@@ -64,7 +71,7 @@ def profile_workload(row: StepRow, batches: Sequence[int]) -> Workload:
 
 
 def take_apart(row: StepRow) -> StepAnatomy:
-    """The median of a few steps, part by part."""
+    """Returns the median of a few steps, part by part."""
     device = torch.device(row.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -73,9 +80,9 @@ def take_apart(row: StepRow) -> StepAnatomy:
     )
     with Group(Topology(), RunConfig().comm, device) as group:
         step, _ = build_step(eager, group)
-        found = [_one(step, device) for _ in range(_TAKEN_APART + 2)][2:]
-    found.sort(key=lambda anatomy: anatomy.forward_s + anatomy.backward_s)
-    return found[len(found) // 2]
+        anatomies = [_one(step, device) for _ in range(_TAKEN_APART + 2)][2:]
+    anatomies.sort(key=lambda anatomy: anatomy.forward_s + anatomy.backward_s)
+    return anatomies[len(anatomies) // 2]
 
 
 def _one(step: TrainStep, device: torch.device) -> StepAnatomy:
@@ -117,7 +124,7 @@ def _one(step: TrainStep, device: torch.device) -> StepAnatomy:
 
 
 class _Clock:
-    """Marks of the host, or of the GPU's own clock, read once all is over."""
+    """Marks of the host, or of the GPU's own clock, which are read after the step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,7 +1,7 @@
 """`RangeTest`: the learning-rate range test (Smith 2017), a callback of a short run whose rate grows.
 
-It keeps rate and loss of each step and ends the run where the loss explodes. `RangeResult` says which
-rates the losses suggest.
+It records rate and loss of each step and ends the run if the loss explodes. `RangeResult` has the rates
+that the losses suggest.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from paceline.train.callbacks import Callback, RunControl
 
 # Weight of the past in the smoothed loss; losses of single steps are too noisy for a slope.
 SMOOTHING = 0.9
-# The run ends where the smoothed loss is this many times the lowest one.
+# The run ends if the smoothed loss is this many times the lowest one.
 EXPLODED = 4.0
-# Before, the smoothed loss is that of few steps.
+# With fewer steps the smoothed loss is not meaningful.
 _LEAST_STEPS = 10
-# A fall of the smoothed loss counts from its highest value after these first steps, of which it is hardly
-# an average yet.
+# A fall of the smoothed loss counts from its highest value after these first steps, because their average
+# covers few values.
 _SETTLING_STEPS = 4
 # A fall by less than this many standard deviations of the losses is noise: that of losses without any
 # trend is as large in at most two tests of a hundred, of 10 steps as of 1,000.
@@ -37,11 +37,17 @@ _BEND_OF_NOISE = 1.368
 
 @dataclass(frozen=True)
 class RangeResult:
-    """`rates` and `losses` of the finite steps, and the smoothed losses.
+    """The result of a range test.
 
-    `suggested` is the rate at which the smoothed loss falls fastest with the logarithm of the rate, None
-    where its fall is lost in noise; `largest` the one at its lowest point, an upper bound for the peak of
-    a cycle. `fall` is in standard deviations of the losses from step to step.
+    Attributes:
+        rates: The rates of the steps with a finite loss.
+        losses: Their losses.
+        smoothed: Their smoothed losses.
+        suggested: The rate at which the smoothed loss falls fastest with the logarithm of the rate.
+            None if its fall is lost in noise.
+        largest: The rate at its lowest point, an upper bound for the peak of a cycle.
+        exploded: The loss exploded or was not finite.
+        fall: The fall of the smoothed loss, in standard deviations of the losses from step to step.
     """
 
     rates: Sequence[float]
@@ -54,14 +60,14 @@ class RangeResult:
 
     @classmethod
     def of(cls, rates: Sequence[float], losses: Sequence[float], exploded: bool) -> RangeResult:
-        """RunError where there are too few losses to say anything."""
+        """Computes the result. Raises RunError if there are too few losses."""
         if len(rates) < _LEAST_STEPS:
             raise RunError(
                 f"only {len(rates)} steps had a finite loss", "start with a lower --from"
             )
         smoothed = smooth(losses)
         lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
-        # A slope over several steps, up to the lowest point; where there is none, the first rate.
+        # A slope over several steps, up to the lowest point; if there is none, the first rate.
         reach = max(2, len(rates) // 20)
         slopes = {
             n: (smoothed[n + reach] - smoothed[n - reach])
@@ -77,7 +83,7 @@ class RangeResult:
         return cls(rates, losses, smoothed, suggested, rates[lowest], exploded, fall)
 
     def to_table(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the result for JSON."""
         return {
             "suggested_lr": self.suggested,
             "fall": self.fall,
@@ -90,24 +96,27 @@ class RangeResult:
 
 
 def _noise(losses: Sequence[float]) -> float:
-    """The standard deviation around a trend. Second differences have nothing of a steady descent, and the
-    smaller ones nothing of an explosion."""
+    """Returns the standard deviation around a trend.
+
+    A steady descent does not change second differences, and an explosion does not change the smaller
+    ones.
+    """
     bends = sorted(abs(a - 2 * b + c) for (a, b), (_, c) in pairwise(pairwise(losses)))
     return fmean(bends[: int(_COUNTED_BENDS * len(bends))]) / _BEND_OF_NOISE
 
 
 def smooth(losses: Sequence[float]) -> list[float]:
-    """The exponential moving average, without the bias of its first values."""
-    found, average = [], 0.0
+    """Returns the exponential moving average, without the bias of its first values."""
+    smoothed, average = [], 0.0
     for n, loss in enumerate(losses, start=1):
         average = SMOOTHING * average + (1 - SMOOTHING) * loss
-        found.append(average / (1 - SMOOTHING**n))
-    return found
+        smoothed.append(average / (1 - SMOOTHING**n))
+    return smoothed
 
 
 @dataclass
 class RangeTest(Callback):
-    """Ends the run after `steps` steps, or where the loss explodes or is not finite."""
+    """Ends the run after `steps` steps, or if the loss explodes or is not finite."""
 
     steps: int
     rates: list[float] = field(default_factory=list)
@@ -131,5 +140,5 @@ class RangeTest(Callback):
             run.stop("the last rate is reached")  # after the next step
 
     def result(self) -> RangeResult:
-        """What was found."""
+        """Returns the result of the test."""
         return RangeResult.of(self.rates, self.losses, self.exploded)

@@ -1,8 +1,9 @@
-"""Chooses the algorithm for each size from measurements, and says if they are too noisy for that.
+"""Chooses the algorithm for each size from measurements, and checks whether they are too noisy.
 
-Medians count. The backend's own all-reduce stays unless another is faster by a margin; and what was
-chosen for the size before stays while it is as good as the best within the margin, so that noise does not
-make the table flicker. The chosen is never slower than the best by more than the margin.
+Medians count. The backend's own all-reduce is chosen unless another one is faster by a margin. The
+algorithm of the next smaller size is kept if it is as good as the best one within the margin, so that
+noise does not make the table alternate. So the choice is never slower than the best by more than the
+margin.
 """
 
 from __future__ import annotations
@@ -16,14 +17,13 @@ from paceline.plan.schedules import NATIVE
 from paceline.plan.size_table import MeasuredSize, SizeRow, SizeTable
 
 MARGIN = 0.05
-# The largest spread of repeated samples (`noise`) whose table is worth writing. Idle machines of the
-# records, two cores with up to 16 ranks, have 0.07 to 0.31.
+# The largest spread of repeated samples (`noise`) that is accepted. Idle machines of the records, two
+# cores with up to 16 ranks, have 0.07 to 0.31.
 NOISE_LIMIT = 0.5
-# And how much of the cores other processes may use: steady work beside it slows all samples alike.
 
 
 def measured_size(size_bytes: int, samples: Mapping[str, Sequence[float]]) -> MeasuredSize:
-    """The medians of one size, and how far the backend's own samples spread."""
+    """Returns the medians of one size, and the spread of the backend's own samples."""
     medians = {name: statistics.median(taken) for name, taken in samples.items()}
     return MeasuredSize(size_bytes, medians, _spread(samples.get(NATIVE, ())))
 
@@ -36,7 +36,7 @@ def _spread(samples: Sequence[float]) -> float:
 
 
 def noise(measured: Sequence[MeasuredSize]) -> float:
-    """The median spread over all sizes: one size that something disturbed does not count."""
+    """Returns the median spread over all sizes, so that one disturbed size does not count."""
     return statistics.median(row.spread for row in measured) if measured else 0.0
 
 
@@ -57,8 +57,8 @@ def check_noise(measured: Sequence[MeasuredSize], accept: bool) -> str:
     if spread <= NOISE_LIMIT:
         return ""
     cause = (
-        "this host is too noisy to tune on: repeated all-reduces of one size spread by "
-        f"{spread:.0%} (allowed: {NOISE_LIMIT:.0%})"
+        f"this host is too noisy to tune on: repeated all-reduces of one size spread by {spread:.0%} "
+        f"(allowed: {NOISE_LIMIT:.0%})"
     )
     if accept:
         return f"{cause}; written because of --accept-noise"
@@ -68,7 +68,7 @@ def check_noise(measured: Sequence[MeasuredSize], accept: bool) -> str:
 
 
 def choose_algorithms(measured: Sequence[MeasuredSize], margin: float = MARGIN) -> list[str]:
-    """One for each size, in ascending order of sizes."""
+    """Returns an algorithm for each size, in ascending order of sizes."""
     chosen: list[str] = []
     for row in measured:
         chosen.append(_choose(row, chosen[-1] if chosen else None, margin))
@@ -76,7 +76,7 @@ def choose_algorithms(measured: Sequence[MeasuredSize], margin: float = MARGIN) 
 
 
 def _choose(row: MeasuredSize, before: str | None, margin: float) -> str:
-    """`before`: what the next smaller size goes by."""
+    """Chooses for one size; `before` is the choice for the next smaller size."""
     best = min(row.medians_s, key=lambda name: (row.medians_s[name], name))
     bound = (1 + margin) * row.medians_s[best]
     for name in (NATIVE, before):
@@ -86,7 +86,7 @@ def _choose(row: MeasuredSize, before: str | None, margin: float) -> str:
 
 
 def table_of(measured: Sequence[MeasuredSize], chosen: Sequence[str]) -> SizeTable:
-    """Rows change over halfway, in factors, between two measured sizes."""
+    """Returns a table that changes halfway, in factors, between two measured sizes."""
     rows: list[SizeRow] = []
     for at in range(len(measured) - 1):
         if chosen[at] != chosen[at + 1]:

@@ -1,4 +1,4 @@
-"""A training step on synthetic images, as training runs it, and its time."""
+"""Runs and times a training step on synthetic images."""
 
 from __future__ import annotations
 
@@ -34,9 +34,22 @@ _DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class StepRow:
-    """`kind` is ours or plain. `switches` are settings `section.key` for ours; for plain they are
-    `dtype` (fp32, tf32, bf16, fp16), `compile` (off, default, reduce-overhead, max-autotune) and
-    `channels_last`. `group`: run as the only rank of a process group."""
+    """A step to measure.
+
+    Attributes:
+        name: The name of the row.
+        kind: `ours` or `plain`.
+        model: The name of the model.
+        batch_size: The batch of a rank.
+        image_size: Pixels of an image's side.
+        classes: Number of classes.
+        device: The device.
+        steps: Number of measured steps.
+        warm_up: Number of steps before them.
+        switches: For `ours` settings `section.key`. For `plain` `dtype` (fp32, tf32, bf16, fp16),
+            `compile` (off, default, reduce-overhead, max-autotune) and `channels_last`.
+        group: Run as the only rank of a process group.
+    """
 
     name: str
     kind: str
@@ -101,7 +114,7 @@ class SyntheticBatches:
 
 
 def build_step(row: StepRow, group: Group) -> tuple[TrainStep, str]:
-    """The step that training would run, and a description of its parts."""
+    """Returns the step that training would run, and a description of its parts."""
     config = RunConfig().with_values(
         {**_DEFAULTS, "model.name": row.model, "data.image_size": row.image_size,
          "data.eval_resize": 0, **row.switches}
@@ -128,8 +141,17 @@ def build_step(row: StepRow, group: Group) -> tuple[TrainStep, str]:
 
 
 def measure_ours(row: StepRow, ready: Callable[[], None]) -> tuple[Times, str]:
-    """The `TrainStep` of training, including loss scaling, finite check, gradient buckets, LARS on
-    masters, and reading the outcome."""
+    """Measures the `TrainStep` of training.
+
+    It includes loss scaling, finite check, gradient buckets, LARS on masters, and reading the outcome.
+
+    Args:
+        row: The step.
+        ready: Called during the warm-up; see `steady_times`.
+
+    Returns:
+        The times, and a description of the step.
+    """
     device = torch.device(row.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -152,7 +174,7 @@ def measure_ours(row: StepRow, ready: Callable[[], None]) -> tuple[Times, str]:
 
 
 def _topology(row: StepRow) -> Topology:
-    """A single process, or a group of one rank, whose collectives are really called."""
+    """Returns a single process, or a group of one rank, whose collectives are really called."""
     if not row.group:
         return Topology()
     with socket.socket() as free:

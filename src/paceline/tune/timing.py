@@ -1,7 +1,6 @@
-"""How benchmarks measure: times of repeated work after a warm-up, and the ranks of a benchmark.
+"""Times of repeated work after a warm-up, and the ranks of a benchmark.
 
-Of several ranks the slowest counts; what is
-compared takes turns, sample by sample (`interleaved`).
+With several ranks the slowest one counts. Alternatives take turns, sample by sample (`interleaved`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.group import Group
-from paceline.comm.process_groups import ProcessGroups, all_gather_json
+from paceline.comm.process_groups import ProcessGroups, all_gather_json, group_ranks
 from paceline.comm.settings import BACKEND_GRACE_S
 from paceline.config import RunConfig
 from paceline.core.topology import Topology
@@ -39,13 +38,13 @@ class Times:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The 10th and 90th percentile."""
+        """Returns the 10th and 90th percentile."""
         ordered = sorted(self.seconds)
         last = len(ordered) - 1
         return ordered[round(0.1 * last)], ordered[round(0.9 * last)]
 
     def to_row(self, name: str, scale: float = 1.0) -> dict[str, float]:
-        """Median and spread, for a row of a benchmark."""
+        """Returns median and spread, for a row of a benchmark."""
         parts = {name: self.median}
         parts[f"{name}_p10"], parts[f"{name}_p90"] = self.spread
         return {part: scale * seconds for part, seconds in parts.items()}
@@ -60,9 +59,15 @@ def steady_times(
     warm_up: int,
     ready: Callable[[], None] = lambda: None,
 ) -> Times:
-    """Wall time between completed steps, with `lag` steps in flight.
+    """Returns the wall time between completed steps, with `lag` steps in flight.
 
-    `ready` is called after a first part of the warm-up; it may block until the measurement may start.
+    Args:
+        launch: Starts the step of this number.
+        wait: Waits for the oldest step in flight.
+        lag: Number of steps in flight.
+        repeats: Number of measured steps.
+        warm_up: Number of steps before them.
+        ready: Called after a first part of the warm-up. It may block until the measurement may start.
     """
     first = max(warm_up // 2, 1)
     for number in range(first):
@@ -80,13 +85,20 @@ def steady_times(
     return Times(tuple(b - a for a, b in itertools.pairwise(marks[-repeats - 1 :])))
 
 
-# Rounds that are measured whatever the time limit, for a meaningful median.
+# Rounds that are measured regardless of the time limit, for a meaningful median.
 _LEAST_ROUNDS = 3
 _TIMEOUT_S = 300.0
 
 
 class RankGroup:
-    """A context manager. Methods are collectives: all ranks call them in the same order."""
+    """The ranks of a benchmark. All ranks call its methods in the same order.
+
+    Args:
+        backend: The backend of torch.distributed.
+        device: The device.
+        group_size: The number of ranks in a group. None takes the ranks of a node.
+        share_gpus: Allow several ranks on one GPU.
+    """
 
     def __init__(
         self,
@@ -119,7 +131,7 @@ class RankGroup:
         return self.group.world_size
 
     def timed(self, work: Callable[[], object]) -> float:
-        """Seconds of `work` on this rank, started at the same time on all ranks."""
+        """Returns the seconds of `work` on this rank, started at the same time on all ranks."""
         self.barrier()
         start = time.perf_counter()
         work()
@@ -134,13 +146,13 @@ class RankGroup:
             self.group.watched("the device", lambda: torch.cuda.synchronize(self.device))
 
     def agree_max(self, value: float) -> float:
-        """The maximum over all ranks."""
+        """Returns the maximum over all ranks."""
         self._value.fill_(value)
         self._max(self._value)
         return float(self._value)
 
     def slowest(self, seconds: list[float]) -> list[float]:
-        """The maximum over all ranks, for each sample."""
+        """Returns the maximum over all ranks, for each sample."""
         row = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         self._max(row)
         return [float(value) for value in row]
@@ -149,7 +161,7 @@ class RankGroup:
         self.group.completed("a barrier", lambda: dist.all_reduce(row, op=dist.ReduceOp.MAX))
 
     def decided(self, decide: Callable[[], Any]) -> Any:
-        """Rank 0's decision, as JSON, on every rank."""
+        """Returns rank 0's decision, as JSON, on every rank."""
         data = json.dumps(decide()).encode() if self.rank == 0 else None
         return json.loads(self.group.broadcast_bytes(data))
 
@@ -163,26 +175,20 @@ class RankGroup:
 
     def __enter__(self) -> Self:
         try:
-            node_of_rank: list[int] = []
-
-            def join() -> None:
-                self.groups = ProcessGroups(
-                    self.topology,
-                    self._group_size,
-                    timeout_s=_TIMEOUT_S,
-                    grace_s=BACKEND_GRACE_S,
-                )
-                node_of_rank.extend(all_gather_json(self.topology.node_rank))
-
-            self.group.watched("the creation of process groups", join)
+            self.groups = self.group.watched(
+                "the creation of process groups",
+                lambda: ProcessGroups(
+                    self.topology, self._group_size, timeout_s=_TIMEOUT_S, grace_s=BACKEND_GRACE_S
+                ),
+            )
+            node_of_rank = self.group.watched(
+                "the gathering of nodes", lambda: all_gather_json(self.topology.node_rank)
+            )
         except BaseException:
             self.group.__exit__(*sys.exc_info())
             raise
         # The ranks of each host, independent of the requested groups.
-        self.nodes = [
-            [rank for rank, node in enumerate(node_of_rank) if node == number]
-            for number in sorted(set(node_of_rank))
-        ]
+        self.nodes = group_ranks(node_of_rank)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -201,11 +207,19 @@ def interleaved(
     check: Callable[[str], object] = lambda name: None,
     limit_s: float | None = None,
 ) -> dict[str, list[float]]:
-    """Samples of several ways to do the same, by name: the time of the slowest rank.
+    """Returns samples of several functions, by name: the time of the slowest rank.
 
-    Each round takes one sample of every way and starts with another one, so that other load on the
-    machine affects all alike and ratios within one run are meaningful. `prepare` and `check` run
-    before and after each sample, outside its time. Rounds stop early after `limit_s` seconds.
+    Each round takes one sample of every function and starts with another one. So other load on the
+    machine affects all alike, and ratios within one run are meaningful.
+
+    Args:
+        ranks: The ranks.
+        ways: The functions by name.
+        iterations: Number of samples.
+        warm_up: Number of rounds before them.
+        prepare: Called before each sample, outside its time.
+        check: Called with the name after each sample, outside its time.
+        limit_s: Rounds stop after so many seconds.
     """
     names = list(ways)
     taken: dict[str, list[float]] = {name: [] for name in names}

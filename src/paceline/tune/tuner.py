@@ -1,8 +1,8 @@
-"""`paceline tune` measures this cluster and plans the exchange of a profiled model on it.
+"""Measures this cluster, and plans the exchange of a profiled model on it (`paceline tune`).
 
 The result is a `PlanFile`, the same on every rank. Each size is screened by two samples of every
-algorithm; those that come near the best are then sampled in turn. Sizes ascend; those for which the time
-limit does not suffice are left out and reported. Rank 0 decides for all.
+algorithm; those close to the best one are then sampled in turn. Sizes ascend; those that do not fit
+into the time limit are left out and reported. Rank 0 decides for all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.comm.link_probe import LinkProbe
 from paceline.plan.cluster import Cluster
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.optimizer import best_plan, threshold_plan
-from paceline.plan.plan_file import LinkFacts, ModelFacts, PlanFile, ProbedCluster
+from paceline.plan.plan_file import ModelFacts, PlanFile, ProbedCluster
 from paceline.plan.schedules import NATIVE
 from paceline.plan.size_table import MeasuredSize, SizeTable
 from paceline.planner.plan_parts import planned_cluster
@@ -34,13 +34,16 @@ from paceline.tune.timing import RankGroup, interleaved
 # An algorithm whose screening takes this many times as long as the best is not sampled again.
 _SCREEN = 1.6
 _SCREENING_ROUNDS = 2
-# What a run does without a plan: native, with buckets of this size.
-_USUAL_BYTES = 16 * 2**20
+# The bucket size of a run without a plan, which uses native all-reduces.
+_DEFAULT_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
 class TuneJob:
-    """`limit_s` bounds the sampling of all sizes together; at least one size is measured."""
+    """The sizes and algorithms to measure.
+
+    `limit_s` bounds the sampling of all sizes together; at least one size is measured.
+    """
 
     sizes: tuple[int, ...]
     algorithms: tuple[str, ...]
@@ -53,7 +56,7 @@ OnSize = Callable[[MeasuredSize], None]
 
 
 class Tuner:
-    """Every method is called by all ranks alike."""
+    """Measures links and all-reduces. All ranks call every method in the same order."""
 
     def __init__(self, ranks: RankGroup, job: TuneJob) -> None:
         self._ranks, self.job = ranks, job
@@ -61,36 +64,34 @@ class Tuner:
         self._made = {name: HybridAllReduce(ranks.groups, SizeTable.single(name)) for name in names}
 
     def cluster(self) -> ProbedCluster:
-        """Probes the links, and what hiding an exchange costs."""
+        """Measures the links, and the cost of hiding an exchange."""
         ranks = self._ranks
         assert ranks.groups.world is not None
         probe = LinkProbe(ranks.groups.world, ranks.rank, ranks.nodes, ranks.device)
         counts = tuple(len(node) for node in ranks.nodes)
-        found: list[tuple[LinkFacts | None, LinkFacts | None]] = []
-        ranks.group.watched(
-            "the probe of the links", lambda: found.append((probe.inside(), probe.between()))
+        inside, between = ranks.group.watched(
+            "the probe of the links", lambda: (probe.inside(), probe.between())
         )
-        ((inside, between),) = found
         return ProbedCluster(
             counts, ranks.group.backend, ranks.device.type, inside, between, hidden_cost(ranks)
         )
 
     def measure(self, on_size: OnSize) -> list[MeasuredSize]:
-        """All sizes that there is time for."""
-        found: list[MeasuredSize] = []
+        """Measures all sizes for which there is time."""
+        measured: list[MeasuredSize] = []
         start, last_s = time.perf_counter(), 0.0
         for at, size in enumerate(self.job.sizes):
             begun = time.perf_counter()
             left_s = self.job.limit_s - (begun - start)
             share_s = left_s / (len(self.job.sizes) - at)
-            # Sizes ascend: the next takes as long as the last, at least. All go by rank 0's clock.
-            late = self._ranks.rank == 0 and bool(found) and left_s < last_s
+            # Sizes ascend: the next one takes at least as long as the last. Rank 0's clock decides.
+            late = self._ranks.rank == 0 and bool(measured) and left_s < last_s
             if self._ranks.agree_max(float(late)) > 0:
                 break
-            found.append(self._measure(size, share_s))
+            measured.append(self._measure(size, share_s))
             last_s = time.perf_counter() - begun
-            on_size(found[-1])
-        return found
+            on_size(measured[-1])
+        return measured
 
     def _measure(self, size: int, limit_s: float) -> MeasuredSize:
         buffer = torch.empty(max(size // 4, 1), device=self._ranks.device)
@@ -112,7 +113,7 @@ class Tuner:
         return measured_size(size, {**screened, **samples})
 
     def conclude(self, measured: list[MeasuredSize], probed: ProbedCluster) -> PlanFile:
-        """Rank 0's choice."""
+        """Returns the plan file with rank 0's choice."""
         chosen = self._ranks.decided(lambda: choose_algorithms(measured, self.job.margin))
         return PlanFile(
             cluster=probed.facts, sizes=table_of(measured, chosen), measured=tuple(measured),
@@ -121,31 +122,37 @@ class Tuner:
 
 
 def plan_model(tuned: PlanFile, work: Workload, batch: int) -> PlanFile:
-    """With the best plan for this model, what it is expected to take, and why it was chosen."""
+    """Adds the best plan for a model, its predicted time, and the reasons.
+
+    Args:
+        tuned: The measured cluster.
+        work: The profiled step.
+        batch: The batch of a rank.
+    """
     cluster = planned_cluster(tuned)
     names = cluster.probed.algorithms if cluster.probed else None
     plan = best_plan(work, cluster, batch, names)
     now = predict(work, cluster, plan, batch)
-    usual = predict(work, cluster, threshold_plan(work, cluster, _USUAL_BYTES), batch)
+    default = predict(work, cluster, threshold_plan(work, cluster, _DEFAULT_BYTES), batch)
     return replace(
         tuned,
         fusion=plan,
         model=ModelFacts.of((gradient.name, gradient.elements) for gradient in work.gradients),
         expected=now.expected(),
         workload=work.to_section(),
-        why=(*tuned.why, *_reasons(work, cluster, plan, now, usual)),
+        why=(*tuned.why, *_reasons(work, cluster, plan, now, default)),
     )
 
 
 def _reasons(
-    work: Workload, cluster: Cluster, plan: FusionPlan, now: Prediction, usual: Prediction
+    work: Workload, cluster: Cluster, plan: FusionPlan, now: Prediction, default: Prediction
 ) -> list[str]:
     names = ", ".join(dict.fromkeys(buffer.algorithm for buffer in plan.buckets))
     return [
         f"measured: {work.model}, {work.source}: {1e3 * work.compute_s(now.batch):.3g} ms a step at "
         f"batch {now.batch} without communication, {work.elements:,} trained elements",
         f"chosen: {len(plan.buckets)} buckets by {names}, which end the last exchange soonest; native "
-        f"all-reduces of 16 MiB buckets are expected to take {1e3 * usual.step_s:.3g} ms a step",
+        f"all-reduces of 16 MiB buckets are expected to take {1e3 * default.step_s:.3g} ms a step",
         f"expected: {1e3 * now.step_s:.3g} ms a step ± {now.uncertainty:.0%} on {cluster.ranks} ranks, "
         f"{1e3 * now.exposed_comm_s:.3g} ms of it exposed communication; {now.images_per_s:,.0f} "
         f"images/s, {now.efficiency:.0%} of {cluster.ranks} ranks alone",
@@ -153,7 +160,7 @@ def _reasons(
 
 
 def near_the_best(screened: Mapping[str, list[float]]) -> list[str]:
-    """Those worth more samples; the backend's own always is."""
+    """Returns the algorithms that deserve more samples; the backend's own always does."""
     best = min(min(taken) for taken in screened.values())
     return [
         name for name, taken in screened.items() if name == NATIVE or min(taken) <= _SCREEN * best
@@ -161,17 +168,17 @@ def near_the_best(screened: Mapping[str, list[float]]) -> list[str]:
 
 
 _BYTES = 512 * 1024
-# A piece of work is short against an exchange, so that its end is noticed soon.
+# The edge of a matrix whose product takes a short time compared to an exchange.
 _EDGE = 160
 _PIECES = 200
 _ROUNDS = 5
-# Exchanges of a round, and about how long they take.
+# Number of exchanges in a round, and about how long they take.
 _LEAST, _MOST, _SENDING_S = 4, 40, 1.0
 _LONGEST_S = 1.0
 
 
 def hidden_cost(ranks: RankGroup) -> float | None:
-    """The mean of all ranks, on every rank; one thread computes on each."""
+    """Returns the mean cost over all ranks, on every rank; one thread computes on each."""
     if ranks.device.type != "cpu" or ranks.size < 2:
         return None
     threads = torch.get_num_threads()
@@ -183,7 +190,7 @@ def hidden_cost(ranks: RankGroup) -> float | None:
 
 
 class _HiddenCostProbe:
-    """Every method is called by all ranks alike."""
+    """Measures how much an exchange delays the compute that hides it. All ranks call every method."""
 
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
@@ -192,15 +199,15 @@ class _HiddenCostProbe:
         self._result = torch.empty_like(self._matrix)
 
     def measure(self) -> float | None:
-        """None where an exchange takes too long for that."""
+        """Returns None if an exchange takes too long for that."""
         ranks = self._ranks
-        self._compute(_PIECES)  # warm
+        self._compute(_PIECES)  # warm-up
         if ranks.slowest([ranks.timed(lambda: self._send().wait())])[0] > _LONGEST_S:
             return None
         exchange_s = self._slowest(lambda: self._send().wait())
         own = [ranks.timed(lambda: self._compute(_PIECES)) for _ in range(_ROUNDS)]
         piece_s = statistics.median(own) / _PIECES
-        # Agreed on, because all know the slowest rank's time: collectives must come out even.
+        # Equal on all ranks, because all know the slowest rank's time.
         count = min(max(round(_SENDING_S / exchange_s), _LEAST), _MOST)
         costs = []
         for _ in range(_ROUNDS):
@@ -212,7 +219,7 @@ class _HiddenCostProbe:
         return max(0.0, float(mean) / ranks.size)
 
     def _slowest(self, work: Callable[[], object]) -> float:
-        """The median of some samples, each of the slowest rank."""
+        """Returns the median of some samples, each of the slowest rank."""
         taken = [self._ranks.timed(work) for _ in range(_ROUNDS + 1)]
         return statistics.median(self._ranks.slowest(taken[1:]))
 
@@ -228,8 +235,7 @@ class _HiddenCostProbe:
         return work
 
     def _both(self, count: int) -> tuple[float, int]:
-        """Seconds until `count` exchanges, one after the other, have ended, and the pieces of work done
-        beside them."""
+        """Runs `count` successive exchanges. Returns their seconds and the pieces of work done then."""
         begun, sent, pieces = time.perf_counter(), 1, 0
         under_way = self._send()
         while True:

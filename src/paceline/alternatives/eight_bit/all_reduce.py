@@ -79,7 +79,7 @@ FORMATS = {
 
 class Residuals(Memory):
     """What quantization has cut off, for each message: of this rank's gradients and of its chunk of the
-    sums. A step reads `kept` and writes `fresh`; `settle` takes the fresh ones over unless the step
+    sums. A step reads `kept` and writes `fresh`; `commit` takes the fresh ones over unless the step
     leaves no trace."""
 
     kind = "residuals"
@@ -106,7 +106,7 @@ class Residuals(Memory):
             self._pairs[key] = (kept, torch.zeros_like(kept))
         return self._pairs[key]
 
-    def settle(self, discard: Tensor) -> None:
+    def commit(self, discard: Tensor) -> None:
         """After the update; `discard`, a flag on the device, says whether the step leaves no trace."""
         for kept, fresh in self._pairs.values():
             torch.where(discard > 0, kept, fresh, out=kept)
