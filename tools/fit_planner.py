@@ -48,7 +48,7 @@ CONSTANTS = Path(__file__).parents[1] / "src" / "paceline" / "planner" / "step_c
 UNEXPLAINED = 0.15
 SMALL_GPUS = 16
 # Constant → prior and its relative standard error. Shares and hidden cost: what is usual. Cycles: 2.55 ms
-# forward and backward at any batch, measured on one H200 (records/2026-11-15_profile_h200), over three
+# forward and backward at any batch, measured on one H200 (records/planner), over three
 # passes of the layers at 1.83 GHz. Power: between none and the cube root of dynamic power, f·V² ~ f³.
 PRIORS = {
     "matrix_share": (0.45, 0.2),

@@ -15,7 +15,7 @@ from paceline.accel.cudnn_graphs import Graph, Node, Value
 # them are lit, so the gradient behind it changes by √(0.64 · δ) of its norm, and behind the six ReLUs of
 # two blocks by 2 · √δ: 0.06 where fp16 puts δ at 1e-3. Emulated on a CPU with 40 seeds, all gradients
 # were up to 2.3 · √δ away (root of the mean square; median 1.1, as with separate operators), and, signs
-# being few, a single tensor of few channels up to 4.3 · √δ (records/2026-11-17_cudnn-graph_h200).
+# being few, a single tensor of few channels up to 4.3 · √δ (records/fused-convolutions).
 ALL_SIGNS, SIGNS, GRADIENTS_NEAR = 3.0, 6.0, 5e-3
 # Outputs and statistics; up to 1.2e-3 in that emulation.
 MAPS_NEAR = 2.5e-3

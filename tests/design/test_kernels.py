@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "paceline"
-# records/2026-11-19_small-core_h200: 606 passed; 3 failed, none of them by a kernel.
+# records/refactoring: 606 passed; 3 failed, none of them by a kernel.
 COMMIT = "3f19e74c"
 DIGESTS = [
     "cudnn_forms cf283e69e8ded7e6",

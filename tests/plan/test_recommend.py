@@ -46,8 +46,8 @@ PLACE = gpu_cluster(H100, 4, 8, 3200, links=8)
 JOB = Job(90, 1_281_167, H100.watts, 2.0)
 
 # Model, batch, half precision, CUDA graphs, GiB: torch.cuda.max_memory_allocated of our step on one H200
-# (records/2026-11-15_training-step_h200; alexnet_bn: 2026-11-18_first-convolutions_h200; fp32: TF32,
-# after the trials, 2026-11-17_planner_h200).
+# (records/training-step; alexnet_bn: records/first-convolutions; fp32: TF32,
+# after the trials, records/planner).
 PEAKS = [
     ("resnet50", 256, True, True, 10.55),
     ("resnet50", 256, True, False, 10.45),

@@ -157,7 +157,7 @@ def test_one_batch_alone_is_known_within_a_factor_for_every_doubling() -> None:
     assert one.spread_at(1) == pytest.approx(1.17**7 - 1, rel=0.01)
 
 
-H200_ROWS = Path(__file__).parents[2] / "records" / "2026-11-17_planner_h200" / "rows.jsonl"
+PLANNER_DATA = Path(__file__).parents[2] / "records" / "planner" / "data.jsonl"
 
 
 PROFILES = ((8, 128), (8, 32), (32, 128), (128,), (32,), (8, 32, 512))
@@ -166,8 +166,11 @@ PROFILES = ((8, 128), (8, 32), (32, 128), (128,), (32,), (8, 32, 512))
 def test_stated_errors_cover_measured_steps() -> None:
     """Of all profiles together; the record has them one by one."""
     series: dict[tuple[str, str], dict[int, float]] = {}
-    for line in H200_ROWS.read_text().splitlines():
-        row = json.loads(line)
+    for line in PLANNER_DATA.read_text().splitlines():
+        entry = json.loads(line)
+        if entry.get("file") != "rows.jsonl":
+            continue
+        row = entry["data"]
         if row["row"] == "step":
             steps = series.setdefault((row["model"], row["format"]), {})
             steps[row["batch"]] = row["step_ms"] / 1e3

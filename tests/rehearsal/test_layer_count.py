@@ -162,7 +162,7 @@ class VisionTransformer(nn.Module):
 
 
 # MiB at the peak of a step of timm's models on an H200, fp16, without torch.compile
-# (records/2026-11-17_planner_h200/rows.jsonl).
+# (records/planner/data.jsonl).
 PEAKS = {
     convnext_tiny: {8: 973.4, 64: 4300.8, 512: 31239.7},
     VisionTransformer: {8: 673.3, 64: 2584.7, 512: 17588.2},

@@ -61,7 +61,7 @@ GROWN = (*OF_ADAM, "muon")
 GROWTH, GROWTH_SHARE, GROWN_STEPS_PER_EPOCH = 4, 1 / 2, 25.0
 _DECAYING = ("cosine", "poly")
 LEAST_BETA2 = 0.95
-# 12,000 images, three epochs, against Muon at 128 (record 2026-11-17_large-batch-audit_2-core-cpu).
+# 12,000 images, three epochs, against Muon at 128 (records/large-batch-small-nets).
 _LOST_OUTSIDE = "on Fashion-MNIST 5 points of top-1 at 18 steps in all, 20 at 6"
 LARGEST_AUTOMATIC_GROUP = 256
 

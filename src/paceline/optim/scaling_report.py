@@ -51,8 +51,8 @@ def describe_in_lines(described: str, indent: str) -> str:
 
 
 # Lost by optimizers other than Muon at few steps an epoch, against the best small batch, which is Muon's
-# with 93.6 % in 2026-11-17_field_h200, where each had three tries of its rate (also records
-# 2026-11-15_cifar10_h200 and 2026-11-17_large-batch_h200; 16 to 90 epochs).
+# with 93.6 % in records/alternatives, where each had three tries of its rate (also
+# records/cifar10 and records/large-batch; 16 to 90 epochs).
 _LOST = {
     "sgd": "up to 12 points at 20, 40 or more at 5",
     "lars": "up to 5 points at 20, 1 to 40 at 5",
@@ -62,8 +62,8 @@ _LOST = {
 
 
 MUON_LOSES_LESS = " (muon loses less)"
-# Small nets against themselves at the small batch (2026-11-18_growth-with-adam_2-core-cpu, one rate;
-# 2026-11-18_muon-from-adam_2-core-cpu, another).
+# Small nets against themselves at the small batch (records/large-batch-small-nets: growth with
+# AdamW at one rate, Muon from AdamW at another).
 _GROWN_WITH = "more below, against the same optimizer at the small batch of small nets in 15 epochs"
 _LOST_GROWN = {
     "adamw": f"0.6 to 1.3 points at 20, 0.3 to 5.3 at 6, {_GROWN_WITH}",

@@ -50,7 +50,7 @@ _MOST = 1e12
 _WORTH = 0.03
 # Times the largest batch of a profile, which is recommended at the most without a limit of memory.
 _TIMED_TIMES = 2
-# Images/s that one core decodes beside a training (16 threads, records/2026-11-15_input_h200): full-size
+# Images/s that one core decodes beside a training (16 threads, records/input-pipeline): full-size
 # ImageNet JPEGs, and shards packed to 256 pixels; and nvJPEG on one H200.
 CORE_IMAGES_PER_S = 368.0
 PACKED_IMAGES_PER_S = 833.0

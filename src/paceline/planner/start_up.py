@@ -1,9 +1,9 @@
 """What a run needs before its first step: processes, rendezvous, agreement, process groups.
 
 In: nodes, ranks of a node, the algorithms of a plan. Out: seconds by part, and the process groups. The
-store's times were measured (`records/2026-11-16_control-plane_2-core-cpu`,
-`records/2026-11-17_scale_2-core-cpu`). The start of the processes and NCCL's are assumptions: no run of
-this project has had more than four ranks over NCCL. `paceline plan` and `paceline rehearse` share them.
+store's times were measured (`records/control-plane`). The start of the processes and NCCL's are
+assumptions: no run of this project has had more than four ranks over NCCL. `paceline plan` and
+`paceline rehearse` share them.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ LARGEST_BATCH = 1 << 20
 # How far steps lie from a line, in relative standard errors: between the batches that were timed, and
 # more for every doubling above and below them. With one batch alone, by which factor a step may be off
 # for every doubling. From 15 series of steps of six models on an H200: about 68 and 95 % lie within
-# one and two of what comes out (records/2026-11-17_planner_h200, coverage).
+# one and two of what comes out (records/planner, coverage).
 _LINE = 0.04
 _LINE_ABOVE = 0.04
 _LINE_BELOW = 0.07

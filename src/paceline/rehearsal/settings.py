@@ -10,7 +10,7 @@ from paceline.core.settings import SettingChecks, check_input_rate
 from paceline.core.topology import RANKS_LIMIT
 
 # The order of additions is worked out in time and memory in proportion to the square of the ranks: for
-# 1,024, the most that were tried, 18 s and 0.9 GB with `ring` (records/2026-11-17_rehearse_2-core-cpu).
+# 1,024, the most that were tried, 18 s and 0.9 GB with `ring` (records/rehearsal).
 MOST_RANKS = 1024
 
 

@@ -32,7 +32,7 @@ def all_to_all_s(c: Cluster, m: Seconds) -> Seconds:
 
 
 # What quantizing an element takes is int8's on a CPU, where fp8's takes two to five times that
-# (records/2026-11-17_eight-bit-wires_2-core-cpu).
+# (records/alternatives).
 _wire = partial(
     Wire, bits=8, block=BLOCK, block_bytes=SCALE_BYTES, algorithm=ALL_TO_ALL, cost=all_to_all_s,
     casts=8, create="alternatives.eight_bit.all_reduce:QuantizedAllReduce",
