@@ -27,7 +27,6 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "index"
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
-suppress_warnings = ["config.cache"]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
@@ -39,7 +38,7 @@ myst_url_schemes = {
 }
 
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "show-inheritance": False}
+autodoc_default_options = {"members": True}
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
@@ -102,30 +101,34 @@ def to_restructured_text(
 ) -> None:
     """Docstrings are written in Markdown's style; Sphinx reads them as reStructuredText."""
     result: list[str] = []
+    code: int | None = None  # indentation of the line that introduces a block of code
     for line in lines:
-        indented = len(line) - len(line.lstrip())
-        before = result[-1] if result else ""
-        base = next((len(b) - len(b.lstrip()) for b in reversed(result) if b.strip()), 0)
-        in_code = _in_code(result)
-        if not in_code and line.strip() and not before.strip() and result and indented >= base + 4:
-            last = next(i for i in reversed(range(len(result))) if result[i].strip())
-            if not result[last].endswith("::") and not _SECTION.match(result[last]):
-                result[last + 1 : last + 1] = ["", " " * base + "::"]
-                in_code = True
-        result.append(line if in_code else _inline(line))
+        indent = len(line) - len(line.lstrip())
+        if code is not None and line.strip() and indent <= code:
+            code = None
+        if code is None and _begins_code(result, line, indent):
+            code = next(_indent(b) for b in reversed(result) if b.strip())
+            result += [" " * code + ".. code-block:: python", ""]
+        if code is None and line.strip() in ("Example:", "Examples:"):
+            code = indent
+            result += ["", " " * indent + "**Example**", "", " " * indent + ".. code-block:: python", ""]
+        else:
+            result.append(line if code is not None else _inline(line))
     lines[:] = result
 
 
-_SECTION = re.compile(r"^\s*(Args|Arguments|Attributes|Returns|Raises|Yields|Example|Examples|Note|Notes):")
+def _begins_code(before: list[str], line: str, indent: int) -> bool:
+    """If an indented line after an empty one is code: all other text is continued without empty lines."""
+    texts = [text for text in before if text.strip()]
+    if not line.strip() or not texts or before[-1].strip():
+        return False
+    sections = ("Args:", "Arguments:", "Attributes:", "Returns:", "Raises:", "Yields:", "Note:")
+    in_section = any(text.strip() in sections for text in texts)
+    return indent >= _indent(texts[-1]) + 4 and not in_section
 
 
-def _in_code(lines: list[str]) -> bool:
-    """If the next line, indented as before, belongs to a literal block."""
-    for at in reversed(range(len(lines))):
-        if lines[at].strip().endswith("::"):
-            base = len(lines[at]) - len(lines[at].lstrip())
-            return all(not b.strip() or len(b) - len(b.lstrip()) > base for b in lines[at + 1 :])
-    return False
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def _inline(line: str) -> str:
