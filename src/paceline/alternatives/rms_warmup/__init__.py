@@ -1,4 +1,4 @@
-"""SGD that begins as RMSprop; docs/field/akiba.md has the algorithm."""
+"""SGD that starts as RMSprop (docs/alternatives.md)."""
 
 from __future__ import annotations
 

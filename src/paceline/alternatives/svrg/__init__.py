@@ -1,4 +1,4 @@
-"""SVRG, HALP and their relatives in low precision; docs/field/halp.md has the algorithms."""
+"""SVRG and HALP, also in 8 or 16 bits (docs/alternatives.md)."""
 
 from __future__ import annotations
 
