@@ -1,8 +1,8 @@
 """Settings of the documentation site, which `make docs` builds from docs/*.md with Sphinx.
 
-The Markdown files are plain, so that they are readable on a forge. Three steps happen when Sphinx reads a file:
-lists of links in index.md become the navigation, `<!-- autodoc: NAMES -->` becomes the documentation of these names
-of `paceline`, and links that leave docs/ lead to the source files.
+The Markdown files are plain, so that they are readable on a forge. Three steps happen when Sphinx reads
+a file: lists of links in index.md become the navigation, `<!-- autodoc: NAMES -->` becomes the
+documentation of these names of `paceline`, and links that leave docs/ lead to the source files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = os.environ.get("PACELINE_SOURCE_URL", "../../../")
 
 project = "Paceline"
-copyright = "The Paceline developers"
+copyright = "The Paceline developers"  # noqa: A001 - Sphinx reads this name
 release = version = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "index"
@@ -77,7 +77,7 @@ def _source_link(page: str, path: str) -> str:
 
 
 def autodoc(names: list[str]) -> str:
-    """The directives that document public names of `paceline`: functions in lower case, classes otherwise."""
+    """The directives that document public names of `paceline`. Functions are in lower case."""
     lines = []
     for name in names:
         kind = "autofunction" if name.islower() else "autoclass"
@@ -111,7 +111,8 @@ def to_restructured_text(
             result += [" " * code + ".. code-block:: python", ""]
         if code is None and line.strip() in ("Example:", "Examples:"):
             code = indent
-            result += ["", " " * indent + "**Example**", "", " " * indent + ".. code-block:: python", ""]
+            pad = " " * indent
+            result += ["", f"{pad}**Example**", "", f"{pad}.. code-block:: python", ""]
         else:
             result.append(line if code is not None else _inline(line))
     lines[:] = result

@@ -2,7 +2,8 @@
 
     python tools/make_plots.py
 
-Accuracy and speed are read from `records/*/data.jsonl`; the efficiency is what `pl.predict_scaling` predicts.
+Accuracy and speed are read from `records/*/data.jsonl`; the efficiency is a prediction of
+`pl.predict_scaling`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import math
 from collections.abc import Sequence
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +160,7 @@ def spread(wanted: Sequence[float], gap: float = 17) -> list[float]:
     """Moves labels apart that would overlap."""
     placed = list(wanted)
     order = sorted(range(len(placed)), key=placed.__getitem__)
-    for before, after in zip(order, order[1:], strict=False):
+    for before, after in pairwise(order):
         placed[after] = max(placed[after], placed[before] + gap)
     return placed
 

@@ -1,6 +1,7 @@
 """Writes docs/command-line.md: every command with its arguments and options.
 
-The text is that of `paceline COMMAND --help`. `make docs` runs it; a test fails when the page is out of date.
+The text is that of `paceline COMMAND --help`. `make docs` runs it; a test fails when the page is out of
+date.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ def render() -> str:
         listed = [p for p in command.params if not p.hidden]
         if name in LIKE_TRAIN:
             own = {item(p) for p in listed}
-            left = [p.opts[0] for text, p in shared.items() if text not in own and p not in arguments]
+            left = [p.opts[0] for text, p in shared.items() if text not in own]
             names = ", ".join(f"`{flag}`" for flag in left if flag.startswith("--"))
-            parts.append(f"Takes the options of [`train`](#train) except {names}. Further options:\n")
+            parts.append(f"Takes the options of [`train`](#train) except {names}.")
+            parts[-1] += " Further options:\n"
             listed = [p for p in listed if item(p) not in shared]
         parts.append("\n".join(map(item, listed)) + "\n")
     return "\n".join(parts)

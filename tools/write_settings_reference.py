@@ -1,8 +1,8 @@
 """Writes docs/settings.md: every setting with its type, default and meaning, in two levels.
 
 Types and defaults come from the settings dataclasses, the meaning from the docstring under each field.
-`COMMON` names the settings of the first level. `make docs` runs it; a test fails when the page is out of date or
-a field has no docstring.
+`COMMON` names the settings of the first level. `make docs` runs it; a test fails when the page is out of
+date or a field has no docstring.
 """
 
 from __future__ import annotations
@@ -20,34 +20,39 @@ from paceline.core.settings import own_hints, owner_tables
 PAGE = Path(__file__).parent.parent / "docs" / "settings.md"
 HEAD = """# Settings
 
-All settings in two levels: the common ones, and those that few users change. In a recipe or any other TOML file a
-setting is written as
+All settings in two levels: the common ones, and those that few users change. In a recipe or any other
+TOML file a setting is written as
 
 ```toml
 [run]
 epochs = 30
 ```
 
-and on the command line as `--set run.epochs=30`; many have a [flag of their own](command-line.md#train). Precedence:
-defaults < recipe < command line. Unknown keys and invalid values end the command with one line and exit code 2.
-`RUN/config.toml` contains the resolved settings of a run. `make docs` generates this page from the docstrings of the
-settings dataclasses.
+and on the command line as `--set run.epochs=30`; many have a [flag of their own](command-line.md#train).
+Precedence: defaults < recipe < command line. Unknown keys and invalid values end the command with one
+line and exit code 2. `RUN/config.toml` contains the resolved settings of a run. `make docs` generates
+this page from the docstrings of the settings dataclasses.
 """
 LEVELS = {
     "Common settings": "Enough for most trainings.\n",
     "Expert settings": "Everything else, including the tables of single optimizers and extensions.\n",
 }
-COMMON = frozenset("""
-run.epochs run.global_batch_size run.batch_size run.loss run.smoothing run.mixup run.cutmix run.average_epochs run.seed
-run.device run.output run.resume run.pretrained run.target_top1 run.trackers
-data.dir data.source data.image_size data.val_split data.augment data.workers data.decoder data.cache
-model.name model.arguments model.freeze
-optim.name optim.lr optim.lr_base optim.weight_decay optim.momentum optim.warmup_epochs optim.schedule optim.clip_norm
-optim.scaling
-run.accel.compile run.accel.fused_convolutions precision.amp_dtype
-comm.algorithm comm.wire comm.plan comm.timeout_s
-checkpoint.interval_epochs checkpoint.interval_steps checkpoint.keep
-""".split())  # fmt: skip
+_COMMON = {
+    "run": (
+        "epochs global_batch_size batch_size loss smoothing mixup cutmix average_epochs seed "
+        "device output resume pretrained target_top1 trackers"
+    ),
+    "data": "dir source image_size val_split augment workers decoder cache",
+    "model": "name arguments freeze",
+    "optim": ("name lr lr_base weight_decay momentum warmup_epochs schedule clip_norm scaling"),
+    "run.accel": "compile fused_convolutions",
+    "precision": "amp_dtype",
+    "comm": "algorithm wire plan timeout_s",
+    "checkpoint": "interval_epochs interval_steps keep",
+}
+COMMON = frozenset(
+    f"{section}.{name}" for section, names in _COMMON.items() for name in names.split()
+)
 
 
 def field_meanings(kind: type) -> dict[str, str]:

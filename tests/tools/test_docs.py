@@ -126,7 +126,9 @@ def test_programs_that_a_page_names_exist(page: Path) -> None:
 
 def test_the_api_page_documents_every_public_name() -> None:
     page = (ROOT / "docs/api.md").read_text()
-    named = [name for names in re.findall(r"<!-- autodoc: (.*?) -->", page) for name in names.split()]
+    named = [
+        name for names in re.findall(r"<!-- autodoc: (.*?) -->", page) for name in names.split()
+    ]
     assert sorted(named) == sorted(set(pl.__all__) - {"__version__"})
 
 

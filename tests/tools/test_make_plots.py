@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-import make_plots as tool
 import pytest
+
+import make_plots as tool
 
 
 @pytest.mark.parametrize("name", tool.PLOTS)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import write_settings_reference as tool
-
 from paceline.config import setting_names
 
 
