@@ -21,8 +21,8 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 PRIVATE_TERMS = re.compile(
     r"\b(rooms?|told|settle[ds]?|shelf|mail|letters|carriers?|recordings?|holes?)\b", re.I
 )
-# A file of the run folder, and methods that callbacks call.
-NOT_SETTINGS = {"run.lock", "run.log", "run.stop", "run.save", "run.note"}
+# Files of the run folder and of records, and methods that callbacks call.
+NOT_SETTINGS = {"run.lock", "run.log", "run.stop", "run.save", "run.note", "data.jsonl"}
 _KEY = re.compile(rf"`((?:{'|'.join(SECTIONS)})(\.[a-z][a-z0-9_]*)+)")
 
 
