@@ -12,7 +12,3 @@ def test_every_setting_is_listed_once() -> None:
     page = tool.render().split("## Common settings")[1]
     lines = [line for line in page.splitlines() if line.startswith("- `")]
     assert len(lines) == len(setting_names())
-
-
-def test_common_settings_exist() -> None:
-    assert set(setting_names()) >= tool.COMMON
