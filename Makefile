@@ -5,7 +5,7 @@
 #: make scale-test the control plane with 16 to 1,024 forked ranks on this machine (ARGS="--ranks 256
 #:                 --only healthy stall")
 #: make gpu-test   the tests that need one CUDA device, without those of nccl-test
-#: make nccl-test  NCCL with 2 and 4 ranks on one GPU, under NVIDIA MPS (docs/launching.md)
+#: make nccl-test  NCCL with 2 and 4 ranks on one GPU, under NVIDIA MPS (docs/distributed.md)
 #: make models-test  models of timm and torchvision, in .venv/models, which has them and the torch of .venv
 #: make test-slow  whole trainings, minutes each
 #: make docs-test  the commands and programs of README and docs, as they are written; an hour on a busy host
@@ -16,7 +16,9 @@
 #: make chaos      trainings that are killed and disturbed at random moments (ARGS="--trials 200 --seed 7
 #:                 --ranks 1 2 4"), and resumed
 #: make planner-fit  fit the planner's constants to measured systems (CSV=systems.csv ARGS=--write)
-#: make docs       rewrite docs/settings.md from the code
+#: make docs       rewrite the references of settings and commands from the code, and build the site in
+#:                 docs/_build/html
+#: make docs-plots rewrite the plots of the documentation from records and the planner
 #: make data       rebuild the embedded images from Debian's package dataset-fashion-mnist
 #: make clean      remove .venv and caches
 PYTHON ?= python3
@@ -29,7 +31,7 @@ ARGS ?=
 # Paceline anew, and three processes that collect the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test lint types contracts unit cluster-test scale-test gpu-test nccl-test models-test test-slow docs-test watch-test fuzz ddp-conformance mutants chaos planner-fit data docs clean
+.PHONY: help train test lint types contracts unit cluster-test scale-test gpu-test nccl-test models-test test-slow docs-test watch-test fuzz ddp-conformance mutants chaos planner-fit data docs docs-plots clean
 
 help:
 	@sed -n 's/^#: //p' Makefile
@@ -80,12 +82,12 @@ unit: $(VENV)/.installed-test $(VENV)/.system
 	$(BIN)/python -m pytest -m 'not slow' -n 3 --dist loadscope --no-loadscope-reorder tests/cluster tests/scale tests/launch tests/chaos $(ARGS)
 	$(BIN)/python tests/allowed_skips.py $(PACELINE_SKIPS)
 
-# A part of `unit`: hosts in network namespaces, with links of a chosen rate (docs/cluster.md).
+# A part of `unit`: hosts in network namespaces, with links of a chosen rate (docs/distributed.md).
 cluster-test: $(VENV)/.installed-test
 	sh tools/install_system_packages.sh iproute2
 	$(BIN)/python -m pytest tests/cluster $(ARGS)
 
-# No model and no GPU: rendezvous, agreement, faults and stalls (docs/launching.md). 64 ranks are in `unit`.
+# No model and no GPU: rendezvous, agreement, faults and stalls (docs/distributed.md). 64 ranks are in `unit`.
 scale-test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m scale $(ARGS)
 
@@ -136,7 +138,7 @@ ddp-conformance: $(VENV)/.installed-ddp
 mutants: $(VENV)/.installed-test
 	PYTHONPATH=tests $(BIN)/python -m mutants $(ARGS)
 
-# Random kills, signals, full disks and the like; --seed and --trial repeat one (docs/faults.md).
+# Random kills, signals, full disks and the like; --seed and --trial repeat one (docs/checkpoints.md).
 chaos: $(VENV)/.installed-test
 	PYTHONPATH=src:tests $(BIN)/python -m chaos $(ARGS)
 
@@ -144,12 +146,22 @@ chaos: $(VENV)/.installed-test
 data: $(VENV)/.installed
 	$(BIN)/python tools/make_embedded_data.py /usr/share/datasets/fashion-mnist
 
-# Rewrites docs/settings.md from the code.
 planner-fit: $(VENV)/.installed
 	$(BIN)/python tools/fit_planner.py $(CSV) $(ARGS)
 
-docs: $(VENV)/.installed
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP) -e '.[docs]'
+	touch $@
+
+# Warnings are errors: broken links between pages and docstrings that Sphinx cannot read among them.
+docs: $(VENV)/.installed-docs
 	$(BIN)/python tools/write_settings_reference.py
+	$(BIN)/python tools/write_command_line_reference.py
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo "built docs/_build/html/index.html"
+
+docs-plots: $(VENV)/.installed
+	$(BIN)/python tools/make_plots.py
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) docs/_build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,7 +1,8 @@
-"""Writes docs/settings.md: every setting with its type, default and meaning.
+"""Writes docs/settings.md: every setting with its type, default and meaning, in two levels.
 
 Types and defaults come from the settings dataclasses, the meaning from the docstring under each field.
-`make docs` runs it; a test fails when the page is out of date or a field has no docstring.
+`COMMON` names the settings of the first level. `make docs` runs it; a test fails when the page is out of
+date or a field has no docstring.
 """
 
 from __future__ import annotations
@@ -19,20 +20,39 @@ from paceline.core.settings import own_hints, owner_tables
 PAGE = Path(__file__).parent.parent / "docs" / "settings.md"
 HEAD = """# Settings
 
-All settings, by section. In a recipe or any other TOML file a setting is written as
+All settings in two levels: the common ones, and those that few users change. In a recipe or any other
+TOML file a setting is written as
 
 ```toml
 [run]
 epochs = 30
 ```
 
-and on the command line as `--set run.epochs=30`. Common settings also have a flag of their own
-(`paceline train --help`). Precedence: defaults < recipe < command line. An unknown key, a wrong type or
-a value out of range ends the command with one line and exit code 2. `paceline train` writes the resolved
-settings to `RUN/config.toml`.
-
-`make docs` generates this page from the docstrings of the settings dataclasses.
+and on the command line as `--set run.epochs=30`; many have a [flag of their own](command-line.md#train).
+Precedence: defaults < recipe < command line. Unknown keys and invalid values end the command with one
+line and exit code 2. `RUN/config.toml` contains the resolved settings of a run. `make docs` generates
+this page from the docstrings of the settings dataclasses.
 """
+LEVELS = {
+    "Common settings": "Enough for most trainings.\n",
+    "Expert settings": "Everything else, including the tables of single optimizers and extensions.\n",
+}
+_COMMON = {
+    "run": (
+        "epochs global_batch_size batch_size loss smoothing mixup cutmix average_epochs seed "
+        "device output resume pretrained target_top1 trackers"
+    ),
+    "data": "dir source image_size val_split augment workers decoder cache",
+    "model": "name arguments freeze",
+    "optim": ("name lr lr_base weight_decay momentum warmup_epochs schedule clip_norm scaling"),
+    "run.accel": "compile fused_convolutions",
+    "precision": "amp_dtype",
+    "comm": "algorithm wire plan timeout_s",
+    "checkpoint": "interval_epochs interval_steps keep",
+}
+COMMON = frozenset(
+    f"{section}.{name}" for section, names in _COMMON.items() for name in names.split()
+)
 
 
 def field_meanings(kind: type) -> dict[str, str]:
@@ -59,26 +79,37 @@ def tables() -> Iterator[tuple[str, type]]:
 
 
 def render() -> str:
+    known = {f"{section}.{field.name}" for section, kind in tables() for field in fields(kind)}
+    assert known >= COMMON, f"COMMON names unknown settings: {COMMON - known}"
     parts = [HEAD]
-    for section, kind in tables():
-        about = " ".join((kind.__doc__ or "").split())
-        own = [field for field in fields(kind) if field.name in own_hints(kind)]
-        if not own:
+    for level, (title, about) in enumerate(LEVELS.items()):
+        parts.append(f"## {title}\n\n{about}")
+        for section, kind in tables():
+            lines = [
+                line
+                for name, line in items(section, kind).items()
+                if (name in COMMON) == (level == 0)
+            ]
+            if lines:
+                about = " ".join((kind.__doc__ or "").split()) + "\n\n" if level else ""
+                heading = f"### `[{section}]`" if level else f"`[{section}]`:"
+                parts.append(f"{heading}\n\n{about}" + "\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def items(section: str, kind: type) -> dict[str, str]:
+    """The line of each setting of a table, by the full name of the setting."""
+    meanings = field_meanings(kind)
+    lines = {}
+    for field in fields(kind):
+        if field.name not in own_hints(kind):
             continue
-        parts.append(
-            f"\n## `[{section}]`\n\n{about}\n\n"
-            "| key | type | default | meaning |\n| --- | --- | --- | --- |"
-        )
-        meanings = field_meanings(kind)
-        for field in own:
-            name = f"{section}.{field.name}"
-            assert field.default is not MISSING, f"{name} has no default"
-            assert field.name in meanings, f"{name} has no docstring"
-            parts.append(
-                f"| `{field.name}` | {_type(field.type)} | {_default(field.default)} | "
-                f"{meanings[field.name].replace('|', chr(92) + '|')} |"
-            )
-    return "\n".join(parts) + "\n"
+        name = f"{section}.{field.name}"
+        assert field.default is not MISSING, f"{name} has no default"
+        assert field.name in meanings, f"{name} has no docstring"
+        default = "" if field.default is None else f" = {_default(field.default)}"
+        lines[name] = f"- `{field.name}{default}` ({_type(field.type)}): {meanings[field.name]}"
+    return lines
 
 
 def _type(hint: object) -> str:
@@ -93,17 +124,15 @@ def _type(hint: object) -> str:
 
 
 def _default(value: object) -> str:
-    """The default as it is written in TOML; an unset one is a dash."""
+    """The default as it is written in TOML."""
     match value:
-        case None:
-            return "–"
         case bool():
-            return f"`{str(value).lower()}`"
+            return str(value).lower()
         case str():
-            return f'`"{value}"`'
+            return f'"{value}"'
         case tuple():
-            return f"`[{', '.join(format(item, '.6g') for item in value)}]`"
-    return f"`{value}`"
+            return f"[{', '.join(format(item, '.6g') for item in value)}]"
+    return str(value)
 
 
 if __name__ == "__main__":

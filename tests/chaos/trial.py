@@ -221,7 +221,7 @@ class Trial:
                     self._violate(f"{name} has '{word}'", job)
 
     def _check_codes(self, job: Job, disturbance: Disturbance, had_steps: bool) -> None:
-        """By docs/launching.md. `had_steps`: whether a step was done in this attempt."""
+        """By docs/distributed.md. `had_steps`: whether a step was done in this attempt."""
         finished = (self.folder / "run/summary.json").exists()
         sent = set(disturbance.sent)
         if "launcher" in disturbance.killed or self.way.starter == "launcher":

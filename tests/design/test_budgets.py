@@ -32,7 +32,7 @@ LIMITS = {
     "settings": 150,
     "lines of the longest function": 80,
     "lines of the longest module": 485,
-    "words in docs, README and DESIGN": 71_600,
+    "words in docs, README and DESIGN": 28_000,
 }
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
+import paceline as pl
 from paceline.cli.app import app
 from paceline.config import SECTIONS, parse_assignment, setting_names
 
@@ -116,21 +117,25 @@ def test_programs_compile(page: Path) -> None:
         compile(block, str(page), "exec")
 
 
-def test_tests_that_a_page_names_exist() -> None:
-    rows = re.findall(r"^\|.*\|$", (ROOT / "docs/coming-from.md").read_text(), re.M)
-    rows = [row for row in rows if not row.startswith(("| there", "| ---"))]
-    assert len(rows) > 30
-    for row in rows:
-        named = row.split("|")[-2].strip().split(", ")
-        assert all(re.fullmatch(r"tests/[\w/]+\.py", name) for name in named), row
-        assert all((ROOT / name).is_file() for name in named), row
-
-
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_programs_that_a_page_names_exist(page: Path) -> None:
     named = re.findall(r"\bbenchmarks\.(\w+)", page.read_text())
     found = [ROOT / "benchmarks" / name for name in named]
     assert all(path.is_dir() or path.with_suffix(".py").is_file() for path in found), named
+
+
+def test_the_api_page_documents_every_public_name() -> None:
+    page = (ROOT / "docs/api.md").read_text()
+    named = [
+        name for names in re.findall(r"<!-- autodoc: (.*?) -->", page) for name in names.split()
+    ]
+    assert sorted(named) == sorted(set(pl.__all__) - {"__version__"})
+
+
+def test_the_first_page_links_to_all_others() -> None:
+    page = (ROOT / "docs/index.md").read_text()
+    linked = set(re.findall(r"^- \[[^]]*\]\(([\w-]+\.md)\)", page, re.M))
+    assert linked == {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
 
 
 def test_call_paths_name_modules_that_exist() -> None:
