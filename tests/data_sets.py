@@ -41,7 +41,7 @@ def write_folders(folder: Path, train: int = 40, val: int = 8) -> Path:
 
 
 def png(number: int) -> bytes:
-    """28 × 28 pixels of noise whose level depends on the class."""
+    """Returns 28 × 28 pixels of noise with a level that depends on the class."""
     noise = np.random.default_rng(number).integers(0, 120, (28, 28), dtype=np.uint8)
     stream = io.BytesIO()
     Image.fromarray(noise + np.uint8(40 * (number % 4))).save(stream, "PNG")

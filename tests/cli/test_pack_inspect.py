@@ -26,12 +26,11 @@ def test_from_folders_to_shards_and_back(call: Call, tmp_path: Path) -> None:
     assert done.code == 0, done
     assert "images in" in done.out
     assert (tmp_path / "out" / "train-00000.tar").is_file()
-    found = call("inspect", "out", "--all", "--json", "--sheet", "sheet.png")
+    found = call("inspect", "out", "--all", "--json")
     assert found.code == 0
     report = json.loads(found.out)
     assert report["problems"] == []
     assert set(report["splits"]) == {"train", "val"}
-    assert (tmp_path / "sheet.png").is_file()
     again = call("pack", "in", "out", "--short-side", "16", "--shard-samples", "20")
     assert again.code == 0
     other = call("pack", "in", "out", "--short-side", "8", "--shard-samples", "20")
@@ -47,14 +46,6 @@ def test_inspect_finds_what_is_wrong(call: Call, tmp_path: Path) -> None:
     done = call("inspect", "set")
     assert done.code == 1
     assert f"problem: set/{shard.name}" in done.out
-
-
-@pytest.mark.parametrize("sheet", ["", ".", "set"])
-def test_a_sheet_is_a_file(call: Call, tmp_path: Path, sheet: str) -> None:
-    write_shards(tmp_path / "set")
-    done = call("inspect", "set", "--sheet", sheet)
-    assert done.error_line().startswith("--sheet")
-    assert done.code == 2
 
 
 def test_names_in_the_data_cannot_control_the_terminal(call: Call, tmp_path: Path) -> None:

@@ -71,8 +71,6 @@ RUNS_CODE = {
     "core/extensions.py importlib.import_module",  # our own
     "core/__init__.py importlib.import_module",  # names of this package
     "core/imports.py importlib.import_module",
-    "data/sources/opened_files.py importlib.import_module",  # one of four modules of this package
-    "data/sources/array_sets.py _Unpickler",  # has stand-ins for three names, and no others
     "models/factories.py importlib.import_module",  # timm and torchvision
     "models/factories.py import_object",
     "optim/build.py importlib.import_module",  # timm

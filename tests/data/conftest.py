@@ -26,12 +26,12 @@ def encode(pixels: np.ndarray, kind: str = "PNG", **options: object) -> bytes:
 
 
 def numbered_image(number: int, size: int = 8) -> bytes:
-    """A greyscale PNG whose every pixel is `number` modulo 256."""
+    """Returns a gray PNG with all pixels equal to `number` modulo 256."""
     return encode(np.full((size, size), number % 256, dtype=np.uint8))
 
 
 class MemorySource(Source):
-    """A source whose samples can be told apart by pixel, be corrupt, or fail to be read."""
+    """A source with distinct samples, some of which may be corrupt or fail to be read."""
 
     def __init__(self, count: int, corrupt: set[int] | None = None, size: int = 8) -> None:
         self.classes = [str(i) for i in range(count)]
@@ -66,7 +66,7 @@ def png() -> Callable[..., bytes]:
 
 @pytest.fixture
 def small_settings() -> Callable[..., DataSettings]:
-    """Settings for 8 × 8 greyscale, unless told otherwise."""
+    """Returns settings for 8 × 8 gray images."""
 
     def make(**changes: object) -> DataSettings:
         values: dict[str, object] = {
@@ -123,24 +123,6 @@ def tiny_imagenet() -> Path:
 CIFAR_STEMS = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
 
 
-def python2_pickle(pixels: np.ndarray, labels: list[int]) -> bytes:
-    """A batch as the published Python version has it: protocol 2, byte strings, NumPy of 2009."""
-    planes = pixels.transpose(0, 3, 1, 2).tobytes()
-    return b"".join(
-        [
-            b"\x80\x02}(U\x06labels](",
-            *(b"K" + bytes([label]) for label in labels),
-            b"eU\x04datacnumpy.core.multiarray\n_reconstruct\n",
-            b"cnumpy\nndarray\nK\x00\x85U\x01b\x87R(K\x01",
-            b"J" + len(labels).to_bytes(4, "little") + b"M\x00\x0c\x86",
-            b"cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R(K\x03U\x01|NNN",
-            b"J\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89",
-            b"T" + len(planes).to_bytes(4, "little") + planes,
-            b"tbu.",
-        ]
-    )
-
-
 class SmallCifar:
     """Six files of `count` random images, written in any of the published forms."""
 
@@ -156,13 +138,11 @@ class SmallCifar:
         ):
             if form == "png":
                 content = encode(pixels.reshape(len(pixels), 1024, 3))
-            elif form == "bin":
+            else:
                 planes = pixels.transpose(0, 3, 1, 2).reshape(len(pixels), -1)
                 rows = np.concatenate([np.array(labels, np.uint8)[:, None], planes], axis=1)
                 content = rows.tobytes()
-            else:
-                content = python2_pickle(pixels, labels)
-            (directory / f"{stem}{'' if form == 'py' else '.' + form}").write_bytes(content)
+            (directory / f"{stem}.{form}").write_bytes(content)
         if form == "png":
             train = self.labels[:5].reshape(-1).tolist()
             (directory / "train_lables.json").write_text(json.dumps(train))

@@ -1,5 +1,7 @@
-"""The GPU's decoder on a CPU: Pillow in place of nvJPEG, the crop kernel in Triton's interpreter. Run by
-test_gpu_decoder.py in a process of its own."""
+"""The GPU decoder on a CPU: Pillow replaces nvJPEG, and Triton's interpreter runs the crop kernel.
+
+test_gpu_decoder.py runs this module in a separate process.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,7 @@ class Jpegs(Source):
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of at most two, so that batches have several, and the corrupt sample lies in a later one."""
+    """Uses chunks of at most two, so that batches have several and a later one has the corrupt sample."""
     monkeypatch.setattr(gpu_decoder, "CHUNK", 2)
     lock, crop_into = threading.Lock(), kernels.crop_into
 
@@ -139,13 +141,12 @@ def test_training_batches_are_those_of_the_host() -> None:
         assert device.corrupt == threads.corrupt
         assert [sample.index for sample in device.corrupt] == [2]
         assert max(files.chunks) == 2
-        assert "no JPEGs for the GPU, " in device.note()
+        assert "not supported by the GPU, " in device.note()
         assert "(the first: 4.jpg: width 9)" in device.note()
 
 
 def test_a_successor_is_always_decoded_by_the_host() -> None:
-    """Whether the corrupt sample was known before or not, and whatever the threads did: the pixels are
-    equal, and so they are after a resume."""
+    """The pixels do not depend on threads, on known corrupt samples, or on a resume."""
     source = Jpegs()
     with train(on_gpu(source, True, PillowFiles()), first_step=0) as whole:
         batches = list(whole)
@@ -165,7 +166,7 @@ def test_evaluation_leaves_out_the_corrupt_one() -> None:
             assert got.corrupt == wanted.corrupt
             assert int((got.images.int() - wanted.images.int()).abs().max()) <= 1
         assert device.note().startswith(
-            "3 samples were decoded on the host: 2 no JPEGs for the GPU, 1 after"
+            "3 samples were decoded on the host: 2 not supported by the GPU, 1 after"
         )
         assert sum(len(batch) for batch in device) == 6
         assert files.refused == 1  # in the first pass; then it went straight to the host
@@ -235,7 +236,7 @@ def test_every_box_is_pillows_within_a_level() -> None:
         wanted = by_pillow(image, box, flip, size)
         apart = np.abs(got.astype(int) - wanted.astype(int))
         assert apart.max() <= 1
-        # Where a sum lies halfway between two levels, and where Pillow sums down first.
+        # Sums may be halfway between two levels, and Pillow may resample vertically first.
         assert (apart > 0).mean() < 0.25
 
 

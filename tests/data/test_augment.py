@@ -85,20 +85,6 @@ def test_arrays_of_the_right_size_become_what_their_images_become(
         assert np.array_equal(out, expected)
 
 
-def test_such_arrays_do_not_pass_through_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*given: object) -> None:
-        raise AssertionError("decoded")
-
-    monkeypatch.setattr("paceline.data.decode.decoder.decode", refuse)
-    transform = EvalTransform(DataSettings(image_size=16, eval_resize=0))
-    decoder = PillowDecoder(SyntheticImages(4, 2, 16, 3), transform, channels=3)
-    out = np.empty((16, 16, 3), np.uint8)
-    decoder.prepare(pixels(), (), out, Progress())
-    assert np.array_equal(out, pixels())
-    with pytest.raises(AssertionError, match="decoded"):
-        decoder.prepare(pixels(size=17), (), out, Progress())
-
-
 # --- random resized crop -----------------------------------------------------------------------
 
 
@@ -201,15 +187,6 @@ def test_pad_crop_equals_the_reference(small_settings: Make, channels: int) -> N
     assert len(places) > 90  # of 98
 
 
-@pytest.mark.parametrize("augment", ["none", "pad_crop"])
-def test_other_sizes_are_brought_to_size(small_settings: Make, augment: str) -> None:
-    transform = TrainTransform(small_settings(augment=augment, crop_padding=0))
-    image = photo(16, 16, 1)
-    got = apply(transform, image, rows(1, transform.draws)[0], 8)[..., 0]
-    want = np.asarray(image.resize((8, 8), Image.Resampling.BILINEAR))
-    np.testing.assert_array_equal(got, want)
-
-
 # --- evaluation --------------------------------------------------------------------------------
 
 
@@ -229,21 +206,6 @@ def test_evaluation_equals_scaling_all_then_cutting(width: int, height: int, sho
     # quarter of a pixel would change the mean by several levels.
     assert difference.max() <= 2
     assert difference.mean() < 0.5
-
-
-def test_an_extreme_strip_stays_cheap() -> None:
-    """Scaled whole, its long side would have 25 million pixels a row of 256."""
-    image = Image.new("RGB", (1, 100_000), (9, 8, 7))
-    got = apply(EvalTransform(DataSettings(image_size=224)), image, (), 224)
-    assert (got == [9, 8, 7]).all()
-
-
-@pytest.mark.parametrize("name", ["nearest", "bilinear", "bicubic", "lanczos"])
-def test_interpolation_is_the_one_asked_for(name: str) -> None:
-    chosen = DataSettings(image_size=16, eval_resize=0, interpolation=name)
-    image = photo(40, 40)
-    want = image.resize((16, 16), Image.Resampling[name.upper()])
-    np.testing.assert_array_equal(apply(EvalTransform(chosen), image, (), 16), np.asarray(want))
 
 
 # --- colour jitter and RandAugment -----------------------------------------------------------------

@@ -13,7 +13,7 @@ from paceline.data import CorruptSample, DataSettings, EvalTransform, SampleOrde
 from paceline.data.batch import Chunk, CorruptLog
 from paceline.data.decode.decoder import PillowDecoder
 from paceline.data.order import uniform
-from paceline.data.prefetch import Progress, Stopped
+from paceline.data.prefetch import Progress
 
 Make = Callable[..., DataSettings]
 
@@ -41,17 +41,10 @@ def test_each_is_reported_once_in_the_order_met() -> None:
         log.report([sample(1)])
 
 
-def test_none_or_all_corrupt_is_never_allowed() -> None:
-    with pytest.raises(DataError, match="1 corrupt of 100"):
-        CorruptLog(100, 0).report([sample(1)])
-    with pytest.raises(DataError, match="1 corrupt of 1 "):
-        CorruptLog(1, 0.9).report([sample(0)])
-
-
 def read_stream(
     source: Any, chosen: DataSettings, start: int, count: int, seed: int = 0, share: float = 0.3
 ) -> tuple[np.ndarray, np.ndarray, list[CorruptSample]]:
-    """As a loader fills a batch."""
+    """Fills a batch as a loader does."""
     decoder = PillowDecoder(source, TrainTransform(chosen), channels=chosen.channels)
     log, order = CorruptLog(len(source), share), SampleOrder(len(source), seed)
     chunk = Chunk.of_stream(order, start, (0, count), decoder.draws, log, Progress())
@@ -94,39 +87,6 @@ def test_all_corrupt_ends(
 ) -> None:
     with pytest.raises(DataError, match=f"corrupt of {count} samples"):
         read_stream(memory_source(count, set(range(count))), small_settings(), 0, 4, share=share)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_one_good_sample_of_two_is_found_across_epochs(
-    memory_source: Any, small_settings: Make, seed: int
-) -> None:
-    """The corrupt one may come twice in a row, at an epoch's end and the next one's start."""
-    _, labels, _ = read_stream(memory_source(2, {0}), small_settings(), 0, 20, seed=seed)
-    assert set(labels.tolist()) == {1}
-
-
-def test_a_failing_disk_is_no_corrupt_sample(memory_source: Any, small_settings: Make) -> None:
-    source = memory_source(5)
-    source.failure = DataError("disk gone")
-    with pytest.raises(DataError, match="disk gone"):
-        read_stream(source, small_settings(), 0, 2)
-
-
-def test_closing_does_not_wait_for_a_successor(memory_source: Any, small_settings: Make) -> None:
-    """Many samples in a row may be corrupt: nobody wants the result, so none is read any more."""
-    source, wanted = memory_source(50, set(range(50))), iter(range(4))
-
-    class Stopping(Progress):
-        def check(self) -> None:
-            if next(wanted, None) is None:
-                raise Stopped
-
-    decoder = PillowDecoder(source, TrainTransform(small_settings()), channels=1)
-    log = CorruptLog(50, 0.9)
-    chunk = Chunk.of_stream(SampleOrder(50, 0), 0, (0, 1), decoder.draws, log, Stopping())
-    with pytest.raises(Stopped):
-        decoder.fill(chunk, np.zeros((1, 8, 8, 1), np.uint8))
-    assert len(source.reads) == 4
 
 
 def test_evaluation_drops_rows_and_a_known_corrupt_sample_costs_nothing(

@@ -70,7 +70,7 @@ def test_a_large_set_stays_with_the_threads(
 def test_a_decoder_on_the_gpu_is_never_passed_over(
     memory_source: Any, small_settings: Make, monkeypatch: pytest.MonkeyPatch, make: Any
 ) -> None:
-    """Whoever names one gets it, and hears that the set is not resident for it."""
+    """A decoder on the GPU is used if the settings name it, and a note gives the reason."""
 
     class Noted(memory_source):  # type: ignore[misc]
         note = "index built anew"
@@ -88,7 +88,8 @@ def test_a_decoder_on_the_gpu_is_never_passed_over(
     source = Noted(8)
     monkeypatch.setattr(creating, "CopyingDecoder", lambda decoder, device: decoder)
     make(source, chosen, GPU)
-    assert notes == [("not resident: data.decoder = nvjpeg", "index built anew")]
+    note = "not resident: data.decoder = 'nvjpeg' decodes every batch"
+    assert notes == [(note, "index built anew")]
     with pytest.raises(ConfigError, match="data.resident = 'on': .*set data.resident = 'off', or"):
         make(source, replace(chosen, resident="on"), GPU)
     with pytest.raises(ConfigError, match="data.decoder = 'nvjpeg': decodes on a GPU, but the dev"):

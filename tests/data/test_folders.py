@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -17,14 +15,12 @@ from fork_server import permissions_obeyed
 from paceline.core.errors import DataError
 from paceline.data import DataSettings, numbered_classes, open_source
 from paceline.data.image import decode
-from paceline.data.sources import archives as tar_sources
 from paceline.data.sources.classes import read_classes
 from paceline.data.sources.folders import FlatFolder, ImageFiles, ImageFolder, class_directories
 
 WNIDS = ["n01440764", "n01443537", "n02119789"]
 NAMES = [f"ILSVRC2012_val_{i:08d}.JPEG" for i in range(1, 6)]
 LABELS = [2, 0, 1, 1, 2]
-GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 FILES = {
     "val.txt": "".join(f"{n} {c}\n" for n, c in reversed(list(zip(NAMES, LABELS, strict=True)))),
     "val.txt ": "".join(f"val/{n} {WNIDS[c]}\n" for n, c in zip(NAMES, LABELS, strict=True)),
@@ -32,8 +28,6 @@ FILES = {
     + "".join(f"{n[:-5]},{WNIDS[c]} 1 2 3 4 \n" for n, c in zip(NAMES, LABELS, strict=True)),
     "imagenet_2012_validation_synset_labels.txt": "".join(f"{WNIDS[c]}\n" for c in LABELS),
     "synset_labels.txt": "\n".join(WNIDS[c] for c in LABELS),
-    # The devkit counts from 1, in an order of its own.
-    GROUND_TRUTH: "".join(f"{3 - c}\n" for c in LABELS),
 }
 Write = Callable[[Path, list[tuple[str, bytes]]], Path]
 
@@ -79,10 +73,9 @@ def test_a_class_that_training_does_not_have(root: Path) -> None:
 
 
 def test_classes_without_images_are_left_out_with_a_note(root: Path) -> None:
-    assert ImageFolder(root).note == (
-        "train/: skipped files that are not images: 1 .txt; "
-        "train/: skipped images outside of class folders: list.png"
-    )
+    note = ImageFolder(root).note
+    assert "train/: skipped 1 files that are not images" in note
+    assert "train/: skipped images outside of class folders: list.png" in note
     (root / "bee").mkdir()
     (root / "fox" / "deep").mkdir(parents=True)
     source = ImageFolder(root)
@@ -160,16 +153,10 @@ def imagenet(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write_map(directory: Path) -> None:
-    lines = [f"{wnid} {3 - i} name_{i}\n" for i, wnid in enumerate(WNIDS)]
-    (directory / "map_clsloc.txt").write_text("".join(lines))
-
-
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("place", [".", "val"])
 def test_every_label_file(imagenet: Path, name: str, place: str) -> None:
     (imagenet / place / name.strip()).write_text(FILES[name])
-    write_map(imagenet / place)
     source = open_source(DataSettings(dir=str(imagenet)), "val")
     assert isinstance(source, FlatFolder)
     assert source.classes == WNIDS
@@ -187,130 +174,25 @@ def test_every_label_file(imagenet: Path, name: str, place: str) -> None:
         ("val.txt", FILES["val.txt"].replace(" 0", " -1"), "val.txt:4: '-1' is none of the 3"),
         ("synset_labels.txt", "n01440764\n", "1 labels for 5 images"),
         ("synset_labels.txt", "0\n" * 5, "synset_labels.txt:1: '0' is none of the 3 classes"),
-        (GROUND_TRUTH, "1\n2\n3\n1\n9\n", f"{GROUND_TRUTH}:5: '9' is not in map_clsloc.txt"),
         ("LOC_val_solution.csv", "ImageId\nx,n9 1 2 3 4\n", "solution.csv:2: 'n9' is none of"),
     ],
 )  # fmt: skip
 def test_wrong_label_files(imagenet: Path, name: str, content: str, line: str) -> None:
     if name:
         (imagenet / name).write_text(content)
-        write_map(imagenet)
     with pytest.raises(DataError, match=line):
-        open_source(DataSettings(dir=str(imagenet)), "val")
-
-
-def test_the_devkits_numbers_are_not_guessed(imagenet: Path) -> None:
-    (imagenet / GROUND_TRUTH).write_text(FILES[GROUND_TRUTH])
-    with pytest.raises(DataError, match="devkit's own order, and map_clsloc.txt is not there"):
         open_source(DataSettings(dir=str(imagenet)), "val")
 
 
 def test_nobody_names_the_classes(imagenet: Path) -> None:
     (imagenet / "val.txt").write_text(FILES["val.txt"])
     (imagenet / "train").rename(imagenet / "elsewhere")
-    with pytest.raises(DataError, match="nobody says which classes there are; put the training"):
+    with pytest.raises(DataError, match="names of the classes are unknown; put the training"):
         open_source(DataSettings(dir=str(imagenet)), "val")
     assert open_source(DataSettings(dir=str(imagenet)), "val", WNIDS).labels.tolist() == LABELS
 
 
 # --- archives --------------------------------------------------------------------------------------
-
-
-def inner(directory: Path, write_tar: Write, first: int = 0) -> list[Path]:
-    directory.mkdir(parents=True, exist_ok=True)
-    return [
-        write_tar(
-            directory / f"{wnid}.tar",
-            [(f"{wnid}_{i}.JPEG", bytes([10 * k + i]) * (600 * i + 1)) for i in (2, 0, 1)],
-        )
-        for k, wnid in enumerate(WNIDS)
-    ]
-
-
-def check(root: Path) -> None:
-    source = open_source(DataSettings(dir=str(root)), "train")
-    assert source.classes == WNIDS
-    assert source.labels.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    for place in range(9):
-        k, i = divmod(place, 3)
-        assert source.read(place) == bytes([10 * k + i]) * (600 * i + 1)
-        assert source.name(place).endswith(f":{WNIDS[k]}_{i}.JPEG")
-    source.close()
-
-
-def test_a_folder_of_class_tars(tmp_path: Path, write_tar: Write) -> None:
-    inner(tmp_path / "train", write_tar)
-    check(tmp_path)
-
-
-def test_the_tar_of_class_tars(tmp_path: Path, write_tar: Write) -> None:
-    paths = inner(tmp_path / "parts", write_tar)
-    write_tar(
-        tmp_path / "ILSVRC2012_img_train.tar",
-        [(path.name, path.read_bytes()) for path in reversed(paths)],
-    )
-    check(tmp_path)
-
-
-def test_the_flat_tar_of_validation(tmp_path: Path, write_tar: Write) -> None:
-    inner(tmp_path / "train", write_tar)
-    names = [f"ILSVRC2012_val_{i:08d}.JPEG" for i in (3, 1, 2)]
-    write_tar(tmp_path / "ILSVRC2012_img_val.tar", [(name, name.encode()) for name in names])
-    (tmp_path / "val.txt").write_text("".join(f"{n} {i}\n" for i, n in enumerate(names)))
-    source = open_source(DataSettings(dir=str(tmp_path)), "val", WNIDS)
-    assert source.labels.tolist() == [1, 2, 0]
-    assert [source.read(i) for i in range(3)] == [name.encode() for name in sorted(names)]
-    with pytest.raises(DataError, match="nobody says which classes"):
-        open_source(DataSettings(dir=str(tmp_path), source="imagenet"), "val")
-
-
-@pytest.mark.parametrize("keep", [100, 700, 1600, 2000])
-def test_a_download_that_was_cut(tmp_path: Path, write_tar: Write, keep: int) -> None:
-    paths = inner(tmp_path / "train", write_tar)
-    os.truncate(paths[1], keep)
-    with pytest.raises(DataError, match=r"n01443537\.tar: (truncated|not a readable|damaged)"):
-        open_source(DataSettings(dir=str(tmp_path)), "train")
-
-
-def test_an_empty_class_does_not_shift_the_others(tmp_path: Path, write_tar: Write) -> None:
-    paths = inner(tmp_path / "train", write_tar)
-    write_tar(paths[1], [("README", b"no image")])
-    with pytest.raises(DataError, match=r"n01443537\.tar: no image in it"):
-        open_source(DataSettings(dir=str(tmp_path)), "train")
-    write_tar(
-        tmp_path / "ILSVRC2012_img_train.tar", [(path.name, path.read_bytes()) for path in paths]
-    )
-    with pytest.raises(DataError, match=r"img_train\.tar: n01443537\.tar: no image in it"):
-        open_source(DataSettings(dir=str(tmp_path), source="imagenet"), "train")
-
-
-def test_changed_while_it_is_listed(
-    tmp_path: Path, write_tar: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = inner(tmp_path / "train", write_tar)
-    real = tar_sources.tar_members
-
-    def slow(path: Path, content: BinaryIO) -> Iterator[tarfile.TarInfo]:
-        yield from real(path, content)
-        os.utime(paths[0], (1, 1))
-
-    monkeypatch.setattr(tar_sources, "tar_members", slow)
-    source = open_source(DataSettings(dir=str(tmp_path)), "train")
-    with pytest.raises(DataError, match=r"n01440764\.tar: has changed since the start"):
-        source.read(0)
-    source.close()
-
-
-def test_class_folders_and_tars_at_once(tmp_path: Path, write_tar: Write) -> None:
-    inner(tmp_path / "train", write_tar)
-    (tmp_path / "train" / WNIDS[0]).mkdir()
-    (tmp_path / "train" / WNIDS[0] / "1.JPEG").write_bytes(b"image")
-    with pytest.raises(DataError, match=r"class folders \(n0144.*\) and tars without one \(n0144"):
-        open_source(DataSettings(dir=str(tmp_path)), "train")
-    for name in WNIDS[1:]:
-        (tmp_path / "train" / name).mkdir()
-        (tmp_path / "train" / name / "1.JPEG").write_bytes(b"image")
-    assert len(open_source(DataSettings(dir=str(tmp_path)), "train")) == len(WNIDS)
 
 
 # --- classes.json ----------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from paceline.data import (
 )
 from paceline.data.device import gpu_decoder
 from paceline.data.device.gpu_decoder import (
-    HostShare,
     check_crop_kernel,
     check_source,
     chunks_of,
@@ -108,26 +107,10 @@ def test_a_kernel_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_decoder, "_stretched", lambda *_: False)
+    monkeypatch.setattr(gpu_decoder, "_stretches", lambda *_: False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     with pytest.raises(ConfigError, match="a kernel gave a wrong result"):
         check_crop_kernel(CPU, size=4, cutout=0)
-
-
-def test_what_is_known_of_a_source_serves_the_next_loader(
-    memory_source: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = memory_source(9)
-    first = HostShare(source, "nvJPEG")
-    first.add(3, "refused")
-    first.failed("odd", 3)
-    capsys.readouterr()
-    again = HostShare(source, "nvJPEG")
-    assert again.takes(3)
-    again.failed("odd", 4)
-    assert capsys.readouterr().err == ""  # told already
-    assert "(the first: memory:3: odd)" in again.note()
-    assert not HostShare(memory_source(9), "nvJPEG").takes(3)
 
 
 # --- on a GPU ----------------------------------------------------------------------------------

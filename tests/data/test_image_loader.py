@@ -18,7 +18,6 @@ from paceline.data import (
     Normalizer,
     create_train_loader,
 )
-from ranks import run_ranks
 
 CPU = torch.device("cpu")
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
@@ -155,33 +154,6 @@ def test_other_data_and_own_augmentation() -> None:
 def test_wrong_arguments_are_named(memory_source: Any, wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"ImageLoader: {next(iter(wrong))}"):
         loader(memory_source(8), **{"batch_size": 4, **wrong})
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"val_spilt": 0.2}, "^data.val_spilt.*did you mean 'val_split'"),
-        ({"data.val_spilt": 0.2}, "^data.val_spilt.*did you mean 'val_split'"),
-        ({"run.seed": 1}, "^run.seed"),
-        ({"data.val_split": "0.2"}, "^data.val_split = '0.2'"),
-    ],
-)
-def test_wrong_settings_are_named(memory_source: Any, settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        loader(memory_source(8), settings=settings)
-
-
-def _place(rank: int) -> tuple[int, int]:
-    torch.distributed.init_process_group("gloo")
-    try:
-        ours = loader([(np.zeros((8, 8), np.uint8), 0)] * 8)
-        return ours.rank, ours.world_size
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_ranks_are_those_of_torch_distributed() -> None:
-    assert run_ranks(2, _place) == [(0, 2), (1, 2)]
 
 
 @pytest.mark.gpu

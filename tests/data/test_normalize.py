@@ -51,11 +51,6 @@ def test_compiles_whole() -> None:
         assert torch.equal(compiled(images.flip(0)), normalize(images.flip(0), "cpu"))
 
 
-def test_wrong_number_of_values() -> None:
-    with pytest.raises(ValueError, match="mean has 3 values for 1 channels"):
-        Normalizer(*IMAGENET, 1)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_the_gpu() -> None:
@@ -96,7 +91,7 @@ def test_empty_channels_and_either_memory_order() -> None:
 
 
 def test_whole_lines_at_a_time_give_the_numbers_of_the_plain_operators() -> None:
-    """Also where images are cut from a larger tensor, which has no lines of its own."""
+    """Images cut from a larger tensor, which is not contiguous, give the same numbers."""
     normalize = Normalizer(*IMAGENET, 3)
     large = torch.randint(0, 256, (5, 150, 64, 3), dtype=torch.uint8)
     for images in (large, large[:, 3:70, 5:49]):
@@ -105,10 +100,3 @@ def test_whole_lines_at_a_time_give_the_numbers_of_the_plain_operators() -> None
         got = normalize(images, "cpu")
         assert torch.equal(got, expected)
         assert got.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_a_result_in_use_is_never_written_to_again() -> None:
-    normalize = Normalizer((0.0,), (1.0,), 1)
-    kept = [normalize(torch.full((2, 4, 4, 1), n, dtype=torch.uint8), "cpu") for n in range(9)]
-    for number, result in enumerate(kept):
-        torch.testing.assert_close(result, torch.full_like(result, number / 255))

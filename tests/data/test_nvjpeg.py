@@ -1,5 +1,4 @@
-"""nvJPEG, with a stand-in for the library in C, on a CPU: what is passed to it, what is a file's
-fault and what is the GPU's, that nothing is kept, and which files are taken at all."""
+"""nvJPEG on a CPU, with a fake library in C: arguments, errors, memory, and supported files."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ OUT_OF_MEMORY, EXECUTION_FAILED = 5, 6
 
 
 class Fake:
-    """The stand-in, and the numbers in it."""
+    """The fake library and its counters."""
 
     def __init__(self, path: Path) -> None:
         self.library = NvJpegLibrary(str(path))
@@ -160,7 +159,7 @@ def test_what_is_no_files_fault_is_raised(fake: Fake) -> None:
     for _ in range(nvjpeg_library._STATES + 1):
         with pytest.raises(RunError, match=r"nvJPEG fails \(nvjpegDecodeBatched: not initialised"):
             decoder([file(status=1)])
-    assert decoder([file()]).images[0] is not None  # nobody waits for states that are gone
+    assert decoder([file()]).images[0] is not None  # no call waits for destroyed states
 
 
 def test_a_decoder_that_is_broken_ends_the_run(fake: Fake) -> None:

@@ -14,10 +14,7 @@ from hypothesis import given
 from paceline.core.errors import ConfigError
 from paceline.data import BatchPlan, DataSettings, SampleOrder, create_train_loader, open_source
 from paceline.data.order import (
-    AUGMENT_STREAM,
-    ORDER_STREAM,
     ShardGroups,
-    hash64,
     shard_groups,
     shard_permutation,
     uniform,
@@ -26,6 +23,7 @@ from paceline.data.order import (
 GOLDEN_SEED_0 = [8, 0, 1, 5, 3, 2, 7, 9, 6, 4, 3, 0, 9, 1, 5, 6, 4, 7, 8, 2]
 GOLDEN_IMAGENET = [1051210, 999488, 1213489, 1181654]
 SIZES = [100] * 200
+GROUPS = ShardGroups(tuple(SIZES), 8, 16)
 COUNT = sum(SIZES)
 PINNED = [2, 3, 6, 7, 0, 1, 5, 8, 4, 9, 10, 13, 14, 11, 12]
 MASK = 2**64 - 1
@@ -78,19 +76,6 @@ def test_epochs_and_seeds_differ() -> None:
     assert (first == other).sum() < 10
 
 
-def test_a_far_position_needs_no_walk() -> None:
-    epochs, indices = SampleOrder(1000, seed=0).at(10**12, 10**12 + 3)
-    assert epochs.tolist() == [10**9] * 3
-    assert len(set(indices.tolist())) == 3
-
-
-def test_wrong_requests() -> None:
-    with pytest.raises(ValueError, match="at least one sample"):
-        SampleOrder(0, seed=0)
-    with pytest.raises(ValueError, match="no such stretch"):
-        SampleOrder(3, seed=0).at(5, 4)
-
-
 # --- shuffling by shards ---------------------------------------------------------------------------
 
 
@@ -104,30 +89,30 @@ def test_wrong_requests() -> None:
 def test_every_sample_exactly_once(
     sizes: list[int], seed: int, epoch: int, window: int, run: int
 ) -> None:
-    permutation = shard_permutation(seed, epoch, sizes, window, run)
+    permutation = shard_permutation(seed, epoch, ShardGroups(tuple(sizes), window, run))
     assert sorted(permutation.tolist()) == list(range(sum(sizes)))
 
 
 def test_a_function_of_seed_and_epoch() -> None:
-    first = shard_permutation(3, 5, SIZES, 8, 16)
-    assert np.array_equal(first, shard_permutation(3, 5, SIZES, 8, 16))
-    assert not np.array_equal(first, shard_permutation(3, 6, SIZES, 8, 16))
-    assert not np.array_equal(first, shard_permutation(4, 5, SIZES, 8, 16))
+    first = shard_permutation(3, 5, GROUPS)
+    assert np.array_equal(first, shard_permutation(3, 5, GROUPS))
+    assert not np.array_equal(first, shard_permutation(3, 6, GROUPS))
+    assert not np.array_equal(first, shard_permutation(4, 5, GROUPS))
     # Pinned: resuming a run must find the order that it had.
-    assert shard_permutation(1, 0, [5, 4, 6], 2, 2).tolist() == PINNED
+    assert shard_permutation(1, 0, ShardGroups((5, 4, 6), 2, 2)).tolist() == PINNED
 
 
 def test_a_window_is_done_before_the_next_begins() -> None:
-    shard = shard_permutation(3, 0, SIZES, 8, 16) // 100
+    shard = shard_permutation(3, 0, GROUPS) // 100
     for start in range(0, COUNT, 800):
         assert len(set(shard[start : start + 800].tolist())) == 8
 
 
 def test_seeking_gives_what_walking_gives() -> None:
-    order = SampleOrder(COUNT, 9, groups=ShardGroups(tuple(SIZES), 8, 16))
+    order = SampleOrder(COUNT, 9, groups=GROUPS)
     _, walked = order.at(0, 3 * COUNT)
     for start in (0, 777, COUNT - 3, COUNT, 2 * COUNT + 5):
-        fresh = SampleOrder(COUNT, 9, groups=ShardGroups(tuple(SIZES), 8, 16))
+        fresh = SampleOrder(COUNT, 9, groups=GROUPS)
         epochs, found = fresh.at(start, start + 10)
         assert np.array_equal(found, walked[start : start + 10])
         assert epochs.tolist() == [p // COUNT for p in range(start, start + 10)]
@@ -139,8 +124,6 @@ def test_the_setting() -> None:
     assert shard_groups(chosen, [3, 4]) == ShardGroups((3, 4), 16, 16)
     with pytest.raises(ConfigError, match=r"data.shuffle = 'shards': the data is not in shards"):
         shard_groups(chosen, None)
-    with pytest.raises(ValueError, match="groups of 7 samples for 8"):
-        SampleOrder(8, 0, groups=ShardGroups((3, 4), 3, 5))
 
 
 def test_ranks_and_resuming(
@@ -150,7 +133,7 @@ def test_ranks_and_resuming(
     small_settings: Callable[..., DataSettings],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Any number of ranks, and a run that goes on in the middle, see the one stream."""
+    """The order is the same for any number of ranks and after a resume."""
     for i in range(5):
         write_tar(tmp_path / f"train-{i}.tar", samples(8, first=8 * i, classes=40))
     monkeypatch.setattr("paceline.data.order.SHUFFLE_RUN", 3)
@@ -265,15 +248,6 @@ def test_one_end_at_least_an_epoch_and_always_the_last(plan: BatchPlan) -> None:
     assert len(completed) == len(ends)
 
 
-@pytest.mark.parametrize(
-    "field", ["samples", "epochs", "global_batch", "micro_batch", "world_size"]
-)
-def test_nothing_may_be_zero(field: str) -> None:
-    values = {"samples": 4, "epochs": 1, "global_batch": 4, "micro_batch": 2, "world_size": 2}
-    with pytest.raises(ValueError, match=f"{field} = 0"):
-        BatchPlan(**{**values, field: 0})
-
-
 def test_indivisible_batch() -> None:
     with pytest.raises(ValueError, match=r"global_batch = 10 is not a multiple"):
         BatchPlan(samples=4, epochs=1, global_batch=10, micro_batch=2, world_size=2)
@@ -301,52 +275,9 @@ def test_every_so_many_epochs() -> None:
 # --- random numbers --------------------------------------------------------------------------------
 
 
-def finalise(z: int) -> int:
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & MASK
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & MASK
-    return z ^ (z >> 31)
-
-
-def reference(seed: int, *counters: int) -> int:
-    """The same hash in Python's own integers."""
-    state = finalise((seed + GOLDEN) & MASK)
-    for counter in counters:
-        state = finalise((state + (counter + 1) * GOLDEN) & MASK)
-    return state
-
-
-def test_finaliser_is_splitmix64() -> None:
-    # The first outputs of the published generator from seed 1234567.
-    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    assert [finalise((1234567 + (i + 1) * GOLDEN) & MASK) for i in range(3)] == expected
-
-
-@pytest.mark.parametrize("seed", [0, 1, -1, 2**63, 2**64 + 5])
-def test_hash_equals_the_reference(seed: int) -> None:
-    epochs = np.array([0, 1, 7, 2**40])
-    indices = np.array([0, 5, 1_281_166, 2**50])
-    got = hash64(seed, ORDER_STREAM, epochs, indices)
-    want = [
-        reference(seed, ORDER_STREAM, int(e), int(i)) for e, i in zip(epochs, indices, strict=True)
-    ]
-    assert got.dtype == np.uint64
-    assert got.tolist() == want
-
-
 def test_uniform_is_pinned() -> None:
     row = uniform(3, np.array([2]), np.array([11]), 3)[0]
-    want = [(reference(3, AUGMENT_STREAM, 2, 11, d) >> 11) / 2**53 for d in range(3)]
-    assert row.tolist() == want
-
-
-def test_a_sample_draws_the_same_in_any_company() -> None:
-    epochs, indices = np.array([0, 0, 1, 4]), np.array([9, 2, 9, 0])
-    together = uniform(5, epochs, indices, 6)
-    for i in range(4):
-        alone = uniform(5, epochs[i : i + 1], indices[i : i + 1], 6)
-        np.testing.assert_array_equal(together[i], alone[0])
-    np.testing.assert_array_equal(together[:, :2], uniform(5, epochs, indices, 2))
-    assert len(np.unique(together)) == together.size
+    assert row.tolist() == [0.211709054269003, 0.8594363021777001, 0.7385819474094855]
 
 
 def test_uniform_is_even_and_uncorrelated() -> None:

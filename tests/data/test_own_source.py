@@ -61,7 +61,7 @@ def test_a_registered_source_is_opened_by_name(tmp_path: Path) -> None:
         (Small(labels=[0.5]), r"Small: labels are \[0.5\]"),
         (Small(labels=[]), r"Small: labels are \[\]"),
         (Small(lambda i: {}[i]), r"Small: read\(0\) raised KeyError"),
-        (Small(lambda i: "text"), r"Small: read\(0\) returned a str; read\(i\) returns the bytes"),
+        (Small(lambda i: "text"), r"Small: read\(0\) returned a str; return the bytes"),
         (Small(lambda i: np.zeros((4, 4), np.uint8)), r"ndarray of shape \(4, 4\), uint8"),
     ],
 )

@@ -16,7 +16,6 @@ from paceline.data import CorruptImage, DataSettings, PackOptions, open_source
 from paceline.data.pack import pack as pack_module
 from paceline.data.pack.pack import pack_image
 from paceline.data.pack.pack import pack_splits as pack
-from paceline.data.sources.pack_manifest import PackManifest
 from paceline.data.sources.storage import file_lock
 
 pytestmark = pytest.mark.usefixtures("no_leaked_threads")
@@ -58,13 +57,6 @@ def test_any_reader_of_tars_understands_them(tmp_path: Path, memory_source: type
         label = tar.extractfile(members[3])
         assert label is not None
         assert label.read() == b"1"
-
-
-def test_a_shard_ends_at_its_size(tmp_path: Path, memory_source: type, monkeypatch) -> None:
-    source = memory_source(3, size=8)
-    source.read = lambda i: np.random.default_rng(i).integers(0, 256, (600, 400, 3), np.uint8)
-    pack({"train": source}, tmp_path, PackOptions(shard_mib=1))
-    assert [s.samples for s in PackManifest.read(tmp_path).splits["train"].shards] == [2, 1]
 
 
 class Interrupt:
@@ -120,7 +112,7 @@ def test_a_split_can_be_added(tmp_path: Path, memory_source: type) -> None:
 
 def test_only_our_own_directory(tmp_path: Path, memory_source: type) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
-    with pytest.raises(DataError, match=r"is not empty \(thesis.tex is there\)"):
+    with pytest.raises(DataError, match=r"is not empty \(thesis.tex\)"):
         pack({"train": memory_source(3)}, tmp_path, SHORT)
     with pytest.raises(DataError, match="is a file, not a directory"):
         pack({"train": memory_source(3)}, tmp_path / "thesis.tex", SHORT)
@@ -147,7 +139,7 @@ def test_corrupt_images_are_named_and_left_out(tmp_path: Path, memory_source: ty
 def test_too_many_corrupt_images(tmp_path: Path, memory_source: type) -> None:
     with pytest.raises(DataError, match=r"2 corrupt of 30 images in train \(allowed: 1\)"):
         pack({"train": memory_source(30, {4, 9})}, tmp_path, PackOptions())
-    with pytest.raises(DataError, match=r"train: no image that can be decoded"):
+    with pytest.raises(DataError, match=r"train: no image can be decoded"):
         pack({"train": memory_source(1, {0})}, tmp_path / "one", PackOptions())
     assert not contents(tmp_path / "one")
 
@@ -181,24 +173,15 @@ def test_a_full_disk(tmp_path: Path, memory_source: type, monkeypatch) -> None:
     assert pack({"train": memory_source(20)}, tmp_path, SHORT).splits["train"].packed == 20
 
 
-def test_a_disk_that_does_not_keep_what_it_was_given(
-    tmp_path: Path, memory_source: type, monkeypatch
-) -> None:
-    monkeypatch.setattr(pack_module, "file_digest", lambda file: "0" * 64)
-    with pytest.raises(DataError, match="train-00000.tar: reads back other than it was written"):
-        pack({"train": memory_source(20)}, tmp_path, SHORT)
-    assert not contents(tmp_path)
-
-
 def test_a_damaged_manifest(tmp_path: Path, memory_source: type) -> None:
     pack({"train": memory_source(5)}, tmp_path, SHORT)
     good = (tmp_path / "pack.json").read_text()
     for content, line in (
-        ("{", "is no manifest of a pack"),
-        ("[]", "is no manifest of a pack"),
+        ("{", "is not a manifest of a pack"),
+        ("[]", "is not a manifest of a pack"),
         (good.replace('"version": 1', '"version": 9'), "version 9, this Paceline reads 1"),
-        (good.replace("train-00000.tar", "../../etc/passwd"), "is no manifest"),
-        (good.replace('"samples"', '"simples"'), "is no manifest"),
+        (good.replace("train-00000.tar", "../../etc/passwd"), "is not a manifest"),
+        (good.replace('"samples"', '"simples"'), "is not a manifest"),
     ):
         (tmp_path / "pack.json").write_text(content)
         with pytest.raises(DataError, match=line):
@@ -236,7 +219,7 @@ def test_half_a_pack_is_no_training_data(tmp_path: Path, memory_source: type) ->
     with pytest.raises(DataError, match=r"train-00001\.tar: has \d+ bytes, not \d+"):
         opened(tmp_path)
     shard.unlink()
-    with pytest.raises(DataError, match=r"train-00001\.tar: is missing, as pack\.json has it"):
+    with pytest.raises(DataError, match=r"train-00001\.tar: is missing \(see pack\.json"):
         opened(tmp_path)
 
 
@@ -250,7 +233,7 @@ def test_without_locks_nothing_of_another_pack_is_swept(
     pack({"train": memory_source(5)}, tmp_path, SHORT, on_note=told.append)
     assert part.exists()
     assert len(told) == 1
-    assert told[0].endswith("knows no locks: see to it that no other pack writes there")
+    assert told[0].endswith("has no locks: make sure that no other pack writes there")
 
 
 def test_sweeping_follows_no_link(tmp_path: Path, memory_source: type) -> None:
@@ -299,22 +282,6 @@ def test_large_ones_are_scaled_in_their_own_format(kind: str, mode: str, kept: s
     assert not packed.copied
     with Image.open(io.BytesIO(packed.content)) as image:
         assert (image.format, image.mode, image.size) == (kind, kept, (48, 32))
-
-
-def test_scaling_keeps_the_picture() -> None:
-    packed = pack_image(file_of(photo(600, 400), "PNG"), PackOptions(short_side=40))
-    wanted = np.asarray(photo(600, 400).resize((60, 40), Image.Resampling.BILINEAR), np.int64)
-    with Image.open(io.BytesIO(packed.content)) as image:
-        assert np.array_equal(np.asarray(image), wanted)
-
-
-def test_turned_by_its_camera() -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    packed = pack_image(file_of(photo(60, 40), exif=exif), SMALLER)
-    with Image.open(io.BytesIO(packed.content)) as image:
-        assert image.size == (32, 48)
-        assert not image.getexif()
 
 
 def test_quality_and_format() -> None:
@@ -380,8 +347,3 @@ def test_wrong_values_are_named(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         PackOptions(**change)
     assert caught.value.field == f"--{next(iter(change))}".replace("_", "-")
-
-
-def test_the_limit_on_corrupt_images_may_change_between_tries() -> None:
-    assert PackOptions(max_corrupt_share=0.5).table() == PackOptions().table()
-    assert PackOptions(seed=1).table() != PackOptions().table()

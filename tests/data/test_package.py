@@ -1,4 +1,4 @@
-"""What the package exports, and what importing it costs."""
+"""The exports of the package, and the cost of importing it."""
 
 from __future__ import annotations
 

@@ -5,12 +5,10 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from paceline.core.errors import DataError
 from paceline.data import divide_wait, sum_by_stage
-from paceline.data.prefetch import Job, Prefetcher, Progress, Stopped, cut, map_ahead
+from paceline.data.prefetch import Job, Prefetcher, Progress, Stopped, map_ahead
 
 pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 
@@ -47,13 +45,6 @@ def test_results_come_in_order(workers: int) -> None:
     assert results == [[10 * n, 10 * n + 1, 10 * n + 2] for n in range(12)]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_end_stays_the_end(workers: int) -> None:
-    prefetcher = Prefetcher(Work(1).jobs(), workers, depth=3)
-    assert len(list(prefetcher)) == 1
-    assert list(prefetcher) == []
-
-
 def test_works_ahead_but_not_too_far() -> None:
     work = Work(50)
     with Prefetcher(work.jobs(), workers=2, depth=4) as prefetcher:
@@ -64,13 +55,6 @@ def test_works_ahead_but_not_too_far() -> None:
         time.sleep(0.05)
         assert work.done == 15  # the one taken, and four more
         assert work.handed_out == 5
-
-
-def test_without_workers_nothing_is_done_ahead() -> None:
-    work = Work(50)
-    with Prefetcher(work.jobs(), workers=0, depth=4) as prefetcher:
-        next(prefetcher)
-        assert work.done == 3
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
@@ -118,13 +102,6 @@ def test_closing_in_the_middle_is_prompt() -> None:
     prefetcher.close()
 
 
-@given(st.integers(1, 5000), st.integers(0, 64))
-def test_cuts_cover_a_batch_once(length: int, workers: int) -> None:
-    pieces = cut(length, workers)
-    assert [i for start, stop in pieces for i in range(start, stop)] == list(range(length))
-    assert all(stop - start <= 64 for start, stop in pieces)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_time_by_stage_comes_with_the_result(workers: int) -> None:
     def chunk(number: int) -> Callable[[Progress], int]:
@@ -163,17 +140,6 @@ def test_a_job_is_completed_once_after_all_of_its_chunks_and_before_its_result(
 
     assert list(Prefetcher(jobs(), workers, depth=2)) == [True] * 5
     assert len(done) == 20
-
-
-def test_an_error_in_completing_comes_where_the_result_was_due() -> None:
-    def fail() -> None:
-        raise DataError("no memory")
-
-    jobs = iter([Job([lambda progress: 1], sum), Job([lambda progress: 2] * 2, sum, fail)])
-    prefetcher = Prefetcher(jobs, workers=2, depth=2)
-    assert next(prefetcher) == 1
-    with pytest.raises(DataError, match="no memory"):
-        next(prefetcher)
 
 
 @pytest.mark.parametrize("workers", [0, 3])

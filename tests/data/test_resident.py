@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 def loader(
     where: str, source: Any, plan: BatchPlan, chosen: DataSettings, device: str = "cpu", **more: int
 ) -> TrainLoader:
-    """`where` is the setting: on is resident, off is by threads."""
+    """Creates a loader with `data.resident` = `where`."""
     values = {"rank": 0, "first_step": 0, **more}
     settings = replace(chosen, resident=where)
     return create_train_loader(
@@ -179,39 +179,6 @@ def test_decoded_once_as_long_as_the_source_lives(memory_source: Any) -> None:
     del held, source
     gc.collect()
     assert gone() is None
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_failing_storage_ends_it(memory_source: Any, workers: int) -> None:
-    source = memory_source(300)
-    source.failure = DataError("gone")
-    with pytest.raises(DataError, match="gone"):
-        resident_set(source, FORM, SHAPE, workers, CPU)
-    source.failure = None
-    assert len(resident_set(source, FORM, SHAPE, workers, CPU)) == 300
-
-
-def test_evaluation_shares_what_training_fitted(small_settings: Make) -> None:
-    chosen = small_settings(augment="pad_crop")
-    assert PixelForm.for_training(chosen) == PixelForm.for_evaluation(chosen)
-    assert PixelForm.for_training(chosen) == PixelForm.for_training(small_settings())
-    other = small_settings(eval_resize=9)
-    assert PixelForm.for_training(other) != PixelForm.for_evaluation(other)
-
-
-def test_boxes_are_cut_from_stored_images(memory_source: Any, small_settings: Make) -> None:
-    form = PixelForm.for_training(small_settings(augment="random_resized_crop"))
-    assert form.shape(memory_source(5, corrupt={0, 1}, size=11)) == (11, 11, 1)
-    assert form.shape(memory_source(2, corrupt={0, 1})) is None
-
-
-def test_pixels_that_lie_ready(tmp_path: Path, small_cifar: Any) -> None:
-    source = Cifar10(small_cifar.write(tmp_path, "bin"), "val")
-    assert PixelForm(3, 32, 32, "bilinear").ready(source) is source.pixels
-    assert PixelForm(3).ready(source) is source.pixels
-    assert PixelForm(3).shape(source) == (32, 32, 3)
-    for other in (PixelForm(1), PixelForm(3, 28, 28, "bilinear"), PixelForm(3, 32, 36, "bilinear")):
-        assert other.ready(source) is None
 
 
 def test_other_sizes_are_refused_where_they_must_be_equal() -> None:

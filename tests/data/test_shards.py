@@ -5,7 +5,6 @@ import gzip
 import hashlib
 import io
 import os
-import pwd
 import subprocess
 import sys
 from collections.abc import Callable
@@ -76,7 +75,7 @@ def test_samples_of_all_shards_in_order(shards: TarShards) -> None:
 
 
 def open_descriptors() -> int:
-    """Counted by asking for each, so it works where there is no /proc."""
+    """Counts open descriptors one by one, which also works without /proc."""
 
     def is_open(descriptor: int) -> bool:
         try:
@@ -196,14 +195,12 @@ def test_an_index_older_than_its_shard(
     assert scanned == [large_shards[1]]
     assert len(source) == 13
     assert source.name(4) == "train-1.tar:000100.png"
-    assert "index of train-1.tar belongs to an older state of the shard: built anew" in (
-        source.note
-    )
+    assert "index of train-1.tar belongs to an older state of the shard: rebuilt" in (source.note)
     assert open_shards(large_shards).note == ""
 
 
 def read_only(monkeypatch: pytest.MonkeyPatch, *places: str) -> None:
-    """As on a read-only file system, which root could write to."""
+    """Makes writes fail as on a read-only file system, also for root."""
     real = index_store.write_index
 
     def refuse(path: Path, *rest: object) -> None:
@@ -258,23 +255,6 @@ def test_of_many_processes_one_builds(large_shards: list[Path]) -> None:
     assert not list(large_shards[0].parent.glob(".*.tmp"))
 
 
-def test_a_user_without_a_home(large_shards: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    def nobody(number: int) -> None:
-        raise KeyError(number)
-
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", nobody)
-    assert len(open_shards(large_shards)) == 12
-    assert index_path(large_shards[0]).is_file()
-    for path in large_shards:
-        index_path(path).unlink()
-    read_only(monkeypatch, "data")
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    source = open_shards(large_shards)
-    assert "index of train-0.tar cannot be kept: no place to write to" in source.note
-
-
 def test_the_lock_of_a_read_only_place_is_in_the_cache(
     tmp_path: Path, large_shards: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,10 +303,6 @@ def test_it_comes_back_as_it_was(shard: Path) -> None:
     assert index_path(shard).name == "train-0.tar.index"
 
 
-def test_none_there(shard: Path) -> None:
-    assert read_index(index_path(shard), ShardStamp.of(shard)) is None
-
-
 def test_any_flipped_byte_and_any_cut_is_noticed(shard: Path) -> None:
     path, stamp = index_path(shard), ShardStamp.of(shard)
     write_index(path, scanned(shard), stamp)
@@ -357,23 +333,11 @@ def test_a_shard_that_is_another(shard: Path) -> None:
         read_index(path, ShardStamp.of(shard))
 
 
-def test_another_version(shard: Path) -> None:
-    path = index_path(shard)
-    write_index(path, scanned(shard), ShardStamp.of(shard))
-    path.write_bytes(path.read_bytes().replace(b"index.1", b"index.2", 1))
-    with pytest.raises(UnfitIndexError, match="another version"):
-        read_index(path, ShardStamp.of(shard))
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(UnfitIndexError, match="cannot be read"):
-        read_index(path, ShardStamp.of(shard))
-
-
 @pytest.mark.parametrize(
     ("name", "value"), [("offsets", -512), ("sizes", -1), ("sizes", 2**62), ("offsets", 2**62)]
 )
 def test_places_outside_of_the_shard_are_not_believed(shard: Path, name: str, value: int) -> None:
-    """The checksum has no key: whoever writes an index can make one that holds."""
+    """The checksum has no key, so a hostile index can have a valid one."""
     index = scanned(shard)
     getattr(index, name)[3] = value
     write_index(index_path(shard), index, ShardStamp.of(shard))

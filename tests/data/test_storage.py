@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import gzip
 import os
 import threading
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 from paceline.core.errors import DataError
 from paceline.data.sources import storage
 from paceline.data.sources.folders import ImageFolder
-from paceline.data.sources.shards import UnpackedShard
 from paceline.data.sources.storage import (
     Retry,
     ShardFile,
@@ -25,7 +23,7 @@ CONTENT = bytes(range(256)) * 8
 
 @pytest.fixture(params=[True, False], ids=["kept open", "opened each time"])
 def shard(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(storage, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(storage, "_CHECK_EVERY_S", 0.0)
     path = tmp_path / "train-0.tar"
     path.write_bytes(CONTENT)
     opened = ShardFile(
@@ -44,7 +42,7 @@ def test_changed_in_place(shard: tuple[ShardFile, Path]) -> None:
     opened, path = shard
     path.write_bytes(CONTENT[::-1])
     set_time(path, 1)
-    with pytest.raises(DataError, match=r"train-0\.tar: has changed since the start, or was repl"):
+    with pytest.raises(DataError, match=r"train-0\.tar: was changed or repl"):
         opened.read(10, 5)
 
 
@@ -55,7 +53,7 @@ def test_replaced_by_another(shard: tuple[ShardFile, Path], size: int) -> None:
     other.write_bytes(bytes(size))
     set_time(other, 1)
     other.replace(path)
-    with pytest.raises(DataError, match="has changed since the start, or was replaced"):
+    with pytest.raises(DataError, match="was changed or replaced"):
         opened.read(10, 5)
 
 
@@ -122,41 +120,6 @@ def test_a_stale_descriptor_is_opened_anew_under_other_readers(
     assert calls[0] > 800
 
 
-def descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def test_transient_errors_leave_no_descriptor_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "train-0.tar"
-    path.write_bytes(CONTENT)
-    opened = ShardFile(path, ShardStamp.of(path), Retry(1, sleep=lambda wait_s: None), True)
-    real, calls = os.pread, [0]
-
-    def every_other(descriptor: int, size: int, offset: int) -> bytes:
-        calls[0] += 1
-        if calls[0] % 2:
-            raise OSError(errno.EIO, "some trouble")
-        return real(descriptor, size, offset)
-
-    monkeypatch.setattr(os, "pread", every_other)
-    before = descriptors()
-    for i in range(20):
-        assert opened.read(i, 9) == CONTENT[i : i + 9]
-    assert descriptors() <= before + 1
-    opened.close()
-    assert descriptors() == before
-
-
-def test_a_small_file_that_unpacks_to_much(tmp_path: Path) -> None:
-    path = tmp_path / "train-0.tar.gz"
-    path.write_bytes(gzip.compress(bytes(5 << 20)))
-    with pytest.raises(DataError, match=r"train-0\.tar\.gz: unpacks to more than 0\.0 GiB.*gunzip"):
-        UnpackedShard(path, (5 << 20) - 1)
-    assert len(UnpackedShard(path, 5 << 20).data) == 5 << 20
-
-
 # --- retries ---------------------------------------------------------------------------------------
 
 
@@ -190,14 +153,6 @@ def test_trouble_that_stays() -> None:
         retry.call(flaky)
     assert flaky.left == 100 - 9
     assert waits == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
-
-
-@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EISDIR])
-def test_what_does_not_pass_is_not_waited_for(number: int) -> None:
-    retry = Retry(6, sleep=lambda wait_s: pytest.fail("waited"))
-    with pytest.raises(OSError, match="some trouble"):
-        retry.call(Flaky(1, number))
-    assert retry.count == 0
 
 
 def test_files_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,8 +200,3 @@ def test_a_file_larger_than_this_process_may_write(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_no_such_directory(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"absent/file: cannot be written \(No such file"):
-        write_file(tmp_path / "absent" / "file", b"")

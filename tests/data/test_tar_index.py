@@ -68,18 +68,6 @@ def test_the_key_ends_at_the_first_dot() -> None:
     assert list(images(content)) == ["a.jpg"]
 
 
-def test_equal_names_in_different_folders_are_different_samples() -> None:
-    content = archive(("x/a.jpg", b"1"), ("x/a.cls", b"0"), ("y/a.jpg", b"2"), ("y/a.cls", b"1"))
-    assert len(images(content)) == 2
-
-
-@pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
-def test_long_names(form: int) -> None:
-    name = "d/" * 80 + "ü" * 30
-    content = archive((f"{name}.jpg", b"image"), (f"{name}.cls", b"2"), form=form)
-    assert images(content) == {f"{name}.jpg": (b"image", 2)}
-
-
 def test_hidden_twins_of_another_system_are_passed_over() -> None:
     content = archive(("._a.jpg", b"junk"), ("a.jpg", b"i"), ("a.cls", b"0"))
     assert list(images(content)) == ["a.jpg"]
@@ -90,8 +78,8 @@ def test_hidden_twins_of_another_system_are_passed_over() -> None:
     [
         ([("a.jpg", b"i")], r"sample 'a' has an image but no label"),
         ([("a.cls", b"1")], r"sample 'a' has a label but no image"),
-        ([("a.jpg", b"i"), ("a.png", b"i"), ("a.cls", b"1")], r"sample 'a' is there twice"),
-        ([("a.jpg", b"i"), ("a.cls", b"1"), ("a.cls", b"1")], r"sample 'a' is there twice"),
+        ([("a.jpg", b"i"), ("a.png", b"i"), ("a.cls", b"1")], r"sample 'a' occurs twice"),
+        ([("a.jpg", b"i"), ("a.cls", b"1"), ("a.cls", b"1")], r"sample 'a' occurs twice"),
         ([("a.jpg", b"i"), ("a.cls", b"")], r"label of sample 'a' is ''"),
         ([("a.jpg", b"i"), ("a.cls", b"cat")], r"label of sample 'a' is 'cat'"),
         ([("a.jpg", b"i"), ("a.cls", b"-1")], r"label of sample 'a' is '-1'"),
@@ -175,38 +163,15 @@ def test_memory_does_not_grow_with_the_members() -> None:
     assert max(kept) < 20
 
 
-@pytest.mark.parametrize("blocks", [2, 22, 23, 1000])
-def test_zeros_for_a_shard(blocks: int) -> None:
-    """As a download leaves it that reserved its place and never came."""
-    message = "no image in it" if blocks < 23 else "goes on after its end marker at byte 0"
-    with pytest.raises(DataError, match=rf"train-0007\.tar: {message}"):
-        scan(bytes(512 * blocks))
-
-
 def test_zeros_in_the_midst(whole: bytes) -> None:
     content = bytearray(whole)
     content[4096:6144] = bytes(2048)  # a whole sample
-    with pytest.raises(DataError, match=r"goes on after its end marker at byte 4096"):
+    with pytest.raises(DataError, match=r"continues after its end marker at byte 4096"):
         scan(bytes(content))
-    with pytest.raises(DataError, match="goes on after its end marker"):
+    with pytest.raises(DataError, match="continues after its end marker"):
         scan(whole + whole)
-    with pytest.raises(DataError, match="goes on after its end marker"):
+    with pytest.raises(DataError, match="continues after its end marker"):
         scan(whole + bytes(20_000))
-
-
-def test_keys_with_dots_as_webdataset_has_them() -> None:
-    good = [("a.jpg", b"i"), ("a.cls", b"0")]
-    dotted = [("d/img.v2.png", b"j"), ("d/img.v2.cls", b"1")]
-    assert images(archive(*dotted, *good)) == {"d/img.v2.png": (b"j", 1), "a.jpg": (b"i", 0)}
-    # One without the other, or one of a sample that has its own, is a further field.
-    fields = [("a.coarse.cls", b"cat"), ("a.mask.png", b"m"), ("a.x.png", b"x"), ("a.x.cls", b"3")]
-    assert images(archive(*good, *fields)) == {"a.jpg": (b"i", 0)}
-    # webdataset takes these for one sample, and keeps one of them.
-    more = [("d/img.v3.png", b"k"), ("d/img.v3.cls", b"2")]
-    with pytest.raises(DataError, match=r"'d/img.v2' and 'd/img.v3' have the same key 'd/img'"):
-        scan(archive(*good, *dotted, *more))
-    with pytest.raises(DataError, match=r"'d/img.v2' is there twice"):
-        scan(archive(*dotted, dotted[0]))
 
 
 def test_labels_as_webdataset_decodes_them() -> None:
@@ -250,17 +215,6 @@ def test_a_size_below_zero_does_not_go_on_for_ever(whole: bytes, size: int) -> N
         scan(with_checksum(header) + whole[512:])
 
 
-@pytest.mark.parametrize("value", ["x,y", "1", "-1,5", "9" * 5000, "1.5,2"])
-def test_a_garbled_map_of_a_sparse_file(value: str) -> None:
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        member = tarfile.TarInfo("a.jpg")
-        member.size, member.pax_headers = 1, {"GNU.sparse.map": value, "GNU.sparse.size": "1"}
-        tar.addfile(member, io.BytesIO(b"1"))
-    with pytest.raises(DataError, match="train-0007"):
-        scan(stream.getvalue())
-
-
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12)))
 def test_gives_back_what_it_got(names: list[str]) -> None:
     table = NameTable(names)
@@ -273,8 +227,8 @@ def test_file_names_that_are_no_text_survive() -> None:
     assert NameTable(["a", name])[1] == name
 
 
-def test_no_name_beyond_the_last() -> None:
-    with pytest.raises(IndexError):
-        NameTable(["a"])[1]
-    with pytest.raises(IndexError):
-        NameTable(["a"])[-1]
+def test_keys_with_dots_are_refused_unless_they_are_further_fields() -> None:
+    dotted = [("a.v2.jpg", b"i"), ("a.v2.cls", b"1")]
+    with pytest.raises(DataError, match="the key of sample 'a.v2' has a dot"):
+        scan(archive(*dotted))
+    assert len(scan(archive(("a.jpg", b"i"), ("a.cls", b"0"), *dotted))) == 1

@@ -6,7 +6,6 @@ import gzip
 import hashlib
 import io
 import json
-import pickle
 import struct
 import tarfile
 import zlib
@@ -20,7 +19,7 @@ from data_sets import png
 from fuzz.target import Seed, Target
 from paceline.data import DataSettings, Source
 from paceline.data.pack.inspect import shard_problems
-from paceline.data.sources.array_sets import read_binary, read_labels, read_pickle, read_sheet
+from paceline.data.sources.array_sets import read_binary, read_labels, read_sheet
 from paceline.data.sources.cache import from_entry, to_entry
 from paceline.data.sources.classes import read_classes
 from paceline.data.sources.index_store import UnfitIndexError, read_index, write_index
@@ -54,7 +53,6 @@ def data_targets() -> Sequence[Target]:
     return [
         Target("tar shard", [Seed("train-0.tar", t) for t in _shards()], _shard, 12),
         Target("tar gz shard", _packed_shards(), _shard, 6, repair=_regzip),
-        Target("tar imagenet", _imagenet(), _imagenet_tar, 8),
         Target("idx", _idx(), _idx_files, 8, repair=_regzip_idx),
         Target("cifar10", _cifar(), _cifar10, 10),
         Target("shard index", _index(), _shard_index, 5, (UnfitIndexError,), repair=_resign_index),
@@ -90,7 +88,7 @@ def _shards() -> list[bytes]:
 
 
 def _packed_shards() -> list[Seed]:
-    """Half of them not compressed yet: `_regzip` does that after the mutation."""
+    """Returns compressed and plain shards. `_regzip` compresses the plain ones after the mutation."""
     contents = [c for shard in _shards() for c in (shard, gzip.compress(shard, 1))]
     return [Seed("train-0.tar.gz", content) for content in contents]
 
@@ -125,22 +123,6 @@ def _regzip_idx(content: bytes) -> bytes:
     return _regzip(content) if len(content) % 2 else content
 
 
-def _imagenet() -> list[Seed]:
-    inner = {
-        f"{name}.tar": _tar({f"{name}_{i}.JPEG": png(i) for i in range(2)}) for name in _CLASSES
-    }
-    flat = _tar({f"ILSVRC2012_val_{i:08d}.JPEG": png(i) for i in range(3)})
-    return [Seed("ILSVRC2012_img_train.tar", _tar(inner)), Seed("ILSVRC2012_img_val.tar", flat)]
-
-
-def _imagenet_tar(content: bytes, name: str, folder: Path) -> None:
-    (folder / name).write_bytes(content)
-    names = "".join(f"ILSVRC2012_val_{i:08d}.JPEG {i}\n" for i in range(3))
-    (folder / "val.txt").write_text(names)
-    settings = DataSettings(source="imagenet", dir=str(folder))
-    _read_all(open_layout(settings, "train" if "train" in name else "val", _CLASSES))
-
-
 def _idx() -> list[Seed]:
     pixels = np.arange(6 * 5 * 4, dtype=np.uint8)
     images = struct.pack(">4B3I", 0, 0, 8, 3, 6, 5, 4) + pixels.tobytes()
@@ -173,13 +155,10 @@ def _cifar() -> list[Seed]:
     rng = np.random.default_rng(0)
     rows = rng.integers(0, 256, (3, 3072), dtype=np.uint8)
     binary = b"".join(bytes([i]) + row.tobytes() for i, row in enumerate(rows))
-    table = {b"data": rows, b"labels": [0, 1, 2], b"batch_label": b"one"}
     sheet = io.BytesIO()
     Image.fromarray(rng.integers(0, 256, (2, 1024, 3), dtype=np.uint8)).save(sheet, "PNG")
     return [
         Seed("data_batch_1.bin", binary),
-        Seed("data_batch_1", pickle.dumps(table, protocol=3)),
-        Seed("data_batch_2", pickle.dumps(table, protocol=4)),
         Seed("train_labels.json", b"[0, 1, 2, 9]"),
         Seed("train.png", sheet.getvalue()),
     ]
@@ -192,10 +171,8 @@ def _cifar10(content: bytes, name: str, folder: Path) -> None:
         read_sheet(path)
     elif path.suffix == ".json":
         read_labels(path)
-    elif path.suffix == ".bin":
-        read_binary(path)
     else:
-        read_pickle(path)
+        read_binary(path)
 
 
 def _index() -> list[Seed]:
@@ -210,7 +187,7 @@ def _index() -> list[Seed]:
 
 
 def _resign_index(content: bytes) -> bytes:
-    """The stamp and the checksum as they should be, around whatever else is there."""
+    """Restores the stamp and the checksum."""
     stamp = struct.pack(
         "<16sqq32s", b"paceline.index.1", _STAMP.size, _STAMP.mtime_ns, _STAMP.probe
     )
@@ -287,7 +264,6 @@ def _label_seeds() -> list[Seed]:
         "LOC_val_solution.csv": "ImageId,P\n"
         + "".join(f"v{i},n0{i + 1} 1 2 3 4\n" for i in range(3)),
         "synset_labels.txt": "n01\nn02\nn03\n",
-        "ILSVRC2012_validation_ground_truth.txt": "1\n2\n3\n",
         "val_annotations.txt": "".join(
             f"{name}\tn0{i + 1}\t0\t9\n" for i, name in enumerate(names)
         ),
@@ -298,7 +274,6 @@ def _label_seeds() -> list[Seed]:
 def _label_file(content: bytes, name: str, folder: Path) -> None:
     assert name in FILE_NAMES
     (folder / name).write_bytes(content)
-    (folder / "map_clsloc.txt").write_text("n01 1 a\nn02 2 b\nn03 3 c\n")
     found = read_flat_labels(folder / name, [f"v{i}.JPEG" for i in range(3)], _CLASSES)
     if not all(0 <= label < len(_CLASSES) for label in found):
         raise AssertionError(f"labels {found}")

@@ -40,7 +40,7 @@ def image_targets() -> Sequence[Target]:
 
 
 def _region_targets() -> Sequence[Target]:
-    """None where no compiler or no libjpeg is at hand."""
+    """Returns no targets without a compiler or libjpeg."""
     try:
         library = region_library()
     except RegionUnavailableError:

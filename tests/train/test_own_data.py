@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from data_sets import write_folders, write_shards
+from data_sets import write_folders
 from paceline.core.errors import CheckpointError, PacelineError, RunError
 from paceline.data import DatasetSource
-from paceline.data.sources.storage import ShardStamp
 from paceline.train import run_training
 from paceline.train.components import Components
 from paceline.train.evaluate import EvalResult, evaluate_file
 from ranks import run_ranks
-from small_runs import Silent, run_small, small_config
+from small_runs import Silent, small_config
 
 SETTINGS: dict[str, Any] = {
     "data__source": "auto", "data__val_split": 0.25, "data__image_size": 16,
@@ -150,42 +148,3 @@ def test_augmentation_that_cannot_be_captured(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="could not be captured as a CUDA graph"):
         trained(tmp_path / "on", device_augment=waits, run__cuda_graphs="on", **values)
     assert trained(tmp_path / "auto", device_augment=waits, **values).summary["steps"] > 6
-
-
-def _looks(rank: int, data: str, output: str) -> tuple[int, str]:
-    """How many shards this rank has looked at, or opened the index of, until the run had ended."""
-    looks = 0
-    look = ShardStamp.of.__func__  # type: ignore[attr-defined]
-
-    def counted(kind: type[ShardStamp], path: Path) -> ShardStamp:
-        nonlocal looks
-        looks += 1
-        return cast("ShardStamp", look(kind, path))
-
-    ShardStamp.of = classmethod(counted)  # type: ignore[assignment,method-assign]
-    try:
-        summary = run_small(
-            output, data__source="shards", data__dir=data, run__batch_size=8, run__epochs=1
-        ).summary
-    finally:
-        ShardStamp.of = classmethod(look)  # type: ignore[method-assign]
-    return looks, summary["weights_sha256"]
-
-
-def test_of_two_ranks_on_a_host_one_looks_at_the_shards(tmp_path: Path) -> None:
-    data = write_shards(tmp_path / "data")
-    one, other = run_ranks(2, _looks, str(data), str(tmp_path / "run"))
-    assert one[0] > 0
-    assert other[0] == 0
-    assert one[1] == other[1]
-    assert not _shared_files_about(data)
-
-
-def _shared_files_about(data: Path) -> list[Path]:
-    """Other tests have their own, which come and go meanwhile."""
-    found = []
-    for path in Path("/dev/shm").glob("paceline-*.opened"):
-        with contextlib.suppress(OSError):
-            if str(data).encode() in path.read_bytes():
-                found.append(path)
-    return found

@@ -131,8 +131,6 @@ def inspect_data(
     sample: int = typer.Option(256, min=0, help="Images of each split to decode."),
     everything: bool = typer.Option(False, "--all", help="Decode every image."),
     checksums: bool = typer.Option(True, help="Compare the shards' SHA-256 with the manifest."),
-    sheet: Path | None = typer.Option(None, help="Write a contact sheet (PNG) to this file."),
-    sheet_images: int = typer.Option(100, min=1, max=1000, help="Thumbnails on the sheet."),
     as_json: AsJson = False,
     workers: Workers = None,
 ) -> int:
@@ -141,9 +139,6 @@ def inspect_data(
 
     if directory and data_dir:
         raise ConfigError("--data-dir", data_dir, "is given twice", f"leave out {directory}")
-    if sheet is not None and (not sheet.name or sheet.is_dir()):
-        shown = "" if str(sheet) == "." else str(sheet)
-        raise ConfigError("--sheet", shown, "is not a file", "give the name of a PNG file")
     with ProgressBars() as bars:
         report = inspect_set(
             directory or data_dir,
@@ -152,7 +147,6 @@ def inspect_data(
             look_at=None if everything else sample,
             checksums=checksums,
             workers=available_cores() if workers is None else workers,
-            sheet=(sheet, sheet_images) if sheet is not None else None,
             on_progress=bars.update,
         )
     if as_json:

@@ -1,8 +1,7 @@
-"""The input pipeline: sources, decoding, augmentation and batches, made ahead of their use.
+"""The input pipeline: sources, decoding, augmentation and prefetched batches.
 
-`open_source` opens a data set; `create_train_loader` and `create_eval_loader` make batches of it.
-The public names are imported when they are first used, so that reading settings does not import
-torch.
+`open_source` opens a data set. `create_train_loader` and `create_eval_loader` make batches of it. The
+public names are imported on first use, so that reading settings does not import torch.
 """
 
 from __future__ import annotations
@@ -31,10 +30,8 @@ if TYPE_CHECKING:
     from paceline.data.sources.base import Source, Split
     from paceline.data.sources.classes import numbered_classes
     from paceline.data.sources.dataset import DatasetSource
-    from paceline.data.sources.opened_files import OpenedFiles
     from paceline.data.sources.opening import (
         as_source,
-        describe_channels,
         open_data,
         open_other,
         open_source,
@@ -46,11 +43,11 @@ if TYPE_CHECKING:
 __all__ = [
     "Batch", "BatchAugment", "BatchPlan", "CorruptImage", "CorruptSample", "DataSettings",
     "DatasetSource", "Decoder", "EvalBatches", "EvalLoader", "EvalTransform", "ImageAugment",
-    "ImageLoader", "Int64", "Normalizer", "OpenedFiles", "PackOptions", "PackedSplit",
+    "ImageLoader", "Int64", "Normalizer", "PackOptions", "PackedSplit",
     "RegionUnavailableError", "SampleOrder", "Source", "Split", "SyntheticImages", "TrainBatches",
     "TrainLoader",
     "TrainTransform", "allowed_corrupt", "as_source", "create_eval_loader", "create_train_loader",
-    "describe_channels", "divide_wait", "inspect_set", "mark_stream", "numbered_classes",
+    "divide_wait", "inspect_set", "mark_stream", "numbered_classes",
     "open_data", "open_other", "open_source", "open_splits", "pack_splits", "random_box",
     "region_library", "register_source", "sum_by_stage", "to_mode",
 ]  # fmt: skip

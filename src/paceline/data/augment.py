@@ -1,8 +1,8 @@
-"""Augmentation: from a decoded image to the square of pixels that the model takes.
+"""Transforms from a decoded image to the square of pixels that the model takes.
 
-A transform takes a PIL image, a row of uniform numbers (training only) and the place to write to:
-height × width × channels in uint8. All randomness is in the row, so the same row gives the same
-pixels in any thread.
+A transform takes a PIL image, a row of uniform random numbers (training only) and the output array
+(height × width × channels, uint8). All randomness comes from the row, so the same row gives the same
+pixels in every thread.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from paceline.data.settings import MOST_MAGNITUDE, DataSettings
 
 Pixels = npt.NDArray[np.uint8]
 Box = tuple[float, float, float, float]
-# Where in a row of uniform numbers each choice lies; a try of a box takes two.
 TRIES = 10
 # Smallest and largest aspect ratio of a random resized crop.
 CROP_RATIO = (3 / 4, 4 / 3)
+# Positions in a row of random numbers. Each try of a random box takes two numbers.
 FLIP, TOP, LEFT, FIRST_TRY = 0, 1, 2, 3
 Change = Callable[[Image.Image, float], Image.Image]
 _ORDERS = list(itertools.permutations(range(4)))
@@ -37,8 +37,12 @@ RESAMPLING = {
 
 
 class Transform(Protocol):
-    """`size` is the side of the square; `draws` is the length of the row of uniform numbers that a
-    call takes."""
+    """A function of an image that fills a square of pixels.
+
+    Attributes:
+        size: Side of the square in pixels.
+        draws: Number of random numbers that a call takes.
+    """
 
     size: int
     draws: int
@@ -47,8 +51,10 @@ class Transform(Protocol):
 
 
 class SquareTransform(ABC):
-    """A transform in three steps: a box of the image is resampled to a square, turned about or not,
-    and finished in place. Whoever can decode a box alone takes the steps one by one."""
+    """A transform in three steps: resample a box to a square, flip it, and finish it in place.
+
+    A decoder that decodes only a box of an image calls the steps one by one.
+    """
 
     draws: int
 
@@ -59,16 +65,17 @@ class SquareTransform(ABC):
 
     @abstractmethod
     def box(self, width: int, height: int, row: Sequence[float]) -> Box:
-        """What becomes the square, of an image of this size."""
+        """Returns the box of an image of this size that becomes the square."""
 
     def flips(self, row: Sequence[float]) -> bool:
+        """Returns True if the square is flipped horizontally."""
         return False
 
-    def finish(self, row: Sequence[float], out: Pixels) -> None:  # noqa: B027  (most do nothing)
-        """What is done to the square itself."""
+    def finish(self, row: Sequence[float], out: Pixels) -> None:  # noqa: B027  (optional step)
+        """Changes the finished square in place."""
 
     def is_square(self, width: int, height: int, row: Sequence[float]) -> bool:
-        """Whether the whole image is the square, with nothing to resample."""
+        """Returns True if the whole image is the square, so that nothing is resampled."""
         square = (0, 0, self.size, self.size)
         return (width, height) == square[2:] and self.box(width, height, row) == square
 
@@ -76,15 +83,15 @@ class SquareTransform(ABC):
         if not self.is_square(image.width, image.height, row):
             box = self.box(image.width, image.height, row)
             image = image.resize((self.size, self.size), self._resampling, box)
-        # Pillow turns four-byte pixels about, ten times as fast as NumPy does three bytes.
-        turned = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if self.flips(row) else image
-        out[...] = pixels_of(turned)
+        # Pillow flips four-byte pixels ten times as fast as NumPy flips three-byte pixels.
+        if self.flips(row):
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        out[...] = pixels_of(image)
         self.finish(row, out)
 
 
 class TrainTransform(SquareTransform):
-    """Random resized crop, or padding and a random crop, or neither; a random flip; extras, where
-    they are asked for; a random cutout."""
+    """Crops and flips at random, then applies color jitter, RandAugment and cutout if they are set."""
 
     def __init__(self, settings: DataSettings) -> None:
         super().__init__(settings.image_size, settings.interpolation)
@@ -98,26 +105,27 @@ class TrainTransform(SquareTransform):
         return fitted_box(width, height, self.size, self.size)
 
     def flips(self, row: Sequence[float]) -> bool:
-        """Padding first, where there is any: then `finish` turns about what it shifted."""
+        """Returns False for `pad_crop`, whose `finish` shifts the square before it flips it."""
         return self._settings.augment != "pad_crop" and self._wants_flip(row)
 
     def _wants_flip(self, row: Sequence[float]) -> bool:
         return self._settings.flip and row[FLIP] < 0.5
 
     def finish(self, row: Sequence[float], out: Pixels) -> None:
-        if self._settings.augment == "pad_crop":
-            target = out[:, ::-1] if self._wants_flip(row) else out
-            _shift_into(target, out.copy(), row, self._settings.crop_padding)
-        if extras := extra_draws(self._settings):
-            first = first_extra(self._settings)
-            apply_extras(self._settings, row[first : first + extras], out)
-        if side := self._settings.cutout:
+        settings = self._settings
+        if settings.augment == "pad_crop":
+            crop = _padded_crop(out, row, settings.crop_padding)
+            out[...] = crop[:, ::-1] if self._wants_flip(row) else crop
+        if extras := extra_draws(settings):
+            first = first_extra(settings)
+            apply_extras(settings, row[first : first + extras], out)
+        if side := settings.cutout:
             top, left = (int(number * self.size) - side // 2 for number in row[-2:])
             out[max(top, 0) : top + side, max(left, 0) : left + side] = 0
 
 
 class FitTransform(SquareTransform):
-    """Short side to `short_side`, then the square of `size` in the centre; no chance in it."""
+    """Resizes the short side to `short_side` and crops the central square of `size`."""
 
     draws = 0
 
@@ -130,7 +138,7 @@ class FitTransform(SquareTransform):
 
 
 class EvalTransform(FitTransform):
-    """Short side to `eval_resize`, or straight to `image_size` where that is 0."""
+    """Resizes the short side to `eval_resize`, or to `image_size` if `eval_resize` is 0."""
 
     def __init__(self, settings: DataSettings) -> None:
         size = settings.image_size
@@ -138,13 +146,12 @@ class EvalTransform(FitTransform):
 
 
 def draws(settings: DataSettings) -> int:
-    """Uniform numbers that the augmentation of a training sample takes; those of the cutout come
-    last."""
+    """Returns how many random numbers a training sample takes. Those of the cutout come last."""
     return first_extra(settings) + extra_draws(settings) + (2 if settings.cutout else 0)
 
 
 def first_extra(settings: DataSettings) -> int:
-    """Where in the row the extras' numbers begin, if there are any."""
+    """Returns the position of the first random number for color jitter or RandAugment."""
     return FIRST_TRY + (2 * TRIES if settings.augment == "random_resized_crop" else 0)
 
 
@@ -155,10 +162,16 @@ def random_box(
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> Box:
-    """A box of random area and aspect ratio (Szegedy et al. 2014), as left, top, right, bottom.
+    """Returns a box of random area and aspect ratio (Szegedy et al. 2014): left, top, right, bottom.
 
-    Up to ten tries of an area in `scale` and a ratio, even in its logarithm, in `ratio`; should
-    none fit, the largest centred box whose ratio is allowed.
+    Tries up to ten boxes. If none fits into the image, returns the largest central box.
+
+    Args:
+        width: Width of the image.
+        height: Height of the image.
+        row: Random numbers of the sample.
+        scale: Range of the area, as fractions of the image's area.
+        ratio: Range of the aspect ratio. Its logarithm is uniformly distributed.
     """
     low, high = math.log(ratio[0]), math.log(ratio[1])
     for t in range(FIRST_TRY, FIRST_TRY + 2 * TRIES, 2):
@@ -173,7 +186,7 @@ def random_box(
 
 
 def central_box(width: int, height: int, ratio: tuple[float, float]) -> tuple[int, int, int, int]:
-    """The largest box in the centre whose aspect ratio lies in `ratio`."""
+    """Returns the largest central box whose aspect ratio is in the range `ratio`."""
     w, h = width, height
     if width / height < ratio[0]:
         h = max(1, min(height, round(width / ratio[0])))
@@ -184,48 +197,42 @@ def central_box(width: int, height: int, ratio: tuple[float, float]) -> tuple[in
 
 
 def fitted_box(width: int, height: int, short_side: int, size: int) -> Box:
-    """The central `size` × `size` of the image scaled to `short_side`, traced back into the image.
+    """Returns the box that becomes the central `size` × `size` if the short side is `short_side`.
 
-    Resampling only this box gives the same pixels as scaling everything and cutting, without the
-    strip that an image of extreme shape would become.
+    Resampling only this box gives the same pixels as resizing the whole image and cropping it.
     """
     shorter = min(width, height)
     scaled = (short_side * width // shorter, short_side * height // shorter)
     left, top = (round((side - size) / 2) for side in scaled)
     x, y = width / scaled[0], height / scaled[1]
-    # A product may land a rounding beyond the edge, which Pillow refuses.
+    # Rounding may place a product beyond the edge, which Pillow rejects.
     right, bottom = min((left + size) * x, width), min((top + size) * y, height)
     return left * x, top * y, right, bottom
 
 
-def _shift_into(target: Pixels, pixels: Pixels, row: Sequence[float], padding: int) -> None:
-    """A random crop of the image padded with zeros on all sides, without building the padding."""
-    size = len(target)
-    down = padding - int(row[TOP] * (2 * padding + 1))
-    right = padding - int(row[LEFT] * (2 * padding + 1))
-    target[...] = 0
-    rows, columns = size - abs(down), size - abs(right)
-    to_row, to_column = max(down, 0), max(right, 0)
-    from_row, from_column = max(-down, 0), max(-right, 0)
-    target[to_row : to_row + rows, to_column : to_column + columns] = pixels[
-        from_row : from_row + rows, from_column : from_column + columns
-    ]
+def _padded_crop(pixels: Pixels, row: Sequence[float], padding: int) -> Pixels:
+    """Returns a random crop, of the same size, of the image padded with zeros on all sides."""
+    size, _, channels = pixels.shape
+    padded = np.zeros((size + 2 * padding, size + 2 * padding, channels), dtype=np.uint8)
+    padded[padding : padding + size, padding : padding + size] = pixels
+    top, left = (int(row[place] * (2 * padding + 1)) for place in (TOP, LEFT))
+    return padded[top : top + size, left : left + size]
 
 
 def pixels_of(image: Image.Image) -> Pixels:
-    """Always three axes: a greyscale image has one channel."""
+    """Returns height × width × channels. A grayscale image has one channel."""
     pixels: Pixels = np.asarray(image)
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
 
 
 def extra_draws(settings: DataSettings) -> int:
-    """Uniform numbers that a sample takes for colour jitter and RandAugment, both off by default."""
+    """Returns how many random numbers color jitter and RandAugment take. Both are off by default."""
     jitter = 5 if any(settings.color_jitter) else 0
     return jitter + 2 * settings.randaugment[0]
 
 
 def apply_extras(settings: DataSettings, numbers: Sequence[float], out: Pixels) -> None:
-    """`numbers` are as many as `extra_draws` says."""
+    """Applies color jitter and RandAugment to `out`, with `extra_draws(settings)` numbers."""
     flat = out[:, :, 0] if out.shape[2] == 1 else out
     image = Image.fromarray(np.ascontiguousarray(flat))
     if any(settings.color_jitter):
@@ -240,21 +247,21 @@ def apply_extras(settings: DataSettings, numbers: Sequence[float], out: Pixels) 
 def _jittered(
     image: Image.Image, strengths: tuple[float, ...], numbers: Sequence[float]
 ) -> Image.Image:
-    """A strength s is a factor between 1 − s, at least 0, and 1 + s; for the hue a turn within ± s."""
+    """Scales brightness, contrast and saturation by 1 ± strength and rotates the hue, in random order."""
     for which in _ORDERS[int(numbers[4] * len(_ORDERS))]:
         strength, number = strengths[which], numbers[which]
         if not strength:
             continue
         if which == 3:
-            image = _turned_hue(image, strength * (2 * number - 1))
+            image = _rotated_hue(image, strength * (2 * number - 1))
         else:
             low = max(0.0, 1 - strength)
             image = _ENHANCERS[which](image).enhance(low + number * (1 + strength - low))
     return image
 
 
-def _turned_hue(image: Image.Image, turn: float) -> Image.Image:
-    """By `turn` of the whole circle; grey has no hue."""
+def _rotated_hue(image: Image.Image, turn: float) -> Image.Image:
+    """Rotates the hue by the fraction `turn` of the circle. Grayscale images have no hue."""
     if image.mode == "L":
         return image
     hue, saturation, value = image.convert("HSV").split()
@@ -273,18 +280,18 @@ def _augmented(image: Image.Image, magnitude: int, choice: float, sign: float) -
 
 
 def _moved(image: Image.Image, matrix: Sequence[float]) -> Image.Image:
-    """Where each pixel comes from, by an affine map; black where that is outside."""
+    """Applies an affine map from output to input pixels. Pixels from outside are black."""
     return image.transform(image.size, Image.Transform.AFFINE, matrix)
 
 
 def _enhanced(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Change:
-    """Towards the original turned about, or away from it, by at most nine tenths."""
+    """Returns an operation that changes an image property by a factor of at most 1 ± 0.9."""
     return lambda image, s: kind(image).enhance(1 + 0.9 * s)
 
 
 _OPERATIONS: tuple[Change, ...] = (
     lambda image, _: image,
-    # Sheared along rows and columns, then shifted.
+    # Shear along x and y, then translate along x and y.
     lambda image, s: _moved(image, (1, 0.3 * s, -0.15 * s * image.height, 0, 1, 0)),
     lambda image, s: _moved(image, (1, 0, 0, 0.3 * s, 1, -0.15 * s * image.width)),
     lambda image, s: _moved(image, (1, 0, round(0.45 * s * image.width), 0, 1, 0)),

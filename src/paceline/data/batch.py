@@ -1,9 +1,8 @@
-"""`Batch`: the pixels and labels of one micro-batch, in host memory or already on the device; `Chunk`:
-some of its rows while a thread fills them, and what happens to corrupt samples.
+"""`Batch`, the images and labels of a micro-batch; and `Chunk`, the rows of it that one thread fills.
 
-In training, a corrupt sample is replaced by its successor in the stream; in evaluation it is left
-out. Every decoder asks the chunk, so all of them give the same samples. What lies in a row is a
-function of its position alone, however the rows are shared among threads.
+In training, a corrupt sample is replaced by its successor in the sample order. In evaluation, it is left
+out. Every decoder uses `Chunk` for this, so all decoders give the same samples. The content of a row
+depends only on its position, not on how rows are distributed among threads.
 """
 
 from __future__ import annotations
@@ -28,10 +27,16 @@ from paceline.data.prefetch import Progress
 
 @dataclass(frozen=True)
 class Batch:
-    """`images` is uint8, samples × height × width × channels; `labels` is int64. `corrupt` are the
-    samples found corrupt on the way, each reported once. `spent` is the time that making the batch
-    took, in seconds by stage, over all threads. `begun` is an event on the consumer's stream, after
-    which the stream itself works on the batch; None where it only waits for other streams."""
+    """Images and labels of one micro-batch, in host memory or on the device.
+
+    Attributes:
+        images: uint8, samples × height × width × channels.
+        labels: int64.
+        corrupt: Corrupt samples found while the batch was made. Each is reported once.
+        spent: Seconds per stage that making the batch took, summed over threads.
+        begun: CUDA event after which the consumer's stream works on the batch. None if the stream only
+            waits for other streams.
+    """
 
     images: torch.Tensor
     labels: torch.Tensor
@@ -43,12 +48,12 @@ class Batch:
         return len(self.labels)
 
     def pin_memory(self) -> Batch:
-        """For torch's DataLoader, which leaves alone what has no such method."""
+        """Returns the batch in pinned memory. torch's DataLoader calls this method."""
         return replace(self, images=self.images.pin_memory(), labels=self.labels.pin_memory())
 
 
 def mark_stream(device: torch.device) -> Any:
-    """An event behind all that the current stream was given so far; None on a CPU."""
+    """Returns a CUDA event after all work queued on the current stream, or None on a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -57,7 +62,7 @@ def mark_stream(device: torch.device) -> Any:
 
 
 class BatchBuffer:
-    """Memory for one batch, that threads fill through its NumPy side; pinned where asked for."""
+    """Memory of one batch in host memory. Threads fill it through NumPy arrays."""
 
     def __init__(self, samples: int, image_size: int, channels: int, pin_memory: bool) -> None:
         shape = (samples, image_size, image_size, channels)
@@ -70,7 +75,7 @@ class BatchBuffer:
         self.labels: npt.NDArray[np.int64] = self._labels.numpy()
 
     def batch(self, dropped: Sequence[int] = ()) -> Batch:
-        """The filled batch, without the rows `dropped`."""
+        """Returns the batch without the rows `dropped`."""
         kept = kept_rows(len(self._labels), dropped)
         if kept is None:
             return Batch(self._images, self._labels)
@@ -78,7 +83,7 @@ class BatchBuffer:
 
 
 def kept_rows(samples: int, dropped: Sequence[int]) -> torch.Tensor | None:
-    """The rows of a batch that are not `dropped`; None where that is all of them."""
+    """Returns the rows of a batch that are not in `dropped`, or None if these are all rows."""
     if not dropped:
         return None
     kept = torch.ones(samples, dtype=torch.bool)
@@ -87,7 +92,7 @@ def kept_rows(samples: int, dropped: Sequence[int]) -> torch.Tensor | None:
 
 
 def _references_of_unused() -> int:
-    """What `getrefcount` says of a block that only the list below holds, whatever the interpreter."""
+    """Returns the reference count of a block that only a list holds, in this interpreter."""
     blocks = [np.empty(0, dtype=np.uint8)]
     for block in blocks:
         return sys.getrefcount(block)
@@ -98,11 +103,10 @@ _UNUSED = _references_of_unused()
 
 
 class ReusedMemory:
-    """Memory of batches that are gone, for the next ones: new memory costs a page fault for every 4
-    KiB, which at the size of a batch takes as long as filling it.
+    """Reuses the memory of released batches.
 
-    Safe to share among threads. Keeps up to `keep` blocks of a size, and no more than the most that
-    were in use at once.
+    New memory costs a page fault for every 4 KiB, which takes as long as filling a batch. Thread-safe.
+    Keeps at most `keep` blocks of each size.
     """
 
     def __init__(self, keep: int) -> None:
@@ -111,10 +115,10 @@ class ReusedMemory:
         self._blocks: dict[int, list[npt.NDArray[np.uint8]]] = defaultdict(list)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Its content is whatever was there before.
+        """Returns a tensor with undefined content.
 
-        A tensor, and every view of it, and whatever autograd saved of it, holds a reference to the
-        array below it: when only our own is left, nobody can see the memory any more.
+        Tensors, their views and what autograd saves hold references to the array below them. If only
+        the reference in the list remains, the memory is unused.
         """
         size = math.prod(shape) * dtype.itemsize
         with self._lock:
@@ -128,16 +132,16 @@ class ReusedMemory:
             return torch.from_numpy(block).view(dtype).view(shape)
 
 
-# Pageable images only: torch itself keeps pinned memory. A few more than a loader has ready.
+# For pageable images only: torch caches pinned memory itself. A loader prefetches fewer batches
+# than this.
 _PAGEABLE = ReusedMemory(16)
 
 
 class CorruptLog:
-    """The corrupt samples of one loader. Threads add to what is known; only the consumer reports."""
+    """The corrupt samples of one loader. Threads add samples, and the consumer reports them."""
 
     def __init__(self, samples: int, share: float, known: Iterable[CorruptSample] = ()) -> None:
-        """Of `samples`, `allowed_corrupt(share, samples)` may be corrupt. `known` are known
-        beforehand."""
+        """Allows `allowed_corrupt(share, samples)` corrupt samples. `known` are known in advance."""
         self.limit = allowed_corrupt(share, samples)
         self._samples = samples
         self._known = {sample.index: sample for sample in known}
@@ -154,8 +158,13 @@ class CorruptLog:
         self._known.setdefault(sample.index, sample)
 
     def report(self, met: Iterable[CorruptSample]) -> tuple[CorruptSample, ...]:
-        """Those of `met` not reported before; DataError where there are more than allowed. The
-        consumer asks batch by batch, so the order in which batches are made ahead does not show."""
+        """Returns the samples of `met` that were not reported before.
+
+        The consumer calls this batch by batch, so the result does not depend on prefetching.
+
+        Raises:
+            DataError: If more samples are corrupt than allowed.
+        """
         new = {s.index: s for s in met if s.index not in self._reported}
         self._reported.update(new)
         if len(self._reported) > self.limit or len(self._reported) == self._samples:
@@ -167,21 +176,20 @@ class CorruptLog:
         return tuple(self._reported.values())
 
     def error(self, samples: Iterable[CorruptSample]) -> DataError:
-        """Names the first of `samples`; the count tells a stray file from a broken data set."""
-        found = list(samples)
+        """Returns an error with the number of `samples` and the name of the first one."""
+        corrupt = list(samples)
         return DataError(
-            f"{len(found)} corrupt of {self._samples} samples (allowed: {self.limit}); the first: "
-            f"{found[0].name}: {found[0].reason}",
+            f"{len(corrupt)} corrupt of {self._samples} samples (allowed: {self.limit}); the first: "
+            f"{corrupt[0].name}: {corrupt[0].reason}",
             "fix the data, or raise data.max_corrupt_share",
         )
 
 
 class Chunk:
-    """Rows of a batch, from `first` on: the sample of each, and its uniform numbers for
-    augmentation.
+    """Consecutive rows of a batch: the sample of each row and its random numbers for augmentation.
 
-    `indices` and `numbers` change when a sample turns out to be corrupt; `wanted` are the samples
-    that the rows began with. Used by one thread.
+    `indices` and `numbers` change if a sample is corrupt. `wanted` are the original samples. One thread
+    uses a chunk.
     """
 
     def __init__(
@@ -194,8 +202,18 @@ class Chunk:
         order: SampleOrder | None = None,
         position: int = 0,
     ) -> None:
-        """`position` is that of the first row in `order`; without an order corrupt samples are left
-        out."""
+        """Creates a chunk.
+
+        Args:
+            first: The first row in the batch.
+            indices: The sample of each row.
+            numbers: Random numbers of each row.
+            log: Where corrupt samples are recorded.
+            progress: Where times are recorded.
+            order: The sample order, which has the replacements of corrupt samples. None leaves corrupt
+                samples out.
+            position: Position of the first row in `order`.
+        """
         self.first = first
         self.wanted = indices.tolist()
         self.indices = indices
@@ -216,7 +234,7 @@ class Chunk:
         log: CorruptLog,
         progress: Progress,
     ) -> Chunk:
-        """The `rows` of the batch that begins at position `start` of the training order."""
+        """Returns the `rows` of the training batch at position `start` of the sample order."""
         position, stop = start + rows[0], start + rows[1]
         epochs, indices = order.at(position, stop)
         numbers = uniform(order.seed, epochs, indices, draws)
@@ -226,7 +244,7 @@ class Chunk:
     def of_indices(
         cls, indices: Int64, rows: tuple[int, int], log: CorruptLog, progress: Progress
     ) -> Chunk:
-        """The `rows` of an evaluation batch of these samples; there is no chance in evaluation."""
+        """Returns the `rows` of an evaluation batch of these samples, without random numbers."""
         here = indices[slice(*rows)].copy()
         return cls(rows[0], here, np.empty((len(here), 0)), log, progress)
 
@@ -235,24 +253,24 @@ class Chunk:
 
     @property
     def rows(self) -> slice:
-        """Where in the batch the chunk lies."""
+        """The rows of the batch that the chunk fills."""
         return slice(self.first, self.first + len(self))
 
     @property
     def corrupt(self) -> list[CorruptSample]:
-        """The corrupt samples met, in the order of the stream."""
+        """The corrupt samples of the chunk, in sample order."""
         return [sample for _, met in sorted(self._met.items()) for sample in met.values()]
 
     @property
     def dropped(self) -> list[int]:
-        """Rows of the batch that are to be left out."""
+        """The rows of the batch that are left out."""
         return [] if self._order is not None else [self.first + row for row in sorted(self._met)]
 
     def is_dropped(self, row: int) -> bool:
         return self._order is None and row in self._met
 
     def replace_known(self, rows: Iterable[int] | None = None) -> None:
-        """Replaces samples that are known to be corrupt, in all rows unless some are named."""
+        """Replaces samples that are known to be corrupt, in `rows` or in all rows."""
         if not self._log.any_known:
             return
         for row in range(len(self)) if rows is None else rows:
@@ -261,13 +279,18 @@ class Chunk:
                 self.replace(row, known)
 
     def replace(self, row: int, sample: CorruptSample) -> None:
-        """Puts the next sample of the stream that is not known to be corrupt into `row`; without an
-        order the row is left out. DataError once more are corrupt than allowed, or all of them."""
+        """Replaces the corrupt `sample` in `row` by the next good sample of the order.
+
+        Drops the row if there is no order.
+
+        Raises:
+            DataError: If more samples are corrupt than allowed.
+        """
         met = self._met.setdefault(row, {})
-        found: CorruptSample | None = sample
-        while found is not None:
-            self._log.add(found)
-            met[found.index] = found
+        corrupt: CorruptSample | None = sample
+        while corrupt is not None:
+            self._log.add(corrupt)
+            met[corrupt.index] = corrupt
             if self._order is None:
                 return
             if len(met) > self._log.limit or len(met) >= self._order.count:
@@ -279,4 +302,4 @@ class Chunk:
             self.indices[row] = indices[0]
             draws = self.numbers.shape[1]
             self.numbers[row] = uniform(self._order.seed, epochs, indices, draws)[0]
-            found = self._log.known(int(indices[0]))
+            corrupt = self._log.known(int(indices[0]))

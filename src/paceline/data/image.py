@@ -1,8 +1,8 @@
-"""Decoding by Pillow: from the bytes of a file to upright 8-bit pixels, and what its header says.
+"""Decodes image files with Pillow to upright 8-bit images, and reads their headers.
 
-Takes JPEG, PNG, WebP, and GIF or BMP under a wrong name. Whatever Pillow cannot decode to its end
-is `CorruptImage` with its reason, never a warning; `CorruptSample` is the sample of a data set that has
-such an image. Damage that still decodes goes unnoticed.
+Reads JPEG, PNG, WebP, GIF and BMP, regardless of the file name. A file that Pillow cannot decode
+completely raises `CorruptImage` with the reason, never a warning. Damage that still decodes is not
+detected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from PIL import Image, UnidentifiedImageError, WebPImagePlugin  # noqa: F401  (W
 
 MODES = {1: "L", 3: "RGB"}
 GREY_MODES = ("1", "L", "LA", "La")
-UNKNOWN = "unknown"
 _ORIENTATION_TAG = 0x0112
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -30,22 +29,26 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# Where metadata that may carry an orientation lies; most training images have neither.
+# Metadata that may have an orientation. Most training images have none of it.
 _METADATA = ("exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif")
 
 Image.preinit()
-# Named formats spare Pillow the import of forty others whenever a file is none of them.
+# Without names, Pillow would import forty other plugins for a file of unknown format.
 _FORMATS = tuple(name for name in ("JPEG", "PNG", "WEBP", "GIF", "BMP") if name in Image.OPEN)
 _PILLOW_QUIET = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 
 
-class CorruptImage(Exception):  # noqa: N818  (a property of the file, not a failure of ours)
-    """The bytes are no image that can be decoded whole; `str()` says why."""
+class CorruptImage(Exception):  # noqa: N818  (a property of the file)
+    """The bytes cannot be decoded to a complete image. The message gives the reason.
+
+    Example:
+        >>> raise CorruptImage("empty file")  # doctest: +SKIP
+    """
 
 
 @dataclass(frozen=True)
 class CorruptSample:
-    """A sample that was replaced (training) or left out (evaluation)."""
+    """A sample with a corrupt image, which is replaced in training and left out in evaluation."""
 
     index: int
     name: str
@@ -53,12 +56,20 @@ class CorruptSample:
 
 
 def allowed_corrupt(share: float, samples: int) -> int:
-    """How many of `samples` may be corrupt: their share, but at least one, unless `share` is 0."""
+    """Returns how many samples may be corrupt: `share` of all, at least one unless it is 0."""
     return max(1, int(share * samples)) if share > 0 else 0
 
 
 def decode(data: bytes | npt.NDArray[np.uint8], channels: int) -> Image.Image:
-    """The image upright, in the mode of `channels`. Transparency is dropped, not blended."""
+    """Decodes an image, turns it upright, and converts it to `channels`. Drops transparency.
+
+    Args:
+        data: The file, or pixels as height × width × channels.
+        channels: 1 for grayscale, 3 for RGB.
+
+    Raises:
+        CorruptImage: If the file cannot be decoded completely.
+    """
     mode = MODES[channels]
     if isinstance(data, np.ndarray):
         return to_mode(Image.fromarray(data[:, :, 0] if data.shape[2] == 1 else data), mode)
@@ -74,11 +85,11 @@ def decode(data: bytes | npt.NDArray[np.uint8], channels: int) -> Image.Image:
 
 
 def to_mode(image: Image.Image, mode: str) -> Image.Image:
-    """In 8 bits; of 16-bit values the upper byte."""
+    """Converts an image to an 8-bit `mode`. Keeps the upper byte of 16-bit values."""
     if image.mode == mode:
         return image
     if image.mode.startswith("I"):
-        # Pillow clips 16-bit values at 255; their upper byte is what is meant.
+        # Pillow would clip 16-bit values at 255.
         values = np.clip(np.asarray(image), 0, 65_535) // 256
         image = Image.fromarray(values.astype(np.uint8))
     elif image.mode in ("P", "PA") and "transparency" in image.info:
@@ -87,7 +98,7 @@ def to_mode(image: Image.Image, mode: str) -> Image.Image:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """Turns the image as its camera meant it. Unreadable metadata does not spoil good pixels."""
+    """Applies the orientation in the metadata. Ignores unreadable metadata."""
     if not any(name in image.info for name in _METADATA):
         return image
     try:
@@ -102,17 +113,17 @@ def _reason(data: bytes, error: Exception) -> str:
     if not data:
         return "empty file"
     if data[:4] in (b"II*\0", b"MM\0*"):
-        return "a TIFF image, which is not read: convert it to PNG"
+        return "TIFF images are not supported: convert it to PNG"
     if isinstance(error, UnidentifiedImageError):
         return f"not a JPEG, PNG, WebP, GIF or BMP image (begins with {data[:4].hex(' ')})"
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def _quieten_pillow() -> None:
-    """Keeps Pillow's warnings about odd files off the terminal, and off `-W error`.
+    """Ignores Pillow's warnings about unusual files.
 
-    `catch_warnings` swaps a global list and so breaks when threads overlap; a filter of our own at
-    the head of the list does not, and comes back should someone else's swap have dropped it.
+    `catch_warnings` replaces a global list and is not thread-safe. This adds a filter at the head of the
+    list, again if other code has removed it.
     """
     if not warnings.filters or warnings.filters[0] != _PILLOW_QUIET:
         warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -120,7 +131,10 @@ def _quieten_pillow() -> None:
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """`format` is Pillow's name, or `pixels`; `unknown` where the header cannot be read."""
+    """Format, mode and size of an image.
+
+    `format` is Pillow's name, `pixels` for an array, or `unknown` if the header cannot be read.
+    """
 
     format: str
     mode: str
@@ -129,12 +143,12 @@ class ImageFacts:
 
     @property
     def channels(self) -> int:
-        """In which the image loses no colour: 1 for grey of any depth, else 3."""
+        """1 for a grayscale image, else 3."""
         return 1 if self.mode in GREY_MODES or self.mode.startswith("I") else 3
 
 
 def image_facts(data: bytes | npt.NDArray[np.uint8]) -> ImageFacts:
-    """Never fails: what is wrong with damaged bytes is the decoder's to say."""
+    """Reads the header of an image. Does not raise for damaged files."""
     if isinstance(data, np.ndarray):
         height, width, channels = data.shape
         return ImageFacts("pixels", "L" if channels == 1 else "RGB", width, height)
@@ -142,4 +156,4 @@ def image_facts(data: bytes | npt.NDArray[np.uint8]) -> ImageFacts:
         with Image.open(io.BytesIO(data)) as image:
             return ImageFacts(str(image.format), image.mode, *image.size)
     except Exception:  # noqa: BLE001 - damaged bytes make Pillow raise almost anything
-        return ImageFacts(UNKNOWN, UNKNOWN)
+        return ImageFacts("unknown", "unknown")

@@ -1,9 +1,8 @@
-"""The training order: `SampleOrder`, an endless stream of concatenated epoch permutations, and
-`BatchPlan`, which part of it each step and each rank takes.
+"""`SampleOrder`, the endless training order; `BatchPlan`, the part that each step and rank takes.
 
-The stream depends on the seed only, never on the number of ranks. Any position is computed directly.
-Random numbers are counter-based: `hash64` is a function of a seed and counters (epoch, sample index,
-draw), the same on every machine and in every thread, so there is no state to save or share.
+The order concatenates one permutation per epoch. It depends on the seed only, never on the number of
+ranks, and every position is computed directly. Random numbers are hashes of a seed and counters (epoch,
+sample index, draw), equal on every machine and in every thread, so there is no state to save.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from paceline.data.settings import DataSettings
 UInt64 = npt.NDArray[np.uint64]
 Int64 = npt.NDArray[np.int64]
 
-# The constants of splitmix64 (Steele, Lea and Flood 2014): the golden ratio as the step between
-# counters, and the multipliers of its finaliser.
+# Constants of splitmix64 (Steele, Lea and Flood 2014): the step between counters, and the multipliers
+# of its finalizer.
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
 _MASK = (1 << 64) - 1
 
-# Uses that share a seed must not share numbers: each hashes its own constant first.
+# Each use of a seed hashes a constant first, so that no two uses get the same numbers.
 ORDER_STREAM = 1
 AUGMENT_STREAM = 2
 SYNTHETIC_STREAM = 3
@@ -39,26 +38,30 @@ SHARD_ORDER_STREAM = 5
 RUN_ORDER_STREAM = 6
 SPLIT_STREAM = 7
 
-# Neighboring samples that stay together, for `data.shuffle = "shards"`.
+# Number of neighboring samples that stay together with `data.shuffle = "shards"`.
 SHUFFLE_RUN = 16
 
 
 def hash64(seed: int, stream: int, *counters: npt.ArrayLike) -> UInt64:
-    """Hashes `(seed, stream, counters…)`; counters broadcast against one another.
+    """Hashes a seed, a stream and counters.
 
-    For fixed values of all others the map from the last counter is one to one, so hashes of
-    different indices never tie.
+    The map from the last counter to the hash is one to one, so hashes of different indices differ.
+
+    Args:
+        seed: The seed.
+        stream: One of the constants `…_STREAM`.
+        counters: Integers or arrays, which are broadcast against each other.
     """
     state = _mix(np.array([(seed + _GOLDEN) & _MASK], dtype=np.uint64))
     for counter in (stream, *counters):
-        # Arrays wrap silently where NumPy's scalars would warn, hence at least one dimension.
+        # NumPy warns about overflow of scalars, but not of arrays.
         step = np.atleast_1d(np.asarray(counter)).astype(np.uint64) + np.uint64(1)
         state = _mix(state + step * np.uint64(_GOLDEN))
     return state
 
 
 def uniform(seed: int, epochs: Int64, indices: Int64, draws: int) -> npt.NDArray[np.float64]:
-    """`draws` numbers in [0, 1) for each sample, a row a sample: (seed, epoch, index) decides."""
+    """Returns `draws` random numbers in [0, 1) for each sample, one row per sample."""
     numbers = hash64(
         seed, AUGMENT_STREAM, epochs[:, None], indices[:, None], np.arange(draws)[None, :]
     )
@@ -66,7 +69,7 @@ def uniform(seed: int, epochs: Int64, indices: Int64, draws: int) -> npt.NDArray
 
 
 def to_unit(hashes: UInt64) -> npt.NDArray[np.float64]:
-    """The upper 53 bits as a number in [0, 1): every value is exact in float64."""
+    """Returns the upper 53 bits as a number in [0, 1), which float64 represents exactly."""
     return (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -78,7 +81,13 @@ def _mix(value: UInt64) -> UInt64:
 
 @dataclass(frozen=True)
 class ShardGroups:
-    """Shuffle shards, then runs of `run` neighbours among `window` shards at a time."""
+    """Parameters of the order that shuffles shards, then runs of samples within a window of shards.
+
+    Attributes:
+        sizes: Number of samples of each shard.
+        window: Number of shards whose samples are mixed.
+        run: Number of neighboring samples that stay together.
+    """
 
     sizes: tuple[int, ...]
     window: int
@@ -86,14 +95,12 @@ class ShardGroups:
 
 
 class SampleOrder:
-    """Position p holds sample `permutation(p // count)[p % count]`; safe to share among threads."""
+    """The endless order: position p holds sample `permutation(p // count)[p % count]`. Thread-safe."""
 
     def __init__(self, count: int, seed: int, groups: ShardGroups | None = None) -> None:
-        """Without `groups` every order of the samples is as likely as any other."""
+        """Creates an order of `count` samples, uniformly random unless `groups` is given."""
         if count < 1:
-            raise ValueError(f"an order needs at least one sample, not {count}")
-        if groups is not None and sum(groups.sizes) != count:
-            raise ValueError(f"groups of {sum(groups.sizes)} samples for {count}")
+            raise ValueError(f"count = {count}: must be at least 1")
         self.count = count
         self.seed = seed
         self.groups = groups
@@ -101,64 +108,65 @@ class SampleOrder:
         self._recent: dict[int, Int64] = {}
 
     def permutation(self, epoch: int) -> Int64:
-        """The samples of `epoch`, each exactly once: sorted by their hash. Do not write to it."""
+        """Returns the samples of `epoch`, each exactly once. Do not modify the array."""
         with self._lock:
             if epoch not in self._recent:
-                # A batch may span an epoch's end, and prefetching runs ahead: two are in use.
+                # A batch may span two epochs, and prefetching runs ahead, so two are in use.
                 while len(self._recent) > 1:
                     del self._recent[next(iter(self._recent))]
                 self._recent[epoch] = self._build(epoch)
             return self._recent[epoch]
 
     def _build(self, epoch: int) -> Int64:
-        indices = np.arange(self.count, dtype=np.int64)
         if self.groups is not None:
-            groups = self.groups
-            return shard_permutation(self.seed, epoch, groups.sizes, groups.window, groups.run)
+            return shard_permutation(self.seed, epoch, self.groups)
+        indices = np.arange(self.count, dtype=np.int64)
         return np.argsort(hash64(self.seed, ORDER_STREAM, epoch, indices), kind="stable")
 
     def at(self, start: int, stop: int) -> tuple[Int64, Int64]:
-        """Epochs and sample indices of the positions `start` to `stop`."""
-        if not 0 <= start <= stop:
-            raise ValueError(f"no such stretch of the stream: {start} to {stop}")
-        positions = np.arange(start, stop, dtype=np.int64)
-        epochs = positions // self.count
+        """Returns epochs and sample indices of the positions `start` to `stop`."""
+        epochs = np.arange(start, stop, dtype=np.int64) // self.count
         pieces = [np.empty(0, dtype=np.int64)]
         for epoch in range(start // self.count, -(-stop // self.count)):
             first = epoch * self.count
-            piece = self.permutation(epoch)[max(start - first, 0) : stop - first]
-            pieces.append(piece)
+            pieces.append(self.permutation(epoch)[max(start - first, 0) : stop - first])
         return epochs, np.concatenate(pieces)
 
 
 def shard_groups(settings: DataSettings, sizes: Sequence[int] | None) -> ShardGroups | None:
-    """What `data.shuffle` asks for; `sizes` of the source's shards, None where it has none."""
+    """Returns the groups for `data.shuffle`, or None for a global shuffle.
+
+    Args:
+        settings: The settings.
+        sizes: Number of samples of each shard. None if the data is not in shards.
+
+    Raises:
+        ConfigError: If the order needs shards and there are none.
+    """
     if not settings.shuffle_window:
         return None
     if sizes is None:
         raise ConfigError(
-            "data.shuffle",
-            settings.shuffle,
-            "the data is not in shards",
+            "data.shuffle", settings.shuffle, "the data is not in shards",
             "set data.shuffle = 'global', or make shards with paceline pack",
-        )
+        )  # fmt: skip
     return ShardGroups(tuple(sizes), settings.shuffle_window, SHUFFLE_RUN)
 
 
-def shard_permutation(seed: int, epoch: int, sizes: Sequence[int], window: int, run: int) -> Int64:
-    """A shuffle that reads mostly sequentially: every sample once, a function of the arguments
-    alone.
+def shard_permutation(seed: int, epoch: int, groups: ShardGroups) -> Int64:
+    """Returns an order of all samples that reads mostly sequentially.
 
-    Shards come in another order in each epoch. The samples of `window` consecutive shards are
-    mixed, in runs of `run` neighbours; where runs are cut differs between epochs and shards, so
-    that a sample's neighbours change.
+    Shuffles the shards in each epoch. Mixes the samples of `groups.window` consecutive shards, in runs of
+    `groups.run` neighbors. The boundaries of runs differ between epochs and shards, so that the neighbors
+    of a sample change.
     """
-    counts = np.asarray(sizes, dtype=np.int64)
+    run = groups.run
+    counts = np.asarray(groups.sizes, dtype=np.int64)
     shards = np.arange(len(counts), dtype=np.int64)
     keys = hash64(seed, SHARD_ORDER_STREAM, epoch, shards)
     place = np.empty_like(shards)
     place[np.argsort(keys, kind="stable")] = shards
-    # The first run of a shard is shorter by a number of its own: else runs would never change.
+    # The first run of a shard is shorter by a random number, which moves the boundaries of all runs.
     shift = (keys >> np.uint64(32)).astype(np.int64) % run
     runs_of = np.where(counts > 0, -(-(counts + shift) // run), 0)
     shard = np.repeat(shards, runs_of)
@@ -168,11 +176,11 @@ def shard_permutation(seed: int, epoch: int, sizes: Sequence[int], window: int, 
     first = np.maximum(number * run - shift[shard], 0)
     last = np.minimum((number + 1) * run - shift[shard], counts[shard])
     order = np.lexsort(
-        (hash64(seed, RUN_ORDER_STREAM, epoch, shard, number), place[shard] // window)
+        (hash64(seed, RUN_ORDER_STREAM, epoch, shard, number), place[shard] // groups.window)
     )
     start = ((np.cumsum(counts) - counts)[shard] + first)[order]
     length = (last - first)[order]
-    # Each run counted up from its start: a running sum over all of them.
+    # Position in the order plus an offset per run gives consecutive samples within each run.
     before = np.cumsum(length) - length
     samples = np.arange(int(counts.sum()), dtype=np.int64)
     samples += np.repeat(start - before, length)
@@ -184,16 +192,21 @@ Stretch = tuple[int, int]
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Which stretch of the stream each step and each micro-batch takes; pure arithmetic on
-    positions.
+    """Computes which positions of the order each step and each micro-batch takes.
 
-    Steps count from 0. A global batch may span an epoch's end; only the last may be short. The
-    micro-batches of a step do not depend on the number of ranks, only their owners do.
+    Steps count from 0. A global batch may span two epochs. Only the last batch may be short. The
+    micro-batches of a step do not depend on the number of ranks, only their assignment to ranks does.
 
-    `growth` lists (epoch, global batch): a step takes the batch of the last epoch that lies at or before
-    its first sample, and `global_batch` before the first of them. Stages thus never cut a batch short.
-    `shares` are the samples of each rank in a full global batch, where ranks differ in speed; empty, all
-    are equal.
+    Attributes:
+        samples: Number of training samples.
+        epochs: Number of epochs.
+        global_batch: Samples per step, over all ranks.
+        micro_batch: Samples per micro-batch.
+        world_size: Number of ranks.
+        growth: Pairs (epoch, global batch). A step takes the batch of the last pair whose epoch is at or
+            before its first sample, and `global_batch` before the first pair.
+        shares: Samples of each rank in a full global batch, if ranks differ in speed. Empty if all ranks
+            take the same number.
     """
 
     samples: int
@@ -203,25 +216,10 @@ class BatchPlan:
     world_size: int
     growth: tuple[tuple[float, int], ...] = ()
     shares: tuple[int, ...] = ()
-    # First step, its position and the batch of each stage.
+    # First step, first position and global batch of each stage.
     _stages: tuple[tuple[int, int, int], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.shares and (
-            len(self.shares) != self.world_size
-            or sum(self.shares) != self.global_batch
-            or min(self.shares) < 1
-        ):
-            raise ValueError(
-                f"shares = {self.shares}: must be {self.world_size} that add up to "
-                f"{self.global_batch}"
-            )
-        for name in ("samples", "epochs", "global_batch", "micro_batch", "world_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
-        epochs = [epoch for epoch, _ in self.growth]
-        if epochs != sorted(set(epochs)) or any(not 0 < epoch < math.inf for epoch in epochs):
-            raise ValueError(f"growth = {self.growth}: epochs must rise, from above 0")
         for batch in (self.global_batch, *(batch for _, batch in self.growth)):
             if batch < 1 or batch % (self.micro_batch * self.world_size):
                 raise ValueError(
@@ -252,13 +250,13 @@ class BatchPlan:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches that each rank takes in a full step; of the largest batch where it grows."""
+        """Micro-batches per rank in a full step, for the largest batch if the batch grows."""
         largest = max(batch for _, _, batch in self._stages)
         return largest // (self.micro_batch * self.world_size)
 
     @property
     def steps_per_epoch(self) -> float:
-        """On average over the run, where the batch grows."""
+        """Number of steps per epoch, averaged over the run if the batch grows."""
         if self.growth:
             return self.total_steps / self.epochs
         return self.samples / self.global_batch
@@ -269,34 +267,34 @@ class BatchPlan:
         return self.batch_at(self.total_steps - 1)
 
     def batch_at(self, step: int) -> int:
-        """The global batch of `step`, which only the last step may fall short of."""
+        """Returns the global batch of `step`. Only the last step may take fewer samples."""
         return self._stage(step)[2]
 
     def position(self, step: int) -> int:
-        """Samples that full batches before `step` take; past the last step it goes on counting."""
+        """Returns the number of samples in full batches before `step`, also beyond the last step."""
         first, position, batch = self._stage(step)
         return position + (step - first) * batch
 
     def _stage(self, step: int) -> tuple[int, int, int]:
-        # Of two stages that begin with the same step, the later one counts.
+        # If two stages begin with the same step, the later one applies.
         return next(stage for stage in reversed(self._stages) if stage[0] <= max(step, 0))
 
     def step_range(self, step: int) -> Stretch:
-        """Positions of the stream that `step` consumes."""
+        """Returns the positions of the order that `step` takes."""
         if not 0 <= step < self.total_steps:
             raise IndexError(f"step {step} of {self.total_steps}")
         start = self.position(step)
         return start, min(start + self.batch_at(step), self.total_samples)
 
     def epoch_at(self, step: int) -> float:
-        """Epochs consumed once `step` steps are done."""
+        """Returns the number of epochs after `step` steps."""
         return min(self.position(step), self.total_samples) / self.samples
 
     def micro_batches(self, step: int, rank: int) -> list[Stretch]:
-        """This rank's share of `step`; none in a last step too short for all ranks.
+        """Returns the positions of this rank's micro-batches in `step`.
 
-        A short step is cut into as few micro-batches as hold it, of sizes that differ by at most
-        one; number j belongs to rank j modulo the ranks.
+        A short step has as few micro-batches as possible, of sizes that differ by at most one. Number j
+        belongs to rank j modulo `world_size`, so some ranks may have none.
         """
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} of {self.world_size}")
@@ -311,8 +309,10 @@ class BatchPlan:
         ]
 
     def _by_shares(self, start: int, length: int, rank: int) -> list[Stretch]:
-        """Ranks take neighbouring stretches in proportion to their shares, each in as many micro-batches
-        as in a full step, or fewer where it has fewer samples."""
+        """Divides a step in proportion to `shares`.
+
+        Each rank has as many micro-batches as in a full step, or fewer if it has fewer samples.
+        """
         before = sum(self.shares[:rank])
         first = start + length * before // self.global_batch
         last = start + length * (before + self.shares[rank]) // self.global_batch
@@ -323,11 +323,10 @@ class BatchPlan:
         ]
 
     def usual_micro_batch(self, rank: int) -> int:
-        """Samples of nearly every micro-batch of this rank."""
+        """Returns the size of a micro-batch of this rank in a full step."""
         return self.shares[rank] // self.accumulation if self.shares else self.micro_batch
 
     def ends_epoch(self, step: int, every: int = 1) -> bool:
-        """Whether an epoch is complete after `step` that was not before it, and whose number
-        `every` divides; a step may complete several."""
+        """Returns True if `step` completes an epoch whose number is a multiple of `every`."""
         start, stop = (position // self.samples for position in self.step_range(step))
         return start // every < stop // every

@@ -1,10 +1,10 @@
-"""Augmentation by the user's own functions: `ImageAugment` on the host, `BatchAugment` on the device.
+"""Augmentation by functions of the user: `ImageAugment` on the host, `BatchAugment` on the device.
 
-The host's function takes one image after crop and flip, height × width × channels in uint8, and returns
-one of the same shape. If it takes a second argument, that is a `numpy.random.Generator` which depends on
-the run's seed, the epoch and the sample only: runs repeat and resume bit by bit, whatever thread or rank
-does the work. The device's function takes and returns a normalized batch, samples × channels × height ×
-width; torch's generators are seeded for each micro-batch.
+The host function takes one image after crop and flip (height × width × channels, uint8) and returns one
+of the same shape. If it takes a second argument, it gets a `numpy.random.Generator` that depends only on
+seed, epoch and sample, so runs repeat and resume bit by bit. The device function takes and returns a
+normalized batch (samples × channels × height × width). torch's generators are seeded for each
+micro-batch.
 """
 
 from __future__ import annotations
@@ -21,23 +21,27 @@ from paceline.core.errors import ConfigError, DataError, RunError
 from paceline.data.augment import Pixels, TrainTransform
 from paceline.data.settings import DataSettings
 
-# Uniform numbers of a sample that seed its generator; each carries 53 bits.
+# Random numbers per sample that seed its generator. Each has 53 bits.
 _SEED_DRAWS = 2
 
 
-def name_of(function: Callable[..., Any]) -> str:
+def _name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", None) or type(function).__name__
 
 
 class ImageAugment(TrainTransform):
-    """The training transform, followed by the user's function."""
+    """The training transform, followed by a function of the user."""
 
     def __init__(self, settings: DataSettings, function: Callable[..., Any]) -> None:
-        """ConfigError where the function takes neither one argument nor two."""
+        """Creates a transform.
+
+        Raises:
+            ConfigError: If the function does not take one or two arguments.
+        """
         super().__init__(settings)
         self._function = function
-        self._name = name_of(function)
-        self._takes_generator = _arguments(function, self._name) == 2
+        self._name = _name_of(function)
+        self._takes_generator = _count_arguments(function, self._name) == 2
         self.draws += _SEED_DRAWS
 
     def finish(self, row: Sequence[float], out: Pixels) -> None:
@@ -51,30 +55,26 @@ class ImageAugment(TrainTransform):
         except Exception as error:
             raise DataError(
                 f"augment: {self._name} raised {type(error).__name__}: {error}",
-                f"it gets a {_shape(out)} uint8 array",
+                f"its argument is {_described(out)}",
             ) from error
         if result is out:
             return
-        if not isinstance(result, np.ndarray):
-            raise self._wrong(f"a {type(result).__name__}", out)
-        if result.shape != out.shape or result.dtype != np.uint8:
-            raise self._wrong(f"a {_shape(result)} {result.dtype} array", out)
+        is_array = isinstance(result, np.ndarray)
+        if not is_array or (result.shape, result.dtype) != (out.shape, out.dtype):
+            raise DataError(
+                f"augment: {self._name} returned {_described(result)}",
+                f"return {_described(out)}, as the argument is",
+            )
         out[...] = result
 
-    def _wrong(self, found: str, out: Pixels) -> DataError:
-        return DataError(
-            f"augment: {self._name} returned {found}",
-            f"it must return a {_shape(out)} uint8 array, as it gets",
-        )
 
-
-def _arguments(function: Callable[..., Any], name: str) -> int:
-    """How many positional arguments without a default the function takes."""
+def _count_arguments(function: Callable[..., Any], name: str) -> int:
+    """Returns how many positional arguments without a default the function takes."""
     if not callable(function):
         raise ConfigError("augment", name, "is not callable", "give a function of one image")
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except (ValueError, TypeError):  # built in
+    except (ValueError, TypeError):  # a built-in function
         return 1
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     count = sum(p.default is p.empty for p in positional)
@@ -90,28 +90,35 @@ def _arguments(function: Callable[..., Any], name: str) -> int:
 
 
 class BatchAugment:
-    """The user's function on a normalized training batch, without gradients and outside of autocast.
+    """Applies a function of the user to a normalized training batch, without gradients and autocast.
 
-    Only queues work, so that a CUDA graph can capture it if the function can be captured: what Python
-    decides is decided once, at the capture, so chance must come from torch on the device.
+    A CUDA graph can capture it if the function can be captured. Python code of the function then runs
+    once, at the capture.
     """
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], channels: int) -> None:
-        """`channels` of the images; those that were added for speed are hidden from the function."""
+        """Creates the augmentation.
+
+        Args:
+            function: The function of the user.
+            channels: Channels of the images. Channels added for speed are not passed to the function.
+
+        Raises:
+            ConfigError: If `function` is not callable.
+        """
         if not callable(function):
             raise ConfigError(
                 "device_augment", type(function).__name__, "is not callable",
                 "give a function of a batch",
             )  # fmt: skip
         self._function = function
-        self._name = name_of(function)
+        self._name = _name_of(function)
         self._channels = channels
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         added = images.shape[1] - self._channels
-        given = images[:, : self._channels] if added else images
         with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
-            result = self._call(given)
+            result = self._call(images[:, : self._channels] if added else images)
             if added:
                 result = F.pad(result, (0, 0, 0, 0, 0, added))
         last = images.is_contiguous(memory_format=torch.channels_last)
@@ -119,32 +126,30 @@ class BatchAugment:
             memory_format=torch.channels_last if last else torch.contiguous_format
         )
 
-    def _call(self, given: torch.Tensor) -> torch.Tensor:
-        capturing = _capturing(given)
+    def _call(self, batch: torch.Tensor) -> torch.Tensor:
+        capturing = _capturing(batch)
         try:
-            result = self._function(given)
+            result = self._function(batch)
         except (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except Exception as error:
             if capturing and isinstance(error, RuntimeError):
-                raise  # whoever captures goes on without a graph, where that is allowed
+                raise  # the caller continues without a graph if that is allowed
+            remedy = f"its argument is {_described(batch)}"
             if capturing:
-                raise RunError(
-                    f"device_augment: {self._name} cannot be captured in a CUDA graph "
-                    f"({type(error).__name__}: {error})",
-                    "use --set run.cuda_graphs=off, or only work on the device without .item()",
-                ) from error
+                remedy = "use --set run.cuda_graphs=off, or only work on the device without .item()"
             raise RunError(
-                f"device_augment: {self._name} raised {type(error).__name__}: {error}",
-                f"it gets {_described(given)}",
+                f"device_augment: {self._name} raised {type(error).__name__}"
+                f"{' in a CUDA graph' if capturing else ''}: {error}",
+                remedy,
             ) from error
         same = isinstance(result, torch.Tensor) and (
-            (result.shape, result.dtype, result.device) == (given.shape, given.dtype, given.device)
+            (result.shape, result.dtype, result.device) == (batch.shape, batch.dtype, batch.device)
         )
         if not same:
             raise RunError(
                 f"device_augment: {self._name} returned {_described(result)}",
-                f"it must return what it gets: {_described(given)}",
+                f"return {_described(batch)}, as the argument is",
             )
         return result
 
@@ -153,12 +158,12 @@ def _capturing(batch: torch.Tensor) -> bool:
     return batch.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _shape(pixels: Pixels) -> str:
-    return " × ".join(map(str, pixels.shape))
-
-
 def _described(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor | np.ndarray):
         return f"a {type(value).__name__}"
-    kind = str(value.dtype).removeprefix("torch.")
-    return f"a {' × '.join(map(str, value.shape))} {kind} tensor on {value.device}"
+    kind = f"{' × '.join(map(str, value.shape))} {str(value.dtype).removeprefix('torch.')}"
+    return (
+        f"a {kind} tensor on {value.device}"
+        if isinstance(value, torch.Tensor)
+        else f"a {kind} array"
+    )

@@ -1,43 +1,43 @@
-"""`Prefetcher`: work done ahead of its use, by a bounded number of threads, with results in order.
+"""`Prefetcher`: runs jobs ahead of their use in a bounded number of threads, with results in order.
 
-A job consists of independent chunks. Results come out in the order of the jobs, whatever order the
-threads finish in, and an error inside a chunk is raised where the result of its job is due. Each
-chunk reports the time that it spends in each stage (read, decode, augment), by which a wait for a
-batch is attributed.
+A job consists of independent chunks. Results have the order of the jobs, whatever order the threads
+finish in. An error in a chunk is raised in place of the result of its job. Each chunk records its time
+per stage (read, decode, augment), so that a wait for a batch can be attributed to stages.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
 Part = TypeVar("Part")
-# Below this a chunk costs more to hand out than it saves; above it, one thread keeps others waiting.
+# Smaller chunks cost more overhead than they save. Larger ones make other threads wait for one.
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 8, 64
-# The stage of a wait for work that reported none.
+# The stage of a wait for work that recorded no time.
 _OTHER_STAGE = "other"
 _AHEAD_PER_WORKER = 4
 
 
-class Stopped(Exception):  # noqa: N818  (nothing went wrong)
-    """Raised inside a chunk whose result nobody wants any more."""
+class Stopped(Exception):  # noqa: N818  (not an error)
+    """Raised in a chunk whose result is no longer needed."""
 
 
 class Progress:
-    """What a chunk is given while it runs: whether to stop, and where to report its time."""
+    """Lets a running chunk check whether to stop, and record its time per stage."""
 
     def __init__(self, stopping: threading.Event | None = None) -> None:
         self._stopping = stopping
         self.spent: dict[str, float] = {}
 
     def check(self) -> None:
-        """Raises `Stopped` once nobody wants the result; called between samples."""
+        """Raises `Stopped` if the result is no longer needed. Chunks call it between samples."""
         if self._stopping is not None and self._stopping.is_set():
             raise Stopped
 
@@ -47,36 +47,37 @@ class Progress:
 
 @dataclass(frozen=True)
 class Job(Generic[Part, Result]):
-    """`chunks` may run concurrently. `complete` runs after the last of them, in the same thread;
-    `finish` makes the result out of their parts, in the consumer's thread."""
+    """Work that is divided into chunks.
+
+    Attributes:
+        chunks: Functions that may run concurrently.
+        finish: Makes the result of the chunks' results, in the consumer's thread.
+        complete: Runs after the last chunk, in the same thread.
+    """
 
     chunks: Sequence[Callable[[Progress], Part]]
     finish: Callable[[list[Part]], Result]
     complete: Callable[[], None] | None = None
 
 
-class _Countdown:
-    """Counts the chunks of a job that are still to be done."""
-
-    def __init__(self, count: int) -> None:
-        self._left = count
-        self._lock = threading.Lock()
-
-    def is_last(self) -> bool:
-        with self._lock:
-            self._left -= 1
-            return self._left == 0
-
-
 _Running = tuple[Job[Part, Result], list[Future[tuple[Part, dict[str, float]]]]]
 
 
 class Prefetcher(Generic[Part, Result]):
-    """With 0 workers the consumer does each job when it asks for it."""
+    """Iterates over the results of jobs.
+
+    Attributes:
+        spent: Seconds per stage of the latest result, summed over threads.
+    """
 
     def __init__(self, jobs: Iterator[Job[Part, Result]], workers: int, depth: int) -> None:
-        """At most `depth` jobs are under way, or done and waiting. `spent` is the time by stage,
-        over all threads, of the job whose result came last."""
+        """Creates a prefetcher.
+
+        Args:
+            jobs: The jobs. The consumer's thread iterates over them.
+            workers: Number of threads. With 0 the consumer runs each job when it needs the result.
+            depth: Maximum number of jobs that run or wait for the consumer.
+        """
         self.spent: dict[str, float] = {}
         self._jobs = jobs
         self._depth = depth
@@ -94,8 +95,8 @@ class Prefetcher(Generic[Part, Result]):
         try:
             if self._pool is None:
                 job = next(self._jobs)
-                left = _Countdown(len(job.chunks))
-                return self._finish(job, [self._run(job, chunk, left) for chunk in job.chunks])
+                done = itertools.count(1)
+                return self._finish(job, [self._run(job, chunk, done) for chunk in job.chunks])
             self._fill(self._pool)
             if not self._waiting:
                 raise StopIteration
@@ -107,8 +108,7 @@ class Prefetcher(Generic[Part, Result]):
             self._shut_down()
             raise
         except Exception:
-            self._require_open()  # closed by another thread: what was under way is no error
-            # Whoever iterates to the end, or into an error, leaves no thread behind.
+            self._require_open()  # errors after `close` in another thread are not reported
             self.close()
             raise
 
@@ -121,17 +121,18 @@ class Prefetcher(Generic[Part, Result]):
             job = next(self._jobs, None)
             if job is None:
                 return
-            left = _Countdown(len(job.chunks))
-            futures = [pool.submit(self._run, job, chunk, left) for chunk in job.chunks]
+            done = itertools.count(1)
+            futures = [pool.submit(self._run, job, chunk, done) for chunk in job.chunks]
             self._waiting.append((job, futures))
 
     def _run(
-        self, job: Job[Part, Result], chunk: Callable[[Progress], Part], left: _Countdown
+        self, job: Job[Part, Result], chunk: Callable[[Progress], Part], done: Iterator[int]
     ) -> tuple[Part, dict[str, float]]:
+        """Runs a chunk. `done` counts the finished chunks of the job; `next` of it is atomic."""
         progress = Progress(self._stopping)
         progress.check()
         part = chunk(progress)
-        if left.is_last() and job.complete is not None:
+        if next(done) == len(job.chunks) and job.complete is not None:
             progress.check()
             job.complete()
         return part, progress.spent
@@ -144,17 +145,15 @@ class Prefetcher(Generic[Part, Result]):
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
         self._waiting.clear()
-        # Jobs refer to their loader: without this it would live on, with all it holds, until some cyclic
-        # garbage collection, at any moment and in any thread.
+        # Jobs refer to their loader. This breaks the cycle, so that the loader is freed at once.
         self._jobs = iter(())
 
     def close(self) -> None:
-        """Returns once no thread is left; each finishes the samples that it has in hand and no
-        more."""
+        """Stops all threads after the samples that they are working on, and waits for them."""
         self._stopping.set()
         self._shut_down()
 
-    def __enter__(self) -> Prefetcher[Part, Result]:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *details: object) -> None:
@@ -164,7 +163,7 @@ class Prefetcher(Generic[Part, Result]):
 def map_ahead(
     work: Callable[[Argument], Part], arguments: Iterable[Argument], workers: int
 ) -> Generator[Part, None, None]:
-    """`map(work, arguments)`, with a bounded number of results made ahead by threads."""
+    """Yields the same as `map(work, arguments)`, prefetched by threads."""
 
     def job(argument: Argument) -> Job[Part, Part]:
         return Job([lambda progress: work(argument)], lambda parts: parts[0])
@@ -175,14 +174,14 @@ def map_ahead(
 
 
 def cut(length: int, workers: int) -> list[tuple[int, int]]:
-    """Chunks of a batch of `length`: about one a worker, neither tiny nor huge."""
+    """Divides a batch of `length` samples into chunks of moderate size, about one per worker."""
     wanted = -(-length // max(1, workers))
     size = min(max(wanted, _SMALLEST_CHUNK), _LARGEST_CHUNK)
     return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def sum_by_stage(*parts: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by stage, over all parts."""
+    """Adds up seconds per stage."""
     total: dict[str, float] = {}
     for part in parts:
         for stage, seconds in part.items():
@@ -191,7 +190,15 @@ def sum_by_stage(*parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def divide_wait(wait_s: float, spent: Mapping[str, float]) -> dict[str, float]:
-    """A wait for a batch, divided among the stages in proportion to the time they took to make it."""
+    """Divides a wait for a batch among stages, in proportion to the time that each stage took.
+
+    Args:
+        wait_s: Seconds that the consumer waited.
+        spent: Seconds per stage that making the batch took.
+
+    Returns:
+        The part of the wait that each stage caused, in seconds.
+    """
     whole = sum(spent.values())
     if wait_s <= 0:
         return {}

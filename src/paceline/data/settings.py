@@ -10,7 +10,7 @@ from paceline.core.extensions import Registry
 from paceline.core.settings import SettingChecks
 
 _DIRECTORY = "data.sources.layouts:KIND"
-# Kinds of data, and what opens them: a `SourceKind`, or the function of a program (`register_source`).
+# Kinds of data and how to open them: a `SourceKind`, or a function given to `register_source`.
 SOURCES: Registry[Any] = Registry(
     "sources",
     {
@@ -18,7 +18,6 @@ SOURCES: Registry[Any] = Registry(
         "embedded": "data.sources.embedded:KIND",
         "shards": _DIRECTORY,
         "folder": _DIRECTORY,
-        "imagenet": _DIRECTORY,
         "cifar10": _DIRECTORY,
         "idx": _DIRECTORY,
         "synthetic": "data.sources.synthetic:KIND",
@@ -31,33 +30,33 @@ RESIDENCE = ("auto", "on", "off")
 HOST_DECODERS = ("auto", "region", "pillow")
 DEVICE_DECODERS = ("nvjpeg",)
 DECODERS = (*HOST_DECODERS, *DEVICE_DECODERS)
-# The strongest of RandAugment's operations.
+# Maximum magnitude of RandAugment.
 MOST_MAGNITUDE = 30
 GLOBAL, SHARDS = "global", "shards"
-# Shards that are mixed with one another, unless `data.shuffle` says so.
+# Number of shards that `data.shuffle = "shards"` mixes.
 SHUFFLE_WINDOW = 16
 CACHES = ("none", "memory", "disk")
 CACHE_FORMS = ("raw", "decoded")
-# By number of channels; for one, the means of ImageNet's three.
+# Statistics of ImageNet by number of channels. One channel has the mean of the three.
 MEANS = {1: (0.449,), 3: (0.485, 0.456, 0.406)}
 STDS = {1: (0.226,), 3: (0.229, 0.224, 0.225)}
 
 
 def default_eval_resize(image_size: int) -> int:
-    """The usual ratio: 256 for 224."""
+    """Returns `image_size` · 8 / 7, which is 256 for 224."""
     return round(image_size * 8 / 7)
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Where the images come from, and how they are decoded, augmented, ordered and cached."""
+    """Settings of the data set, decoding, augmentation, order and caches."""
 
     dir: str = ""
     """Directory of the data set."""
     source: str = "auto"
-    """Layout of `dir`: `shards`, `folder`, `imagenet` (the published archives), `cifar10` or `idx`;
-    `auto` detects it; `embedded` and `synthetic` need no directory; `python` stands for a
-    source or dataset that a program gave to `pl.Trainer`. `register_source` adds names."""
+    """Layout of `dir`: `shards`, `folder`, `cifar10` or `idx`; `auto` detects it; `embedded` and
+    `synthetic` need no directory; `python` stands for a source or dataset that a program gave to
+    `pl.Trainer`. `register_source` adds names."""
     image_size: int = 224
     """Edge of the images that the model sees, in pixels."""
     channels: int = 3
@@ -83,7 +82,7 @@ class DataSettings:
     eval_flip: bool = False
     """Evaluate each validation image and its mirror image, and average the logits of both."""
     val_split: float = 0.0
-    """Share of the training images of each class that is used for validation, where the data has no
+    """Share of the training images of each class that is used for validation, if the data has no
     validation set; 0 takes none."""
     mean: tuple[float, ...] = ()
     """Mean for normalization on the scale 0 to 1; one value, or one for each channel; unset,
@@ -122,13 +121,11 @@ class DataSettings:
 
     @property
     def shuffle_window(self) -> int:
-        """Shards that are mixed with one another; 0 if `shuffle` names no window."""
+        """Number of shards that are mixed. 0 if `shuffle` is not `shards` or is invalid."""
         kind, _, window = self.shuffle.partition(":")
-        if kind != SHARDS:
-            return 0
-        return (
-            SHUFFLE_WINDOW if self.shuffle == SHARDS else int(window) if window.isdecimal() else 0
-        )
+        if self.shuffle == SHARDS:
+            return SHUFFLE_WINDOW
+        return int(window) if kind == SHARDS and window.isdecimal() else 0
 
     def __post_init__(self) -> None:
         for name in ("crop_scale", "color_jitter", "randaugment", "mean", "std"):
@@ -146,28 +143,23 @@ class DataSettings:
             )
         check.known("cache", CACHES)
         check.known("cache_form", CACHE_FORMS)
-        for name in (
-            "image_size", "synthetic_samples", "synthetic_classes",
-            "cache_mib",
-        ):  # fmt: skip
+        for name in ("image_size", "synthetic_samples", "synthetic_classes", "cache_mib"):
             check.number(name, "at least 1", f"set data.{name} = 1")
-        for name in (
-            "crop_padding", "cutout", "eval_resize", "workers",
-        ):  # fmt: skip
+        for name in ("crop_padding", "cutout", "eval_resize", "workers"):
             check.number(name, "0 or more", f"set data.{name} = 0")
         if self.channels not in (1, 3):
-            raise check.error("channels", "must be 1 or 3", "1 is greyscale, 3 is RGB")
-        remedy = "0.1 takes one image in ten of each class, 0 none"
-        check.number("val_split", "in [0, 1)", remedy)
-        remedy = "0.01 lets one sample in a hundred be corrupt, 0 none"
-        check.number("max_corrupt_share", "in [0, 1)", remedy)
+            raise check.error("channels", "must be 1 or 3", "1 is grayscale, 3 is RGB")
+        check.number("val_split", "in [0, 1)", "0.1 takes one image in ten of each class")
+        check.number(
+            "max_corrupt_share", "in [0, 1)", "0.01 allows one corrupt sample in a hundred"
+        )
         self._check_crops(check)
         self._check_extras(check)
         self._check_statistics(check)
         check_exclusions(EXCLUSIONS, data=self)
 
     def _set_dependent_defaults(self) -> None:
-        """What follows from other settings is stored as a value, so that a run's record has it."""
+        """Stores defaults that depend on other settings, so that a run's record has their values."""
         if self.eval_resize is None:
             object.__setattr__(self, "eval_resize", default_eval_resize(self.image_size))
         for name, values in (("mean", MEANS), ("std", STDS)):
@@ -183,8 +175,7 @@ class DataSettings:
             raise check.error("crop_padding", below, "an eighth of the image is usual")
         if self.cutout >= self.image_size:
             raise check.error("cutout", below, "a quarter to a half of the image is usual")
-        # 256 is right for 224; beside a small image_size, the centre crop would show the model a few
-        # pixels of the middle, and the accuracy would silently be nothing.
+        # With 256 and a small image_size, the model would see only a few pixels in the center.
         if self.eval_resize and not self.image_size <= self.eval_resize <= 2 * self.image_size:
             raise check.error(
                 "eval_resize", f"must be 0, or one to two times data.image_size = {self.image_size}",
@@ -230,7 +221,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
     Exclusion(
         "data.dir", one_of(""),
-        {"data.source": one_of("shards", "folder", "imagenet", "cifar10", "idx")},
+        {"data.source": one_of("shards", "folder", "cifar10", "idx")},
         "data.source = {data.source!r} needs a directory",
         "give --data-dir, or set data.source = 'embedded'",
     ),

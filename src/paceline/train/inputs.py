@@ -19,7 +19,7 @@ from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError, DataError, PacelineError
 from paceline.core.extensions import load_extension
-from paceline.data import OpenedFiles, Source, open_data
+from paceline.data import Source, open_data
 from paceline.train.checkpoint import (
     Checkpoint,
     DamagedCheckpointError,
@@ -68,24 +68,16 @@ class RunInputs:
 
 
 def agree_on_inputs(config: RunConfig, group: Group, components: Components) -> RunInputs:
-    """Opens the data and the run folder on this rank, together with all others. The first rank of each
-    host opens the data, and the others use what it found out about the files (`OpenedFiles`)."""
-    found: tuple[Source, Source] | None = None
+    """Opens the data and the run folder on this rank, together with all others."""
     claimed: tuple[RunFolder, RunLock] | None = None
     with contextlib.ExitStack() as undo:
         with group.phase("inputs"):
-            if group.rank == group.host_leader or not _is_on_disk(config, components):
-                opened = OpenedFiles(config.data)
-                found = _open_data(config, components, opened)
-                _share(opened, group, undo)
+            source, validation = _open_data(config, components)
             if group.rank == 0:
                 claimed = claim_run_folder(config, restarted=group.restarted)
                 undo.enter_context(claimed[0].discarded_on_error())
                 undo.enter_context(claimed[1].released_on_error())
         with group.phase("data set") as same:
-            if found is None:
-                found = _open_data(config, components, _shared_files(config, group))
-            source, validation = found
             labels = labels_digest(source.labels)
             if config.data.shuffle_window:
                 sizes = np.array(source.shard_sizes or (), dtype=np.int64)
@@ -99,27 +91,6 @@ def agree_on_inputs(config: RunConfig, group: Group, components: Components) -> 
             same.compare(facts, "use the same data")
         folder = _broadcast_folder(claimed[0] if claimed else None, group)
     return RunInputs(source, validation, labels, folder, claimed[1] if claimed else None)
-
-
-def _is_on_disk(config: RunConfig, components: Components) -> bool:
-    given = components.train_data is not None
-    return not given and config.data.source not in ("synthetic", "embedded")
-
-
-def _share(opened: OpenedFiles, group: Group, undo: contextlib.ExitStack) -> None:
-    """Lets the other ranks of this host know what this one has found; removed after the next phase."""
-    leads = group.shares_host and group.rank == group.host_leader
-    path = opened.write() if leads else None
-    if path is not None:
-        undo.callback(path.unlink, missing_ok=True)
-        group.post_to_host("data", str(path))
-
-
-def _shared_files(config: RunConfig, group: Group) -> OpenedFiles | None:
-    """What the first rank of this host has found; None where that cannot be used: this rank then opens
-    the data itself."""
-    path = group.read_of_host("data")
-    return OpenedFiles.read(Path(path), config.data) if path else None
 
 
 def labels_digest(values: npt.NDArray[np.int64]) -> str:
@@ -141,11 +112,8 @@ def shared_versions() -> dict[str, str]:
     return {name: version for name, version in versions().items() if name != "cuda"}
 
 
-def _open_data(
-    config: RunConfig, components: Components, opened: OpenedFiles | None
-) -> tuple[Source, Source]:
-    given = components.train_data, components.val_data
-    source, validation = open_data(config.data, *given, opened=opened)
+def _open_data(config: RunConfig, components: Components) -> tuple[Source, Source]:
+    source, validation = open_data(config.data, components.train_data, components.val_data)
     if list(source.classes) != list(validation.classes):
         raise DataError(
             f"training has {len(source.classes)} classes, validation {len(validation.classes)}, "

@@ -16,7 +16,7 @@ from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError, PacelineError
 from paceline.core.events import CheckpointEvent, Event, JsonlWriter, NoteEvent, Observer
 from paceline.core.host import StartUp
-from paceline.data import BatchPlan, Source, TrainBatches, describe_channels
+from paceline.data import BatchPlan, Source, TrainBatches
 from paceline.models.registry import count_frozen
 from paceline.models.settings import STEMS_OF_MODEL
 from paceline.optim.batch_growth import describe_stages
@@ -250,7 +250,6 @@ def _describe_input(
     own = {"augment": components.augment, "device_augment": components.device_augment}
     return {
         "data notes": "; ".join(dict.fromkeys(notes)),
-        "channels": describe_channels(inputs.source, config.data.channels),
         "augmentation": ", ".join(
             f"own {name}" for name, value in own.items() if value is not None
         ),

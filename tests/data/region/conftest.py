@@ -1,4 +1,4 @@
-"""What the tests of the region decoder share: the library, odd JPEGs, and a reason to skip."""
+"""Fixtures of the region decoder: the library, and unusual JPEGs."""
 
 from __future__ import annotations
 

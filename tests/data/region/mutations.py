@@ -18,7 +18,7 @@ ORIENTATION, X_RESOLUTION, RESOLUTION_UNIT, MAKER = 0x0112, 0x011A, 0x0128, 0x01
 
 
 def with_segments(jpeg: bytes, *segments: tuple[int, bytes], jfif: bool = True) -> bytes:
-    """With application segments in front of all others; `jfif`: behind that one, which else goes."""
+    """Inserts application segments after the JFIF segment, or in its place without `jfif`."""
     end = 4 + int.from_bytes(jpeg[4:6], "big")
     added = b"".join(
         bytes([0xFF, 0xE0 + kind]) + (len(data) + 2).to_bytes(2, "big") + data
@@ -28,14 +28,14 @@ def with_segments(jpeg: bytes, *segments: tuple[int, bytes], jfif: bool = True) 
 
 
 def exif_segment(*entries: tuple[int, int, int, int], extra: bytes = b"") -> tuple[int, bytes]:
-    """Of (tag, type, count, value or offset); `extra` lies behind the directory."""
+    """Returns an Exif segment with entries (tag, type, count, value or offset), followed by `extra`."""
     packed = b"".join(struct.pack("<HHII", *entry) for entry in entries)
     directory = struct.pack("<H", len(entries)) + packed + bytes(4)
     return 1, b"Exif\0\0II*\0\x08\0\0\0" + directory + extra
 
 
 def photoshop_segment(code: int, data: bytes, size: int | None = None) -> tuple[int, bytes]:
-    """One block, which says it is of `size`."""
+    """Returns a segment with one block, whose header claims `size` bytes."""
     head = b"Photoshop 3.0\x008BIM" + struct.pack(
         ">HBBI", code, 0, 0, len(data) if size is None else size
     )
@@ -43,7 +43,7 @@ def photoshop_segment(code: int, data: bytes, size: int | None = None) -> tuple[
 
 
 def seed_files(side: int = 24) -> list[bytes]:
-    """Tiny images in every form that training meets."""
+    """Returns tiny images of all kinds that training reads."""
     generator = np.random.default_rng(5)
     small = generator.integers(0, 256, (6, 7, 3), dtype=np.uint8)
     colour = Image.fromarray(small).resize((side, side - 3), Image.Resampling.BICUBIC)
@@ -71,7 +71,7 @@ def seed_files(side: int = 24) -> list[bytes]:
 
 
 def _with_metadata(jpeg: bytes) -> list[bytes]:
-    """That Pillow reads as it opens a file, in good order."""
+    """Returns copies of a JPEG with metadata that Pillow reads when it opens a file."""
     upright = (ORIENTATION, 3, 1, 1)
     resolution = exif_segment(
         upright,
@@ -102,7 +102,7 @@ def _mutate(data: bytearray, files: list[bytes], generator: np.random.Generator)
     if not length:
         return
     at = int(generator.integers(length))
-    # Headers are a small part of a file, and where most can go wrong.
+    # Most errors are in headers, which are a small part of a file.
     at = at if generator.random() < 0.5 else at % min(length, 200)
     end = min(length, at + int(generator.integers(1, 40)))
     match int(generator.integers(9)):
@@ -129,7 +129,7 @@ def _mutate(data: bytearray, files: list[bytes], generator: np.random.Generator)
 
 
 def _make_absurd(data: bytearray, generator: np.random.Generator) -> None:
-    """Dimensions in a JPEG's frame or a PNG's header that no test's memory would hold."""
+    """Sets dimensions that need more memory than a test has."""
     for marker in (b"\xff\xc0", b"\xff\xc2"):
         at = data.find(marker)
         if at >= 0:

@@ -35,7 +35,7 @@ ONE_BLOCK = photoshop_segment(0x0404, b"words")[1]
 
 
 def check(library: RegionLibrary, data: bytes, taken: bool) -> None:
-    """The same pixels or words as Pillow's, whoever decodes."""
+    """Compares pixels or error messages with Pillow's."""
     comparison = Comparison(library, FIT, 3)
     assert comparison.agrees(data)
     assert comparison.taken == taken
@@ -43,8 +43,7 @@ def check(library: RegionLibrary, data: bytes, taken: bool) -> None:
 
 @pytest.mark.parametrize("end", [*range(14, len(ONE_BLOCK) + 1)])
 def test_photoshop_s_blocks_cut_anywhere(library: RegionLibrary, end: int) -> None:
-    """Taken once whole (the last byte pads), and where not even the signature is. Pillow fails
-    where a name's length is missing."""
+    """Blocks are ignored or complete in supported files. The last byte is padding."""
     whole = end >= len(ONE_BLOCK) - 1 or end < 18
     check(library, with_segments(JPEG, (PHOTOSHOP, ONE_BLOCK[:end])), whole)
 
@@ -122,7 +121,7 @@ def test_three_hundred_thousand(library: RegionLibrary) -> None:
 
 
 def test_good_files_are_taken(library: RegionLibrary) -> None:
-    """Of the files to be damaged: all JPEGs but the turned one and CMYK."""
+    """The decoder supports all JPEGs except the rotated one and CMYK."""
     taken = []
     for data in seed_files():
         comparison = Comparison(library, TRANSFORM, 3)
@@ -134,7 +133,7 @@ def test_good_files_are_taken(library: RegionLibrary) -> None:
 def test_a_file_that_ends_too_soon_is_damaged_wherever_the_crop_lies(
     library: RegionLibrary,
 ) -> None:
-    """Also where the missing end is not of the crop: Pillow would notice, so must we."""
+    """Damage after the crop is detected, too, because Pillow detects it."""
     data = seed_files(90)[0]
     comparison = Comparison(library, TRANSFORM, 3)
     for cut in (1, 2, 5, 100):

@@ -34,7 +34,7 @@ def jpegs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def sanitizing(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A compiler whose sanitizers work for a program that does nothing; only else is there a skip."""
+    """Returns a compiler with working sanitizers. Skips the test without one."""
     folder = tmp_path_factory.mktemp("sanitizers")
     (folder / "nothing.c").write_text("int main(void) { return 0; }\n")
     command = [compiler, *SANITIZERS, "-o", str(folder / "nothing"), str(folder / "nothing.c")]

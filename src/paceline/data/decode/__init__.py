@@ -1,2 +1,1 @@
-"""From encoded images to the pixels of a batch in host memory: by Pillow, or by a region decoder in
-C."""
+"""Decoders on the host."""

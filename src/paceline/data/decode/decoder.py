@@ -1,8 +1,8 @@
-"""`Decoder`: makes the images of batches out of samples; `PillowDecoder`, which decodes whole images.
+"""`Decoder`, which turns samples into batches of images; and `PillowDecoder`, which decodes whole images.
 
-A loader begins a batch with `begin`, fills its chunks in threads and finishes it in the thread that
-consumes it. All decoders give the same samples, boxes and flips; the host's decoders give the same
-pixels and errors, too.
+A loader begins a batch with `begin`, fills its chunks in threads, and finishes it in the consumer's
+thread. All decoders give the same samples, boxes and flips. Decoders on the host also give the same
+pixels and errors.
 """
 
 from __future__ import annotations
@@ -23,33 +23,37 @@ from paceline.data.sources.base import Source, Stored
 
 
 class RegionUnavailableError(PacelineError):
-    """There is no region decoder here; cause and remedy."""
+    """The region decoder is not available. Has the cause and the remedy."""
 
 
 class BatchInProgress(ABC):
-    """A batch while it is made. `cuts` are the chunks in which it is filled: first and last row of
-    each."""
+    """A batch that threads are filling.
+
+    Attributes:
+        cuts: First row and end row of each chunk.
+    """
 
     cuts: Sequence[tuple[int, int]]
 
     @abstractmethod
     def fill(self, chunk: Chunk) -> None:
-        """Fills the rows of `chunk`, in any thread. DataError where storage fails."""
+        """Fills the rows of `chunk`, in any thread. Raises DataError if storage fails."""
 
-    def complete(self) -> None:  # noqa: B027  (most have nothing to do)
-        """Called once all chunks are filled, in the thread that filled the last one."""
+    def complete(self) -> None:  # noqa: B027  (optional step)
+        """Runs after all chunks are filled, in the thread that filled the last one."""
 
     @abstractmethod
     def finish(self, dropped: Sequence[int]) -> Batch:
-        """The batch without the rows `dropped`; called by the consumer, after `complete`."""
+        """Returns the batch without the rows `dropped`. The consumer calls it after `complete`."""
 
 
 class Decoder(ABC):
-    """Used by many threads at once.
+    """Makes batches of images. Thread-safe.
 
-    `draws`: uniform numbers that a sample takes. `workers`: threads that are to fill chunks; 0
-    means the consumer's own. `corrupt`: samples that are known to be corrupt before any batch is
-    made.
+    Attributes:
+        draws: Number of random numbers that a sample takes.
+        workers: Number of threads that fill chunks. 0 uses the consumer's thread.
+        corrupt: Samples that are known to be corrupt before the first batch.
     """
 
     draws: int
@@ -58,21 +62,36 @@ class Decoder(ABC):
 
     @abstractmethod
     def begin(self, samples: int) -> BatchInProgress:
-        """Allocates a batch; called by the consumer."""
+        """Allocates a batch. The consumer calls it."""
 
     @abstractmethod
     def describe(self) -> str:
-        """How the batches are made, for display: `resident on cuda:0, 146 MiB`, `2 threads`."""
+        """Returns how batches are made, for example `resident on cuda:0, 146 MiB` or `2 threads`."""
 
     def note(self) -> str:
-        """Which samples were not decoded as `describe` says; empty where all were."""
+        """Returns which samples were decoded in another way than `describe` says, or ""."""
         return ""
+
+
+def describe_threads(workers: int, notes: Sequence[str]) -> str:
+    """Returns the number of threads, followed by the non-empty notes in parentheses."""
+    text = f"{workers} thread{'' if workers == 1 else 's'}" if workers else "no threads"
+    joined = "; ".join(filter(None, notes))
+    return f"{text} ({joined})" if joined else text
 
 
 @dataclass(eq=False)
 class PillowDecoder(Decoder):
-    """Decodes the whole image in host memory, then augments. Takes whatever Pillow takes. `notes` go
-    with the description."""
+    """Decodes whole images with Pillow in host memory, then augments them.
+
+    Attributes:
+        source: The samples.
+        transform: The augmentation.
+        channels: 1 for grayscale, 3 for RGB.
+        workers: Number of threads.
+        pin_memory: Makes batches in pinned memory.
+        notes: Parts of the description.
+    """
 
     source: Source
     transform: Transform
@@ -91,7 +110,7 @@ class PillowDecoder(Decoder):
         )
 
     def fill(self, chunk: Chunk, out: Pixels) -> None:
-        """The pixels of a chunk, a row each."""
+        """Fills `out` with the pixels of a chunk, one row per sample."""
         chunk.replace_known()
         filled = set(self.fill_together(chunk, out)) if len(chunk) > 1 else ()
         for row in range(len(chunk)):
@@ -100,11 +119,11 @@ class PillowDecoder(Decoder):
                 self.fill_row(chunk, row, out[row])
 
     def fill_together(self, chunk: Chunk, out: Pixels) -> Sequence[int]:
-        """Rows that a quicker way filled; the others are decoded one by one."""
+        """Returns the rows that a faster method filled. The others are decoded one by one."""
         return ()
 
     def fill_row(self, chunk: Chunk, row: int, out: Pixels) -> None:
-        """One row; a corrupt sample gives it to its successor, unless the row is dropped."""
+        """Fills one row. Replaces corrupt samples by their successors, or drops the row."""
         chunk.replace_known([row])
         while not chunk.is_dropped(row):
             index = int(chunk.indices[row])
@@ -120,7 +139,7 @@ class PillowDecoder(Decoder):
     def prepare(
         self, data: Stored, numbers: Sequence[float], out: Pixels, progress: Progress
     ) -> None:
-        """Decodes and augments one sample. CorruptImage leaves `out` undefined."""
+        """Decodes and augments one sample. Raises CorruptImage, which leaves `out` undefined."""
         start = perf_counter()
         if self._copied(data, numbers, out):
             progress.add("augment", perf_counter() - start)
@@ -132,8 +151,10 @@ class PillowDecoder(Decoder):
         progress.add("augment", perf_counter() - decoded)
 
     def _copied(self, data: Stored, numbers: Sequence[float], out: Pixels) -> bool:
-        """Pixels in memory that need neither a decoder nor a resampler: without the way through Pillow,
-        whose calls cost more than the copy of a small image."""
+        """Copies pixels that need no decoding, resampling or flip. Returns False for other samples.
+
+        For small images, calls of Pillow cost more than the copy.
+        """
         transform = self.transform
         if not isinstance(data, np.ndarray) or data.shape != out.shape:
             return False
@@ -146,10 +167,7 @@ class PillowDecoder(Decoder):
         return True
 
     def describe(self) -> str:
-        workers = self.workers
-        text = f"{workers} thread{'' if workers == 1 else 's'}" if workers else "no threads"
-        notes = "; ".join(filter(None, self.notes))
-        return f"{text} ({notes})" if notes else text
+        return describe_threads(self.workers, self.notes)
 
 
 class HostBatch(BatchInProgress):

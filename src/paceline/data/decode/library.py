@@ -1,7 +1,7 @@
-"""`RegionLibrary`: the C library of the region decoder, called without the interpreter's lock.
+"""`RegionLibrary`: the C library of the region decoder, called without the interpreter lock.
 
-PACELINE_JPEG_REGION_LIBRARY names a built library; otherwise one is built. A library that does not
-give exactly the pixels of the installed Pillow is not used.
+The environment variable PACELINE_JPEG_REGION_LIBRARY names a built library. Otherwise one is built. A
+library is used only if it gives exactly the pixels of the installed Pillow.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from paceline.data.settings import INTERPOLATIONS
 
 VARIABLE = "PACELINE_JPEG_REGION_LIBRARY"
 _FILTERS = {name: number for number, name in enumerate(INTERPOLATIONS)}
-# Pillow 12 changes the passes for images that are taller than this many times their width.
+# Pillow 12 resamples images differently if their height is more than this many times their width.
 TALLEST = 100
-# ctypes cuts whole numbers off silently.
+# ctypes truncates larger integers silently.
 _MOST_BYTES = 2**31 - 1
 _AT, _INT = ctypes.c_void_p, ctypes.c_int
 _FILE = (ctypes.c_char_p, ctypes.c_size_t)
 _BOX = (ctypes.c_float,) * 4
-# What each returns, then what it takes: see region.h.
+# Result type, then argument types of each function in region.h.
 _TYPES: dict[str, tuple[Any, ...]] = {
     "region_version": (ctypes.c_char_p,),
     "region_open": (_AT,),
@@ -54,53 +54,58 @@ _TYPES: dict[str, tuple[Any, ...]] = {
 
 @dataclass
 class Pieces:
-    """Parts of files that are read together. `targets` are addresses; the memory there must be as
-    long as `sizes` say. `found`, for each: bytes read (-1: an error), and size and time of change
-    of its file."""
+    """Parts of files that one call reads.
+
+    Attributes:
+        descriptors: Open files.
+        offsets: Start of each piece in its file.
+        sizes: Bytes of each piece.
+        targets: Memory addresses with room for `sizes` bytes.
+        outcomes: For each piece the number of bytes read (-1 after an error), and the size and
+            modification time of its file.
+    """
 
     descriptors: npt.NDArray[np.int32]
     offsets: Int64
     sizes: Int64
     targets: npt.NDArray[np.uint64]
-    found: Int64 = field(init=False)
+    outcomes: Int64 = field(init=False)
 
     def __post_init__(self) -> None:
-        self.found = np.full((len(self.sizes), 3), -1, dtype=np.int64)
-        for array in (self.descriptors, self.offsets, self.sizes, self.targets):
-            if not array.flags.c_contiguous or array.shape != self.sizes.shape:
-                raise ValueError(
-                    f"pieces of arrays of other lengths: {array.shape}, {self.sizes.shape}"
-                )
-        if (self.offsets < 0).any() or (self.sizes < 0).any():
-            raise ValueError("a piece of negative offset or size")
+        self.outcomes = np.full((len(self.sizes), 3), -1, dtype=np.int64)
 
 
 class StoredFiles:
-    """Where whole files lie in memory: addresses and lengths, good as long as `held` lives."""
+    """Addresses and lengths of whole files in memory. Keeps the memory alive."""
 
-    def __init__(self, held: Sequence[bytes | memoryview]) -> None:
-        views = [np.frombuffer(data, dtype=np.uint8) for data in held]
-        self.held = held
+    def __init__(self, contents: Sequence[bytes | memoryview]) -> None:
+        views = [np.frombuffer(data, dtype=np.uint8) for data in contents]
+        self.contents = contents
         places = [view.__array_interface__["data"][0] for view in views]
         self.addresses = np.array(places, dtype=np.uint64)
         self.lengths = np.array([len(view) for view in views], dtype=np.int64)
 
     def pairs(self) -> list[tuple[int, int]]:
-        """Address and length of each."""
+        """Returns the address and length of each file."""
         return list(zip(self.addresses.tolist(), self.lengths.tolist(), strict=True))
 
     def of(self, rows: Sequence[int]) -> StoredFiles:
-        """Some of them."""
-        return StoredFiles([self.held[row] for row in rows])
+        """Returns the files `rows`."""
+        return StoredFiles([self.contents[row] for row in rows])
 
 
 class RegionLibrary:
-    """Used by many threads at once; each has a decoder of its own."""
+    """The functions of the library. Thread-safe: each thread has its own decoder state."""
 
     def __init__(self, path: Path) -> None:
-        """OSError where it cannot be loaded, AttributeError where it is another library."""
+        """Loads the library.
+
+        Raises:
+            OSError: If it cannot be loaded.
+            AttributeError: If it is another library.
+        """
         library = load_functions(path)
-        # Reading a header takes less time than giving the interpreter's lock away.
+        # Reading a header takes less time than releasing the interpreter lock.
         self._size = load_functions(path, keeping_the_lock=True).region_size
         self.version = str(library.region_version().decode())
         self._library = library
@@ -108,7 +113,7 @@ class RegionLibrary:
         self._decoder()
 
     def size(self, data: bytes) -> tuple[int, int] | None:
-        """Width and height of a JPEG that this library may take; None for everything else."""
+        """Returns width and height of a JPEG that the library may support, else None."""
         width, height = ctypes.c_int32(), ctypes.c_int32()
         if self._size(data, len(data), ctypes.byref(width), ctypes.byref(height)):
             return None
@@ -125,8 +130,19 @@ class RegionLibrary:
         interpolation: str,
         out: Pixels,
     ) -> bool:
-        """Fills `out` with `box` of the image, whose `size` is `shape`. False where the file is not
-        as it should be; then there may be anything in `out`."""
+        """Decodes `box` of a JPEG and resamples it to `out`.
+
+        Args:
+            data: The file.
+            shape: Its width and height, as `size` returns them.
+            box: Left, top, right and bottom.
+            flip: Flips the result horizontally.
+            interpolation: Resampling filter.
+            out: A contiguous square.
+
+        Returns:
+            False if the file is damaged. The content of `out` is then undefined.
+        """
         check_square(out)
         rows, _, channels = out.shape
         outcome: int = self._library.region_prepare(
@@ -136,10 +152,13 @@ class RegionLibrary:
         return outcome == 0
 
     def square(self, pixels: Pixels, box: Box, flip: bool, interpolation: str, out: Pixels) -> bool:
-        """Fills `out` with `box` of an image that is decoded already. False where the array is not
-        one that this library takes; then there may be anything in `out`."""
+        """Resamples `box` of a decoded image to `out`, like `prepare`.
+
+        Returns:
+            False if the library does not support the array. The content of `out` is then undefined.
+        """
         check_square(out)
-        if not is_image(pixels):
+        if not _is_supported(pixels):
             return False
         height, width, bands = pixels.shape
         rows, _, channels = out.shape
@@ -150,7 +169,7 @@ class RegionLibrary:
         return outcome == 0
 
     def sizes(self, files: StoredFiles) -> npt.NDArray[np.int32]:
-        """A row each: `size`, 0 and 0 where that is None."""
+        """Returns `size` of each file as a row, with zeros in place of None."""
         sizes = np.zeros((len(files.lengths), 2), dtype=np.int32)
         self._library.region_sizes(
             len(sizes), files.addresses.ctypes.data, files.lengths.ctypes.data, sizes.ctypes.data
@@ -166,13 +185,23 @@ class RegionLibrary:
         interpolation: str,
         outs: Sequence[Pixels],
     ) -> list[bool]:
-        """`prepare` for each file; `turns` has flip and `down_first`. Which of `outs` were filled."""
+        """Calls `prepare` for each file.
+
+        Args:
+            files: The files.
+            boxes: The box of each file.
+            turns: For each file the flip, and the result of `down_first`.
+            interpolation: Resampling filter.
+            outs: Squares of one size.
+
+        Returns:
+            For each file, True if its square was filled.
+        """
         count, (side, _, channels) = len(outs), outs[0].shape
         targets = addresses_of_squares(outs)
         shapes = (files.lengths.shape, boxes.shape, turns.shape)
         if shapes != ((count,), (count, 4), (count, 2)):
-            raise ValueError(f"{count} squares, but {shapes}")
-        boxes, turns = np.ascontiguousarray(boxes), np.ascontiguousarray(turns)
+            raise ValueError(f"{count} squares, but shapes {shapes}")
         outcomes = np.full(count, -1, dtype=np.int32)
         self._library.region_prepare_many(
             self._decoder(), count, files.addresses.ctypes.data, files.lengths.ctypes.data,
@@ -182,26 +211,25 @@ class RegionLibrary:
         return [outcome == 0 for outcome in outcomes.tolist()]
 
     def read_many(self, pieces: Pieces) -> None:
-        """Fills the pieces' `found`; never fails, but says there what failed."""
-        arrays = (pieces.descriptors, pieces.offsets, pieces.sizes, pieces.targets, pieces.found)
+        """Reads all pieces and sets their `outcomes`. Does not raise."""
+        arrays = (pieces.descriptors, pieces.offsets, pieces.sizes, pieces.targets, pieces.outcomes)
         addresses = [array.ctypes.data for array in arrays]
         self._library.region_read_many(len(pieces.sizes), *addresses)
 
     def _decoder(self) -> int:
-        held: _Handle | None = getattr(self._local, "decoder", None)
-        if held is None:
-            held = self._local.decoder = _Handle(self._library)
-        return held.handle
+        state: _DecoderState | None = getattr(self._local, "decoder", None)
+        if state is None:
+            state = self._local.decoder = _DecoderState(self._library)
+        return state.handle
 
 
-class _Handle:
-    """The memory of one thread in the library, freed with the thread. OSError where its libjpeg
-    does not fit."""
+class _DecoderState:
+    """The memory of one thread in the library, freed with the thread."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         handle = library.region_open()
         if not handle:
-            raise OSError("its libjpeg is another one than it was built for")
+            raise OSError("it was built for another libjpeg")
         self.handle = int(handle)
         self._close = library.region_close
 
@@ -211,46 +239,67 @@ class _Handle:
 
 
 def load_functions(path: Path, *, keeping_the_lock: bool = False) -> ctypes.CDLL:
-    """OSError where it cannot be loaded, AttributeError where it is another library, or another
-    version. `keeping_the_lock`: calls keep the interpreter's lock."""
-    kind = ctypes.PyDLL if keeping_the_lock else ctypes.CDLL
-    # Local symbols: Pillow brings a libjpeg too, and neither may call into the other.
-    library = kind(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
-    for name, (returned, *taken) in _TYPES.items():
+    """Loads a library and sets the types of its functions.
+
+    Args:
+        path: The library.
+        keeping_the_lock: Calls keep the interpreter lock.
+
+    Raises:
+        OSError: If it cannot be loaded.
+        AttributeError: If it lacks a function.
+    """
+    loader = ctypes.PyDLL if keeping_the_lock else ctypes.CDLL
+    # Local symbols, because Pillow contains another libjpeg.
+    library = loader(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
+    for name, (result, *arguments) in _TYPES.items():
         function = getattr(library, name)
-        function.restype, function.argtypes = returned, taken
+        function.restype, function.argtypes = result, arguments
     return library
 
 
-def is_image(pixels: Pixels) -> bool:
-    """One that the library may take: whole in memory, and not too tall."""
+def _is_supported(pixels: Pixels) -> bool:
     if pixels.ndim != 3 or pixels.dtype != np.uint8 or not pixels.flags.c_contiguous:
         return False
     return len(pixels) <= TALLEST * pixels.shape[1] and pixels.nbytes <= _MOST_BYTES
 
 
 def check_square(out: Pixels) -> None:
-    whole = out.flags.c_contiguous and out.flags.writeable and out.dtype == np.uint8
-    if out.shape[0] != out.shape[1] or not whole:
-        raise ValueError(f"a contiguous square is filled, not {out.shape}")
+    """Raises ValueError if the library must not write to `out`."""
+    writable = out.flags.c_contiguous and out.flags.writeable and out.dtype == np.uint8
+    if out.shape[0] != out.shape[1] or not writable:
+        raise ValueError(f"not a contiguous, writable square of bytes: {out.shape}")
 
 
 def addresses_of_squares(outs: Sequence[Pixels]) -> npt.NDArray[np.uint64]:
+    """Returns the addresses of squares of one shape."""
     for out in outs:
         check_square(out)
         if out.shape != outs[0].shape:
-            raise ValueError(f"squares of one shape are filled, not {out.shape}")
+            raise ValueError(f"squares differ in shape: {out.shape}, {outs[0].shape}")
     return np.array([address(out) for out in outs], dtype=np.uint64)
 
 
 def address(array: Pixels) -> int:
-    """Sooner than `array.ctypes.data`."""
+    """Returns the memory address, faster than `array.ctypes.data`."""
     return int(array.__array_interface__["data"][0])
 
 
+def region_library() -> RegionLibrary:
+    """Returns the library of this machine, and builds it if needed.
+
+    Raises:
+        RegionUnavailableError: If there is no usable library.
+    """
+    loaded = _load_checked(os.environ.get(VARIABLE, ""))
+    if isinstance(loaded, tuple):
+        raise RegionUnavailableError(*loaded)
+    return loaded
+
+
 @functools.cache
-def _found(named: str) -> RegionLibrary | tuple[str, str]:
-    """Or cause and remedy. No exception is kept: its traceback would keep alive all that it passed."""
+def _load_checked(named: str) -> RegionLibrary | tuple[str, str]:
+    """Returns the library, or cause and remedy. A cached exception would keep its traceback alive."""
     try:
         library = _load_named(named) if named else _load_built()
     except BuildError as error:
@@ -260,10 +309,10 @@ def _found(named: str) -> RegionLibrary | tuple[str, str]:
         return f"the library does not load ({error})", remedy
     try:
         why = disagreement(library)
-    except (OSError, KeyError, ValueError) as error:  # a Pillow that was built without JPEG
-        return f"it cannot be compared with Pillow ({error})", "install a Pillow that knows JPEG"
+    except (OSError, KeyError, ValueError) as error:  # Pillow was built without JPEG
+        return f"it cannot be compared with Pillow ({error})", "install a Pillow with JPEG support"
     if why:
-        return why, "tell the developers; data.decoder = 'pillow' is right"
+        return why, "report this to the developers; data.decoder = 'pillow' works"
     return library
 
 
@@ -277,57 +326,51 @@ def _load_built() -> RegionLibrary:
     try:
         return RegionLibrary(cached_library())
     except (OSError, AttributeError):
-        # Built for a libjpeg that has gone since: once more, with the one that is here.
-        return _load_under_another_name(cached_library(rebuild=True))
+        # Built for a libjpeg that was removed or replaced.
+        return _load_copy(cached_library(rebuild=True))
 
 
-def _load_under_another_name(path: Path) -> RegionLibrary:
-    """The one that was mapped under this name stays what the name means, until the process ends."""
+def _load_copy(path: Path) -> RegionLibrary:
+    """Loads under a new name, because a process cannot load a changed file under its old name."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix="again-", suffix=".so") as copy:
         copy.write(path.read_bytes())
         copy.flush()
         return RegionLibrary(Path(copy.name))
 
 
-def region_library() -> RegionLibrary:
-    """The library of this machine, built if need be; RegionUnavailableError with the reason."""
-    found = _found(os.environ.get(VARIABLE, ""))
-    if isinstance(found, tuple):
-        raise RegionUnavailableError(*found)
-    return found
-
-
 def down_first(width: int, height: int, size: int) -> bool:
-    """Whether Pillow resamples rows before columns, for a result of `size` × `size`.
+    """Returns True if Pillow resamples vertically first, for a result of `size` × `size`.
 
-    Levels are rounded between the passes, so the order shows in the pixels. Until version 12
-    columns go first; from 13 on rows do where the height shrinks by more than twice what the width
-    shrinks by. Pillow itself is tried, not its version.
+    Pixels are rounded between the passes, so the order changes the result. Pillow 12 resamples
+    horizontally first. Pillow 13 resamples vertically first if the height shrinks by more than twice
+    what the width shrinks by. A trial with Pillow decides, not its version.
     """
-    return height > size and height - size > 2 * (width - size) and _pillow_looks_at_the_size()
+    return height > size and height - size > 2 * (width - size) and _pillow_chooses_the_order()
 
 
 @functools.cache
-def _pillow_looks_at_the_size() -> bool:
+def _pillow_chooses_the_order() -> bool:
     noise = np.random.default_rng(0).integers(0, 256, (96, 17), dtype=np.uint8)
     image, bilinear = Image.fromarray(noise), Image.Resampling.BILINEAR
-    # One side at a time there is no order.
+    # Two calls that change one side each have a known order.
     rows_first = image.resize((17, 16), bilinear).resize((16, 16), bilinear)
     return rows_first.tobytes() == image.resize((16, 16), bilinear).tobytes()
 
 
-# Of the comparison with Pillow.
+# The comparison with Pillow: side of the result; images that are wide, tall, and smaller than the
+# result; boxes as fractions: the whole image, its middle, and one with fractional edges.
 _SIZE = 12
-# Wide, tall, and smaller than the result; a box that is whole, one in the middle, one of fractions.
 _SHAPES = ((61, 37), (37, 83), (9, 11))
 _BOXES = ((0.0, 0.0, 1.0, 1.0), (0.3, 0.4, 0.8, 0.9), (0.11, 0.0, 0.57, 0.61))
 _FLIPPED = Image.Transpose.FLIP_LEFT_RIGHT
 
 
 def disagreement(library: RegionLibrary) -> str:
-    """What differs between the library and this Pillow; empty where nothing does. Takes some 20 ms,
-    once a process: Pillow and libjpeg come in versions that no test has seen, and a training must
-    not change with them."""
+    """Returns how the pixels of the library differ from Pillow's, or "" if they are equal.
+
+    Takes about 20 ms, once per process. Training must not change with versions of Pillow and libjpeg
+    that our tests have not seen.
+    """
     for at, (width, height) in enumerate(_SHAPES):
         for kind, data in enumerate(_files(width, height)):
             for number, name in enumerate(RESAMPLING, start=at + kind):
@@ -338,7 +381,7 @@ def disagreement(library: RegionLibrary) -> str:
 
 
 def _files(width: int, height: int) -> list[bytes]:
-    """4:4:4, 4:2:2, 4:2:0, 4:4:0, progressive and grey."""
+    """Returns JPEGs with 4:4:4, 4:2:2, 4:2:0 and 4:4:0 sampling, a progressive and a gray one."""
     noise = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
     image = Image.fromarray(noise).resize((width, height), box=(0, 0, width / 4, height / 4))
     wide = _encoded(image, subsampling=1)
@@ -359,8 +402,7 @@ def _encoded(image: Image.Image, **options: object) -> bytes:
 
 
 def _with_tall_chroma(wide: bytes) -> bytes:
-    """Pillow writes no 4:4:0. With sides and factors exchanged, the blocks of 4:2:2 make such a
-    file."""
+    """Makes a 4:4:0 file, which Pillow cannot write, by exchanging the sides of a 4:2:2 file."""
     frame = wide.index(b"\xff\xc0")
     height, width = wide[frame + 5 : frame + 7], wide[frame + 7 : frame + 9]
     start, rest = wide[: frame + 5], wide[frame + 12 :]
@@ -370,15 +412,15 @@ def _with_tall_chroma(wide: bytes) -> bytes:
 def _agrees(
     library: RegionLibrary,
     data: bytes,
-    share: tuple[float, float, float, float],
+    fractions: tuple[float, float, float, float],
     name: str,
     channels: int,
     flip: bool,
 ) -> bool:
-    """The file, and its pixels as a cache keeps them."""
+    """Compares the crop of a file, and of its decoded pixels, with Pillow's."""
     opened = Image.open(io.BytesIO(data))
     image = opened.convert(MODES[channels])
-    left, top, right, bottom = share
+    left, top, right, bottom = fractions
     box = left * image.width, top * image.height, right * image.width, bottom * image.height
     got = np.empty((2, _SIZE, _SIZE, channels), dtype=np.uint8)
     if library.size(data) != image.size:

@@ -1,9 +1,9 @@
-"""`RegionDecoder`: decodes JPEGs only where the crop needs them, by the C library.
+"""`RegionDecoder`: decodes only the part of a JPEG that the crop needs, with the C library.
 
-Files that the library does not take (other formats, CMYK, rotated by Exif) and files that are not as they
-should be go to Pillow, which also says what is wrong with them. The samples of a chunk are read, decoded
-and cropped by a few calls, each without the interpreter's lock: threads that release and take it for
-every sample slow one another down, and the training with them.
+Files that the library does not support (other formats, CMYK, rotated by Exif) and damaged files go to
+Pillow, which also reports what is wrong with them. A few calls read, decode and crop the samples of a
+chunk, each without the interpreter lock. Threads that take and release the lock for every sample would
+slow each other and the training.
 """
 
 from __future__ import annotations
@@ -32,18 +32,17 @@ from paceline.data.prefetch import Progress
 from paceline.data.sources.base import Source, Stored
 from paceline.data.sources.storage import Loan, ShardFile
 
-# Samples of one call; a loader that is closed waits for as many at most.
+# Samples per call. A loader that is closed waits for at most one call per thread.
 _AT_ONCE = 16
 _ALIGNMENT = 64
-# Larger files are read one by one: the memory for these is kept as long as its thread lives.
+# Larger files are read one by one, because each thread keeps the memory that it read into.
 _LARGEST_FILE, _MOST_BYTES = 16 << 20, 64 << 20
-# Files that a thread may open at once beside those that are kept open: descriptors are few.
+# Number of shards beyond those kept open that a thread may open at once. File descriptors are scarce.
 _MOST_OPENED = 4
 
 
 class RegionDecoder(PillowDecoder):
-    """Decoding, cropping and resampling a JPEG are one step, which counts as decoding; resampling
-    of pixels counts as augmenting."""
+    """Decodes crops of JPEGs. Decoding, cropping and resampling a JPEG count as "decode"."""
 
     transform: SquareTransform
 
@@ -56,7 +55,7 @@ class RegionDecoder(PillowDecoder):
         notes: Sequence[str] = (),
         **options: Any,
     ) -> None:
-        """`options` are those of `PillowDecoder`."""
+        """Creates a decoder. `options` are those of `PillowDecoder`."""
         note = f"region decoder, {library.version}"
         super().__init__(source, transform, notes=(note, *notes), **options)
         self._library = library
@@ -95,7 +94,7 @@ class RegionDecoder(PillowDecoder):
         return self._library.square(pixels, box, flip, transform.interpolation, out)
 
     def fill_together(self, chunk: Chunk, out: Pixels) -> Sequence[int]:
-        """Only where files can be read together: for pixels in memory it gains too little."""
+        """Fills many rows per call if the samples are in files. Returns the filled rows."""
         if not self.source.has_extents:
             return ()
         numbers = chunk.numbers.tolist()
@@ -115,8 +114,8 @@ class RegionDecoder(PillowDecoder):
         start = perf_counter()
         data: list[memoryview | None] = self._local.read([int(chunk.indices[row]) for row in rows])
         read = perf_counter()
-        held = {row: file for row, file in zip(rows, data, strict=True) if file is not None}
-        filled = self._decode_together(held, numbers, out) if held else []
+        files = {row: file for row, file in zip(rows, data, strict=True) if file is not None}
+        filled = self._decode_together(files, numbers, out) if files else []
         decoded = perf_counter()
         for row in filled:
             self.transform.finish(numbers[row], out[row])
@@ -126,26 +125,26 @@ class RegionDecoder(PillowDecoder):
         return filled
 
     def _decode_together(
-        self, held: dict[int, memoryview], numbers: Sequence[Sequence[float]], out: Pixels
+        self, by_row: dict[int, memoryview], numbers: Sequence[Sequence[float]], out: Pixels
     ) -> list[int]:
-        """The rows of `held` that were filled."""
-        transform, rows = self.transform, list(held)
-        files = StoredFiles(list(held.values()))
+        """Decodes the files `by_row` and returns the rows that were filled."""
+        transform, rows = self.transform, list(by_row)
+        files = StoredFiles(list(by_row.values()))
         sizes = self._library.sizes(files).tolist()
-        taken = [place for place, (width, _) in enumerate(sizes) if width]
-        if not taken:
+        supported = [place for place, (width, _) in enumerate(sizes) if width]
+        if not supported:
             return []
-        boxes = np.empty((len(taken), 4), dtype=np.float32)
-        turns = np.empty((len(taken), 2), dtype=np.int32)
-        for at, place in enumerate(taken):
+        boxes = np.empty((len(supported), 4), dtype=np.float32)
+        turns = np.empty((len(supported), 2), dtype=np.int32)
+        for at, place in enumerate(supported):
             row, (width, height) = numbers[rows[place]], sizes[place]
             boxes[at] = transform.box(width, height, row)
             turns[at] = transform.flips(row), down_first(width, height, transform.size)
         done = self._library.prepare_many(
-            files.of(taken), boxes, turns, transform.interpolation,
-            [out[rows[place]] for place in taken],
+            files.of(supported), boxes, turns, transform.interpolation,
+            [out[rows[place]] for place in supported],
         )  # fmt: skip
-        return [rows[place] for place, is_done in zip(taken, done, strict=True) if is_done]
+        return [rows[place] for place, is_done in zip(supported, done, strict=True) if is_done]
 
     def _count(self, samples: int, *, refused: bool = False) -> None:
         with self._lock:
@@ -159,36 +158,45 @@ class RegionDecoder(PillowDecoder):
 
 
 def create_decoder(source: Source, transform: SquareTransform, **options: Any) -> RegionDecoder:
-    """RegionUnavailableError if there is no library here. `options` are those of `RegionDecoder`."""
+    """Returns a decoder with the library of this machine.
+
+    Raises:
+        RegionUnavailableError: If there is no library.
+    """
     return RegionDecoder(source, transform, region_library(), **options)
 
 
 class BulkRead:
-    """The files of several samples, read by one call. Belongs to one thread: what it returned is
-    good until its next call. `pinned`: into memory from which a GPU reads without a copy."""
+    """Reads the files of several samples with one call.
+
+    Belongs to one thread. A result is valid until the next call.
+    """
 
     def __init__(self, source: Source, *, pinned: bool = False) -> None:
+        """Creates a reader. `pinned` reads into pinned memory, from which a GPU reads directly."""
         self._source = source
-        self._library = _library() if source.has_extents else None
+        self._library = _library_or_none() if source.has_extents else None
         self._pinned = pinned
         self._memory = np.empty(0, dtype=np.uint8)
 
     def all(self, indices: Sequence[int], progress: Progress) -> list[Stored | memoryview]:
-        """What cannot be read together is read one by one."""
+        """Reads all samples, one by one if they cannot be read together. Corrupt samples are b""."""
         progress.check()
-        found: list[Stored | memoryview] = []
+        stored: list[Stored | memoryview] = []
         for index, data in zip(indices, self(indices), strict=True):
             if data is None:
                 progress.check()
             try:
-                found.append(self._source.read(index) if data is None else data)
+                stored.append(self._source.read(index) if data is None else data)
             except CorruptImage:
-                found.append(b"")  # as which it is reported
-        return found
+                stored.append(b"")
+        return stored
 
     def __call__(self, indices: Sequence[int]) -> list[memoryview | None]:
-        """None where an ordinary read must find out more: data in no file, a shard that changed or
-        fails."""
+        """Reads samples together. Returns None for those that `Source.read` must read.
+
+        These are samples without a file, and shards that changed or cannot be read.
+        """
         if self._library is None:
             return [None] * len(indices)
         loans: dict[ShardFile, Loan | None] = {}
@@ -205,8 +213,8 @@ class BulkRead:
         indices: Sequence[int],
         loans: dict[ShardFile, Loan | None],
     ) -> list[memoryview | None]:
-        """Notes what it borrowed in `loans`."""
-        found: list[memoryview | None] = [None] * len(indices)
+        """Reads samples, and adds the descriptors that it borrows to `loans`."""
+        views: list[memoryview | None] = [None] * len(indices)
         wanted: list[tuple[int, Loan, int, int]] = []
         left = _MOST_BYTES
         for place, index in enumerate(indices):
@@ -223,7 +231,7 @@ class BulkRead:
             if (loan := loans[file]) is not None:
                 wanted.append((place, loan, offset, size))
         if not wanted:
-            return found
+            return views
         sizes = np.array([size for *_, size in wanted], dtype=np.int64)
         starts = self._reserve(sizes)
         pieces = Pieces(
@@ -233,23 +241,23 @@ class BulkRead:
             (starts + self._memory.ctypes.data).astype(np.uint64),
         )
         library.read_many(pieces)
-        view = self._memory.data
-        rows = zip(wanted, starts.tolist(), pieces.found.tolist(), strict=True)
+        memory = self._memory.data
+        rows = zip(wanted, starts.tolist(), pieces.outcomes.tolist(), strict=True)
         for (place, loan, _, size), start, (done, *stamp) in rows:
             if done == size and loan.fits(*stamp):
-                found[place] = view[start : start + size]
-        return found
+                views[place] = memory[start : start + size]
+        return views
 
     def _reserve(self, sizes: Int64) -> Int64:
-        """Where each file begins in this reader's memory, which grows to hold them."""
+        """Returns the start of each file in the memory of this reader. Grows the memory if needed."""
         ends = np.cumsum(-(-sizes // _ALIGNMENT) * _ALIGNMENT)
         if ends[-1] > len(self._memory):
-            held = torch.empty(int(ends[-1]) * 5 // 4, dtype=torch.uint8, pin_memory=self._pinned)
-            self._memory = held.numpy()
+            memory = torch.empty(int(ends[-1]) * 5 // 4, dtype=torch.uint8, pin_memory=self._pinned)
+            self._memory = memory.numpy()
         return np.concatenate(([0], ends[:-1]))
 
 
-def _library() -> RegionLibrary | None:
+def _library_or_none() -> RegionLibrary | None:
     try:
         return region_library()
     except RegionUnavailableError:

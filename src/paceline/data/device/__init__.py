@@ -1,1 +1,1 @@
-"""Images that are decoded, augmented, held or normalised on the training device."""
+"""The part of the pipeline on the training device: decoders, resident sets, normalization, copies."""

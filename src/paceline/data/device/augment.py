@@ -1,7 +1,7 @@
-"""Augmentation on the device, for a whole batch at a time.
+"""Augmentation of whole batches on the device.
 
-The random choices of a batch travel to the device as a few whole numbers a sample; the pixels stay
-there, and are those of the host's transforms.
+The host sends the random choices of a batch to the device as a few integers per sample. The pixels stay
+on the device, and the results equal those of the host's transforms.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from paceline.data.settings import DataSettings
 Float64 = npt.NDArray[np.float64]
 Filter = Callable[[torch.Tensor], torch.Tensor]
 _ONE = 2.0**22
-# Beyond every pixel number, and the sum of two of them still within 64 bits.
+# Larger than every pixel index. The sum of two of these still fits 64 bits.
 _OUTSIDE = 2**40
-# Bytes of intermediate values, of which a few exist at a time: bounds the memory they take.
+# Maximum size of an intermediate tensor, of which a few exist at a time.
 _CHUNK_BYTES = 128 * 2**20
 
 
 class AugmentNumbers:
-    """What `TrainTransform` would do with each image, as whole numbers drawn on the host.
+    """Converts the random numbers of samples to integers, on the host.
 
-    `draws` uniform numbers a sample become `count` whole ones: flip, down, right, or flip, left,
-    top, right, bottom; then, with `cutout`, top and left of the cutout.
+    `draws` random numbers of a sample become `count` integers: flip, down, right, or flip, left, top,
+    right, bottom; then top and left of the cutout if there is one. `TrainTransform` makes the same
+    choices.
     """
 
     def __init__(self, settings: DataSettings, height: int, width: int) -> None:
-        """`height` and `width` are those of the stored images."""
+        """`height` and `width` are the size of the stored images."""
         self._settings = settings
         self._sides = height, width
         self._boxes = settings.augment == "random_resized_crop"
@@ -52,7 +53,7 @@ class AugmentNumbers:
         self.count = (5 if self._boxes else 3) + (2 if settings.cutout else 0)
 
     def fill(self, rows: Float64, out: Int64) -> None:
-        """`out` is `count` × samples."""
+        """Fills `out`, which is `count` × samples."""
         settings = self._settings
         out[0] = (rows[:, FLIP] < 0.5) & settings.flip
         if side := settings.cutout:
@@ -73,7 +74,7 @@ def random_boxes(
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> Int64:
-    """`random_box` for all rows at once: left, top, right, bottom, each a row of the result."""
+    """Returns `random_box` of all rows: an array with the rows left, top, right, bottom."""
     low, high = math.log(ratio[0]), math.log(ratio[1])
     tries = rows[:, FIRST_TRY : FIRST_TRY + 2 * TRIES].reshape(-1, TRIES, 2)
     area = width * height * (scale[0] + tries[:, :, 0] * (scale[1] - scale[0]))
@@ -90,13 +91,12 @@ def random_boxes(
 
 
 class DeviceAugment:
-    """`TrainTransform` for a whole batch, where the pixels already are. Only queues kernels:
-    nothing waits for the device. The set is read, never written to."""
+    """Does the work of `TrainTransform` for a batch of a resident set. Does not synchronize."""
 
     def __init__(
         self, pixels: torch.Tensor, shape: tuple[int, int, int], settings: DataSettings
     ) -> None:
-        """`pixels` and `shape` are those of a `ResidentSet`."""
+        """Takes `pixels` and `shape` of a `ResidentSet`."""
         self._pixels = pixels
         self._images = pixels[:-1].view(-1, *shape)
         self._size = settings.image_size
@@ -105,13 +105,13 @@ class DeviceAugment:
         boxes = settings.augment == "random_resized_crop"
         self._apply = self._resized if boxes else self._shifted
         height, width, channels = shape
-        # A float64 for each stored value, or the number of each pixel in 64 bits.
+        # One float64 per stored value, or one 64-bit index per pixel.
         sample_bytes = 8 * height * width * (channels if boxes else 1)
         self._chunk = max(1, _CHUNK_BYTES // sample_bytes)
         self._sides = torch.arange(self._size, device=pixels.device)
 
     def __call__(self, indices: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """`numbers` has a row for each number and a column for each sample."""
+        """Returns the batch. `numbers` has one column per sample."""
         parts = [
             self._apply(
                 indices[start : start + self._chunk], numbers[:, start : start + self._chunk]
@@ -123,13 +123,13 @@ class DeviceAugment:
     def _resized(self, indices: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         flip, *box = numbers[:5]
         images = self._images.index_select(0, indices)
-        found: torch.Tensor = resample(images, box, flip, self._size, self._interpolation)
-        return (
-            found.masked_fill_(self._cutout_mask(numbers)[..., None], 0) if self._cutout else found
-        )
+        squares: torch.Tensor = resample(images, box, flip, self._size, self._interpolation)
+        if self._cutout:
+            squares.masked_fill_(self._cutout_mask(numbers)[..., None], 0)
+        return squares
 
     def _shifted(self, indices: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """One gather of whole pixels: each comes from the number of its line plus its column."""
+        """Gathers pixels. The index of a pixel is the index of its line plus its column."""
         size = self._size
         flip, down, right = numbers[:3, :, None]
         line = self._sides - down
@@ -139,13 +139,12 @@ class DeviceAugment:
         source = start[:, :, None] + column[:, None, :]
         if self._cutout:
             source.masked_fill_(self._cutout_mask(numbers), _OUTSIDE)
-        # What lies outside on either side, or in the cutout, ends at the black pixel after the last.
+        # Indices outside of the image or in the cutout become that of the black pixel at the end.
         source.clamp_max_(len(self._pixels) - 1)
-        found = self._pixels.index_select(0, source.view(-1))
-        return found.view(len(indices), size, size, -1)
+        return self._pixels.index_select(0, source.view(-1)).view(len(indices), size, size, -1)
 
     def _cutout_mask(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Samples × height × width: where the cutout is."""
+        """Returns samples × height × width, True inside the cutout."""
         away = self._sides - numbers[-2:, :, None]
         rows, columns = ((away >= 0) & (away < self._cutout)).unbind()
         mask: torch.Tensor = rows[:, :, None] & columns[:, None, :]
@@ -162,17 +161,22 @@ def resample(
     size: int,
     interpolation: str,
 ) -> torch.Tensor:
-    """Boxes of images scaled to one square each, in uint8, as Pillow does it.
+    """Resamples a box of each image to a square, with exactly the pixels of Pillow.
 
-    A filter turns a box into two matrices of weights, one a side, and scaling is two products.
-    Weights are whole multiples of 2⁻²² and levels are rounded after each product, as in Pillow;
-    float64 holds every sum exactly, so the result is Pillow's to the pixel, in whatever order a
-    device adds. `images` are samples × height × width × channels, `box` left, top, right and bottom
-    of each, `flip` 1 where the result is flipped.
+    A filter gives two matrices of weights, one per side, and resampling is two matrix products. Weights
+    are integer multiples of 2⁻²² and levels are rounded after each product, as in Pillow. float64
+    represents every sum exactly, so the order of additions does not matter.
+
+    Args:
+        images: Samples × height × width × channels, uint8.
+        box: Left, top, right and bottom of each sample.
+        flip: 1 for samples whose square is flipped.
+        size: Side of the squares.
+        interpolation: The filter.
     """
     height, width = images.shape[1:3]
     left, top, right, bottom = box
-    # A half-precision region around the caller must not reach these products.
+    # The products must stay in float64 if the caller uses autocast.
     with torch.autocast(images.device.type, enabled=False):
         across = _weights(left, right, width, size, interpolation)
         across = torch.where(flip[:, None, None] > 0, across.flip(1), across)
@@ -196,23 +200,23 @@ def _along_columns(weights: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
 
 
 def _levels(sums: torch.Tensor) -> torch.Tensor:
-    """From whole multiples of 2⁻²² to whole levels, rounded half up, within 0 to 255."""
+    """Converts multiples of 2⁻²² to levels from 0 to 255, rounded half up."""
     return sums.add_(_ONE / 2).div_(_ONE).floor_().clamp_(0, 255)
 
 
 def _weights(
     low: torch.Tensor, high: torch.Tensor, stored: int, size: int, interpolation: str
 ) -> torch.Tensor:
-    """Samples × size × stored: what each stored pixel adds to each pixel of the result, times 2²².
+    """Returns the weight of each stored pixel for each result pixel, times 2²²: samples × size × stored.
 
-    Pixels just outside of the box count where the filter reaches them, as they do in Pillow.
+    As in Pillow, pixels outside of the box count if the filter reaches them.
     """
     scale = (high - low).to(torch.float64)[:, None] / size
     pixel = torch.arange(stored, device=low.device, dtype=torch.float64)
     if interpolation == "nearest":
         return (pixel == _nearest(low[:, None] + scale * 0.5, scale, size)).to(torch.float64) * _ONE
     centre = low[:, None] + (torch.arange(size, device=low.device) + 0.5) * scale
-    # When shrinking, the filter grows with the step between pixels, so that each stored one counts.
+    # When shrinking, the filter grows with the step between pixels, so that every stored pixel counts.
     narrowing = 1 / scale.clamp_min(1)[:, :, None]
     weights = _FILTERS[interpolation]((pixel - centre[:, :, None] + 0.5) * narrowing)
     weights = weights / weights.sum(dim=2, keepdim=True) * _ONE
@@ -220,8 +224,11 @@ def _weights(
 
 
 def _nearest(start: torch.Tensor, step: torch.Tensor, size: int) -> torch.Tensor:
-    """The stored pixel under each centre. Pillow adds up steps, and where a centre falls between
-    two pixels its rounding errors decide: hence the same additions, in the same order."""
+    """Returns the stored pixel at each center.
+
+    Pillow adds up steps, and its rounding errors decide if a center is between two pixels. So these are
+    the same additions in the same order.
+    """
     centres = [start]
     for _ in range(size - 1):
         centres.append(centres[-1] + step)
@@ -233,7 +240,7 @@ def _triangle(x: torch.Tensor) -> torch.Tensor:
 
 
 def _cubic(x: torch.Tensor) -> torch.Tensor:
-    """Keys's cubic with a = −1/2."""
+    """The cubic filter of Keys with a = −1/2."""
     x = x.abs()
     near = (1.5 * x - 2.5) * x * x + 1
     far = (((x - 5) * x + 8) * x - 4) * -0.5
@@ -241,7 +248,7 @@ def _cubic(x: torch.Tensor) -> torch.Tensor:
 
 
 def _lanczos(x: torch.Tensor) -> torch.Tensor:
-    """A sinc under a wider sinc, three zeros to each side."""
+    """A sinc windowed by a sinc of three times its width."""
     return torch.where(x.abs() < 3, torch.sinc(x) * torch.sinc(x / 3), 0.0)
 
 

@@ -1,12 +1,10 @@
-"""Triton kernels: boxes of decoded images resampled to squares, and normalisation in one pass over
-memory.
+"""Triton kernels: resample boxes of decoded images to squares, and normalize images in one pass.
 
-`crop_kernel` takes decoded images of any size, wherever they lie on a GPU, by their addresses, with
-a box in each, flips and cutouts; one launch fills samples × height × width × 3 in uint8. The filter
-is Pillow's triangle, which grows with the step between pixels when it shrinks; sums across are
-rounded to whole levels before they are summed down, as in Pillow. Levels may differ by one: where
-the exact sum lies halfway, because sums are float32, and in tall images, where Pillow sums down
-first from version 13 on.
+`crop_kernel` takes the addresses of decoded images of any size, with a box in each, flips and
+cutouts. One launch fills samples × height × width × 3 in uint8. The filter is Pillow's triangle,
+which widens when the image shrinks. As in Pillow, horizontal sums are rounded to levels before the
+vertical sum. Levels may differ from Pillow's by one: if the exact sum is halfway between two
+levels, because sums are float32, and in tall images, which Pillow 13 resamples vertically first.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _COLUMNS = tl.constexpr(COLUMNS)
 
 @triton.jit
 def _bound(position, most):
-    """Pillow's rounding of a filter's edge, within the image."""
+    """Rounds the edge of a filter as Pillow does, within the image."""
     return tl.minimum(tl.maximum((position + 0.5).to(tl.int32), 0), most)
 
 
@@ -47,7 +45,7 @@ def _weight(pixel, centre, reach):
 def crop_kernel(
     table, boxes, out, SIZE: tl.constexpr, CUTOUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: one line of one square. `boxes` is the table seen as doubles."""
+    """Fills one line of one square per program. `boxes` is the table viewed as doubles."""
     line = tl.program_id(0)
     entry = tl.program_id(1) * _COLUMNS
     image = tl.load(table + entry + _ADDRESS).to(tl.pointer_type(tl.uint8))
@@ -114,14 +112,19 @@ def crop_kernel(
 
 
 def new_table(samples: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """A table to fill, and the same memory as doubles, of which the columns from BOX on are."""
+    """Returns an empty table, and a view of it as doubles for the columns from BOX on."""
     table = np.zeros((samples, COLUMNS), dtype=np.int64)
     return table, table.view(np.float64)
 
 
 def crop_into(out: torch.Tensor, table: torch.Tensor, *, cutout: int) -> None:
-    """Fills the rows of `out` that `table`, on the same device, names. The images must stay until
-    the stream is done with them."""
+    """Fills the rows of `out` in `table`. The images must exist until the stream has finished.
+
+    Args:
+        out: Samples × size × size × 3.
+        table: One row per image, on the device of `out`.
+        cutout: Side of the cutout, 0 for none.
+    """
     size = out.shape[1]
     if len(table):
         crop_kernel[(size, len(table))](
@@ -137,8 +140,7 @@ _BLOCK = 1024
 def normalize_kernel(
     images, out, scale, shift, pixels, IN: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """scale · pixel + shift for each channel, rounded once. One program: BLOCK pixels with all
-    their channels."""
+    """Computes scale · pixel + shift for BLOCK pixels per program, rounded once."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (at < pixels)[:, None]
     channel = tl.arange(0, OUT)[None, :]
@@ -153,8 +155,17 @@ def normalize_kernel(
 def normalized(
     images: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype, extra: int
 ) -> Tensor:
-    """samples × (channels + extra) × height × width. Widths that are no power of two get torch's
-    pad."""
+    """Returns normalized images with `extra` channels of zeros.
+
+    Uses torch operators if the number of channels is no power of two.
+
+    Args:
+        images: Samples × height × width × channels, uint8.
+        scale: Factor of each channel.
+        shift: Offset of each channel.
+        dtype: Type of the result.
+        extra: Number of additional channels.
+    """
     samples, height, width, channels = images.shape
     wide = channels + extra
     if wide & (wide - 1):

@@ -1,7 +1,7 @@
-"""`Normalizer`: from stored pixels to what the model computes with, (pixel / 255 − mean) / std.
+"""`Normalizer`: converts stored pixels to the input of the model, (pixel / 255 − mean) / std.
 
-It takes uint8 images, samples × height × width × channels, in host memory or on the device, so that a
-quarter of the bytes travels. The result is seen as samples × channels × height × width in channels-last
+It takes uint8 images (samples × height × width × channels) in host memory or on the device, so that only
+a quarter of the bytes is copied. The result is samples × channels × height × width in channels-last
 memory.
 """
 
@@ -17,16 +17,16 @@ import torch.nn.functional as F
 
 from paceline.data.batch import ReusedMemory
 
-# Values that fit into a core's own cache, so that three passes over them cost one over memory.
+# Number of values that fit into a core's cache, so that three passes cost one pass over memory.
 _CHUNK = 64 * 1024
-# Results that may be alive at once: of the batch in hand, and of those that a consumer keeps.
+# Number of results that may be in use at the same time.
 _KEPT_RESULTS = 4
 
 
 class Normalizer:
-    """One multiplication and one addition a pixel, in float32, with constants kept on each device.
+    """Normalizes images with one multiplication and one addition per value, in float32.
 
-    Nothing waits for the device. Call `prepare` before capturing a CUDA graph.
+    Does not synchronize with the device. Call `prepare` before capturing a CUDA graph.
     """
 
     def __init__(
@@ -40,15 +40,27 @@ class Normalizer:
         channels_last: bool = True,
         kernel: bool = True,
     ) -> None:
-        """One value of `mean` or `std` stands for all channels. `dtype` is the result's, to which
-        it is rounded once. `channels_out` adds channels of zeros: GPUs convolve four faster than
-        three. `kernel` = False keeps to torch's own operators on a GPU."""
+        """Creates a normalizer.
+
+        Args:
+            mean: Mean of all channels, or of each channel, on the scale 0 to 1.
+            std: Standard deviation of all channels, or of each channel.
+            channels: Channels of the images.
+            dtype: Type of the result, which is rounded once.
+            channels_out: Channels of the result. Additional channels are zeros. GPUs compute
+                convolutions of four channels faster than of three.
+            channels_last: Memory layout of the result.
+            kernel: Uses the Triton kernel on a GPU.
+
+        Raises:
+            ValueError: If the number of values does not match `channels`.
+        """
         for name, values in (("mean", mean), ("std", std)):
             if len(values) not in (1, channels):
                 raise ValueError(f"{name} has {len(values)} values for {channels} channels")
         means = torch.tensor(mean, dtype=torch.float64).expand(channels)
         stds = torch.tensor(std, dtype=torch.float64).expand(channels)
-        # Divided in float64 and rounded once, so the result is within one rounding of the formula.
+        # Computed in float64 and rounded once, so the result is within one rounding of the formula.
         self._scale = (1 / (255 * stds)).to(torch.float32).view(1, channels, 1, 1)
         self._shift = (-means / stds).to(torch.float32).view(1, channels, 1, 1)
         self.dtype = dtype
@@ -61,7 +73,7 @@ class Normalizer:
         self._memory = ReusedMemory(_KEPT_RESULTS)
 
     def without_padding(self) -> Normalizer:
-        """Returns the same without added channels, as a plain model takes images."""
+        """Returns a copy without additional channels, for models without accelerations."""
         if not self._extra:
             return self
         plain = copy(self)
@@ -69,7 +81,7 @@ class Normalizer:
         return plain
 
     def __call__(self, images: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-        """Queues the copy without waiting where `images` is pinned."""
+        """Normalizes `images` on `device`. The copy of pinned images is asynchronous."""
         scale, shift = self.prepare(device)
         images = images.to(device, non_blocking=True)
         if self._kernel and images.is_cuda and _has_triton():
@@ -77,7 +89,9 @@ class Normalizer:
 
             result = normalized(images, scale, shift, self.dtype, self._extra)
             return result.contiguous(memory_format=self._format)
-        if self._in_chunks(images):
+        # torch.compile needs the plain operators below.
+        plain = self.dtype == torch.float32 and not self._extra and images.device.type == "cpu"
+        if plain and images.is_contiguous() and not torch.compiler.is_compiling():
             return self._chunked(images).contiguous(memory_format=self._format)
         pixels = images.permute(0, 3, 1, 2)
         result = pixels.to(torch.float32).mul_(scale).add_(shift).to(self.dtype)
@@ -85,14 +99,8 @@ class Normalizer:
             result = F.pad(result, (0, 0, 0, 0, 0, self._extra))
         return result.contiguous(memory_format=self._format)
 
-    def _in_chunks(self, images: torch.Tensor) -> bool:
-        """On the host, in single precision: what a compiler sees must stay plain operators."""
-        plain = self.dtype == torch.float32 and not self._extra and images.device.type == "cpu"
-        return plain and images.is_contiguous() and not torch.compiler.is_compiling()
-
     def _chunked(self, images: torch.Tensor) -> torch.Tensor:
-        """The same numbers as below, several times as fast: whole lines of pixels at a time, in
-        cache, into memory that is there already."""
+        """Computes the same bits several times as fast, in parts that fit the cache and reused memory."""
         samples, height, width, channels = images.shape
         scale, shift = (c.view(1, -1).repeat(1, width) for c in (self._scale, self._shift))
         result = self._memory.take((samples * height, width * channels), torch.float32)
@@ -103,7 +111,7 @@ class Normalizer:
         return result.view(samples, height, width, channels).permute(0, 3, 1, 2)
 
     def prepare(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
-        """The constants on `device`: copied at the first call, which a CUDA graph cannot capture."""
+        """Returns the constants on `device`. A CUDA graph cannot capture the first call, which copies."""
         name = str(device)
         if name not in self._on_device:
             self._on_device[name] = (self._scale.to(device), self._shift.to(device))

@@ -1,5 +1,4 @@
-"""JPEG files decoded on the GPU: which files are taken (`jpeg_file`), and their decoding by nvJPEG
-(`NvJpeg`)."""
+"""JPEG files on the GPU: `jpeg_file` selects supported files, and `NvJpeg` decodes them with nvJPEG."""
 
 from __future__ import annotations
 
@@ -32,10 +31,10 @@ _INSTEAD = "or set data.decoder = 'auto'"
 _ALLOCATOR_FAILURE, _INTERNAL_ERROR = 5, 8
 _ALIGNMENT = 256
 _OTHER_SIZE = "not the size that the file says"
-# Sides within which the engines' answer depends on the kind of the file alone.
+# Range of sides for which only the kind of a file decides if the engines support it.
 _USUAL = (64, 8192)
 # Invalid parameter, bad JPEG, not supported, execution failed, internal error, not implemented,
-# incomplete. Some of them may also be the decoder's own trouble: a sound file then shows it.
+# incomplete. The decoder itself may also cause some of them, which a valid file then shows.
 _FILES_FAULTS = frozenset({2, 3, 4, 6, 8, 9, 10})
 Bytes = bytes | memoryview
 _START = b"\xff\xd8\xff"
@@ -45,11 +44,11 @@ _TAKEN_FRAMES = frozenset({0xC0, 0xC1, 0xC2})
 _OTHER_FRAMES = frozenset({0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF})
 _SCAN, _APP1, _ADOBE, _RESTART = 0xDA, 0xE1, 0xEE, 0xDD
 _PROGRESSIVE = 0xC2
-# Zero, start, end and number of lines: decoders differ in how they treat these before a scan.
+# Zero, start, end and number of lines: decoders treat these differently before a scan.
 _MISPLACED = frozenset({0x00, 0xD8, 0xD9, 0xDC})
 _RELEVANT = _OTHER_FRAMES | {_APP1, _ADOBE}
 _ALONE = frozenset({0x01, *range(0xD0, 0xD8)})  # markers without a length
-# Padding that some writers leave behind the end.
+# Length of the padding that some writers add after the end.
 _TAIL_BYTES = 64
 _MOST_PIXELS = 64_000_000
 _ORIENTATION_TAG = 0x0112
@@ -57,7 +56,7 @@ _RGB_NAMES = b"RGB"
 
 
 class DeviceImage(NamedTuple):
-    """Pixels on the device: 3 × width × height bytes from `address` on."""
+    """Pixels on the device: 3 × height × width bytes at `address`."""
 
     address: int
     width: int
@@ -66,9 +65,13 @@ class DeviceImage(NamedTuple):
 
 @dataclass(frozen=True)
 class Decoded:
-    """`images` lie on the device once the current stream gets there, and until then `held` must
-    stay: their memory, and what the device may still be reading from. `problem`: the decoder's
-    message for the first file, or chunk, that it failed with."""
+    """The result of decoding a chunk.
+
+    Attributes:
+        images: The images, which are complete when the current stream has finished.
+        held: Memory that must exist until then.
+        problem: The decoder's message for the first file or chunk that failed.
+    """
 
     images: list[DeviceImage | None]
     held: Any
@@ -76,7 +79,7 @@ class Decoded:
 
 
 class JpegFile(NamedTuple):
-    """`kind` is equal where the frames' ways of coding are: all but the size."""
+    """A file. Files with equal coding parameters, except the size, have the same `kind`."""
 
     data: Bytes
     width: int
@@ -85,10 +88,12 @@ class JpegFile(NamedTuple):
 
 
 def jpeg_file(data: Bytes) -> JpegFile | None:
-    """The file, if nvJPEG shows it as Pillow would; None for everything that is to go through the
-    host: other formats, CMYK and RGB inside a JPEG, files rotated by Exif, arithmetic or lossless
-    coding, more than 8 bits, absurd sizes, files cut short. Looks at the segments before the first
-    scan only, which takes microseconds."""
+    """Returns the file if nvJPEG decodes it as Pillow does, else None.
+
+    Unsupported are other formats, CMYK and RGB inside a JPEG, files rotated by Exif, arithmetic or
+    lossless coding, more than 8 bits, very large sizes and truncated files. Reads only the segments
+    before the first scan, which takes microseconds.
+    """
     if data[:3] != _START or _END not in bytes(data[-_TAIL_BYTES:]):
         return None
     try:
@@ -129,18 +134,18 @@ def _before_scan(data: Bytes) -> JpegFile | None:
 
 
 def _at_scan(found: JpegFile | None, components: int, restarts: bool) -> JpegFile | None:
-    """JPEG engines take no file whose components come one after the other."""
+    """Completes the file at its first scan. JPEG engines do not support separate scans of components."""
     if found is None or (found.kind[0] != _PROGRESSIVE and components != len(found.kind) - 1):
         return None
     return found._replace(kind=found.kind + bytes([restarts]))
 
 
 def _is_plain(marker: int, segment: bytes) -> bool:
-    """Whether a segment leaves the pixels as everybody would take them."""
+    """Returns True if all decoders give the same pixels despite this segment."""
     if marker == _APP1:
         return _is_upright(segment)
     if marker == _ADOBE:
-        # 1 is YCbCr, which is what three components are taken for.
+        # 1 is YCbCr, which is the default for three components.
         return not segment.startswith(b"Adobe") or segment[11] == 1
     return False
 
@@ -152,12 +157,12 @@ def _frame(data: Bytes, place: int, marker: int) -> JpegFile | None:
     table = bytes(data[place + 6 : place + 6 + 3 * components])
     if len(table) < 3 * components or table[::3] == _RGB_NAMES:
         return None
-    # Neither the components' names nor their quantisation tables make another kind.
+    # Names of components and quantization tables are not part of the kind.
     return JpegFile(data, width, height, bytes([marker]) + table[1::3])
 
 
 def _is_upright(segment: bytes) -> bool:
-    """Whether an APP1 segment leaves the image as it is; one that cannot be read does not."""
+    """Returns True if an APP1 segment is readable and does not rotate the image."""
     if not segment.startswith(b"Exif\0\0"):
         return b"Orientation" not in segment  # XMP may have one too
     tiff = segment[6:]
@@ -177,19 +182,18 @@ def _is_upright(segment: bytes) -> bool:
 
 
 class NvJpeg:
-    """Decodes many JPEG files on the GPU at once, by NVIDIA's nvJPEG, into planes.
+    """Decodes many JPEG files on the GPU into planes, with NVIDIA's nvJPEG.
 
-    Baseline files are decoded many at a time by the GPU's JPEG engines where it has them, others
-    one by one on its cores, all on the caller's stream. One file that cannot be decoded fails the
-    whole call: then each is tried alone. Trouble that is no file's fault ends the run: sent on to
-    the host, the files would only be slow, and nobody would know why. Used by many threads at once,
-    each on a stream of its own.
+    The GPU's JPEG engines decode many baseline files at a time. Without engines, and for other files, its
+    cores decode one by one. All work is on the caller's stream. One undecodable file fails the
+    whole call; then each file is decoded alone. Errors that no file causes end the run, because a
+    silent fall-back to the host would be slow. Thread-safe if each thread has its own stream.
     """
 
     def __init__(self, device: torch.device, library: NvJpegLibrary | None = None) -> None:
-        """ConfigError where nvJPEG cannot be loaded or does not work here."""
+        """Loads nvJPEG. Raises ConfigError if that fails, or if nvJPEG does not work here."""
         self._device = device
-        # Kinds of files that the engines take.
+        # Kinds of files that the engines support.
         self._batched: set[bytes] = set()
         try:
             self._library = library or load_nvjpeg(torch.version.cuda or "")
@@ -211,7 +215,12 @@ class NvJpeg:
             ) from None  # fmt: skip
 
     def __call__(self, files: Sequence[JpegFile]) -> Decoded:
-        """At most CHUNK files. OutOfMemoryError, RunError: trouble that is no file's fault."""
+        """Decodes at most CHUNK files.
+
+        Raises:
+            torch.OutOfMemoryError: If the GPU has no memory left.
+            RunError: After other errors that no file causes.
+        """
         try:
             return self._decode(files)
         except NvJpegError as error:
@@ -243,7 +252,7 @@ class NvJpeg:
 
     def _decode(self, files: Sequence[JpegFile]) -> Decoded:
         stored = StoredFiles([file.data for file in files])
-        # The decoder writes what it sees in the file: one that sees another size than we is not asked.
+        # The decoder writes as many bytes as it reads from the header, so both sizes must agree.
         handle = self._handles.any
         seen = [self._library.size(handle, *row) for row in stored.pairs()]
         good = [row for row, file in enumerate(files) if seen[row] == (file.width, file.height)]
@@ -255,7 +264,7 @@ class NvJpeg:
             try:
                 self._decode_into(states, [files[row] for row in good], stored.of(good), targets)
             finally:
-                finish_current(self._device)  # the next one gets the states
+                finish_current(self._device)  # another thread may use the states next
         for row, address in zip(good, targets[:, 0].tolist(), strict=True):
             images[row] = DeviceImage(address, *seen[row])
         return Decoded(images, memory, "" if len(good) == len(files) else _OTHER_SIZE)
@@ -276,7 +285,7 @@ class NvJpeg:
             finish_current(self._device)
 
     def _is_batched(self, states: NvJpegStates, file: JpegFile, address: int, length: int) -> bool:
-        """Whether the engines take it: asked once for each kind of file of usual size."""
+        """Returns True if the engines support the file. Queries each kind of common size once."""
         engine = self._handles.engine
         if not engine:
             return False
@@ -294,7 +303,7 @@ class NvJpeg:
 
 
 def _allocate(sizes: Int64, device: torch.device) -> tuple[torch.Tensor, Targets]:
-    """Memory for images of these sizes, and where each lies in it, as nvJPEG takes it."""
+    """Allocates memory for images of these sizes, and returns it with nvJPEG's description of each."""
     pixels = sizes[:, 0] * sizes[:, 1]
     ends = np.cumsum(-(-3 * pixels // _ALIGNMENT) * _ALIGNMENT)
     memory = torch.empty(int(ends[-1]), dtype=torch.uint8, device=device)
@@ -313,7 +322,7 @@ def _stream(device: torch.device) -> int:
 
 
 def _raise_unless_a_file(error: NvJpegError) -> None:
-    """Returns where a file may be to blame."""
+    """Raises RunError unless a file may have caused the error."""
     _raise_if_memory(error)
     if error.status not in _FILES_FAULTS:
         raise RunError(
@@ -328,7 +337,7 @@ def _raise_if_memory(error: NvJpegError) -> None:
 
 
 def sound_jpeg() -> JpegFile:
-    """A file that every decoder can decode, of a size and kind that JPEG engines take too."""
+    """Returns a valid file of a size and kind that JPEG engines support."""
     stream = io.BytesIO()
     Image.new("RGB", (128, 128)).save(stream, "JPEG", subsampling="4:2:0")
     found = jpeg_file(stream.getvalue())

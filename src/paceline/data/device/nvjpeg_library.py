@@ -1,7 +1,6 @@
-"""NVIDIA's nvJPEG, called directly: its functions (`NvJpegLibrary`), and the handles and states
-that they take.
+"""Calls NVIDIA's nvJPEG directly: its functions (`NvJpegLibrary`), and its handles and states.
 
-torchvision has a way to nvJPEG too, but from pageable memory and one call at a time.
+torchvision also calls nvJPEG, but from pageable memory and with one call at a time.
 """
 
 from __future__ import annotations
@@ -20,17 +19,18 @@ import torch
 
 from paceline.data.decode.library import StoredFiles
 
-# One row an image: addresses of up to four planes, then the length of a line in each.
+# One row per image: addresses of up to four planes, then the length of a line in each.
 Targets = npt.NDArray[np.uint64]
 _PLANES = 4
 _RGB = 3
 _FULL_COLOUR = 0
 _BACKENDS = {"hardware": 3, "default": 0}
-# Files of one call: many keep the GPU's JPEG engines busy, few let the next call's reading begin sooner.
+# Files per call. Many keep the GPU's JPEG engines busy. With few, reading for the next call starts
+# sooner.
 CHUNK = 64
-# One decodes while the other's files are made ready.
+# One decodes while another prepares its files.
 _STATES = 2
-# Memory for images up to this side is allocated at once.
+# Memory for images up to this side is allocated in advance.
 _SIDE = 1280
 _OTHER_GPU = 7
 _FUNCTIONS = (
@@ -53,11 +53,14 @@ class NvJpegError(RuntimeError):
 
 
 class NvJpegLibrary:
-    """OSError where there is none. Handles may be shared by threads; states and bitstreams may not."""
+    """The functions of nvJPEG. Threads may share handles, but not states and bitstreams.
+
+    The constructor raises OSError if the library cannot be loaded.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
-        # The first lets others run meanwhile, which takes longer than a short call does.
+        # The first releases the interpreter lock, which takes longer than a short call.
         self._long, self._short = ctypes.CDLL(path), ctypes.PyDLL(path)
         missing = [name for name in _FUNCTIONS if not hasattr(self._long, name)]
         if missing:
@@ -72,7 +75,7 @@ class NvJpegLibrary:
         return ".".join(numbers)
 
     def handle(self, backend: str) -> int:
-        """Of the current device. Status 7 where `backend` is hardware and the GPU has none."""
+        """Creates a handle on the current device. Status 7 if the GPU has no JPEG engines."""
         return self._new("nvjpegCreateEx", _BACKENDS[backend], None, None, 0)
 
     def state(self, handle: int) -> int:
@@ -91,7 +94,7 @@ class NvJpegLibrary:
                 self._call(name, _pointer(value), long=True)
 
     def size(self, handle: int, address: int, length: int) -> tuple[int, int]:
-        """Width and height, as the decoder will write them."""
+        """Returns the width and height that the decoder will write."""
         components, sampling = ctypes.c_int(), ctypes.c_int()
         widths, heights = (ctypes.c_int * _PLANES)(), (ctypes.c_int * _PLANES)()
         self._call(
@@ -101,7 +104,7 @@ class NvJpegLibrary:
         return widths[0], heights[0]
 
     def is_batched(self, handle: int, bitstream: int, address: int, length: int) -> bool:
-        """Whether the GPU's JPEG engines take it."""
+        """Returns True if the GPU's JPEG engines support the file."""
         no = ctypes.c_int(1)
         self._call(
             "nvjpegJpegStreamParseHeader", _pointer(handle), _pointer(address),
@@ -113,8 +116,10 @@ class NvJpegLibrary:
         return no.value == 0
 
     def preallocate(self, handle: int, state: int, count: int, side: int) -> None:
-        """For batches of the engines: memory for `count` images of `side` × `side`. Where it does
-        not do, decoding makes more, and for that waits until the GPU has nothing else to do."""
+        """Allocates memory of the engines for `count` images of `side` × `side`.
+
+        If that is too little, decoding allocates more, after it has waited until the GPU is idle.
+        """
         self._call(
             "nvjpegDecodeBatchedPreAllocate", _pointer(handle), _pointer(state), count, side, side,
             _FULL_COLOUR, _RGB, long=True,
@@ -123,7 +128,7 @@ class NvJpegLibrary:
     def decode_batch(
         self, handle: int, state: int, files: StoredFiles, targets: Targets, stream: int
     ) -> None:
-        """By the engines. The files must stay until the stream is done with them."""
+        """Decodes with the engines. The files must exist until the stream has finished."""
         count = len(files.lengths)
         self._call(
             "nvjpegDecodeBatchedInitialize", _pointer(handle), _pointer(state), count, 1, _RGB,
@@ -138,7 +143,7 @@ class NvJpegLibrary:
     def decode_one(
         self, handle: int, state: int, address: int, length: int, target: Targets, stream: int
     ) -> None:
-        """On the host and the GPU's cores. The state is in use until the stream is done with it."""
+        """Decodes on the host and the GPU's cores. The stream uses the state until it has finished."""
         self._call(
             "nvjpegDecode", _pointer(handle), _pointer(state), _pointer(address),
             ctypes.c_size_t(length), _RGB, _array(target), _pointer(stream), long=True,
@@ -156,7 +161,7 @@ class NvJpegLibrary:
 
 
 def load_nvjpeg(cuda: str) -> NvJpegLibrary:
-    """`cuda` is torch's CUDA version. OSError, with what was tried, where none can be loaded."""
+    """Loads nvJPEG for `cuda`, the CUDA version of torch. Raises OSError if there is none."""
     tried = []
     for path in _places(cuda.partition(".")[0]):
         try:
@@ -167,7 +172,7 @@ def load_nvjpeg(cuda: str) -> NvJpegLibrary:
 
 
 def _places(major: str) -> Iterator[str]:
-    """NVIDIA's package first, then the copy that torchvision brings, then the system's."""
+    """Yields the library of NVIDIA's package, then torchvision's copy, then the system's."""
     for package, pattern in (
         ("nvidia", "*/lib/libnvjpeg.so*"),
         ("torchvision", "../torchvision.libs/libnvjpeg*.so*"),
@@ -175,7 +180,7 @@ def _places(major: str) -> Iterator[str]:
         spec = importlib.util.find_spec(package)
         for root in (spec.submodule_search_locations or ()) if spec else ():
             found = sorted(str(path) for path in Path(root).glob(pattern))
-            # One process may hold several; that of torch's CUDA comes first.
+            # Several versions may be installed. That of torch's CUDA comes first.
             yield from sorted(found, key=lambda path: _major(path) != major)
     yield f"libnvjpeg.so.{major}"
     yield "libnvjpeg.so"
@@ -191,12 +196,12 @@ def _pointer(value: int) -> ctypes.c_void_p:
 
 
 def _array(numbers: npt.NDArray[np.generic]) -> object:
-    """What a call takes for the address of the numbers, and keeps them alive until it returns."""
+    """Returns an argument with the address of an array, which stays alive during the call."""
     return np.ascontiguousarray(numbers).ctypes
 
 
 class NvJpegStates:
-    """For one chunk at a time: a state for the engines' batches and one for single files."""
+    """States for one chunk at a time: one for batches of the engines, one for single files."""
 
     def __init__(self, library: NvJpegLibrary, engine: int, cores: int) -> None:
         self._library = library
@@ -217,18 +222,22 @@ class NvJpegStates:
 
 
 class NvJpegHandles:
-    """What nvJPEG needs to decode on one GPU: handles, and states to borrow, of which there are
-    few: each has memory and a dozen streams of its own, and one alone keeps the JPEG engines busy.
+    """Handles of nvJPEG on one GPU, and states that threads borrow.
 
-    `engine` is 0 where the GPU has no JPEG engines, or they do not take even the sound file; `any`
-    is either.
+    There are few states, because each has its own memory and a dozen streams, and one state keeps
+    the JPEG engines busy.
+
+    Attributes:
+        engine: Handle of the JPEG engines. 0 if the GPU has none, or if they reject the valid file.
+        cores: Handle of the GPU's cores.
+        any: `engine` or `cores`.
     """
 
     def __init__(self, library: NvJpegLibrary, device: torch.device, sound: bytes) -> None:
-        """`device` is the current one."""
+        """Creates the handles on the current device, `device`. `sound` is a valid file."""
         self._library = library
         self._device = device
-        # None stands for states that are to be made.
+        # None stands for states that are not created yet.
         self._idle: queue.LifoQueue[NvJpegStates | None] = queue.LifoQueue()
         for _ in range(_STATES):
             self._idle.put(None)
@@ -259,7 +268,7 @@ class NvJpegHandles:
 
     @contextmanager
     def borrowed(self) -> Iterator[NvJpegStates]:
-        """Waits for its turn. States with which something failed are not used again."""
+        """Lends states, and waits if none are idle. States are not used again after an error."""
         states, kept = self._idle.get(), None
         try:
             if states is None:
@@ -272,7 +281,7 @@ class NvJpegHandles:
                 states.destroy()
 
     def close(self) -> None:
-        """No chunk may be under way."""
+        """Destroys all states and handles. No call may be running."""
         with self._current():
             while not self._idle.empty():
                 states = self._idle.get()
@@ -283,5 +292,5 @@ class NvJpegHandles:
                     self._library.destroy(handle=handle)
 
     def _current(self) -> AbstractContextManager[object]:
-        """Who closes may have another device at hand."""
+        """Selects the device, because the caller may use another one."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()

@@ -1,14 +1,13 @@
-"""`ResidentSet`: a whole split, decoded once into the device's memory; and `ResidentDecoder`, which
-makes batches of it.
+"""`ResidentSet`, a whole split decoded once into device memory; and `ResidentDecoder`, which uses it.
 
-The batches are those of the host's decoders. Only a few whole numbers a sample travel to the
-device, drawn one batch ahead by one thread.
+The batches equal those of decoders on the host. Only a few integers per sample are sent to the
+device. One thread computes them one batch ahead.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -31,21 +30,25 @@ from paceline.data.sources.base import Source
 # Height, width and channels.
 Shape = tuple[int, int, int]
 _MIB = 2**20
-# Bytes that are decoded in host memory at a time, before they go to the device.
+# Largest decoded split that `data.resident = "auto"` keeps on the device.
+RESIDENT_MAX_MIB = 4096
+# Bytes that are decoded in host memory at a time.
 _PIECE_BYTES = 16 * _MIB
 
 
 class UnequalSizesError(Exception):
-    """Images that must be equal in size are not; `str()` says which two."""
+    """Images that must have the same size differ. The message names two sizes."""
 
 
 @dataclass(frozen=True)
 class PixelForm:
-    """In which form the images of a resident set lie on the device: as stored, where a random box
-    is yet to be cut from them, or fitted to the square that the model takes. Equal forms hold equal
-    pixels.
+    """How the images of a resident set are stored: as they are, or fitted to the model's square.
 
-    `size` 0 keeps images as they are stored; `short_side` and `interpolation` then mean nothing.
+    Attributes:
+        channels: 1 or 3.
+        size: Side of the square. 0 keeps the images as they are.
+        short_side: Short side before the center crop, if `size` is not 0.
+        interpolation: Resampling filter, if `size` is not 0.
     """
 
     channels: int
@@ -54,19 +57,19 @@ class PixelForm:
     interpolation: str = ""
 
     @classmethod
-    def for_training(cls, settings: DataSettings) -> PixelForm:
+    def of(cls, settings: DataSettings, *, training: bool) -> PixelForm:
+        """Returns the form for training or evaluation. Random boxes need the whole images."""
+        size = settings.image_size
+        if not training:
+            return cls(
+                settings.channels, size, settings.eval_resize or size, settings.interpolation
+            )
         if settings.augment == "random_resized_crop":
             return cls(settings.channels)
-        size = settings.image_size
         return cls(settings.channels, size, size, settings.interpolation)
 
-    @classmethod
-    def for_evaluation(cls, settings: DataSettings) -> PixelForm:
-        size = settings.image_size
-        return cls(settings.channels, size, settings.eval_resize or size, settings.interpolation)
-
     def shape(self, source: Source) -> Shape | None:
-        """Height, width and channels; None where they follow from the images and none is good."""
+        """Returns height, width and channels of the images, or None if no image can be decoded."""
         if self.size:
             return self.size, self.size, self.channels
         if source.pixels is not None:
@@ -81,7 +84,7 @@ class PixelForm:
         return None
 
     def ready(self, source: Source) -> Pixels | None:
-        """The pixels of all samples, where the source has them in this very form."""
+        """Returns the pixels of all samples if the source has them in this form, else None."""
         pixels = source.pixels
         if pixels is None or pixels.shape[3] != self.channels:
             return None
@@ -112,11 +115,14 @@ class _AsStored:
 
 @dataclass(frozen=True)
 class ResidentSet:
-    """A whole split, decoded once, on the device. Corrupt samples lie there as zeros, and must not
-    be shown to a model.
+    """A whole decoded split on the device. Must not be modified.
 
-    `pixels` holds a pixel a row, sample after sample, and one black pixel after the last, which is
-    what lies outside of every image. Nothing of it is ever written to.
+    Attributes:
+        pixels: One row per pixel, sample after sample, then one black pixel for positions outside of
+            images. Corrupt samples are zeros.
+        labels: The labels.
+        shape: Height, width and channels of an image.
+        corrupt: The corrupt samples by index.
     """
 
     pixels: torch.Tensor
@@ -141,38 +147,38 @@ class ResidentSet:
 
 
 class ResidentDecoder(Decoder):
-    """Training: augments on the device. Evaluation, without `settings`: the images lie ready."""
+    """Makes batches of a resident set, and augments them on the device if `settings` is given."""
 
-    def __init__(self, held: ResidentSet, settings: DataSettings | None = None) -> None:
-        self.held = held
+    def __init__(self, resident: ResidentSet, settings: DataSettings | None = None) -> None:
+        self.resident = resident
         self.numbers: AugmentNumbers | None = None
         self.augment: DeviceAugment | None = None
         self.draws = self.workers = 0
-        self.corrupt = tuple(held.corrupt.values())
+        self.corrupt = tuple(resident.corrupt.values())
         if settings is not None:
-            height, width, _ = held.shape
+            height, width, _ = resident.shape
             self.numbers = AugmentNumbers(settings, height, width)
-            self.augment = DeviceAugment(held.pixels, held.shape, settings)
+            self.augment = DeviceAugment(resident.pixels, resident.shape, settings)
             self.draws = self.numbers.draws
-            # The hashes of a batch take a millisecond: more threads would only wait for one another.
+            # The random numbers of a batch take a millisecond, so one thread is enough.
             self.workers = min(1, settings.workers)
 
     def begin(self, samples: int) -> ResidentBatch:
         return ResidentBatch(self, samples)
 
     def describe(self) -> str:
-        return self.held.describe()
+        return self.resident.describe()
 
 
 class ResidentBatch(BatchInProgress):
-    """The sample of each row, and its augmentation below, as whole numbers."""
+    """The sample index of each row, and the integers of its augmentation."""
 
     def __init__(self, decoder: ResidentDecoder, samples: int) -> None:
         self._decoder = decoder
         self.cuts = [(0, samples)]
         rows = 1 + (0 if decoder.numbers is None else decoder.numbers.count)
-        # Allocated here, in the consumer: in a new thread, pinning would open the first GPU.
-        pinned = decoder.held.device.type == "cuda"
+        # Allocated by the consumer: in a new thread, pinning would initialize the first GPU.
+        pinned = decoder.resident.device.type == "cuda"
         self._numbers = torch.empty((rows, samples), dtype=torch.int64, pin_memory=pinned)
 
     def fill(self, chunk: Chunk) -> None:
@@ -185,21 +191,21 @@ class ResidentBatch(BatchInProgress):
         chunk.progress.add("augment", perf_counter() - start)
 
     def finish(self, dropped: Sequence[int]) -> Batch:
-        held, augment = self._decoder.held, self._decoder.augment
+        resident, augment = self._decoder.resident, self._decoder.augment
         kept = kept_rows(self._numbers.shape[1], dropped)
         numbers = self._numbers if kept is None else self._numbers[:, kept]
-        # What the consumer's stream does from here on is work, not a wait for the input.
-        begun = mark_stream(held.device)
-        there = numbers.to(held.device, non_blocking=True)
-        labels = held.labels.index_select(0, there[0])
+        # After this event, the consumer's stream works and does not wait for input.
+        begun = mark_stream(resident.device)
+        numbers = numbers.to(resident.device, non_blocking=True)
+        labels = resident.labels.index_select(0, numbers[0])
         if augment is None:
-            return Batch(held.images.index_select(0, there[0]), labels, begun=begun)
-        return Batch(augment(there[0], there[1:]), labels, begun=begun)
+            return Batch(resident.images.index_select(0, numbers[0]), labels, begun=begun)
+        return Batch(augment(numbers[0], numbers[1:]), labels, begun=begun)
 
 
-# One set for each source, form and device, as long as somebody holds the source: a run evaluates
-# many times, and a process may hold several runs.
-_HELD: WeakKeyDictionary[Source, dict[tuple[PixelForm, torch.device], ResidentSet]] = (
+# One set per source, form and device, as long as the source exists: a run evaluates many times, and a
+# process may have several runs.
+_SETS: WeakKeyDictionary[Source, dict[tuple[PixelForm, torch.device], ResidentSet]] = (
     WeakKeyDictionary()
 )
 
@@ -207,16 +213,26 @@ _HELD: WeakKeyDictionary[Source, dict[tuple[PixelForm, torch.device], ResidentSe
 def resident_set(
     source: Source, form: PixelForm, shape: Shape, workers: int, device: torch.device
 ) -> ResidentSet:
-    """The set already held, or a new one. UnequalSizesError where `form` asks for equal sizes."""
-    held = _HELD.setdefault(source, {})
-    if (form, device) not in held:
-        held[form, device] = _decoded(source, form, shape, workers, device)
-    return held[form, device]
+    """Returns the existing set or decodes it.
+
+    Args:
+        source: The split.
+        form: The form of the images.
+        shape: Height, width and channels.
+        workers: Number of threads.
+        device: The device.
+
+    Raises:
+        UnequalSizesError: If images are stored as they are and differ in size.
+    """
+    sets = _SETS.setdefault(source, {})
+    if (form, device) not in sets:
+        sets[form, device] = _decoded(source, form, shape, workers, device)
+    return sets[form, device]
 
 
 def mib(samples: int, shape: Shape) -> float:
-    height, width, channels = shape
-    return samples * height * width * channels / _MIB
+    return samples * math.prod(shape) / _MIB
 
 
 def _decoded(
@@ -227,7 +243,7 @@ def _decoded(
         (len(source) * height * width + 1, channels), dtype=torch.uint8, device=device
     )
     pixels[-1] = 0
-    # A copy: the source's own array may be read-only, which torch warns about.
+    # A copy, because torch warns about arrays that are read-only.
     labels = torch.from_numpy(source.labels.copy()).to(device)
     images = pixels[:-1].view(-1, *shape)
     ready = form.ready(source)
@@ -236,20 +252,15 @@ def _decoded(
         return ResidentSet(pixels, labels, shape, {})
     corrupt: dict[int, CorruptSample] = {}
     decoder = PillowDecoder(source, form.transform(shape), channels=channels)
-    jobs = _jobs(decoder, images)
+    # In pieces, so that the host never holds the whole set.
+    size = max(1, _PIECE_BYTES // math.prod(shape))
+    jobs = (
+        _job(decoder, start, images[start : start + size]) for start in range(0, len(images), size)
+    )
     with Prefetcher[Chunk, list[CorruptSample]](jobs, workers, depth=max(2, workers)) as decoded:
         for part in decoded:
             corrupt.update((sample.index, sample) for sample in part)
     return ResidentSet(pixels, labels, shape, corrupt)
-
-
-def _jobs(
-    decoder: PillowDecoder, images: torch.Tensor
-) -> Iterator[Job[Chunk, list[CorruptSample]]]:
-    """Piece by piece, so that the host never holds the whole set."""
-    size = max(1, _PIECE_BYTES // math.prod(images.shape[1:]))
-    for start in range(0, len(images), size):
-        yield _job(decoder, start, images[start : start + size])
 
 
 def _job(
@@ -271,49 +282,54 @@ def _job(
     return Job([partial(fill, rows) for rows in cut(len(piece), 1)], finish)
 
 
-# Largest decoded split that `data.resident = "auto"` keeps on the device.
-RESIDENT_MAX_MIB = 4096
-
-
 def create_decoder(
     source: Source, settings: DataSettings, device: torch.device, training: bool
 ) -> tuple[ResidentDecoder | None, str]:
-    """A decoder of the whole split on the device; else None, and why. ConfigError if `data.resident` is
-    on and this cannot be done."""
+    """Creates a decoder of the whole split on the device.
+
+    Args:
+        source: The split.
+        settings: Settings of the pipeline.
+        device: The device.
+        training: True to augment the images.
+
+    Returns:
+        The decoder and "", or None and the reason if `data.resident` is "auto".
+
+    Raises:
+        ConfigError: If `data.resident` is "on" and the split cannot be resident, or if it does not fit
+            into device memory.
+    """
     wanted = settings.resident
     if not source.is_constant:
         if wanted == "auto":
             return None, "not resident: the images change between reads"
-        raise ConfigError(
-            "data.resident", wanted, f"{source.kind} gives other images at every read",
-            "set data.resident = 'off', or move random transforms to `augment`",
+        raise _error(
+            settings, f"{source.kind} gives different images at every read",
+            "or move random transforms to `augment`",
         )  # fmt: skip
     if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
-    form = PixelForm.for_training(settings) if training else PixelForm.for_evaluation(settings)
+    form = PixelForm.of(settings, training=training)
     shape = form.shape(source)
     if shape is None:
-        return None, "not resident: no sample can be decoded"  # which the threads report
+        return None, "not resident: no sample can be decoded"
     size = mib(len(source), shape)
     if wanted == "auto" and size > RESIDENT_MAX_MIB:
         return None, f"not resident: {size:,.0f} MiB, over {RESIDENT_MAX_MIB:,}"
     try:
-        held = resident_set(source, form, shape, settings.workers, device)
+        resident = resident_set(source, form, shape, settings.workers, device)
     except UnequalSizesError as error:
         if wanted == "auto":
             return None, f"not resident: {error}"
-        raise ConfigError(
-            "data.resident",
-            wanted,
-            f"random_resized_crop on the device needs images of one size, there are {error}",
-            "set data.resident = 'off', or data.augment = 'pad_crop'",
-        ) from None
+        problem = f"random_resized_crop on the device needs images of one size, there are {error}"
+        raise _error(settings, problem, "or data.augment = 'pad_crop'") from None
     except torch.OutOfMemoryError:
-        # Not off by itself: ranks, and a resumed run, must not go different ways by chance.
-        raise ConfigError(
-            "data.resident",
-            wanted,
-            f"no room for {size:,.0f} MiB on {device}",
-            "set data.resident = 'off'",
-        ) from None
-    return ResidentDecoder(held, settings if training else None), ""
+        # Also with "auto": ranks and resumed runs must not choose differently by chance.
+        raise _error(settings, f"no room for {size:,.0f} MiB on {device}") from None
+    return ResidentDecoder(resident, settings if training else None), ""
+
+
+def _error(settings: DataSettings, problem: str, alternative: str = "") -> ConfigError:
+    remedy = "set data.resident = 'off'" + (f", {alternative}" if alternative else "")
+    return ConfigError("data.resident", settings.resident, problem, remedy)

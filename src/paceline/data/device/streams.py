@@ -1,7 +1,7 @@
-"""CUDA streams beside the training's, and copies to the device made ahead.
+"""CUDA streams in addition to the training's, and copies to the device ahead of their use.
 
-Memory freed on a stream goes to the next user of that stream only, so work on it must be done by
-then: hence the waits. On a CPU, where tests stand in for a GPU, all of these do nothing.
+Memory freed on a stream is reused by that stream only, so work on it must be finished before: hence the
+waits. On a CPU, on which tests replace the GPU, these functions do nothing.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from paceline.data.decode.decoder import BatchInProgress, Decoder
 
 @contextmanager
 def drained_stream(device: torch.device) -> Iterator[None]:
-    """A new stream, all of whose work is done when the context ends: the training's neither waits
-    for it nor shares memory with it."""
+    """Uses a new stream, and waits for all its work at the end of the context."""
     if device.type != "cuda":
         yield
         return
     with torch.cuda.device(device):
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # torch has a few streams and hands them out in turn: somebody may have work there.
+        # torch reuses a few streams in turn, so this one may have work.
         finish(stream)
         with torch.cuda.stream(stream):
             try:
@@ -35,7 +34,7 @@ def drained_stream(device: torch.device) -> Iterator[None]:
 
 
 def finish(stream: torch.cuda.Stream | None) -> None:
-    """Sleeps until the stream is done, where waiting would by default keep a core busy."""
+    """Waits for the stream without keeping a core busy."""
     if stream is not None:
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         done.record(stream)
@@ -48,11 +47,10 @@ def finish_current(device: torch.device) -> None:
 
 
 class CopyingDecoder(Decoder):
-    """Copies the batches of a host decoder to the device before they are asked for.
+    """Copies the batches of a host decoder to the device ahead of their use.
 
-    The thread that fills the last chunk of a batch queues its copy on a stream of its own, so that
-    the copy runs beside the step of an earlier batch. The consumer's stream waits for an event and
-    nothing else.
+    The thread that fills the last chunk of a batch queues the copy on a separate stream, so that it
+    overlaps with the step of an earlier batch. The consumer's stream only waits for an event.
     """
 
     def __init__(self, inner: Decoder, device: torch.device) -> None:
@@ -60,13 +58,13 @@ class CopyingDecoder(Decoder):
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self.draws = inner.draws
-        # A thread at least: the training thread neither decodes nor copies.
+        # At least one thread, because the training thread neither decodes nor copies.
         self.workers = max(1, inner.workers)
 
     def begin(self, samples: int) -> BatchInProgress:
         if self._device.type != "cuda":
             return _CopiedBatch(self._inner.begin(samples), self._device, None)
-        # What is pinned here belongs to this GPU, whichever is current.
+        # Memory is pinned for this GPU, even if another one is current.
         with torch.cuda.device(self._device):
             if self._stream is None:
                 self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -96,7 +94,7 @@ class _CopiedBatch(BatchInProgress):
     def complete(self) -> None:
         assert self._inner is not None
         batch = self._inner.finish(())
-        # Pinned memory goes back to torch at once, which keeps it until the copy is done.
+        # torch reuses the pinned memory after the copy has finished.
         self._inner = None
         if self._stream is None:
             images, labels = batch.images.to(self._device), batch.labels.to(self._device)
@@ -113,7 +111,7 @@ class _CopiedBatch(BatchInProgress):
         if copied is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied)
-            # The memory belongs to the copying stream, which must not reuse it before this one read it.
+            # The copy stream owns the memory and must not reuse it before this stream has read it.
             images.record_stream(stream)
             labels.record_stream(stream)
         kept = kept_rows(len(labels), dropped)

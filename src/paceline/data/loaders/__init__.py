@@ -1,1 +1,1 @@
-"""The training loader and the evaluation loader, and the choice of their decoder."""
+"""Loaders: prefetched batches for training, evaluation and custom loops."""

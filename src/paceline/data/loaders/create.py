@@ -1,7 +1,7 @@
-"""Creates the loaders that the settings ask for.
+"""Creates the loaders that the settings describe.
 
-The decoder is a set that is resident on the device, the GPU's JPEG decoder, or the host. A loader's
-`describe` says what was chosen and, where that is not what was hoped for, why.
+The decoder is a set that is resident on the device, the GPU's JPEG decoder, or a decoder on the host. The
+description of a loader names the choice, and the reason if it is not the fastest one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from paceline.data.settings import DEVICE_DECODERS, HOST_DECODERS, DataSettings
 from paceline.data.sources.base import Source
 
 _JPEG_NAMES = (".jpg", ".jpeg")
-_NAMES_LOOKED_AT = 64
-# What creates decoders other than Pillow.
+_CHECKED_NAMES = 64
+# Functions that create decoders other than Pillow's.
 _REGION = "data.decode.region:create_decoder"
 _NVJPEG = "data.device.gpu_decoder:create_decoder"
 _RESIDENT = "data.device.resident:create_decoder"
@@ -43,10 +43,24 @@ def create_train_loader(
     device: torch.device,
     augment: Callable[..., Any] | None = None,
 ) -> TrainLoader:
-    """`augment`: the user's own augmentation (`own_augment`). DataError where decoding the set meets
-    failing storage; ConfigError where `data.resident` = on, or `data.decoder`, cannot be done."""
-    own = None if augment is None else ImageAugment(settings, augment)
-    decoder = _create_decoder(source, own or TrainTransform(settings), settings, device)
+    """Creates a loader of training batches.
+
+    Args:
+        source: The training data.
+        plan: The batches of each step.
+        settings: Settings of the pipeline.
+        seed: Seed of order and augmentation.
+        rank: The rank whose micro-batches are loaded, or several ranks.
+        first_step: The first step to load.
+        device: The training device.
+        augment: The user's augmentation of an image (`own_augment`).
+
+    Raises:
+        DataError: If a resident set cannot be read.
+        ConfigError: If `data.resident = on` or `data.decoder` is not possible here.
+    """
+    transform = TrainTransform(settings) if augment is None else ImageAugment(settings, augment)
+    decoder = _create_decoder(source, transform, settings, device)
     if isinstance(decoder, PillowDecoder) and device.type == "cuda":
         decoder = CopyingDecoder(decoder, device)
     order = SampleOrder(len(source), seed, groups=shard_groups(settings, source.shard_sizes))
@@ -69,7 +83,7 @@ def create_eval_loader(
     batch_size: int,
     device: torch.device,
 ) -> EvalLoader:
-    """Fails as `create_train_loader` does."""
+    """Creates a loader of this rank's evaluation batches. Raises the errors of `create_train_loader`."""
     return EvalLoader(
         _create_decoder(source, EvalTransform(settings), settings, device),
         len(source),
@@ -83,20 +97,20 @@ def create_eval_loader(
 def _create_decoder(
     source: Source, transform: SquareTransform, settings: DataSettings, device: torch.device
 ) -> Decoder:
-    if settings.decoder in DEVICE_DECODERS:
-        ask_for_connections()  # a program may have a loader of ours, and no training
+    on_device = settings.decoder in DEVICE_DECODERS
+    if on_device:
+        ask_for_connections()  # needed if a program uses a loader without a training
     resident, note = _resident_decoder(source, transform, settings, device)
     if resident is not None:
         return resident
     notes = (note, source.note)
-    if settings.decoder not in DEVICE_DECODERS:
-        return create_host_decoder(
-            source, transform, settings, notes, pin_memory=device.type == "cuda"
-        )
+    if not on_device:
+        pinned = device.type == "cuda"
+        return create_host_decoder(source, transform, settings, notes, pin_memory=pinned)
     host = create_host_decoder(source, transform, replace(settings, decoder="auto"))
     create = load_part(_NVJPEG, "data.decoder", settings.decoder)
-    found: Decoder = create(host, transform, settings, device, notes)
-    return found
+    decoder: Decoder = create(host, transform, settings, device, notes)
+    return decoder
 
 
 def create_host_decoder(
@@ -107,80 +121,76 @@ def create_host_decoder(
     *,
     pin_memory: bool = False,
 ) -> PillowDecoder:
-    """ConfigError where `data.decoder` names one that is not to be had here, or not on the host.
-    The library is not looked for, nor built, where no JPEG would need it."""
+    """Creates a decoder on the host. The region library is only built if the source has JPEGs.
+
+    Args:
+        source: The data.
+        transform: The augmentation.
+        settings: Settings of the pipeline.
+        notes: Parts of the decoder's description.
+        pin_memory: Makes batches in pinned memory.
+
+    Raises:
+        ConfigError: If `data.decoder` is not available here, or decodes on a GPU.
+    """
     wanted = settings.decoder
     if wanted not in HOST_DECODERS:
         raise ConfigError(
-            "data.decoder",
-            wanted,
-            "decodes on a GPU; these batches are made on the host",
-            f"set it to {', '.join(map(repr, HOST_DECODERS))}, or train with --device cuda",
-        )
-    channels, workers = settings.channels, settings.workers
+            "data.decoder", wanted, "decodes on a GPU, but these batches are made on the host",
+            f"use {', '.join(map(repr, HOST_DECODERS))}, or train with --device cuda",
+        )  # fmt: skip
+    options: dict[str, Any] = {
+        "channels": settings.channels, "workers": settings.workers, "pin_memory": pin_memory
+    }  # fmt: skip
     own_note = "Pillow decodes" if wanted == "pillow" else ""
     if wanted == "region" or (wanted == "auto" and _has_jpegs(source)):
+        create = load_part(_REGION, "data.decoder", wanted)
         try:
-            found: PillowDecoder = load_part(_REGION, "data.decoder", wanted)(
-                source, transform, channels=channels, workers=workers, pin_memory=pin_memory,
-                notes=notes,
-            )  # fmt: skip
+            decoder: PillowDecoder = create(source, transform, notes=notes, **options)
+            return decoder
         except RegionUnavailableError as error:
             if wanted == "region":
                 raise ConfigError(
                     "data.decoder", wanted, error.cause, f"{error.remedy}, or set it to 'auto'"
                 ) from None
             own_note = f"Pillow decodes; no region decoder: {error.cause}"
-        else:
-            return found
-    return PillowDecoder(
-        source, transform, channels=channels, workers=workers, pin_memory=pin_memory,
-        notes=(own_note, *notes),
-    )  # fmt: skip
+    return PillowDecoder(source, transform, notes=(own_note, *notes), **options)
 
 
 def _has_jpegs(source: Source) -> bool:
-    """By their names, a few from all over the source: that costs no reading."""
-    step = max(1, len(source) // _NAMES_LOOKED_AT)
+    """Checks the names of some samples."""
+    step = max(1, len(source) // _CHECKED_NAMES)
     return any(source.name(i).lower().endswith(_JPEG_NAMES) for i in range(0, len(source), step))
 
 
 def _resident_decoder(
     source: Source, transform: SquareTransform, settings: DataSettings, device: torch.device
 ) -> tuple[Decoder | None, str]:
-    """A decoder of a set on the device; else None, and why if somebody could expect one. Extras and own
-    augmentation are done on the host: a resident set has no place for them."""
+    """Returns a decoder of a set on the device, or None and the reason if a user may expect one."""
+    own = isinstance(transform, ImageAugment)
+    training = isinstance(transform, TrainTransform)
+    if own and settings.decoder in DEVICE_DECODERS:
+        raise ConfigError(
+            "data.decoder", settings.decoder, "decodes on the GPU, but `augment` works on the host",
+            "use `device_augment`, or set data.decoder = 'auto'",
+        )  # fmt: skip
     wanted = settings.resident
-    which, remedy = "", ""
-    if isinstance(transform, ImageAugment):
-        which, remedy = "`augment` is", "use `device_augment`"
-        if settings.decoder in DEVICE_DECODERS:
-            raise ConfigError(
-                "data.decoder", settings.decoder,
-                "decodes on the GPU, and `augment` works on the host",
-                f"{remedy}, or set data.decoder = 'auto'",
-            )  # fmt: skip
-    elif isinstance(transform, TrainTransform) and extra_draws(settings):
-        which, remedy = "data.color_jitter and data.randaugment are", "leave these at 0"
     if wanted == "off" or (wanted == "auto" and device.type != "cuda"):
         return None, ""
-    if which and wanted == "on":
-        raise ConfigError(
-            "data.resident", "on", f"{which} done on the host",
-            f"set data.resident = 'off', or {remedy}",
-        )  # fmt: skip
-    if which:
-        return None, f"not resident: {which} done on the host"
-    if settings.decoder in DEVICE_DECODERS:
-        if wanted == "auto":  # the user chose the decoder, not residence
-            return None, f"not resident: data.decoder = {settings.decoder}"
-        raise ConfigError(
-            "data.resident",
-            wanted,
-            f"is decoded once, by the host: data.decoder = {settings.decoder!r} would do nothing",
-            "set data.resident = 'off', or data.decoder = 'auto'",
-        )
-    training = isinstance(transform, TrainTransform)
+    problem, remedy = "", ""
+    if own:
+        problem, remedy = "`augment` is done on the host", "use `device_augment`"
+    elif training and extra_draws(settings):
+        problem = "data.color_jitter and data.randaugment are done on the host"
+        remedy = "leave these at 0"
+    elif settings.decoder in DEVICE_DECODERS:
+        problem = f"data.decoder = {settings.decoder!r} decodes every batch"
+        remedy = "set data.decoder = 'auto'"
+    if problem and wanted == "on":
+        remedy = f"set data.resident = 'off', or {remedy}"
+        raise ConfigError("data.resident", wanted, problem, remedy)
+    if problem:
+        return None, f"not resident: {problem}"
     create = load_part(_RESIDENT, "data.resident", wanted)
-    found: tuple[Decoder | None, str] = create(source, settings, device, training)
-    return found
+    decoder: tuple[Decoder | None, str] = create(source, settings, device, training)
+    return decoder

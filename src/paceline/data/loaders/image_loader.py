@@ -1,7 +1,7 @@
-"""`ImageLoader`: normalized batches on the device, for a training loop of one's own.
+"""`ImageLoader`: normalized batches on the device, for custom training loops.
 
-It is the input pipeline of `paceline train`: the same order, augmentation, decoders and prefetching. An
-epoch has every sample once over all ranks, and all ranks have equally many batches of it, none empty.
+It has the order, augmentation, decoders and prefetching of `paceline train`. An epoch has every sample
+once over all ranks. All ranks have the same number of batches, and no batch is empty.
 """
 
 from __future__ import annotations
@@ -31,11 +31,15 @@ _STATE = ("epoch", "batch", "seed", "samples", "batch_size", "world_size", "drop
 
 @dataclass(frozen=True)
 class EpochPlan(BatchPlan):
-    """One epoch of the stream, in whole steps of all ranks, at least one sample for each.
+    """One epoch of the order, in whole steps of all ranks with at least one sample per rank.
 
-    What remains at its end is shared among all ranks. Too little for that joins the last full step, and
-    the two are shared in two equal steps; with batches of one sample there are too few for two, so the
-    last batch of some ranks has two samples. `drop_last` leaves out what remains.
+    The samples after the last full step are divided among all ranks. If they are fewer than the ranks,
+    they and the last full step are divided into two equal steps. If they are too few even for that (with
+    batches of one sample), they join the last step, so the last batch of some ranks has two samples.
+
+    Attributes:
+        epoch: The epoch.
+        drop_last: Leaves out the samples after the last full step.
     """
 
     epoch: int = 0
@@ -47,7 +51,7 @@ class EpochPlan(BatchPlan):
 
     @property
     def _merges(self) -> bool:
-        """Whether what remains is too little for a step of its own, even with half of the one before."""
+        """True if the rest joins the last full step."""
         too_few = 0 < self._rest < self.world_size <= self.samples
         return too_few and self.global_batch + self._rest < 2 * self.world_size
 
@@ -57,7 +61,7 @@ class EpochPlan(BatchPlan):
         return full + (1 if self._rest and not self._merges else 0)
 
     def micro_batches(self, step: int, rank: int) -> list[Stretch]:
-        """One of them, wherever `step` is."""
+        """Returns the one micro-batch of this rank."""
         offset = self.epoch * self.samples
         rest = self._rest
         first, steps, length = step, 1, self.global_batch
@@ -77,16 +81,42 @@ class EpochPlan(BatchPlan):
 
 
 class ImageLoader:
-    """Batches `(images, labels)`: floats, normalized, samples × channels × height × width, and int64.
+    """Iterates over batches `(images, labels)`: normalized floats in NCHW, and int64.
 
-    `data` is a directory that `--data-dir` takes, a `Source`, or a map-style Dataset of (image, label).
-    Every `iter` runs from the current position to the end of the epoch, and the next one begins the next
-    epoch: after a `break`, or `load_state_dict`, it continues behind the last batch. With `train` False
-    it is one pass in order over the validation images, without augmentation.
+    Each `iter` runs from the current position to the end of the epoch, and the next one starts the next
+    epoch. After a `break` or `load_state_dict`, it continues after the last batch. With
+    `train=False` each `iter` is one pass over the validation images, in order and without
+    augmentation.
 
-    >>> with ImageLoader("photos", 64, image_size=128, device="cuda") as loader:  # doctest: +SKIP
-    ...     for images, labels in loader:
-    ...         loss = F.cross_entropy(model(images), labels)
+    Args:
+        data: A directory as for `--data-dir`, a `Source`, or a map-style Dataset of (image, label).
+        batch_size: Samples per batch of one rank.
+        train: True for training batches, False for validation.
+        image_size: Edge of the images in pixels.
+        channels: 1 for grayscale, 3 for RGB.
+        device: Device of the batches. The default is the current GPU, or the CPU without one.
+        layout: Memory layout. "NHWC" is `torch.channels_last`.
+        dtype: Type of the images.
+        seed: Seed of order and augmentation.
+        rank: Rank of this process. The default is that of torch.distributed.
+        world_size: Number of ranks. The default is that of torch.distributed.
+        workers: Number of threads.
+        mean: Mean for normalization. The default is ImageNet's.
+        std: Standard deviation for normalization. The default is ImageNet's.
+        drop_last: Leaves out the samples after the last full batch.
+        augment: A function of an image (see docs/data.md).
+        classes: Names of the classes, for a Dataset without names.
+        settings: Other settings of `[data]`, for example `{"data.val_split": 0.1}`. The prefix is
+            optional.
+
+    Raises:
+        ConfigError: If an argument is invalid.
+        DataError: If the data cannot be opened, or has fewer samples than ranks.
+
+    Example:
+        >>> with ImageLoader("photos", 64, image_size=128, device="cuda") as loader:  # doctest: +SKIP
+        ...     for images, labels in loader:
+        ...         loss = F.cross_entropy(model(images), labels)
     """
 
     def __init__(
@@ -111,12 +141,6 @@ class ImageLoader:
         classes: Sequence[str] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """`batch_size` of one rank; the end of an epoch is that of `EpochPlan`. `device`: where batches
-        are, the current GPU if there is one. `layout`: of the memory; NHWC is `torch.channels_last`.
-        `rank` and `world_size`: those of torch.distributed where it is initialized. `mean`, `std`:
-        ImageNet's unless given. `augment`: own function of an image (docs/data.md). `classes`: names, for
-        a Dataset that has none. `settings`: any others of `[data]`, as `{"data.val_split": 0.1}`; the
-        prefix may be left out."""
         self.settings = DataSettings(
             **{
                 "image_size": image_size, "channels": channels, "workers": workers,
@@ -126,7 +150,10 @@ class ImageLoader:
         self.rank, self.world_size = _place(rank, world_size)
         self.train, self.batch_size, self.seed, self.drop_last = train, batch_size, seed, drop_last
         self.device = _device(device)
-        _check_arguments(batch_size, layout, dtype, seed)
+        _check("batch_size", batch_size, batch_size >= 1, "give 1 or more")
+        _check("layout", layout, layout in LAYOUTS, f"use {' or '.join(LAYOUTS)}")
+        _check("dtype", dtype, dtype in DTYPES, "use float32, float16 or bfloat16")
+        _check("seed", seed, 0 <= seed < 2**63, "give 0 or more")
         self._opened = not isinstance(data, Source)
         split: Split = "train" if train else "val"
         self.source = as_source(data, split, classes, self.settings)
@@ -138,6 +165,7 @@ class ImageLoader:
             channels_last=layout == "NHWC",
         )  # fmt: skip
         self._epoch = self._batch = 0
+        self._described = ""
         self._running: TrainLoader | None = None
         self._evaluation: EvalLoader | None = None
         self._corrupt: dict[int, CorruptSample] = {}
@@ -160,26 +188,26 @@ class ImageLoader:
 
     @property
     def corrupt(self) -> tuple[CorruptSample, ...]:
-        """Samples that could not be decoded: replaced in training, left out in evaluation."""
+        """Corrupt samples, which are replaced in training and left out in validation."""
         return tuple(self._corrupt.values())
 
     def describe(self) -> str:
-        """How the batches are made, once there was one."""
+        """Returns how batches are made, after the first one."""
         return self._described
 
     def __len__(self) -> int:
-        """Batches of an epoch on this rank."""
+        """Returns the number of batches per epoch of this rank."""
         if self.train:
             return self._plan().total_steps
         return -(-len(range(self.rank, len(self.source), self.world_size)) // self.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next `iter` is epoch `epoch`, from its beginning unless it is the current one."""
+        """Makes the next `iter` start epoch `epoch`, unless that is the current one."""
         if epoch != self._epoch:
             self._epoch, self._batch = epoch, 0
 
     def state_dict(self) -> dict[str, int]:
-        """The position behind the last batch, for `load_state_dict` of a loader of the same data."""
+        """Returns the position after the last batch."""
         epoch, batch = self._epoch, self._batch
         if self.train and batch == len(self):
             epoch, batch = epoch + 1, 0
@@ -190,7 +218,11 @@ class ImageLoader:
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """ConfigError where the state is of other data, another seed or other batches."""
+        """Continues at a position that `state_dict` returned.
+
+        Raises:
+            ConfigError: If data, seed or batches differ from those of the saved state.
+        """
         here = self.state_dict()
         for name in _STATE:
             if name not in state:
@@ -224,7 +256,7 @@ class ImageLoader:
         self._described = loader.describe()
         try:
             for batch in loader:
-                # Before the caller has it: a state that is saved in the loop's body is behind it.
+                # Before the yield, so that a state saved in the loop's body includes this batch.
                 self._batch += 1
                 self._corrupt.update((sample.index, sample) for sample in batch.corrupt)
                 yield self._on_device(batch.images, batch.labels)
@@ -248,10 +280,8 @@ class ImageLoader:
     def _on_device(
         self, images: torch.Tensor, labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return (
-            self._normalize(images, self.device),
-            labels.to(self.device, non_blocking=True),
-        )
+        labels = labels.to(self.device, non_blocking=True)
+        return self._normalize(images, self.device), labels
 
     def _stop(self) -> None:
         running, self._running = self._running, None
@@ -259,7 +289,7 @@ class ImageLoader:
             running.close()
 
     def close(self) -> None:
-        """Stops the threads, and closes a source that the loader opened itself."""
+        """Stops the threads, and closes the source if the loader opened it."""
         self._stop()
         if self._evaluation is not None:
             self._evaluation.close()
@@ -272,35 +302,27 @@ class ImageLoader:
     def __exit__(self, *details: object) -> None:
         self.close()
 
-    _described = ""
 
-
-def _check_arguments(batch_size: int, layout: str, dtype: torch.dtype, seed: int) -> None:
-    for name, value, good, remedy in (
-        ("batch_size", batch_size, batch_size >= 1, ""),
-        ("layout", layout, layout in LAYOUTS, f"use {' or '.join(LAYOUTS)}"),
-        ("dtype", dtype, dtype in DTYPES, "use float32, float16 or bfloat16"),
-        ("seed", seed, 0 <= seed < 2**63, ""),
-    ):
-        if not good:
-            raise ConfigError(f"ImageLoader: {name}", value, "cannot be used", remedy)
+def _check(name: str, value: object, valid: bool, remedy: str) -> None:
+    if not valid:
+        raise ConfigError(f"ImageLoader: {name}", value, "is invalid", remedy)
 
 
 def _data_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """By the names of `DataSettings`, whether written with the prefix `data.` or without."""
+    """Returns the values by the names of `DataSettings`, without the prefix `data.`."""
     hints = get_type_hints(DataSettings)
-    found = {}
+    values = {}
     for key, value in given.items():
         name = key.removeprefix("data.")
         if name not in hints:
-            field = name if "." in name else f"data.{name}"
-            raise ConfigError(field, None, "is no setting of [data]", nearest(name, hints))
-        found[name] = convert(value, hints[name], f"data.{name}")
-    return found
+            setting = name if "." in name else f"data.{name}"
+            raise ConfigError(setting, None, "is no setting of [data]", nearest(name, hints))
+        values[name] = convert(value, hints[name], f"data.{name}")
+    return values
 
 
 def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Of torch.distributed, where neither is given."""
+    """Returns rank and number of ranks. The default is those of torch.distributed."""
     if rank is None and world_size is None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -314,7 +336,7 @@ def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
 def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.device(device)
-    if found == torch.device("cuda"):
+    chosen = torch.device(device)
+    if chosen == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())
-    return found
+    return chosen

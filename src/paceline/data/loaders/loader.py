@@ -1,9 +1,7 @@
-"""`TrainLoader` and `EvalLoader`: batches made ahead of their use, by whatever decoder they are
-given.
+"""`TrainLoader` and `EvalLoader`: prefetched batches of any decoder.
 
-What the batches hold depends on the order, the plan and the decoder, never on the number of threads
-or on their timing. A training stream from step s on gives what one from the beginning gives from
-step s on.
+The batches depend on order, plan and decoder, never on the number of threads or their timing. A loader
+that starts at step s gives the same batches as one that reached step s.
 """
 
 from __future__ import annotations
@@ -22,26 +20,26 @@ from paceline.data.image import CorruptSample
 from paceline.data.order import BatchPlan, Int64, SampleOrder
 from paceline.data.prefetch import Job, Prefetcher, Progress
 
-# Micro-batches to prepare ahead.
+# Number of micro-batches to prefetch.
 PREFETCH_BATCHES = 4
 
 _Job = Job[Chunk, Batch]
-# What says which samples a batch has: a position of the stream, or their indices.
+# Identifies the samples of a batch: a position in the order, or sample indices.
 Samples = TypeVar("Samples")
 
 
 class _Loader(Protocol):
-    """What training and evaluation know of a loader; benchmarks and tests have stand-ins."""
+    """The interface of both loaders, which benchmarks and tests replace."""
 
     @property
     def corrupt(self) -> tuple[CorruptSample, ...]:
-        """All corrupt samples met so far, each once, in the order of the stream."""
+        """All corrupt samples so far, each once, in sample order."""
 
     def describe(self) -> str:
-        """How the batches are made, for display."""
+        """Returns how batches are made."""
 
     def note(self) -> str:
-        """What the user should know at the end; empty where there is nothing."""
+        """Returns a note for the end of the run, or ""."""
 
     def __iter__(self) -> Iterator[Batch]: ...
 
@@ -53,21 +51,23 @@ class _Loader(Protocol):
 
 
 class TrainBatches(_Loader, Protocol):
-    """This rank's micro-batches in order, once, to the end of the run."""
+    """Iterates once over this rank's micro-batches, to the end of the run."""
 
     def __next__(self) -> Batch: ...
 
 
 @runtime_checkable
 class EvalBatches(_Loader, Protocol):
-    """Every `iter` is one pass; `len` counts this rank's samples, corrupt ones included."""
+    """Each `iter` is one pass. `len` is the number of this rank's samples, including corrupt ones."""
 
     def __len__(self) -> int: ...
 
 
 class _Base(ABC, Generic[Samples]):
-    """What both loaders have in common. DataError comes out of `next` where more samples are
-    corrupt than `max_corrupt_share` allows among those that this rank met, and where storage fails.
+    """The common part of both loaders.
+
+    `next` raises DataError if storage fails, or if more samples of this rank are corrupt than
+    `max_corrupt_share` allows.
     """
 
     def __init__(
@@ -81,8 +81,7 @@ class _Base(ABC, Generic[Samples]):
         return Prefetcher(jobs, self._decoder.workers, self._depth)
 
     def _job(self, count: int, samples: Samples) -> _Job:
-        """A function of its own: nothing may hold the batch but its job, so that its memory serves
-        again."""
+        """Returns the job of one batch. It has the only reference to the batch, for memory reuse."""
         batch = self._decoder.begin(count)
         chunks = [partial(self._fill, batch, samples, rows) for rows in batch.cuts]
         return Job(chunks, partial(self._finish, batch), batch.complete)
@@ -91,7 +90,7 @@ class _Base(ABC, Generic[Samples]):
     def _fill(
         self, batch: BatchInProgress, samples: Samples, rows: tuple[int, int], progress: Progress
     ) -> Chunk:
-        """The chunk of the batch of `samples` that holds `rows`."""
+        """Fills `rows` of the batch of `samples` and returns their chunk."""
 
     def _finish(self, batch: BatchInProgress, chunks: list[Chunk]) -> Batch:
         corrupt = self._log.report(sample for chunk in chunks for sample in chunk.corrupt)
@@ -119,8 +118,10 @@ class _Base(ABC, Generic[Samples]):
 
 
 class TrainLoader(_Base[int]):
-    """This rank's micro-batches in order, from `first_step` to the end of the run; where `rank` is a
-    sequence, those of several ranks, one after the other in each step."""
+    """Iterates over micro-batches in order, from `first_step` to the end of the run.
+
+    If `rank` is a sequence, each step has the micro-batches of these ranks, one rank after the other.
+    """
 
     def __init__(
         self,
@@ -161,15 +162,14 @@ class TrainLoader(_Base[int]):
         return replace(next(self._batches), spent=self._batches.spent)
 
     def close(self) -> None:
-        """Stops the threads, also in the middle; the source stays open."""
+        """Stops the threads. The source stays open."""
         self._batches.close()
 
 
 class EvalLoader(_Base[Int64]):
-    """Passes over this rank's samples: rank, rank + world_size, … in order. Every `iter` is one
-    pass.
+    """Iterates over this rank's samples rank, rank + world_size, … Each `iter` is one pass.
 
-    Corrupt samples are left out and listed once; a batch may be smaller for it, none is empty.
+    Corrupt samples are left out and reported once. No batch is empty.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class EvalLoader(_Base[Int64]):
         self._passes: list[Prefetcher[Chunk, Batch]] = []
 
     def __len__(self) -> int:
-        """Samples of this rank, corrupt ones included."""
+        """Returns the number of samples of this rank, including corrupt ones."""
         return len(self._indices)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -221,6 +221,6 @@ class EvalLoader(_Base[Int64]):
         return chunk
 
     def close(self) -> None:
-        """Stops passes that are still under way; the source stays open."""
+        """Stops unfinished passes. The source stays open."""
         for batches in list(self._passes):
             batches.close()

@@ -1,1 +1,1 @@
-"""Data sets as a whole: opened split by split, packed into shards, and inspected."""
+"""Packs data sets into shards, and inspects them."""

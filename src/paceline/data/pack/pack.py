@@ -1,21 +1,20 @@
-"""`pack_splits`: from any source to tar shards that any WebDataset reader takes; `ShardWriter`: one of
-these shards.
+"""`pack_splits`: writes a source as tar shards of the WebDataset layout; `ShardWriter`: one shard.
 
-Writes `train-00000.tar` … with an index each, `classes.json` and the manifest `pack.json`. An
-interrupted pack continues behind its last finished shard; nothing half-written has a final name;
-nothing is written outside the directory.
+Writes `train-00000.tar` … with their indexes, `classes.json` and the manifest `pack.json`. An
+interrupted pack continues after its last complete shard. Incomplete files have temporary names.
+Nothing is written outside the directory.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
-import os
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -49,7 +48,6 @@ from paceline.data.sources.tar_index import NameTable, ShardIndex
 
 _BLOCK = tarfile.BLOCKSIZE
 _END = bytes(2 * _BLOCK)
-_CHUNK_BYTES = 4 << 20
 _EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
 _FILTERS = {
     "bilinear": Image.Resampling.BILINEAR,
@@ -59,10 +57,7 @@ _FILTERS = {
 
 
 class ShardWriter:
-    """Writes one shard into a file that the caller opened and will give its name.
-
-    The bytes depend on the samples alone: no times, owners or names of the machine.
-    """
+    """Writes one shard to an open file. The bytes depend on the samples only."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -75,7 +70,7 @@ class ShardWriter:
         return len(self._names)
 
     def add(self, key: str, extension: str, content: bytes, label: int) -> None:
-        """Image, then label; `key` is ours, never a name from the source."""
+        """Adds an image and its label. `key` is a number, not a name from the source."""
         self._names.append(f"{key}.{extension}")
         self._places.append((self.bytes + _BLOCK, len(content), label))
         self._member(f"{key}.{extension}", content)
@@ -93,66 +88,57 @@ class ShardWriter:
         self._digest.update(content)
         self.bytes += len(content)
 
-    def finish(self, path: Path) -> str:
-        """The SHA-256 of all, after reading it back; `path` is for messages."""
+    def finish(self) -> str:
+        """Ends the tar and returns its SHA-256."""
         self._write(_END)
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        # Else the page cache would answer, and not the disk.
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        found = file_digest(self._file)
-        if found != self._digest.hexdigest():
-            raise DataError(f"{path}: reads back other than it was written", "check the disk")
-        return found
+        return self._digest.hexdigest()
 
     def write_index(self, path: Path) -> None:
-        """The index beside the finished shard at `path`."""
+        """Writes the index of the complete shard `path`."""
         offsets, sizes, labels = np.array(self._places, dtype=np.int64).reshape(-1, 3).T
         index = ShardIndex(NameTable(self._names), offsets, sizes, labels)
         write_index(index_path(path), index, ShardStamp.of(path))
 
 
-def file_digest(file: BinaryIO) -> str:
-    """SHA-256 of the whole file, whatever its size."""
-    file.seek(0)
-    digest = hashlib.sha256()
-    while chunk := file.read(_CHUNK_BYTES):
-        digest.update(chunk)
-    return digest.hexdigest()
-
-
 @dataclass(frozen=True)
 class PackedImage:
+    """An image in a shard. `copied` is False if it was encoded again."""
+
     extension: str
     content: bytes
     copied: bool
 
 
 def pack_image(data: bytes | npt.NDArray[np.uint8], options: PackOptions) -> PackedImage:
-    """Images that are small enough and in a wanted format are copied byte for byte; all others are
-    turned upright, scaled, and encoded anew as grey or RGB. CorruptImage where it cannot be decoded
-    whole, copied or not.
+    """Copies an image, or turns it upright, scales it and encodes it again as gray or RGB.
 
-    Equal input and options give equal bytes, with one version of Pillow and its libraries.
+    Images that are small enough and have the wanted format are copied. Equal input and options give
+    equal bytes with the same version of Pillow and its libraries.
+
+    Args:
+        data: The file, or pixels.
+        options: Size, format and quality.
+
+    Raises:
+        CorruptImage: If the image cannot be decoded completely.
     """
     facts = image_facts(data)
     image = decode(data, facts.channels)
-    # Pillow's name for the JPEGs of cameras that hold a second picture behind the first.
-    found = "JPEG" if facts.format == "MPO" else facts.format
-    wanted = found if options.format == "keep" else options.format.upper()
+    # MPO is a JPEG of a camera with a second image after the first.
+    current = "JPEG" if facts.format == "MPO" else facts.format
+    wanted = current if options.format == "keep" else options.format.upper()
     size = fitted(image.size, options.short_side)
-    if isinstance(data, bytes) and size == image.size and wanted == found in _EXTENSIONS:
-        return PackedImage(_EXTENSIONS[found], data, copied=True)
+    if isinstance(data, bytes) and size == image.size and wanted == current in _EXTENSIONS:
+        return PackedImage(_EXTENSIONS[current], data, copied=True)
     if size != image.size:
         image = image.resize(size, _FILTERS[options.filter])
-    # What has no format of ours, such as pixels or a GIF under a wrong name, must lose nothing.
+    # Pixels and other formats, such as GIF, are encoded without loss.
     kind = wanted if wanted in _EXTENSIONS else "PNG"
     return PackedImage(_EXTENSIONS[kind], _encoded(image, kind, options.quality), copied=False)
 
 
 def fitted(size: tuple[int, int], short_side: int) -> tuple[int, int]:
-    """Width and height with the short side brought down to `short_side`; never enlarged."""
+    """Returns the size with a short side of at most `short_side`."""
     shorter = min(size)
     if not short_side or shorter <= short_side:
         return size
@@ -168,12 +154,12 @@ def _encoded(image: Image.Image, kind: str, quality: int) -> bytes:
         else:
             image.save(stream, kind, quality=quality)
     except (OSError, ValueError) as error:
-        # A side that the format cannot hold, such as 20,000 pixels in WebP.
+        # The size may be too large for the format, such as 20,000 pixels in WebP.
         raise CorruptImage(f"cannot be written as {kind} ({error})") from error
     return stream.getvalue()
 
 
-# Split, samples done, and corrupt ones among them.
+# Receives the split, the number of samples done, and how many of them are corrupt.
 OnSample = Callable[[str, int, int], None]
 Result = PackedImage | CorruptSample
 _LOCK_FILE = ".pack.lock"
@@ -188,11 +174,22 @@ def pack_splits(
     on_sample: OnSample = lambda split, done, corrupt: None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> PackManifest:
-    """Packs every split of `sources` that is not packed already, and returns what is there now.
+    """Packs every split that is not complete.
 
-    DataError, one line, where the directory holds something else or another pack, where storage or
-    disk fails, or where too many images are corrupt. What was finished before stays. `on_note` is
-    called where nothing keeps a second pack out of the directory.
+    Args:
+        sources: The splits.
+        directory: A new or empty directory, or an unfinished pack.
+        options: The options.
+        workers: Number of threads.
+        on_sample: Receives the progress.
+        on_note: Called if the file system has no locks, which would prevent a second pack.
+
+    Returns:
+        The manifest of the directory.
+
+    Raises:
+        DataError: If the directory has other files or another pack, if storage or disk fails, or if
+            too many images are corrupt. Complete shards remain.
     """
     _make_directory(directory)
     with _alone(directory) as alone:
@@ -200,7 +197,7 @@ def pack_splits(
         if alone:
             _sweep(directory)
         else:
-            on_note(f"{directory} knows no locks: see to it that no other pack writes there")
+            on_note(f"{directory} has no locks: make sure that no other pack writes there")
         for split, source in sources.items():
             _check_split(manifest, split, source, directory)
             _write_classes(directory, source)
@@ -219,17 +216,17 @@ def _make_directory(directory: Path) -> None:
         raise unwritable(directory, error) from None
     if foreign and MANIFEST_FILE not in foreign:
         raise DataError(
-            f"{directory}: is not empty ({sorted(foreign)[0]} is there) and no pack of ours",
+            f"{directory}: is not empty ({sorted(foreign)[0]}) and has no pack.json",
             "pack into an empty or a new directory",
         )
 
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[bool]:
-    """Whether it is certain that nobody else packs there."""
+    """Locks the directory. Yields False if its file system has no locks."""
     with file_lock(directory / _LOCK_FILE, wait=False) as held:
         if held is False:
-            raise DataError(f"{directory}: another pack is writing there", "wait for its end")
+            raise DataError(f"{directory}: another pack is writing there", "wait until it ends")
         yield held is True
 
 
@@ -268,31 +265,18 @@ def _write_classes(directory: Path, source: Source) -> None:
 
 
 def _sweep(directory: Path) -> None:
-    """Removes what an earlier pack left half-written when it was killed."""
+    """Removes incomplete files of a killed pack."""
     for path in directory.glob(LEFTOVERS):
         with suppress(OSError):
             path.unlink()
 
 
-@dataclass
-class _Progress:
-    """What the shard under way adds to the manifest once it is finished."""
-
-    corrupt: list[CorruptSample] = field(default_factory=list)
-    copied: int = 0
-
-
-class _NothingToKeep(Exception):  # noqa: N818 - takes back a file, fails nothing
-    pass
-
-
 class SplitPacker:
-    """Packs one split: images through threads, shards in order.
+    """Packs one split. Threads prepare images, and the caller writes shards in order.
 
-    Shards and their bytes depend on the source and the options, never on the number of threads or
-    on where an earlier try ended. Threads suffice: Pillow decodes and scales outside the
-    interpreter lock, nine tenths of an image's time. `on_sample(split, done, corrupt)` is called
-    for each sample, in the caller's own thread.
+    Shards and their bytes depend on source and options, not on the number of threads or on
+    interruptions. Threads suffice, because Pillow releases the interpreter lock for nine tenths of the
+    time.
     """
 
     def __init__(
@@ -311,82 +295,80 @@ class SplitPacker:
         self._order = pack_order(len(source), options)
         self._limit = allowed_corrupt(options.max_corrupt_share, len(source))
         self._on_sample = on_sample
+        self._position = self._record.stop
+        # Corrupt samples that are not in the manifest yet.
+        self._pending: list[CorruptSample] = []
 
     def pack(self, directory: Path, workers: int) -> None:
-        """Goes on behind the last finished shard. DataError: too many corrupt, storage, disk."""
-        # Before the first shard has its name: whoever finds one must find that it is not all.
+        """Continues after the last complete shard. Raises the errors of `pack_splits`."""
+        # Before the first shard is complete, so that readers know that others are missing.
         self._manifest.save()
-        start = self._record.stop
-        results = map_ahead(self._prepare, range(start, len(self._source)), workers)
-        with closing(results):
-            while start < len(self._source):
-                start = self._shard(directory, start, results)
+        positions = range(self._position, len(self._source))
+        with closing(map_ahead(self._prepare, positions, workers)) as results:
+            images = self._images(results)
+            for first in images:
+                self._write_shard(directory, itertools.chain([first], images))
         if not self._record.packed:
-            raise DataError(f"{self._name}: no image that can be decoded", "look at the source")
+            raise DataError(f"{self._name}: no image can be decoded", "check the source")
+        self._record.corrupt += self._pending
         self._record.complete = True
         self._manifest.save()
-
-    def _shard(self, directory: Path, start: int, results: Iterator[tuple[int, Result]]) -> int:
-        """Writes one shard and returns where the next begins."""
-        path = directory / f"{self._name}-{len(self._record.shards):05d}.tar"
-        progress = _Progress()
-        stop, digest = start, ""
-        with suppress(_NothingToKeep), written_file(path) as file:
-            writer = ShardWriter(file)
-            for index, result in results:
-                stop += 1
-                self._take(writer, progress, index, result)
-                self._on_sample(self._name, stop, self._corrupt_so_far(progress))
-                if self._full(writer):
-                    break
-            if not len(writer):
-                raise _NothingToKeep  # the source ended with corrupt images only
-            digest = writer.finish(path)
-        self._record.corrupt += progress.corrupt
-        self._record.copied += progress.copied
-        if not digest:
-            return stop
-        writer.write_index(path)
-        shard = PackedShard(path.name, len(writer), writer.bytes, digest, stop)
-        self._record.shards.append(shard)
-        self._manifest.save()
-        return stop
-
-    def _take(self, writer: ShardWriter, progress: _Progress, index: int, result: Result) -> None:
-        if isinstance(result, PackedImage):
-            progress.copied += result.copied
-            label = int(self._source.labels[index])
-            writer.add(f"{index:08d}", result.extension, result.content, label)
-            return
-        progress.corrupt.append(result)
-        count = self._corrupt_so_far(progress)
-        if count > self._limit:
-            first = (self._record.corrupt + progress.corrupt)[0]
-            raise DataError(
-                f"{count} corrupt of {len(self._source)} images in {self._name} (allowed: "
-                f"{self._limit}); the first: {first.name}: {first.reason}",
-                "fix the data, or raise --max-corrupt-share",
-            )
-
-    def _corrupt_so_far(self, progress: _Progress) -> int:
-        return len(self._record.corrupt) + len(progress.corrupt)
-
-    def _full(self, writer: ShardWriter) -> bool:
-        most = self._options.shard_samples
-        return writer.bytes >= self._options.shard_mib << 20 or 0 < most <= len(writer)
 
     def _prepare(self, position: int) -> tuple[int, Result]:
         index = int(self._order[position])
         try:
             return index, pack_image(self._source.read(index), self._options)
         except CorruptImage as error:
-            # Class and file: where the source lay is no part of what was packed.
+            # Class and file only, so that the manifest does not depend on the place of the source.
             name = "/".join(self._source.name(index).split("/")[-2:])
             return index, CorruptSample(index, name, str(error))
 
+    def _images(self, results: Iterator[tuple[int, Result]]) -> Iterator[tuple[int, PackedImage]]:
+        """Yields the images that are not corrupt, and records the others."""
+        for index, result in results:
+            self._position += 1
+            if isinstance(result, CorruptSample):
+                self._pending.append(result)
+            corrupt = len(self._record.corrupt) + len(self._pending)
+            if corrupt > self._limit:
+                first = (self._record.corrupt + self._pending)[0]
+                raise DataError(
+                    f"{corrupt} corrupt of {len(self._source)} images in {self._name} (allowed: "
+                    f"{self._limit}); the first: {first.name}: {first.reason}",
+                    "fix the data, or raise --max-corrupt-share",
+                )
+            self._on_sample(self._name, self._position, corrupt)
+            if isinstance(result, PackedImage):
+                yield index, result
+
+    def _write_shard(self, directory: Path, images: Iterator[tuple[int, PackedImage]]) -> None:
+        path = directory / f"{self._name}-{len(self._record.shards):05d}.tar"
+        copied = 0
+        with written_file(path) as file:
+            writer = ShardWriter(file)
+            for index, image in images:
+                copied += image.copied
+                label = int(self._source.labels[index])
+                writer.add(f"{index:08d}", image.extension, image.content, label)
+                if self._is_full(writer):
+                    break
+            digest = writer.finish()
+        writer.write_index(path)
+        self._record.corrupt += self._pending
+        self._record.copied += copied
+        self._pending = []
+        self._record.shards.append(
+            PackedShard(path.name, len(writer), writer.bytes, digest, self._position)
+        )
+        self._manifest.save()
+
+    def _is_full(self, writer: ShardWriter) -> bool:
+        most = self._options.shard_samples
+        return writer.bytes >= self._options.shard_mib << 20 or 0 < most <= len(writer)
+
 
 def pack_order(count: int, options: PackOptions) -> Int64:
-    """Every index once: sorted by its hash, or as the source has them."""
+    """Returns every index once, shuffled by a hash or in the order of the source."""
     indices = np.arange(count, dtype=np.int64)
     if not options.shuffle:
         return indices

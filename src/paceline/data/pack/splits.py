@@ -1,4 +1,4 @@
-"""Opens the splits that a directory holds, for `pack` and `inspect`."""
+"""Opens the splits in a directory, for `pack` and `inspect`."""
 
 from __future__ import annotations
 
@@ -21,29 +21,37 @@ def open_splits(
     split: str = "all",
     on_note: Callable[[str], None] = lambda note: None,
 ) -> dict[str, Source]:
-    """The splits that a directory holds, or the one asked for, by name, training first. DataError
-    where there is nothing, or not what was asked for. Shards whose names give no split are taken as
-    training data, and `on_note` is called. Nothing is written beside the data."""
+    """Opens the splits in a directory, training first. Writes nothing.
+
+    Args:
+        directory: The directory. Empty for embedded or synthetic images.
+        kind: Kind of data, as `data.source`.
+        split: "train", "val", or "all" for those that exist.
+        on_note: Called if data without splits is used as training data.
+
+    Raises:
+        DataError: If there is no data.
+        ConfigError: If `split` is unknown.
+    """
     settings = DataSettings(dir=directory, source=kind)
     wanted = SPLITS if split == "all" else tuple(s for s in SPLITS if s == split)
     if not wanted:
         raise ConfigError("--split", split, "unknown", "known: all, train, val")
     if directory:
         root = data_root(directory)
-        there = {s: kinds_of(root, s) for s in SPLITS}
-        if not any(there.values()) and kind in ("auto", "shards") and split != "val":
-            unnamed = all_shards(root)
+        present = tuple(s for s in SPLITS if kinds_of(root, s))
+        if split == "all" and present:
+            wanted = present
+        elif split != "val" and not present:
+            unnamed = all_shards(root) if kind in ("auto", "shards") else []
             if unnamed:
-                on_note(f"{unnamed[0].name} … tell no split by their names: taken as train")
+                on_note(f"{unnamed[0].name} … have no split in their names: used as train")
                 return {"train": open_shards(unnamed, read_classes(root), keep_index=False)}
-        may_be_unsplit = kind in ("auto", "folder") and split != "val" and root.is_dir()
-        if may_be_unsplit and not any(there.values()) and is_unsplit(root):
-            on_note(f"{root}: class folders without train/ and val/: taken as train")
-            wanted = ("train",)
-        if split == "all" and any(there.values()):
-            wanted = tuple(s for s in SPLITS if there[s])
-    found: dict[str, Source] = {}
+            if kind in ("auto", "folder") and root.is_dir() and is_unsplit(root):
+                on_note(f"{root}: class folders without train/ and val/: used as train")
+                wanted = ("train",)
+    sources: dict[str, Source] = {}
     for name in wanted:
-        known = found["train"].classes if "train" in found else None
-        found[name] = source_kind(kind).open_split(settings, name, known, False)
-    return found
+        classes = sources["train"].classes if "train" in sources else None
+        sources[name] = source_kind(kind).open_split(settings, name, classes, False)
+    return sources

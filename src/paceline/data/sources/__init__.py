@@ -1,1 +1,1 @@
-"""Labelled images by index, whatever they are stored in."""
+"""Sources: labelled images in shards, folders, arrays and Datasets."""

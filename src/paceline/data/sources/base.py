@@ -1,12 +1,12 @@
-"""`Source`: labelled images by index, whatever they are stored in.
+"""`Source`: labelled images by index, independent of their storage.
 
-A source sets `classes` and `labels` and implements `read`. Everything else that a kind of storage may
-offer is declared here with a default, so that whoever uses a source never has to ask what it is.
-`OwnSource` checks a source of the user's own class: what it does wrong is one line, on all ranks.
+A source sets `classes` and `labels` and implements `read`. Everything else that a kind of storage
+may offer is declared here with a default, so that users of a source need not know its type.
+`OwnSource` checks sources of other packages, so that their errors are one line on all ranks.
 
-`SubsetSource` is some samples of a source; `validation_indices` those that `data.val_split` takes. The
-split depends on the labels alone, not on the run's seed: runs with other seeds validate on the same
-images, and a resumed or evaluated run finds its split again without a record of it.
+`SubsetSource` has some samples of a source, and `validation_indices` are the samples that
+`data.val_split` takes. The split depends on the labels only, not on the seed: all runs validate on
+the same images, and a resumed or evaluated run computes its split again.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -29,36 +28,38 @@ from paceline.data.sources.storage import Retry, ShardFile
 
 Split = Literal["train", "val"]
 Stored = bytes | npt.NDArray[np.uint8]
-# A file, and the offset and size of a sample in it.
+# A file, and the offset and size of a sample in this file.
 Extent = tuple[ShardFile, int, int]
-_STORED = "read(i) returns the bytes of an image file, or a height × width × channels uint8 array"
-
-
-@dataclass(frozen=True)
-class FileFacts:
-    """What a source has learned about its files: numbers, and `about`, which JSON can hold."""
-
-    kind: str
-    arrays: Mapping[str, npt.NDArray[Any]]
-    about: Mapping[str, Any]
 
 
 class Source(ABC):
-    """Read by several threads at once. Sub-classes set `classes` (names) and `labels` (an index into
-    them for each sample: a list or an array), and implement `read`.
+    """Labelled images by index. Several threads read at the same time.
 
-    `shard_sizes`: how many samples each shard has, in order; None where the data is not in shards.
-    `pixels`: all images at once, equal in size, samples × height × width × channels; None where
-    there is no such array. `is_in_memory`: reading needs no storage, so a cache would be of no use.
-    `has_extents`: `extent` finds samples, which can then be read many at a time. `retry`: counts
-    the reads that were repeated. `is_constant`: a sample is the same whenever it is read, so that it may
-    be kept.
+    Subclasses set `classes` and `labels` and implement `read`. The rest is optional.
+
+    Attributes:
+        classes: Names of the classes.
+        labels: Class index of each sample, as a list or an array.
+        shard_sizes: Number of samples of each shard, in order. None if the data is not in shards.
+        pixels: All images if they are in one array (samples × height × width × channels), else None.
+        is_in_memory: True if reading needs no storage, so that a cache would be useless.
+        has_extents: True if `extent` finds samples, so that many can be read together.
+        is_constant: True if every read of a sample gives the same image.
+        retry: Counts repeated reads.
+
+    Example:
+        >>> class Album(Source):
+        ...     def __init__(self, paths):
+        ...         self.paths, self.classes = paths, ["cat", "dog"]
+        ...         self.labels = [int(path.name.startswith("dog")) for path in paths]
+        ...
+        ...     def read(self, i):
+        ...         return self.paths[i].read_bytes()
     """
 
     classes: Sequence[str]
     if TYPE_CHECKING:
-        # A plain attribute, assigned as any whole numbers and read as the array that `checked_source`
-        # makes of them.
+        # An attribute that accepts any sequence of integers. `checked_source` makes an array of it.
         @property
         def labels(self) -> Int64: ...
         @labels.setter
@@ -76,50 +77,40 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, i: int) -> Stored:
-        """The encoded image, or its pixels as height × width × channels. DataError where storage
-        fails."""
+        """Returns the bytes of an image file, or pixels as height × width × channels in uint8.
+
+        Raises:
+            CorruptImage: If the sample is to be replaced by another one.
+            DataError: If storage fails.
+        """
 
     def name(self, i: int) -> str:
-        """Where the sample lies, for messages."""
+        """Returns the place of a sample for messages."""
         return f"{type(self).__name__}[{i}]"
 
     def extent(self, i: int) -> Extent | None:
-        """Where the encoded image lies in a file; None where it has to be read by `read`."""
+        """Returns the place of an encoded image in a file, or None if only `read` can read it."""
         return None
 
-    def sizes(self) -> Int64 | None:
-        """Bytes of each encoded image, below 0 if its file cannot be read; None if only reading tells."""
-        return None
-
-    def close(self) -> None:  # noqa: B027  (most hold nothing open)
-        """Releases what is held open; no read may be in progress."""
+    def close(self) -> None:  # noqa: B027  (optional)
+        """Closes open files. No read may be running."""
 
     @property
     def kind(self) -> str:
-        """What the images are stored in, for display."""
+        """The kind of storage, for messages."""
         return type(self).__name__
 
     @property
     def note(self) -> str:
-        """What the user should know about the source; empty where there is nothing."""
+        """A note about the source for the user, or ""."""
         return ""
 
-    @property
-    def uncached(self) -> Source:
-        """The source without the cache in front of it."""
-        return self
-
-    def file_facts(self) -> FileFacts | None:
-        """By which another process makes this source without a look at its files; None where opening
-        it takes only a few of them."""
-        return None
-
     def counters(self) -> dict[str, int]:
-        """What was counted so far: repeated reads, hits and misses of a cache."""
+        """Returns counts so far: repeated reads, hits and misses of a cache."""
         return {} if self.retry is None else {"read_retries": self.retry.count}
 
     def identity(self) -> bytes:
-        """Changes when the samples change, as far as that shows without reading every image."""
+        """Returns bytes that change if samples change, without reading every image."""
         if self.pixels is not None:
             return self.pixels.tobytes()
         names = (self.name(i).encode("utf-8", "surrogateescape") for i in range(len(self)))
@@ -127,8 +118,10 @@ class Source(ABC):
 
 
 def source_identity(source: Source) -> str:
-    """A digest of classes, labels and `identity`. Files and shards are identified by name, size and
-    time of change: a copy that keeps the times has the identity of its original, wherever it lies.
+    """Returns a digest of classes, labels and `identity`.
+
+    Files and shards are identified by name, size and modification time, so a copy that keeps the
+    times has the same identity.
     """
     digest = hashlib.sha256()
     digest.update(json.dumps(list(source.classes)).encode())
@@ -138,14 +131,14 @@ def source_identity(source: Source) -> str:
 
 
 def checked_source(source: Source) -> Source:
-    """Sources of this package check themselves."""
+    """Returns `source`, in an `OwnSource` unless it is a class of this package."""
     if type(source).__module__.startswith("paceline."):
         return source
     return OwnSource(source)
 
 
 class WrappedSource(Source):
-    """Does what `whole` does; sub-classes change some of it. Sample i is `at(i)` of `whole`."""
+    """Forwards to the source `whole`. Sample i is sample `at(i)` of `whole`."""
 
     def __init__(self, whole: Source) -> None:
         self.whole = whole
@@ -185,7 +178,7 @@ class WrappedSource(Source):
 
 
 class OwnSource(WrappedSource):
-    """A source of the user's own class; its labels may be any sequence of whole numbers."""
+    """Checks a source of another package. Its labels may be any sequence of integers."""
 
     def __init__(self, source: Source) -> None:
         name = type(source).__name__
@@ -199,7 +192,7 @@ class OwnSource(WrappedSource):
                 "give a class index for each image",
             )
         if not all(isinstance(label, str) for label in classes):
-            raise DataError(f"{name}: classes are {short_repr(classes)}", "give their names")
+            raise DataError(f"{name}: classes are {short_repr(classes)}", "give names")
         worst = int(np.argmax((labels < 0) | (labels >= len(classes))))
         if not 0 <= labels[worst] < len(classes):
             raise DataError(
@@ -211,31 +204,32 @@ class OwnSource(WrappedSource):
 
     def read(self, i: int) -> Stored:
         try:
-            found = self.whole.read(i)
+            data = self.whole.read(i)
         except (PacelineError, CorruptImage, MemoryError):
             raise
         except Exception as error:
             raise DataError(
                 f"{self.kind}: read({i}) raised {type(error).__name__}: {error}", "fix the source"
             ) from error
-        if isinstance(found, bytes):
-            return found
-        good = isinstance(found, np.ndarray) and found.dtype == np.uint8 and found.ndim == 3
-        if not good or found.shape[2] not in (1, 3) or not found.size:
-            shape = (
-                f" of shape {found.shape}, {found.dtype}" if isinstance(found, np.ndarray) else ""
-            )
+        if isinstance(data, bytes):
+            return data
+        is_array = isinstance(data, np.ndarray)
+        if not is_array or data.dtype != np.uint8 or data.ndim != 3 or data.shape[2] not in (1, 3):
+            shape = f" of shape {data.shape}, {data.dtype}" if is_array else ""
             raise DataError(
-                f"{self.kind}: read({i}) returned a {type(found).__name__}{shape}", _STORED
+                f"{self.kind}: read({i}) returned a {type(data).__name__}{shape}",
+                "return the bytes of an image file, or a height × width × channels uint8 array",
             )
-        return found
+        if not data.size:
+            raise DataError(f"{self.kind}: read({i}) returned an empty array", "return an image")
+        return data
 
 
 def validation_indices(labels: Int64, share: float) -> Int64:
-    """About `share` of the samples of each class, at least one where the class has two or more.
+    """Returns about `share` of the samples of each class, at least one if a class has two or more.
 
-    Which ones is a hash of the class and of the sample's place in it, so that a class that grows does
-    not change the split of the others. A class of one sample stays whole in training.
+    A hash of the class and of the sample's position in it decides, so that a class that grows does
+    not change the split of the others. A class with one sample is used for training.
     """
     taken = []
     order = np.argsort(labels, kind="stable")
@@ -243,40 +237,55 @@ def validation_indices(labels: Int64, share: float) -> Int64:
         count = min(max(1, round(share * len(members))), len(members) - 1)
         keys = hash64(0, SPLIT_STREAM, int(labels[members[0]]), np.arange(len(members)))
         taken.append(members[np.argsort(keys, kind="stable")[:count]])
-    found: Int64 = np.sort(np.concatenate(taken))
-    return found
+    indices: Int64 = np.sort(np.concatenate(taken))
+    return indices
 
 
 def split_source(source: Source, share: float, split: Split, *, owner: bool = True) -> SubsetSource:
-    """The part of `source` that is `split`. `owner`: closes the source; of two parts of one source
-    only one may."""
+    """Returns the part of `source` that is `split`.
+
+    Args:
+        source: All samples.
+        share: Fraction of each class for validation.
+        split: The part.
+        owner: Closes `source` together with the part. Only one part of a source may own it.
+
+    Raises:
+        ConfigError: If no class has two samples.
+    """
     held_out = validation_indices(source.labels, share)
     if not len(held_out):
         raise ConfigError(
-            "data.val_split", share, "no class has two images, of which one could be for validation",
+            "data.val_split", share, "needs a class with two or more images",
             "add images, or a validation set",
         )  # fmt: skip
     kept = np.ones(len(source), dtype=bool)
     kept[held_out] = False
     note = (
         f"data.val_split = {share:g}: {len(held_out)} of {len(source)} images are for validation, "
-        "by class, whatever the seed"
+        "independent of the seed"
     )
     if split == "val":
         return SubsetSource(source, held_out, owner=owner)
-    single = int((np.bincount(source.labels) == 1).sum())
-    if single:
-        note += f"; {single} class{'es' if single > 1 else ''} with one image have none"
+    if single := int((np.bincount(source.labels) == 1).sum()):
+        note += f"; classes without validation images, because they have only one: {single}"
     return SubsetSource(source, np.flatnonzero(kept), note, owner=owner)
 
 
 class SubsetSource(WrappedSource):
-    """The samples `indices` of `source`, in this order, with all that the source can do."""
+    """The samples `indices` of a source, in this order."""
 
     def __init__(
         self, source: Source, indices: Int64, note: str = "", *, owner: bool = True
     ) -> None:
-        """`indices` ascend. `owner`: closes `source`, and counts for it."""
+        """Creates a subset.
+
+        Args:
+            source: All samples.
+            indices: Ascending indices.
+            note: Added to the source's note.
+            owner: Closes `source` and reports its counters.
+        """
         super().__init__(source)
         self._indices = indices
         self._note = note

@@ -1,7 +1,8 @@
-"""`CachedSource`: a source whose samples are kept for later epochs, in memory or on a local disk.
+"""`CachedSource`: keeps samples for later epochs, in memory or on a local disk.
 
-Kept raw, a sample is the bytes of its file; kept decoded, its pixels, upright and in the channels
-of the run, so that whatever follows sees what it would have seen without a cache.
+A cache keeps the bytes of files ("raw") or pixels ("decoded"), upright and with the channels of the run.
+Batches are the same as without a cache. Nothing is evicted: every sample is read once per epoch, so a
+cache that evicts would always miss. Stores are thread-safe. After an error a sample is not kept.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import struct
 import sys
 import threading
 import zlib
-from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from paceline.core.errors import ConfigError, DataError
 from paceline.core.files import open_part, part_path, read_regular
+from paceline.data.augment import pixels_of
 from paceline.data.image import CorruptImage, decode
 from paceline.data.settings import DataSettings
 from paceline.data.sources.base import Source, Split, Stored, WrappedSource, source_identity
@@ -28,31 +29,37 @@ from paceline.data.sources.storage import unwritable
 
 _MIB = 2**20
 _USED_FILE = "used"
-_USERS_FILE = "users"
 _FOLDERS = 1024
 _MAGIC = b"plc1"
-# Magic number, checksum, index, length, then height, width and channels; encoded bytes have none.
+# Magic number, checksum, index, length; height, width and channels, which are 0 for encoded bytes.
 _HEADER = struct.Struct("<4sIqqIII")
 
 
 def cached(source: Source, settings: DataSettings, split: Split) -> Source:
-    """`source` behind the cache that the settings ask for; each split has its own. DataError: a
-    directory that cannot be written to; ConfigError: a cache that could be of no use."""
+    """Returns `source` with the cache of the settings. Each split has its own.
+
+    Args:
+        source: The samples.
+        settings: Settings of the cache.
+        split: The split.
+
+    Raises:
+        ConfigError: If a cache would be useless.
+        DataError: If the directory of the cache cannot be written.
+    """
     if source.is_in_memory:
         raise ConfigError(
-            "data.cache",
-            settings.cache,
-            "these images are in memory already, or made up on the spot",
+            "data.cache", settings.cache, "these images are already in memory, or generated",
             "set data.cache = 'none'",
-        )
+        )  # fmt: skip
     if not source.is_constant:
         raise ConfigError(
-            "data.cache", settings.cache, f"{source.kind} gives other images at every read",
+            "data.cache", settings.cache, f"{source.kind} gives different images at every read",
             "set data.cache = 'none', or move random transforms to `augment`",
         )  # fmt: skip
     decoded = settings.cache_form == "decoded"
     limit = settings.cache_mib * _MIB
-    store: CacheStore
+    store: MemoryStore | DiskStore
     if settings.cache == "memory":
         store = MemoryStore(limit)
     else:
@@ -63,14 +70,19 @@ def cached(source: Source, settings: DataSettings, split: Split) -> Source:
 
 
 class CachedSource(WrappedSource):
-    """A source with the same samples, labels and names as `source`, kept for later epochs.
-
-    `channels` None keeps samples as they are stored, else decoded to so many channels.
-    """
+    """A source with the samples, labels and names of another one, and a cache."""
 
     def __init__(
-        self, source: Source, store: CacheStore, channels: int | None, limit_mib: int
+        self, source: Source, store: MemoryStore | DiskStore, channels: int | None, limit_mib: int
     ) -> None:
+        """Creates a cached source.
+
+        Args:
+            source: The samples.
+            store: The cache.
+            channels: Channels of decoded pixels. None keeps samples as they are stored.
+            limit_mib: Size limit, for the note.
+        """
         super().__init__(source)
         self.has_extents, self.pixels, self.retry = False, None, None
         self._store = store
@@ -80,7 +92,7 @@ class CachedSource(WrappedSource):
         self._hits = self._misses = 0
 
     def read(self, i: int) -> Stored:
-        """From the store, or else from the source, which may fail with DataError."""
+        """Reads from the cache, or else from the source. Raises the errors of the source."""
         data = self._store.get(i)
         with self._lock:
             self._hits += data is not None
@@ -88,41 +100,28 @@ class CachedSource(WrappedSource):
         if data is not None:
             return data
         data = self.whole.read(i)
-        if self._channels is not None and self._store.full:
-            return data  # who crops it need not decode all of it
-        data = self._form(data)
+        if self._channels is not None:
+            if self._store.full:
+                return data  # decoding only the crop is cheaper
+            with suppress(CorruptImage):  # the loader decodes it again and reports it
+                data = pixels_of(decode(data, self._channels))
         self._store.put(i, data)
         return data
 
     def extent(self, i: int) -> None:
-        """Reading goes through the cache."""
-
-    @property
-    def uncached(self) -> Source:
-        return self.whole
-
-    def _form(self, data: Stored) -> Stored:
-        if self._channels is None:
-            return data
-        try:
-            image = decode(data, self._channels)
-        except CorruptImage:
-            return data  # whoever decodes it again finds the same, and has a log for it
-        pixels = np.asarray(image)
-        return pixels[:, :, None] if pixels.ndim == 2 else pixels
+        """Returns None, because reads go through the cache."""
 
     def counters(self) -> dict[str, int]:
-        found = super().counters()
-        found |= {"cache_hits": self._hits, "cache_misses": self._misses}
+        counts = super().counters() | {"cache_hits": self._hits, "cache_misses": self._misses}
         damaged = self._store.damaged
-        return found | ({"cache_damaged": damaged} if damaged else {})
+        return counts | ({"cache_damaged": damaged} if damaged else {})
 
     @property
     def note(self) -> str:
         form = "raw" if self._channels is None else "decoded"
         read = self._hits + self._misses
-        share = f", {self._hits} of {read} reads from it" if read else ""
-        text = f"{form} cache {self._store.describe()}, at most {self._limit_mib} MiB{share}"
+        hits = f", {self._hits} of {read} reads from it" if read else ""
+        text = f"{form} cache {self._store.describe()}, at most {self._limit_mib} MiB{hits}"
         return "; ".join(filter(None, (text, self.whole.note)))
 
     def close(self) -> None:
@@ -130,33 +129,13 @@ class CachedSource(WrappedSource):
         self._store.close()
 
 
-class CacheStore(ABC):
-    """Where samples stay between epochs. Used by many threads at once. Never fails: what cannot be
-    kept is not kept.
+class MemoryStore:
+    """Keeps samples in memory. The limit does not include Python's 100 bytes per sample.
 
-    Nothing is ever evicted: every sample is wanted once an epoch, so what came first is as good as
-    what comes later, and a cache that evicts would miss all the time. `full`: a sample was too many
-    already; a smaller one may still fit. `damaged`: samples that were not as they had been written.
+    Attributes:
+        full: True if a sample did not fit. A smaller one may still fit.
+        damaged: Number of entries that were damaged.
     """
-
-    full: bool
-    damaged: int
-
-    @abstractmethod
-    def get(self, i: int) -> Stored | None: ...
-
-    @abstractmethod
-    def put(self, i: int, data: Stored) -> None: ...
-
-    @abstractmethod
-    def describe(self) -> str: ...
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-
-class MemoryStore(CacheStore):
-    """Bytes of samples never exceed the limit; what Python adds to each (100 bytes) is not counted."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
@@ -172,7 +151,7 @@ class MemoryStore(CacheStore):
     def put(self, i: int, data: Stored) -> None:
         size = data.nbytes if isinstance(data, np.ndarray) else len(data)
         if isinstance(data, np.ndarray):
-            # A view would keep the whole batch alive that it was cut from.
+            # A view would keep the whole batch alive.
             data = np.ascontiguousarray(data).copy()
             data.setflags(write=False)
         with self._lock:
@@ -194,17 +173,26 @@ class MemoryStore(CacheStore):
             self.full = False
 
 
-class DiskStore(CacheStore):
-    """Samples in files of a local disk, shared by all ranks of a host and kept for later runs.
+class DiskStore:
+    """Keeps samples in files of a local disk, shared by all ranks of a host and by later runs.
 
-    Each is a file in `DIR/IDENTITY/`, under its final name only when it is whole. A count of the
-    bytes in use, under a lock, keeps all ranks together within the limit. A disk that is full, or
-    fails, ends the caching with one line; the run goes on. `limit_bytes` holds for the files of
-    this data set, whoever wrote them.
+    Each sample is a file in `DIR/IDENTITY/`, which gets its name when it is complete. A locked
+    counter of the bytes in use keeps all ranks together within the limit. If the disk is full or
+    fails, a warning is printed and the run continues without adding samples. The limit applies to
+    the files of one data set.
     """
 
     def __init__(self, directory: Path, identity: str, limit_bytes: int) -> None:
-        """DataError where the directory cannot be made or written to."""
+        """Opens the store.
+
+        Args:
+            directory: Directory of all caches.
+            identity: Identity of the data set, split and form.
+            limit_bytes: Size limit.
+
+        Raises:
+            DataError: If the directory cannot be created or written.
+        """
         self._root = directory / identity
         self._limit = limit_bytes
         self._lock = threading.Lock()
@@ -215,24 +203,8 @@ class DiskStore(CacheStore):
             self._root.mkdir(parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             self._used = os.open(self._root / _USED_FILE, flags, 0o666)
-            self._users = os.open(self._root / _USERS_FILE, flags, 0o666)
         except OSError as error:
             raise unwritable(self._root, error) from None
-        self._count_if_alone()
-
-    def _count_if_alone(self) -> None:
-        """What a killed process had reserved, and its unfinished files, are given back by the next
-        one that has the directory to itself."""
-        with suppress(OSError):
-            fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            total = 0
-            for folder in self._root.iterdir():
-                if folder.is_dir():
-                    total += _swept_bytes(folder)
-            os.pwrite(self._used, total.to_bytes(8, "little"), 0)
-        with suppress(OSError):
-            # From exclusive to shared; a run that starts now sees that somebody is here.
-            fcntl.flock(self._users, fcntl.LOCK_SH)
 
     def get(self, i: int) -> Stored | None:
         try:
@@ -241,15 +213,12 @@ class DiskStore(CacheStore):
             return None
         data = from_entry(i, entry)
         if data is None:
-            self._drop(i, len(entry))
+            with self._lock:
+                self.damaged += 1
+            with suppress(OSError):
+                self._path(i).unlink()
+                self._reserve(-len(entry))
         return data
-
-    def _drop(self, i: int, size: int) -> None:
-        with self._lock:
-            self.damaged += 1
-        with suppress(OSError):
-            self._path(i).unlink()
-            self._reserve(-size)
 
     def put(self, i: int, data: Stored) -> None:
         if self._stopped:
@@ -264,7 +233,7 @@ class DiskStore(CacheStore):
                 path.parent.mkdir(exist_ok=True)
                 with open_part(part) as file:
                     file.write(entry)
-                # Unlike a rename, a link tells that another rank was faster.
+                # Unlike a rename, a link fails if another rank was faster.
                 os.link(part, path)
             except OSError as error:
                 self._reserve(-len(entry))
@@ -277,11 +246,11 @@ class DiskStore(CacheStore):
             self._stop(unwritable(path, error))
 
     def _reserve(self, size: int) -> bool:
-        """Adds to the bytes in use, if they stay within the limit. One rank and thread at a time."""
+        """Adds to the bytes in use if they stay within the limit. One rank and thread at a time."""
         with self._lock:
             fcntl.flock(self._used, fcntl.LOCK_EX)
             try:
-                used = int.from_bytes(os.pread(self._used, 8, 0), "little")
+                used = self.used_bytes
                 if size > 0 and used + size > self._limit:
                     self.full = True
                     return False
@@ -295,38 +264,27 @@ class DiskStore(CacheStore):
             if self._stopped:
                 return
             self._stopped = self.full = True
-        sys.stderr.write(f"paceline: warning: the cache takes no more samples: {error.cause}\n")
+        sys.stderr.write(f"paceline: warning: the cache adds no more samples: {error.cause}\n")
 
     @property
     def used_bytes(self) -> int:
         return int.from_bytes(os.pread(self._used, 8, 0), "little")
 
     def describe(self) -> str:
-        stopped = ", takes no more" if self._stopped else ""
+        stopped = ", adds no more samples" if self._stopped else ""
         return f"in {self._root}{stopped}"
 
     def close(self) -> None:
-        """The files stay."""
+        """Closes the counter. The files remain."""
         with suppress(OSError):
             os.close(self._used)
-            os.close(self._users)
 
     def _path(self, i: int) -> Path:
         return self._root / f"{i % _FOLDERS:03x}" / str(i)
 
 
-def _swept_bytes(folder: Path) -> int:
-    total = 0
-    for path in folder.iterdir():
-        if path.name.startswith("."):
-            path.unlink(missing_ok=True)
-        else:
-            total += path.stat().st_size
-    return total
-
-
 def to_entry(i: int, data: Stored) -> bytes:
-    """One sample as a file: a header (checksum, index, length, shape) and the bytes."""
+    """Returns a sample as a file: a header with checksum, index, length and shape, then the bytes."""
     shape = data.shape if isinstance(data, np.ndarray) else (0, 0, 0)
     content = data.tobytes() if isinstance(data, np.ndarray) else data
     fields = (i, len(content), *shape)
@@ -334,8 +292,7 @@ def to_entry(i: int, data: Stored) -> bytes:
 
 
 def from_entry(i: int, entry: bytes) -> Stored | None:
-    """The sample; None for whatever is not exactly what was written, after a crash or on a failing
-    disk."""
+    """Returns the sample in a file, or None if the file is damaged."""
     if len(entry) < _HEADER.size:
         return None
     magic, checksum, *fields = _HEADER.unpack_from(entry)

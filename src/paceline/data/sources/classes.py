@@ -1,7 +1,7 @@
-"""Names of classes: from `classes.json`, or numbers that stand in for them.
+"""Names of classes: from `classes.json`, or numbers.
 
-`classes.json` is a list of {"cls": index, "name": text}, a list of texts, or a table {name: index}; the
-indices must be 0, 1, 2 … without gap or repetition.
+`classes.json` is a list of {"cls": index, "name": text}, a list of texts, or a table {name: index}. The
+indices must be 0, 1, 2 … without gaps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FORM = 'write it as [{"cls": 0, "name": "…"}, …] or {"name": 0, …}'
 
 
 def read_classes(directory: Path) -> list[str] | None:
-    """The classes that `directory` declares, or None where it has no such file."""
+    """Reads `classes.json` of a directory. Returns None if there is no such file."""
     path = directory / CLASSES_FILE
     try:
         content = parse_json(read_regular(path))
@@ -35,7 +35,7 @@ def read_classes(directory: Path) -> list[str] | None:
 
 
 def numbered_classes(count: int) -> list[str]:
-    """Stand-in names where nobody gave any: the index itself."""
+    """Returns the indices as names."""
     return [str(index) for index in range(count)]
 
 

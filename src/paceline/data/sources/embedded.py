@@ -1,4 +1,4 @@
-"""The images that come with the package, in compressed shards: `data.source = embedded`."""
+"""The images in the package, in compressed shards: `data.source = embedded`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def open_split(
     settings: DataSettings, split: Split, classes: Sequence[str] | None, keep_index: bool
 ) -> Source:
     paths = sorted(EMBEDDED.glob(f"{split}-*.tar.gz"))
-    return TarShards.of(shards_in_memory(paths), read_classes(EMBEDDED))
+    return TarShards(shards_in_memory(paths), read_classes(EMBEDDED))
 
 
 KIND = SourceKind(open_split)

@@ -1,27 +1,24 @@
-"""Labels from files beside the images.
+"""Labels from files next to the images.
 
-A validation folder without class folders, as ImageNet's is published, takes its labels from one of these
-files, beside `val/` or in it:
+A validation folder without class folders, such as ImageNet's, takes its labels from one of these
+files, next to `val/` or in it:
 
 | file | a line is |
 | --- | --- |
 | `val.txt` (Caffe) | file name, then the class index in sorted-wnid order, or the wnid |
 | `LOC_val_solution.csv` (Kaggle) | image id, `wnid x y x y …` |
-| `imagenet_2012_validation_synset_labels.txt`, `synset_labels.txt` | wnid, by order of file name |
-| `ILSVRC2012_validation_ground_truth.txt` (devkit) | the devkit's class number, by order of file name |
+| `imagenet_2012_validation_synset_labels.txt`, `synset_labels.txt` | wnid, in the order of file names |
 | `val_annotations.txt` (Tiny-ImageNet) | file name, wnid and box, separated by tabs |
 
-The devkit's numbers are not sorted, so they need `map_clsloc.txt` (wnid, number, name).
-
-Hugging Face's `metadata.csv` has a header with the columns `file_name` and `label`, and `metadata.jsonl`
-an object with these keys in each line; labels are class indices, or names of classes.
+Hugging Face's `metadata.csv` has a header with the columns `file_name` and `label`. Each line of
+`metadata.jsonl` is an object with these keys. Labels are class indices or names of classes.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from paceline.core.errors import DataError
@@ -29,25 +26,24 @@ from paceline.core.files import LARGEST_BYTES, open_regular, read_regular
 from paceline.core.untrusted import ParseError, parse_json
 from paceline.data.sources.classes import numbered_classes
 
-_GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
-_NUMBER_MAP = "map_clsloc.txt"
 ANNOTATIONS = "val_annotations.txt"
+_INDEXED, _KAGGLE = "val.txt", "LOC_val_solution.csv"
 FILE_NAMES = (
-    "val.txt",
-    "LOC_val_solution.csv",
+    _INDEXED,
+    _KAGGLE,
     "imagenet_2012_validation_synset_labels.txt",
     "synset_labels.txt",
-    _GROUND_TRUTH,
     ANNOTATIONS,
 )
-_DEVKIT = Path("ILSVRC2012_devkit_t12", "data")
-# Kaggle has the images of ImageNet in this folder, and the labels beside its first part.
+# For files that name their images: what follows a name, what follows a class, lines of the header.
+_NAMED = {_INDEXED: (" ", "\n", 0), _KAGGLE: (",", " ", 1), ANNOTATIONS: ("\t", "\t", 0)}
+# Kaggle has the images of ImageNet in this folder, and the labels next to its first part.
 KAGGLE_FOLDER = Path("ILSVRC", "Data", "CLS-LOC")
 
 
 def find_label_file(root: Path) -> Path | None:
-    """The first of the known files, beside `root` or in it, or at the place of Kaggle or the devkit."""
-    places = [root.parent, root, root.parent / _DEVKIT]
+    """Returns the first known file next to `root`, in it, or in Kaggle's folder."""
+    places = [root.parent, root]
     above = root.absolute().parents
     if above[0].parts[-len(KAGGLE_FOLDER.parts) :] == KAGGLE_FOLDER.parts:
         places.append(above[len(KAGGLE_FOLDER.parts)])
@@ -59,75 +55,48 @@ def find_label_file(root: Path) -> Path | None:
 
 
 def read_flat_labels(path: Path, images: Sequence[str], classes: Sequence[str]) -> list[int]:
-    """A label for each of `images`, sorted file names. DataError names the line that is wrong."""
-    lines, known = _lines(path), {name: index for index, name in enumerate(classes)}
-    if path.name == "val.txt":
-        return _by_name(path, lines, images, known, (" ", ""), str, numbers=True)
-    if path.name == "LOC_val_solution.csv":
-        return _by_name(
-            path, lines, images, known, (",", " "), lambda name: Path(name).stem, header=1
+    """Reads the label of each image.
+
+    Args:
+        path: One of `FILE_NAMES`.
+        images: Sorted file names.
+        classes: Names of the classes.
+
+    Raises:
+        DataError: If a line is invalid or missing.
+    """
+    try:
+        lines = read_regular(path).decode("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read ({error})", "check the file") from None
+    known = {name: index for index, name in enumerate(classes)}
+    if path.name in _NAMED:
+        return _by_name(path, lines, images, known)
+    if len(lines) != len(images):
+        raise DataError(
+            f"{path}: {len(lines)} labels for {len(images)} images in the order of names",
+            "the folder must have exactly the images of the file",
         )
-    if path.name == ANNOTATIONS:
-        return _by_name(path, lines, images, known, ("\t", "\t"), lambda name: Path(name).name)
-    if path.name == _GROUND_TRUTH:
-        return _by_devkit_number(path, lines, images, known)
-    return _by_place(path, lines, images, known)
+    return [_class(path, n, line, known) for n, line in enumerate(lines, start=1)]
 
 
 def _by_name(
-    path: Path,
-    lines: list[str],
-    images: Sequence[str],
-    classes: Mapping[str, int],
-    ends: tuple[str, str],
-    key: Callable[[str], str],
-    *,
-    header: int = 0,
-    numbers: bool = False,
+    path: Path, lines: list[str], images: Sequence[str], classes: Mapping[str, int]
 ) -> list[int]:
-    """A line is a name and a class; `ends` are what follows each. `key` is the name of an image there."""
-    table: dict[str, int] = {}
+    after_name, after_class, header = _NAMED[path.name]
+    labels: dict[str, int] = {}
     for number, line in enumerate(lines[header:], start=1 + header):
-        name, _, rest = line.partition(ends[0])
-        text = rest.partition(ends[1])[0] if ends[1] else rest.strip()
-        table[Path(name).name] = _class(path, number, text, classes, numbers)
-    missing = [name for name in images if key(name) not in table]
+        name, _, rest = line.partition(after_name)
+        text = rest.partition(after_class)[0].strip()
+        labels[Path(name).name] = _class(path, number, text, classes, path.name == _INDEXED)
+    keys = [Path(name).stem if path.name == _KAGGLE else Path(name).name for name in images]
+    missing = [name for name, key in zip(images, keys, strict=True) if key not in labels]
     if missing:
         raise DataError(
             f"{path}: no label for {len(missing)} of {len(images)} images, such as {missing[0]}",
             "complete the file, or remove the images",
         )
-    return [table[key(name)] for name in images]
-
-
-def _by_place(
-    path: Path, lines: list[str], images: Sequence[str], classes: Mapping[str, int]
-) -> list[int]:
-    _check_count(path, lines, images)
-    return [_class(path, n, line, classes) for n, line in enumerate(lines, start=1)]
-
-
-def _by_devkit_number(
-    path: Path, lines: list[str], images: Sequence[str], classes: Mapping[str, int]
-) -> list[int]:
-    _check_count(path, lines, images)
-    map_path = path.parent / _NUMBER_MAP
-    if not map_path.is_file():
-        raise DataError(
-            f"{path}: numbers classes in the devkit's own order, and {_NUMBER_MAP} is not there",
-            f"put {_NUMBER_MAP} (wnid, number, name) or val.txt beside it"
-            + (" (docs/data.md makes it from meta.mat)" * (path.parent / "meta.mat").is_file()),
-        )
-    known: dict[str, int] = {}
-    for number, line in enumerate(_lines(map_path), start=1):
-        wnid, _, rest = line.partition(" ")
-        known[rest.partition(" ")[0]] = _class(map_path, number, wnid, classes)
-    labels = []
-    for number, line in enumerate(lines, start=1):
-        if line not in known:
-            raise DataError(f"{path}:{number}: {line!r} is not in {_NUMBER_MAP}", "check both")
-        labels.append(known[line])
-    return labels
+    return [labels[key] for key in keys]
 
 
 def _class(
@@ -143,32 +112,15 @@ def _class(
     )
 
 
-def _check_count(path: Path, lines: list[str], images: Sequence[str]) -> None:
-    if len(lines) != len(images):
-        raise DataError(
-            f"{path}: {len(lines)} labels for {len(images)} images in order of name",
-            "all images must be there, and no others; val.txt names its images",
-        )
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return read_regular(path).decode("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({error})", "check the file") from None
-
-
 _MOST_CLASSES = 1_000_000
 _METADATA_FILES = ("metadata.csv", "metadata.jsonl")
-_COLUMNS = ("file_name", "label")
-_METADATA_FORM = (
-    "it has file_name and label: columns of a csv file, keys of each line of a jsonl file"
-)
+_NAME, _LABEL = "file_name", "label"
+_METADATA_FORM = "the file needs file_name and label, as columns (csv) or keys of each line (jsonl)"
 _LONGEST_LINE = 1 << 20
 
 
 def find_metadata(root: Path) -> Path | None:
-    """The metadata of `root` with file names and labels; without labels it is of no use here."""
+    """Returns the metadata file of `root` if it has file names and labels, else None."""
     return next((root / name for name in _METADATA_FILES if is_metadata(root / name)), None)
 
 
@@ -181,15 +133,15 @@ def is_metadata(path: Path) -> bool:
     try:
         with _text_file(path) as file:
             if path.suffix == ".csv":
-                return set(_COLUMNS) <= set(next(csv.reader(file), ()))
+                return {_NAME, _LABEL} <= set(next(csv.reader(file), ()))
             first = parse_json(file.readline(_LONGEST_LINE).encode())
-            return isinstance(first, dict) and set(_COLUMNS) <= first.keys()
+            return isinstance(first, dict) and {_NAME, _LABEL} <= first.keys()
     except (OSError, UnicodeDecodeError, csv.Error, ParseError):
         return False
 
 
 def read_metadata(path: Path) -> list[tuple[str, str]]:
-    """File name and label of each row. DataError names the row that is wrong."""
+    """Returns file name and label of each row. Raises DataError with the number of an invalid row."""
     rows: list[tuple[str, str]] = []
     try:
         for name, label in _metadata_rows(path):
@@ -210,7 +162,7 @@ def read_metadata(path: Path) -> list[tuple[str, str]]:
 
 
 def first_row(path: Path) -> int:
-    """The number of the line with the first file name; a csv file has a header."""
+    """Returns the number of the first line with a file name. A csv file has a header."""
     return 2 if path.suffix == ".csv" else 1
 
 
@@ -218,14 +170,13 @@ def _metadata_rows(path: Path) -> Iterator[tuple[str | None, str | None]]:
     with _text_file(path) as file:
         if path.suffix == ".csv":
             for row in csv.DictReader(file):
-                yield row.get(_COLUMNS[0]), row.get(_COLUMNS[1])
+                yield row.get(_NAME), row.get(_LABEL)
             return
         for line in file:
             if line.strip():
-                found = parse_json(line.encode())
-                name, label = (
-                    found.get(key) if isinstance(found, dict) else None for key in _COLUMNS
-                )
+                parsed = parse_json(line.encode())
+                entry = parsed if isinstance(parsed, dict) else {}
+                name, label = entry.get(_NAME), entry.get(_LABEL)
                 label = str(label) if type(label) is int else label
                 yield (
                     name if isinstance(name, str) else None,
@@ -236,8 +187,19 @@ def _metadata_rows(path: Path) -> Iterator[tuple[str | None, str | None]]:
 def metadata_labels(
     path: Path, labels: Sequence[str], classes: Sequence[str] | None
 ) -> tuple[list[int], Sequence[str]]:
-    """A number for each label, and the classes: those given, the numbers up to the largest, or the
-    sorted names."""
+    """Converts labels to class indices.
+
+    Args:
+        path: The file, for messages.
+        labels: Class indices or names as text.
+        classes: Names of the classes. None derives them: numbers up to the largest, or sorted names.
+
+    Returns:
+        The class indices, and the names of the classes.
+
+    Raises:
+        DataError: If a label is invalid.
+    """
     digits = all(label.isascii() and label.isdigit() and len(label) < 10 for label in labels)
     if classes is None and digits:
         highest = max(map(int, labels))

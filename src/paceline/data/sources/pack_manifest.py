@@ -1,4 +1,4 @@
-"""`PackOptions` and `PackManifest`: what a pack was asked for, and what it has written so far."""
+"""`PackOptions`, the options of a pack; and `PackManifest`, what it has written so far."""
 
 from __future__ import annotations
 
@@ -27,19 +27,23 @@ FILTERS = ("bilinear", "bicubic", "lanczos")
 
 @dataclass(frozen=True)
 class PackOptions:
-    """The options of `paceline pack`. Two packs with equal options of equal data are equal byte for
-    byte.
+    """The options of `paceline pack`. Equal options and data give equal bytes.
 
-    `short_side` 0 keeps every size. `shard_samples` 0 leaves the cut to `shard_mib` alone. `format`
-    keep writes each image in its own format, pixels of an array as PNG. `quality` is that of images
-    that are encoded anew. Images are shuffled once by `seed`, so that every shard holds a mixture
-    of all classes. `max_corrupt_share` of a split may be left out as corrupt.
+    Attributes:
+        short_side: Larger images are scaled to this short side. 0 keeps all sizes.
+        quality: Quality of images that are encoded again.
+        format: "jpeg", "png", "webp", or "keep" for the format of each image (PNG for pixels).
+        filter: Resampling filter.
+        shard_mib: A shard ends when it reaches this size.
+        shard_samples: A shard ends after this many samples. 0 sets no limit.
+        shuffle: Shuffles once, so that every shard has a mixture of classes.
+        seed: Seed of the shuffle.
+        max_corrupt_share: Fraction of a split that may be left out as corrupt.
     """
 
     short_side: int = 0
     quality: int = 90
     format: str = "keep"
-    # Nearest to what the model sees without packing, and smallest: DESIGN.md has the figures.
     filter: str = "bilinear"
     shard_mib: int = 128
     shard_samples: int = 0
@@ -68,13 +72,13 @@ class PackOptions:
             )
 
     def table(self) -> dict[str, object]:
-        """What the manifest keeps. The limit on corrupt images decides about no byte."""
+        """Returns the options that decide about the bytes, for the manifest."""
         return {name: v for name, v in asdict(self).items() if name != "max_corrupt_share"}
 
 
 @dataclass(frozen=True)
 class PackedShard:
-    """`stop` is the place in the pack's order where the next shard begins."""
+    """A complete shard. `stop` is the position after it in the order of the pack."""
 
     name: str
     samples: int
@@ -85,7 +89,7 @@ class PackedShard:
 
 @dataclass
 class PackedSplit:
-    """`source` is the identity of what is packed; `stop` counts the corrupt samples too."""
+    """A packed split. `source` is the identity of its source. `stop` includes corrupt samples."""
 
     source: str
     samples: int
@@ -103,27 +107,27 @@ class PackedSplit:
         return sum(shard.samples for shard in self.shards)
 
     def check_shards(self, directory: Path) -> None:
-        """DataError where one is missing or of another size; its bytes are not read."""
+        """Raises DataError if a shard is missing or has another size. Does not read the bytes."""
         for shard in self.shards:
             path = directory / shard.name
             try:
                 size = path.stat().st_size if path.is_file() else None
             except OSError as error:
                 raise DataError(
-                    f"{path}: cannot be looked at ({error.strerror})", "check that it is mounted"
+                    f"{path}: is not accessible ({error.strerror})", "check that it is mounted"
                 ) from None
             if size != shard.bytes:
-                found = "is missing" if size is None else f"has {size} bytes, not {shard.bytes}"
+                problem = "is missing" if size is None else f"has {size} bytes, not {shard.bytes}"
                 raise DataError(
-                    f"{path}: {found}, as {MANIFEST_FILE} has it", "copy it anew, or pack anew"
+                    f"{path}: {problem} (see {MANIFEST_FILE})", "copy it again, or pack again"
                 )
 
 
 class PackManifest:
-    """What has been packed so far, in `pack.json` beside the shards.
+    """The state of a pack, in `pack.json` next to the shards.
 
-    It is replaced whole after each shard; by it a pack continues where it ended, and refuses to mix
-    two packs.
+    The file is replaced atomically after each shard. With it, a pack continues after an
+    interruption, and two packs are not mixed.
     """
 
     def __init__(self, directory: Path, options: Mapping[str, object]) -> None:
@@ -134,7 +138,11 @@ class PackManifest:
 
     @classmethod
     def read(cls, directory: Path) -> PackManifest | None:
-        """The manifest of `directory`, None where there is none; one that is damaged fails."""
+        """Reads the manifest of a directory, None if there is none.
+
+        Raises:
+            DataError: If it is damaged.
+        """
         path = directory / MANIFEST_FILE
         try:
             content = parse_json(read_regular(path))
@@ -154,21 +162,21 @@ class PackManifest:
             if isinstance(error, DataError):
                 raise
             raise DataError(
-                f"{path}: is no manifest of a pack ({type(error).__name__}: {error})",
+                f"{path}: is not a manifest of a pack ({type(error).__name__}: {error})",
                 "restore it, or pack into an empty directory",
             ) from None
         return manifest
 
     def check_options(self, options: Mapping[str, object]) -> None:
-        """DataError names the first option in which this pack differs from one that goes on."""
-        found = self.options | {f"version of {k}": v for k, v in self.encoders.items()}
+        """Raises DataError for the first option or version that differs from this pack."""
+        packed = self.options | {f"version of {k}": v for k, v in self.encoders.items()}
         wanted = dict(options) | {f"version of {k}": v for k, v in encoder_versions().items()}
-        for name in sorted(found.keys() | wanted.keys()):
-            if found.get(name) != wanted.get(name):
+        for name in sorted(packed.keys() | wanted.keys()):
+            if packed.get(name) != wanted.get(name):
                 raise DataError(
-                    f"{self._path.parent}: was packed with {name} = {found.get(name)!r}, "
+                    f"{self._path.parent}: was packed with {name} = {packed.get(name)!r}, "
                     f"not {wanted.get(name)!r}",
-                    "repeat the first command to go on, or pack into another directory",
+                    "repeat the first command to continue, or pack into another directory",
                 )
 
     def save(self) -> None:
@@ -182,7 +190,7 @@ class PackManifest:
 
 
 def check_packed(directory: Path, split: str) -> None:
-    """Refuses a pack that is not finished, or not whole any more; what is no pack is well."""
+    """Raises DataError if the split of a pack is incomplete. Accepts other data."""
     manifest = PackManifest.read(directory)
     record = manifest.splits.get(split) if manifest is not None else None
     if record is None:
@@ -190,13 +198,13 @@ def check_packed(directory: Path, split: str) -> None:
     if not record.complete:
         raise DataError(
             f"{directory}: {split} is packed up to {record.stop} of {record.samples} samples",
-            "repeat the pack command, which goes on there",
+            "repeat the pack command, which continues there",
         )
     record.check_shards(directory)
 
 
 def encoder_versions() -> dict[str, str]:
-    """What besides the options decides about the bytes."""
+    """Returns the versions of libraries that decide about the bytes."""
     versions = {name: features.version(name) for name in ("pil", "jpg", "zlib", "webp")}
     return {name: str(version) for name, version in versions.items()}
 
@@ -206,7 +214,7 @@ def _split(table: dict[str, Any]) -> PackedSplit:
         raise ValueError("a split needs shards and corrupt")
     split = from_table(PackedSplit, "splits", table)
     for shard in split.shards:
-        # The name becomes a path: it may not lead out of the directory, and a file system must take it.
+        # The name becomes a path, which must not leave the directory and must be valid.
         plain = os.path.basename(shard.name) == shard.name and "\0" not in shard.name  # noqa: PTH119
         if not plain or shard.name in ("", ".", "..") or len(shard.name.encode()) > _LONGEST_NAME:
             raise ValueError(f"shard {short_repr(shard.name)}")

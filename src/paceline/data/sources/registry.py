@@ -1,7 +1,7 @@
-"""Kinds of data, by the names that `data.source` takes.
+"""Kinds of data, by their names in `data.source`.
 
 The module of a kind is imported when its name is used. `register_source` adds a kind from outside the
-package: a function that opens a split is all that it takes.
+package: a function that opens a split.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ Opener = Callable[[DataSettings, Split, Sequence[str] | None], Source]
 
 
 def named_validation(settings: DataSettings) -> str:
-    """The sign of a validation set, for kinds that always have one."""
+    """Returns the evidence of a validation set, for kinds that always have one."""
     return f"data.source = {settings.source}"
 
 
 @dataclass(frozen=True)
 class SourceKind:
-    """What `data.source = NAME` stands for.
+    """A kind of data.
 
     Attributes:
         open_split: Opens one split. Its arguments are the settings, the split, the classes of the
-            training split if they are known, and False if nothing may be written beside the data.
-        validation: Returns by what the data has a validation set, "" if it has none.
+            training split if they are known, and False if nothing may be written next to the data.
+        validation: Returns what shows that the data has a validation set, or "" if it has none.
     """
 
     open_split: Callable[[DataSettings, Split, Sequence[str] | None, bool], Source]
@@ -36,17 +36,22 @@ class SourceKind:
 
 
 def register_source(name: str, opener: Opener) -> None:
-    """Makes `data.source = NAME` open splits by `opener` in this process. It gets the settings, the split
-    and, for validation, the classes of the training split."""
+    """Makes `data.source = NAME` open splits with `opener` in this process.
+
+    Args:
+        name: A new name.
+        opener: Returns a source. Its arguments are the settings, the split and, for validation, the
+            classes of the training split.
+    """
     SOURCES.register(name, opener)
 
 
 def source_kind(name: str) -> SourceKind:
-    """Returns what `data.source = name` stands for."""
-    found = SOURCES.get(name, "data.source")
-    if isinstance(found, SourceKind):
-        return found
-    opener: Opener = found
+    """Returns the kind of data with this name."""
+    kind = SOURCES.get(name, "data.source")
+    if isinstance(kind, SourceKind):
+        return kind
+    opener: Opener = kind
     return SourceKind(
         lambda settings, split, classes, keep_index: checked_source(
             opener(settings, split, classes)
@@ -56,7 +61,7 @@ def source_kind(name: str) -> SourceKind:
 
 def _refuse(*_: object) -> Source:
     raise DataError(
-        "the data was given as a Python object, which the settings cannot open",
+        "the data is a Python object, which the settings cannot open",
         "use the program that made it, or give --data-dir",
     )
 

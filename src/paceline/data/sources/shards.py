@@ -1,8 +1,7 @@
-"""`TarImages`: images in tars; `TarShards`: those of the WebDataset layout, whose indexes are known.
+"""`TarShards`: images in tars of the WebDataset layout.
 
-A plain tar is read where it lies, by any number of threads at once; a compressed shard is unpacked into
-memory, which suits small sets such as the embedded one. `index_store.open_shards` opens shards of both
-kinds.
+Any number of threads reads a plain tar by position. A compressed shard is unpacked into memory,
+which suits small sets such as the embedded one. `index_store.open_shards` opens both kinds.
 """
 
 from __future__ import annotations
@@ -14,30 +13,28 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from paceline.core.errors import DataError
 from paceline.core.files import open_regular
-from paceline.data.order import Int64
-from paceline.data.sources.base import Extent, FileFacts, Source
+from paceline.data.sources.base import Extent, Source
 from paceline.data.sources.classes import CLASSES_FILE, numbered_classes
 from paceline.data.sources.storage import Retry, ShardFile, ShardStamp, unreadable
 from paceline.data.sources.tar_index import NameTable, ShardIndex, scan_shard
 
-# A process may usually hold 1024 descriptors; shards beyond these are opened for each read.
+# A process may usually have 1024 open files. Further shards are opened for each read.
 DESCRIPTORS_KEPT = 256
 _COMPRESSED_LIMIT_BYTES = 4 << 30
 _PIECE_BYTES = 1 << 20
 
 
 class UnpackedShard:
-    """A compressed shard, in memory; DataError where it would take more than `limit_bytes`."""
+    """A compressed shard, unpacked in memory. Raises DataError beyond `limit_bytes`."""
 
     def __init__(self, path: Path, limit_bytes: int) -> None:
         try:
-            # Piece by piece: a small file can unpack to any size.
+            # In pieces, because a small file can unpack to any size.
             pieces, size = [], 0
             with open_regular(path) as raw, gzip.open(raw) as file:
                 while size <= limit_bytes and (piece := file.read(_PIECE_BYTES)):
@@ -46,15 +43,15 @@ class UnpackedShard:
             self.data = b"".join(pieces)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise DataError(
-                f"{path}: not a readable gzip file ({error})", "copy or build the shard anew"
+                f"{path}: not a readable gzip file ({error})", "copy or build the shard again"
             ) from None
         except OSError as error:
             raise unreadable(path, error) from None
         if len(self.data) > limit_bytes:
             raise DataError(
-                f"{path}: unpacks to more than {limit_bytes / 2**30:.1f} GiB, all that compressed "
-                "shards may still take of each rank's memory",
-                "decompress them with gunzip; plain .tar shards are read where they lie",
+                f"{path}: unpacks to more than {limit_bytes / 2**30:.1f} GiB, the memory left for "
+                "compressed shards in each rank",
+                "decompress them with gunzip; plain .tar shards need no memory",
             )
 
     def read(self, offset: int, size: int) -> bytes:
@@ -66,7 +63,7 @@ class UnpackedShard:
 
 @dataclass(frozen=True)
 class TarFile:
-    """One tar that is open. `stamp` is None for one in memory."""
+    """An open tar. `stamp` is None if it is in memory."""
 
     path: Path
     content: ShardFile | UnpackedShard
@@ -74,7 +71,7 @@ class TarFile:
 
 
 def files_on_disk(stamps: Iterable[tuple[Path, ShardStamp]], retry: Retry) -> list[TarFile]:
-    """Opens plain tars, of which only the first ones keep a descriptor."""
+    """Opens plain tars. Only the first ones keep a descriptor."""
     return [
         TarFile(path, ShardFile(path, stamp, retry, number < DESCRIPTORS_KEPT), stamp)
         for number, (path, stamp) in enumerate(stamps)
@@ -82,8 +79,7 @@ def files_on_disk(stamps: Iterable[tuple[Path, ShardStamp]], retry: Retry) -> li
 
 
 def shards_in_memory(paths: Sequence[Path]) -> Iterator[tuple[TarFile, ShardIndex]]:
-    """Unpacks and indexes compressed shards; DataError if they would take too much memory."""
-    _check_compressed(paths)
+    """Unpacks and indexes compressed shards. Raises DataError if they take too much memory."""
     left = _COMPRESSED_LIMIT_BYTES
     for path in paths:
         unpacked = UnpackedShard(path, left)
@@ -91,27 +87,56 @@ def shards_in_memory(paths: Sequence[Path]) -> Iterator[tuple[TarFile, ShardInde
         yield TarFile(path, unpacked), scan_shard(path, io.BytesIO(unpacked.data))
 
 
-class TarImages(Source):
-    """Images in tars, each at a place: the number of its tar, its offset and its size."""
+class TarShards(Source):
+    """Samples in the order of the shards, then in the order of each shard."""
 
     retry: Retry
-    FACTS: ClassVar[str]
 
     def __init__(
         self,
-        files: Sequence[TarFile],
-        places: Int64,
-        names: NameTable,
-        labels: Int64,
-        classes: Sequence[str],
-        retry: Retry,
+        shards: Iterable[tuple[TarFile, ShardIndex]],
+        classes: Sequence[str] | None = None,
+        retry: Retry | None = None,
     ) -> None:
-        self._files = files
-        self._places = places
-        self._names = names
-        self.labels = labels
-        self.classes: Sequence[str] = classes
-        self.retry = retry
+        """Creates a source of opened shards.
+
+        Args:
+            shards: Each shard and its index.
+            classes: Names of the classes. None uses numbers.
+            retry: Repeats reads after temporary errors.
+
+        Raises:
+            DataError: If there is no image, or if a label has no class.
+        """
+        opened = list(shards)
+        self._files = [file for file, _ in opened]
+        indexes = [index for _, index in opened]
+        counts = [len(index) for index in indexes]
+        if not sum(counts):
+            first = self._files[0].path if opened else "no shard"
+            raise DataError(
+                f"{first}: no image in any of {len(opened)} shards",
+                "samples are key.jpg (jpeg, png, webp) and key.cls, without other dots",
+            )
+        offsets, sizes, self.labels = (
+            np.concatenate([getattr(index, name) for index in indexes])
+            for name in ("offsets", "sizes", "labels")
+        )
+        # Number of the shard, offset and size of each sample.
+        self._places = np.stack([np.repeat(np.arange(len(opened)), counts), offsets, sizes], axis=1)
+        self._names = NameTable.joined([index.names for index in indexes])
+        highest = int(self.labels.max())
+        self.classes = numbered_classes(highest + 1) if classes is None else classes
+        self.retry = retry or Retry(0)
+        self.has_extents = any(file.stamp is not None for file in self._files)
+        self.shard_sizes = counts
+        self._notes: list[str] = []
+        if highest >= len(self.classes):
+            i = int(np.argmax(self.labels >= len(self.classes)))
+            raise DataError(
+                f"{self.name(i)}: label {self.labels[i]} is outside the {len(self.classes)} classes",
+                f"fix the .cls file, or name the class in {CLASSES_FILE}",
+            )
 
     def _place(self, i: int) -> tuple[TarFile, int, int]:
         if not 0 <= i < len(self.labels):
@@ -120,94 +145,26 @@ class TarImages(Source):
         return self._files[file], offset, size
 
     def read(self, i: int) -> bytes:
-        """The encoded image; DataError where the tar itself can no longer be read."""
+        """Returns the encoded image. Raises DataError if the tar cannot be read."""
         file, offset, size = self._place(i)
         return file.content.read(offset, size)
 
-    def sizes(self) -> Int64:
-        found: Int64 = self._places[:, 2]
-        return found
-
     def name(self, i: int) -> str:
         return f"{self._place(i)[0].path.name}:{self._names[i]}"
-
-    def file_facts(self) -> FileFacts | None:
-        stamps = [file.stamp for file in self._files if file.stamp is not None]
-        if len(stamps) < len(self._files):
-            return None  # compressed shards are in each rank's own memory
-        arrays = ShardStamp.to_arrays(stamps) | self._names.to_arrays()
-        arrays |= {"places": self._places, "labels": self.labels}
-        paths = [str(file.path) for file in self._files]
-        return FileFacts(self.FACTS, arrays, {"paths": paths, "classes": list(self.classes)})
-
-    @classmethod
-    def from_facts(cls, facts: FileFacts, retry: Retry) -> Self:
-        arrays, about = facts.arrays, facts.about
-        stamps = zip(map(Path, about["paths"]), ShardStamp.from_arrays(arrays), strict=True)
-        return cls(
-            files_on_disk(stamps, retry), arrays["places"], NameTable.from_arrays(arrays),
-            arrays["labels"], about["classes"], retry,
-        )  # fmt: skip
 
     def close(self) -> None:
         for file in self._files:
             file.content.close()
 
-
-class TarShards(TarImages):
-    """Samples in the order of the shards, then in the order inside each shard."""
-
-    FACTS = "shards"
-
-    def __init__(self, files: Sequence[TarFile], places: Int64, *rest: Any) -> None:
-        super().__init__(files, places, *rest)
-        self._notes: list[str] = []
-        self.has_extents = any(file.stamp is not None for file in files)
-        self.shard_sizes = np.bincount(places[:, 0], minlength=len(files)).tolist()
-
-    @classmethod
-    def of(
-        cls,
-        shards: Iterable[tuple[TarFile, ShardIndex]],
-        classes: Sequence[str] | None = None,
-        retry: Retry | None = None,
-    ) -> Self:
-        """DataError if there is no image, or a label that is not among `classes`."""
-        found = list(shards)
-        files, indexes = [file for file, _ in found], [index for _, index in found]
-        counts = [len(index) for index in indexes]
-        if not sum(counts):
-            raise DataError(
-                f"{files[0].path if files else 'no shard'}: no image in any of {len(files)} shards",
-                "samples are key.jpg (jpeg, png, webp) and key.cls, no other dot in the key",
-            )
-        offsets, sizes, labels = (
-            np.concatenate([getattr(index, name) for index in indexes])
-            for name in ("offsets", "sizes", "labels")
-        )
-        places = np.stack([np.repeat(np.arange(len(files)), counts), offsets, sizes], axis=1)
-        highest = int(labels.max())
-        known = numbered_classes(highest + 1) if classes is None else classes
-        names = NameTable.joined([index.names for index in indexes])
-        made = cls(files, places, names, labels, known, retry or Retry(0))
-        if highest >= len(known):
-            i = int(np.argmax(labels >= len(known)))
-            raise DataError(
-                f"{made.name(i)}: label {labels[i]} is outside the {len(known)} classes",
-                f"fix the .cls file, or name the class in {CLASSES_FILE}",
-            )
-        return made
-
     @property
     def note(self) -> str:
-        """What `add_note` added: what was done about the indexes, for example."""
+        """The notes of `add_note`, for example about rebuilt indexes."""
         return "; ".join(self._notes)
 
     def add_note(self, text: str) -> None:
         self._notes.insert(0, text)
 
     def identity(self) -> bytes:
-        """Changes with every shard that is changed."""
         digest = hashlib.sha256()
         for file in self._files:
             if (stamp := file.stamp) is not None:
@@ -218,19 +175,6 @@ class TarShards(TarImages):
         return digest.digest()
 
     def extent(self, i: int) -> Extent | None:
-        """Where the encoded image lies, None where it is in no file of its own bytes."""
+        """Returns the place of an image in its file, or None in a compressed shard."""
         file, offset, size = self._place(i)
         return (file.content, offset, size) if isinstance(file.content, ShardFile) else None
-
-
-def _check_compressed(paths: Sequence[Path]) -> None:
-    try:
-        total = sum(path.stat().st_size for path in paths)
-    except OSError as error:
-        raise unreadable(Path(error.filename), error) from None
-    if total > _COMPRESSED_LIMIT_BYTES:
-        raise DataError(
-            f"{paths[0].parent}: {total / 2**30:.1f} GiB of compressed shards, which each rank "
-            f"would hold in memory (limit {_COMPRESSED_LIMIT_BYTES >> 30} GiB)",
-            "decompress them with gunzip; plain .tar shards are read where they lie",
-        )

@@ -1,5 +1,4 @@
-"""Files of a data set: read by position with retries, identified by a stamp, locked, and written
-whole."""
+"""Reads files by position with retries, identifies and locks them, and writes them atomically."""
 
 from __future__ import annotations
 
@@ -9,14 +8,11 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
-
-import numpy as np
-import numpy.typing as npt
+from typing import BinaryIO, TypeVar
 
 from paceline.core.errors import DataError
 from paceline.core.files import regular_descriptor, whole_file
@@ -33,15 +29,16 @@ READ_RETRIES = 6
 _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 5.0
 _PROBE_BYTES = 1024
-# A replacement by rename leaves an open descriptor with the old file; a look at the name shows it.
-_LOOK_EVERY_S = 1.0
+# An open descriptor does not show that a rename has replaced its file. The name is checked this often.
+_CHECK_EVERY_S = 1.0
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES, errno.EAGAIN)
 
 
 class Retry:
-    """Repeats reads that fail with an error that can pass by itself, such as a network file system
-    that lost its server; waits 0.1 s, 0.2 s, 0.4 s … at most 5 s between tries. Shared by all
-    readers of a source."""
+    """Repeats reads after temporary errors, such as those of a network file system.
+
+    Waits 0.1 s, 0.2 s, 0.4 s … and at most 5 s between tries. All readers of a source share one.
+    """
 
     def __init__(
         self, retries: int = READ_RETRIES, sleep: Callable[[float], None] = time.sleep
@@ -53,11 +50,11 @@ class Retry:
 
     @property
     def count(self) -> int:
-        """Reads that were tried again, since the beginning."""
+        """Number of repeated reads."""
         return self._count
 
     def call(self, read: Callable[[], T]) -> T:
-        """OSError: not transient, or still there after the last try."""
+        """Calls `read`. Raises OSError if the error is not temporary, or after the last try."""
         wait_s = _FIRST_WAIT_S
         for _ in range(self.retries):
             try:
@@ -72,7 +69,7 @@ class Retry:
         return read()
 
     def read(self, path: Path | str, read: Callable[[], T]) -> T:
-        """The same for `path`: a DataError names it."""
+        """Calls `read`. Raises a DataError that names `path` after the last try."""
         try:
             return self.call(read)
         except OSError as error:
@@ -81,8 +78,13 @@ class Retry:
 
 @dataclass(frozen=True)
 class ShardStamp:
-    """Identifies the state of a shard that was indexed: size, time of change, and `probe`, a hash
-    of some of its bytes, which tells apart what a copying tool gave equal size and time."""
+    """The state of a shard when it was indexed.
+
+    Attributes:
+        size: Its size in bytes.
+        mtime_ns: Its modification time.
+        probe: Hash of some of its bytes, for files that a tool copied with equal size and time.
+    """
 
     size: int
     mtime_ns: int
@@ -90,42 +92,26 @@ class ShardStamp:
 
     @classmethod
     def of(cls, path: Path) -> ShardStamp:
-        """OSError where it cannot be read."""
+        """Returns the stamp of a file. Raises OSError if it cannot be read."""
         descriptor = regular_descriptor(path)
         try:
-            found = os.fstat(descriptor)
-            middle = found.st_size // 2 // 512 * 512
+            status = os.fstat(descriptor)
+            middle = status.st_size // 2 // 512 * 512
             probed = b"".join(os.pread(descriptor, _PROBE_BYTES, at) for at in (0, middle))
         finally:
             os.close(descriptor)
-        return cls(found.st_size, found.st_mtime_ns, hashlib.sha256(probed).digest())
+        return cls(status.st_size, status.st_mtime_ns, hashlib.sha256(probed).digest())
 
-    @staticmethod
-    def to_arrays(stamps: Sequence[ShardStamp]) -> dict[str, npt.NDArray[Any]]:
-        numbers = [(stamp.size, stamp.mtime_ns) for stamp in stamps]
-        probes = b"".join(stamp.probe for stamp in stamps)
-        return {
-            "stamps": np.array(numbers, dtype=np.int64).reshape(-1, 2),
-            "probes": np.frombuffer(probes, dtype=np.uint8).reshape(len(stamps), -1),
-        }
-
-    @staticmethod
-    def from_arrays(arrays: Mapping[str, npt.NDArray[Any]]) -> list[ShardStamp]:
-        """The inverse of `to_arrays`."""
-        states = zip(arrays["stamps"].tolist(), arrays["probes"], strict=True)
-        return [ShardStamp(size, mtime, probe.tobytes()) for (size, mtime), probe in states]
-
-    def fits(self, found: os.stat_result) -> bool:
-        """Whether `found` may still be the same file, as far as a look from outside can tell."""
-        return found.st_size == self.size and found.st_mtime_ns == self.mtime_ns
+    def fits(self, status: os.stat_result) -> bool:
+        """Returns True if size and time are unchanged."""
+        return status.st_size == self.size and status.st_mtime_ns == self.mtime_ns
 
 
 class ShardFile:
-    """The content of one shard, read by position, so that threads share one descriptor without a
-    lock.
+    """The content of a shard, read by position, so that threads share a descriptor without a lock.
 
-    A shard that vanished, was cut, or was replaced since it was indexed raises DataError: its
-    samples would be other images than their labels say.
+    Reading a shard that was removed, truncated or replaced after it was indexed raises DataError, because
+    images and labels would no longer match.
     """
 
     def __init__(self, path: Path, stamp: ShardStamp, retry: Retry, keep_open: bool) -> None:
@@ -134,24 +120,30 @@ class ShardFile:
         self._retry = retry
         self._keep_open = keep_open
         self._lock = threading.Lock()
-        # Readers use copies of it, so that it can be closed at any time.
+        # Readers use duplicates of it, so that it can be closed at any time.
         self._kept: int | None = None
-        self._looked_s = 0.0
+        self._checked_s = 0.0
 
     def read(self, offset: int, size: int) -> bytes:
         data = self._retry.read(self._path, lambda: self._read(offset, size))
         if len(data) < size:
             raise DataError(
                 f"{self._path}: ends at byte {offset + len(data)}, but was longer at the start",
-                "do not change shards under a run; copy the shard anew and resume",
+                "do not change shards during a run; copy the shard again and resume",
             )
         return data
 
     def lend(self, *, may_open: bool = True) -> Loan | None:
-        """A descriptor to read from outside of Python, until `give_back`; check `Loan.fits` after
-        reading, for the file may have changed. None where the file would have to be opened and must
-        not be, and on any error: an ordinary read then meets the same error, with retries and a
-        message."""
+        """Lends a descriptor to code outside of Python.
+
+        The caller checks `Loan.fits` after reading, because the file may have changed.
+
+        Args:
+            may_open: Allows opening the file if it is not kept open.
+
+        Returns:
+            None if the file must not be opened, or after an error. `read` then retries, or reports it.
+        """
         if not (self._keep_open or may_open):
             return None
         try:
@@ -159,14 +151,14 @@ class ShardFile:
         except OSError:
             return None
         try:
-            self._look_at_name(descriptor)
+            self._check_name(descriptor)
         except (OSError, DataError):
             os.close(descriptor)
             return None
         return Loan(descriptor, self._stamp, extra=not self._keep_open)
 
     def _open(self) -> int:
-        """A descriptor that the caller closes."""
+        """Returns a descriptor that the caller closes."""
         if not self._keep_open:
             return regular_descriptor(self._path)
         with self._lock:
@@ -177,10 +169,10 @@ class ShardFile:
     def _read(self, offset: int, size: int) -> bytes:
         descriptor = self._open()
         try:
-            self._look_at_name(descriptor)
+            self._check_name(descriptor)
             return self._checked(descriptor, offset, size)
         except OSError:
-            # A stale handle of a network file system never gets well: the next try opens anew.
+            # A stale handle of a network file system stays invalid, so the next try opens the file again.
             self.close()
             raise
         finally:
@@ -188,27 +180,26 @@ class ShardFile:
 
     def _checked(self, descriptor: int, offset: int, size: int) -> bytes:
         data = _pread(descriptor, offset, size)
-        found = os.fstat(descriptor)
-        # One that is cut short of these bytes has a better message than "changed".
-        if len(data) == size and not self._stamp.fits(found):
+        # For a file truncated before these bytes, `read` has a more precise message.
+        if len(data) == size and not self._stamp.fits(os.fstat(descriptor)):
             raise self._changed()
         return data
 
-    def _look_at_name(self, descriptor: int) -> None:
-        """Finds a file in place of the one that is kept open."""
+    def _check_name(self, descriptor: int) -> None:
+        """Raises DataError if another file has the name of the open one."""
         now = time.monotonic()
-        if not self._keep_open or now - self._looked_s < _LOOK_EVERY_S:
+        if not self._keep_open or now - self._checked_s < _CHECK_EVERY_S:
             return
-        found = self._path.stat()
-        if not self._stamp.fits(found) and found.st_ino != os.fstat(descriptor).st_ino:
+        status = self._path.stat()
+        if not self._stamp.fits(status) and status.st_ino != os.fstat(descriptor).st_ino:
             raise self._changed()
-        # Not before: whoever reads next must meet what this look met.
-        self._looked_s = now
+        # Last, so that the next reader also gets an error of this check.
+        self._checked_s = now
 
     def _changed(self) -> DataError:
         return DataError(
-            f"{self._path}: has changed since the start, or was replaced by another",
-            "do not change shards under a run; put the shard back and resume",
+            f"{self._path}: was changed or replaced since the start",
+            "do not change shards during a run; restore the shard and resume",
         )
 
     def close(self) -> None:
@@ -220,7 +211,7 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class Loan:
-    """A descriptor that is not closed before `give_back`. `extra`: the file was opened for this loan."""
+    """A descriptor that stays open until `give_back`. `extra` is True if it was opened for this loan."""
 
     descriptor: int
     stamp: ShardStamp
@@ -234,7 +225,7 @@ class Loan:
 
 
 def _pread(descriptor: int, offset: int, size: int) -> bytes:
-    """Reads on until all is there or the file ends: one call may return less."""
+    """Reads until all bytes are there or the file ends. One system call may return fewer."""
     data = os.pread(descriptor, size, offset)
     while len(data) < size:
         more = os.pread(descriptor, size - len(data), offset + len(data))
@@ -253,11 +244,15 @@ def unreadable(path: Path | str, error: OSError) -> DataError:
 
 @contextmanager
 def file_lock(path: Path, *, wait: bool = True) -> Iterator[bool | None]:
-    """A lock between the processes of a host, released by the operating system when its holder
-    ends.
+    """Locks a file between the processes of a host.
 
-    True while held; False where `wait` is off and somebody else holds it; None where this place
-    knows no locks (a read-only directory, some network file systems).
+    Args:
+        path: The lock file, which is created.
+        wait: Waits for another holder.
+
+    Yields:
+        True if this process holds the lock. False if another one holds it and `wait` is False. None
+        if the file system has no locks, or the directory is read-only.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -279,14 +274,14 @@ def _lock(descriptor: int, wait: bool) -> bool | None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """DataError where the disk does not take it."""
+    """Writes a file atomically. Raises DataError if that fails."""
     with written_file(path) as file:
         file.write(content)
 
 
 @contextmanager
 def written_file(path: Path) -> Iterator[BinaryIO]:
-    """As `whole_file`."""
+    """Opens a file as `whole_file` does. Raises DataError if that fails."""
     try:
         with whole_file(path) as file:
             yield file

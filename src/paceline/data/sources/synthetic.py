@@ -13,17 +13,17 @@ from paceline.data.sources.base import Source, Split
 from paceline.data.sources.classes import numbered_classes
 from paceline.data.sources.registry import SourceKind
 
-# Stripes along both sides and the noise together stay within 255, so no sum needs clipping.
+# The sum of two stripes and the noise is at most 255.
 _STRIPE_LEVELS = 80
 _NOISE_LEVELS = 95
 _NOISE_STARTS = 65_536
 
 
 class SyntheticImages(Source):
-    """Generated images, for speed tests and smoke tests; labels are as balanced as the counts allow.
+    """Generated images with balanced labels, for measurements and tests.
 
-    Pixels are a function of the index: stripes whose widths and phases depend on the class, under noise
-    that depends on the index, so that a model can learn the classes but cannot memorize the images.
+    Pixels are a function of the index: stripes whose widths and phases depend on the class, plus
+    noise that depends on the index. A model can learn the classes, but cannot memorize the images.
     """
 
     is_in_memory = True
@@ -31,25 +31,24 @@ class SyntheticImages(Source):
     def __init__(
         self, count: int, classes: int, image_size: int, channels: int, salt: int = 0
     ) -> None:
-        """`salt` tells splits apart: the same classes under other noise."""
+        """Creates a split. `salt` is the seed of its noise."""
         self.classes = numbered_classes(classes)
         self.labels = np.arange(count, dtype=np.int64) % classes
         self._shape = (image_size, image_size, channels)
-        # Stripes across are grey, stripes along have a phase in each channel: so every addition runs
-        # over whole rows of bytes, ten times as fast as over pixels of three.
+        # Horizontal stripes are gray, vertical ones differ between channels. So each addition has whole
+        # rows of bytes, ten times as fast as pixels of three bytes.
         self._across = _stripes(classes, 0, image_size, 1)
         self._along = _stripes(classes, 1, image_size, channels)
-        # Hashing each pixel of each image would cost more than decoding a JPEG; a window into one
-        # long strip of noise costs nothing, and its start is the image's own.
+        # Hashing every pixel would cost more than decoding a JPEG, so each image has its own window into
+        # one long strip of noise.
         length = image_size * image_size * channels + _NOISE_STARTS
         strip = hash64(salt, SYNTHETIC_STREAM, 0, np.arange(length))
         self._noise = (to_unit(strip) * _NOISE_LEVELS).astype(np.uint8)
-        # All at once: a hash of one number costs more than the rest of a small image.
+        # All together, because hashing one number costs more than the rest of a small image.
         starts = hash64(salt, SYNTHETIC_STREAM, 1, np.arange(count))
         self._starts = (starts % np.uint64(_NOISE_STARTS)).astype(np.int64)
 
     def read(self, i: int) -> npt.NDArray[np.uint8]:
-        """Height × width × channels."""
         rows, columns, channels = self._shape
         start = self._starts[i]
         noise = self._noise[start : start + rows * columns * channels].reshape(rows, -1)
@@ -62,7 +61,7 @@ class SyntheticImages(Source):
 
 
 def _stripes(classes: int, side: int, length: int, channels: int) -> npt.NDArray[np.uint8]:
-    """Classes × length × channels: along one side a wave of one to six periods in each channel."""
+    """Returns classes × length × channels: along one side, waves of one to six periods."""
     label = np.arange(classes)[:, None, None]
     channel = np.arange(channels)[None, None, :]
     periods = 1 + 5 * to_unit(hash64(0, SYNTHETIC_STREAM, 2, side, label, channel))
@@ -74,7 +73,7 @@ def _stripes(classes: int, side: int, length: int, channels: int) -> npt.NDArray
 def open_split(
     settings: DataSettings, split: Split, classes: Sequence[str] | None, keep_index: bool
 ) -> Source:
-    """Validation has a tenth as many images as training, at least one."""
+    """Opens a split. Validation has a tenth as many images as training, at least one."""
     training = split == "train"
     return SyntheticImages(
         count=settings.synthetic_samples if training else max(1, settings.synthetic_samples // 10),

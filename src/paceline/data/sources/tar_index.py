@@ -1,43 +1,36 @@
-"""The index of a tar shard: where its samples lie. `index_store` keeps indexes on disk.
+"""The index of a tar shard: names, positions and labels of its samples. `index_store` keeps it on disk.
 
-A shard has the WebDataset layout: `key.jpg` (or .jpeg, .png, .webp) and `key.cls` with the class
-index in ASCII; the key ends at the first dot of the file name; other members are passed over. A key
-whose image and label have a further dot in common (`key.v2.jpg`, `key.v2.cls`) is a sample, too.
-Whatever would lose samples silently is an error instead.
+A shard has the WebDataset layout: `key.jpg` (or .jpeg, .png, .webp) and `key.cls` with the class index in
+ASCII. The key ends at the first dot of the file name. Other members are ignored. Anything that would lose
+samples silently is an error.
 """
 
 from __future__ import annotations
 
-import io
 import tarfile
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import BinaryIO, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.core.errors import DataError
 from paceline.core.files import open_regular
 from paceline.data.order import Int64
-from paceline.data.sources.storage import (
-    TRANSIENT,
-    Retry,
-    ShardStamp,
-)
+from paceline.data.sources.storage import TRANSIENT, Retry, ShardStamp
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 LABEL_EXTENSION = "cls"
 _LABEL_BYTES = 32
 _BLOCK = tarfile.BLOCKSIZE
-# Two blocks of zeros end a tar, which is then filled up to a whole record: so much and no more.
+# Two blocks of zeros end a tar, and more zeros fill the last record.
 _MOST_AFTER_END = 2 * _BLOCK + tarfile.RECORDSIZE
-_REBUILD = "copy or build the shard anew"
+_REBUILD = "copy or build the shard again"
 _OCTAL = frozenset(b"01234567")
 
-# What tarfile lets escape where a header is damaged; a header can also ask for all the memory.
+# Exceptions of tarfile for damaged headers. A header may also request too much memory.
 _DAMAGE = (
     tarfile.TarError, OSError, EOFError, ValueError, ArithmeticError, LookupError, TypeError,
     RecursionError, MemoryError,
@@ -46,7 +39,7 @@ _DAMAGE = (
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """The images of one shard, in the order in which they lie there."""
+    """Names, positions and labels of the images of a shard, in the order of the shard."""
 
     names: NameTable
     offsets: Int64
@@ -58,113 +51,71 @@ class ShardIndex:
 
 
 def scan_shard(path: Path, content: BinaryIO) -> ShardIndex:
-    """Indexes the uncompressed tar in `content`; `path` is for messages."""
+    """Indexes the uncompressed tar in `content`.
+
+    Args:
+        path: The shard, for messages.
+        content: The bytes of the tar.
+
+    Raises:
+        DataError: If the shard is damaged, or if an image has no label or a label no image.
+    """
     images: dict[str, tuple[str, int, int]] = {}
     labels: dict[str, int] = {}
-    # Fields with a further dot, such as `key.v2.jpg`, by their name without the last extension.
-    dotted_images: dict[str, tuple[str, int, int]] = {}
-    dotted_labels: dict[str, tarfile.TarInfo] = {}
+    # Names with a further dot, such as `key.v2.jpg`, without their last extension.
+    dotted: dict[str, set[str]] = {"images": set(), "labels": set()}
     for member in tar_members(path, content):
-        key, extension = split_name(member.name)
-        longer, _, last = member.name.rpartition(".")
-        is_label = last.lower() == LABEL_EXTENSION
-        # Hidden files, such as the `._name` twins that macOS puts into archives, have no key.
-        if not key or not (is_label or last.lower() in IMAGE_EXTENSIONS):
+        key, field = split_name(member.name)
+        extension = field.rpartition(".")[2]
+        is_label = extension == LABEL_EXTENSION
+        # Hidden files, such as the `._name` files of macOS, have no key.
+        if not key or not (is_label or extension in IMAGE_EXTENSIONS):
             continue
-        has_dot = "." in extension
-        there: Mapping[str, object] = (
-            (dotted_labels if is_label else dotted_images)
-            if has_dot
-            else (labels if is_label else images)
-        )
-        if longer in there:
-            raise DataError(f"{path}: sample {longer!r} is there twice ({member.name})", _REBUILD)
-        if not is_label:
-            place = (member.name, member.offset_data, member.size)
-            (dotted_images if has_dot else images)[longer] = place
-        elif has_dot:
-            dotted_labels[longer] = member
-        else:
+        if field != extension:
+            dotted["labels" if is_label else "images"].add(member.name.rpartition(".")[0])
+            continue
+        if key in (labels if is_label else images):
+            raise DataError(f"{path}: sample {key!r} occurs twice ({member.name})", _REBUILD)
+        if is_label:
             labels[key] = _label(path, key, content, member)
-    if lonely := images.keys() ^ labels.keys():
-        key = min(lonely)
-        there_is, missing = ("an image", "label") if key in images else ("a label", "image")
+        else:
+            images[key] = (member.name, member.offset_data, member.size)
+    if unpaired := images.keys() ^ labels.keys():
+        key = min(unpaired)
+        present, missing = ("an image", "label") if key in images else ("a label", "image")
         raise DataError(
-            f"{path}: sample {key!r} has {there_is} but no {missing}",
+            f"{path}: sample {key!r} has {present} but no {missing}",
             f"each {'/'.join(IMAGE_EXTENSIONS)} needs a .cls of the same name; {_REBUILD}",
         )
-    # A sample with a plain image and label has these as further fields.
-    pairs = dotted_images.keys() & dotted_labels.keys()
-    for key, longer in _dotted_samples(path, pairs, images.keys()).items():
-        images[key] = dotted_images[longer]
-        labels[key] = _label(path, longer, content, dotted_labels[longer])
+    for name in sorted(dotted["images"] & dotted["labels"]):
+        if split_name(name)[0] not in images:
+            raise DataError(
+                f"{path}: the key of sample {name!r} has a dot",
+                "rename it: as in webdataset, a key ends at the first dot of the file name",
+            )
     if not images:
         raise DataError(
             f"{path}: no image in it",
             f"samples are key.jpg (jpeg, png, webp) and key.cls; remove it, or {_REBUILD}",
         )
-    found = sorted(((*place, labels[key]) for key, place in images.items()), key=itemgetter(1))
+    samples = sorted(((*place, labels[key]) for key, place in images.items()), key=itemgetter(1))
     return ShardIndex(
-        names=NameTable(name for name, *_ in found),
-        offsets=np.array([offset for _, offset, _, _ in found], dtype=np.int64),
-        sizes=np.array([size for _, _, size, _ in found], dtype=np.int64),
-        labels=np.array([label for *_, label in found], dtype=np.int64),
+        names=NameTable(name for name, *_ in samples),
+        offsets=np.array([offset for _, offset, _, _ in samples], dtype=np.int64),
+        sizes=np.array([size for _, _, size, _ in samples], dtype=np.int64),
+        labels=np.array([label for *_, label in samples], dtype=np.int64),
     )
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Key and field of a member, as webdataset has them: the key ends at the first dot of the file
-    name. The key is empty for hidden files."""
+    """Returns key and field of a member, as webdataset does. The key of hidden files is empty."""
     folder, slash, file_name = name.rpartition("/")
     stem, _, extension = file_name.partition(".")
     return (folder + slash + stem if stem else ""), extension.lower()
 
 
-def _dotted_samples(path: Path, names: Iterable[str], plain: Container[str]) -> dict[str, str]:
-    """The one of `names` with each key that is not among `plain`; DataError if two have one key, which
-    webdataset takes for one sample."""
-    found: dict[str, str] = {}
-    for longer in sorted(names):
-        key, _ = split_name(longer)
-        if key in plain:
-            continue
-        if (other := found.setdefault(key, longer)) != longer:
-            raise DataError(
-                f"{path}: samples {other!r} and {longer!r} have the same key {key!r}",
-                "a key ends at the first dot of the file name, as in webdataset: rename one of them",
-            )
-    return found
-
-
-# What webdataset shards have beside their images, and tars of one class have not.
-_FIELDS = (LABEL_EXTENSION, "json", "txt")
-
-
-def is_shard(path: Path, retry: Retry) -> bool:
-    """Returns True if the plain tar has `.cls` members, or images with another field of the same key."""
-
-    def look() -> bool:
-        images: set[str] = set()
-        others: set[str] = set()
-        with open_regular(path) as content:
-            for member in tar_members(path, content):
-                key, extension = split_name(member.name)
-                if key and extension == LABEL_EXTENSION:
-                    return True
-                if extension in IMAGE_EXTENSIONS:
-                    images.add(key)
-                elif extension in _FIELDS:
-                    others.add(key)
-                if key in images and key in others:
-                    return True
-        return False
-
-    return retry.read(path, look)
-
-
 class _Member(tarfile.TarInfo):
-    """Reads the header of a regular file with a short name without what nobody asks for (owner, mode,
-    time), in a third of tarfile's time; leaves all other headers to tarfile."""
+    """Reads name and size of a regular file in a third of tarfile's time. tarfile reads other headers."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
@@ -173,7 +124,7 @@ class _Member(tarfile.TarInfo):
         plain = (
             len(buf) == _BLOCK
             and buf[156:157] in (tarfile.REGTYPE, tarfile.AREGTYPE)
-            and buf[345] == 0  # no first part of a long name
+            and buf[345] == 0  # no prefix of a long name
             and name.isascii()
             and not name.endswith(b"/")
             and size
@@ -190,15 +141,23 @@ class _Member(tarfile.TarInfo):
 
 
 def tar_members(path: Path, content: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """The regular files of the archive, which must be whole to its end marker. OSError: storage
-    that fails for the moment."""
+    """Yields the regular files of a tar, and checks that it is complete.
+
+    Args:
+        path: The tar, for messages.
+        content: Its bytes.
+
+    Raises:
+        DataError: If the tar is damaged or truncated, or has links or devices.
+        OSError: If storage fails temporarily.
+    """
     end = 0
     try:
         with tarfile.open(fileobj=content, mode="r:", tarinfo=_Member) as archive:
             while (member := archive.next()) is not None:
-                # tarfile keeps every member it met: gigabytes for a shard of millions.
+                # tarfile keeps every member, which takes gigabytes for millions of them.
                 archive.members = []  # type: ignore[attr-defined]
-                # Some Pythons go back to where they were for a size below 0, and never end.
+                # Some Python versions go back after a negative size, and never end.
                 if member.size < 0 or member.offset_data <= end:
                     raise DataError(f"{path}: damaged member header at byte {end}", _REBUILD)
                 if not (member.isfile() or member.isdir()) or member.issparse():
@@ -210,23 +169,23 @@ def tar_members(path: Path, content: BinaryIO) -> Iterator[tarfile.TarInfo]:
                 end = member.offset_data + -(-size // _BLOCK) * _BLOCK
                 if member.isfile():
                     yield member
-            # tarfile takes a cut or a damaged header for the end; only zeros are the end.
+            # tarfile regards a truncated or damaged header as the end, but only zeros are the end.
             content.seek(end)
             tail = content.read(_MOST_AFTER_END + 1)
     except DataError:
         raise
     except _DAMAGE as error:
         if isinstance(error, OSError) and error.errno in TRANSIENT:
-            raise  # the shard may be whole; whoever scans it may try again
+            raise  # the shard may be complete, so the caller may try again
         raise DataError(f"{path}: not a readable tar shard ({error})", _REBUILD) from None
     if len(tail) < _BLOCK:
         raise DataError(f"{path}: truncated, no end marker at byte {end}", _REBUILD)
     if any(tail[:_BLOCK]):
         raise DataError(f"{path}: damaged member header at byte {end}", _REBUILD)
-    # Blocks of zeros in the midst, as a download or a disk leaves them, look like the end.
+    # Zeros in the middle, for example of an incomplete download, look like the end.
     if any(tail) or len(tail) > _MOST_AFTER_END:
         raise DataError(
-            f"{path}: goes on after its end marker at byte {end}",
+            f"{path}: continues after its end marker at byte {end}",
             f"{_REBUILD}; records are 10,240 bytes (`tar -b 20`, the default)",
         )
 
@@ -238,7 +197,7 @@ def _label(path: Path, key: str, content: BinaryIO, member: tarfile.TarInfo) -> 
         raise DataError(f"{path}: truncated within the label of sample {key!r}", _REBUILD)
     text = raw.strip()
     try:
-        label = int(text)  # as webdataset decodes it
+        label = int(text)  # as in webdataset
     except ValueError:
         label = -1
     if not 0 <= label <= np.iinfo(np.int64).max or member.size > _LABEL_BYTES:
@@ -250,10 +209,9 @@ def _label(path: Path, key: str, content: BinaryIO, member: tarfile.TarInfo) -> 
 
 
 class NameTable:
-    """Very many names in one block of bytes: a million Python strings take over 100 MB in each
-    rank.
+    """An immutable sequence of names in one block of bytes.
 
-    Immutable. Names that are not valid Unicode, as a file system may hold them, survive.
+    A million Python strings would take over 100 MB in each rank. Names need not be valid Unicode.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -263,29 +221,21 @@ class NameTable:
 
     @classmethod
     def from_parts(cls, ends: Int64, letters: bytes) -> Self:
-        """The inverse of `parts`."""
+        """Returns the table with these `parts`."""
         table = cls(())
         table._ends, table._letters = ends, letters
         return table
 
     @classmethod
     def joined(cls, tables: Sequence[NameTable]) -> Self:
-        """The names of all tables, in order."""
+        """Returns the names of all tables, in order."""
         lengths = np.concatenate([np.diff(table._ends) for table in tables])
         letters = b"".join(table._letters for table in tables)
         return cls.from_parts(np.cumsum([0, *lengths.tolist()], dtype=np.int64), letters)
 
-    def to_arrays(self) -> dict[str, npt.NDArray[Any]]:
-        return {"ends": self._ends, "letters": np.frombuffer(self._letters, dtype=np.uint8)}
-
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> Self:
-        """The inverse of `to_arrays`."""
-        return cls.from_parts(arrays["ends"], arrays["letters"].tobytes())
-
     @property
     def parts(self) -> tuple[Int64, bytes]:
-        """Where each name ends, after a 0, and the letters of all."""
+        """A 0 and the end of each name, and the bytes of all names."""
         return self._ends, self._letters
 
     def __len__(self) -> int:
@@ -298,33 +248,8 @@ class NameTable:
         return letters.decode("utf-8", "surrogateescape")
 
 
-class FileWindow(io.BytesIO):
-    """A stretch of a file, read as if it were a file of its own; it shares the position of the
-    other file."""
-
-    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
-        super().__init__()
-        self._file, self._start, self._size, self._at = file, start, size, 0
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        left = max(0, self._size - self._at)
-        wanted = left if size is None or size < 0 else min(size, left)
-        self._file.seek(self._start + self._at)
-        data = self._file.read(wanted)
-        self._at += len(data)
-        return data
-
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        base = {0: 0, 1: self._at, 2: self._size}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-
 def scan_file(path: Path, retry: Retry) -> ShardIndex:
-    """`scan_shard` of a plain shard; DataError where it cannot be read."""
+    """Indexes a plain shard. Raises DataError if it cannot be read."""
 
     def scan() -> ShardIndex:
         with open_regular(path) as content:
@@ -334,5 +259,5 @@ def scan_file(path: Path, retry: Retry) -> ShardIndex:
 
 
 def stamp_of(path: Path, retry: Retry) -> ShardStamp:
-    """DataError where it cannot be read."""
+    """Returns the stamp of a file. Raises DataError if it cannot be read."""
     return retry.read(path, lambda: ShardStamp.of(path))
