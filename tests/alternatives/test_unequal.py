@@ -66,7 +66,7 @@ def test_the_batches_of_all_ranks_are_the_global_batch(accumulation: int) -> Non
             assert abs(own - Fraction(length * given[rank], batch)) < 1
             if length == batch:
                 sizes = {stop - start for start, stop in plan.micro_batches(step, rank)}
-                assert sizes == {plan.usual_micro_batch(rank)}
+                assert sizes == {plan.full_micro_batch(rank)}
 
 
 REBALANCED: dict[str, Any] = {

@@ -322,7 +322,7 @@ class BatchPlan:
             for j in range(pieces)
         ]
 
-    def usual_micro_batch(self, rank: int) -> int:
+    def full_micro_batch(self, rank: int) -> int:
         """Returns the size of a micro-batch of this rank in a full step."""
         return self.shares[rank] // self.accumulation if self.shares else self.micro_batch
 

@@ -63,7 +63,7 @@ def micro_batches_of(plan: BatchPlan, step: int, rank: int) -> Iterator[MicroBat
     for turn, (start, stop) in enumerate(stretches):
         yield MicroBatch(
             number=rank + turn * plan.world_size,
-            usual=stop - start == plan.usual_micro_batch(rank),
+            usual=stop - start == plan.full_micro_batch(rank),
             last=turn == len(stretches) - 1,
         )
 
