@@ -83,8 +83,8 @@ class SvrgSource(GradientSource):
                 if step.given_up or step.asked_to_stop():
                     return False
                 seed_micro_batch(step.seed, number, place)
-                usual = len(batch.labels) == self.plan.micro_batch
-                step.micro.run(batch.images, batch.labels, usual=usual)
+                full_size = len(batch.labels) == self.plan.micro_batch
+                step.micro.run(batch.images, batch.labels, full_size=full_size)
         return True
 
     def add(
@@ -95,10 +95,10 @@ class SvrgSource(GradientSource):
         micro, norms = step.micro, step.batch_norm
         kept = micro.loss, norms.flat, norms.tracked
         values = [tensor.clone() for tensor in kept]
-        micro.share.neg_()
+        micro.sample_weight.neg_()
         with _optimizer(step).at_anchor():
             micro.run(batch.images, batch.labels, usual=part.usual)
-        micro.share.neg_()
+        micro.sample_weight.neg_()
         for tensor, value in zip(kept, values, strict=True):
             tensor.copy_(value)
         seed_micro_batch(step.seed, number, part.number)
