@@ -393,7 +393,7 @@ def test_mistakes_are_one_line(options: dict[str, Any], words: str) -> None:
 
 
 def test_wrapping_twice_or_nothing_or_without_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="wrapped already"):
+    with pytest.raises(ConfigError, match="already wrapped"):
         pl.DataParallel(pl.DataParallel(make_net()))
     with pytest.raises(ConfigError, match="requires a gradient"):
         pl.DataParallel(make_net().requires_grad_(False))

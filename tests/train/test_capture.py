@@ -65,15 +65,6 @@ def test_it_warms_up_captures_once_and_replays(captures: list[str]) -> None:
     assert (graph.replays, len(calls)) == (2, WARM_CALLS + 1)
 
 
-def test_without_graphs_it_is_the_function(captures: list[str]) -> None:
-    calls: list[int] = []
-    captured = Captured(lambda: calls.append(1), enabled=False)
-    for _ in range(WARM_CALLS + 3):
-        captured()
-    assert len(calls) == WARM_CALLS + 3
-    assert captures == []
-
-
 @pytest.mark.parametrize(
     ("error", "raised", "message"),
     [

@@ -47,9 +47,10 @@ class Slowed(Synchronous):
     def load(self, saved: Mapping[str, Any]) -> None:
         self._steps = saved.get("steps", 0)
 
-    def finish(self, rate: float, others: Mapping[str, float] | None) -> Pending:
+    def finish(self, rate: float, hyperparameters: Mapping[str, float] | None) -> Pending:
         self._steps += 1
-        return super().finish(rate * self.config.run.of(self.name, SlowedSettings).factor, others)
+        rate *= self.config.run.of(self.name, SlowedSettings).factor
+        return super().finish(rate, hyperparameters)
 
     def record(self, outcome: StepOutcome) -> Mapping[str, Any]:
         return {**super().record(outcome), "slowed_steps": self._steps}
