@@ -293,7 +293,9 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         pl.Checkpointer(tmp_path, keep=0)
     assert not list(tmp_path.iterdir())
     checkpointer.save(1, model=net)
-    with pytest.raises(CheckpointError, match="contains model, but the call names model, optimizer"):
+    with pytest.raises(
+        CheckpointError, match="contains model, but the call names model, optimizer"
+    ):
         checkpointer.restore(model=net, optimizer=torch.optim.SGD(net.parameters(), 0.1))
     assert checkpointer.restore(model=None) == 1
     with pytest.raises(CheckpointError, match="model does not fit"):

@@ -92,7 +92,7 @@ def only_output(outputs: object) -> Tensor:
     return tensors[0]
 
 
-_ONE_OUTPUT = "return the logits alone, or give the run a loss of its own that takes all outputs"
+_ONE_OUTPUT = "return only the logits, or give the run a loss that accepts all outputs"
 
 
 def with_one_output(forward: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:

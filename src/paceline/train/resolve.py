@@ -179,7 +179,7 @@ def _scaled(config: RunConfig, facts: Facts, ranks: int) -> tuple[RunConfig, str
     target = Target(sizes.global_batch, samples, config.run.epochs, ranks)
     scaling = scale_recipe(recipe, target if resumed is None else _as_before(target, resumed))
     values = {"run.global_batch_size": sizes.global_batch, **scaling.values}
-    # The result is a recipe of its own, known for its own batch.
+    # The result is a new recipe, known to work for its own batch.
     applied: dict[str, object] = {"optim.scaling": "off", "optim.known_good_batch": None}
     return config.with_values(values | applied), scaling.describe()
 

@@ -332,6 +332,13 @@ def _input_counters(training: Training) -> dict[str, int]:
     return dict(total)
 
 
+# Fields of `Progress` in the summary.
+_PROGRESS = (
+    "top1", "top5", "val_loss", "best_top1", "best_step", "images_per_s", "images", "train_s",
+    "time_to_target_s", "skipped_steps", "corrupt_samples", "corrupt_val_samples",
+)  # fmt: skip
+
+
 def _summary(
     training: Training, result: RunResult, weights: str, counters: dict[str, int]
 ) -> dict[str, Any]:
@@ -340,15 +347,9 @@ def _summary(
     return {
         "recipe": config.run.name,
         "model": config.model.name,
-        "top1": progress.top1,
-        "top5": progress.top5,
-        "val_loss": progress.val_loss,
-        "best_top1": progress.best_top1,
-        "best_step": progress.best_step,
-        "images_per_s": progress.images_per_s,
+        **{name: getattr(progress, name) for name in _PROGRESS},
         "epochs": training.plan.epoch_at(progress.step),
         "steps": progress.step,
-        "images": progress.images,
         "world_size": training.plan.world_size,
         "global_batch_size": training.sizes.global_batch,
         "batch_size": training.sizes.micro_batch,
@@ -356,15 +357,10 @@ def _summary(
         "state_bytes_per_parameter": optimizer_state,
         "exchange_state_bytes_per_parameter": exchange_state,
         "exchange_bytes_per_step": training.step.exchange_bytes(),
-        "train_s": progress.train_s,
         "steps_s": progress.step_s,
         "target_top1": config.run.target_top1,
-        "time_to_target_s": progress.time_to_target_s,
         "stopped_by": result.stopped_by,
-        "skipped_steps": progress.skipped_steps,
         "noise_scale": NoiseScale(*progress.noise).value,
-        "corrupt_samples": progress.corrupt_samples,
-        "corrupt_val_samples": progress.corrupt_val_samples,
         "input_counters": counters,
         "resumed_at_steps": progress.resumes,
         "weights_sha256": weights,

@@ -401,10 +401,12 @@ def register_strategy(kind: type[Strategy], settings: type | None = None) -> Non
         settings: The settings class of the table `[run.NAME]`.
 
     Raises:
-        ConfigError: If `kind` is not a strategy, has no name of its own, or the name is installed.
+        ConfigError: If `kind` is not a strategy, does not set `name`, or the name is installed.
 
     Example:
-        class Local(pl.train.Synchronous):
+        from paceline.train import Synchronous
+
+        class Local(Synchronous):
             name = "local"
 
         pl.register_strategy(Local)

@@ -97,7 +97,7 @@ class SvrgSource(GradientSource):
         values = [tensor.clone() for tensor in kept]
         micro.sample_weight.neg_()
         with _optimizer(step).at_anchor():
-            micro.run(batch.images, batch.labels, usual=part.usual)
+            micro.run(batch.images, batch.labels, full_size=part.full_size)
         micro.sample_weight.neg_()
         for tensor, value in zip(kept, values, strict=True):
             tensor.copy_(value)
