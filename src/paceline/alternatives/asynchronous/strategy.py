@@ -128,10 +128,10 @@ class Asynchronous(Strategy):
 
     def finish(self, rate: float, hyperparameters: Mapping[str, float] | None) -> Pending:
         """Pushes the gradient that `GradientExchange.reduce` has left, unless this rank has failed.
-        Servers take the rate of a push, and no other values of the schedule's values."""
-        if others:
+        Servers take the rate of a push, and no other values of the schedule."""
+        if hyperparameters:
             raise RunError(
-                f"parameter servers take the rate alone, and not {', '.join(others)} of the schedule",
+                f"parameter servers take the rate alone, and not {', '.join(hyperparameters)} of the schedule",
                 "use another optim.schedule or optim.name",
             )
         tail = self._exchange.tail.detach().cpu()
