@@ -131,7 +131,7 @@ class Asynchronous(Strategy):
         Servers take the rate of a push, and no other values of the schedule."""
         if hyperparameters:
             raise RunError(
-                f"parameter servers take the rate alone, and not {', '.join(hyperparameters)} of the schedule",
+                f"parameter servers accept the rate only, not {', '.join(hyperparameters)}",
                 "use another optim.schedule or optim.name",
             )
         tail = self._exchange.tail.detach().cpu()
