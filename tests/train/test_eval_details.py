@@ -11,7 +11,7 @@ import torch
 from paceline.comm import CommSettings, Group
 from paceline.core.topology import Topology
 from paceline.report import RunFiles
-from paceline.train.evaluate import MISTAKES, EvalDetails, thumbnail
+from paceline.train.eval_details import MISTAKES, EvalDetails, thumbnail
 from ranks import run_ranks
 from report.html_reader import run_page
 from small_runs import run_small

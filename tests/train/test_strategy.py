@@ -20,7 +20,8 @@ from paceline.optim import UpdateRule, register_optimizer, register_schedule
 from paceline.optim.schedules import Course, ScheduleSettings
 from paceline.plan import Wire, register_wire
 from paceline.train import Checkpoint, EvalResult, evaluate_file
-from paceline.train.inference import Predictor, export_stored_weights
+from paceline.train.export import export_stored_weights
+from paceline.train.inference import Predictor
 from paceline.train.step import StepOutcome
 from paceline.train.strategy import Pending, Synchronous, register_strategy, strategy_class
 from small_runs import run_small

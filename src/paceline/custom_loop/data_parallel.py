@@ -13,10 +13,8 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from os import PathLike
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,20 +28,16 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils._pytree import tree_map_only
 
 from paceline.comm.hybrid import HybridAllReduce
-from paceline.comm.plan_choice import checked_table
-from paceline.comm.planned_transport import WireFormat
-from paceline.comm.process_groups import ProcessGroups
-from paceline.core.errors import CommError, ConfigError, PacelineError
+from paceline.core.errors import CommError, ConfigError
 from paceline.custom_loop.context import (
     agreed,
     release_on_close,
     several_ranks,
-    timeout_here,
     topology_here,
 )
-from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
-from paceline.plan.schedules import NATIVE, check_name
-from paceline.plan.size_table import SizeTable
+from paceline.custom_loop.ddp_exchange import Exchange
+from paceline.plan.plan_file import ModelFacts
+from paceline.plan.schedules import NATIVE
 
 # The signature in the installed torch.
 _DDP = inspect.signature(DistributedDataParallel)
@@ -136,7 +130,7 @@ class DataParallel(DistributedDataParallel):
         # Without `init_sync`, DDP's constructor is not a collective.
         meets = given.get("init_sync", True)
         with agreed(lambda: _facts(exchange, given), group) if meets else nullcontext():
-            exchange = _Exchange.choose(plan, wire, algorithm)
+            exchange = Exchange.choose(plan, wire, algorithm)
             _check(exchange, given, group)
         given.setdefault("gradient_as_bucket_view", True)
         devices = {p.device for p in module.parameters()}
@@ -252,7 +246,7 @@ class DataParallel(DistributedDataParallel):
             warnings.warn(f"{name} replaces plan, wire and algorithm", stacklevel=2)
             if self._hybrid is not None:
                 self._hybrid.close()
-            self._hybrid, self._exchange = None, _Exchange()
+            self._hybrid, self._exchange = None, Exchange()
             _wrapped[self.module] = self._exchange.wire
         super().register_comm_hook(state, hook)
 
@@ -341,96 +335,6 @@ def _add_prefix(model: DataParallel, state: dict[str, Any], prefix: str, *_: Any
         state[f"{prefix}{_PREFIX}{key.removeprefix(prefix)}"] = state.pop(key)
 
 
-@dataclass(frozen=True)
-class _Exchange:
-    """Algorithms and wire format of the exchange.
-
-    Attributes:
-        table: Sizes and algorithms; None for the backend's all-reduce.
-        wire: The wire format.
-        file: The plan file, with the cluster on which the table was measured.
-    """
-
-    table: SizeTable | None = None
-    wire: str = "float32"
-    file: PlanFile | None = None
-
-    @property
-    def is_native(self) -> bool:
-        return self.table is None and self.wire == "float32"
-
-    @classmethod
-    def choose(
-        cls, plan: str | PathLike[str] | None, wire: str | None, algorithm: str | None
-    ) -> _Exchange:
-        if wire is not None:
-            wire = _named_wire(wire)
-        if plan is None:
-            if algorithm is not None:
-                check_name(algorithm, "algorithm")
-            native = algorithm in (None, NATIVE)
-            table = None if native else SizeTable.single(str(algorithm))
-            return cls(table, wire or "float32")
-        if algorithm is not None:
-            raise ConfigError(
-                "algorithm", algorithm, f"but plan = {str(plan)!r} decides it",
-                "leave one of the two out",
-            )  # fmt: skip
-        file = PlanFile.read(Path(plan), "plan")
-        return cls(_table(file), wire or _planned_wire(file), file)
-
-    def create(self) -> HybridAllReduce:
-        """Creates the exchange. A collective."""
-        groups = ProcessGroups(topology_here(), timeout_s=timeout_here())
-        try:
-            problem = self._problem(ClusterFacts(groups.world_size, len(groups.layout.groups)))
-            # On all ranks, because none may close its connections while another still opens them.
-            groups.check_same({"the plan": str(problem or "fits")})
-            if problem is not None:
-                raise problem
-            return HybridAllReduce(groups, self.table or SizeTable.single(NATIVE), self.wire)
-        except PacelineError:
-            groups.close()
-            raise
-
-    def _problem(self, here: ClusterFacts) -> PacelineError | None:
-        """Returns the reason why the plan does not fit this cluster, if any."""
-        if self.file is not None and self.file.sizes is not None:
-            try:
-                checked_table(self.file, here, "plan")
-            except PacelineError as error:
-                return error
-        return None
-
-
-def _named_wire(wire: str) -> str:
-    try:
-        return WireFormat.named(wire).name
-    except ConfigError as error:
-        raise ConfigError("wire", wire, "unknown format", error.remedy) from None
-
-
-def _table(file: PlanFile) -> SizeTable:
-    """Returns the table of sizes, or the common algorithm of all buckets of the plan."""
-    if file.sizes is not None:
-        return file.sizes
-    names = {bucket.algorithm for bucket in file.fusion.buckets} if file.fusion else set()
-    if len(names) != 1:
-        raise ConfigError("plan", file.path, "has no table of sizes", "make it with paceline tune")
-    return SizeTable.single(names.pop())
-
-
-def _planned_wire(file: PlanFile) -> str:
-    wires = {bucket.wire for bucket in file.fusion.buckets} if file.fusion else {"auto"}
-    if len(wires) > 1:
-        raise ConfigError(
-            "plan", file.path, f"has buckets of several wire formats ({', '.join(sorted(wires))})",
-            "choose one with wire=",
-        )  # fmt: skip
-    wire = wires.pop()
-    return "float32" if wire == "auto" else wire
-
-
 def _group(given: Mapping[str, Any]) -> dist.ProcessGroup | None:
     """Returns the process group that DDP will use; None if there is none."""
     mesh = given.get("device_mesh")
@@ -441,7 +345,7 @@ def _group(given: Mapping[str, Any]) -> dist.ProcessGroup | None:
     return given.get("process_group") or default
 
 
-def _check(exchange: _Exchange, given: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
+def _check(exchange: Exchange, given: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
     module = given["module"]
     name = type(module).__name__
     if isinstance(module, DistributedDataParallel):
@@ -481,7 +385,7 @@ def _check_hook(given: Mapping[str, Any], group: dist.ProcessGroup | None) -> No
                           "leave them out, or use the default group")  # fmt: skip
 
 
-def _facts(exchange: _Exchange, given: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(exchange: Exchange, given: Mapping[str, Any]) -> dict[str, Any]:
     table = exchange.table.to_table() if exchange.table else NATIVE
     return {
         "the trained parameters": trained_parameters(given["module"]),

@@ -36,9 +36,10 @@ from paceline.train.evaluate import takes_evaluation
 from paceline.train.fast_path import FastPath
 from paceline.train.loss import CrossEntropy, OwnLoss, TrainingLoss, check_gradient
 from paceline.train.machine import explain_out_of_memory
-from paceline.train.micro_step import Advise, no_advice, step_error
+from paceline.train.micro_step import Advise, no_advice
 from paceline.train.model_checks import restored_buffers
 from paceline.train.run_state import PinnedPlan
+from paceline.train.step_errors import step_error
 from paceline.train.strategy import is_idle, strategy_class
 
 

@@ -1,7 +1,7 @@
 """`FastPath`: an acceleration of the forward pass, memory format and CUDA graphs.
 
 `choose_fast_path` asks the accelerations (`models.acceleration`) for a faster forward pass and decides
-about CUDA graphs. It refuses settings that cannot be obeyed. `calibrate` runs the trials of the
+about CUDA graphs. It refuses settings that cannot be obeyed. `try_fast_path` runs the trials of the
 acceleration. If an automatic choice fails with this model, all ranks drop it, and the description of the
 run says so.
 """
@@ -226,7 +226,7 @@ class _Ranks:
         return values
 
 
-def calibrate(fast: FastPath, group: Group, trial: TrialPass, *, foreign: bool) -> FastPath:
+def try_fast_path(fast: FastPath, group: Group, trial: TrialPass, *, foreign: bool) -> FastPath:
     """Runs the trials of the acceleration, if there is one. A collective.
 
     Args:

@@ -22,7 +22,8 @@ from paceline.core.events import (
 from paceline.data import allowed_corrupt, create_eval_loader
 from paceline.train.batch_sizes import eval_batch
 from paceline.train.checkpoint import Checkpoint, write_atomically
-from paceline.train.evaluate import EvalDetails, evaluate, wants_details
+from paceline.train.eval_details import EvalDetails, wants_details
+from paceline.train.evaluate import evaluate
 from paceline.train.machine import command_line, hardware, versions
 from paceline.train.observers import InputReport
 from paceline.train.run_folder import RunFolderGoneError, RunFolderInUseError

@@ -3,7 +3,7 @@
 Before the backward pass, the loss is divided by the number of samples of the step on all ranks and
 multiplied by the loss scale of the step. The sum of the gradients over ranks and micro-steps is then
 their average, times the scale. In the last micro-step of a step, an exchange that overlaps sends buckets
-during backward. `step_error` turns an exception of a pass into an error for the user.
+during backward.
 
 `GradientSource` computes the gradients of a micro-batch: by the plain backward pass, or by the source
 that the settings class of the optimizer names in `GRADIENTS`. Extensions and programs can register
@@ -23,13 +23,12 @@ from torch import Tensor
 
 from paceline.comm.exchange import GradientExchange
 from paceline.config import RunConfig
-from paceline.core.errors import PacelineError, RunError, compile_reason, is_compile_error
+from paceline.core.errors import PacelineError, RunError
 from paceline.core.extensions import Registry
-from paceline.core.imports import first_line
 from paceline.data import Batch, BatchPlan, Normalizer, TrainBatches
 from paceline.precision.policy import LossScale, Policy
 from paceline.train.loss import CrossEntropy, TrainingLoss, mixed
-from paceline.train.machine import out_of_memory, run_eagerly
+from paceline.train.machine import run_eagerly
 
 if TYPE_CHECKING:
     from paceline.train.step import TrainStep
@@ -448,58 +447,3 @@ GRADIENT_SOURCES: Registry[type[GradientSource]] = Registry(
 def source_class(config: RunConfig) -> type[GradientSource]:
     """Returns the gradient source that the optimizer needs."""
     return GRADIENT_SOURCES.get(config.optim.own_optimizer.GRADIENTS, "optim.name")
-
-
-def step_error(
-    error: Exception, step: int, micro_batch: int, *, foreign: bool = False,
-    advise: Advise = no_advice,
-) -> PacelineError | None:  # fmt: skip
-    """Returns the error for the user for an exception of a forward or backward pass.
-
-    Args:
-        error: The exception.
-        step: The step.
-        micro_batch: Samples of the micro-batch.
-        foreign: True for a user's model: all exceptions then count as errors of the model.
-        advise: Returns remedies of the acceleration that computes the pass.
-
-    Returns:
-        The error with cause and remedy; None for a defect of Paceline, which must keep its traceback.
-    """
-    if isinstance(error, CaptureError):
-        return CaptureError(error.cause, _remedies(advise(error), error.remedy))
-    if isinstance(error, PacelineError):
-        return error
-    if is_compile_error(error):
-        return _compile_error(error, advise(error))
-    smaller = "free memory, or choose a smaller model"
-    if micro_batch > 1:
-        smaller = f"use --batch-size {micro_batch // 2}; the global batch stays the same"
-    where = f"at step {step + 1} with a batch size of {micro_batch} per rank"
-    if fault := out_of_memory(error, where, "; ".join([smaller, *advise(error)])):
-        return fault
-    if "more than 1 value per channel" in str(error):  # one sample with 1 × 1 activations
-        return RunError(
-            f"batch norm needs more than the one sample of a micro-batch at step {step + 1}",
-            "choose a --global-batch-size or --epochs with which the last batch has more samples, or a "
-            "larger --batch-size",
-        )
-    if foreign and not isinstance(error, torch.AcceleratorError):
-        return RunError(
-            f"the model's forward or backward failed at step {step + 1} on {micro_batch} images: "
-            f"{first_line(error)}",
-            "check the model's code",
-        )
-    return None
-
-
-def _remedies(advice: Sequence[str], remedy: str) -> str:
-    return "; if that does not help, ".join(filter(None, (*advice, remedy)))
-
-
-def _compile_error(error: Exception, advice: Sequence[str]) -> RunError:
-    reason = compile_reason(error)
-    if type(error).__module__.startswith("triton"):
-        remedy = _remedies(advice, "use --set optim.fused=foreach")
-        return RunError(f"Triton could not build a kernel ({reason})", remedy)
-    return RunError(f"torch.compile failed ({reason})", _remedies(advice, "check the model's code"))

@@ -328,12 +328,9 @@ def trace_document(ranks: Sequence[TracedRank]) -> dict[str, Any]:
     """Returns the content of the trace file."""
     starts = [span.start_s - rank.offset_s for rank in ranks for span in rank.spans]
     zero_s = min(starts, default=0.0)
-    events: list[dict[str, Any]] = []
-    for rank in ranks:
-        events += _rank_events(rank, zero_s)
     residuals = {str(rank.rank): round(rank.residual_s * 1e6, 3) for rank in ranks}
     return {
-        "traceEvents": events,
+        "traceEvents": [event for rank in ranks for event in _rank_events(rank, zero_s)],
         "displayTimeUnit": "ms",
         "otherData": {"clock": "rank 0's", "clock_residual_us_by_rank": residuals},
     }
@@ -341,23 +338,30 @@ def trace_document(ranks: Sequence[TracedRank]) -> dict[str, Any]:
 
 def _rank_events(rank: TracedRank, zero_s: float) -> list[dict[str, Any]]:
     process = f"rank {rank.rank} on {rank.host} (clock ± {rank.residual_s * 1e6:.0f} µs)"
-    events = [_metadata(rank.rank, "process_name", 0, {"name": process})]
-    events.append(_metadata(rank.rank, "process_sort_index", 0, {"sort_index": rank.rank}))
+    events = [_metadata(rank.rank, "process_name", 0, process)]
     known = [track for track in _TRACKS if any(span.track == track for span in rank.spans)]
     for number, track in enumerate(known):
-        of_track = sorted(
-            (span for span in rank.spans if span.track == track),
-            key=lambda span: (span.start_s, -span.stop_s),
-        )
+        spans = [span for span in rank.spans if span.track == track]
         lanes: list[float] = []
-        for span in of_track:
-            tid = number * _TIDS_PER_TRACK + _lane(span, lanes)
-            events.append(_event(rank, span, tid, zero_s))
+        for span in sorted(spans, key=lambda span: (span.start_s, -span.stop_s)):
+            event = {
+                "name": span.name,
+                "cat": track,
+                "pid": rank.rank,
+                "tid": number * _TIDS_PER_TRACK + _lane(span, lanes),
+                "ts": round((span.start_s - rank.offset_s - zero_s) * 1e6, 3),
+                "args": dict(span.details),
+            }
+            if span.start_s == span.stop_s:
+                event |= {"ph": "i", "s": "t"}
+            else:
+                event |= {"ph": "X", "dur": round(max(0.0, span.stop_s - span.start_s) * 1e6, 3)}
+            events.append(event)
         for lane in range(max(1, len(lanes))):
             name = track if lane == 0 else f"{track} {lane + 1}"
-            tid = number * _TIDS_PER_TRACK + lane
-            events.append(_metadata(rank.rank, "thread_name", tid, {"name": name}))
-            events.append(_metadata(rank.rank, "thread_sort_index", tid, {"sort_index": tid}))
+            events.append(
+                _metadata(rank.rank, "thread_name", number * _TIDS_PER_TRACK + lane, name)
+            )
     return events
 
 
@@ -373,20 +377,5 @@ def _lane(span: TracedSpan, lanes: list[float]) -> int:
     return len(lanes) - 1
 
 
-def _event(rank: TracedRank, span: TracedSpan, tid: int, zero_s: float) -> dict[str, Any]:
-    begin_us = (span.start_s - rank.offset_s - zero_s) * 1e6
-    event = {
-        "name": span.name,
-        "cat": span.track,
-        "pid": rank.rank,
-        "tid": tid,
-        "ts": round(begin_us, 3),
-        "args": dict(span.details),
-    }
-    if span.start_s == span.stop_s:
-        return {**event, "ph": "i", "s": "t"}
-    return {**event, "ph": "X", "dur": round(max(0.0, span.stop_s - span.start_s) * 1e6, 3)}
-
-
-def _metadata(pid: int, name: str, tid: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "ph": "M", "pid": pid, "tid": tid, "ts": 0, "args": args}
+def _metadata(pid: int, kind: str, tid: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}}

@@ -40,9 +40,9 @@ from paceline.train.exchange_plan import (
 from paceline.train.fast_path import (
     FastPath,
     ModelLimits,
-    calibrate,
     choose_fast_path,
     triton_problem,
+    try_fast_path,
 )
 from paceline.train.loss import CrossEntropy, Mixing, OwnLoss, TrainingLoss, create_loss
 from paceline.train.micro_step import GradientSource, MicroStep
@@ -105,9 +105,7 @@ def create_parts(
     components: Components | None = None, classes: int | None = None,
     limits: ModelLimits = ModelLimits(), strategy: Strategy | None = None,
 ) -> StepParts:  # fmt: skip
-    """Creates the parts of a step. A collective.
-
-    Rounds the model to its number format, applies an acceleration, and plans the exchange.
+    """Creates the parts of a step; rounds the model and plans the exchange. A collective.
 
     Args:
         config: The settings.
@@ -156,16 +154,7 @@ def create_parts(
             same.compare(start, "use the same --pretrained file and versions")
         chosen = ChosenPlan.of(config.comm, model, cluster, pinned)
         same.compare(chosen.facts(), "build the same model on every rank")
-    normalize = Normalizer(
-        config.data.mean, config.data.std, config.data.channels, policy.dtype,
-        channels_out=fast.image_channels, channels_last=config.run.channels_last,
-        kernel=not problem,
-    )  # fmt: skip
-    size, channels = config.data.image_size, config.data.channels
-    dry = DryBackward(
-        fast.forward, policy, normalize, batch_norm, (micro_batch, size, size, channels), loss,
-        None if is_own(model) else model, advise=fast.advise,
-    )  # fmt: skip
+    dry = _create_dry(config, model, policy, batch_norm, loss, fast, problem, micro_batch)
     fast = _try_model(config, model, group, fast, dry)
     dry = replace(dry, forward=fast.forward)
     # All ranks agree on the configuration, so all of them raise the same errors from here.
@@ -185,9 +174,25 @@ def create_parts(
     )  # fmt: skip
     return StepParts(
         model=model, policy=policy, optimizer=optimizer, batch_norm=batch_norm, scale=scale,
-        strategy=strategy, exchange=exchange, fast=fast, normalize=normalize, plan_file=planned.file,
+        strategy=strategy, exchange=exchange, fast=fast, normalize=dry.normalize, plan_file=planned.file,
         exchange_summary=describe_exchange(exchange, planned, fast),
         average=average, loss=loss, dry=dry, clip_norm=settings.clip_norm,
+    )  # fmt: skip
+
+
+def _create_dry(
+    config: RunConfig, model: nn.Module, policy: Policy, batch_norm: BatchNormState,
+    loss: TrainingLoss, fast: FastPath, kernel_problem: str, micro_batch: int,
+) -> DryBackward:  # fmt: skip
+    normalize = Normalizer(
+        config.data.mean, config.data.std, config.data.channels, policy.dtype,
+        channels_out=fast.image_channels, channels_last=config.run.channels_last,
+        kernel=not kernel_problem,
+    )  # fmt: skip
+    size, channels = config.data.image_size, config.data.channels
+    return DryBackward(
+        fast.forward, policy, normalize, batch_norm, (micro_batch, size, size, channels), loss,
+        None if is_own(model) else model, advise=fast.advise,
     )  # fmt: skip
 
 
@@ -222,7 +227,7 @@ def _try_model(
             normalize=dry.normalize.without_padding(),
         )  # fmt: skip
         group.agree_on("loss on a batch", lambda: eager.check_loss(model, mixes=mixes))
-    fast = calibrate(fast, group, trial, foreign=foreign)
+    fast = try_fast_path(fast, group, trial, foreign=foreign)
     if foreign:
         # Needed even if the order of the gradients is known: the backward pass may fail.
         group.agree_on("first pass", lambda: trial(fast.forward))

@@ -161,17 +161,14 @@ def _pooled_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     average = checkpoint.average
     state = {**checkpoint.model, **average.get("weights", {})}
     pooled = pool(average.get("rows", checkpoint.batch_norm["rows"]))
-    start = 0
-    for name, width, tracked in zip(
-        checkpoint.batch_norm["names"],
-        checkpoint.batch_norm["widths"],
-        checkpoint.batch_norm["tracked"],
-        strict=True,
+    saved = checkpoint.batch_norm
+    means, variances = (row.split(saved["widths"]) for row in pooled)
+    for name, mean, variance, tracked in zip(
+        saved["names"], means, variances, saved["tracked"], strict=True
     ):
-        state[f"{name}.running_mean"] = pooled[0, start : start + width]
-        state[f"{name}.running_var"] = pooled[1, start : start + width]
+        state[f"{name}.running_mean"] = mean
+        state[f"{name}.running_var"] = variance
         state[f"{name}.num_batches_tracked"] = tracked
-        start += width
     return state
 
 

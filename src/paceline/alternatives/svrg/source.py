@@ -15,8 +15,9 @@ from paceline.config import RunConfig
 from paceline.core.errors import PacelineError
 from paceline.data import Batch, BatchPlan, TrainBatches
 from paceline.train.machine import seed_micro_batch
-from paceline.train.micro_step import Begun, GradientSource, MakeLoader, step_error
+from paceline.train.micro_step import Begun, GradientSource, MakeLoader
 from paceline.train.step import TrainStep
+from paceline.train.step_errors import step_error
 from paceline.train.strategy import MicroBatch
 
 
