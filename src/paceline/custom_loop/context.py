@@ -32,7 +32,7 @@ from paceline.comm.settings import CommSettings
 from paceline.core.errors import CommError, ConfigError, PacelineError
 from paceline.core.host import DeferredEnd, ask_for_connections
 from paceline.core.topology import Topology
-from paceline.train.machine import has_gpu_of_its_own
+from paceline.train.machine import choose_gpu
 
 _current: Context | None = None
 # Objects that use process groups, and must release them before the context destroys them.
@@ -287,15 +287,7 @@ def _choose_device(
             raise ConfigError("device", str(given), f"there are {count} CUDA devices here")
         device = given
     else:
-        shared = topology.local_world_size > count and not has_gpu_of_its_own(topology)
-        if shared and settings.backend != "gloo" and not settings.share_gpus:
-            raise ConfigError(
-                "ranks of this node", topology.local_world_size,
-                f"it has {count} GPU(s), and NCCL needs one for each rank",
-                f'start {count}, or share GPUs with backend="gloo" or, under NVIDIA MPS, '
-                "share_gpus=True",
-            )  # fmt: skip
-        device = torch.device("cuda", topology.local_rank % count)
+        device = choose_gpu(topology, settings)
     torch.cuda.set_device(device)
     return device
 

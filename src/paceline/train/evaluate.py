@@ -447,11 +447,9 @@ def restore_model(
 
 def _check_classes(here: Sequence[str], trained: Sequence[str], path: Path) -> None:
     """Raises a CheckpointError unless the classes of data and checkpoint are equal."""
-    if list(here) == list(trained):
-        return
-    if len(here) != len(trained):
-        cause = f"the data has {len(here)} classes, {path} {len(trained)}"
-    else:
-        number = next(i for i, name in enumerate(here) if name != trained[i])
-        cause = f"class {number} is {here[number]!r} in the data, {trained[number]!r} in {path}"
-    raise CheckpointError(cause, "evaluate on the classes of its training")
+    different = sorted(set(here) ^ set(trained)) or ["the order"]
+    if list(here) != list(trained):
+        raise CheckpointError(
+            f"the data has {len(here)} classes, {path} {len(trained)}; {different[0]!r} differs",
+            "evaluate on the classes of its training",
+        )

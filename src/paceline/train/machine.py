@@ -15,6 +15,7 @@ import numpy
 import PIL
 import torch
 
+from paceline.comm.settings import CommSettings
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.host import ask_for_connections, available_cores, connections
@@ -50,21 +51,33 @@ def choose_device(config: RunConfig, topology: Topology) -> torch.device:
     wanted = config.run.device
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if count == 0:
+    if torch.cuda.device_count() == 0:
         raise ConfigError("run.device", "cuda", "no CUDA device here", "use --device cpu")
-    shared = topology.local_world_size > count and not has_gpu_of_its_own(topology)
-    if shared and config.comm.backend != "gloo" and not config.comm.share_gpus:
-        raise ConfigError(
-            "--nproc-per-node",
-            topology.local_world_size,
-            f"this node has {count} GPU(s), and NCCL needs one for each rank",
-            f"use --nproc-per-node {count}, or share GPUs with --set comm.backend=gloo or, under "
-            "NVIDIA MPS, --set comm.share_gpus=true",
-        )
-    device = torch.device("cuda", topology.local_rank % count)
+    device = choose_gpu(topology, config.comm)
     torch.cuda.set_device(device)
     return device
+
+
+def choose_gpu(topology: Topology, settings: CommSettings) -> torch.device:
+    """Chooses the GPU of this rank.
+
+    Args:
+        topology: Place of this rank in the job.
+        settings: The settings of the exchange.
+
+    Raises:
+        ConfigError: If several NCCL ranks would use one GPU.
+    """
+    count = torch.cuda.device_count()
+    shared = topology.local_world_size > count and not has_gpu_of_its_own(topology)
+    if shared and settings.backend != "gloo" and not settings.share_gpus:
+        raise ConfigError(
+            "ranks of this node", topology.local_world_size,
+            f"this node has {count} GPU(s), and NCCL needs one for each rank",
+            f"start {count} (--nproc-per-node {count}), or share GPUs with the backend gloo "
+            "(comm.backend) or, under NVIDIA MPS, with share_gpus (comm.share_gpus)",
+        )  # fmt: skip
+    return torch.device("cuda", topology.local_rank % count)
 
 
 def has_gpu_of_its_own(topology: Topology) -> bool:

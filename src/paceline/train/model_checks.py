@@ -201,13 +201,12 @@ def check_model(
             "keep state in buffers instead of get_extra_state",
         )
     for name, value in model.state_dict().items():
-        sparse = value.layout != torch.strided
-        if sparse or any(
-            s == 0 and n > 1 for s, n in zip(value.stride(), value.shape, strict=True)
+        if value.layout != torch.strided or any(
+            step == 0 and size > 1 for step, size in zip(value.stride(), value.shape, strict=True)
         ):
             raise RunError(
-                f"{name} of the model is {'sparse' if sparse else 'an expanded tensor'}",
-                f"keep a dense one: {'.to_dense()' if sparse else '.contiguous()'}",
+                f"{name} of the model is a sparse or expanded tensor",
+                "keep a dense one, with .to_dense() or .contiguous()",
             )
     with _restored(model):
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -423,11 +422,9 @@ def check_parameters(
         now, before = current.get(name), held.get(name)
         same = now and before and now[0] is before[0] and now[1] == before[1]
         thawed = now and now[0].requires_grad and name not in exchanged
-        if same and not thawed:
-            continue
-        change = "unfrozen" if same else "replaced" if now and before else "added"
-        raise RunError(
-            f"the model's parameter {name} was {change if now else 'removed'} after the start and would "
-            "not be trained",
-            "create and freeze all layers before the run, and change weights in place",
-        )
+        if not same or thawed:
+            raise RunError(
+                f"the model's parameter {name} was added, removed, replaced or unfrozen after the "
+                "start and would not be trained",
+                "create and freeze all layers before the run, and change weights in place",
+            )
