@@ -210,7 +210,7 @@ def _error(name: str, problem: str, remedy: str) -> ConfigError:
 
 
 @dataclass(frozen=True)
-class _Ranks:
+class AllRanks:
     """The ranks of a group, for `Applied.calibrate`."""
 
     group: Group
@@ -240,7 +240,7 @@ def try_fast_path(fast: FastPath, group: Group, trial: TrialPass, *, foreign: bo
     """
     if fast.applied is None:
         return fast
-    fast.applied.calibrate(_Ranks(group), trial, foreign=foreign)
+    fast.applied.calibrate(AllRanks(group), trial, foreign=foreign)
     return replace(fast, forward=fast.applied.forward)
 
 
