@@ -196,23 +196,6 @@ def test_with_graphs_on_it_is_an_error(failing: Uncapturable) -> None:
         step.run(0, 0.1)
 
 
-def _agree(rank: int) -> tuple[str, int]:
-    with joined() as group:
-        step = make_step(group, 6, made=Made(6, epochs=2))
-        step.micro.may_fall_back = True
-        if rank == 1:
-            step.micro.uncaptured = "a capture failed here"
-        done = [step.run(number, 0.1).done for number in range(step.plan.total_steps)]
-        return step.micro.uncaptured, sum(done)
-
-
-def test_all_ranks_go_on_without_graphs_where_one_does() -> None:
-    (first, steps), (second, _) = run_ranks(2, _agree)
-    assert "another rank" in first
-    assert second == "a capture failed here"
-    assert steps == 5
-
-
 def _agree_again(rank: int) -> list[str]:
     """The second rank's capture fails after the shares of the batch have changed."""
     with joined() as group:

@@ -13,7 +13,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from os import PathLike
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -54,27 +53,6 @@ _wrapped: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 def wire_of(module: nn.Module) -> str | None:
     """Returns the wire format of the `DataParallel` around `module`; None if there is none."""
     return _wrapped.get(module)
-
-
-class _Forward(partial[Any]):
-    """The bound `forward` of a `DataParallel`, with the signature of the wrapped module."""
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.args[0].module.forward)
-
-
-class _ForwardMethod:
-    """Binds `_Forward`, so that programs that read the signature of a model see that of the module.
-
-    The Trainer of transformers selects the columns of a data set by it.
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __get__(self, model: nn.Module | None, owner: type) -> Callable[..., Any]:
-        return self.function if model is None else _Forward(self.function, model)
 
 
 class DataParallel(DistributedDataParallel):
@@ -176,7 +154,6 @@ class DataParallel(DistributedDataParallel):
     def _needs_hook(self) -> bool:
         return not (self._alone or self._exchange.is_native or self._comm_hooks)
 
-    @_ForwardMethod
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Returns the module's outputs; on several ranks through DDP."""
         trains = self.training and torch.is_grad_enabled()
