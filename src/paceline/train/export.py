@@ -54,9 +54,8 @@ def export_stored_weights(run: Path, out: Path) -> str:
     path = find_checkpoint(run)
     checkpoint = Checkpoint.read(path)
     state = checkpoint_weights(checkpoint)
-    config = stored_config(
-        checkpoint.config, {}, path, trust=True
-    )  # nothing that it names is created
+    # Trusted, because nothing that the settings name is created.
+    config = stored_config(checkpoint.config, {}, path, trust=True)
     about = preprocessing(config, checkpoint.classes, checkpoint.step)
     write_weights(state, out, as_metadata(about))
     averaged = ""
