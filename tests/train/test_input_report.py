@@ -143,7 +143,7 @@ def test_more_than_the_share_is_an_error(share: float, allowed: int) -> None:
     found, _ = report(Progress(step=4), share)
     for index in range(allowed):
         found.training([sample(index)], 1)
-    with pytest.raises(RunError, match=f"{allowed + 1} of 10 samples are corrupt by step 4"):
+    with pytest.raises(RunError, match=f"{allowed + 1} corrupt of 10 samples by step 4"):
         found.training([sample(9)], 1)
 
 

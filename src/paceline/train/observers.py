@@ -123,7 +123,7 @@ class InputReport:
         limit = allowed_corrupt(self.max_share, self.samples)
         if progress.corrupt_samples > limit:
             raise RunError(
-                f"{progress.corrupt_samples} of {self.samples} samples are corrupt by step "
+                f"{progress.corrupt_samples} corrupt of {self.samples} samples by step "
                 f"{progress.step}; data.max_corrupt_share = {self.max_share:g} allows {limit}",
                 "fix the data (metrics*.jsonl names the samples), or raise the share",
             )
