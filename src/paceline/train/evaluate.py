@@ -447,9 +447,10 @@ def restore_model(
 
 def _check_classes(here: Sequence[str], trained: Sequence[str], path: Path) -> None:
     """Raises a CheckpointError unless the classes of data and checkpoint are equal."""
-    different = sorted(set(here) ^ set(trained)) or ["the order"]
     if list(here) != list(trained):
+        names = sorted(set(here) ^ set(trained))
+        difference = ", ".join(map(repr, names[:3])) or "the order"
         raise CheckpointError(
-            f"the data has {len(here)} classes, {path} {len(trained)}; {different[0]!r} differs",
+            f"the data has {len(here)} classes, {path} {len(trained)}; they differ in {difference}",
             "evaluate on the classes of its training",
         )
