@@ -4,8 +4,8 @@
 
     pl.Trainer("resnet18", "photos/", epochs=20).fit()
 
-Names load on first use: `import paceline` imports neither torch nor CUDA. docs/api.md says what is
-stable.
+Names are imported on first use: `import paceline` imports neither torch nor CUDA. docs/api.md lists the
+stable names.
 """
 
 from __future__ import annotations
@@ -63,28 +63,6 @@ if TYPE_CHECKING:
     from paceline.train.inference import Prediction, Predictor
     from paceline.trainer import Result, Trainer
 
-_MODULES = {
-    "paceline.comm.hybrid": "HybridAllReduce",
-    "paceline.core.errors": "CheckpointError CommError ConfigError DataError PacelineError RunError",
-    "paceline.core.events": "CheckpointEvent EvalEvent MetricEvent StartEvent StepEvent StopEvent",
-    "paceline.custom_loop.accelerated": "Accelerated accelerate",
-    "paceline.custom_loop.checkpointer": "Checkpointer",
-    "paceline.custom_loop.context": "Context init",
-    "paceline.custom_loop.data_parallel": "DataParallel",
-    "paceline.custom_loop.prepared": "Prepared prepare",
-    "paceline.data": "CorruptImage DatasetSource ImageLoader Source register_source",
-    "paceline.models": (
-        "ModelSettings create_model parameter_groups register_acceleration register_model"
-    ),
-    "paceline.optim": "AdamW LAMB LARS Muon SGD register_optimizer register_schedule",
-    "paceline.plan": "register_wire",
-    "paceline.planner.scaling": "ScalingPrediction predict_scaling",
-    "paceline.plan.size_table": "SizeTable",
-    "paceline.train": "register_strategy",
-    "paceline.train.callbacks": "Callback EarlyStopping RunControl",
-    "paceline.train.inference": "Prediction Predictor",
-    "paceline.trainer": "Result Trainer",
-}
 __all__ = [
     "LAMB", "LARS", "SGD", "Accelerated", "AdamW", "Callback", "CheckpointError", "CheckpointEvent",
     "Checkpointer", "CommError", "ConfigError", "Context", "CorruptImage", "DataError", "DataParallel",
@@ -97,7 +75,4 @@ __all__ = [
     "register_source", "register_strategy", "register_wire",
 ]  # fmt: skip
 if not TYPE_CHECKING:  # a type checker would accept every name
-    __getattr__, __dir__ = lazy_exports(
-        __name__,
-        {name: module for module, names in _MODULES.items() for name in names.split()},
-    )
+    __getattr__, __dir__ = lazy_exports(__name__)

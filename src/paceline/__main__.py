@@ -1,4 +1,4 @@
-"""`python -m paceline`, by which torchrun, srun and mpirun start a rank, and the script `paceline`."""
+"""The command `paceline`, also as `python -m paceline` for torchrun, srun and mpirun."""
 
 import os
 import signal
@@ -10,9 +10,12 @@ from paceline.core.topology import Topology
 
 
 def main() -> None:
-    """Holds back signals of a training, whose imports take a while, then runs the command: SIGUSR1 and
-    SIGUSR2 until the settings say what they mean (`train.stop_signals.without_save_requests`), and those
-    that end a rank until it can tell the other ranks (`paceline.comm.group`)."""
+    """Runs the command.
+
+    A training takes seconds to import. Until its handlers are installed, this function blocks SIGUSR1
+    and SIGUSR2, and on several ranks also the signals that end a rank
+    (`train.stop_signals.without_save_requests`, `paceline.comm.group`).
+    """
     if sys.argv[1:2] in (["train"], ["rehearse"]):
         held = {signal.SIGUSR1, signal.SIGUSR2}
         if not _is_alone() and "--dry-run" not in sys.argv:
@@ -24,7 +27,7 @@ def main() -> None:
 
 
 def _is_alone() -> bool:
-    """Returns True if no other rank waits for this process in vain."""
+    """Returns True if no other rank would wait for this process."""
     try:
         return Topology.from_env(os.environ).ends_together
     except CommError:  # the command reports it

@@ -3,10 +3,9 @@
     result = pl.Trainer("resnet18", "photos/", epochs=20).fit()
     print(result.top1, result.folder)
 
-One process is one rank. Start the same script with torchrun, srun or mpirun for several. Named
-arguments override `settings`, which reaches every setting and overrides the recipe, which overrides the
-defaults of docs/settings.md.
-`paceline train` is built on this class.
+One process is one rank. Start the same script with torchrun, srun or mpirun for several ranks. Named
+arguments override `settings`, `settings` override the recipe, and the recipe overrides the defaults of
+docs/settings.md. `paceline train` is built on this class.
 """
 
 from __future__ import annotations
@@ -41,8 +40,21 @@ DataLike = str | Path | Source | Any
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a run, equal on all ranks up to `summary`, which rank 0 has. Accuracies are in
-    percent. `stopped_by` is finished, target, callback or the name of a signal."""
+    """The outcome of a run. All fields but `summary` are equal on all ranks.
+
+    Attributes:
+        folder: The run folder.
+        stopped_by: `finished`, `target`, `callback` or the name of a signal.
+        top1: Final top-1 accuracy in percent.
+        top5: Final top-5 accuracy in percent.
+        best_top1: Best top-1 accuracy of the run in percent.
+        images_per_s: Training throughput.
+        summary: Content of `summary.json`; empty on other ranks than 0.
+
+    Example:
+        result = pl.Trainer("resnet18", "photos/", epochs=20).fit()
+        print(result.top1, result.weights)
+    """
 
     folder: Path
     stopped_by: str
@@ -52,46 +64,60 @@ class Result:
     images_per_s: float | None
     summary: Mapping[str, Any]
 
-    @classmethod
-    def of(cls, outcome: RunOutcome) -> Result:
-        found = outcome.summary
-        return cls(
-            folder=outcome.folder,
-            stopped_by=outcome.result.stopped_by,
-            top1=found.get("top1"),
-            top5=found.get("top5"),
-            best_top1=found.get("best_top1"),
-            images_per_s=found.get("images_per_s"),
-            summary=found,
-        )
-
     @property
     def weights(self) -> Path:
-        """The final weights as safetensors. RunError where the run was stopped by a signal."""
-        path = self.folder / "weights.safetensors"
+        """The final weights as safetensors.
+
+        Raises:
+            RunError: If a signal stopped the run, which then has no final weights.
+        """
         if self.stopped_by.startswith("SIG"):
             raise RunError(
                 f"the run was stopped by {self.stopped_by} and has no final weights",
                 "continue it with resume='auto', or use its checkpoints",
             )
-        return path
+        return self.folder / "weights.safetensors"
 
     @property
     def report(self) -> Path:
+        """The HTML report."""
         return self.folder / "report.html"
 
 
 class Trainer:
-    """Trains a model.
+    """Trains, evaluates and exports a model.
 
-    `model` is a built-in name, `timm:NAME`, `torchvision:NAME`, `package.module:factory`, a function
-    that returns a module, or a module. `data` is a directory (shards, class folders, ImageNet's or
-    CIFAR-10's files), a `pl.Source`, or a map-style torch Dataset of (image, label); `val_data` is a
-    source or dataset for evaluation, or `val_split` the share of `data` to hold out. `recipe` is a
-    shipped name or a TOML file. `optimizer` is a name, `module:Class`, or a function that makes an
-    optimizer of parameter groups. `loss` maps outputs and targets to one value per sample. `settings`
-    has any setting as `{"section.key": value}`. `trust` allows the code that a recipe or a run in
-    `output` names; code that you name here needs none.
+    Args:
+        model: A built-in name, `timm:NAME`, `torchvision:NAME`, `package.module:factory`, a function that
+            returns a module, or a module.
+        data: A directory (shards, class folders, ImageNet's or CIFAR-10's files), a `pl.Source`, or a
+            map-style torch Dataset of (image, label).
+        val_data: A source or data set for evaluation.
+        val_split: Fraction of `data` to hold out for evaluation.
+        recipe: A shipped name or a TOML file.
+        optimizer: A name, `module:Class`, or a function that creates an optimizer from parameter groups.
+        lr: Learning rate, as the setting `optim.lr`.
+        epochs: Epochs to train.
+        global_batch: Samples of one update, summed over ranks and micro-batches.
+        batch_size: Samples of one micro-batch on one rank.
+        image_size: Width and height of the images in pixels.
+        precision: `fp16`, `bf16`, `fp32` or `auto`.
+        plan: A `plan.toml` of `paceline tune`.
+        loss: A name, or a function that maps outputs and targets to one value per sample.
+        augment: A function that changes one decoded image on the host.
+        device_augment: A function that changes a batch of normalized images on the device.
+        callbacks: Callbacks, which run in the given order.
+        pretrained: A file with initial weights.
+        device: `cpu`, `cuda` or `auto`.
+        seed: Seed of initial weights, sample order and augmentation.
+        output: The run folder.
+        resume: A checkpoint, or `auto` for the newest one of the run.
+        settings: Any other settings, as `{"section.key": value}`.
+        trust: Allows the code that a recipe or a run in `output` names. Code that the arguments name
+            needs no permission.
+
+    Raises:
+        ConfigError: If an argument or a setting is invalid.
 
     Example:
         trainer = pl.Trainer("resnet18", "photos/", epochs=20, val_split=0.1)
@@ -151,27 +177,49 @@ class Trainer:
 
     @classmethod
     def from_config(cls, config: RunConfig, components: Components | None = None) -> Trainer:
-        """A trainer for a configuration that is already complete."""
+        """Creates a trainer from a complete configuration.
+
+        Args:
+            config: The configuration.
+            components: Python objects that replace what the configuration names.
+        """
         trainer = cls.__new__(cls)
         trainer._set_up(config, components or Components())
         return trainer
 
     def _set_up(self, config: RunConfig, components: Components, trust: bool = False) -> None:
         self.config = config
-        # Checkpoints in the run folder may come from elsewhere: they may name what this program names.
+        # Checkpoints in the run folder may come from elsewhere. They may name what this program names.
         self._trust = trust or config
         self._components = components
         self._folder: Path | None = None
 
     @property
     def folder(self) -> Path | None:
-        """The run folder, once `fit` has chosen it."""
+        """The run folder, or None before `fit`."""
         return self._folder
 
     def fit(self) -> Result:
-        """Trains to the end, or until a signal or callback stops it. Raises a `PacelineError` with one
-        line that names cause and remedy; the last checkpoint stays, and `resume="auto"` continues."""
-        return Result.of(self.run())
+        """Trains to the end, or until a signal or a callback stops the run.
+
+        Returns:
+            Accuracies, throughput and the run folder.
+
+        Raises:
+            PacelineError: If the run fails. The message names cause and remedy. The last checkpoint is
+                kept, and `resume="auto"` continues from it.
+        """
+        outcome = self.run()
+        summary = outcome.summary
+        return Result(
+            folder=outcome.folder,
+            stopped_by=outcome.result.stopped_by,
+            top1=summary.get("top1"),
+            top5=summary.get("top5"),
+            best_top1=summary.get("best_top1"),
+            images_per_s=summary.get("images_per_s"),
+            summary=summary,
+        )
 
     def run(
         self,
@@ -179,16 +227,33 @@ class Trainer:
         show_error: ShowError | None = None,
         startup: StartUp | None = None,
     ) -> RunOutcome:
-        """`fit` with a display of one's own. `startup` has what the command took until here."""
+        """Trains as `fit` does, with a custom display.
+
+        Args:
+            display: Creates the observer that displays the events of rank 0.
+            show_error: Displays the error with which the watchdog ends the process.
+            startup: Times of the command until this call.
+        """
         interval = self.config.run.log_interval
-        shown = display or (lambda: create_display(Console(), interval))
-        outcome = run_training(self.config, shown, show_error, self._components, startup)
+        display = display or (lambda: create_display(Console(), interval))
+        outcome = run_training(self.config, display, show_error, self._components, startup)
         self._folder = outcome.folder
         return outcome
 
     def evaluate(self, data: Source | Any | None = None, *, batch_size: int = 256) -> EvalResult:
-        """Accuracy of the best checkpoint on the validation data, or on `data`: of a directory its
-        validation set, or all images if it has none. All ranks call it."""
+        """Evaluates the best checkpoint. All ranks must call this method.
+
+        Args:
+            data: The images. None means the validation data of the run. Of a directory, its validation
+                set is used, or all images if it has none.
+            batch_size: Images per forward pass and rank.
+
+        Returns:
+            Accuracy and loss.
+
+        Raises:
+            RunError: If nothing has been trained, or a signal stops the evaluation.
+        """
         components, path = self._components, find_checkpoint(self._trained())
         overrides: dict[str, Any] = {"run.device": self.config.run.device}
         if isinstance(data, str | Path):
@@ -197,35 +262,44 @@ class Trainer:
         elif data is not None:
             source = as_source(data, "val", Checkpoint.read(path).classes)
             components = replace(components, val_data=source)
-        found, _, _ = evaluate_file(path, overrides, batch_size, components, trust=self._trust)
-        if isinstance(found, signal.Signals):
-            raise RunError(f"the evaluation was stopped by {found.name}", "call it again")
-        return found
+        result, _, _ = evaluate_file(path, overrides, batch_size, components, trust=self._trust)
+        if isinstance(result, signal.Signals):
+            raise RunError(f"the evaluation was stopped by {result.name}", "call it again")
+        return result
 
     def predictor(self) -> Predictor:
-        """The best checkpoint, ready to classify images and to be exported."""
-        return Predictor.load(
-            self._trained(),
-            device=self.config.run.device,
-            components=self._components,
-            trust=self._trust,
-        )
+        """Loads the best checkpoint for prediction and export."""
+        return self._predictor(self.config.run.device)
 
     def predict(self, images: Iterable[ImageLike], *, top: int = 5) -> list[Prediction]:
-        """Classifies files, PIL images or uint8 arrays with the best checkpoint."""
+        """Classifies images with the best checkpoint.
+
+        Args:
+            images: File names, PIL images or uint8 arrays.
+            top: Number of classes per image.
+
+        Returns:
+            One prediction per image, in the same order.
+        """
         return self.predictor().predict(images, top=top)
 
     def export(self, out: str | Path, *, opset: int | None = None) -> str:
-        """Writes the best checkpoint as `.onnx`, `.pt2` or `.safetensors`, and returns what was done.
-        `opset` is the version of ONNX's operators."""
-        cpu = Predictor.load(
-            self._trained(),
-            device="cpu",
-            precision="fp32",
-            components=self._components,
+        """Writes the best checkpoint as `.onnx`, `.pt2` or `.safetensors`.
+
+        Args:
+            out: The file. Its suffix decides the format.
+            opset: Version of ONNX's operators. None means that of torch's exporter.
+
+        Returns:
+            One line that describes the file.
+        """
+        return self._predictor("cpu", "fp32").export(Path(out), opset)
+
+    def _predictor(self, device: str, precision: str | None = None) -> Predictor:
+        return Predictor.load(
+            self._trained(), device=device, precision=precision, components=self._components,
             trust=self._trust,
-        )
-        return cpu.export(Path(out), opset)
+        )  # fmt: skip
 
     def _trained(self) -> Path:
         if self._folder is None and self.config.run.output:
@@ -242,7 +316,7 @@ def _plain(value: Any) -> Any:
 def _take(
     values: dict[str, Any], components: dict[str, Any], setting: str, component: str, given: Any
 ) -> None:
-    """A name goes to the settings; an object to the components, and its name to the settings."""
+    """Stores a name in the settings, or an object in the components and its name in the settings."""
     if given is None:
         return
     if isinstance(given, str):

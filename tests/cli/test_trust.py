@@ -85,10 +85,11 @@ READS_CONFIG = {
     "core/settings.py parse_toml",  # the text of one setting
     "plan/plan_file.py parse_toml", "planner/accelerators.py parse_toml",
     "report/run_files.py parse_toml", "train/run_folder.py parse_toml",  # shown, compared
-    "train/evaluate.py stored_config", "train/inference.py stored_config", "trainer.py load_config",
+    "train/evaluate.py stored_config", "train/export.py stored_config",
+    "train/inference.py stored_config", "trainer.py load_config",
 }  # fmt: skip
 # Those that take a file for trusted: the weights of a checkpoint are exported without its model.
-TRUSTS_ALWAYS = ["train/inference.py stored_config"]
+TRUSTS_ALWAYS = ["train/export.py stored_config"]
 RECIPE_COMMANDS = {
     "train": [], "train --dry-run": ["--dry-run"], "train --nproc-per-node": ["--nproc-per-node", "2"],
     "rehearse": ["--nodes", "2"], "lr-find": [], "tune": ["--ranks", "1"],

@@ -209,7 +209,7 @@ def test_ranks_fail_alike_and_keep_the_last_good_one(tmp_path: Path) -> None:
             assert "\n" not in text
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
     for text in run_ranks(3, _save_or_restore, tmp_path, "restore"):
-        assert "was saved on 2 ranks, here are 3" in text
+        assert "was saved on 2 ranks, but this job has 3" in text
 
 
 class Pair:
@@ -293,7 +293,9 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         pl.Checkpointer(tmp_path, keep=0)
     assert not list(tmp_path.iterdir())
     checkpointer.save(1, model=net)
-    with pytest.raises(CheckpointError, match="holds model, asked for were model, optimizer"):
+    with pytest.raises(
+        CheckpointError, match="contains model, but the call names model, optimizer"
+    ):
         checkpointer.restore(model=net, optimizer=torch.optim.SGD(net.parameters(), 0.1))
     assert checkpointer.restore(model=None) == 1
     with pytest.raises(CheckpointError, match="model does not fit"):

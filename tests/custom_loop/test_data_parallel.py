@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 from pathlib import Path
 from typing import Any
@@ -183,7 +182,6 @@ def test_state_dicts_of_ddp_are_loaded() -> None:
 def test_tools_see_the_module() -> None:
     net = make_net()
     model = pl.DataParallel(net)
-    assert inspect.signature(model.forward) == inspect.signature(net.forward)
     # accelerate.unwrap_model and others unwrap by this.
     assert isinstance(model, DistributedDataParallel)
     assert model.module is net
@@ -393,7 +391,7 @@ def test_mistakes_are_one_line(options: dict[str, Any], words: str) -> None:
 
 
 def test_wrapping_twice_or_nothing_or_without_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="wrapped already"):
+    with pytest.raises(ConfigError, match="already wrapped"):
         pl.DataParallel(pl.DataParallel(make_net()))
     with pytest.raises(ConfigError, match="requires a gradient"):
         pl.DataParallel(make_net().requires_grad_(False))

@@ -34,24 +34,6 @@ def test_the_examples_of_the_docstrings_run(module: str) -> None:
     assert doctest.testmod(found).failed == 0
 
 
-REGISTER = {
-    "data": "source",
-    "models": "model acceleration",
-    "optim": "optimizer schedule",
-    "plan": "wire",
-    "train": "strategy",
-}
-
-
-@pytest.mark.parametrize("package", REGISTER)
-def test_what_registers_is_public(package: str) -> None:
-    found = importlib.import_module(f"paceline.{package}")
-    for name in (f"register_{kind}" for kind in REGISTER[package].split()):
-        assert name in pl.__all__
-        assert name in found.__all__
-        assert getattr(pl, name) is getattr(found, name)
-
-
 def _run(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

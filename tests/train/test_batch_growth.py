@@ -136,14 +136,6 @@ def resume_two_ranks(rank: int, output: str) -> dict[str, Any]:
     return run_small(Path(output), run__resume="auto", **GROWS).summary
 
 
-def test_a_schedule_of_one_stage_is_a_constant_batch(tmp_path: Path) -> None:
-    plain = run_small(tmp_path / "a").summary
-    staged = run_small(
-        tmp_path / "b", run__global_batch_size=None, optim__batch_schedule="0:16"
-    ).summary
-    assert staged["weights_sha256"] == plain["weights_sha256"]
-
-
 def test_only_later_stages_may_change_on_resume(tmp_path: Path) -> None:
     stop_after(9, tmp_path / "a", **GROWS)
     changed = GROWS | {"optim__batch_schedule": "0:8,1:16,2:64"}

@@ -65,15 +65,6 @@ def test_it_warms_up_captures_once_and_replays(captures: list[str]) -> None:
     assert (graph.replays, len(calls)) == (2, WARM_CALLS + 1)
 
 
-def test_without_graphs_it_is_the_function(captures: list[str]) -> None:
-    calls: list[int] = []
-    captured = Captured(lambda: calls.append(1), enabled=False)
-    for _ in range(WARM_CALLS + 3):
-        captured()
-    assert len(calls) == WARM_CALLS + 3
-    assert captures == []
-
-
 @pytest.mark.parametrize(
     ("error", "raised", "message"),
     [
@@ -203,23 +194,6 @@ def test_with_graphs_on_it_is_an_error(failing: Uncapturable) -> None:
     step = make_step(alone(), model=failing, made=Made(4, graphs=True))
     with pytest.raises(RunError, match="could not be captured.*use --set run.cuda_graphs=off"):
         step.run(0, 0.1)
-
-
-def _agree(rank: int) -> tuple[str, int]:
-    with joined() as group:
-        step = make_step(group, 6, made=Made(6, epochs=2))
-        step.micro.may_fall_back = True
-        if rank == 1:
-            step.micro.uncaptured = "a capture failed here"
-        done = [step.run(number, 0.1).done for number in range(step.plan.total_steps)]
-        return step.micro.uncaptured, sum(done)
-
-
-def test_all_ranks_go_on_without_graphs_where_one_does() -> None:
-    (first, steps), (second, _) = run_ranks(2, _agree)
-    assert "another rank" in first
-    assert second == "a capture failed here"
-    assert steps == 5
 
 
 def _agree_again(rank: int) -> list[str]:

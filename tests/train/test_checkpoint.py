@@ -145,13 +145,6 @@ def test_other_types_with_a_correct_hash_are_refused(changes: dict[str, Any]) ->
         Checkpoint.from_bytes(bytes(checkpoint(**changes).to_bytes()), PATH)
 
 
-def test_a_missing_part_with_a_correct_hash_is_named() -> None:
-    table = {name: value for name, value in vars(checkpoint()).items() if name != "threads"}
-    head = {"format": "paceline-checkpoint", "version": VERSION, "sha256": content_hash(table)}
-    with pytest.raises(CheckpointError, match="threads is missing"):
-        Checkpoint.from_bytes(saved_as(head | table), PATH)
-
-
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere.pt", tmp_path):
         with pytest.raises(CheckpointError, match="check the path"):

@@ -16,7 +16,7 @@ import torch
 
 from paceline.core.errors import CheckpointError
 from paceline.core.events import CheckpointEvent, NoteEvent, StepEvent, read_events
-from paceline.train import Checkpoint, checkpoint_writer, run_training
+from paceline.train import Checkpoint, run_training
 from paceline.train.checkpoint import content_hash
 from paceline.train.checkpoint_writer import CheckpointWriter, HostCopy
 from paceline.train.run_state import RunState
@@ -191,41 +191,6 @@ def test_an_error_of_the_writer_ends_all_ranks_with_its_line(tmp_path: Path) -> 
     assert steps[-1] >= 5, "training went on while the checkpoint was being written"
 
 
-def test_where_no_memory_can_be_pinned_the_copy_is_pageable_and_one_note_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    real = torch.empty_like
-
-    def refuse(source: torch.Tensor, *, device: str, pin_memory: bool = False) -> torch.Tensor:
-        if pin_memory:
-            raise RuntimeError("CUDA error: OS call failed\nmore advice")
-        return real(source, device=device)
-
-    class OnGpu(torch.Tensor):
-        """A tensor that says that it is on a GPU until it is copied."""
-
-        is_cuda = True
-
-    def on_cpu(copies: Any) -> None:
-        for place, source in copies:
-            place.copy_(source.as_subclass(torch.Tensor))
-
-    monkeypatch.setattr(torch, "empty_like", refuse)
-    monkeypatch.setattr(checkpoint_writer, "_copy_all", on_cpu)
-    writer, notes = CheckpointWriter(background=True), []
-    weight = torch.arange(6.0).as_subclass(OnGpu)
-    for step in (1, 2):
-        saved = checkpoint(step, model={"weight": weight})
-        writer.save(saved, lambda s: Path(f"{s.step}.pt"), best=False, started=time.perf_counter())
-        written = writer.take_written(wait=True)
-        assert written is not None
-        assert written.path == Path(f"{step}.pt")
-        notes.append(written.note)
-    assert "OS call failed" in notes[0]
-    assert "\n" not in notes[0]
-    assert notes[1] == ""
-
-
 def _fails_twice(rank: int, folder: str) -> list[str]:
     """The last save fails after Ctrl-C has ended the steps."""
 
@@ -250,13 +215,24 @@ def test_a_save_that_fails_while_the_run_fails_anyway_is_a_note(tmp_path: Path) 
     assert any("step-00000002.pt" in note for note in notes), notes
 
 
+class OnGpu(torch.Tensor):
+    """A tensor that claims to be on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        (torch.Tensor, "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+        (OnGpu, "CUDA error: OS call failed\nmore advice"),
+    ],
+)
 def test_without_memory_for_the_copy_the_steps_wait_for_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, kind: type[torch.Tensor], problem: str
 ) -> None:
     def full(*_: Any, **__: Any) -> torch.Tensor:
-        raise RuntimeError(
-            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
-        )
+        raise RuntimeError(problem)
 
     threads: list[str] = []
 
@@ -269,7 +245,11 @@ def test_without_memory_for_the_copy_the_steps_wait_for_the_file(
         with monkeypatch.context() as patch:
             if step < 3:
                 patch.setattr(torch, "empty_like", full)
-            writer.save(checkpoint(step), write, best=False, started=time.perf_counter())
+                weight = torch.arange(6.0).as_subclass(kind)
+                saved = checkpoint(step, model={"weight": weight})
+            else:
+                saved = checkpoint(step)
+            writer.save(saved, write, best=False, started=time.perf_counter())
         written = writer.take_written(wait=True)
         assert written is not None
         assert written.path == Path(f"step-{step}.pt")
@@ -277,6 +257,7 @@ def test_without_memory_for_the_copy_the_steps_wait_for_the_file(
         notes.append(written.note)
     assert threads == ["MainThread", "MainThread", "checkpoint writer"]
     assert "step 1" in notes[0]
+    assert "\n" not in notes[0]
     assert notes[1:] == ["", ""], "once"
 
 

@@ -108,61 +108,29 @@ def test_a_run_leaves_its_plan_which_another_may_take(tmp_path: Path) -> None:
     assert PlanFile.read(tmp_path / "b/plan.toml") == PlanFile.read(path)
 
 
-@pytest.mark.slow
-def test_blocks_that_are_compiled_overlap_too(tmp_path: Path) -> None:
-    values = {"run__accel__compile": "blocks", "run__epochs": 1}
-    flat = run_ranks(2, _run, str(tmp_path / "flat"), values)[0]
-    ours = run_ranks(2, _run, str(tmp_path / "ours"), values | HYBRID)[0]
-    assert ours["chosen"]["exchange"].endswith("overlapped")
-    assert ours["top1"] == flat["top1"]
-    for key, value in weights(tmp_path / "flat").items():
-        torch.testing.assert_close(weights(tmp_path / "ours")[key], value, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize(
-    ("values", "idle"),
+    ("ranks", "values", "idle"),
     [
-        ({"comm__wire": "float16"}, "comm.wire = 'float16'"),
+        (1, {"comm__wire": "float16"}, "comm.wire = 'float16': with one rank"),
         # Buckets with an algorithm are rounded to their wire format on one rank, too.
-        ({"comm__algorithm": "ring", "comm__wire": "float16"}, "comm.algorithm = 'ring'"),
-        (
-            {"run__strategy": "asynchronous", "comm__overlap": "off"},
-            "run.strategy = 'asynchronous'",
-        ),
-        ({}, None),
-    ],
-)
-def test_settings_for_several_ranks_are_named_on_one(
-    tmp_path: Path, values: dict[str, Any], idle: str | None
-) -> None:
-    config = small_config(tmp_path, **values)
-    found = exchange_plan.describe_idle(config, 1)
-    assert found.partition(": for several ranks")[0] == (idle or "")
-    assert exchange_plan.describe_idle(config, 2) == ""
-
-
-@pytest.mark.parametrize(
-    ("values", "idle"),
-    [
-        ({"optim__name": "adamw", "optim__momentum": 0.5, "optim__nesterov": True},
+        (1, {"comm__algorithm": "ring", "comm__wire": "float16"},
+         "comm.algorithm = 'ring': with one rank"),
+        (1, {"run__strategy": "asynchronous"}, "run.strategy = 'asynchronous': with one rank"),
+        (2, {"comm__algorithm": "ring", "comm__wire": "float16"}, ""),
+        (2, {"optim__name": "adamw", "optim__momentum": 0.5, "optim__nesterov": True},
          "optim.momentum = 0.5, optim.nesterov = True: with optim.name = 'adamw'"),
-        ({"optim__schedule": "constant", "optim__lr_end": 0.5},
-         "optim.lr_end = 0.5: with optim.schedule = 'constant'"),
-        ({"optim__batch_rate": "sqrt"}, "optim.batch_rate = 'sqrt': with no optim.batch_schedule"),
-        ({"optim__name": "lamb", "optim__adam__clip": True}, ""),
-        ({"run__unequal__shares": "3:1", "run__rehearsal__nodes": 4},
+        (2, {"run__unequal__shares": "3:1", "run__rehearsal__nodes": 4},
          "[run.unequal], [run.rehearsal]: with run.strategy = 'synchronous'"),
-        ({"run__rehearsal__nodes": 0}, ""),
-        ({"optim__name": "lamb", "optim__lars__clip": True, "optim__schedule": "poly"},
+        (2, {"run__rehearsal__nodes": 0}, ""),
+        (2, {"optim__name": "lamb", "optim__lars__clip": True, "optim__schedule": "poly"},
          "[optim.lars]: with optim.name = 'lamb' and optim.schedule = 'poly'"),
-        ({"optim__schedule": "poly", "optim__poly__power": 1.0, "optim__lr_end": 0.5}, ""),
     ],
 )  # fmt: skip
-def test_settings_of_another_optimizer_or_schedule_are_named(
-    tmp_path: Path, values: dict[str, Any], idle: str
+def test_settings_without_effect_are_named(
+    tmp_path: Path, ranks: int, values: dict[str, Any], idle: str
 ) -> None:
     config = small_config(tmp_path, **{"optim__schedule": "cosine", **values})
-    assert exchange_plan.describe_idle(config, 2) == idle
+    assert exchange_plan.describe_idle(config, ranks) == idle
 
 
 def test_no_shipped_recipe_has_settings_without_effect() -> None:

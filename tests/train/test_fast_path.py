@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,10 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.comm import CommSettings, Group
+from paceline.comm import Group
 from paceline.config import RunSettings
-from paceline.core.errors import ConfigError, PacelineError, RunError
-from paceline.core.topology import Topology
+from paceline.core.errors import ConfigError
 from paceline.models.resnet import SmallResNet
 from paceline.models.synced_norm import TorchNorm, use_torch_norms
 from paceline.train import fast_path
@@ -25,7 +23,6 @@ from paceline.train.fast_path import (
     ModelLimits,
     choose_fast_path,
     triton_problem,
-    try_fast_path,
 )
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -44,11 +41,6 @@ def choose(
     chosen = RunSettings(**settings)  # type: ignore[arg-type]
     problem = problem or ("" if device == GPU else "needs a GPU")
     return choose_fast_path(chosen, model or SmallResNet(), device, problem)
-
-
-def plain() -> nn.Module:
-    """Without residual blocks."""
-    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
 
 
 def test_no_batch_norm_by_cudnn_where_ranks_share_a_gpu() -> None:
@@ -128,36 +120,3 @@ def test_whether_kernels_can_run_is_found_out_by_running_one(probed: Callable[[A
     assert probed(fail) == "no kernel can be built: Failed to find C compiler."
     assert probed(lambda *given: torch.zeros(1)) == "a kernel gave a wrong result"
     triton_problem.cache_clear()
-
-
-class Trial:
-    """Passes that fail as a model, a compiler or a wait for the device does."""
-
-    def __init__(self, problems: dict[str, Exception]) -> None:
-        self.problems, self.ran = problems, []  # type: ignore[var-annotated]
-
-    def __call__(self, forward: Any, guard: AbstractContextManager[None] | None = None) -> None:
-        what = "guarded" if guard else getattr(forward, "kind", "eager")
-        self.ran.append(what)
-        if what in self.problems:
-            try:
-                raise self.problems[what]
-            except Exception as error:
-                raise RunError("the pass failed") from error
-
-
-def tried(problems: dict[str, Exception], *, foreign: bool = True, **settings: Any) -> FastPath:
-    fast = FastPath(plain(), channels_last=True, graphs=True)
-    with Group(Topology(), CommSettings(), CPU) as group:
-        return try_fast_path(RunSettings(**settings), fast, group, Trial(problems), foreign=foreign)
-
-
-def test_graphs_of_a_model_that_waits_are_left_out_or_refused() -> None:
-    waits = {"guarded": RuntimeError("called a synchronizing CUDA operation")}
-    fast = tried(waits)
-    assert not fast.graphs
-    assert "cannot be captured (it waits for the device" in fast.describe()
-    assert tried({}).graphs
-    assert tried(waits, foreign=False).graphs, "ours are known to be capturable"
-    with pytest.raises(PacelineError, match="run.cuda_graphs = 'on': it waits for the device"):
-        tried(waits, cuda_graphs="on")

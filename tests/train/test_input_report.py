@@ -138,22 +138,12 @@ def test_a_sample_is_new_once_also_after_a_resume() -> None:
     assert resumed.corrupt_samples == 3
 
 
-def test_notes_are_emitted_once() -> None:
-    found, events = report(Progress())
-    for text in ("3 on the host", "", "3 on the host", "evaluation: 3 on the host"):
-        found.note(text)
-    assert [event.text for event in events if isinstance(event, NoteEvent)] == [
-        "3 on the host",
-        "evaluation: 3 on the host",
-    ]
-
-
 @pytest.mark.parametrize(("share", "allowed"), [(0.0, 0), (0.01, 1), (0.29, 2)])
 def test_more_than_the_share_is_an_error(share: float, allowed: int) -> None:
     found, _ = report(Progress(step=4), share)
     for index in range(allowed):
         found.training([sample(index)], 1)
-    with pytest.raises(RunError, match=rf"{allowed + 1} corrupt of 10 samples by step 4"):
+    with pytest.raises(RunError, match=f"{allowed + 1} corrupt of 10 samples by step 4"):
         found.training([sample(9)], 1)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from paceline.core.errors import ConfigError, DataError, RunError
 from paceline.train.loss import Mixing, mixed
-from paceline.train.micro_step import MicroStep, step_error
+from paceline.train.step_errors import step_error
 from ranks import run_ranks
 from small_runs import run_small, small_config
 from train.steps import Made, alone, make_step
@@ -117,30 +117,6 @@ def test_the_step_s_loss_is_that_of_soft_labels(mixup: float, cutmix: float) -> 
     expected = float(-(soft * outputs.log_softmax(1)).sum(1).mean())
     assert step.run(0, 0.1).loss == pytest.approx(expected, rel=1e-5)
     assert plain.run(0, 0.1).loss != pytest.approx(expected, rel=1e-3)
-
-
-@pytest.mark.parametrize(("mixup", "cutmix"), [(0.3, 0.0), (0.3, 0.7), (0.0, 0.0)])
-def test_a_run_mixes_every_micro_batch_as_its_settings_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixup: float, cutmix: float
-) -> None:
-    """The last one, which is short, too; without strengths none."""
-    found: list[torch.Tensor | None] = []
-    compute = MicroStep.run
-
-    def note(self: MicroStep, *batch: torch.Tensor, **how: Any) -> None:
-        found.append(how["mix"])
-        compute(self, *batch, **how)
-
-    monkeypatch.setattr(MicroStep, "run", note)
-    run_small(
-        tmp_path, run__batch_size=8, run__seed=3, run__mixup=mixup, run__cutmix=cutmix,
-        data__synthetic_samples=54,
-    )  # fmt: skip
-    mixing = Mixing(mixup, cutmix, 12, seed=3)
-    sizes = [(step, number, 8) for step in range(6) for number in range(2)]
-    expected = [mixing.table(*which) for which in [*sizes, (6, 0, 6), (6, 1, 6)]]
-    for table, wanted in zip(found, expected, strict=True):
-        assert torch.equal(table, wanted) if table is not None else not mixup
 
 
 def _run(rank: int, output: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,10 @@ import pytest
 import torch
 
 from paceline.comm import GradientExchange, Signals
-from paceline.core.errors import ConfigError
 from paceline.core.events import read_events
 from paceline.plan.noise import NoiseEstimate, NoiseScale
-from paceline.report import RunFiles
-from paceline.report.run_page import summary_rows
 from ranks import run_ranks
-from small_runs import run_small, small_config
+from small_runs import run_small
 from train.runs import last, stop_after
 from train.steps import alone, joined
 
@@ -101,46 +97,12 @@ def test_ranks_see_what_one_process_with_micro_steps_sees(tmp_path: Path) -> Non
     assert one["noise_scale"] == pytest.approx(scale.value)
 
 
-def test_half_precision_and_its_scale_leave_the_estimate(tmp_path: Path) -> None:
-    # Of smaller images the signal is a small difference of large numbers, and rounding shows in it.
-    once = MICRO | {"run__epochs": 1, "data__image_size": 28}
-    run_small(tmp_path / "full", **once)
-    run_small(tmp_path / "half", precision__amp_dtype="fp16", **once)
-    (first, *_), (other, *_) = steps(tmp_path / "full"), steps(tmp_path / "half")
-    assert other["loss_scale"] > 1
-    for name in ("grad_signal", "grad_variance"):
-        assert other[name] == pytest.approx(first[name], rel=0.05)
-
-
 def test_a_resumed_run_continues_its_average(tmp_path: Path) -> None:
     whole = run_small(tmp_path / "whole", **MICRO).summary
     stop_after(3, tmp_path / "cut", **MICRO)
     assert last(tmp_path / "cut").progress["noise"][2] > 0
     rest = run_small(tmp_path / "cut", run__resume="auto", **MICRO).summary
     assert rest["noise_scale"] == whole["noise_scale"]
-
-
-def test_a_batch_that_grows_is_judged_by_what_it_becomes(tmp_path: Path) -> None:
-    grows = {"run__noise_scale": True, "run__batch_size": 8, "run__global_batch_size": 8,
-             "optim__batch_schedule": "1:16", "run__epochs": 2}  # fmt: skip
-    found = run_small(tmp_path / "run", **grows).summary
-    assert found["chosen"]["noise scale"].startswith("not available until the batch grows")
-    known = [event["grad_signal"] is not None for event in steps(tmp_path / "run")]
-    assert not known[0]
-    assert known[-2]  # the last step is short
-    more = run_small(tmp_path / "more", **grows | {"run__batch_size": 4}).summary
-    assert "2 to 4 micro-batches of 4" in more["chosen"]["noise scale"]
-    run = RunFiles.read(tmp_path / "run")
-    run = replace(run, summary={**(run.summary or {}), "noise_scale": 48.0})
-    rows = dict(summary_rows(run))
-    assert rows["global batch"] == "8, at most 16"
-    # 48 / (2 · (16 + 48)) at the last batch.
-    assert "would save 38% of the time" in rows["gradient noise scale"]
-
-
-def test_it_is_refused_with_8_bit_wires(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"run\.noise_scale"):
-        small_config(tmp_path, run__noise_scale=True, comm__wire="int8")
 
 
 @pytest.mark.gpu

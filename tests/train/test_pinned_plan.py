@@ -35,11 +35,6 @@ def test_the_same_settings_and_ranks_keep_the_plan_whole() -> None:
     assert not pinned(Saved(algorithm="ring"), 3, algorithm="ring").whole
 
 
-def test_other_settings_make_another_plan() -> None:
-    assert pinned(Saved()).whole
-    assert not pinned(Saved(), wire="float16").whole
-
-
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_checkpoint_of_other_tensors_is_refused_by_name(whole: bool) -> None:
     config = replace(RunConfig().comm, algorithm="native", fusion_mib=0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +14,7 @@ from paceline.report import RunFiles
 from paceline.report.bottleneck import ExposedWaits
 from paceline.report.records import RecordLog
 from paceline.train import step_records
-from paceline.train.step_records import RecentEvents, each_rank_writes
+from paceline.train.step_records import RareEvents, each_rank_writes
 from ranks import run_ranks
 from small_runs import run_small
 
@@ -74,31 +73,12 @@ def test_who_writes(steps: tuple[int, ...], ranks: int, each: bool) -> None:
     assert each_rank_writes(RunSettings(traced_steps=steps), ranks) == each
 
 
-def step(number: int) -> StepEvent:
-    return StepEvent(number, 0.1, 1.0, 0.1, 10.0, 0.1, 0.0)
-
-
-def test_recent_events_are_written_when_asked_for_and_notes_at_once(tmp_path: Path) -> None:
+def test_other_ranks_write_only_what_rank_0_does_not_know(tmp_path: Path) -> None:
     path = tmp_path / "metrics.rank7.jsonl"
-    recent = RecentEvents(path)
-    recent.on_event(StartEvent(0, 10, 5.0, 16, 64))
-    for number in range(1, 2001):
-        recent.on_event(step(number))
+    rare = RareEvents(path)
+    rare.on_event(StartEvent(0, 10, 5.0, 16, 64))
+    rare.on_event(StepEvent(1, 0.1, 1.0, 0.1, 10.0, 0.1, 0.0))
     assert not path.exists()
-    recent.on_event(NoteEvent("overloaded"))
-    assert [event["event"] for event in read_events(path)][-1] == "note"
-    recent.write()
-    recent.write()
-    recent.close()
-    steps = [event["step"] for event in read_events(path) if event["event"] == "step"]
-    assert steps == list(range(2001 - len(steps), 2001))
-    assert len(steps) == 1000
-    times = [json.loads(line)["time"] for line in path.read_text().splitlines()]
-    assert times[1] >= times[-1], "an event has the time at which it happened"
-
-
-def test_recent_events_that_cannot_be_written_are_no_error(tmp_path: Path) -> None:
-    recent = RecentEvents(tmp_path)
-    recent.on_event(step(1))
-    recent.write()
-    assert list(tmp_path.iterdir()) == []
+    rare.on_event(NoteEvent("overloaded"))
+    rare.close()
+    assert [event["event"] for event in read_events(path)] == ["start", "note"]

@@ -19,7 +19,6 @@ from paceline.train.run_folder import (
     RunFolderGoneError,
     RunFolderInUseError,
     RunLock,
-    choose_run_folder,
     claim_run_folder,
 )
 from small_runs import small_config
@@ -31,7 +30,9 @@ def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def choose(output: str = "", *, restarted: bool = False, **values: Any) -> RunFolder:
-    return choose_run_folder(small_config(output, **values), restarted=restarted)
+    folder, lock = claim_run_folder(small_config(output, **values), restarted=restarted)
+    lock.release()
+    return folder
 
 
 def started(folder: RunFolder, *, step: int | None = None, finished: bool = False) -> None:
@@ -81,17 +82,6 @@ def test_auto_finds_a_run_that_another_kernel_computed(change: dict[str, Any]) -
     assert found.resume_from == folder.path / "checkpoints/step-00000005.pt"
     assert found.note == ""
     assert choose(run__resume="auto", optim__lr=0.7, **change).resume_from is None
-
-
-def test_auto_prefers_the_run_that_the_same_kernels_computed() -> None:
-    plain = choose()
-    started(plain, step=5)
-    fused = choose(run__accel__fused_convolutions="auto")
-    started(fused, step=3)
-    fused.write_config(small_config("", run__accel__fused_convolutions="auto"))
-    assert choose(run__resume="auto").path == plain.path, "though the other one is newer"
-    assert choose(run__resume="auto", run__accel__fused_convolutions="auto").path == fused.path
-    assert choose(run__resume="auto", run__cuda_graphs="off").path == fused.path, "the newest"
 
 
 def test_auto_finds_a_run_of_a_version_with_other_settings() -> None:

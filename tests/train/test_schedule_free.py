@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from optim.reference import assert_near
-from paceline.core.errors import CheckpointError, ConfigError
-from paceline.optim import SGD, OptimSettings
+from paceline.core.errors import CheckpointError
+from paceline.optim import SGD
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.weights import ScheduleFree, create_average
 from small_runs import run_small
@@ -99,21 +99,3 @@ def test_an_average_of_another_kind_is_refused(tmp_path: Path) -> None:
     stop_after(3, tmp_path / "cut", **plain)
     with pytest.raises(CheckpointError, match="schedule_free"):
         run_small(tmp_path / "cut", run__resume="auto", **FREE)
-
-
-@pytest.mark.parametrize(
-    ("values", "field"),
-    [
-        ({"schedule_free": 1.0, "schedule": "constant"}, "optim.schedule_free"),
-        ({"schedule_free": 0.9}, "optim.schedule"),
-    ],
-)
-def test_settings_are_checked(values: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        OptimSettings(**values)
-    assert caught.value.field == field
-
-
-def test_it_has_an_average_of_its_own(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"run\.average_epochs"):
-        run_small(tmp_path / "run", **FREE, run__average_epochs=1.0)

@@ -233,7 +233,7 @@ def test_a_short_step_overflows_no_sooner_than_a_full_one(wire: str) -> None:
         step.micro.begin(samples, 12)
         images, labels = batch.images[:1], batch.labels[:1]
         step.micro.run(
-            images.repeat(samples, 1, 1, 1), labels.repeat(samples), usual=False, last=True
+            images.repeat(samples, 1, 1, 1), labels.repeat(samples), full_size=False, last=True
         )
         held = torch.cat([buffer.float() for buffer in step.exchange.buffers.values()])
         return float(held.abs().max()), held / step.scale.step_value
@@ -245,20 +245,6 @@ def test_a_short_step_overflows_no_sooner_than_a_full_one(wire: str) -> None:
         assert (unscaled - mean).norm() < 2e-3 * mean.norm(), samples
     assert gradients(12)[0] == largest
     step.exchange.close()
-
-
-def test_steps_collected_in_one_go_share_the_time_by_their_launches(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    step, now = make_step(alone()), [0.0]
-    monkeypatch.setattr("paceline.train.step.time.perf_counter", lambda: now[0])
-    step.launch(0, 0.1)
-    now[0] = 7.0
-    step.launch(1, 0.1)
-    now[0] = 9.0
-    first, second = step.collect(), step.collect()
-    # The first's up to the second's launch, though both were done long before.
-    assert (first.step_s, second.step_s) == (7.0, 2.0)
 
 
 @pytest.mark.parametrize("nhwc", [True, False])

@@ -199,7 +199,7 @@ def test_a_dry_backward_pass_raises_the_errors_of_a_first_step() -> None:
     def forward(images: Tensor) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with pytest.raises(RunError, match="out of memory at step 1 with a batch size of 6 a process"):
+    with pytest.raises(RunError, match="out of memory at step 1 with a batch size of 6"):
         dry(step, forward)()
     with pytest.raises(TypeError):
         dry(step, lambda: None)()

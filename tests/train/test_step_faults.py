@@ -20,7 +20,7 @@ from paceline.core.topology import Topology
 from paceline.precision.settings import PrecisionSettings
 from paceline.train.step import StepOutcome
 from ranks import run_ranks
-from train.steps import CPU, Made, Net, alone, joined, make_step, same, snapshot, weights
+from train.steps import CPU, Made, Net, joined, make_step, same, snapshot, weights
 
 HYBRID = CommSettings(algorithm="hybrid", owned={"hybrid": HybridSettings("1")}, fusion_mib=0.0)
 RING16 = CommSettings(algorithm="ring", wire="float16", fusion_mib=0.0)
@@ -183,8 +183,8 @@ def _faulty(rank: int, kind: str) -> tuple[str, bool, int]:
     ("kind", "message", "sent"),
     [
         ("between steps", "rank 1: the disk is full; free some", [5, 0]),
-        ("forward", "rank 1: out of memory at step 1 with a batch size of 6 a process", [5, 0]),
-        ("backward", "rank 1: out of memory at step 1 with a batch size of 6 a process", [5, 2]),
+        ("forward", "rank 1: out of memory at step 1 with a batch size of 6", [5, 0]),
+        ("backward", "rank 1: out of memory at step 1 with a batch size of 6", [5, 2]),
     ],
 )
 def test_an_error_on_one_rank_ends_the_step_on_all(
@@ -196,19 +196,6 @@ def test_an_error_on_one_rank_ends_the_step_on_all(
     assert message in results[0][0]
     assert all(kept for _, kept, _ in results)
     assert [found for *_, found in results] == sent
-
-
-def test_a_single_value_for_batch_norm_is_named() -> None:
-    step = make_step(alone(), 12)
-
-    def forward(images: Tensor) -> Tensor:
-        return nn.BatchNorm2d(1)(images[:1, :, :1, :1]).flatten(1)  # type: ignore[no-any-return]
-
-    step.model.forward = forward  # type: ignore[method-assign]
-    with pytest.raises(
-        PacelineError, match="one sample at step 1 leaves batch norm a single value"
-    ):
-        step.run(0, 0.1)
 
 
 def _no_memory(rank: int) -> str:

@@ -211,7 +211,7 @@ def test_dropout_differs_between_replays_and_comes_back_with_its_seed() -> None:
             step.exchange.begin()
             step.micro.begin(12, 12)
             torch.manual_seed(seed)
-            step.micro.run(batch.images, batch.labels, usual=True)
+            step.micro.run(batch.images, batch.labels, full_size=True)
             found.append(float(step.micro.loss))
         return found
 

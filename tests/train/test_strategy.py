@@ -20,7 +20,8 @@ from paceline.optim import UpdateRule, register_optimizer, register_schedule
 from paceline.optim.schedules import Course, ScheduleSettings
 from paceline.plan import Wire, register_wire
 from paceline.train import Checkpoint, EvalResult, evaluate_file
-from paceline.train.inference import Predictor, export_stored_weights
+from paceline.train.export import export_stored_weights
+from paceline.train.inference import Predictor
 from paceline.train.step import StepOutcome
 from paceline.train.strategy import Pending, Synchronous, register_strategy, strategy_class
 from small_runs import run_small
@@ -47,9 +48,10 @@ class Slowed(Synchronous):
     def load(self, saved: Mapping[str, Any]) -> None:
         self._steps = saved.get("steps", 0)
 
-    def finish(self, rate: float, others: Mapping[str, float] | None) -> Pending:
+    def finish(self, rate: float, hyperparameters: Mapping[str, float] | None) -> Pending:
         self._steps += 1
-        return super().finish(rate * self.config.run.of(self.name, SlowedSettings).factor, others)
+        rate *= self.config.run.of(self.name, SlowedSettings).factor
+        return super().finish(rate, hyperparameters)
 
     def record(self, outcome: StepOutcome) -> Mapping[str, Any]:
         return {**super().record(outcome), "slowed_steps": self._steps}

@@ -187,26 +187,6 @@ def test_csv_of_a_run_and_of_the_run_that_resumes_it(tmp_path: Path) -> None:
     assert "checkpoint/stall_s" in names
 
 
-def test_a_name_with_a_comma_stays_one_cell(tmp_path: Path) -> None:
-    for first_step in (0, 9):
-        tracker = CsvTracker(tmp_path, first_step)
-        tracker.log(3, {'metric/a,"b"': 1.5})
-        tracker.close()
-    assert [row["name"] for row in rows(tmp_path / "metrics-more.csv")] == ['metric/a,"b"'] * 2
-
-
-def test_tensorboard_has_what_the_metrics_have(tmp_path: Path) -> None:
-    run_small(tmp_path / "run", run__trackers=["tensorboard"])
-    read = EventAccumulator(str(tmp_path / "run/tensorboard"))
-    read.Reload()
-    tags = set(read.Tags()["scalars"])
-    assert {"train/loss", "train/exposed_comm_s", "train/input_stall_s", "val/top1"} <= tags
-    steps = [e for e in read_events(tmp_path / "run/metrics.jsonl") if e["event"] == "step"]
-    assert [e.value for e in read.Scalars("train/loss")] == pytest.approx(
-        [e["loss"] for e in steps]
-    )
-
-
 def test_a_failing_tracker_that_a_program_registers_does_not_change_a_run(tmp_path: Path) -> None:
     register("kept", lambda *_: Kept(fails_at=2))
     outcome = run_small(tmp_path / "run", run__trackers=["kept"])

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from paceline.cli.app import app
-from paceline.core.errors import ConfigError, PacelineError, RunError
+from paceline.core.errors import ConfigError
 from paceline.core.events import EvalEvent
 from paceline.precision import PrecisionSettings
 from paceline.train import Checkpoint, TrainStep, checkpoint_weights, fingerprint
 from paceline.train.batch_norm import pool
-from paceline.train.weights import WeightAverage, applied, create_average
+from paceline.train.weights import WeightAverage, applied
 from ranks import run_ranks
 from small_runs import run_small
 from train.runs import EVERY_STEP, last, newest, stop_after, watched
-from train.steps import OPTIM, Made, Net, alone, make_step, same, snapshot
+from train.steps import Made, Net, alone, make_step, same, snapshot
 
 dtypes = pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 AVERAGED: dict[str, Any] = {"run__average_epochs": 1.0, "run__epochs": 3, "optim__lr": 0.2}
@@ -116,33 +116,6 @@ def test_a_skipped_step_is_not_in_it() -> None:
     assert step.run(3, 0.1).skipped
     expected = torch.stack(seen).mean(0)
     torch.testing.assert_close(averaged(step).double(), expected, rtol=1e-6, atol=1e-7)
-
-
-def test_it_is_in_full_precision_where_the_weights_are_not() -> None:
-    made = Made(epochs=4, dtype="bf16", optim=OPTIM, average=64.0)
-    step = make_step(alone(), made=made, norm=True)
-    expected: list[Tensor] = []
-    for number in range(8):
-        step.run(number, 0.05)
-        expected.append(masters_and_statistics(step))
-    assert {value.dtype for value in average_of(step).weights} == {torch.float32}
-    mean = torch.stack(expected).mean(0)
-    torch.testing.assert_close(averaged(step).double(), mean, rtol=1e-5, atol=1e-6)
-
-
-def test_running_out_of_memory_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(*_: Any, **__: Any) -> Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    step = made_step()
-    monkeypatch.setattr(torch, "_foreach_sub", none)
-    with pytest.raises(RunError, match=r"in the update; use run\.average_epochs=0"):
-        step.run(0, 0.1)
-    monkeypatch.setattr(Tensor, "clone", none)
-    with pytest.raises(RunError, match=r"run\.average_epochs=0"):
-        average_of(step).applied().__enter__()
-    with pytest.raises(RunError, match=r"run\.average_epochs=0"):
-        create_average(1.0, 4, step.model, step.optimizer, step.batch_norm)
 
 
 def test_frozen_and_shared_parameters_are_in_the_state_as_they_are() -> None:
@@ -302,28 +275,6 @@ def test_as_many_ranks_go_on_exactly_and_others_with_what_they_have_in_common(
     again = Checkpoint.read(tmp_path / "again/checkpoints/step-00000005.pt").average
     assert torch.equal(again["rows"], torch.stack([pooled, pooled]))
     assert again["count"] == Checkpoint.read(fifth).average["count"] == 5
-
-
-def _drifted(rank: int, output: str) -> str:
-    add = WeightAverage.add
-
-    def drift(self: WeightAverage, discard: Tensor) -> None:
-        add(self, discard)
-        self.weights[0].add_(1e-3 * rank)
-
-    WeightAverage.add = drift  # type: ignore[method-assign]
-    try:
-        _run(rank, output)
-    except PacelineError as error:
-        return str(error)
-    finally:
-        WeightAverage.add = add  # type: ignore[method-assign]
-    return ""
-
-
-def test_ranks_whose_averages_differ_fail(tmp_path: Path) -> None:
-    for error in run_ranks(2, _drifted, str(tmp_path / "a")):
-        assert "their average" in error
 
 
 @pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan"), 0.5])

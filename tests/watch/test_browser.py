@@ -20,7 +20,7 @@ from paceline.report import RunFiles, render_run, write_page
 from paceline.report.compare_page import render_comparison
 from paceline.report.compare_runs import read_runs
 from paceline.report.comparison import Comparison
-from paceline.train.evaluate import thumbnail
+from paceline.train.eval_details import thumbnail
 from report.conftest import MakeRun, make_run  # noqa: F401  (a fixture)
 from report.made_up_runs import (
     CONFIG,

@@ -137,7 +137,8 @@ def export_weights(
     trust: Trust = False,
 ) -> int:
     """Write a checkpoint's model as ONNX, torch.export program or safetensors."""
-    from paceline.train.inference import Predictor, check_export, export_stored_weights
+    from paceline.train.export import check_export, export_stored_weights
+    from paceline.train.inference import Predictor
 
     check_export(out, opset)
     if out.suffix == ".safetensors":

@@ -1,6 +1,6 @@
-"""Parts for an own training loop: `init`, `DataParallel`, `prepare`, `accelerate` and `Checkpointer`.
+"""Parts for custom training loops: `init`, `DataParallel`, `prepare`, `accelerate` and `Checkpointer`.
 
-Each works without the others. Public names load on first use; importing them does not start CUDA.
+Each part works alone. Names are imported on first use; importing them does not start CUDA.
 """
 
 from __future__ import annotations

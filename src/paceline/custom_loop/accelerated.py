@@ -1,15 +1,13 @@
-"""`accelerate`: faster forms of a model's parts for an own loop.
+"""`accelerate`: faster implementations of parts of a model, for a custom loop.
 
-In: a model on its device, in the number format in which it is to be trained. Out: `Accelerated`. The
-model computes by it in training mode, and as before in evaluation mode. Parameters, buffers and names of
-the state dict stay the same.
+The model must be on its device and have its number format. It uses the faster implementation in training
+mode only. Parameters, buffers and names of the state dict do not change.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +26,11 @@ from paceline.train.fast_path import triton_problem
 
 
 class _AcceleratedForward:
-    """Takes the place of a model's `forward`. A copy of the model, pickled ones included, has the model's
-    own pass again: the acceleration holds the parts of this one."""
+    """Replaces the `forward` of a model.
+
+    A copied or unpickled model uses its own forward pass, because the acceleration refers to the parts of
+    the original model.
+    """
 
     def __init__(self, model: nn.Module, applied: Applied | None) -> None:
         self.model, self.applied = model, applied
@@ -55,7 +56,13 @@ class _AcceleratedForward:
 
 
 class Accelerated:
-    """What `accelerate` has done to a model; `undo` reverts it."""
+    """The acceleration of a model. `accelerate` creates it.
+
+    Example:
+        handle = pl.accelerate(model)
+        print(handle.describe())
+        handle.undo()
+    """
 
     def __init__(self, model: nn.Module, applied: Applied | None, reason: str) -> None:
         self._model, self._applied, self._reason = model, applied, reason
@@ -63,11 +70,11 @@ class Accelerated:
             model.forward = _AcceleratedForward(model, applied)
 
     def describe(self) -> str:
-        """Returns what was chosen, or the reasons why the model stays as it was."""
+        """Returns the choices, or the reasons why the model is unchanged."""
         return self._reason if self._applied is None else self._applied.describe()
 
     def undo(self) -> None:
-        """Gives the model its own forward pass back. May be called twice."""
+        """Restores the model's forward pass. A second call does nothing."""
         if self._applied is not None:
             del self._model.forward
             self._applied.undo()
@@ -78,38 +85,39 @@ def accelerate(
     model: nn.Module, *, example: Tensor | None = None, dtype: torch.dtype | None = None,
     **settings: Any,
 ) -> Accelerated:  # fmt: skip
-    """Lets `model` compute its training passes in faster forms: fused norms on a GPU, and what `settings`
-    ask for. Paceline's ResNets and AlexNet with norms have such forms, and torchvision's and timm's
-    ResNets. Call it once, before the model is wrapped or copied: copies have the plain pass. On several
-    ranks this is a collective.
+    """Replaces the training pass of a model by a faster implementation. On several ranks a collective.
+
+    Supports Paceline's ResNets and AlexNet with norms, and the ResNets of torchvision and timm. Call it
+    once, before the model is wrapped or copied: copies use the plain pass.
 
     Args:
-        model: The model, on its device. Only a GPU has fused forms, and only in channels-last memory.
-        example: A micro-batch of images, for `fused_convolutions`, whose kernels are timed on it.
-        dtype: Number format of convolutions; by default that of the first one's weight.
+        model: The model, on its device. Fused implementations need a GPU and channels-last memory.
+        example: A micro-batch of images on which the kernels of `fused_convolutions` are timed.
+        dtype: Number format of convolutions. The default is that of the first weight.
         settings: Settings of the acceleration's table, such as `recompute_norms=True`; not `compile`.
 
     Returns:
-        The handle that describes and undoes the change.
+        A handle that describes and undoes the change.
 
     Raises:
-        ConfigError: If a setting cannot be obeyed or the package that has it was removed, or if the model
-            is accelerated already.
+        ConfigError: If a setting cannot be obeyed, its package is not installed, or the model is already
+            accelerated.
 
-    >>> from paceline import create_model, ModelSettings
-    >>> model = create_model(ModelSettings("resnet_tiny"), num_classes=10)
-    >>> accelerate(model, recompute_norms=True).describe()
-    'fused norms off (needs a GPU), compile off, norms recomputed'
+    Example:
+        >>> from paceline import create_model, ModelSettings
+        >>> model = create_model(ModelSettings("resnet_tiny"), num_classes=10)
+        >>> accelerate(model, recompute_norms=True).describe()
+        'fused norms off (needs a GPU), compile off, norms recomputed'
     """
     if "compile" in settings:
-        raise ConfigError("compile", settings["compile"], "is not taken here", "use torch.compile")
+        raise ConfigError("compile", settings["compile"], "is no argument", "use torch.compile")
     installed = provided("accelerations")
     for name, value in settings.items() if not installed else ():
         raise ConfigError(name, value, "no acceleration is installed", "leave it out")
     own = from_table(RunSettings, "run", dict.fromkeys(installed, settings))
     if "forward" in vars(model):
         raise ConfigError(
-            "model", type(model).__name__, "its forward pass was replaced before", "undo that first"
+            "model", type(model).__name__, "its forward pass is already replaced", "undo that first"
         )
     layers = (m.weight for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear))
     if (first := next(layers, None)) is None:
@@ -142,22 +150,19 @@ class _Ranks:
 
 @dataclass(frozen=True)
 class _Trial:
-    """A pass over the example that leaves no trace in gradients, buffers and random generators."""
+    """A pass over the example that changes no gradients, buffers and random generators."""
 
     model: nn.Module
     example: Tensor
 
-    def __call__(
-        self, forward: Forward, guard: AbstractContextManager[None] | None = None
-    ) -> object:
+    def __call__(self, forward: Forward) -> None:
         kept = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         trained = [p for p in self.model.parameters() if p.requires_grad]
         device = self.example.device
         devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices), guard or nullcontext():
+        with torch.random.fork_rng(devices):
             total = forward(self.example).float().sum()
             torch.autograd.grad(total, trained, allow_unused=True)
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(kept[name])
-        return None

@@ -1,11 +1,11 @@
-"""`Checkpointer`: saves the state of an own loop on all ranks, and resumes it bit for bit.
+"""`Checkpointer`: saves the state of a custom loop on all ranks, and resumes it bit for bit.
 
     folder/step-00000120/rank-0.pt … rank-7.pt, manifest.json
 
-Every rank writes its own file, because batch-norm statistics, random numbers and the position of a
-loader differ between ranks. A tensor that rank 0 has too is stored as a reference to rank 0's file, so
-replicated weights and momenta are stored once. Rank 0 writes the manifest with sizes and SHA-256 of all
-files and then renames the folder to its name: a checkpoint is complete or absent.
+Every rank writes a file, because batch-norm statistics, random numbers and loader positions differ
+between ranks. A tensor that equals one of rank 0 is stored as a reference to rank 0's file, so replicated
+weights and momenta are stored once. Rank 0 writes the manifest with sizes and SHA-256 of all files and
+then renames the folder: a checkpoint is complete or absent.
 """
 
 from __future__ import annotations
@@ -51,48 +51,74 @@ _OTHER_RUN = "give the objects that were saved, or another folder"
 
 
 class Stateful(Protocol):
-    """What can be saved: models, optimizers, schedulers, loaders, `GradScaler`, `Prepared`."""
+    """An object that can be saved, such as a model, optimizer, scheduler, loader or `Prepared`."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
 class Checkpointer:
-    """Checkpoints of an own loop in `folder`, of which the last `keep` stay.
+    """Saves and restores the state of a custom loop.
 
-    Saved are the state dicts of the given objects, `extra`, and the states of the random number
-    generators of Python, NumPy, torch and the current CUDA device, all of them for each rank. All ranks
-    call `save` and `restore` at the same point, with a folder that they share. A process that is killed
-    while it saves leaves the older checkpoints as they are. Files are read with `weights_only=True`:
-    loading executes no code.
+    For each rank, a checkpoint contains the state dicts of the given objects, `extra`, and the states of
+    the random number generators of Python, NumPy, torch and the current CUDA device. All ranks must call
+    `save` and `restore` at the same point, with a shared folder. If one rank fails, all raise the same
+    error. A process that is killed during a save leaves the older checkpoints unchanged. Files are read
+    with `weights_only=True`: loading executes no code.
 
-    The same number of ranks is needed to resume; another number is refused. If one rank fails, all raise
-    the same error.
+    A resume needs the same number of ranks.
 
-    >>> import tempfile, torch
-    >>> net, folder = torch.nn.Linear(2, 1), tempfile.mkdtemp()
-    >>> checkpointer = Checkpointer(folder, keep=2)
-    >>> checkpointer.restore(model=net) is None  # nothing there yet
-    True
-    >>> path = checkpointer.save(120, model=net, extra={"best": 0.5})
-    >>> checkpointer.restore(model=net), checkpointer.extra
-    (120, {'best': 0.5})
+    Attributes:
+        folder: The folder of the checkpoints.
+        keep: Number of checkpoints to keep.
+        extra: `extra` of the restored checkpoint.
+        notes: Reasons why `restore` has skipped damaged checkpoints.
+
+    Example:
+        >>> import tempfile, torch
+        >>> net, folder = torch.nn.Linear(2, 1), tempfile.mkdtemp()
+        >>> checkpointer = Checkpointer(folder, keep=2)
+        >>> checkpointer.restore(model=net) is None  # there is no checkpoint yet
+        True
+        >>> path = checkpointer.save(120, model=net, extra={"best": 0.5})
+        >>> checkpointer.restore(model=net), checkpointer.extra
+        (120, {'best': 0.5})
     """
 
     def __init__(self, folder: str | PathLike[str], keep: int = 2) -> None:
+        """Creates the object; touches no file.
+
+        Args:
+            folder: The folder of the checkpoints.
+            keep: Number of checkpoints to keep.
+
+        Raises:
+            ConfigError: If `keep` is less than 1.
+        """
         if not is_count(keep, 1):
             raise ConfigError("keep", keep, "must be at least 1", "2 is usual")
         self.folder = Path(folder)
         self.keep = keep
-        # Of the restored checkpoint.
         self.extra: dict[str, Any] = {}
-        # Damaged checkpoints that `restore` skipped.
         self.notes: list[str] = []
 
     def save(
         self, step: int, *, extra: Mapping[str, Any] | None = None, **objects: Stateful
     ) -> Path:
-        """Saves after `step` steps and returns the checkpoint's folder; a collective."""
+        """Saves a checkpoint. A collective.
+
+        Args:
+            step: Number of completed steps.
+            extra: Further plain values and tensors.
+            **objects: The objects to save, by name.
+
+        Returns:
+            The folder of the checkpoint.
+
+        Raises:
+            CheckpointError: If a state cannot be saved, or a file cannot be written.
+            ConfigError: If an argument is invalid or differs between ranks.
+        """
         rank, world = _place()
         part = None
         try:
@@ -148,7 +174,7 @@ class Checkpointer:
             sync_directory(part)
             path = self.folder / _step_name(step)
             revision = 1
-            while path.exists():  # never in the place of one that may be the last good one
+            while path.exists():  # it may be the last good checkpoint, so it is not replaced
                 revision += 1
                 path = self.folder / f"{_step_name(step)}.{revision}"
             part.replace(path)
@@ -158,36 +184,45 @@ class Checkpointer:
         return path
 
     def _tidy(self, newest: Path) -> None:
-        found = self._found()
-        at = found.index(newest)
-        # A loop that began again has abandoned the later ones; they must not count as its newest.
-        for later in found[at + 1 :]:
+        checkpoints = self._checkpoints()
+        end = checkpoints.index(newest) + 1
+        # A loop that has resumed from an older checkpoint has abandoned the later ones, which must not
+        # count as its newest.
+        for later in checkpoints[end:]:
             set_aside(later, "abandoned")
-        for old in found[: at + 1][: -self.keep]:
-            # Under a hidden name first: a kill in between leaves no checkpoint without its files.
+        for old in checkpoints[:end][: -self.keep]:
+            # Renamed first, so that a kill leaves no checkpoint without its files.
             shutil.rmtree(old.replace(part_path(old)))
         for leftover in self.folder.glob(_PARTS):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def _found(self) -> list[Path]:
-        """Checkpoints, the oldest first."""
+    def _checkpoints(self) -> list[Path]:
+        """Returns all checkpoints, the oldest first."""
         if not self.folder.is_dir():
             return []
         named = [(_NAME.fullmatch(path.name), path) for path in self.folder.iterdir()]
         return [p for _, _, p in sorted((int(m[1]), int(m[2] or 1), p) for m, p in named if m)]
 
     def restore(self, **objects: Stateful | None) -> int | None:
-        """Loads the newest undamaged checkpoint into the objects and returns its step; None if the
-        folder has no checkpoint. A collective.
+        """Loads the newest undamaged checkpoint. A collective.
 
-        Damaged ones are skipped with a warning; `notes` has the reasons. Every saved object is named;
-        None leaves one as it is. `extra` is in the attribute of that name.
+        Skips damaged checkpoints with a warning; `notes` has the reasons. Sets `extra`.
+
+        Args:
+            **objects: The objects by the names under which they were saved. None skips an object.
+
+        Returns:
+            The step of the checkpoint, or None if the folder has no checkpoint.
+
+        Raises:
+            CheckpointError: If the checkpoint does not fit the objects or the number of ranks, or all
+                checkpoints are damaged.
         """
         rank, world = _place()
         for name, it in objects.items():
             if it is not None:
                 _stateful(name, it)
-        names = [path.name for path in self._found()] if rank == 0 else []
+        names = [path.name for path in self._checkpoints()] if rank == 0 else []
         names = _from_rank_0(names, "")[:-1]
         self.notes = []
         for name in reversed(names):
@@ -219,9 +254,9 @@ class Checkpointer:
         with agreed():
             if saved.keys() != objects.keys():
                 raise CheckpointError(
-                    f"{path} holds {', '.join(sorted(saved)) or 'no object'}, asked for were "
+                    f"{path} contains {', '.join(sorted(saved)) or 'no object'}, but the call names "
                     f"{', '.join(sorted(objects)) or 'none'}",
-                    "name all that were saved, with None for what to leave as it is",
+                    "name all saved objects, with None for those to skip",
                 )
             for name, target in objects.items():
                 if target is not None:
@@ -231,7 +266,7 @@ class Checkpointer:
 
 
 class _DamagedError(CheckpointError):
-    """Files that differ from what was written."""
+    """The content of a checkpoint differs from what was written."""
 
 
 def _load_one(path: Path, name: str, target: Stateful, state: Any) -> None:
@@ -245,13 +280,18 @@ def _load_one(path: Path, name: str, target: Stateful, state: Any) -> None:
 
 
 def _read(path: Path, rank: int, world: int) -> tuple[int, dict[str, Any]]:
-    """This rank's state. Raises _DamagedError, or CheckpointError for another number of ranks."""
+    """Reads the step and this rank's state.
+
+    Raises:
+        _DamagedError: If the checkpoint is damaged.
+        CheckpointError: If it has another number of ranks.
+    """
     manifest = _manifest(path)
     saved = manifest["world_size"]
     if saved != world:
         raise CheckpointError(
-            f"{path} was saved on {saved} ranks, here are {world}",
-            f"start {saved} ranks: each has random numbers and batch-norm statistics of its own",
+            f"{path} was saved on {saved} ranks, but this job has {world}",
+            f"start {saved} ranks: random numbers and batch-norm statistics differ between ranks",
         )
     first = _load_file(path, manifest, 0)
     own = first if rank == 0 else _load_file(path, manifest, rank)
@@ -262,28 +302,28 @@ def _read(path: Path, rank: int, world: int) -> tuple[int, dict[str, Any]]:
             return manifest["step"], state
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError):
         pass
-    raise _DamagedError(f"{path} is damaged: rank-{rank}.pt has another content")
+    raise _DamagedError(f"{path} is damaged: rank-{rank}.pt has unexpected content")
 
 
 def _manifest(path: Path) -> dict[str, Any]:
     try:
-        found = parse_json(read_regular(path / "manifest.json"))
+        manifest = parse_json(read_regular(path / "manifest.json"))
     except OSError as error:
         raise _DamagedError(f"{path} is damaged: manifest.json: {error.strerror}") from None
     except ParseError as error:
         raise _DamagedError(f"{path} is damaged: manifest.json {error}") from None
-    if not isinstance(found, dict) or found.get("format") != _FORMAT:
+    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         raise _DamagedError(f"{path} is damaged: manifest.json is not a manifest")
-    if found.get("version") != _VERSION:
+    if manifest.get("version") != _VERSION:
         raise CheckpointError(
-            f"{path} has format {found.get('version')}, this Paceline reads {_VERSION}",
+            f"{path} has format {manifest.get('version')}, this Paceline reads {_VERSION}",
             "use the Paceline version that wrote it",
         )
-    world, files = found.get("world_size"), found.get("files")
-    whole = is_count(found.get("step")) and is_count(world, 1, 1 << 20)
+    world, files = manifest.get("world_size"), manifest.get("files")
+    whole = is_count(manifest.get("step")) and is_count(world, 1, 1 << 20)
     if not whole or not isinstance(files, dict) or len(files) != world:
         raise _DamagedError(f"{path} is damaged: manifest.json lacks step, ranks or files")
-    return found
+    return manifest
 
 
 def _load_file(path: Path, manifest: dict[str, Any], rank: int) -> Any:
@@ -323,8 +363,8 @@ def _stateful(name: str, it: Any) -> Stateful:
             name, type(it).__name__, "has no state_dict() and load_state_dict()",
             "give it both, or pass its position in extra=",
         )  # fmt: skip
-    found: Stateful = it
-    return found
+    target: Stateful = it
+    return target
 
 
 class _Random:
@@ -376,7 +416,7 @@ def _place() -> tuple[int, int]:
 
 
 def _from_rank_0(texts: list[str], last: str) -> list[str]:
-    """Rank 0's texts, and `last` behind them, on all ranks."""
+    """Returns rank 0's `texts`, followed by its `last`, on all ranks."""
     mine = [*texts, last]
     if not several_ranks():
         return mine
@@ -384,7 +424,7 @@ def _from_rank_0(texts: list[str], last: str) -> list[str]:
 
 
 def _first_text(error: _DamagedError | None) -> str:
-    """Why the checkpoint is damaged on the first rank that finds it so; empty if on none."""
+    """Returns the message of the first rank that has an error, or ""."""
     mine = error.cause if error else ""
-    found = all_gather_json(mine) if several_ranks() else [mine]
-    return next(filter(None, found), "")
+    gathered = all_gather_json(mine) if several_ranks() else [mine]
+    return next(filter(None, gathered), "")

@@ -1,7 +1,7 @@
-"""`init`: device, rank and process group of this process, from any launcher.
+"""`init`: device, rank and process group of this process, under any launcher.
 
-In: the environment that torchrun, srun, mpirun or no launcher left. Out: a `Context`. The other parts of
-an own loop do not need it: they also work with a process group that the program created itself.
+The other parts of a custom loop do not need it: they also work with a process group that the program has
+created.
 """
 
 from __future__ import annotations
@@ -32,63 +32,80 @@ from paceline.comm.settings import CommSettings
 from paceline.core.errors import CommError, ConfigError, PacelineError
 from paceline.core.host import DeferredEnd, ask_for_connections
 from paceline.core.topology import Topology
-from paceline.train.machine import has_gpu_of_its_own
+from paceline.train.machine import choose_gpu
 
 _current: Context | None = None
-# What holds process groups, and must release them before the context destroys them.
+# Objects that use process groups, and must release them before the context destroys them.
 _holders: WeakSet[Holder] = WeakSet()
 
 
 class Holder(Protocol):
-    """`release` lets go of all process groups; it may be called twice."""
+    """An object that uses process groups."""
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """Releases all process groups. A second call does nothing."""
+
     def __hash__(self) -> int: ...
 
 
 @dataclass(eq=False)
 class Context:
-    """This process's place in the job; `init` creates it.
+    """The place of this process in the job. `init` creates it.
 
-    `rank` of `world_size` ranks, `local_rank` of `local_world_size` on this node, `device`, and `backend`
-    (`nccl`, `gloo`, or `none` for a process alone). `is_main` is true on rank 0. As a context manager it
-    closes at the end of the block; after an exception without waiting for the other ranks.
+    As a context manager it closes at the end of the block; after an exception, it does not wait for other
+    ranks.
 
-    >>> with init(device="cpu") as context:
-    ...     context.rank, context.world_size, context.is_main, str(context.device)
-    (0, 1, True, 'cpu')
+    Attributes:
+        topology: Ranks, nodes and launcher.
+        device: Device of this rank.
+        backend: `nccl`, `gloo`, or `none` for a single process.
+        timeout_s: Time limit of collectives.
+        agreement: Set if `init` has created the process group, which then ends with this context.
+
+    Example:
+        >>> with init(device="cpu") as context:
+        ...     context.rank, context.world_size, context.is_main, str(context.device)
+        (0, 1, True, 'cpu')
     """
 
     topology: Topology
     device: torch.device
     backend: str
     timeout_s: float
-    # Set where `init` created the process group, which then ends with this context.
     agreement: Agreement | None = None
     _closed: bool = field(default=False, init=False)
 
     @property
     def rank(self) -> int:
+        """This rank."""
         return self.topology.rank
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return self.topology.world_size
 
     @property
     def local_rank(self) -> int:
+        """This rank among those of its node."""
         return self.topology.local_rank
 
     @property
     def local_world_size(self) -> int:
+        """Number of ranks of this node."""
         return self.topology.local_world_size
 
     @property
     def is_main(self) -> bool:
+        """True on rank 0."""
         return self.topology.is_main
 
     def barrier(self) -> None:
-        """Waits until all ranks are here. Raises CommError if one is gone or late by `timeout_s`."""
+        """Waits until all ranks have called it.
+
+        Raises:
+            CommError: If a rank is lost, or late by more than `timeout_s`.
+        """
         if not dist.is_initialized():
             return
         try:
@@ -102,7 +119,7 @@ class Context:
             ) from error
 
     def close(self) -> None:
-        """Leaves the process group, if `init` created it. May be called twice."""
+        """Leaves the process group, if `init` has created it. A second call does nothing."""
         self._close(abort=False)
 
     def _close(self, *, abort: bool) -> None:
@@ -115,11 +132,11 @@ class Context:
         if self.agreement is None:
             return
         if abort and self.backend == "nccl":
-            # The other ranks may be in a collective that this rank never joins.
+            # Other ranks may wait in a collective that this rank never joins.
             abort_process_groups([])
         else:
-            # DDP that outlives its Gloo group deadlocks: it then destroys the group's threads while it
-            # holds the interpreter's lock, which they need to end.
+            # A DDP model that outlives its Gloo group deadlocks: it destroys the group's threads while it
+            # holds the interpreter's lock, which these threads need.
             holders = list(_holders)
             for holder in holders:
                 with suppress(RuntimeError):
@@ -152,15 +169,20 @@ def init(
 ) -> Context:
     """Chooses this rank's device and joins the process group of all ranks.
 
-    Works under torchrun, srun and mpirun, and without a launcher; then there is one rank and no process
-    group. A process group that exists already is used and left open. A second call returns the same
-    context. If a rank fails here, all ranks raise the same error of one line.
+    Works under torchrun, srun and mpirun. Without a launcher, there is one rank and no process group. An
+    existing process group is used and left open. A second call returns the same context.
 
     Args:
-        backend: `nccl`, `gloo`, or None: NCCL on GPUs, Gloo elsewhere.
-        device: None means the GPU of this local rank, or the CPU where there is none.
-        timeout_s: time limit of the rendezvous and of every collective, enforced by the backend.
-        share_gpus: allow several NCCL ranks on one GPU; needs NVIDIA MPS.
+        backend: `nccl` or `gloo`. None means NCCL on GPUs and Gloo otherwise.
+        device: The device. None means the GPU of this local rank, or the CPU if there is none.
+        timeout_s: Time limit of the rendezvous and of every collective.
+        share_gpus: Allows several NCCL ranks on one GPU; needs NVIDIA MPS.
+
+    Returns:
+        The context.
+
+    Raises:
+        PacelineError: The same on all ranks, if any rank fails.
 
     Example:
         >>> with init(device="cpu") as context:
@@ -203,11 +225,11 @@ def _join(topology: Topology, wanted: str | torch.device | None, settings: CommS
                 "backend", "nccl", "needs CUDA devices and a torch with NCCL", 'use backend="gloo"'
             )
         if backend == "nccl":
-            # An own loop has no watchdog of Paceline's, so torch's must stay on.
+            # A custom loop has no watchdog of Paceline, so torch's must stay on.
             prepare_nccl(topology, share_gpus=settings.share_gpus, watched=False)
     except PacelineError as caught:
         error = caught
-    # A rank that failed meets the others all the same: then all raise its error.
+    # A rank that failed joins the rendezvous nevertheless, so that all ranks raise its error.
     with DeferredEnd(active=not topology.ends_together) as end:
         store = meet(topology, settings.timeout_s, {"program": "own loop"}, end=end).store
     agreement = Agreement(store, topology, settings.timeout_s)
@@ -230,11 +252,11 @@ def _join(topology: Topology, wanted: str | torch.device | None, settings: CommS
 def _same(context: Context, backend: str | None, device: str | torch.device | None) -> Context:
     if backend not in (None, "auto", context.backend):
         raise ConfigError(
-            "backend", backend, f"init has chosen {context.backend!r} already", "close() it first"
+            "backend", backend, f"init has already chosen {context.backend!r}", "close() it first"
         )
     if device is not None and _parse_device(device).type != context.device.type:
         raise ConfigError(
-            "device", str(device), f"init has chosen {str(context.device)!r} already",
+            "device", str(device), f"init has already chosen {str(context.device)!r}",
             "close() it first",
         )  # fmt: skip
     return context
@@ -244,13 +266,13 @@ def _parse_device(device: str | torch.device) -> torch.device:
     try:
         return torch.device(device)
     except RuntimeError:
-        raise ConfigError("device", str(device), "is no device", "use 'cpu' or 'cuda'") from None
+        raise ConfigError("device", str(device), "is not a device", "use 'cpu' or 'cuda'") from None
 
 
 def _choose_device(
     wanted: str | torch.device | None, topology: Topology, settings: CommSettings
 ) -> torch.device:
-    """One GPU for each rank, unless the caller names one."""
+    """Chooses one GPU per rank, unless the caller names a device."""
     ask_for_connections(topology.local_world_size if settings.share_gpus else 1)
     given = None if wanted is None else _parse_device(wanted)
     if given is not None and given.type != "cuda":
@@ -265,30 +287,23 @@ def _choose_device(
             raise ConfigError("device", str(given), f"there are {count} CUDA devices here")
         device = given
     else:
-        shared = topology.local_world_size > count and not has_gpu_of_its_own(topology)
-        if shared and settings.backend != "gloo" and not settings.share_gpus:
-            raise ConfigError(
-                "ranks of this node", topology.local_world_size,
-                f"it has {count} GPU(s), and NCCL needs one for each rank",
-                f'start {count}, or share GPUs with backend="gloo" or, under NVIDIA MPS, '
-                "share_gpus=True",
-            )  # fmt: skip
-        device = torch.device("cuda", topology.local_rank % count)
+        device = choose_gpu(topology, settings)
     torch.cuda.set_device(device)
     return device
 
 
 def topology_here() -> Topology:
-    """Returns the place of the context or else of the launcher's environment, unless an existing process
-    group contradicts it."""
+    """Returns the topology of the context, the launcher or an existing process group."""
     return current_topology(None if _current is None else _current.topology)
 
 
 def timeout_here() -> float:
+    """Returns the time limit of collectives."""
     return 600.0 if _current is None else _current.timeout_s
 
 
 def several_ranks(group: dist.ProcessGroup | None = None) -> bool:
+    """Returns True if the process group has several ranks."""
     return dist.is_initialized() and dist.get_world_size(group) > 1
 
 
@@ -302,8 +317,16 @@ def agree(
     facts: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """All ranks of the group continue, or all raise the same error: the first that a rank has, or a
-    difference of facts. A collective."""
+    """Raises the same error on all ranks of a group if any rank has one. A collective.
+
+    Args:
+        error: The error of this rank.
+        facts: Facts that must be equal on all ranks.
+        group: The ranks.
+
+    Raises:
+        PacelineError: The error of the first rank that has one, or a difference of facts.
+    """
     if not several_ranks(group):
         if error is not None:
             raise error
@@ -328,12 +351,15 @@ def agree(
 def agreed(
     facts: Callable[[], Mapping[str, Any]] = dict, group: dist.ProcessGroup | None = None
 ) -> Iterator[None]:
-    """All ranks of the group leave the block, or all raise the first error that a rank met in it, or a
-    difference of `facts`, which are asked for at its end. A collective: a rank that fails meets the
-    others all the same."""
-    met = None
+    """Raises the same error on all ranks of a group if the block fails on any rank. A collective.
+
+    Args:
+        facts: Returns facts at the end of the block that must be equal on all ranks.
+        group: The ranks.
+    """
+    own = None
     try:
         yield
     except PacelineError as error:
-        met = error
-    agree(met, facts() if met is None else None, group)
+        own = error
+    agree(own, facts() if own is None else None, group)

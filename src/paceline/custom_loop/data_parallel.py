@@ -1,9 +1,9 @@
 """`DataParallel`: DistributedDataParallel with the all-reduce algorithms of `paceline.comm`.
 
-It is a subclass of torch's DistributedDataParallel (DDP) and does not replace its reducer. DDP's hooks,
-buckets, unused-parameter search, `join` and overlap are the field's reference, and autocast, GradScaler
-and torch.compile are tested against them. What Paceline adds is what travels and how: `HybridAllReduce`
-as DDP's communication hook.
+It is a subclass of torch's DistributedDataParallel (DDP) and keeps its reducer. DDP's hooks, buckets,
+unused-parameter search, `join` and overlap are the reference, and autocast, GradScaler and torch.compile
+are tested against them. Paceline adds algorithms and wire formats: `HybridAllReduce` as DDP's
+communication hook.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
 from os import PathLike
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,76 +27,58 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils._pytree import tree_map_only
 
 from paceline.comm.hybrid import HybridAllReduce
-from paceline.comm.plan_choice import checked_table
-from paceline.comm.planned_transport import WireFormat
-from paceline.comm.process_groups import ProcessGroups
-from paceline.core.errors import CommError, ConfigError, PacelineError
+from paceline.core.errors import CommError, ConfigError
 from paceline.custom_loop.context import (
     agreed,
     release_on_close,
     several_ranks,
-    timeout_here,
     topology_here,
 )
-from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
-from paceline.plan.schedules import NATIVE, check_name
-from paceline.plan.size_table import SizeTable
+from paceline.custom_loop.ddp_exchange import Exchange
+from paceline.plan.plan_file import ModelFacts
+from paceline.plan.schedules import NATIVE
 
-# The arguments of the installed torch.
+# The signature in the installed torch.
 _DDP = inspect.signature(DistributedDataParallel)
 _PREFIX = "module."
-# Arguments that replace the communication hook or exchange beside it.
+# Arguments that use another communication hook or another exchange.
 _NO_HOOK = {
     "mixed_precision": "has a communication hook, which plan, wire or algorithm replace",
     "delay_all_reduce_named_params": "is exchanged without plan, wire and algorithm",
 }
-# Modules whose gradients are means over ranks when backward returns, with the wire format.
+# Wrapped modules with the wire format. After backward, their gradients are means over ranks.
 _wrapped: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def wire_of(module: nn.Module) -> str | None:
-    """The wire format of the `DataParallel` around `module`; None if there is none."""
+    """Returns the wire format of the `DataParallel` around `module`; None if there is none."""
     return _wrapped.get(module)
 
 
-class _Forward(partial[Any]):
-    """The bound `forward` of a `DataParallel`, with the signature of the wrapped module's."""
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.args[0].module.forward)
-
-
-class _ForwardMethod:
-    """Binds `_Forward`. Programs that read the signature of a model (Trainer of transformers selects
-    the columns of a data set by it) see that of the wrapped module."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __get__(self, model: nn.Module | None, owner: type) -> Callable[..., Any]:
-        return self.function if model is None else _Forward(self.function, model)
-
-
 class DataParallel(DistributedDataParallel):
-    """Trains `module` on all ranks: every backward pass leaves the mean gradients of all ranks.
+    """Trains a module on all ranks: every backward pass computes the mean gradients of all ranks.
 
     A subclass of DistributedDataParallel with its arguments and its contract: parameters and buffers of
     rank 0 at the start, buffers of rank 0 at each forward pass, gradients complete when `backward`
     returns, `no_sync()`, `join()`, `register_comm_hook()`, unused and ignored parameters, autocast and
-    GradScaler. In addition, the state dict has no `module.` prefix (one with it is loaded, too), other
-    attributes are those of the module, and a process without a process group computes alone.
+    GradScaler. In addition, the state dict has no `module.` prefix (state dicts with it can be loaded),
+    other attributes are those of the module, and a process without a process group computes alone.
+
+    Without `plan`, `wire` and `algorithm`, the backend's own all-reduce runs, with the same bits as DDP.
 
     Args:
-        module: on its device; its format and trained parameters do not change afterwards.
-        plan: a `plan.toml` of `paceline tune`: its table size → algorithm, and its wire format.
-        wire: format in which fp32 gradients travel: `fp32`, `fp16` or `bf16`; takes precedence over the
-            plan's. 16-bit gradients travel as they are.
-        algorithm: all-reduce algorithm for all sizes, such as `ring` or `hierarchical`.
-        *positional, **named: arguments of DistributedDataParallel. `gradient_as_bucket_view` is True by
-            default, and `device_ids` the GPU of the module.
+        module: The module on its device. Its format and trained parameters must not change later.
+        plan: A `plan.toml` of `paceline tune`, with a table of sizes and algorithms and a wire format.
+        wire: Format in which fp32 gradients are sent: `fp32`, `fp16` or `bf16`. Overrides that of the
+            plan. 16-bit gradients are sent unchanged.
+        algorithm: All-reduce algorithm for all sizes, such as `ring` or `hierarchical`.
+        *positional: Arguments of DistributedDataParallel.
+        **named: Arguments of DistributedDataParallel. The default of `gradient_as_bucket_view` is True,
+            and that of `device_ids` is the GPU of the module.
 
-    Without `plan`, `wire` and `algorithm` the backend's own all-reduce runs, with DDP's bits.
+    Raises:
+        ConfigError: If an argument is invalid or does not fit the cluster.
+        CommError: If there are several ranks but no process group.
 
     Example:
         >>> import torch
@@ -126,10 +105,10 @@ class DataParallel(DistributedDataParallel):
     ) -> None:
         given = _DDP.bind(module, *positional, **named).arguments
         group = _group(given)
-        # Without `init_sync` DDP's constructor is no collective.
+        # Without `init_sync`, DDP's constructor is not a collective.
         meets = given.get("init_sync", True)
         with agreed(lambda: _facts(exchange, given), group) if meets else nullcontext():
-            exchange = _Exchange.choose(plan, wire, algorithm)
+            exchange = Exchange.choose(plan, wire, algorithm)
             _check(exchange, given, group)
         given.setdefault("gradient_as_bucket_view", True)
         devices = {p.device for p in module.parameters()}
@@ -146,8 +125,10 @@ class DataParallel(DistributedDataParallel):
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
 
     def _compute_alone(self, module: nn.Module, device_ids: Any = None, **_: Any) -> None:
-        """Replaces DDP's constructor, which needs a process group. The other arguments say what ranks
-        exchange, and when."""
+        """Replaces DDP's constructor, which needs a process group.
+
+        Ignores the other arguments, which control the exchange.
+        """
         nn.Module.__init__(self)
         Joinable.__init__(self)
         self._alone = True
@@ -161,9 +142,11 @@ class DataParallel(DistributedDataParallel):
             release_on_close(self)
 
     def _connect(self) -> None:
-        """Registers the exchange as the communication hook before the first backward pass, not in the
-        constructor: a hook of the program's takes its place. A collective in a copy of a model, which one
-        rank alone may have made."""
+        """Registers the exchange as the communication hook before the first backward pass.
+
+        Not in the constructor, because a hook of the program replaces it. In a copy of a model, which one
+        rank alone may have created, this is a collective.
+        """
         self._hybrid = self._hybrid or self._exchange.create()
         super().register_comm_hook(self._hybrid, HybridAllReduce.ddp_hook)
 
@@ -171,9 +154,8 @@ class DataParallel(DistributedDataParallel):
     def _needs_hook(self) -> bool:
         return not (self._alone or self._exchange.is_native or self._comm_hooks)
 
-    @_ForwardMethod
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The module's outputs; on several ranks through DDP."""
+        """Returns the module's outputs; on several ranks through DDP."""
         trains = self.training and torch.is_grad_enabled()
         if self._alone:
             if trains and self._released:
@@ -194,21 +176,22 @@ class DataParallel(DistributedDataParallel):
 
     def _run_alone(self, *inputs: Any, **named: Any) -> Any:
         if self.device_ids:
-            device = torch.device(self.device_ids[0])  # to which DDP moves inputs, too
+            device = torch.device(self.device_ids[0])  # DDP moves inputs there, too
             inputs, named = tree_map_only(Tensor, lambda t: t.to(device), (inputs, named))
         return self.module(*inputs, **named)
 
     def join(self, *arguments: Any, **named: Any) -> AbstractContextManager[Any]:
-        """As in DDP, a context for ranks with different numbers of batches."""
+        """Returns DDP's context for ranks with different numbers of batches."""
         return nullcontext() if self._alone else super().join(*arguments, **named)
 
     def join_hook(self, **named: Any) -> Any:
+        """Returns DDP's join hook."""
         if self._needs_hook:
             self._connect()  # a rank without batches has no forward pass
         return super().join_hook(**named)  # type: ignore[no-untyped-call]
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
-        """Called by DDP on a rank that has no batches left."""
+        """Runs on a rank that has no batches left; called by DDP."""
         self._follow_join(present=False)
         super()._match_all_reduce_for_bwd_pass()  # type: ignore[no-untyped-call]
 
@@ -218,8 +201,18 @@ class DataParallel(DistributedDataParallel):
             self._hybrid.present = present if divides_by_present else None
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """As in DDP. Before the first training pass it replaces the exchange of `plan`, `wire` and
-        `algorithm`, with a warning."""
+        """Registers a hook, as DDP does.
+
+        Before the first training pass, it replaces the exchange of `plan`, `wire` and `algorithm`, with a
+        warning.
+
+        Args:
+            state: Passed to the hook.
+            hook: The hook.
+
+        Raises:
+            CommError: If there is no process group.
+        """
         if self._alone:
             raise CommError(
                 "a communication hook needs a process group",
@@ -230,13 +223,15 @@ class DataParallel(DistributedDataParallel):
             warnings.warn(f"{name} replaces plan, wire and algorithm", stacklevel=2)
             if self._hybrid is not None:
                 self._hybrid.close()
-            self._hybrid, self._exchange = None, _Exchange()
+            self._hybrid, self._exchange = None, Exchange()
             _wrapped[self.module] = self._exchange.wire
         super().register_comm_hook(state, hook)
 
     def release(self) -> None:
-        """Leaves the process groups; `Context.close` calls it. The model then computes alone, and refuses
-        to train."""
+        """Leaves the process groups. Afterwards the model can evaluate, but not train.
+
+        `Context.close` calls this method.
+        """
         if self._alone:
             return
         if self._hybrid is not None:
@@ -247,7 +242,7 @@ class DataParallel(DistributedDataParallel):
         self._alone = self._released = True
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without connections: a copy makes its own."""
+        """Returns the state without connections; a copy opens its own."""
         if self._alone:
             return dict(self.__dict__)
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
@@ -256,7 +251,7 @@ class DataParallel(DistributedDataParallel):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A model that was saved by several ranks computes alone if there is no process group."""
+        """Restores a model. Without a process group, it computes alone."""
         if state.get("_alone") or not dist.is_initialized():
             nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
             self._alone = True
@@ -265,12 +260,12 @@ class DataParallel(DistributedDataParallel):
         self._join_world()
 
     def state_dict(self, *args: Any, **named: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The module's own, without a prefix."""
-        found: dict[str, Any] = self.module.state_dict(*args, **named)
-        return found
+        """Returns the module's state dict, without a prefix."""
+        state: dict[str, Any] = self.module.state_dict(*args, **named)
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **named: Any) -> Any:
-        """Into the module, also from a state dict of DDP. All ranks load the same state."""
+        """Loads a state dict of the module or of DDP. All ranks must load the same state."""
         if _of_ddp(state_dict, self.module):
             # torch renames the entries and the versions of modules in place.
             renamed = OrderedDict(state_dict)
@@ -280,15 +275,17 @@ class DataParallel(DistributedDataParallel):
         return self.module.load_state_dict(state_dict, *args, **named)
 
     def named_parameters(self, *args: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Under the module's own names."""
+        """Yields parameters with the names of the module."""
         return self.module.named_parameters(*args, **named)
 
     def named_buffers(self, *args: Any, **named: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yields buffers with the names of the module."""
         return self.module.named_buffers(*args, **named)
 
     def named_modules(self, *args: Any, **named: Any) -> Iterator[tuple[str, nn.Module]]:
-        found: Iterator[tuple[str, nn.Module]] = self.module.named_modules(*args, **named)
-        return found
+        """Yields submodules with the names of the module."""
+        modules: Iterator[tuple[str, nn.Module]] = self.module.named_modules(*args, **named)
+        return modules
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -302,118 +299,34 @@ class DataParallel(DistributedDataParallel):
 
 def _of_ddp(keys: Iterable[str], module: nn.Module, prefix: str = "") -> bool:
     """Returns True if the entries of a state dict under `prefix` have the prefix of DDP."""
-    found = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
-    prefixed = bool(found) and all(key.startswith(_PREFIX) for key in found)
-    return prefixed and module.state_dict().keys().isdisjoint(found)
+    names = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
+    prefixed = bool(names) and all(name.startswith(_PREFIX) for name in names)
+    return prefixed and module.state_dict().keys().isdisjoint(names)
 
 
 def _add_prefix(model: DataParallel, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """For a `DataParallel` inside another module, which loads the entries of each submodule by path."""
+    """Adds DDP's prefix to the entries of a `DataParallel` inside another module, which loads by path."""
     if _of_ddp(state, model.module, prefix):
         return
     for key in [key for key in state if key.startswith(prefix)]:
         state[f"{prefix}{_PREFIX}{key.removeprefix(prefix)}"] = state.pop(key)
 
 
-@dataclass(frozen=True)
-class _Exchange:
-    """What travels and how; `file` says on which cluster its table was measured."""
-
-    table: SizeTable | None = None
-    wire: str = "float32"
-    file: PlanFile | None = None
-
-    @property
-    def is_native(self) -> bool:
-        return self.table is None and self.wire == "float32"
-
-    @classmethod
-    def choose(
-        cls, plan: str | PathLike[str] | None, wire: str | None, algorithm: str | None
-    ) -> _Exchange:
-        if wire is not None:
-            wire = _named_wire(wire)
-        if plan is None:
-            if algorithm is not None:
-                check_name(algorithm, "algorithm")
-            native = algorithm in (None, NATIVE)
-            table = None if native else SizeTable.single(str(algorithm))
-            return cls(table, wire or "float32")
-        if algorithm is not None:
-            raise ConfigError(
-                "algorithm", algorithm, f"but plan = {str(plan)!r} decides it",
-                "leave one of the two out",
-            )  # fmt: skip
-        file = PlanFile.read(Path(plan), "plan")
-        return cls(_table(file), wire or _planned_wire(file), file)
-
-    def create(self) -> HybridAllReduce:
-        """A collective."""
-        groups = ProcessGroups(topology_here(), timeout_s=timeout_here())
-        try:
-            problem = self._problem(ClusterFacts(groups.world_size, len(groups.layout.groups)))
-            # On all ranks: none may close its connections while another still opens them.
-            groups.check_same({"the plan": str(problem or "fits")})
-            if problem is not None:
-                raise problem
-            return HybridAllReduce(groups, self.table or SizeTable.single(NATIVE), self.wire)
-        except PacelineError:
-            groups.close()
-            raise
-
-    def _problem(self, here: ClusterFacts) -> PacelineError | None:
-        """Why the plan does not fit this cluster."""
-        if self.file is not None and self.file.sizes is not None:
-            try:
-                checked_table(self.file, here, "plan")
-            except PacelineError as error:
-                return error
-        return None
-
-
-def _named_wire(wire: str) -> str:
-    try:
-        return WireFormat.named(wire).name
-    except ConfigError as error:
-        raise ConfigError("wire", wire, "unknown format", error.remedy) from None
-
-
-def _table(file: PlanFile) -> SizeTable:
-    """The table of sizes; without one, the algorithm that all buckets of the plan have in common."""
-    if file.sizes is not None:
-        return file.sizes
-    names = {bucket.algorithm for bucket in file.fusion.buckets} if file.fusion else set()
-    if len(names) != 1:
-        raise ConfigError("plan", file.path, "has no table of sizes", "make it with paceline tune")
-    return SizeTable.single(names.pop())
-
-
-def _planned_wire(file: PlanFile) -> str:
-    wires = {bucket.wire for bucket in file.fusion.buckets} if file.fusion else {"auto"}
-    if len(wires) > 1:
-        raise ConfigError(
-            "plan", file.path, f"has buckets of several wire formats ({', '.join(sorted(wires))})",
-            "choose one with wire=",
-        )  # fmt: skip
-    wire = wires.pop()
-    return "float32" if wire == "auto" else wire
-
-
 def _group(given: Mapping[str, Any]) -> dist.ProcessGroup | None:
-    """The process group that DDP will use; None without one."""
+    """Returns the process group that DDP will use; None if there is none."""
     mesh = given.get("device_mesh")
     if mesh is not None and mesh.ndim == 1:
-        found: dist.ProcessGroup = mesh.get_group(mesh_dim=0)
-        return found
+        group: dist.ProcessGroup = mesh.get_group(mesh_dim=0)
+        return group
     default = dist.group.WORLD if dist.is_initialized() else None
     return given.get("process_group") or default
 
 
-def _check(exchange: _Exchange, given: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
+def _check(exchange: Exchange, given: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
     module = given["module"]
     name = type(module).__name__
     if isinstance(module, DistributedDataParallel):
-        raise ConfigError("module", name, "is wrapped already", "wrap it once")
+        raise ConfigError("module", name, "is already wrapped", "wrap it once")
     if any(isinstance(p, UninitializedParameter) for p in module.parameters()):
         raise ConfigError("module", name, "has parameters without a shape",
                           "run one forward pass first")  # fmt: skip
@@ -440,7 +353,7 @@ def _check(exchange: _Exchange, given: Mapping[str, Any], group: dist.ProcessGro
 
 
 def _check_hook(given: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Refuses what does not work with the communication hook of an exchange."""
+    """Refuses arguments that do not work with the communication hook of an exchange."""
     for argument, reason in _NO_HOOK.items():
         if given.get(argument) is not None:
             raise ConfigError(argument, None, reason, "leave out plan, wire and algorithm")
@@ -449,7 +362,7 @@ def _check_hook(given: Mapping[str, Any], group: dist.ProcessGroup | None) -> No
                           "leave them out, or use the default group")  # fmt: skip
 
 
-def _facts(exchange: _Exchange, given: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(exchange: Exchange, given: Mapping[str, Any]) -> dict[str, Any]:
     table = exchange.table.to_table() if exchange.table else NATIVE
     return {
         "the trained parameters": trained_parameters(given["module"]),
@@ -459,8 +372,10 @@ def _facts(exchange: _Exchange, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trained_parameters(module: nn.Module) -> str:
-    """Equal if the names and sizes of all trained parameters are. Ranks may differ in parameters that
-    DDP ignores."""
+    """Returns a text that is equal if the names and sizes of all trained parameters are equal.
+
+    Ignores parameters that DDP ignores, which may differ between ranks.
+    """
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     trained = (
         (name, p.numel())

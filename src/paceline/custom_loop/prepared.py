@@ -1,8 +1,8 @@
-"""`prepare`: half-precision weights with fp32 masters and a dynamic loss scale, for an own loop.
+"""`prepare`: half-precision weights with fp32 masters and a dynamic loss scale, for a custom loop.
 
-In: a model and an optimizer. Out: `Prepared`, whose `backward` scales the loss and whose `step` unscales,
-skips the update on all ranks alike where a gradient is not finite, and updates masters and weights. All
-decisions are made on the device; nothing waits for it.
+`Prepared.backward` scales the loss. `Prepared.step` unscales the gradients and updates masters and
+weights. If a gradient is not finite, all ranks skip the update. The device makes all decisions, so
+nothing waits for it.
 """
 
 from __future__ import annotations
@@ -30,27 +30,29 @@ from paceline.train.step_parts import create_master_optimizer
 from paceline.train.weights import full_state
 
 _SCALE_FIELDS = {f.name for f in fields(PrecisionSettings) if f.name.startswith("loss_scale")}
-# Settings of `[optim]` that are not arguments of their own; an own loop makes the schedule itself.
+# Settings of `[optim]` that `prepare` accepts as `**arguments`. The schedule belongs to the loop.
 _SHARED_FIELDS = {
     "arguments", "decay_bias_norm", "fused", "layer_decay", "momentum", "nesterov",
 }  # fmt: skip
 
 
 class Prepared:
-    """A model with its optimizer and loss scale; `prepare` creates it.
+    """A model with its optimizer and loss scale. `prepare` creates it.
 
-    `model` computes in `precision` (`fp16`, `bf16` or `fp32`). `optimizer` holds the fp32 masters, and
-    learning-rate schedulers of torch.optim accept it. `overflow` is a tensor on the device, 1 if the last
-    step was skipped.
+    Attributes:
+        model: The model, which computes in `precision`.
+        optimizer: The optimizer with the fp32 masters. Schedulers of torch.optim accept it.
+        overflow: A tensor on the device: 1 if the last step was skipped.
 
-    >>> import torch
-    >>> prepared = prepare(torch.nn.Linear(4, 2), "sgd", lr=0.1)
-    >>> with prepared.autocast():
-    ...     loss = prepared.model(torch.ones(3, 4)).float().square().mean()
-    >>> prepared.backward(loss)
-    >>> prepared.step()
-    >>> prepared.precision, prepared.lr, prepared.skipped_steps
-    ('fp32', 0.1, 0)
+    Example:
+        >>> import torch
+        >>> prepared = prepare(torch.nn.Linear(4, 2), "sgd", lr=0.1)
+        >>> with prepared.autocast():
+        ...     loss = prepared.model(torch.ones(3, 4)).float().square().mean()
+        >>> prepared.backward(loss)
+        >>> prepared.step()
+        >>> prepared.precision, prepared.lr, prepared.skipped_steps
+        ('fp32', 0.1, 0)
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class Prepared:
     ) -> None:
         self.model = model
         self.optimizer: Optimizer = optimizer
-        # The same with its masters and switches.
+        # The same object, typed for access to its masters and flags.
         self._masters: Any = optimizer
         self._clip_norm = clip_norm
         self.overflow = torch.zeros((), device=policy.device)
@@ -75,11 +77,12 @@ class Prepared:
 
     @property
     def precision(self) -> str:
+        """`fp16`, `bf16` or `fp32`."""
         return self._policy.name
 
     @property
     def lr(self) -> float:
-        """Of all parameter groups, before their `lr_scale`; assign to it to follow a schedule."""
+        """The learning rate, before each group's `lr_scale`. Assign to it to follow a schedule."""
         groups = self.optimizer.param_groups
         group = next((group for group in groups if group.get("lr_scale", 1.0)), groups[0])
         return float(group["lr"]) / (group.get("lr_scale", 1.0) or 1.0)
@@ -90,44 +93,44 @@ class Prepared:
 
     @property
     def loss_scale(self) -> float:
-        """Current factor of the loss. Waits for the device."""
+        """The current factor of the loss. Waits for the device."""
         return float(self._scale.value)
 
     @property
     def skipped_steps(self) -> int:
-        """Steps without an update because a gradient was not finite. Waits for the device."""
+        """Number of steps without an update because of a non-finite gradient. Waits for the device."""
         return int(self._skipped)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Context of the forward pass; in fp32 it does nothing."""
+        """Returns the context of the forward pass; in fp32 it does nothing."""
         return self._policy.compute()
 
     def backward(self, loss: Tensor) -> None:
-        """Backward pass of the scaled loss. Several calls before `step` accumulate."""
+        """Runs the backward pass of the scaled loss. Several calls before `step` accumulate."""
         self._follow_wire()
         (loss.float() * self._scale.value).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
         """Updates masters and weights, adjusts the loss scale, and clears the gradients.
 
-        If a gradient is not finite, nothing but the loss scale changes, on every rank alike.
-        `DataParallel` has left the same gradients on all ranks; without it the ranks agree on a flag,
-        and this call is a collective.
+        If a gradient is not finite, only the loss scale changes, on all ranks. With `DataParallel`, all
+        ranks have the same gradients. Without it, the ranks agree on a flag, and this call is a
+        collective.
         """
         optimizer, scale = self._masters, self._scale
         optimizer.grad_scale = self._divisor()
         optimizer.found_inf = self._agreed_overflow()
         optimizer.step()
-        found = optimizer.overflow
+        overflow = optimizer.overflow
         if optimizer.found_inf is not None:
-            found = torch.maximum(found, optimizer.found_inf)
-        self.overflow.copy_(found)
-        self._skipped.add_(found.to(torch.int64))
+            overflow = torch.maximum(overflow, optimizer.found_inf)
+        self.overflow.copy_(overflow)
+        self._skipped.add_(overflow.to(torch.int64))
         scale.update(self.overflow, self._free)
         optimizer.zero_grad(set_to_none=True)
 
     def _divisor(self) -> Tensor:
-        """What gradients are divided by: the loss scale, and more where their norm exceeds the limit."""
+        """Returns the divisor of the gradients: the loss scale, increased if their norm is too large."""
         scale = self._scale.value
         if not self._clip_norm:
             return scale
@@ -139,12 +142,12 @@ class Prepared:
         if not norms:
             return scale
         norm = torch.linalg.vector_norm(torch.stack(norms)) / scale
-        # A norm that is not finite is left to the finite check.
+        # The finite check handles a norm that is not finite.
         over = torch.where(torch.isfinite(norm), (norm / self._clip_norm).clamp(min=1.0), 1.0)
         return scale * over
 
     def _agreed_overflow(self) -> Tensor | None:
-        """Whether some rank has a gradient that is not finite; None where all ranks have the same."""
+        """Returns a flag for a non-finite gradient on any rank; None if ranks have equal gradients."""
         if not several_ranks() or wire_of(self.model) is not None:
             return None
         flag = torch.zeros((), device=self._policy.device)
@@ -156,7 +159,7 @@ class Prepared:
         return flag
 
     def _follow_wire(self) -> None:
-        """Gradients that travel in fp16 need a loss scale whatever the model computes in."""
+        """Makes the loss scale dynamic if gradients are exchanged in fp16, which any precision needs."""
         if self._scale.dynamic:
             return
         if wire_of(self.model) == "float16" and several_ranks():
@@ -167,11 +170,14 @@ class Prepared:
             yield from group["params"]
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The model's state dict in fp32, with the masters in place of half-precision weights."""
+        """Returns the model's state dict in fp32, with masters instead of half-precision weights."""
         return full_state(self.model, self._masters)
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, buffers, masters, momenta and loss scale: everything that the next step depends on."""
+        """Returns everything that the next step depends on.
+
+        These are weights, buffers, masters, momenta and the loss scale.
+        """
         return {
             "precision": self.precision,
             "model": self.model.state_dict(),
@@ -181,7 +187,14 @@ class Prepared:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores bit for bit what `state_dict` of the same model, optimizer and precision returned."""
+        """Restores a state bit for bit.
+
+        Args:
+            state: The result of `state_dict` with the same model, optimizer and precision.
+
+        Raises:
+            CheckpointError: If the precision differs.
+        """
         if state["precision"] != self.precision:
             raise CheckpointError(
                 f"precision is {state['precision']} in the saved state and {self.precision} here",
@@ -204,23 +217,28 @@ def prepare(
     clip_norm: float = 0.0,
     **arguments: Any,
 ) -> Prepared:
-    """Rounds the weights of convolutions and linear layers to half precision and creates the optimizer on
-    fp32 masters, which keep the weights as they are now.
+    """Rounds matrix weights to half precision and creates an optimizer with fp32 masters.
 
-    Biases and normalization stay fp32, without weight decay and, with LARS, without adaptation. On
-    several ranks all start from rank 0's weights and buffers. Prepare first, then wrap:
-    `model = DataParallel(prepared.model)`.
+    The masters have the weights before rounding. Biases and normalization stay fp32, without weight decay
+    and, with LARS, without adaptation. On several ranks, all start with rank 0's weights and buffers.
+    Prepare first, then wrap: `model = DataParallel(prepared.model)`.
 
     Args:
-        module: on its device.
-        optimizer: a name, such as `sgd`, `lars` or `muon`, or one of Paceline's optimizers on the
-            parameters of `module`. An optimizer without masters for half-precision weights is refused.
-        lr: learning rate; only with a name.
-        precision: `fp16`, `bf16`, `fp32`, or `auto`: fp16 on a GPU, fp32 elsewhere.
-        weight_decay: only with a name; 1e-4 by default.
-        clip_norm: largest norm of all gradients together; 0 clips nothing.
-        **arguments: further settings of `[optim]`, such as `momentum`, those of the optimizer, such as
-            `trust_coefficient`, and those of `[precision]` that begin with `loss_scale`.
+        module: The module on its device.
+        optimizer: A name, such as `sgd`, `lars` or `muon`, or one of Paceline's optimizers with the
+            parameters of `module`. Optimizers without masters for half-precision weights are refused.
+        lr: Learning rate; only with a name.
+        precision: `fp16`, `bf16`, `fp32`, or `auto`: fp16 on a GPU, fp32 on a CPU.
+        weight_decay: Weight decay; only with a name. The default is 1e-4.
+        clip_norm: Largest norm of all gradients together; 0 is off.
+        **arguments: Further settings of `[optim]`, such as `momentum`, of the optimizer, such as
+            `trust_coefficient`, and settings of `[precision]` that begin with `loss_scale`.
+
+    Returns:
+        The model with its optimizer and loss scale.
+
+    Raises:
+        ConfigError: If an argument is invalid.
 
     Example:
         >>> import torch
@@ -250,7 +268,7 @@ def _prepare(
 ) -> Prepared:  # fmt: skip
     if isinstance(module, DistributedDataParallel):
         raise ConfigError(
-            "module", type(module).__name__, "prepare changes formats that it has recorded",
+            "module", type(module).__name__, "is already wrapped, and prepare changes formats",
             "prepare the module first, then wrap prepared.model",
         )  # fmt: skip
     device = _device(module)
@@ -311,13 +329,13 @@ def _device(module: nn.Module) -> torch.device:
     devices = {p.device for p in module.parameters() if p.requires_grad}
     if len(devices) != 1:
         where = ", ".join(sorted(str(d) for d in devices)) or "no device: nothing is trained"
-        raise ConfigError("module", type(module).__name__, f"its trained parameters lie on {where}",
+        raise ConfigError("module", type(module).__name__, f"its trained parameters are on {where}",
                           "move it to one device first")  # fmt: skip
     return devices.pop()
 
 
 def _adopt(module: nn.Module, optimizer: Any, policy: Policy) -> Any:
-    """Rounds the weights under an optimizer that exists; its masters keep them as they are."""
+    """Rounds the weights of an existing optimizer, whose masters keep the weights before rounding."""
     kind = type(optimizer).__name__
     if not hasattr(optimizer, "masters"):
         if policy.is_half:
@@ -350,7 +368,7 @@ def _adopt(module: nn.Module, optimizer: Any, policy: Policy) -> Any:
 
 @torch.no_grad()
 def _broadcast(made: Prepared) -> None:
-    """Rank 0's weights, masters and buffers, on every rank."""
+    """Copies rank 0's weights, masters and buffers to all ranks."""
     masters = made._masters.masters()
     weights = [*made.model.parameters(), *made.model.buffers()]
     own = {id(p) for p in weights}

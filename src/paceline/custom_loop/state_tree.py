@@ -1,6 +1,6 @@
-"""State dicts as trees that `torch.load(weights_only=True)` reads: plain values and tensors.
+"""State dicts as trees of plain values and tensors, which `torch.load(weights_only=True)` reads.
 
-Marked tables stand for NumPy values, and for tensors that another rank's file holds.
+Marked dictionaries represent NumPy values, and tensors that the file of rank 0 contains.
 """
 
 from __future__ import annotations
@@ -21,10 +21,18 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 def encoded(value: Any, where: str) -> Any:
-    """With tables for NumPy values. CheckpointError for what cannot be read without executing code."""
+    """Converts a state to a tree.
+
+    Args:
+        value: The state.
+        where: Its place, for messages.
+
+    Raises:
+        CheckpointError: If a value cannot be read back without executing code.
+    """
     if isinstance(value, Tensor):
         tensor = value.detach()
-        # A view would be written with all of its storage.
+        # torch.save writes the whole storage of a view.
         whole = tensor.layout != torch.strided or tensor.untyped_storage().nbytes() == tensor.nbytes
         return tensor if whole else tensor.clone()
     if isinstance(value, np.ndarray | np.generic):
@@ -47,7 +55,7 @@ def encoded(value: Any, where: str) -> Any:
 
 
 def _like(table: Any, items: dict[Any, Any]) -> Any:
-    """Of the same type; a module's state dict keeps the versions of its parts."""
+    """Returns a dictionary of the same type; a module's state dict keeps the versions of its parts."""
     made = type(table)(items)
     if isinstance(made, OrderedDict) and hasattr(table, "_metadata"):
         vars(made)["_metadata"] = table._metadata
@@ -64,7 +72,7 @@ def _key(key: Any, where: str) -> Any:
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The tree with each tensor replaced, in order."""
+    """Returns the tree with `change(tensor)` instead of each tensor, in order."""
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, dict):
@@ -75,21 +83,24 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(tree, found.append)
-    return found
+    """Returns all tensors of a tree, in order."""
+    tensors: list[Tensor] = []
+    map_tensors(tree, tensors.append)
+    return tensors
 
 
 def reference(tensor: Tensor, shared: Mapping[str, int]) -> Any:
+    """Returns a reference to an equal tensor of rank 0, or the tensor if there is none."""
     number = shared.get(content_hash(tensor))
     return tensor if number is None else {_MARK: "shared", "value": number}
 
 
 def decoded(tree: Any, shared: list[Tensor]) -> Any:
+    """Converts a tree back to a state. `shared` has the tensors of rank 0."""
     if isinstance(tree, dict):
         kind = tree.get(_MARK)
         if kind == "shared":
-            # Equal tensors share a number, and must not share memory.
+            # Equal tensors have one number, but must not share memory.
             return shared[tree["value"]].clone()
         if kind in ("array", "scalar"):
             array = decoded(tree["value"], shared).numpy()

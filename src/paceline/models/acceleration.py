@@ -8,7 +8,6 @@ model's parameters and buffers and leaves the model as it is: evaluation, checkp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -46,12 +45,9 @@ class AccelerationContext:
 
 
 class TrialPass(Protocol):
-    """A forward and backward pass with `forward`, inside `guard`, that leaves no trace. Raises the
-    errors of a first step."""
+    """A forward and backward pass that changes nothing. Raises the errors of a first step."""
 
-    def __call__(
-        self, forward: Forward, guard: AbstractContextManager[None] | None = None
-    ) -> object: ...
+    def __call__(self, forward: Forward) -> object: ...
 
 
 class Ranks(Protocol):

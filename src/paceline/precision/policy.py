@@ -1,5 +1,4 @@
-"""`Policy`, the number format of a model, and `LossScale`, which keeps fp16 gradients from
-underflowing.
+"""`Policy`, the number format of a model, and `LossScale`, which prevents underflow of fp16 gradients.
 
 Convolutions and linear layers hold half-precision weights; biases and normalization keep fp32
 parameters. The optimizer holds the fp32 master weights.
@@ -24,7 +23,13 @@ _MATRIX_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass(frozen=True)
 class Policy:
-    """`dtype` is the format of activations, matrix weights and their gradients."""
+    """The number format of a model.
+
+    Attributes:
+        name: `fp16`, `bf16` or `fp32`.
+        dtype: Format of activations, matrix weights and their gradients.
+        device: The device.
+    """
 
     name: str
     dtype: torch.dtype
@@ -32,46 +37,58 @@ class Policy:
 
     @property
     def is_half(self) -> bool:
+        """True for fp16 and bf16."""
         return self.dtype != torch.float32
 
     @property
     def scales_loss(self) -> bool:
-        """Small gradients underflow in fp16; bf16 and fp32 have enough exponent bits."""
+        """True for fp16, in which small gradients underflow; bf16 and fp32 have enough exponent bits."""
         return self.dtype == torch.float16
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Rounds the matrix weights in place; weights shared between layers stay shared."""
+        """Rounds the matrix weights in place. Weights shared between layers stay shared."""
         if self.is_half:
             for weight in matrix_weights(model):
                 weight.data = weight.data.to(self.dtype)
         return model
 
     def compute(self) -> AbstractContextManager[object]:
-        """Context of forward passes: casts inputs and biases, and computes losses in fp32."""
+        """Returns the context of forward passes: casts inputs and biases, computes losses in fp32."""
         if not self.is_half:
             return nullcontext()
-        # Without the cache: a captured graph must repeat the casts, because parameters change.
+        # Without the cache, because a captured graph must repeat the casts of changed parameters.
         return torch.autocast(self.device.type, self.dtype, cache_enabled=False)
 
 
 def matrix_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Weights that are computed with, and exchanged, in half precision; shared ones once.
+    """Returns the weights that have half precision in computation and exchange; shared ones once.
 
     A parametrized weight (`weight_norm`, `spectral_norm`) is computed from parameters that stay fp32,
     and autocast rounds the result.
     """
-    found: dict[int, nn.Parameter] = {}
+    weights: dict[int, nn.Parameter] = {}
     for module in model.modules():
         if isinstance(module, _MATRIX_LAYERS):
             # Not `module.weight`: reading a weight of `spectral_norm` changes its buffers.
             weight = module._parameters.get("weight")
             if weight is not None:
-                found.setdefault(id(weight), weight)
-    return list(found.values())
+                weights.setdefault(id(weight), weight)
+    return list(weights.values())
 
 
 def choose_policy(settings: PrecisionSettings, device: torch.device) -> Policy:
-    """Raises ConfigError for a format that the device cannot compute in."""
+    """Chooses the number format.
+
+    Args:
+        settings: The settings.
+        device: The device.
+
+    Returns:
+        The format: for `auto`, fp16 on a GPU and fp32 on a CPU.
+
+    Raises:
+        ConfigError: If the device cannot compute in the format.
+    """
     name = settings.amp_dtype
     if name == "auto":
         name = "fp16" if device.type == "cuda" else "fp32"
@@ -87,13 +104,13 @@ def choose_policy(settings: PrecisionSettings, device: torch.device) -> Policy:
 
 
 def allow_tf32(settings: PrecisionSettings) -> None:
-    """Sets torch's global switches."""
+    """Sets torch's global switches for TF32."""
     torch.backends.cuda.matmul.allow_tf32 = settings.tf32
     torch.backends.cudnn.allow_tf32 = settings.tf32
 
 
 def _problem(dtype: torch.dtype, device: torch.device) -> str:
-    """Tries one small convolution, forward and backward, instead of listing device capabilities."""
+    """Returns the reason why a small convolution, forward and backward, fails; "" if it works."""
     try:
         image = torch.ones(2, 4, 4, 4, dtype=dtype, device=device)
         weight = torch.ones(4, 4, 3, 3, dtype=dtype, device=device, requires_grad=True)
@@ -105,19 +122,24 @@ def _problem(dtype: torch.dtype, device: torch.device) -> str:
 
 
 class LossScale:
-    """Dynamic if the policy needs a scale, else 1.
+    """The factor of the loss: dynamic if the policy needs a scale, else 1.
 
-    The scale is updated on the device from a flag that is equal on all ranks, without
-    synchronization. A step over fewer samples than the global batch divides its loss by fewer
-    samples, so each sample's gradient is larger than in a full step; `step_value` is the scale
-    divided by a power of two that compensates for it.
+    The device updates the scale from a flag that is equal on all ranks, without synchronization. A step
+    with fewer samples than the global batch divides its loss by fewer samples, so the gradient of each
+    sample is larger than in a full step. `step_value` is the scale divided by a power of two that
+    compensates for this.
     """
 
     def __init__(
         self, policy: Policy, settings: PrecisionSettings, *, fp16_travels: bool = False
     ) -> None:
-        """`fp16_travels`: gradients are exchanged in fp16, which has the same small range as
-        computing in it."""
+        """Creates the scale.
+
+        Args:
+            policy: The number format.
+            settings: The settings.
+            fp16_travels: True if gradients are exchanged in fp16, so that they can underflow there.
+        """
         scales = policy.scales_loss or fp16_travels
         self.dynamic = scales
         start = settings.loss_scale_init if scales else 1.0
@@ -129,18 +151,25 @@ class LossScale:
         self._quiet_steps = torch.zeros((), device=policy.device)
 
     def begin_step(self, samples: int, global_batch: int) -> None:
-        """Sets `step_value` for a step over `samples` samples of all ranks.
+        """Sets `step_value` for a step.
 
-        The divisor is the smallest power of two that makes `samples` times it at least
-        `global_batch`. A power of two scales without rounding, so the update keeps its bits unless a
-        gradient over- or underflows.
+        The divisor is the smallest power of two d with samples · d ≥ global_batch. A power of two scales
+        without rounding, so the update keeps its bits unless a gradient over- or underflows.
+
+        Args:
+            samples: Samples of the step on all ranks.
+            global_batch: Samples of a full step.
         """
         missing = -(-global_batch // samples) - 1
         torch.mul(self.value, 2.0 ** -missing.bit_length(), out=self.step_value)
 
     def update(self, overflow: Tensor, hold: Tensor) -> None:
-        """Halves after an overflow, doubles after `SCALE_INTERVAL` steps without; no change while
-        `hold` is set."""
+        """Halves the scale after an overflow, and doubles it after `SCALE_INTERVAL` steps without one.
+
+        Args:
+            overflow: Flag on the device, equal on all ranks.
+            hold: Flag on the device; if set, the scale does not change.
+        """
         if not self.dynamic:
             return
         bad, free = overflow > 0, hold == 0
@@ -153,14 +182,16 @@ class LossScale:
         self._quiet_steps.copy_(torch.where(free, restart, self._quiet_steps))
 
     def describe(self) -> str:
+        """Returns a description for the start of the run."""
         return f"dynamic, from {float(self.value):g}" if self.dynamic else "none"
 
     def state(self) -> dict[str, float]:
+        """Returns the state for a checkpoint."""
         quiet = float(self._quiet_steps) if self.dynamic else -1.0
         return {"scale": float(self.value), "quiet_steps": quiet}
 
     def restore(self, state: dict[str, float]) -> None:
-        """A dynamic scale ignores the state of a run without one."""
+        """Restores the state. A dynamic scale ignores the state of a run without one."""
         if self.dynamic and state["quiet_steps"] >= 0:
             self.value.fill_(min(max(state["scale"], self.floor), self.ceiling))
             self._quiet_steps.fill_(state["quiet_steps"])

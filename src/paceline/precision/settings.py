@@ -20,7 +20,7 @@ class PrecisionSettings:
     tf32: bool = True
     """Allow TF32 for fp32 matrix products and convolutions on a GPU."""
     loss_scale_init: float = 65536.0
-    """Initial loss scale of fp16; it then changes with overflows."""
+    """Initial loss scale of fp16, which changes during the run."""
 
     # Bounds of the loss scale. An overflow at the lowest one ends the run as diverged.
     LOWEST_SCALE: ClassVar[float] = 1.0
@@ -34,6 +34,6 @@ class PrecisionSettings:
         if not self.LOWEST_SCALE <= self.loss_scale_init <= self.HIGHEST_SCALE:
             raise check.error(
                 "loss_scale_init",
-                f"must lie between {self.LOWEST_SCALE:g} and {self.HIGHEST_SCALE:g}",
+                f"must be between {self.LOWEST_SCALE:g} and {self.HIGHEST_SCALE:g}",
                 "65536 is usual",
             )

@@ -1,4 +1,4 @@
-"""Running statistics of batch norm: of each rank, and their average over ranks."""
+"""Running statistics of batch norm: those of each rank, and their average over ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from paceline.comm.group import Group
 
 
 class BatchNormState:
-    """Running statistics of batch norm, each rank's own, in one flat buffer: row 0 of `flat` holds all
-    running means, row 1 all variances.
+    """The running statistics of this rank in one flat buffer.
 
     The average over N ranks treats their statistics as those of N equal parts of one population: the
     mean of the means, and the mean of the variances plus the variance of the means.
 
-    `kept` and `kept_tracked` are what a step may change, a checkpoint has and the layers use. A subclass
-    may keep several rows.
+    Attributes:
+        flat: Running means of all layers (row 0) and running variances (row 1). The layers use views.
+        tracked: Number of batches of each layer.
+        kept: Statistics that a step may change and a checkpoint contains: `flat`, or in a subclass
+            several rows.
+        kept_tracked: The same for `tracked`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,7 +34,7 @@ class BatchNormState:
         ]
         self.names = [name for name, _ in layers]
         self.widths = [layer.num_features for _, layer in layers]
-        # Also without any such layer: a step combines these with flags on the model's device.
+        # Needed without such layers, too: a step combines these with flags on the model's device.
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.flat = torch.zeros(2, sum(self.widths), device=device)
         self.tracked = torch.zeros(len(layers), dtype=torch.int64, device=device)
@@ -42,59 +45,61 @@ class BatchNormState:
             assert layer.running_var is not None
             self.flat[0, start:stop] = layer.running_mean
             self.flat[1, start:stop] = layer.running_var
-            # `.data` gives each view its own version counter. Otherwise autograd would take the
-            # update of one layer, which torch.compile makes visible, for a change of what another
-            # layer saved.
+            # `.data` gives each view its own version counter. Otherwise autograd would report the
+            # update of one layer, which torch.compile makes visible, as a change of a tensor that
+            # another layer saved.
             layer.running_mean, layer.running_var = (
                 self.flat[0, start:stop].data,
                 self.flat[1, start:stop].data,
             )
-            if layer.num_batches_tracked is not None:  # of pretrained weights
+            if layer.num_batches_tracked is not None:  # not 0 in pretrained weights
                 self.tracked[number] = layer.num_batches_tracked
             layer.num_batches_tracked = self.tracked[number]
             start = stop
         self.keep(self.flat, self.tracked)
 
     def keep(self, flat: Tensor, tracked: Tensor) -> None:
-        """Makes these what lasts from step to step."""
+        """Sets the statistics that last from step to step."""
         self.kept, self.kept_tracked = flat, tracked
         self._flat_before, self._tracked_before = flat.clone(), tracked.clone()
 
     @property
     def saved_tracked(self) -> Tensor:
-        """Batches that each layer has seen, on rank 0."""
+        """Number of batches of each layer for the checkpoint, on rank 0."""
         return self.kept_tracked
 
     def keys(self) -> frozenset[str]:
-        """The keys of the statistics in the model's state dict."""
+        """Returns the keys of the statistics in the model's state dict."""
         parts = ("running_mean", "running_var", "num_batches_tracked")
         return frozenset(
             f"{name}.{part}" if name else part for name in self.names for part in parts
         )
 
     def remember(self) -> None:
-        """Keeps the statistics before a step that may be skipped or stopped."""
+        """Copies the statistics before a step that may be skipped or stopped."""
         self._flat_before.copy_(self.kept)
         self._tracked_before.copy_(self.kept_tracked)
 
     def roll_back(self) -> None:
-        """Restores what `remember` kept."""
+        """Restores the copies of `remember`."""
         self.kept.copy_(self._flat_before)
         self.kept_tracked.copy_(self._tracked_before)
 
     def discard_if(self, flag: Tensor) -> None:
-        """Restores what `remember` kept if the flag on the device is set, so that a NaN in one batch
-        does not stay in the statistics. Does not synchronize with the device."""
+        """Restores the copies of `remember` if the flag on the device is set.
+
+        A NaN in one batch then does not stay in the statistics. Does not synchronize with the device.
+        """
         self.kept.copy_(torch.where(flag > 0, self._flat_before, self.kept))
         self.kept_tracked.copy_(torch.where(flag > 0, self._tracked_before, self.kept_tracked))
 
     def average(self, group: Group) -> Tensor:
-        """The average over ranks, bit-identical on all of them."""
+        """Returns the average over ranks, bit-identical on all of them."""
         return average_over_ranks(self.flat, group)
 
     @contextmanager
     def averaged(self, group: Group) -> Iterator[None]:
-        """Inside the context the model holds the average over ranks."""
+        """Gives the model the average over ranks inside the context."""
         own = self.flat.clone()
         self.flat.copy_(self.average(group))
         try:
@@ -103,25 +108,35 @@ class BatchNormState:
             self.flat.copy_(own)
 
     def rows(self, group: Group, *, average: bool = False) -> Tensor | None:
-        """The statistics of all ranks, [ranks, 2, width], on rank 0; see `gather_rows`."""
+        """Gathers `kept` of all ranks on rank 0; see `gather_rows`."""
         return self.gather(self.kept, group, average=average)
 
     def gather(self, kept: Tensor, group: Group, *, average: bool = False) -> Tensor | None:
-        """What every rank holds in the form of `kept`, on rank 0; see `gather_rows`."""
+        """Gathers a tensor of the shape of `kept` on rank 0; see `gather_rows`."""
         return gather_rows(kept, group, average=average)
 
     def restore(self, rows: Tensor, tracked: Tensor, group: Group) -> None:
+        """Restores the statistics of a checkpoint."""
         self.kept.copy_(self.own_rows(rows, group))
         self.kept_tracked.copy_(tracked.to(self.tracked.device))
 
     def own_rows(self, rows: Tensor, group: Group) -> Tensor:
-        """Of `[ranks, 2, width]`, this rank's row; the average if the number of ranks has changed."""
+        """Returns this rank's row of `[ranks, 2, width]`, or the average if the ranks have changed."""
         return rows[group.rank] if rows.shape[0] == group.world_size else pool(rows)
 
 
 def gather_rows(flat: Tensor, group: Group, *, average: bool) -> Tensor | None:
-    """Each rank's statistics on rank 0, None elsewhere. With `average` a single row of their average,
-    which every rank goes on with, as a run does that is resumed from it."""
+    """Gathers the statistics of all ranks on rank 0.
+
+    Args:
+        flat: Statistics of this rank, [2, width].
+        group: The ranks.
+        average: Replaces the statistics of all ranks by their average, so that training continues with
+            the values from which a resumed run starts.
+
+    Returns:
+        The rows of all ranks, [ranks, 2, width], or one row with their average. None on other ranks.
+    """
     if not average:
         return group.gather(flat)
     flat.copy_(average_over_ranks(flat, group))
@@ -129,7 +144,7 @@ def gather_rows(flat: Tensor, group: Group, *, average: bool) -> Tensor | None:
 
 
 def average_over_ranks(flat: Tensor, group: Group) -> Tensor:
-    """Of [2, width], in float64."""
+    """Averages statistics of shape [2, width] over ranks, in float64."""
     mean, variance = flat.double()
     sums = torch.stack([mean, variance, mean * mean])
     group.all_reduce_sum(sums)
@@ -137,7 +152,7 @@ def average_over_ranks(flat: Tensor, group: Group) -> Tensor:
 
 
 def pool(rows: Tensor) -> Tensor:
-    """The average of `[ranks, 2, width]` as `[2, width]`."""
+    """Averages statistics of shape [ranks, 2, width] over ranks."""
     mean, variance = rows.double().unbind(1)
     sums = torch.stack([mean.mean(0), variance.mean(0), (mean * mean).mean(0)])
     return _pooled(sums).to(rows.dtype)

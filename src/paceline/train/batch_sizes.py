@@ -1,4 +1,4 @@
-"""The batch of a run: its sizes, and the stages by which it grows."""
+"""Batch sizes of a run, and the stages of a growing batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.optim.settings import OptimSettings
 # Without `--batch-size`, the largest micro-batch of a process.
 LARGEST_AUTOMATIC_MICRO_BATCH = 256
 DEFAULT_GLOBAL_BATCH = 256
-# With a batch that nobody has chosen.
+# Bounds of an automatically chosen batch.
 _LEAST_STEPS_PER_EPOCH = 8
 _LEAST_AUTOMATIC_BATCH = 16
 # Evaluation keeps no activations, so its batches may be larger than those of training.
@@ -22,7 +22,14 @@ _EVAL_BATCH, _EVAL_TIMES = 256, 4
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """`global_batch = micro_batch · ranks · accumulation`, always exactly."""
+    """Batch sizes of a step: `global_batch = micro_batch · ranks · accumulation`, always exactly.
+
+    Attributes:
+        global_batch: Samples of one update.
+        micro_batch: Samples of one forward and backward pass on one rank.
+        accumulation: Micro-batches of one step on one rank.
+        automatic: True if Paceline has chosen the micro-batch.
+    """
 
     global_batch: int
     micro_batch: int
@@ -30,6 +37,7 @@ class BatchSizes:
     automatic: bool
 
     def describe(self, world_size: int) -> str:
+        """Returns the sizes as text for `world_size` ranks."""
         chosen = ", chosen automatically" if self.automatic else ""
         return (
             f"{self.global_batch} = {self.micro_batch} a process × {world_size} rank(s) × "
@@ -40,14 +48,27 @@ class BatchSizes:
 def resolve_batch_sizes(
     global_batch: int | None, micro_batch: int | None, world_size: int, samples: int | None = None
 ) -> BatchSizes:
-    """Without a global batch it is the micro-batch times the number of ranks; without both it is 256, or
-    less, down to 16, where an epoch of `samples` would have fewer than eight steps. Raises ConfigError,
-    with the nearest valid values, if the global batch is not divisible."""
+    """Chooses the batch sizes that are not given.
+
+    Args:
+        global_batch: Samples of one update. The default is the micro-batch times the number of ranks. If
+            both are None, the default is 256, or less, down to 16, if an epoch would have fewer than
+            eight steps.
+        micro_batch: Samples of one pass on one rank. The default is at most 256.
+        world_size: Number of ranks.
+        samples: Training images, if known.
+
+    Returns:
+        The sizes.
+
+    Raises:
+        ConfigError: If the global batch is not divisible. The message has the nearest valid values.
+    """
     if micro_batch is None and global_batch is None and samples is not None:
         most = max(_LEAST_AUTOMATIC_BATCH, samples // _LEAST_STEPS_PER_EPOCH)
         if most < DEFAULT_GLOBAL_BATCH:
-            share = max(1, min(most, samples) // world_size)
-            return _automatic((1 << share.bit_length() - 1) * world_size, world_size)
+            per_rank = max(1, min(most, samples) // world_size)
+            return _automatic((1 << per_rank.bit_length() - 1) * world_size, world_size)
     if micro_batch is None:
         return _automatic(global_batch or DEFAULT_GLOBAL_BATCH, world_size)
     if global_batch is None:
@@ -65,13 +86,15 @@ def resolve_batch_sizes(
 
 
 def eval_batch(micro_batch: int) -> int:
-    """Images of one batch of an evaluation."""
+    """Returns the number of images in an evaluation batch."""
     return min(_EVAL_BATCH, _EVAL_TIMES * micro_batch)
 
 
 def requested_batch(config: RunConfig, ranks: int) -> tuple[int | None, int | None, int]:
-    """What `resolve_batch_sizes` checks before the data is open: `optim.scaling` chooses the micro-batch
-    unless the user gave it."""
+    """Returns the first three arguments of `resolve_batch_sizes`.
+
+    The micro-batch is None if `optim.scaling` chooses it.
+    """
     chosen = (
         config.optim.scaling == "auto" and "run.batch_size" not in config.optim.known_good.keeps
     )
@@ -80,14 +103,14 @@ def requested_batch(config: RunConfig, ranks: int) -> tuple[int | None, int | No
 
 
 def batch_stages(settings: OptimSettings, sizes: BatchSizes, world_size: int) -> Stages:
-    """The (epoch, global batch) that `optim.batch_schedule` adds to the first batch."""
+    """Returns the pairs (epoch, global batch) that follow the first batch (`optim.batch_schedule`)."""
     unit = sizes.micro_batch * world_size
     epochs = settings.of("step", Step).epochs
     return settings.batch_growth.after(sizes.global_batch, unit, epochs)
 
 
 def _automatic(global_batch: int, world_size: int) -> BatchSizes:
-    """As few micro-steps as the largest automatic micro-batch allows."""
+    """Divides the global batch into as few micro-batches as the largest automatic size allows."""
     if global_batch % world_size:
         raise ConfigError(
             "run.global_batch_size",
@@ -95,11 +118,11 @@ def _automatic(global_batch: int, world_size: int) -> BatchSizes:
             f"cannot be divided among {world_size} ranks",
             f"use {_multiples(global_batch, world_size)}",
         )
-    share = global_batch // world_size
-    accumulation = -(-share // LARGEST_AUTOMATIC_MICRO_BATCH)
-    while share % accumulation:
+    per_rank = global_batch // world_size
+    accumulation = -(-per_rank // LARGEST_AUTOMATIC_MICRO_BATCH)
+    while per_rank % accumulation:
         accumulation += 1
-    return BatchSizes(global_batch, share // accumulation, accumulation, True)
+    return BatchSizes(global_batch, per_rank // accumulation, accumulation, True)
 
 
 def _multiples(value: int, unit: int) -> str:
@@ -108,10 +131,10 @@ def _multiples(value: int, unit: int) -> str:
 
 
 def _nearest_divisor(global_batch: int, world_size: int, wanted: int) -> str:
-    """The valid micro-batches closest to the wanted one."""
+    """Returns the valid micro-batches closest to `wanted`."""
     if global_batch % world_size:
         return f"with a number of ranks that divides {global_batch}"
-    share = global_batch // world_size
-    divisors = [d for d in range(1, share + 1) if share % d == 0]
+    per_rank = global_batch // world_size
+    divisors = [d for d in range(1, per_rank + 1) if per_rank % d == 0]
     near = sorted(divisors, key=lambda d: (abs(d - wanted), d))[:2]
     return " or ".join(str(d) for d in sorted(near))

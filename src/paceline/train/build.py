@@ -1,7 +1,7 @@
 """Builds a run: data, folder, checkpoint, model, training step and loader.
 
-`build` returns a `Training`, which the loop runs. Every stage that can fail on one rank alone is
-agreed among all ranks before the next begins, so that all ranks fail with the same error.
+`build` returns a `Training`, which the loop runs. All ranks agree on the result of every stage that can
+fail on one rank alone before the next stage begins, so that all ranks fail with the same error.
 """
 
 from __future__ import annotations
@@ -59,10 +59,24 @@ def build(
     config: RunConfig, group: Group, stop: StopSignals, components: Components | None = None,
     startup: StartUp | None = None,
 ) -> Training:  # fmt: skip
-    """Builds the run on this rank, together with all others. `startup` learns what each part takes."""
+    """Builds the run. A collective.
+
+    Args:
+        config: The settings.
+        group: The ranks.
+        stop: Requests to stop or save.
+        components: Python objects that replace what the settings name.
+        startup: Records the time of each part.
+
+    Returns:
+        The parts of the run.
+
+    Raises:
+        PacelineError: If the run cannot start on any rank.
+    """
     components, startup = components or Components(), startup or StartUp()
     job = Job(processes=group.world_size, device=group.device.type)
-    # What is wrong whatever the data is reported before the data is opened.
+    # Errors that do not depend on the data are raised before the data is opened.
     with _leaving_together(group):
         refuse(config, job, components)
     check_trackers(config)
@@ -70,7 +84,7 @@ def build(
     with inputs.discarded_on_error():
         checkpoint, folder = read_checkpoint(config, inputs.folder, group)
         startup.end("data")
-        # Refused alike on all ranks, which have agreed on the settings, the data and the checkpoint.
+        # All ranks agree on settings, data and checkpoint, so all of them raise the same errors here.
         facts = Facts(
             job=job, program=components, samples=len(inputs.source),
             classes=len(inputs.source.classes), checkpoint=checkpoint,
@@ -140,7 +154,7 @@ def _assemble(
 def _loader_factory(
     config: RunConfig, source: Source, parts: StepParts, group: Group, components: Components
 ) -> Callable[[BatchPlan, int], TrainBatches]:
-    """What creates this rank's loader: at the start, and again when the plan is replaced."""
+    """Returns a function that creates this rank's loader: at the start and for each new plan."""
 
     def make_loader(batches: BatchPlan, first_step: int) -> TrainBatches:
         return create_train_loader(
@@ -152,7 +166,7 @@ def _loader_factory(
 
 
 def _restored(state: RunState, checkpoint: Checkpoint | None, folder: RunFolder) -> Progress:
-    """Restores the state of a resumed run; a new run begins at step 0."""
+    """Restores the state of a resumed run and returns the progress of any run."""
     if checkpoint is None or folder.resume_from is None:
         return Progress()
     elsewhere = not folder.holds_its_checkpoint
@@ -167,14 +181,14 @@ def _create_trace(
     buckets = parts.exchange.bucket_info()
     group.name_buckets(buckets)
     trace = RunTrace(config.run, group, buckets, folder.path, first_step)
-    parts.exchange.observer, step.spans = trace.beside(group.board), trace.spans
+    parts.exchange.observer, step.spans = trace.observe_with(group.board), trace.spans
     return trace
 
 
 def _add_callbacks(
     training: Training, callbacks: Sequence[Callback], checkpoint: Checkpoint | None
 ) -> None:
-    """Their state is saved in checkpoints, and restored here."""
+    """Adds the callbacks of the program and restores their state."""
     training.callbacks = CallbackRunner(callbacks, training)
     training.state = replace(training.state, callbacks=training.callbacks.state)
     if checkpoint is not None:
@@ -183,7 +197,7 @@ def _add_callbacks(
 
 @dataclass(frozen=True, kw_only=True)
 class _BuiltModel:
-    """The model and the parts of its step; `pretrained` and `notes` are for display."""
+    """The model and the parts of its step, with notes for display."""
 
     model: nn.Module
     parts: StepParts
@@ -222,8 +236,11 @@ def _build_model(
 
 @contextmanager
 def _leaving_together(group: Group) -> Iterator[None]:
-    """For errors that all ranks find alike, right after they have met: a rank that left at once would
-    close the connections of one that is still making them, whose backend would complain as well."""
+    """Waits for all ranks before it raises an error that all of them raise.
+
+    A rank that left at once would close the connections of a rank that is still creating them, whose
+    backend would raise another error.
+    """
     try:
         yield
     except PacelineError:
@@ -232,7 +249,7 @@ def _leaving_together(group: Group) -> Iterator[None]:
 
 
 def _set_threads(config: RunConfig, ranks: int, group: Group, checkpoint: Checkpoint | None) -> str:
-    """Sets torch's number of threads. A resumed run uses the checkpoint's, to be bit-identical."""
+    """Sets torch's number of threads; a resumed run uses that of the checkpoint, to be bit-identical."""
     threads, note = choose_threads(config, group.topology), ""
     if checkpoint and not config.run.threads and checkpoint.world_size == ranks:
         threads, note = checkpoint.threads, " (as in the checkpoint)"
@@ -243,7 +260,11 @@ def _set_threads(config: RunConfig, ranks: int, group: Group, checkpoint: Checkp
 def _create_model(
     config: RunConfig, source: Source, group: Group, components: Components
 ) -> tuple[nn.Module, list[str]]:
-    """The model with its initial or pretrained weights on this rank's device, and notes on the file."""
+    """Creates the model with its initial or pretrained weights on this rank's device.
+
+    Returns:
+        The model and notes on the pretrained weights.
+    """
     name = config.model.name if components.model is None else given_name(components.model)
     with explain_out_of_memory(
         f"while moving {name} to {group.device}", "free the device, or choose a smaller model"
@@ -263,7 +284,7 @@ def _create_model(
 def _check_model(
     config: RunConfig, model: nn.Module, source: Source, plan: BatchPlan, components: Components
 ) -> list[str]:
-    """Notes on a model that Paceline has not made; raises where it cannot be trained."""
+    """Returns notes on a model that is not Paceline's; raises an error if it cannot be trained."""
     if is_own(model) and components.model is None:
         return []
     pixels = config.data.image_size

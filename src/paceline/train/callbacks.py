@@ -1,6 +1,6 @@
-"""`Callback`: code of the user that runs at the events of a training run; `EarlyStopping` is one.
+"""`Callback`: a user's code that runs at the events of a training run; `EarlyStopping` is an example.
 
-Callbacks run on every rank, in the order given. The numbers of an `EvalEvent` and the loss of a
+Callbacks run on every rank, in the given order. The numbers of an `EvalEvent` and the loss of a
 `StepEvent` are equal on all ranks. An exception in a callback on any rank ends the run on all ranks,
 after a checkpoint, with one line that names the callback.
 """
@@ -30,61 +30,75 @@ if TYPE_CHECKING:
 
 
 class RunControl:
-    """What a callback may ask of the run, and change in it."""
+    """Information about the run and requests to it, for callbacks.
+
+    Example:
+        class StopAtLoss(pl.Callback):
+            def on_step(self, run: pl.RunControl, event: pl.StepEvent) -> None:
+                if event.loss < 0.1:
+                    run.stop("the loss is small enough")
+    """
 
     def __init__(self, training: Training) -> None:
         self._training = training
 
     @property
     def rank(self) -> int:
+        """This rank."""
         return self._training.group.rank
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return self._training.group.world_size
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which writes files."""
+        """True on rank 0, which writes files."""
         return self._training.is_main
 
     @property
     def folder(self) -> Path:
-        """The run folder; other ranks may run on nodes that do not share it."""
+        """The run folder. The nodes of other ranks may not share it."""
         return self._training.folder.path
 
     @property
     def step(self) -> int:
-        """Completed steps."""
+        """Number of completed steps."""
         return self._training.progress.step
 
     @property
     def model(self) -> nn.Module:
-        """The model as it computes, possibly in half precision. Do not change its parameters."""
+        """The model, possibly in half precision. Do not change its parameters."""
         return self._training.model
 
     def stop(self, reason: str) -> None:
-        """Ends the run on all ranks after the next step, with a checkpoint. One rank's request is
-        enough."""
+        """Ends the run on all ranks after the next step, with a checkpoint.
+
+        A request of one rank is enough.
+
+        Args:
+            reason: Displayed and recorded.
+        """
         self.note(f"stop requested: {reason}")
         self._training.stop.requested = True
 
     def save(self) -> None:
-        """Saves a checkpoint after the next step. One rank's request is enough."""
+        """Saves a checkpoint after the next step. A request of one rank is enough."""
         self._training.stop.save_requested = True
 
     def log(self, **values: float) -> None:
-        """Records metrics of this rank in `metrics.jsonl`; pages, `/metrics` and trackers show them."""
+        """Records metrics of this rank in `metrics.jsonl`, for reports, `/metrics` and trackers."""
         numbers = {name: float(value) for name, value in values.items()}
         self._training.emit(MetricEvent(step=self.step, values=numbers))
 
     def note(self, text: str) -> None:
-        """Shows a line, and records it."""
+        """Displays and records a line."""
         self._training.emit(NoteEvent(text))
 
 
 class Callback:
-    """Override what you need.
+    """The base class of callbacks: override the methods that you need.
 
     Example:
         class LogRate(pl.Callback):
@@ -96,27 +110,30 @@ class Callback:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: numbers, texts, lists, dictionaries and tensors. It is kept in the
-        checkpoint, as rank 0 has it."""
+        """Returns the state that a resumed run needs.
+
+        The state can contain numbers, texts, lists, dictionaries and tensors. A checkpoint contains the
+        state of rank 0.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Called before `on_start` of a resumed run, with what `state_dict` returned."""
+        """Restores the result of `state_dict`. Runs before `on_start` of a resumed run."""
 
     def on_start(self, run: RunControl, event: StartEvent) -> None:
-        """Before the first step of this process."""
+        """Runs before the first step of this process."""
 
     def on_step(self, run: RunControl, event: StepEvent) -> None:
-        """After each step, when its loss is known; on a GPU the next step may already run."""
+        """Runs after each step, when its loss is known. On a GPU the next step may already run."""
 
     def on_evaluation(self, run: RunControl, event: EvalEvent) -> None:
-        """After each evaluation."""
+        """Runs after each evaluation."""
 
     def on_checkpoint(self, run: RunControl, event: CheckpointEvent) -> None:
-        """After a checkpoint was written, at the step that follows; on rank 0 only."""
+        """Runs on rank 0 at the step after a checkpoint was written."""
 
     def on_stop(self, run: RunControl, event: StopEvent) -> None:
-        """After the last step of this process."""
+        """Runs after the last step of this process."""
 
 
 _HOOKS: dict[type[Event], str] = {
@@ -129,7 +146,7 @@ _HOOKS: dict[type[Event], str] = {
 
 
 class CallbackRunner:
-    """Passes events to callbacks. An exception is kept in `error` and asks the run to stop."""
+    """Passes events to callbacks. Stores the first exception in `error` and asks the run to stop."""
 
     def __init__(self, callbacks: Sequence[Callback], training: Training) -> None:
         self._callbacks = callbacks
@@ -138,14 +155,15 @@ class CallbackRunner:
         self.error: PacelineError | None = None
 
     def on_event(self, event: Event) -> None:
-        for callback in self._callbacks:
-            hook = _HOOKS.get(type(event))
-            if hook is None or self.error is not None:
-                continue
+        """Calls the method for the event on each callback, until one fails."""
+        hook = _HOOKS.get(type(event))
+        for callback in self._callbacks if hook else ():
+            if self.error is not None:
+                return
             try:
-                getattr(callback, hook)(self._control, event)
+                getattr(callback, str(hook))(self._control, event)
             except Exception as error:  # noqa: BLE001  (the user's code may raise anything)
-                self._fail(callback, hook, error)
+                self._fail(callback, str(hook), error)
 
     def _fail(self, callback: Callback, hook: str, error: Exception) -> None:
         reason = str(error).splitlines()[0] if str(error) else ""
@@ -159,9 +177,11 @@ class CallbackRunner:
         self._training.stop.requested = True
 
     def state(self) -> dict[str, Any]:
-        """Of all callbacks, by class and place. A state that a checkpoint cannot hold is an error of the
-        callback."""
-        found = {}
+        """Returns the states of all callbacks by place and class.
+
+        A state that a checkpoint cannot contain is an error of the callback.
+        """
+        states = {}
         for number, callback in enumerate(self._callbacks):
             try:
                 state = callback.state_dict()
@@ -171,11 +191,11 @@ class CallbackRunner:
                     self._fail(callback, "state_dict", error)
                 continue
             if state:
-                found[self._key(number, callback)] = state
-        return found
+                states[self._key(number, callback)] = state
+        return states
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Callbacks that the checkpoint does not know start afresh."""
+        """Restores the states. Callbacks without a saved state start afresh."""
         for number, callback in enumerate(self._callbacks):
             if (key := self._key(number, callback)) in saved:
                 callback.load_state_dict(dict(saved[key]))
@@ -185,11 +205,14 @@ class CallbackRunner:
         return f"{number}:{type(callback).__name__}"
 
     def close(self) -> None:
-        """Nothing to clean up."""
+        """Does nothing."""
 
 
 def _check_plain(value: object) -> None:
-    """A checkpoint is read without executing code, so it holds plain values and tensors only."""
+    """Raises a TypeError unless a state consists of plain values and tensors.
+
+    A checkpoint contains nothing else, because reading it must not execute code.
+    """
     if isinstance(value, dict):
         _check_plain(list(value))
         _check_plain(list(value.values()))
@@ -197,18 +220,27 @@ def _check_plain(value: object) -> None:
         for item in value:
             _check_plain(item)
     elif type(value) not in (int, float, bool, str, bytes, type(None), Tensor):
-        raise TypeError(f"a {type(value).__name__}, which a checkpoint does not hold")
+        raise TypeError(f"a checkpoint cannot contain a {type(value).__name__}")
 
 
 class EarlyStopping(Callback):
-    """Stops when `metric` ("top1", "top5" or "loss") has not improved by more than `min_delta` for
-    `patience` evaluations in a row.
+    """Stops the run when a metric does not improve any more.
 
     Example:
         pl.Trainer(epochs=90, callbacks=[pl.EarlyStopping(patience=5)]).fit()
     """
 
     def __init__(self, metric: str = "top1", patience: int = 5, min_delta: float = 0.0) -> None:
+        """Creates the callback.
+
+        Args:
+            metric: `top1`, `top5` or `loss`.
+            patience: Evaluations in a row without improvement after which the run stops.
+            min_delta: Smallest change that counts as an improvement.
+
+        Raises:
+            ConfigError: If an argument is invalid.
+        """
         if metric not in ("top1", "top5", "loss"):
             raise ConfigError("EarlyStopping.metric", metric, "unknown", "use top1, top5 or loss")
         if patience < 1:

@@ -1,8 +1,7 @@
-"""`Checkpoint`, the state of a run after a step, and `CheckpointStore`, the checkpoints of a run
-folder.
+"""`Checkpoint`, the state of a run after a step, and `CheckpointStore`, the checkpoints of a run folder.
 
 A checkpoint is one file, written atomically and readable with `torch.load(weights_only=True)`. It
-holds the batch-norm statistics of every rank, and a SHA-256 of its content, because torch does not
+contains the batch-norm statistics of every rank, and a SHA-256 of its content, because torch does not
 detect damaged numbers.
 """
 
@@ -56,11 +55,14 @@ class ForeignCheckpointError(CheckpointError):
 class Checkpoint:
     """Everything that a bit-identical resume needs.
 
-    Schedule, data order and random numbers are pure functions of configuration and step; `sampler`,
-    `schedule` and `rng` describe them for readers and are checked on resuming. `average` is the state
-    of `WeightAverage`, empty without one; `callbacks` that of the user's callbacks on rank 0; `exchange`
-    what the gradient exchange remembers on each rank, empty for most; `strategy` the state of the
-    strategy under its name.
+    Schedule, data order and random numbers are pure functions of configuration and step. `sampler`,
+    `schedule` and `rng` describe them for readers; a resume checks them.
+
+    Attributes:
+        average: State of `WeightAverage`; empty without one.
+        callbacks: State of the user's callbacks on rank 0.
+        exchange: State of the gradient exchange of each rank, such as wire residuals; usually empty.
+        strategy: State of the strategy under its name.
     """
 
     progress: dict[str, Any]
@@ -84,26 +86,34 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
+        """Number of completed steps."""
         return int(self.progress["step"])
 
     @property
     def salvaged_by(self) -> int | None:
-        """The rank that wrote the checkpoint after another rank was lost; it holds the batch-norm
-        statistics of that rank only. None for a regular checkpoint."""
+        """The rank that wrote the checkpoint after the loss of another rank; None if it is regular.
+
+        A salvaged checkpoint contains the batch-norm statistics of that rank only.
+        """
         rank = self.batch_norm.get("only_rank")
         return None if rank is None else int(rank)
 
     def with_tensors(self, change: Callable[[Tensor, tuple[Any, ...]], Tensor]) -> Checkpoint:
-        """With each tensor replaced by `change(tensor, its place)`, in new dictionaries and lists."""
+        """Returns a copy in which `change(tensor, place)` replaces each tensor.
+
+        Args:
+            change: Called with a tensor and the keys that lead to it.
+        """
         names = self.__dataclass_fields__
         parts = {name: _changed(getattr(self, name), change, (name,)) for name in names}
         return Checkpoint(**parts)
 
     def on_host(self) -> Checkpoint:
-        """With all tensors in host memory, where those of a CPU are not copied."""
+        """Returns the checkpoint with all tensors in host memory. Does not copy tensors of the CPU."""
         return self.with_tensors(lambda value, _: value.detach().cpu())
 
     def to_bytes(self) -> memoryview:
+        """Serializes the checkpoint."""
         buffer = io.BytesIO()
         whole = self.with_tensors(lambda value, _: _not_expanded(value))
         table = {name: getattr(whole, name) for name in self.__dataclass_fields__}
@@ -112,17 +122,28 @@ class Checkpoint:
         return buffer.getbuffer()
 
     def write(self, path: Path) -> None:
-        # A run folder that was deleted meanwhile is not made again.
+        """Writes the file atomically."""
+        # Without `parents`: if the run folder was deleted, this must not create it again.
         write_atomically(path, self.to_bytes(), parents=False)
 
     @classmethod
     def read(cls, path: Path) -> Checkpoint:
+        """Reads a file; raises the errors of `from_bytes`."""
         return cls.from_bytes(read_file(path), path)
 
     @classmethod
     def from_bytes(cls, content: bytes, path: Path) -> Checkpoint:
-        """Raises a CheckpointError that distinguishes damaged files, foreign files and other
-        formats."""
+        """Parses the content of a file.
+
+        Args:
+            content: The content.
+            path: The file, for messages.
+
+        Raises:
+            DamagedCheckpointError: If the content differs from what was written.
+            ForeignCheckpointError: If the file is not a Paceline checkpoint.
+            CheckpointError: If the file has another format version or wrong types.
+        """
         try:
             table = load_tensors(io.BytesIO(content))
             table = table if isinstance(table, dict) else {}
@@ -140,7 +161,7 @@ class Checkpoint:
                 f"{path} has format {version}; Paceline {__version__} reads {VERSION}",
                 "use the Paceline version that wrote it",
             )
-        # Other formats have other parts: if ours are complete and intact, the version number is damaged.
+        # Other formats have other parts: if these are complete and intact, the version is damaged.
         if not intact or version != VERSION:
             raise DamagedCheckpointError(
                 f"{path} is damaged: its content does not match its SHA-256", _OLDER
@@ -163,12 +184,12 @@ def _changed(
 
 
 def _not_expanded(tensor: Tensor) -> Tensor:
-    """`load_tensors` refuses tensors that are larger than their storage."""
+    """Returns a tensor that is not larger than its storage, as `load_tensors` requires."""
     return tensor if tensor.nbytes <= tensor.untyped_storage().nbytes() else tensor.contiguous()
 
 
 def _check_types(parts: dict[str, Any], path: Path) -> None:
-    """A correct SHA-256 is not enough: another program may have written the file."""
+    """Checks types, because another program may have written a file with a correct SHA-256."""
     step = parts["progress"].get("step") if isinstance(parts.get("progress"), dict) else None
     wrong = [
         name
@@ -181,7 +202,7 @@ def _check_types(parts: dict[str, Any], path: Path) -> None:
 
 
 def content_hash(value: Any) -> str:
-    """SHA-256 over names, values and the tensors' bytes, in order."""
+    """Returns the SHA-256 of names, values and the tensors' bytes, in order."""
     digest = hashlib.sha256()
     _feed(digest, value)
     return digest.hexdigest()
@@ -206,6 +227,7 @@ def _feed(digest: hashlib._Hash, value: Any) -> None:
 
 
 def read_file(path: Path) -> bytes:
+    """Reads the bytes of a checkpoint; raises a CheckpointError if that fails."""
     try:
         return read_regular(path, most_bytes=None)
     except FileNotFoundError:
@@ -217,7 +239,10 @@ def read_file(path: Path) -> bytes:
 
 
 def _unreadable(path: Path, content: bytes, error: Exception) -> CheckpointError:
-    """torch's own message is long and advises to trust the file."""
+    """Returns the error for a file that torch cannot load.
+
+    torch's own message is long and advises to trust the file.
+    """
     foreign = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
     if foreign:
         cause = f"{path} is not a Paceline checkpoint: it contains objects of {foreign[1]}"
@@ -231,8 +256,9 @@ def _unreadable(path: Path, content: bytes, error: Exception) -> CheckpointError
 class CheckpointStore:
     """The folder `RUN/checkpoints`: the last `keep` checkpoints (`step-00001200.pt`) and `best.pt`.
 
-    A file is removed only after a newer one is in place. `step-00001207.salvaged.pt` was saved by one
-    rank alone after another was lost; it is used only if no regular checkpoint is as new.
+    A file is removed only after a newer one is in place. One rank alone saves
+    `step-00001207.salvaged.pt` after the loss of another rank; it is used only if no regular checkpoint
+    is as new.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
@@ -240,44 +266,62 @@ class CheckpointStore:
         self._keep = keep
 
     def path(self, step: int) -> Path:
+        """Returns the path of a regular checkpoint."""
         return self.folder / f"step-{step:08d}.pt"
 
     @property
     def best(self) -> Path:
+        """Path of the best checkpoint."""
         return self.folder / "best.pt"
 
     def salvaged_path(self, step: int) -> Path:
+        """Returns the path of a salvaged checkpoint."""
         return self.folder / f"step-{step:08d}.salvaged.pt"
 
     def steps(self) -> list[int]:
-        """Steps of regular checkpoints, in rising order."""
+        """Returns the steps of regular checkpoints, in rising order."""
         return self._matching(_NAME)
 
     def salvaged_steps(self) -> list[int]:
-        """Steps of salvaged checkpoints, in rising order."""
+        """Returns the steps of salvaged checkpoints, in rising order."""
         return self._matching(_SALVAGED_NAME)
 
     def _matching(self, name: re.Pattern[str]) -> list[int]:
         if not self.folder.is_dir():
             return []
-        found = (name.fullmatch(path.name) for path in self.folder.iterdir())
-        return sorted(int(match[1]) for match in found if match)
+        matches = (name.fullmatch(path.name) for path in self.folder.iterdir())
+        return sorted(int(match[1]) for match in matches if match)
 
     def candidates(self) -> list[Path]:
-        """Files to resume from, newest first; of one step, the regular checkpoint before the salvaged
-        one. The best one is last, because its name has no step."""
+        """Returns files to resume from, the newest first.
+
+        For one step, the regular checkpoint precedes the salvaged one. The best checkpoint is last,
+        because its name has no step.
+        """
         known = [(step, 1, self.path(step)) for step in self.steps()]
         known += [(step, 0, self.salvaged_path(step)) for step in self.salvaged_steps()]
         newest_first = [path for _, _, path in sorted(known, reverse=True)]
         return newest_first + [self.best] * self.best.is_file()
 
     def newest(self) -> Path | None:
+        """Returns the newest regular checkpoint."""
         steps = self.steps()
         return self.path(steps[-1]) if steps else None
 
     def put(self, checkpoint: Checkpoint, *, best: bool, forget: bool = True) -> Path:
-        """Writes the checkpoint; then removes temporary files and, if `forget`, the oldest
-        checkpoints."""
+        """Writes a checkpoint and removes old files.
+
+        Args:
+            checkpoint: The checkpoint.
+            best: Writes it as the best one, too.
+            forget: Removes the oldest checkpoints.
+
+        Returns:
+            The file.
+
+        Raises:
+            CheckpointError: If a file cannot be written or removed.
+        """
         path = self.path(checkpoint.step)
         try:
             self._write(checkpoint, path, best=best)
@@ -296,8 +340,8 @@ class CheckpointStore:
         return path
 
     def _tidy(self, newest: int, *, forget: bool) -> None:
-        # A run that was resumed from an older checkpoint has abandoned the later ones. They must
-        # not count as its newest, and are kept under another name.
+        # A run that resumed from an older checkpoint has abandoned the later ones. They must not count
+        # as its newest, so they get another name.
         later = [self.path(step) for step in self.steps() if step > newest]
         salvaged = [(step, self.salvaged_path(step)) for step in self.salvaged_steps()]
         for file in later + [file for step, file in salvaged if step > newest]:
@@ -313,8 +357,8 @@ class CheckpointStore:
 
     def _write(self, checkpoint: Checkpoint, path: Path, *, best: bool) -> None:
         if best:
-            # The best comes first: after a kill in between, the resumed run repeats the step and
-            # finds it best again. In the other order it would continue without the best checkpoint.
+            # The best one first: after a kill between the two writes, the resumed run repeats the step
+            # and finds it best again. In the other order, the best checkpoint would be missing.
             checkpoint.write(self.best)
             link_atomically(self.best, path)
         else:
@@ -322,8 +366,15 @@ class CheckpointStore:
 
 
 def set_aside(file: Path, reason: str) -> Path:
-    """Renames a checkpoint to, for example, `step-00000006.pt.damaged`, or a numbered name if that
-    exists."""
+    """Renames a checkpoint.
+
+    Args:
+        file: The checkpoint.
+        reason: The new suffix, as in `step-00000006.pt.damaged`. A number follows if that file exists.
+
+    Returns:
+        The new path.
+    """
     number, place = 1, file.with_name(f"{file.name}.{reason}")
     while place.exists():
         number += 1
@@ -332,19 +383,27 @@ def set_aside(file: Path, reason: str) -> Path:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """`path` itself if it is a file, else the best or the newest checkpoint of the run folder."""
+    """Returns `path` if it is a file, else the best or the newest checkpoint of the run folder."""
     if not path.is_dir():
         return path
     store = CheckpointStore(path / "checkpoints", 1)
-    found = store.best if store.best.is_file() else store.newest()
-    if found is None:
+    chosen = store.best if store.best.is_file() else store.newest()
+    if chosen is None:
         raise CheckpointError(f"no checkpoint in {store.folder}", "give a run folder or a .pt file")
-    return found
+    return chosen
 
 
 def write_atomically(path: Path, content: bytes | memoryview, *, parents: bool = True) -> None:
-    """Writes a temporary file, fsyncs and renames it. On an error the old file is untouched. Makes the
-    folder of `path`; with `parents`, also those above it."""
+    """Writes a temporary file, syncs and renames it. After an error, the old file is untouched.
+
+    Args:
+        path: The file. Its folder is created.
+        content: The content.
+        parents: Creates missing folders above the file's folder, too.
+
+    Raises:
+        CheckpointError: If the file cannot be written.
+    """
     try:
         path.parent.mkdir(parents=parents, exist_ok=True)
         with whole_file(path) as file:
@@ -354,7 +413,7 @@ def write_atomically(path: Path, content: bytes | memoryview, *, parents: bool =
 
 
 def link_atomically(source: Path, path: Path) -> None:
-    """Makes `path` a hard link to `source`, or a copy if the file system has no hard links."""
+    """Creates `path` as a hard link to `source`, or as a copy if the file system has no hard links."""
     temporary = part_path(path)
     try:
         try:

@@ -1,8 +1,7 @@
-"""`Components`: Python objects that take the place of what settings name.
+"""`Components`: Python objects that replace what the settings name.
 
-`pl.Trainer` fills them from its arguments. The command line has none: everything that it runs is named
-in the settings, so that a run folder can be evaluated, resumed and exported without the program that
-started it.
+`pl.Trainer` fills them from its arguments. The command line has none: its settings name everything, so a
+run folder can be evaluated, resumed and exported without the program that started the run.
 """
 
 from __future__ import annotations
@@ -18,19 +17,28 @@ from paceline.train.callbacks import Callback
 
 
 class Loss(Protocol):
-    """One value for each sample, from the model's outputs in fp32 and integer labels or, for mixed or
-    soft labels, shares of each class (samples × classes)."""
+    """A function of the model's outputs (fp32) and the targets that returns one value per sample.
+
+    Targets are integer labels, or class probabilities (samples × classes) if images are mixed.
+    """
 
     def __call__(self, outputs: Any, targets: Tensor, /) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Components:
-    """`model` is a module, or a function that returns one for the keyword arguments `num_classes`,
-    `in_channels` and `image_size`, as far as it takes them. `train_data` and `val_data` are sources.
-    `augment` changes one decoded image on the host, `device_augment` a normalized batch on the device.
-    `optimizer` makes an optimizer of parameter groups. `callbacks` run at the
-    events of the run.
+    """Python objects of a run; None if the settings decide.
+
+    Attributes:
+        model: A module, or a function that returns one. The function gets those of the keyword arguments
+            `num_classes`, `in_channels` and `image_size` that it accepts.
+        train_data: Source of the training images.
+        val_data: Source of the validation images.
+        loss: Replaces `run.loss`.
+        augment: Changes one decoded image on the host.
+        device_augment: Changes a normalized batch on the device.
+        optimizer: Creates an optimizer from parameter groups.
+        callbacks: Run at the events of the run.
     """
 
     model: nn.Module | Callable[..., nn.Module] | None = None
@@ -43,6 +51,6 @@ class Components:
     callbacks: Sequence[Callback] = ()
 
     def names(self) -> list[str]:
-        """Those that are given."""
-        found = [(f.name, getattr(self, f.name)) for f in fields(self)]
-        return [name for name, value in found if value is not None and value != ()]
+        """Returns the names of the objects that are given."""
+        values = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        return [name for name, value in values if value is not None and value != ()]

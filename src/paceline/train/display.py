@@ -1,4 +1,4 @@
-"""Progress of a run or of work on data: live on a terminal, plain lines elsewhere."""
+"""Displays the progress of a run or of work on data: live on a terminal, else as plain lines."""
 
 from __future__ import annotations
 
@@ -34,21 +34,26 @@ from paceline.optim.scaling_report import describe_in_lines
 
 # The rate is the median of this many steps, so that one slow step does not change it.
 _RATE_STEPS = 20
-# A step names the cause of its input stall above this share of its time.
+# Fraction of a step's time above which the cause of its input stall is displayed.
 _NOTABLE_STALL = 0.05
-# Seconds of a part of the start-up that is named.
+# Time above which a part of the start-up is displayed.
 _NOTABLE_PART_S = 0.05
 
 
 def create_display(console: Console, log_interval: int) -> Observer:
-    """Live where there is a terminal."""
+    """Creates a display for a console.
+
+    Args:
+        console: The console. On a terminal the display is live.
+        log_interval: Steps between plain lines.
+    """
     if console.is_terminal:
         return LiveDisplay(console)
     return PlainDisplay(console, log_interval)
 
 
 class PlainDisplay:
-    """A line every `log_interval` steps, and one for every other event."""
+    """Prints a line every `log_interval` steps, and one for every other event."""
 
     def __init__(self, console: Console, log_interval: int) -> None:
         self._console = console
@@ -69,15 +74,15 @@ class PlainDisplay:
             print_line(self._console, text)
 
     def close(self) -> None:
-        """Nothing to clean up."""
+        """Does nothing."""
 
 
 class LiveDisplay:
-    """A progress line at the bottom; events other than steps scroll above it."""
+    """Updates a progress line at the bottom; other events than steps scroll above it."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
-            # A short bar, so that all the numbers fit into 80 columns.
+            # A short bar, so that all numbers fit into 80 columns.
             BarColumn(bar_width=6),
             MofNCompleteColumn(),
             TextColumn("{task.fields[numbers]}"),
@@ -104,7 +109,7 @@ class LiveDisplay:
 
 
 def describe_event(event: Event) -> str | None:
-    """The text for an event that is not a step; names in it are untrusted."""
+    """Returns the text of an event other than a step, or None. Names in events are untrusted."""
     match event:
         case StartEvent():
             begin = f"resumed from {event.resumed_from}" if event.resumed_from else "starting"
@@ -138,13 +143,14 @@ def describe_event(event: Event) -> str | None:
 
 
 def _describe_startup(seconds: Mapping[str, float]) -> str:
-    """`3.2 s until here: imports 2.1, data 0.8, step 0.3`; what took no time is not named."""
+    """Returns a text such as `3.2 s until here: imports 2.1, data 0.8, step 0.3`."""
     parts = [f"{part} {took:.1f}" for part, took in seconds.items() if took >= _NOTABLE_PART_S]
     whole = f"{sum(seconds.values()):.1f} s until here"
     return f"{whole}: {', '.join(parts)}" if parts else whole
 
 
 def describe_step(event: StepEvent, rates: deque[float]) -> str:
+    """Returns the text of a step. The displayed rate is the median of `rates`."""
     stall = ""
     causes = event.input_stall_causes
     if causes and event.input_stall_s > _NOTABLE_STALL * event.step_s:
@@ -157,8 +163,7 @@ def describe_step(event: StepEvent, rates: deque[float]) -> str:
 
 
 class ProgressBars:
-    """Bars on standard error where it is a terminal, else nothing; `update` adds a bar for each new
-    name."""
+    """Progress bars on standard error if it is a terminal. `update` adds a bar for each new name."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -174,6 +179,7 @@ class ProgressBars:
         self._tasks: dict[str, TaskID] = {}
 
     def update(self, name: str, done: int, total: int, note: str = "") -> None:
+        """Updates the bar `name` to `done` of `total`."""
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=total, note="")
         self._progress.update(self._tasks[name], completed=done, total=total, note=note)
@@ -187,5 +193,5 @@ class ProgressBars:
 
 
 def print_line(console: Console, text: str) -> None:
-    """As it is: no markup, and no line breaks, which would make a path hard to copy."""
+    """Prints a text without markup and line breaks, so that paths can be copied."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,17 +1,12 @@
-"""Evaluation of a model, or of a checkpoint file: exact top-1 and top-5 over the validation images.
+"""Evaluation of a model or of a checkpoint file: exact top-1 and top-5 over the validation images.
 
-Each image is evaluated by exactly one rank and counts are summed, so the result does not depend on
-the number of ranks (in half precision, within rounding of a few images). `EvalDetails` is what it got
-wrong, over all ranks: counts by class and prediction, and the most confident mistakes with thumbnails;
-nothing in it waits for the device before the end of the evaluation.
+Exactly one rank evaluates each image, and counts are summed, so the result does not depend on the number
+of ranks (in half precision, within rounding of a few images).
 """
 
 from __future__ import annotations
 
-import base64
 import copy
-import io
-import json
 import os
 import signal
 import sys
@@ -25,7 +20,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from paceline.comm.group import Group
@@ -50,6 +44,7 @@ from paceline.models.registry import is_own
 from paceline.precision.policy import Policy, allow_tf32, choose_policy
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.components import Components
+from paceline.train.eval_details import EvalDetails
 from paceline.train.fast_path import triton_problem
 from paceline.train.inputs import common_settings, labels_digest, shared_versions
 from paceline.train.loss import LOSSES, CrossEntropy, OwnLoss, TrainingLoss, create_loss
@@ -61,8 +56,17 @@ from paceline.train.weights import checkpoint_weights
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Percentages and mean loss over `samples` images; `corrupt_here` are this rank's corrupt
-    samples."""
+    """The result of an evaluation.
+
+    Attributes:
+        top1: Top-1 accuracy in percent.
+        top5: Top-5 accuracy in percent.
+        loss: Mean loss.
+        samples: Number of images.
+        corrupt_count: Corrupt images on all ranks.
+        corrupt_here: Corrupt images of this rank.
+        eval_s: Time of the evaluation.
+    """
 
     top1: float
     top5: float
@@ -87,13 +91,26 @@ def evaluate(
     details: EvalDetails | None = None,
     flip: bool = False,
 ) -> EvalResult | signal.Signals:
-    """Evaluates a model that holds the averaged batch-norm statistics.
+    """Evaluates a model that has the averaged batch-norm statistics. A collective.
 
-    Without a `loss_function` the reported loss is cross-entropy.
-    Returns the signal, on all ranks, if one was asked to stop. Raises DataError, on all ranks, if
-    they met more than `corrupt_limit` corrupt images together. `classes` tells the logits from other
-    outputs of a model that has several. `details` collects what was wrong. `flip`: the logits of an
-    image are the mean of its own and those of its mirror image, and so is a loss that takes all outputs.
+    Args:
+        model: The model.
+        batches: The batches of this rank.
+        normalize: Turns images into inputs.
+        policy: The number format.
+        group: The ranks.
+        stop: Requests to stop.
+        corrupt_limit: Largest number of corrupt images on all ranks.
+        classes: Number of classes, by which the logits are found among several outputs.
+        loss_function: The reported loss. The default is cross-entropy.
+        details: Collects the mistakes.
+        flip: Averages the logits of each image and its mirror image.
+
+    Returns:
+        The result, or the signal that stopped any rank; equal on all ranks.
+
+    Raises:
+        DataError: On all ranks, if too many images are corrupt.
     """
     started = time.perf_counter()
     forward = _Forward(
@@ -102,21 +119,13 @@ def evaluate(
     sums, failed = _Sums(group.device), False
     try:
         with _evaluation_mode(model), policy.compute():
-            for batch in batches:
-                if stop.received is not None:
-                    group.announce_stop()
-                if stop.received is not None or group.stop_announced():
-                    break
-                sums.batch_size = len(batch)
-                logits, labels, loss = forward(batch)
-                sums.add(logits, labels, loss, batch.corrupt)
-                if details is not None:
-                    details.add(logits, labels, batch.images)
+            _add_batches(batches, forward, sums, details, stop, group)
     except (PacelineError, RuntimeError, MemoryError) as error:
-        # The other ranks wait in the sum below, where they learn of it.
-        fault = (
-            error if isinstance(error, PacelineError) else _out_of_memory(error, sums.batch_size)
-        )
+        # The other ranks wait in the sum below, which reports the error to them.
+        where = f"evaluating {sums.batch_size} images at a time"
+        remedy = "use a smaller --batch-size, which lowers it too"
+        own = error if isinstance(error, PacelineError) else None
+        fault = own or out_of_memory(error, where, remedy)
         if fault is None:
             raise
         group.post_fault(fault)
@@ -145,6 +154,23 @@ def evaluate(
     )
 
 
+def _add_batches(
+    batches: Iterable[Batch], forward: _Forward, sums: _Sums, details: EvalDetails | None,
+    stop: StopSignals, group: Group,
+) -> None:  # fmt: skip
+    """Evaluates the batches of this rank, until a rank is asked to stop."""
+    for batch in batches:
+        if stop.received is not None:
+            group.announce_stop()
+        if stop.received is not None or group.stop_announced():
+            return
+        sums.batch_size = len(batch)
+        logits, labels, loss = forward(batch)
+        sums.add(logits, labels, loss, batch.corrupt)
+        if details is not None:
+            details.add(logits, labels, batch.images)
+
+
 @dataclass(frozen=True)
 class _Forward:
     """Evaluates one batch; with `flip`, each image and its mirror image."""
@@ -157,7 +183,7 @@ class _Forward:
     flip: bool
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits, labels on the device, and the sum of the losses."""
+        """Returns logits, labels on the device, and the sum of the losses."""
         images = self.normalize(batch.images, self.device)
         views = [_outputs(self.model, images)]
         if self.flip:
@@ -165,21 +191,21 @@ class _Forward:
         logits = torch.stack([find_logits(v, self.classes).float() for v in views]).mean(0)
         labels = batch.labels.to(self.device, non_blocking=True)
         own = isinstance(self.loss_function, OwnLoss) and self.loss_function.in_evaluation
-        # Outputs of an own form have no mean; their losses have one.
-        judged = views if own else [logits]
-        loss = torch.stack([self.loss_function.evaluated(v, labels) for v in judged]).mean(0)
+        # A user's loss accepts all outputs, which have no mean. The losses of the views have one.
+        outputs = views if own else [logits]
+        loss = torch.stack([self.loss_function.evaluated(v, labels) for v in outputs]).mean(0)
         return logits, labels, loss
 
 
 class _Sums:
-    """What this rank has evaluated. Sums stay on the device until the end."""
+    """Sums of this rank. They stay on the device until the end."""
 
     def __init__(self, device: torch.device) -> None:
         self._right1 = torch.zeros((), dtype=torch.float64, device=device)
         self._right5, self._loss = self._right1.clone(), self._right1.clone()
         self._samples = 0
         self.corrupt: list[CorruptSample] = []
-        # Of the batch that is being evaluated.
+        # Size of the current batch.
         self.batch_size = 0
 
     def add(
@@ -192,22 +218,24 @@ class _Sums:
         self._samples += len(labels)
         self.corrupt += corrupt
 
-    def to_tensor(self, *others: float) -> Tensor:
-        counts = torch.tensor([self._samples, len(self.corrupt), *others], dtype=torch.float64)
+    def to_tensor(self, *flags: float) -> Tensor:
+        counts = torch.tensor([self._samples, len(self.corrupt), *flags], dtype=torch.float64)
         sums = torch.stack([self._right1, self._right5, self._loss])
         return torch.cat([sums, counts.to(sums.device)])
 
 
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Without gradients. Afterwards every module has the mode that it had: frozen batch norms are in
-    evaluation mode during training, too."""
+    """Sets evaluation mode without gradients; restores the mode of each module at the end.
+
+    Frozen batch norms are in evaluation mode during training, too.
+    """
     modes = [(module, module.training) for module in model.modules()]
-    # A model that is not ours may keep tensors, which inference mode would spoil for training.
+    # A user's model may keep tensors, and training cannot use tensors of inference mode.
     no_gradients = torch.inference_mode() if is_own(model) else torch.no_grad()
     model.eval()
     try:
-        # Eager, because blocks compiled for training would be compiled again.
+        # Eager, because the compiler would compile blocks again for this mode.
         with no_gradients, run_eagerly():
             yield
     finally:
@@ -222,8 +250,15 @@ def takes_evaluation(
     policy: Policy,
     images: Sequence[int],
 ) -> bool:
-    """Returns True if the loss takes what the model returns in evaluation mode. `images` is the shape of
-    a batch."""
+    """Checks if a loss accepts the outputs of a model in evaluation mode.
+
+    Args:
+        loss: The loss.
+        model: The model.
+        normalize: Turns images into inputs.
+        policy: The number format.
+        images: Shape of a batch.
+    """
     zeros = torch.zeros(tuple(images), dtype=torch.uint8, device=policy.device)
     labels = torch.zeros(len(zeros), dtype=torch.int64, device=policy.device)
     try:
@@ -259,14 +294,6 @@ def _check_counts(samples: float, bad: float, corrupt_limit: int | None) -> None
         raise DataError("no validation image could be decoded", "check the validation images")
 
 
-def _out_of_memory(error: Exception, size: int) -> RunError | None:
-    return out_of_memory(
-        error,
-        f"evaluating {size} images at a time",
-        "use a smaller --batch-size, which lowers it too",
-    )
-
-
 def evaluate_file(
     path: Path,
     overrides: Mapping[str, Any],
@@ -275,9 +302,22 @@ def evaluate_file(
     *,
     trust: bool | RunConfig = False,
 ) -> tuple[EvalResult | signal.Signals, RunConfig, int]:
-    """Evaluates a checkpoint with its own settings, changed by `overrides`. Returns the result or the
-    signal that ended it, the configuration and the rank. `trust` is as for `stored_config`. A `data.dir`
-    among `overrides` is evaluated as `open_other` says, unless they have `data.val_split` too."""
+    """Evaluates a checkpoint with its own settings.
+
+    Args:
+        path: The checkpoint.
+        overrides: Settings that replace those of the checkpoint. `data.dir` without `data.val_split`
+            means other data; see `open_other`.
+        batch_size: Images per forward pass and rank.
+        components: Python objects that replace what the settings name.
+        trust: Allows the code that the settings name; see `stored_config`.
+
+    Returns:
+        The result or the signal that stopped it, the settings, and this rank.
+
+    Raises:
+        PacelineError: If checkpoint or data cannot be used.
+    """
     components = components or Components()
     checkpoint = Checkpoint.read(path)
     config = stored_config(checkpoint.config, overrides, path, trust)
@@ -325,8 +365,10 @@ def evaluate_file(
 
 
 def _evaluation_loss(config: RunConfig, components: Components, classes: int) -> TrainingLoss:
-    """Returns the loss of the program, or the one that the settings name; cross-entropy if the latter was
-    a Python object of another program."""
+    """Returns the loss of the program or of the settings.
+
+    Returns cross-entropy if the loss was a Python object of another program.
+    """
     if components.loss is None and config.run.loss.startswith(f"{PYTHON}:"):
         return CrossEntropy()
     return create_loss(config.run, components.loss, classes)
@@ -335,13 +377,23 @@ def _evaluation_loss(config: RunConfig, components: Components, classes: int) ->
 def _open_validation(
     config: RunConfig, checkpoint: Checkpoint, path: Path, components: Components, elsewhere: bool
 ) -> tuple[Source, str]:
-    """The images to evaluate, and a line if these are not the run's or a validation set. `elsewhere`:
-    `data.dir` is not that of the run."""
+    """Opens the images to evaluate.
+
+    Args:
+        config: The settings.
+        checkpoint: The checkpoint.
+        path: Its file, for messages.
+        components: Python objects that replace what the settings name.
+        elsewhere: True if `data.dir` is not that of the run.
+
+    Returns:
+        The images, and a note if they are not a validation set of the run.
+    """
 
     def is_training_data(labels: npt.NDArray[np.int64]) -> bool:
         trained = str(checkpoint.config.get("data", {}).get("dir", ""))
         same_place = bool(trained) and Path(trained).resolve() == Path(config.data.dir).resolve()
-        # Behind the digest of the labels may be that of the shards' sizes.
+        # The digest of the shards' sizes may follow that of the labels.
         digest = str(checkpoint.sampler["labels"]).partition(",")[0]
         return same_place or labels_digest(labels) == digest
 
@@ -361,12 +413,22 @@ def _open_validation(
 def restore_model(
     config: RunConfig, checkpoint: Checkpoint, path: Path, components: Components
 ) -> nn.Module:
-    """The model of a checkpoint, with its weights; `components.model` where it was a Python object."""
+    """Creates the model of a checkpoint with its weights.
+
+    Args:
+        config: The settings.
+        checkpoint: The checkpoint.
+        path: Its file, for messages.
+        components: Python objects; `model` is needed if the model of the run was an object.
+
+    Raises:
+        CheckpointError: If the weights do not fit the model.
+    """
     classes = config.model.num_classes or len(checkpoint.classes)
     if components.model is None and config.model.name.startswith(f"{PYTHON}:"):
         raise python_object_error("model.name", config.model.name)
     if isinstance(components.model, nn.Module):
-        # The object itself may be trained on.
+        # The program may continue to train the object.
         components = replace(components, model=copy.deepcopy(components.model))
     model = make_model(config, classes, components)
     weights = checkpoint_weights(checkpoint)
@@ -375,9 +437,8 @@ def restore_model(
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].strip()
         raise CheckpointError(
-            f"{path} does not fit {config.model.name} as it is here ({reason})",
-            "use the code that it was trained with; a model that was given as a Python object cannot be "
-            "made from a checkpoint",
+            f"{path} does not fit this version of {config.model.name} ({reason})",
+            "use the code with which it was trained; a checkpoint cannot recreate a Python object",
         ) from error
     if config.run.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -385,99 +446,11 @@ def restore_model(
 
 
 def _check_classes(here: Sequence[str], trained: Sequence[str], path: Path) -> None:
-    """With other class names under the same numbers the result would be meaningless."""
-    if list(here) == list(trained):
-        return
-    if len(here) != len(trained):
-        cause = f"the data has {len(here)} classes, {path} {len(trained)}"
-    else:
-        number = next(i for i, name in enumerate(here) if name != trained[i])
-        cause = f"class {number} is {here[number]!r} in the data, {trained[number]!r} in {path}"
-    raise CheckpointError(cause, "evaluate on the classes of its training")
-
-
-MISTAKES = 24
-_EDGE, _QUALITY = 64, 80
-# `run.eval_details = "auto"`.
-_MOST_IMAGES, _MOST_CLASSES = 20_000, 1_000
-
-
-def wants_details(config: RunConfig, images: int, classes: int) -> bool:
-    """Equal on all ranks: gathering is a collective."""
-    if config.run.eval_details == "auto":
-        return images <= _MOST_IMAGES and classes <= _MOST_CLASSES
-    return config.run.eval_details == "on"
-
-
-class EvalDetails:
-    """Collects the samples of this rank, batch by batch; `gather` combines all ranks."""
-
-    def __init__(self, classes: int, device: torch.device) -> None:
-        self._classes = classes
-        self._counts = torch.zeros(classes * classes, dtype=torch.int64, device=device)
-        self._confidence = torch.zeros(0, device=device)
-        self._labels = torch.zeros(0, dtype=torch.int64, device=device)
-        self._predicted = self._labels.clone()
-        self._images: Tensor | None = None
-
-    def add(self, outputs: Tensor, labels: Tensor, images: Tensor) -> None:
-        """Logits and labels on the device; images as uint8, samples × height × width × channels."""
-        confidence, predicted = outputs.softmax(dim=1).max(dim=1)
-        # A model may have more outputs than there are classes.
-        inside = predicted.clamp(max=self._classes - 1)
-        self._counts.index_add_(0, labels * self._classes + inside, torch.ones_like(labels))
-        wrong = torch.where(predicted == labels, -torch.ones_like(confidence), confidence)
-        highest = wrong.topk(min(MISTAKES, len(labels)))
-        shown = images.to(outputs.device, non_blocking=True)[highest.indices]
-        kept = shown if self._images is None else torch.cat([self._images, shown])
-        confidence = torch.cat([self._confidence, highest.values])
-        best = confidence.topk(min(MISTAKES, len(confidence)))
-        self._confidence, self._images = best.values, kept[best.indices]
-        self._labels = torch.cat([self._labels, labels[highest.indices]])[best.indices]
-        self._predicted = torch.cat([self._predicted, inside[highest.indices]])[best.indices]
-
-    def gather(self, group: Group, step: int, classes: list[str]) -> bytes | None:
-        """The content of `evaluation.json`, on rank 0. A collective."""
-        group.all_reduce_sum(self._counts)
-        gathered = group.gather_bytes(json.dumps(self._mistakes()).encode())
-        if gathered is None:
-            return None
-        mistakes = [mistake for sent in gathered for mistake in json.loads(sent)]
-        mistakes.sort(key=lambda mistake: -mistake["confidence"])
-        counts = self._counts.cpu().view(self._classes, self._classes)
-        found = [[*place, int(counts[tuple(place)])] for place in counts.nonzero().tolist()]
-        return json.dumps(
-            {"step": step, "classes": classes, "counts": found, "mistakes": mistakes[:MISTAKES]}
-        ).encode()
-
-    def _mistakes(self) -> list[dict[str, Any]]:
-        if self._images is None:
-            return []
-        images = self._images.cpu()
-        columns = (self._confidence, self._labels, self._predicted)
-        rows = zip(*(column.tolist() for column in columns), images, strict=True)
-        return [
-            {
-                "label": label, "predicted": predicted, "confidence": round(confidence, 4),
-                "image": thumbnail(image),
-            }
-            for confidence, label, predicted, image in rows
-            if confidence > 0
-        ]  # fmt: skip
-
-
-def thumbnail(image: Tensor) -> str:
-    """A small JPEG in base64; empty where the channels are no picture."""
-    channels = image.shape[-1]
-    if channels not in (1, 3):
-        return ""
-    pixels = image.numpy()
-    picture = Image.fromarray(pixels[..., 0] if channels == 1 else pixels)
-    width, height = picture.size
-    scale = _EDGE / max(width, height)
-    size = (max(1, round(width * scale)), max(1, round(height * scale)))
-    buffer = io.BytesIO()
-    picture.resize(size, Image.Resampling.BILINEAR).convert("RGB").save(
-        buffer, "JPEG", quality=_QUALITY
-    )
-    return base64.b64encode(buffer.getvalue()).decode()
+    """Raises a CheckpointError unless the classes of data and checkpoint are equal."""
+    if list(here) != list(trained):
+        names = sorted(set(here) ^ set(trained))
+        difference = ", ".join(map(repr, names[:3])) or "the order"
+        raise CheckpointError(
+            f"the data has {len(here)} classes, {path} {len(trained)}; they differ in {difference}",
+            "evaluate on the classes of its training",
+        )

@@ -1,14 +1,15 @@
-"""The plan of the gradient exchange: chosen, agreed among all ranks, and made into an exchange.
+"""The plan of the gradient exchange: chosen, agreed among all ranks, and turned into an exchange.
 
-A checkpoint's plan is kept while the settings that decide it and the number of ranks are the same; else
-the plan file decides, and without one the settings (`ChosenPlan.of`). A backward pass before the
-first step gives the order of the gradients, and shows whether model and loss work (`DryBackward`).
+A resumed run keeps the plan of the checkpoint if the number of ranks and the settings that decide the
+plan are unchanged. Otherwise the plan file decides, and without one the settings (`ChosenPlan.of`). A
+backward pass before the first step records the order of the gradients and tests model and loss
+(`DryBackward`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,15 +36,23 @@ from paceline.train.evaluate import takes_evaluation
 from paceline.train.fast_path import FastPath
 from paceline.train.loss import CrossEntropy, OwnLoss, TrainingLoss, check_gradient
 from paceline.train.machine import explain_out_of_memory
-from paceline.train.micro_step import Advise, no_advice, step_error
+from paceline.train.micro_step import Advise, no_advice
 from paceline.train.model_checks import restored_buffers
 from paceline.train.run_state import PinnedPlan
+from paceline.train.step_errors import step_error
 from paceline.train.strategy import is_idle, strategy_class
 
 
 @dataclass(frozen=True)
 class ExchangeParts:
-    """The plan of the exchange, as agreed by all ranks, before memory is allocated."""
+    """The plan of the exchange, agreed by all ranks, before memory is allocated.
+
+    Attributes:
+        settings: The settings of the exchange.
+        file: The plan with the facts of model and cluster.
+        trained: The trained parameters by name.
+        origin: Description of the plan's origin; "" if the settings made it.
+    """
 
     settings: CommSettings
     file: PlanFile
@@ -52,19 +61,27 @@ class ExchangeParts:
 
     @property
     def plan(self) -> FusionPlan:
+        """The fusion plan."""
         return self.file.plan
 
     @property
     def fp16_travels(self) -> bool:
-        """Whether gradients travel in fp16, or in a format with as small a range."""
+        """True if gradients are exchanged in fp16, or in a format with as small a range."""
         return any(wire_format(bucket.wire).small_range for bucket in self.plan.buckets)
 
     def create(
         self, group: Group, *, accumulate: bool, graphs: bool, squares: bool = False,
         transport: Transport | None = None,
     ) -> GradientExchange:  # fmt: skip
-        """Process groups, thread and memory. `graphs`: micro-steps are captured in CUDA graphs;
-        `squares`: for the noise scale. Without a `transport` the plan decides it."""
+        """Creates the exchange with its process groups, thread and memory. A collective.
+
+        Args:
+            group: The ranks.
+            accumulate: True if a step has several micro-batches.
+            graphs: True if micro-steps are captured as CUDA graphs.
+            squares: Measures the squared norms of micro-steps for the noise scale.
+            transport: Sends the buckets. None means that of the plan.
+        """
         transport = transport or create_transport(group, self.settings, self.plan)
         wanted = self.settings.overlap
         overlap = wanted == "on" or (wanted == "auto" and (not graphs or transport.capturable))
@@ -81,8 +98,13 @@ class ExchangeParts:
 
 @dataclass(frozen=True)
 class ChosenPlan:
-    """The fusion plan of the checkpoint, of the plan file or by the settings; `plan` is None where it
-    depends on the order of the gradients, which is not known yet."""
+    """The fusion plan from the checkpoint, the plan file or the settings.
+
+    Attributes:
+        choice: Makes a plan from the settings; None if the checkpoint decides.
+        plan: The plan, or None if it depends on the order of the gradients, which is not known yet.
+        origin: Description of the plan's origin.
+    """
 
     settings: CommSettings
     trained: dict[str, nn.Parameter]
@@ -97,6 +119,18 @@ class ChosenPlan:
         cls, settings: CommSettings, model: nn.Module, cluster: ClusterFacts,
         pinned: PinnedPlan | None = None,
     ) -> ChosenPlan:  # fmt: skip
+        """Chooses the plan.
+
+        Args:
+            settings: The settings of the exchange.
+            model: The model.
+            cluster: Ranks and nodes.
+            pinned: The plan of the checkpoint, if a run is resumed.
+
+        Raises:
+            CheckpointError: If the checkpoint trains other tensors.
+            ConfigError: If the plan does not fit the model.
+        """
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         tensors = tuple(tensor_spec(name, p) for name, p in trained.items())
         facts = ModelFacts.of((spec.name, spec.length) for spec in tensors)
@@ -115,7 +149,7 @@ class ChosenPlan:
         return cls(settings, trained, facts, cluster, choice, plan, origin)
 
     def facts(self) -> dict[str, str]:
-        """Which all ranks must have in common, before they make process groups by the plan."""
+        """Returns facts that must be equal on all ranks before they create process groups."""
         if self.plan is not None:
             decides = {"the fusion plan": self.plan.fingerprint}
         else:
@@ -125,8 +159,16 @@ class ChosenPlan:
 
 
 def plan_exchange(chosen: ChosenPlan, group: Group, backward: Callable[[], None]) -> ExchangeParts:
-    """All ranks have agreed on `chosen`. `backward` runs one pass, to record the order of the gradients
-    where it matters."""
+    """Completes the plan. A collective.
+
+    Args:
+        chosen: The choice, on which all ranks have agreed.
+        group: The ranks.
+        backward: Runs one pass, to record the order of the gradients if the plan needs it.
+
+    Returns:
+        The plan with its facts.
+    """
     plan = chosen.plan
     if plan is None:
         assert chosen.choice is not None
@@ -139,29 +181,37 @@ def plan_exchange(chosen: ChosenPlan, group: Group, backward: Callable[[], None]
 
 
 def _expected(settings: CommSettings, plan: FusionPlan) -> Expected | None:
-    """The planner's expectation of this plan, for the report only."""
+    """Returns the planner's prediction for this plan, for the report."""
     if not settings.plan:
         return None
     try:
         file = PlanFile.read(Path(settings.plan))
     except ConfigError:
         return None
-    # A file of `tune` without a model has a table of sizes, and no plan.
+    # A file of `tune` without a model has a table of sizes instead of a plan.
     return file.expected if file.fusion == plan else None
 
 
 def _check_pinned(pinned: PinnedPlan, trained: dict[str, nn.Parameter]) -> None:
-    other = sorted(set(pinned.plan.tensors) ^ set(trained))
-    if other:
+    different = sorted(set(pinned.plan.tensors) ^ set(trained))
+    if different:
         raise CheckpointError(
-            f"the checkpoint trains other tensors: {', '.join(other[:3])} ({len(other)} in all)",
+            f"the checkpoint trains other tensors: {', '.join(different[:3])} ({len(different)} in all)",
             "resume with the settings of [model] that the run was started with",
         )
 
 
 def check_wires(config: RunConfig, plan: FusionPlan, origin: str) -> None:
-    """A plan file has wire formats of its own: those that the configuration would refuse as `comm.wire`
-    are refused in it too, alike on all ranks, which have the same plan. `origin` is that of the plan."""
+    """Refuses a plan with wire formats that the configuration would refuse as `comm.wire`.
+
+    Args:
+        config: The settings.
+        plan: The plan, equal on all ranks.
+        origin: Its origin.
+
+    Raises:
+        ConfigError: If a bucket has such a format.
+    """
     from_file = origin == f"plan {config.comm.plan}"
     for wire in sorted({bucket.wire for bucket in plan.buckets}):
         try:
@@ -171,12 +221,13 @@ def check_wires(config: RunConfig, plan: FusionPlan, origin: str) -> None:
                 "comm.plan", config.comm.plan or None,
                 f"the {origin if from_file else 'plan of the checkpoint'} has buckets in {wire}: "
                 f"{error.cause}",
-                "make a plan without it, or leave comm.plan out" if from_file
+                "use a plan without it, or leave comm.plan out" if from_file
                 else "start anew without --resume",
             ) from None  # fmt: skip
 
 
 def count_nodes(group: Group) -> int:
+    """Returns the number of nodes of the ranks. A collective."""
     seen = torch.zeros(group.world_size, device=group.device)
     seen[min(group.topology.node_rank, group.world_size - 1)] = 1
     group.all_reduce_sum(seen)
@@ -184,56 +235,61 @@ def count_nodes(group: Group) -> int:
 
 
 def describe_exchange(exchange: GradientExchange, parts: ExchangeParts, fast: FastPath) -> str:
-    """`7 buckets of 84 KiB to 20.4 MiB, ring (5), hierarchical (2), float16 wire, overlapped`."""
+    """Describes the exchange.
+
+    Returns:
+        A line such as `7 buckets of 84 KiB to 20.4 MiB, ring (5), hierarchical (2), float16 wire,
+        overlapped`.
+    """
     sizes = [bucket.bytes for bucket in exchange.bucket_info()]
     span = f"{len(sizes)} buckets of {format_bytes(min(sizes))} to {format_bytes(max(sizes))}"
     count = span if len(sizes) > 1 else f"1 bucket of {format_bytes(sizes[0])}"
     names = [bucket.algorithm for bucket in parts.plan.buckets]
     many = len(set(names)) > 1
-    ways = [f"{n} ({names.count(n)})" if many else n for n in dict.fromkeys(names)]
+    algorithms = [f"{n} ({names.count(n)})" if many else n for n in dict.fromkeys(names)]
     wires = [f"{w} wire" for w in dict.fromkeys(b.wire for b in parts.plan.buckets) if w != "auto"]
     origin = [f"({parts.origin})"] if parts.origin else []
-    return " ".join([", ".join([count, *ways, *wires, _when(exchange, fast)]), *origin])
+    return " ".join([", ".join([count, *algorithms, *wires, _when(exchange, fast)]), *origin])
 
 
 def describe_idle(config: RunConfig, ranks: int) -> str:
-    """The settings that have no effect, such as `comm.algorithm` on one rank, `optim.momentum` of
-    another optimizer, or a table of an owner that nothing has chosen; empty where there are none."""
-    found = []
-    if ranks == 1 and (idle := _idle_on_one_rank(config)):
-        found.append(f"{', '.join(idle)}: for several ranks, and this is one")
-    reasons: dict[str, list[str]] = {}
+    """Lists settings without effect, such as `comm.algorithm` on one rank.
+
+    Args:
+        config: The settings.
+        ranks: Number of ranks.
+
+    Returns:
+        The settings with the reasons; "" if there are none.
+    """
+    idle: dict[str, list[str]] = {}
+    if ranks == 1:
+        idle["one rank"] = _idle_on_one_rank(config)
     for name, reason in config.optim.idle.items():
-        value = getattr(config.optim, name)
-        shown = list(value) if isinstance(value, tuple) else value
-        reasons.setdefault(reason, []).append(f"optim.{name} = {shown!r}")
+        idle.setdefault(reason, []).append(f"optim.{name} = {getattr(config.optim, name)!r}")
     for section, owner in config.unused():
         if section.owned[owner] != type(section.owned[owner])():
             chosen = {name: getattr(section, name) for name in section.CHOOSERS}
             reason = " and ".join(f"{section.NAME}.{n} = {value!r}" for n, value in chosen.items())
-            reasons.setdefault(reason, []).append(f"[{section.NAME}.{owner}]")
-    found += [f"{', '.join(idle)}: with {reason}" for reason, idle in reasons.items()]
-    return "; ".join(found)
+            idle.setdefault(reason, []).append(f"[{section.NAME}.{owner}]")
+    return "; ".join(
+        f"{', '.join(names)}: with {reason}" for reason, names in idle.items() if names
+    )
 
 
 def _idle_on_one_rank(config: RunConfig) -> list[str]:
-    comm, usual = config.comm, CommSettings()
-    names = ["algorithm", "group_size"]
-    if comm.algorithm == "auto":
-        # Others round buckets to the wire format, and send them during backward, on one rank as well.
-        names += ["wire", *(["overlap"] if comm.overlap == "on" else [])]
-    idle = [
-        f"comm.{name} = {getattr(comm, name)!r}"
-        for name in names
-        if getattr(comm, name) != getattr(usual, name)
-    ]
+    comm, defaults = config.comm, CommSettings()
+    # Other algorithms than `auto` round buckets to the wire format on one rank, too.
+    names = ["algorithm", "group_size", *(["wire"] if comm.algorithm == "auto" else [])]
+    values = {name: getattr(comm, name) for name in names}
+    idle = [f"comm.{n} = {v!r}" for n, v in values.items() if v != getattr(defaults, n)]
     if is_idle(strategy_class(config), 1):
         idle.insert(0, f"run.strategy = {config.run.strategy!r}")
     return idle
 
 
 def _when(exchange: GradientExchange, fast: FastPath) -> str:
-    """When buckets are sent."""
+    """Describes when the exchange sends buckets."""
     if exchange.note:
         return exchange.note
     if not exchange.overlaps:
@@ -249,10 +305,20 @@ def _when(exchange: GradientExchange, fast: FastPath) -> str:
 
 @dataclass(frozen=True)
 class DryBackward:
-    """One backward pass over images of zeros, to record the order of the gradients.
+    """A forward and backward pass over images of zeros, before the first step.
 
-    Running statistics and random numbers are restored; the caller discards the gradients. `images` is
-    the shape of a micro-batch, so that compiled code serves the first step, too.
+    Restores running statistics and random generators. The caller discards the gradients.
+
+    Attributes:
+        forward: The forward pass.
+        policy: The number format.
+        normalize: Turns images into inputs.
+        batch_norm: The running statistics.
+        images: Shape of a micro-batch, so that the first step can reuse compiled code.
+        loss: The loss.
+        foreign: A model that is not Paceline's: its other buffers are restored, too, and its exceptions
+            become errors of one line.
+        advise: Returns remedies for an error of the pass.
     """
 
     forward: Callable[[Tensor], Tensor]
@@ -261,66 +327,38 @@ class DryBackward:
     batch_norm: BatchNormState
     images: tuple[int, int, int, int]
     loss: TrainingLoss = field(default_factory=CrossEntropy)
-    # A user's model: its other buffers are restored too, and what it raises is reported in one line.
     foreign: nn.Module | None = None
     advise: Advise = no_advice
 
-    def __call__(self, guard: AbstractContextManager[None] | None = None) -> None:
-        """Raises the errors of a first step. `guard` is around forward and backward."""
-        with self._as_first_step():
-            self._run(guard or nullcontext())
-
-    @contextmanager
-    def _as_first_step(self) -> Iterator[None]:
-        """Restores the buffers of a user's model; what is raised inside is an error of the first step."""
-        try:
-            with restored_buffers(self.foreign) if self.foreign else nullcontext():
-                yield
-        except Exception as error:  # a defect of the program is raised again
-            fault = step_error(
-                error, 0, self.images[0], foreign=self.foreign is not None, advise=self.advise
-            )
-            if fault is None:
-                raise
-            raise fault from error
-
-    def _run(self, guard: AbstractContextManager[None]) -> None:
+    def __call__(self) -> None:
+        """Runs the pass; raises the errors of a first step."""
         device = self.policy.device
-        on_gpu = device.type == "cuda"
-        self.batch_norm.remember()
-        with torch.random.fork_rng(devices=[device] if on_gpu else []):
-            zeros = torch.zeros(self.images, dtype=torch.uint8, device=device)
-            every = torch.ones((), device=device)
-            try:
-                with guard:
-                    with self.policy.compute():
-                        outputs = self.forward(self.normalize(zeros, device))
-                    if isinstance(self.loss, CrossEntropy):
-                        outputs.float().sum().backward()  # type: ignore[no-untyped-call]
-                    else:
-                        self._total(outputs, mixes=False).backward()  # type: ignore[no-untyped-call]
-            finally:
-                self.batch_norm.discard_if(every)
-        if on_gpu:
-            torch.cuda.synchronize(device)
-            torch.cuda.empty_cache()
+        with self._as_first_step():
+            outputs = self._outputs()
+            if isinstance(self.loss, CrossEntropy):
+                outputs.float().sum().backward()  # type: ignore[no-untyped-call]
+            else:
+                self._total(outputs, mixes=False).backward()  # type: ignore[no-untyped-call]
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+                torch.cuda.empty_cache()
 
     def check_loss(self, model: nn.Module, *, mixes: bool) -> TrainingLoss:
-        """Tries the loss, forward and backward, and returns it. Raises one line if it raises, has another
-        shape or no gradient. Notes an own loss that does not take the model's evaluation outputs."""
-        with self._as_first_step():
-            self._check_loss(model, mixes)
-        return self.loss
+        """Tries the loss, forward and backward.
 
-    def _check_loss(self, model: nn.Module, mixes: bool) -> None:
-        device = self.policy.device
+        Args:
+            model: The model whose outputs in evaluation mode the loss may not accept.
+            mixes: True if training mixes images.
+
+        Returns:
+            The loss. A user's loss records if it accepts the evaluation outputs.
+
+        Raises:
+            RunError: If the loss fails, or has a wrong shape or no gradient.
+        """
         trained = [p for p in model.parameters() if p.requires_grad]
-        self.batch_norm.remember()
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            zeros = torch.zeros(self.images, dtype=torch.uint8, device=device)
-            with self.policy.compute():
-                outputs = self.forward(self.normalize(zeros, device))
-            total = self._total(outputs, mixes=mixes)
+        with self._as_first_step():
+            total = self._total(self._outputs(), mixes=mixes)
             check_gradient(total, self.loss)
             try:
                 torch.autograd.grad(total, trained, allow_unused=True)
@@ -335,11 +373,37 @@ class DryBackward:
                 self.loss.in_evaluation = takes_evaluation(
                     self.loss, model, self.normalize, self.policy, self.images
                 )
-        self.batch_norm.discard_if(torch.ones((), device=device))
+        return self.loss
+
+    @contextmanager
+    def _as_first_step(self) -> Iterator[None]:
+        """Restores buffers and random generators; raises errors as those of the first step."""
+        device = self.policy.device
+        self.batch_norm.remember()
+        try:
+            with (
+                restored_buffers(self.foreign) if self.foreign else nullcontext(),
+                torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            ):
+                try:
+                    yield
+                finally:
+                    self.batch_norm.discard_if(torch.ones((), device=device))
+        except Exception as error:  # a defect of the program is raised again
+            fault = step_error(
+                error, 0, self.images[0], foreign=self.foreign is not None, advise=self.advise
+            )
+            if fault is None:
+                raise
+            raise fault from error
+
+    def _outputs(self) -> Tensor:
+        zeros = torch.zeros(self.images, dtype=torch.uint8, device=self.policy.device)
+        with self.policy.compute():
+            return self.forward(self.normalize(zeros, self.policy.device))
 
     def _total(self, outputs: Any, *, mixes: bool) -> Tensor:
-        own = torch.ones(self.images[0], device=self.policy.device) if mixes else None
-        return self.loss.total(outputs, self._labels(self.images[0]), own)
-
-    def _labels(self, samples: int) -> Tensor:
-        return torch.zeros(samples, dtype=torch.int64, device=self.policy.device)
+        samples, device = self.images[0], self.policy.device
+        own = torch.ones(samples, device=device) if mixes else None
+        labels = torch.zeros(samples, dtype=torch.int64, device=device)
+        return self.loss.total(outputs, labels, own)

@@ -1,9 +1,9 @@
-"""`FastPath`: an acceleration of the forward pass, memory format and CUDA graphs, each if it helps.
+"""`FastPath`: an acceleration of the forward pass, memory format and CUDA graphs.
 
 `choose_fast_path` asks the accelerations (`models.acceleration`) for a faster forward pass and decides
-about CUDA graphs. A switch that cannot be obeyed is refused. `try_fast_path` runs it once: what was
-chosen automatically and does not work with this model is left out on all ranks, and said. `share_norms`
-makes batch norms that compute over several ranks.
+about CUDA graphs. It refuses settings that cannot be obeyed. `try_fast_path` runs the trials of the
+acceleration. If an automatic choice fails with this model, all ranks drop it, and the description of the
+run says so.
 """
 
 from __future__ import annotations
@@ -11,12 +11,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import traceback
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +20,7 @@ from torch import nn
 
 from paceline.comm.group import Group
 from paceline.config import RunConfig, RunSettings
-from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.errors import ConfigError
 from paceline.core.extensions import provided
 from paceline.models.acceleration import (
     AccelerationContext,
@@ -34,20 +30,17 @@ from paceline.models.acceleration import (
     TrialPass,
     accelerations,
 )
-from paceline.models.synced_norm import (
-    find_norms,
-    use_torch_norms,
-)
+from paceline.models.synced_norm import find_norms, use_torch_norms
 from paceline.train.model_checks import VARIES
 
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """Fast forms that the built model cannot use on any rank, whatever the settings allow.
+    """Properties of the built model that exclude fast implementations, equal on all ranks.
 
     Attributes:
-        eager: A pass has collectives inside, which no fast form can hold.
-        varies: The model keeps state or draws numbers in Python, which a CUDA graph would repeat.
+        eager: A pass contains collectives, which no fast implementation supports.
+        varies: The model keeps state or draws numbers in Python, which a CUDA graph would freeze.
     """
 
     eager: bool = False
@@ -55,28 +48,41 @@ class ModelLimits:
 
     @classmethod
     def of(cls, settings: RunSettings, group: Group, eager: bool, varies: bool) -> ModelLimits:
-        """The limits of all ranks. `varies` is what this rank has found. A collective on GPUs."""
+        """Agrees on the limits. A collective on GPUs.
+
+        Args:
+            settings: The settings.
+            group: The ranks.
+            eager: True if a pass contains collectives.
+            varies: True if the model varies on this rank.
+
+        Raises:
+            ConfigError: If the settings demand CUDA graphs and the model varies on any rank.
+        """
         if eager:
             return cls(eager=True)
         if group.device.type != "cuda" or settings.cuda_graphs == "off":
             return cls()
-        found = torch.tensor(float(varies), device=group.device)
-        group.all_reduce_sum(found)
-        if found and settings.cuda_graphs == "on":
+        ranks = torch.tensor(float(varies), device=group.device)
+        group.all_reduce_sum(ranks)
+        if ranks and settings.cuda_graphs == "on":
             raise ConfigError(
                 "run.cuda_graphs", "on", f"the model {VARIES}, which a CUDA graph would freeze",
                 "use 'auto', or draw with torch's generators",
             )  # fmt: skip
-        return cls(varies=bool(found))
+        return cls(varies=bool(ranks))
 
 
 @dataclass(frozen=True)
 class FastPath:
-    """What was chosen for one run. It is recorded, and not written back into the settings.
+    """The choices for one run. They are recorded, and not written back into the settings.
 
     Attributes:
-        forward: The pass in training.
-        applied: The acceleration that has made it, None for the plain model.
+        forward: The forward pass of training.
+        channels_last: True for the NHWC memory format.
+        graphs: True if micro-steps are captured as CUDA graphs.
+        applied: The acceleration that provides `forward`; None for the plain model.
+        remark: Reasons for the choices, to be displayed.
     """
 
     forward: Forward
@@ -87,16 +93,20 @@ class FastPath:
 
     @property
     def image_channels(self) -> int | None:
+        """Channels that the images are padded to; None for no padding."""
         return None if self.applied is None else self.applied.input_channels
 
     @property
     def gradients_at_end(self) -> bool:
+        """True if backward yields all gradients at its end."""
         return self.applied is not None and self.applied.gradients_at_end
 
     def advise(self, error: Exception) -> Sequence[str]:
+        """Returns remedies for an error of the pass."""
         return () if self.applied is None else self.applied.advise(error)
 
     def describe(self) -> str:
+        """Returns a description for the start of the run."""
         pass_ = "plain model" if self.applied is None else self.applied.describe()
         return (
             f"{'NHWC' if self.channels_last else 'NCHW'}, {pass_}, "
@@ -114,12 +124,27 @@ def choose_fast_path(
     dtype: torch.dtype = torch.float16,
     limits: ModelLimits = ModelLimits(),
 ) -> FastPath:
-    """Decides the switches and prepares `model` for them. `triton_problem`: why kernels cannot run.
-    `dtype`: that of the model's maps and convolutions.
-    `shared_gpu`: other ranks use the same GPU; cuDNN's batch norm hangs beside their collectives."""
+    """Chooses the fast path and applies the acceleration to `model`.
+
+    Args:
+        settings: The settings.
+        model: The model on its device.
+        device: The device.
+        triton_problem: Reason why Triton's kernels cannot run; "" if they can.
+        shared_gpu: True if other ranks use the same GPU. cuDNN's batch norm then hangs next to their
+            collectives.
+        dtype: Format of activations and convolutions.
+        limits: Properties of the model that exclude fast implementations.
+
+    Returns:
+        The choices.
+
+    Raises:
+        ConfigError: If a setting cannot be obeyed.
+    """
     on_gpu = device.type == "cuda"
     if on_gpu:
-        # Shapes hardly ever change in training: the search for the fastest algorithm pays at once.
+        # Shapes rarely change in training, so the search for the fastest algorithm pays off.
         torch.backends.cudnn.benchmark = True
     # The exchange is between the graphs, so they work with any number of ranks and any backend.
     graphs = settings.cuda_graphs == "on" or (settings.cuda_graphs == "auto" and on_gpu)
@@ -144,19 +169,30 @@ def choose_fast_path(
 def accelerate(
     settings: RunSettings, model: nn.Module, context: AccelerationContext
 ) -> tuple[Applied | None, str]:
-    """Returns the first acceleration that supports the model, applied to it, and which tables of others
-    have no effect; or None and the reasons.
+    """Applies the first acceleration that supports the model.
 
-    On a CPU, one of this installation is asked only if its table is in the settings.
+    On a CPU, an acceleration of this installation is asked only if the settings have its table.
+
+    Args:
+        settings: The settings.
+        model: The model on its device.
+        context: Device, formats and limits.
+
+    Returns:
+        The applied acceleration, and a note on tables of other accelerations without effect; or None and
+        the reasons why none supports the model.
+
+    Raises:
+        ConfigError: If a setting cannot be obeyed, or an acceleration returns a wrong type.
     """
     on_gpu, reasons = context.device.type == "cuda", []
-    for name, found in accelerations(lambda name: on_gpu or name in settings.owned):
+    for name, acceleration in accelerations(lambda name: on_gpu or name in settings.owned):
         own = replace(context, settings=settings.owned.get(name))
-        reason: object = found.supports(model, own)
+        reason: object = acceleration.supports(model, own)
         if not isinstance(reason, str):
             raise _error(name, f"its supports returned {reason!r}", "return '' or the reason")
         if not reason:
-            applied: object = found.apply(model, own)
+            applied: object = acceleration.apply(model, own)
             if not isinstance(applied, Applied):
                 problem = f"its apply returned {type(applied).__name__}"
                 raise _error(name, problem, "return an object of a subclass of Applied")
@@ -186,81 +222,35 @@ class AllRanks:
         gathered = self.group.gather_bytes(json.dumps(value).encode())
         rows = None if gathered is None else [json.loads(row) for row in gathered]
         sent = self.group.broadcast_bytes(None if rows is None else json.dumps(rows).encode())
-        found: list[Any] = json.loads(sent)
-        return found
+        values: list[Any] = json.loads(sent)
+        return values
 
 
-def try_fast_path(
-    settings: RunSettings, fast: FastPath, group: Group, trial: TrialPass, *, foreign: bool
-) -> FastPath:
-    """`fast` after the trials of the acceleration, and without CUDA graphs if a `foreign` model waits for
-    the device, which a graph cannot repeat, and `run.cuda_graphs` is `auto`. All ranks decide alike."""
-    ranks = AllRanks(group)
-    if fast.applied is not None:
-        fast.applied.calibrate(ranks, trial, foreign=foreign)
-        fast = replace(fast, forward=fast.applied.forward)
-    if fast.graphs and foreign:
-        must = settings.cuda_graphs == "on"
-        probe = functools.partial(_graph_problem, trial, fast.forward, must)
-        own = group.agree_on("trial of CUDA graphs", probe)
-        if any(ranks.all_gather(own)):
-            reason = own or "on another rank"
-            fast = replace(
-                fast, graphs=False,
-                remark=f"{fast.remark}; this model cannot be captured ({reason})",
-            )  # fmt: skip
-    return fast
+def try_fast_path(fast: FastPath, group: Group, trial: TrialPass, *, foreign: bool) -> FastPath:
+    """Runs the trials of the acceleration, if there is one. A collective.
 
+    Args:
+        fast: The choices so far.
+        group: The ranks.
+        trial: Runs a forward and backward pass.
+        foreign: True for a model that is not Paceline's.
 
-def _graph_problem(trial: TrialPass, forward: Forward, must: bool) -> str:
-    """Where a pass waits for the device."""
-    trial(forward)  # compiles and chooses algorithms, which may wait once
-    try:
-        trial(forward, _refused_waits())
-    except PacelineError as error:
-        cause = error.__cause__
-        if cause is None or "synchroniz" not in str(cause):
-            raise
-        problem = f"it waits for the device{_place(cause)}"
-    else:
-        return ""
-    if must:
-        raise ConfigError("run.cuda_graphs", "on", problem, "use 'auto' or 'off'")
-    return problem
-
-
-@contextmanager
-def _refused_waits() -> Iterator[None]:
-    """Inside, an operation that waits for the GPU raises RuntimeError, as far as torch knows it."""
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the mode is called a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
-def _place(error: BaseException) -> str:
-    """The last line of code outside of torch and Paceline, as ` (my_net.py:12)`."""
-    own = str(Path(__file__).parents[1])
-    torch_folder = str(Path(torch.__file__).parent)
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [f for f in frames if not f.filename.startswith((own, torch_folder, "<"))]
-    return f", {Path(lines[-1].filename).name}:{lines[-1].lineno}" if lines else ""
-
-
-# Whether Triton's kernels can run here.
-#
-# In: a device. Out: nothing, or why not: no package, no C compiler in a slim container, a GPU too
-# old. One small kernel is built and launched: versions and capabilities listed in code would grow
-# old.
+    Returns:
+        The choices, equal on all ranks.
+    """
+    if fast.applied is None:
+        return fast
+    fast.applied.calibrate(AllRanks(group), trial, foreign=foreign)
+    return replace(fast, forward=fast.applied.forward)
 
 
 @functools.cache
 def triton_problem(device: torch.device) -> str:
-    """Empty where kernels run. A CPU has no use for them and is asked nothing."""
+    """Returns "" if Triton's kernels can run on `device`, else the reason why not.
+
+    Builds and launches one small kernel, because a list of versions and capabilities would become
+    outdated. The reason can be a missing package, a missing C compiler or an old GPU.
+    """
     if device.type != "cuda":
         return "needs a GPU"
     if importlib.util.find_spec("triton") is None:
@@ -278,7 +268,7 @@ def triton_problem(device: torch.device) -> str:
 
 
 def check_model_norms(config: RunConfig, model: nn.Module) -> None:
-    """Raises ConfigError for settings of batch norm that this model's layers cannot follow."""
+    """Raises a ConfigError if the settings of batch norm do not fit the model's layers."""
     if config.model.norm_statistics == "last" and not find_norms(model):
         raise ConfigError(
             "model.norm_statistics", "last", "this model has no batch norm", "leave it out"

@@ -1,20 +1,14 @@
-"""`Predictor`: a trained model with its classes and preprocessing; prediction and export.
+"""`Predictor`: a trained model with its classes and preprocessing.
 
     predictor = Predictor.load(Path("runs/quickstart-001"))
     predictor.predict(["photo.jpg"])[0].label
 
-Weights and settings come from a checkpoint. Averaged weights are used where the run has them, and
-batch-norm statistics are averaged over its ranks.
+Weights and settings come from a checkpoint. If the run averages weights, the averaged weights are used.
+Batch-norm statistics are averaged over the ranks of the run.
 """
 
 from __future__ import annotations
 
-import copy
-import importlib.util
-import io
-import json
-import logging
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,36 +21,41 @@ from PIL import Image
 from torch import Tensor, nn
 
 from paceline.config import RunConfig, stored_config
-from paceline.core.errors import ConfigError, DataError, PacelineError, RunError
+from paceline.core.errors import ConfigError, DataError
 from paceline.core.files import open_regular, read_regular
 from paceline.core.topology import Topology
 from paceline.data import Normalizer, Source, create_eval_loader, to_mode
 from paceline.precision.policy import Policy, allow_tf32, choose_policy
-from paceline.train.checkpoint import Checkpoint, find_checkpoint, write_atomically
+from paceline.train.checkpoint import Checkpoint, find_checkpoint
 from paceline.train.components import Components
 from paceline.train.evaluate import restore_model
+from paceline.train.export import check_export, export_onnx, export_program
 from paceline.train.fast_path import triton_problem
 from paceline.train.machine import choose_device, out_of_memory
 from paceline.train.model_checks import find_logits, forward_error
-from paceline.train.weights import as_metadata, checkpoint_weights, preprocessing, write_weights
+from paceline.train.weights import as_metadata, preprocessing, write_weights
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-FORMATS = (".safetensors", ".onnx", ".pt2")
-METADATA = "paceline"
-# Exported programs are compared with the model on so many images.
+# Images on which an exported program is compared with the model.
 _CHECKED_IMAGES = 3
-# Largest difference of an exported program's outputs, relative to the largest output.
-_TOLERANCE = 1e-3
-# The oldest version of ONNX's operators that torch's exporter writes.
-_FIRST_OPSET = 18
-
 Pixels = npt.NDArray[np.uint8]
 ImageLike = str | Path | Image.Image | Pixels
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The most likely classes of one image, best first. `error` says why there are none."""
+    """The most likely classes of one image.
+
+    Attributes:
+        name: File name or number of the image.
+        labels: Class names, the most likely first.
+        confidences: Probabilities of these classes.
+        error: Reason why there are no classes; "" if there are.
+
+    Example:
+        for prediction in trainer.predict(["a.jpg", "b.jpg"]):
+            print(prediction.name, prediction.label, prediction.confidence)
+    """
 
     name: str
     labels: tuple[str, ...] = ()
@@ -65,19 +64,20 @@ class Prediction:
 
     @property
     def label(self) -> str:
-        """The most likely class; empty where the image could not be decoded."""
+        """The most likely class; "" if the image could not be decoded."""
         return self.labels[0] if self.labels else ""
 
     @property
     def confidence(self) -> float:
+        """The probability of the most likely class."""
         return self.confidences[0] if self.confidences else 0.0
 
 
 class _Images(Source):
-    """Images to classify. The label of each is its own number, by which results find their place."""
+    """Images to classify. The label of each is its number, which gives the place of its result."""
 
     def __init__(self, images: Sequence[ImageLike], names: Sequence[str]) -> None:
-        # A loader gives up where no image can be decoded; the last one always can.
+        # A loader raises an error if no image can be decoded, so one more image always can.
         blank = np.zeros((1, 1, 3), dtype=np.uint8)
         self._images, self._names = [*images, blank], [*names, ""]
         self.labels = np.arange(len(images) + 1, dtype=np.int64)
@@ -86,7 +86,7 @@ class _Images(Source):
     def read(self, i: int) -> bytes | Pixels:
         image = self._images[i]
         if isinstance(image, str | Path):
-            # What cannot be read is not an image either: the others are classified.
+            # A file that cannot be read counts as corrupt, so that the other images are classified.
             return b"" if _unreadable(Path(image)) else read_regular(image)
         if isinstance(image, Image.Image):
             mode = "L" if image.mode.startswith(("I", "F", "L", "1")) else "RGB"
@@ -98,7 +98,7 @@ class _Images(Source):
 
 
 def _unreadable(path: Path) -> str:
-    """Why a file cannot be read; empty where it can."""
+    """Returns the reason why a file cannot be read; "" if it can."""
     try:
         with open_regular(path):
             return ""
@@ -107,14 +107,27 @@ def _unreadable(path: Path) -> str:
 
 
 def _pixels(image: Image.Image | Pixels) -> Pixels:
-    """Height × width × channels."""
+    """Returns an array of height × width × channels."""
     pixels: Pixels = np.asarray(image)
     return pixels if pixels.ndim == 3 else pixels[:, :, None]
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """A model in evaluation mode on a device, with what it takes to classify images."""
+    """A model in evaluation mode with its classes and preprocessing.
+
+    Attributes:
+        model: The model on its device.
+        config: Settings of the run.
+        classes: Class names.
+        policy: The number format.
+        step: Step of the checkpoint.
+        path: The checkpoint.
+
+    Example:
+        predictor = pl.Predictor.load("runs/quickstart-001")
+        predictor.predict(["photo.jpg"])[0].label
+    """
 
     model: nn.Module
     config: RunConfig
@@ -134,9 +147,22 @@ class Predictor:
         components: Components | None = None,
         trust: bool | RunConfig = False,
     ) -> Predictor:
-        """`run` is a run folder (its best checkpoint) or a checkpoint file. `components.model` is needed
-        where the run's model was given as a Python object. `precision` is the run's own unless given.
-        `trust` allows the code that the run names; a configuration allows what it names itself."""
+        """Loads a checkpoint.
+
+        Args:
+            run: A run folder, of which the best checkpoint is used, or a checkpoint file.
+            device: `cpu`, `cuda` or `auto`.
+            precision: Number format. None means that of the run.
+            overrides: Settings that replace those of the run.
+            components: Python objects; `model` is needed if the model of the run was an object.
+            trust: Allows the code that the run names. A configuration allows the code that it names.
+
+        Returns:
+            The predictor.
+
+        Raises:
+            PacelineError: If the checkpoint cannot be used.
+        """
         path = find_checkpoint(Path(run))
         checkpoint = Checkpoint.read(path)
         wanted: dict[str, Any] = {"run.device": device, **(overrides or {})}
@@ -152,14 +178,26 @@ class Predictor:
 
     @property
     def preprocessing(self) -> dict[str, Any]:
-        """What turns an image into the model's input, for programs that use an exported model."""
+        """Parameters that turn an image into the model's input, for programs that use an export."""
         return preprocessing(self.config, self.classes, self.step)
 
     def predict(
         self, images: Iterable[ImageLike], *, top: int = 5, batch_size: int = 64
     ) -> list[Prediction]:
-        """Classifies files, PIL images or uint8 arrays (height × width × channels), in their order. An
-        image that cannot be decoded has a `Prediction` with an `error`."""
+        """Classifies images.
+
+        Args:
+            images: File names, PIL images or uint8 arrays (height × width × channels).
+            top: Number of classes per image.
+            batch_size: Images per forward pass.
+
+        Returns:
+            One prediction per image, in the same order. An image that cannot be decoded has an `error`.
+
+        Raises:
+            DataError: If an element is not an image.
+            ConfigError: If `top` is less than 1.
+        """
         if isinstance(images, str | Path | Image.Image | np.ndarray):
             raise DataError(
                 f"{type(images).__name__} is one image or path, and predict takes several",
@@ -182,20 +220,19 @@ class Predictor:
                 errors[number] = problem
         scores = scores[:, : len(self.classes)]
         best = scores.topk(min(top, scores.shape[1]), dim=1)
-        found = []
+        for number in (~torch.isfinite(scores).all(dim=1)).nonzero().flatten().tolist():
+            errors.setdefault(number, "the model's scores are not finite")
+        predictions = []
         for number, name in enumerate(names):
             if number in errors:
-                found.append(Prediction(name, error=errors[number]))
-                continue
-            if not torch.isfinite(scores[number]).all():
-                found.append(Prediction(name, error="the model's scores are not finite"))
+                predictions.append(Prediction(name, error=errors[number]))
                 continue
             labels = tuple(self.classes[index] for index in best.indices[number].tolist())
-            found.append(Prediction(name, labels, tuple(best.values[number].tolist())))
-        return found
+            predictions.append(Prediction(name, labels, tuple(best.values[number].tolist())))
+        return predictions
 
     def _scores(self, source: Source, batch_size: int) -> tuple[Tensor, dict[int, str]]:
-        """Probabilities, samples × classes, and why samples have none."""
+        """Returns probabilities, samples × classes, and the reasons why samples have none."""
         device, data = self.policy.device, self.config.data
         data = replace(data, max_corrupt_share=1 - 1e-9, resident="off", cache="none")
         if not data.decoder.startswith("n"):
@@ -227,7 +264,7 @@ class Predictor:
         return scores, errors
 
     def _outputs(self, images: Tensor) -> Tensor:
-        """One line for what a user's model raises."""
+        """Returns the logits; raises an exception of a user's model as an error of one line."""
         try:
             return find_logits(self.model(images), self.width)
         except Exception as error:
@@ -238,59 +275,45 @@ class Predictor:
 
     @property
     def width(self) -> int:
-        """Outputs of the model: its classes, or more (`model.num_classes`)."""
+        """Number of outputs of the model: its classes, or more (`model.num_classes`)."""
         return self.config.model.num_classes or len(self.classes)
 
     def _probabilities(self, outputs: Tensor) -> Tensor:
-        # Binary cross-entropy trains one yes-or-no question for each class.
-        if getattr(self.config.run, "loss", "") == "bce":
+        # Binary cross-entropy trains one binary decision per class.
+        if self.config.run.loss == "bce":
             return outputs.sigmoid()
         return outputs.softmax(dim=1)
 
     def export(self, out: Path, opset: int | None = None) -> str:
-        """Writes the model as `.safetensors` (weights), `.onnx` or `.pt2` (a program of `torch.export`),
-        with classes, sizes, mean and std in the file; returns a line for the user. A program is run
-        and compared with the model before it is written. `opset` is the version of ONNX's operators;
-        None is that of torch's exporter."""
+        """Writes the model with classes, sizes, mean and std.
+
+        A program is run and compared with the model before it is written.
+
+        Args:
+            out: The file: `.safetensors` (weights), `.onnx` or `.pt2` (a program of `torch.export`).
+            opset: Version of ONNX's operators. None means that of torch's exporter.
+
+        Returns:
+            One line that describes the file.
+
+        Raises:
+            ConfigError: If the format or the opset cannot be written.
+            RunError: If the model cannot be exported.
+        """
         check_export(out, opset)
         if out.suffix == ".safetensors":
             state = self.model.state_dict()
             write_weights(state, out, as_metadata(self.preprocessing))
             return f"{out}: {len(state)} tensors of {self.path}"
         if out.suffix == ".onnx":
-            return _export_onnx(self, out, opset)
-        return _export_program(self, out)
+            return export_onnx(self, out, opset)
+        return export_program(self, out)
 
-    def example_input(self, samples: int = _CHECKED_IMAGES) -> Tensor:
-        """Random numbers with the shape of the model's input."""
+    def example_input(self) -> Tensor:
+        """Returns random numbers with the shape of a batch of inputs."""
         data = self.config.data
-        shape = (samples, data.channels, data.image_size, data.image_size)
+        shape = (_CHECKED_IMAGES, data.channels, data.image_size, data.image_size)
         return torch.randn(shape, generator=torch.Generator().manual_seed(0))
-
-
-def check_export(out: Path, opset: int | None) -> None:
-    """Raises ConfigError for a format or an opset that cannot be written."""
-    if out.suffix not in FORMATS:
-        raise ConfigError(
-            "OUT", str(out), "is not a format to export", f"end it in {', '.join(FORMATS)}"
-        )
-    if opset is not None and out.suffix != ".onnx":
-        raise ConfigError("opset", opset, f"is not for {out.suffix} files", "leave it out")
-
-
-def export_stored_weights(run: Path, out: Path) -> str:
-    """Writes the weights of a checkpoint as they are stored, without building the model, so that no code
-    of the run is needed or executed."""
-    path = find_checkpoint(run)
-    checkpoint = Checkpoint.read(path)
-    state = checkpoint_weights(checkpoint)
-    config = stored_config(checkpoint.config, {}, path, trust=True)  # nothing of it is created
-    about = preprocessing(config, checkpoint.classes, checkpoint.step)
-    write_weights(state, out, as_metadata(about))
-    averaged = ""
-    if epochs := about.get("average_epochs"):
-        averaged = f"weights averaged over {epochs:g} epochs, "
-    return f"{out}: {len(state)} tensors of {path}; {averaged}batch norm averaged over its ranks"
 
 
 def _check_image(name: str, image: object) -> None:
@@ -307,126 +330,14 @@ def _check_image(name: str, image: object) -> None:
 
 
 def find_images(paths: Iterable[Path]) -> list[Path]:
-    """Files as they are, folders with all images below them, in the order of their names."""
-    found: list[Path] = []
+    """Replaces folders by all images in them, sorted by name. Raises a DataError if there are none."""
+    files: list[Path] = []
     for path in paths:
         if path.is_dir():
             inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
             if not inside:
                 raise DataError(f"{path} has no images", f"looked for {', '.join(IMAGE_SUFFIXES)}")
-            found += inside
+            files += inside
         else:
-            found.append(path)  # also one that does not exist: its prediction says so
-    return found
-
-
-class _Logits(nn.Module):
-    """The class scores alone, in fp32, for models that return more; with weights in the plain memory
-    format, which is the only one that files of programs keep."""
-
-    def __init__(self, model: nn.Module, width: int) -> None:
-        super().__init__()
-        self._width = width
-        self.model = copy.deepcopy(model).to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-
-    def forward(self, images: Tensor) -> Tensor:
-        return find_logits(self.model(images), self._width).float()
-
-
-def _exported(predictor: Predictor) -> tuple[Tensor, torch.export.ExportedProgram]:
-    model = _Logits(predictor.model, predictor.width).eval()
-    images = predictor.example_input()
-    batch = torch.export.Dim("batch", min=1)
-    try:
-        with torch.no_grad():
-            program = torch.export.export(model, (images,), dynamic_shapes=({0: batch},))
-    except Exception as error:  # the exporter raises whatever the model's code leads to
-        if isinstance(error, PacelineError):
-            raise
-        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise RunError(
-            f"the model cannot be exported as a program ({reason})",
-            "export its weights as .safetensors",
-        ) from error
-    return images, program
-
-
-def _export_program(predictor: Predictor, out: Path) -> str:
-    images, program = _exported(predictor)
-    worst = _difference(predictor, images, lambda x: program.module()(x))
-    content = io.BytesIO()
-    torch.export.save(
-        program, content, extra_files={f"{METADATA}.json": json.dumps(predictor.preprocessing)}
-    )
-    write_atomically(out, content.getvalue())
-    return f"{out}: a torch.export program of {predictor.path}, equal to the run within {worst:.1e}"
-
-
-def _export_onnx(predictor: Predictor, out: Path, opset: int | None) -> str:
-    for package in ("onnx", "onnxscript"):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError("OUT", str(out), f"needs the package {package}",
-                              "pip install 'paceline[onnx]', or export .pt2 or .safetensors")  # fmt: skip
-    import onnx
-
-    last = onnx.defs.onnx_opset_version()
-    if opset is not None and not _FIRST_OPSET <= opset <= last:
-        raise ConfigError("opset", opset, f"must be from {_FIRST_OPSET} to {last}", "leave it out")
-    images, program = _exported(predictor)
-    for name in ("torch.onnx", "onnxscript"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter's own deprecations
-        found = torch.onnx.export(
-            program, (images,), dynamo=True, verbose=False, input_names=["images"],
-            output_names=["scores"], opset_version=opset, dynamic_shapes=({0: "batch"},),
-        )  # fmt: skip
-    assert found is not None
-    # The exporter keeps another version if it cannot convert an operator, and only logs that.
-    if opset is not None and (written := found.model.opset_imports[""]) != opset:
-        raise ConfigError(
-            "opset",
-            opset,
-            f"this model cannot be converted to it, only to {written}",
-            "leave it out",
-        )
-    for name, text in as_metadata(predictor.preprocessing).items():
-        found.model.metadata_props[f"{METADATA}.{name}"] = text
-    content = found.model_proto.SerializeToString()
-    checked = "not checked: onnxruntime is not installed"
-    if importlib.util.find_spec("onnxruntime") is not None:
-        import onnxruntime
-
-        session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-        entry = session.get_inputs()[0].name
-
-        def run(batch: Tensor) -> Tensor:
-            return torch.from_numpy(session.run(None, {entry: batch.numpy()})[0])
-
-        worst = _difference(predictor, images, run)
-        checked = f"equal to the run within {worst:.1e} in ONNX Runtime"
-    write_atomically(out, content)
-    return f"{out}: an ONNX model of {predictor.path}, {checked}"
-
-
-def _difference(predictor: Predictor, images: Tensor, run: Any) -> float:
-    """The largest difference of outputs, also for another number of images, relative to the largest
-    output. RunError where it is more than rounding."""
-    worst = 0.0
-    with torch.no_grad():
-        for batch in (images, images[:1]):
-            wanted = find_logits(predictor.model(batch), predictor.width).float()
-            got = run(batch)
-            if got.shape != wanted.shape:
-                raise RunError(
-                    f"the exported program returns {tuple(got.shape)}, the model {tuple(wanted.shape)}",
-                    "export .safetensors, and report this",
-                )
-            scale = float(wanted.abs().max()) or 1.0
-            worst = max(worst, float((wanted - got).abs().max()) / scale)
-    if not worst <= _TOLERANCE:
-        raise RunError(
-            f"the exported program differs from the model by {worst:.1e} of its largest output",
-            "export .safetensors, and report this",
-        )
-    return worst
+            files.append(path)  # a missing file gets a prediction with an error
+    return files

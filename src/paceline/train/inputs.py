@@ -1,6 +1,7 @@
-"""What a run starts from: data, run folder and checkpoint, agreed among all ranks.
+"""The inputs of a run: data, run folder and checkpoint, agreed among all ranks.
 
-Each is agreed before the next, so that what is missing on one node ends all ranks with the same error.
+All ranks agree on each before the next, so that a missing file on one node ends all ranks with the same
+error.
 """
 
 from __future__ import annotations
@@ -34,25 +35,33 @@ from paceline.train.run_state import check_pinned
 
 
 def tracker_names(config: RunConfig) -> list[str]:
-    """The trackers of a run, each once."""
+    """Returns the names of the trackers of a run, each once."""
     return list(dict.fromkeys(config.run.trackers))
 
 
 def load_trackers(names: Sequence[str]) -> Any:
-    """Returns the extension package. Raises ConfigError if it was removed."""
+    """Imports the extension package. Raises a ConfigError if it is not installed."""
     return load_extension("trackers", "run.trackers", list(names))
 
 
 def check_trackers(config: RunConfig) -> None:
-    """Raises ConfigError for a tracker that cannot be used."""
+    """Raises a ConfigError for a tracker that cannot be used."""
     if names := tracker_names(config):
         load_trackers(names).check_trackers(names)
 
 
 @dataclass(frozen=True)
 class RunInputs:
-    """`labels` is a digest of the training labels, and of the shard sizes where the sample order
-    depends on them, by which a resumed run recognizes its data. Only rank 0 holds a `lock`."""
+    """The inputs of a run.
+
+    Attributes:
+        source: Training images.
+        validation: Validation images.
+        labels: Digest of the training labels, and of the shard sizes if the sample order depends on
+            them. A resumed run recognizes its data by it.
+        folder: The run folder.
+        lock: Lock of the folder; None on other ranks than 0.
+    """
 
     source: Source
     validation: Source
@@ -62,13 +71,23 @@ class RunInputs:
 
     @contextlib.contextmanager
     def discarded_on_error(self) -> Iterator[None]:
-        """An error inside the context releases the lock and removes an empty folder."""
-        with self.folder.discarded_on_error(), _released_on_error(self.lock):
+        """Releases the lock and removes an empty folder if an error leaves the context."""
+        lock = self.lock.released_on_error() if self.lock else contextlib.nullcontext()
+        with self.folder.discarded_on_error(), lock:
             yield
 
 
 def agree_on_inputs(config: RunConfig, group: Group, components: Components) -> RunInputs:
-    """Opens the data and the run folder on this rank, together with all others."""
+    """Opens the data and the run folder together with all ranks. A collective.
+
+    Args:
+        config: The settings.
+        group: The ranks.
+        components: Python objects that replace what the settings name.
+
+    Raises:
+        PacelineError: If data or folder cannot be used on any rank.
+    """
     claimed: tuple[RunFolder, RunLock] | None = None
     with contextlib.ExitStack() as undo:
         with group.phase("inputs"):
@@ -94,21 +113,21 @@ def agree_on_inputs(config: RunConfig, group: Group, components: Components) -> 
 
 
 def labels_digest(values: npt.NDArray[np.int64]) -> str:
-    """By which a run recognizes its data."""
+    """Returns the digest by which a run recognizes its data."""
     return hashlib.sha256(values.tobytes()).hexdigest()[:12]
 
 
 def common_settings(config: RunConfig) -> dict[str, object]:
-    """Settings that must be equal on all ranks: all but a node's own paths and worker counts."""
-    # Tracing and evaluation details use collectives: a resumed run may change them, but ranks may not
-    # differ.
+    """Returns the settings that must be equal on all ranks: all but paths and worker counts of a node."""
+    # Tracing and evaluation details use collectives. A resumed run may change them, but they must be
+    # equal on all ranks.
     collective = {"run.traced_steps", "run.eval_details"}
-    own = (LOCAL_SETTINGS - collective) | {"data.dir"}
-    return {name: value for name, value in config.flat().items() if name not in own}
+    local = (LOCAL_SETTINGS - collective) | {"data.dir"}
+    return {name: value for name, value in config.flat().items() if name not in local}
 
 
 def shared_versions() -> dict[str, str]:
-    """Of the software that must be the same on all ranks."""
+    """Returns the versions of the software that must be the same on all ranks."""
     return {name: version for name, version in versions().items() if name != "cuda"}
 
 
@@ -125,23 +144,30 @@ def _open_data(config: RunConfig, components: Components) -> tuple[Source, Sourc
 
 
 def _broadcast_folder(folder: RunFolder | None, group: Group) -> RunFolder:
-    """The one that rank 0 has chosen and locked."""
+    """Returns the folder that rank 0 has chosen and locked."""
     chosen = f"{folder.path}\n{folder.resume_from or ''}".encode() if folder else None
     path, _, resume = group.broadcast_bytes(chosen).decode().partition("\n")
     return folder or RunFolder(Path(path), Path(resume) if resume else None)
 
 
-def _released_on_error(lock: RunLock | None) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if lock is None else lock.released_on_error()
-
-
 def read_checkpoint(
     config: RunConfig, folder: RunFolder, group: Group
 ) -> tuple[Checkpoint | None, RunFolder]:
-    """The checkpoint to start from, and the folder with the file that was used.
+    """Reads the checkpoint of a resumed run. A collective.
 
-    Rank 0 reads the file and broadcasts its bytes, so that only its node needs it. `--resume auto`
-    skips damaged checkpoints and uses the newest intact one.
+    Rank 0 reads the file and broadcasts its bytes, so that only its node needs it. `--resume auto` skips
+    damaged checkpoints and uses the newest intact one.
+
+    Args:
+        config: The settings.
+        folder: The run folder.
+        group: The ranks.
+
+    Returns:
+        The checkpoint, or None for a new run, and the folder with the file that was used.
+
+    Raises:
+        CheckpointError: If no checkpoint can be used.
     """
     if folder.resume_from is None:
         return None, folder
@@ -158,19 +184,23 @@ def read_checkpoint(
     sent, path = group.broadcast_bytes(content), Path(chosen.decode())
 
     def parse() -> Checkpoint:
-        found = Checkpoint.from_bytes(sent, path)
-        if config.optim.scaling == "off":  # else the settings are not known yet
-            check_pinned(found, config, path)
-        return found
+        parsed = Checkpoint.from_bytes(sent, path)
+        if config.optim.scaling == "off":  # otherwise the settings are not known yet
+            check_pinned(parsed, config, path)
+        return parsed
 
     checkpoint = group.agree_on("checkpoint content", parse)
     return checkpoint, replace(folder, resume_from=path)
 
 
 def _newest_intact(folder: RunFolder) -> tuple[RunFolder, bytes]:
-    """The bytes of the first intact file of `resume_from` and `older`, and the folder with a note on
-    damaged ones. Nothing is renamed yet: a resume that is refused later must leave the run
-    unchanged."""
+    """Reads the first intact file of `resume_from` and `older`.
+
+    Renames nothing, because a resume that is refused later must leave the run unchanged.
+
+    Returns:
+        The folder with a note on damaged files, and the bytes.
+    """
     assert folder.resume_from is not None
     damaged: list[Path] = []
     first: CheckpointError | None = None

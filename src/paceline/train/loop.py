@@ -22,7 +22,8 @@ from paceline.core.events import (
 from paceline.data import allowed_corrupt, create_eval_loader
 from paceline.train.batch_sizes import eval_batch
 from paceline.train.checkpoint import Checkpoint, write_atomically
-from paceline.train.evaluate import EvalDetails, evaluate, wants_details
+from paceline.train.eval_details import EvalDetails, wants_details
+from paceline.train.evaluate import evaluate
 from paceline.train.machine import command_line, hardware, versions
 from paceline.train.observers import InputReport
 from paceline.train.run_folder import RunFolderGoneError, RunFolderInUseError
@@ -35,7 +36,12 @@ from paceline.train.weights import applied
 
 @dataclass(frozen=True)
 class RunResult:
-    """`stopped_by`: finished, target, callback, or the name of the signal."""
+    """The reason for the end of a run.
+
+    Attributes:
+        stopped_by: `finished`, `target`, `callback` or the name of a signal.
+        stop_signal: The signal, if one stopped the run.
+    """
 
     stopped_by: str
     stop_signal: signal.Signals | None
@@ -61,7 +67,14 @@ class TrainingLoop:
         self._save_owed = False
 
     def run(self) -> RunResult:
-        """Ends with a checkpoint of the last step, whatever the reason to stop."""
+        """Trains to the end of the run, or until it is stopped, and saves the last step.
+
+        Returns:
+            The reason for the end.
+
+        Raises:
+            PacelineError: If the run fails on any rank.
+        """
         t, progress = self._t, self._t.progress
         t.startup.end("records")
         t.emit(
@@ -86,18 +99,18 @@ class TrainingLoop:
             )
         )
         if t.callbacks is not None and t.callbacks.error is not None:
-            # The first exchange tells all ranks, and its step leaves no trace.
+            # The first exchange reports it to all ranks, and its step changes nothing.
             t.step.fault = t.callbacks.error
         t.step.strategy.start(t)
         if t.folder.resume_from is not None and t.saved_step < 0:
-            # Resumed from another folder's checkpoint: this folder gets its own.
+            # Resumed from the checkpoint of another folder: this folder needs one, too.
             self._save(best=False)
         try:
             result = self._catch_up() or self._steps()
         except PacelineError as error:
             self._save_before(error)
             raise
-        finally:  # also after an error
+        finally:
             self._input.note(t.step.loader.note())
         progress.train_s = self._elapsed()
         self._records.gather_times()
@@ -109,25 +122,23 @@ class TrainingLoop:
         return result
 
     def _note_not_finite(self) -> None:
-        """The last line of a run whose numbers are of no use."""
+        """Emits a note if the last training or validation loss is not finite."""
         progress = self._t.progress
         evaluated = progress.evaluated_step == progress.step and progress.val_loss is not None
         what = "" if progress.loss_finite else "training"
         if evaluated and not math.isfinite(progress.val_loss or 0.0):
             what = "validation"
-        if not what:
-            return
-        best = f"; the best checkpoint is of step {progress.best_step}"
-        self._t.emit(
-            NoteEvent(
-                f"the run ended with a {what} loss that is not finite: lower --lr or lengthen "
-                f"--warmup-epochs{best if progress.best_step > 0 else ''}"
-            )
-        )
+        if what:
+            best = f"; the best checkpoint is of step {progress.best_step}"
+            remedy = "lower --lr or lengthen --warmup-epochs"
+            text = f"the run ended with a {what} loss that is not finite: {remedy}"
+            self._t.emit(NoteEvent(text + best * (progress.best_step > 0)))
 
     def _save_before(self, error: PacelineError) -> None:
-        """What the user's model or data raise in a step costs no completed step: all ranks have learned
-        of it in the same exchange, and save the state before it together."""
+        """Saves the last completed step after an error of the user's model or data.
+
+        The exchange of the failed step has reported the error to all ranks, so all of them save.
+        """
         t = self._t
         fresh = t.saved_step != t.progress.step and t.progress.step > 0
         exact = t.step.faulted and t.step.strategy.same_weights
@@ -142,7 +153,7 @@ class TrainingLoop:
             pause = self._evaluation_is_due(number + 1) or self._save_is_due(number + 1)
             stop = self._collect(0 if pause else t.step.lag)
             if stop is None and self._save_owed and not pause:
-                # Requested by a signal; steps in flight complete first.
+                # A signal requested a save. Steps in flight complete first.
                 stop, pause = self._collect(0), True
             if stop is not None:
                 return stop
@@ -159,7 +170,7 @@ class TrainingLoop:
         return self._collect(0) or RunResult("finished", None)
 
     def _collect(self, left: int) -> RunResult | None:
-        """Accounts for steps until `left` are in flight; for all of them once one requests a stop."""
+        """Accounts for steps until `left` are in flight, or for all if one requests a stop."""
         stop: signal.Signals | None = None
         requested = False
         while self._t.step.under_way > left:
@@ -179,14 +190,14 @@ class TrainingLoop:
         self._collect(0)
 
     def _catch_up(self) -> RunResult | None:
-        """Does an evaluation that was due at the checkpoint's step, and ends a run that had already
-        reached its target."""
-        if self._evaluation_is_due(self._t.progress.step):
+        """Runs an evaluation that is due after a resume, and ends a run that has reached its target."""
+        progress = self._t.progress
+        if self._evaluation_is_due(progress.step):
             return self._evaluate()
-        if self._t.progress.evaluated_step != self._t.progress.step or not self._reached():
+        if progress.evaluated_step != progress.step or not self._reached():
             return None
-        if self._t.progress.time_to_target_s is None:
-            self._t.progress.time_to_target_s = self._t.progress.train_s
+        if progress.time_to_target_s is None:
+            progress.time_to_target_s = progress.train_s
         return RunResult("target", None)
 
     def _reached(self) -> bool:
@@ -212,7 +223,10 @@ class TrainingLoop:
         return t.plan.ends_epoch(step - 1, t.config.run.eval_interval_epochs)
 
     def _evaluate(self) -> RunResult | None:
-        """Evaluates, and saves if due or best. Returns a result if the run ends here."""
+        """Evaluates, and saves if a save is due or the result is the best.
+
+        Returns a result if the run ends here.
+        """
         t, progress = self._t, self._t.progress
         t.step.strategy.pause()
         loader = create_eval_loader(
@@ -229,23 +243,23 @@ class TrainingLoop:
         if wants_details(t.config, len(t.validation), classes):
             details = EvalDetails(classes, t.group.device)
         with applied(t.state.average), t.step.batch_norm.averaged(t.group), loader:
-            found = evaluate(
+            result = evaluate(
                 t.model, loader, t.step.normalize.without_padding(), t.step.policy, t.group, t.stop,
                 corrupt_limit=limit, classes=classes, loss_function=t.step.micro.loss_function,
                 details=details, flip=t.config.data.eval_flip,
             )  # fmt: skip
         if note := loader.note():
             self._input.note(f"evaluation: {note}")
-        if isinstance(found, signal.Signals):
-            return RunResult(found.name, found)
+        if isinstance(result, signal.Signals):
+            return RunResult(result.name, result)
         progress.train_s = self._elapsed()
         progress.evaluated_step = progress.step
-        progress.top1, progress.top5, progress.val_loss = found.top1, found.top5, found.loss
-        # Diverged weights may score by chance, and must not replace the best checkpoint.
-        best = found.top1 > progress.best_top1 and math.isfinite(found.loss) and self._may_be_best
+        progress.top1, progress.top5, progress.val_loss = result.top1, result.top5, result.loss
+        # Diverged weights may score well by chance, and must not replace the best checkpoint.
+        best = result.top1 > progress.best_top1 and math.isfinite(result.loss) and self._may_be_best
         if best:
-            progress.best_top1, progress.best_step = found.top1, progress.step
-        self._input.evaluation(found.corrupt_here, found.corrupt_count)
+            progress.best_top1, progress.best_step = result.top1, progress.step
+        self._input.evaluation(result.corrupt_here, result.corrupt_count)
         if details is not None:
             self._write_details(details)
         reached, strategy = self._reached(), t.step.strategy
@@ -254,11 +268,11 @@ class TrainingLoop:
             EvalEvent(
                 step=progress.step,
                 epoch=t.plan.epoch_at(progress.step),
-                top1=found.top1,
-                top5=found.top5,
-                loss=found.loss,
-                samples=found.samples,
-                eval_s=found.eval_s,
+                top1=result.top1,
+                top5=result.top5,
+                loss=result.loss,
+                samples=result.samples,
+                eval_s=result.eval_s,
                 fields=strategy_fields(strategy, "record_evaluation", fields, EvalEvent.names()),
                 remark=strategy.remark(),
             )
@@ -272,7 +286,7 @@ class TrainingLoop:
         return RunResult("target", None) if reached else None
 
     def _write_details(self, details: EvalDetails) -> None:
-        """A collective; rank 0 writes. The file is for the report only: training goes on without it."""
+        """Writes `evaluation.json` on rank 0. A collective. Training continues without the file."""
         t = self._t
         content = details.gather(t.group, t.progress.step, list(t.source.classes))
         if content is None:
@@ -299,25 +313,26 @@ class TrainingLoop:
 
     @property
     def _is_sound(self) -> bool:
-        """False while steps are being skipped: the weights may be the cause."""
+        """False while steps are being skipped, because the weights may be the cause."""
         return self._t.progress.skipped_in_a_row == 0
 
     @property
     def _may_be_best(self) -> bool:
-        """Several skipped steps in a row or a non-finite loss disqualify the weights. A single
-        overflow does not: a dynamic loss scale skips a step whenever it has grown too large."""
+        """False after several skipped steps in a row or a non-finite loss.
+
+        A single overflow is normal: a dynamic loss scale skips a step whenever it has grown too large.
+        """
         return self._t.progress.skipped_in_a_row <= 1 and self._t.progress.loss_finite
 
     def _save_if_sound(self) -> None:
-        """Postpones the save until a step succeeds, so that bad checkpoints do not replace good
-        ones."""
+        """Saves, or postpones the save until a step succeeds, so that a good checkpoint is kept."""
         self._save_owed = not self._is_sound
         if self._is_sound:
             self._save(best=False)
 
     def _replan(self) -> None:
         t = self._t
-        # After a fault the run ends. A new plan needs a phase, whose verdict would be the fault.
+        # After a fault the run ends, and `replace_plan` would raise the fault again.
         if t.progress.step >= t.plan.total_steps or t.step.faulted:
             return
         plan = t.step.strategy.replan(t.plan)
@@ -327,17 +342,16 @@ class TrainingLoop:
             t.emit(NoteEvent(f"samples of each rank from step {t.progress.step} on: {shares}"))
 
     def _save(self, *, best: bool) -> None:
-        """All ranks send their statistics, and rank 0 writes. A write error fails the run at the next
-        step."""
+        """Saves on rank 0; a collective. A write error fails the run at the next step."""
         t, progress = self._t, self._t.progress
         started = time.perf_counter()
         t.step.strategy.pause()
-        # Before the checkpoint, which has the plan of the steps that follow it.
+        # Before the checkpoint, which contains the plan of the following steps.
         self._replan()
-        # No other rank waits for the file of the previous save.
+        # `before_content` runs after the collectives, so that no other rank waits for the previous file.
         checkpoint = t.state.capture(progress, before_content=t.finish_save)
         t.saved_step = progress.step
-        # Serves all requests so far: a signal reaches ranks at slightly different times.
+        # One save serves all requests so far: a signal reaches ranks at slightly different times.
         self._save_owed = t.stop.save_requested = False
         if checkpoint is None:
             return
@@ -349,7 +363,7 @@ class TrainingLoop:
             try:
                 return t.store.put(checkpoint, best=best, forget=forget)
             except CheckpointError:
-                t.check_folder()  # deleted in between: the better reason
+                t.check_folder()  # if the folder was deleted, that is the better message
                 raise
 
         t.writer.save(checkpoint, write, best=best, started=started)

@@ -1,8 +1,7 @@
-"""Losses: what training minimizes, and what evaluation reports; and `Mixing`: mixup and CutMix, which
-change images and labels before.
+"""Losses of training and evaluation, and `Mixing`: mixup and CutMix.
 
-Cross-entropy, binary cross-entropy and users' own functions, behind one interface that handles integer
-labels, shares of classes (samples × classes), label smoothing and mixed images.
+Cross-entropy, binary cross-entropy and users' functions share one interface for integer labels, class
+probabilities (samples × classes), label smoothing and mixed images.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from paceline.config import RunSettings
 from paceline.core.errors import ConfigError, PacelineError, RunError
@@ -24,30 +24,37 @@ from paceline.core.imports import first_line, import_object
 from paceline.train.components import Loss
 from paceline.train.machine import derive_seed
 
-# A row of a table of `Mixing`: the image's share outside of the box, and the box, where its share is 0.
+# A row of a table of `Mixing`: the weight of the image outside of the box, and the box, where it is 0.
 _COLUMNS = 5
 
 
 class TrainingLoss(ABC):
-    """`own` is None, or each image's own share where images were mixed with those from the end of the
-    batch: the labels are then those of both."""
+    """A loss of training and evaluation."""
 
     name: str
 
     @abstractmethod
     def total(self, outputs: Any, targets: Tensor, own: Tensor | None = None) -> Tensor:
-        """Summed over the samples, in fp32."""
+        """Returns the loss in fp32, summed over the samples.
+
+        Args:
+            outputs: The model's outputs.
+            targets: Labels or class probabilities.
+            own: The weight of each image, if it was mixed with the image at the same place from the end
+                of the batch.
+        """
 
     @abstractmethod
     def evaluated(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Summed over the samples of a validation batch; without smoothing."""
+        """Returns the loss of a validation batch without smoothing, summed over the samples."""
 
     def describe(self) -> str:
+        """Returns a description for the start of the run."""
         return self.name
 
 
 class CrossEntropy(TrainingLoss):
-    """Of the softmax; the default."""
+    """Cross-entropy of the softmax, the default."""
 
     name = "cross_entropy"
 
@@ -55,10 +62,10 @@ class CrossEntropy(TrainingLoss):
         self._smoothing = smoothing
 
     def total(self, outputs: Any, targets: Tensor, own: Tensor | None = None) -> Tensor:
-        of = partial(F.cross_entropy, outputs.float(), label_smoothing=self._smoothing)
+        losses = partial(F.cross_entropy, outputs.float(), label_smoothing=self._smoothing)
         if own is None:
-            return of(targets, reduction="sum")
-        first, second = (of(each, reduction="none") for each in (targets, targets.flip(0)))
+            return losses(targets, reduction="sum")
+        first, second = (losses(each, reduction="none") for each in (targets, targets.flip(0)))
         return (own * first + (1 - own) * second).sum()
 
     def evaluated(self, outputs: Any, targets: Tensor) -> Tensor:
@@ -66,8 +73,11 @@ class CrossEntropy(TrainingLoss):
 
 
 class BinaryCrossEntropy(TrainingLoss):
-    """One sigmoid for each class, as in "ResNet strikes back" (Wightman et al. 2021); the loss of a
-    sample is the mean over the classes, as timm has it."""
+    """Binary cross-entropy with one sigmoid per class.
+
+    As in "ResNet strikes back" (Wightman et al. 2021). The loss of a sample is the mean over the classes,
+    as in timm.
+    """
 
     name = "bce"
 
@@ -75,17 +85,19 @@ class BinaryCrossEntropy(TrainingLoss):
         self._smoothing = smoothing
 
     def total(self, outputs: Any, targets: Tensor, own: Tensor | None = None) -> Tensor:
-        shares = class_shares(targets, outputs.shape[1], own)
-        # Of shares that add up to 1: a label's class gets 1 − s + s / classes, any other s / classes.
-        smooth = shares * (1 - self._smoothing) + self._smoothing / outputs.shape[1]
+        probabilities = class_probabilities(targets, outputs.shape[1], own)
+        # The class of the label gets 1 − s + s / classes, any other class s / classes.
+        smooth = probabilities * (1 - self._smoothing) + self._smoothing / outputs.shape[1]
         return self._sum(outputs, smooth)
 
     def evaluated(self, outputs: Any, targets: Tensor) -> Tensor:
-        return self._sum(outputs, class_shares(targets, outputs.shape[1]))
+        return self._sum(outputs, class_probabilities(targets, outputs.shape[1]))
 
     @staticmethod
-    def _sum(outputs: Tensor, shares: Tensor) -> Tensor:
-        losses = F.binary_cross_entropy_with_logits(outputs.float(), shares, reduction="none")
+    def _sum(outputs: Tensor, probabilities: Tensor) -> Tensor:
+        losses = F.binary_cross_entropy_with_logits(
+            outputs.float(), probabilities, reduction="none"
+        )
         return losses.mean(dim=1).sum()
 
     def describe(self) -> str:
@@ -93,11 +105,11 @@ class BinaryCrossEntropy(TrainingLoss):
 
 
 class OwnLoss(TrainingLoss):
-    """A user's function of outputs and targets. It returns one loss for each sample, or their mean.
+    """A user's function of outputs and targets that returns one loss per sample, or their mean.
 
-    Targets are integer labels; where images are mixed, shares of classes. Smoothing is left to it.
-    `in_evaluation` is False where the function does not take the model's evaluation outputs:
-    cross-entropy is reported then.
+    Targets are integer labels, or class probabilities if images are mixed. `run.smoothing` is ignored.
+    `in_evaluation` is False if the function does not accept the model's outputs in evaluation mode;
+    evaluation then reports cross-entropy.
     """
 
     def __init__(self, function: Loss, name: str, classes: int | None = None) -> None:
@@ -108,7 +120,8 @@ class OwnLoss(TrainingLoss):
 
     def total(self, outputs: Any, targets: Tensor, own: Tensor | None = None) -> Tensor:
         if own is not None:
-            targets = class_shares(targets, self._class_count(outputs), own)
+            classes = outputs.shape[1] if self._classes is None else self._classes
+            targets = class_probabilities(targets, classes, own)
         return self._call(outputs, targets)
 
     def evaluated(self, outputs: Any, targets: Tensor) -> Tensor:
@@ -120,21 +133,15 @@ class OwnLoss(TrainingLoss):
         note = "" if self.in_evaluation else "; validation reports cross_entropy"
         return f"{self.name} (own; run.smoothing is not used){note}"
 
-    def _class_count(self, outputs: Any) -> int:
-        if self._classes is not None:
-            return self._classes
-        found: int = outputs.shape[1]
-        return found
-
     def _call(self, outputs: Any, targets: Tensor) -> Tensor:
         samples = len(targets)
         try:
-            value = self._function(in_fp32(outputs), targets)
+            value = self._function(_in_fp32(outputs), targets)
         except (PacelineError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except Exception as error:
             if targets.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise  # an operation that cannot be captured: not the loss's own mistake
+                raise  # an operation that cannot be captured, not an error of the loss
             raise RunError(
                 f"the loss {self.name} failed ({first_line(error)})",
                 "it is called with the model's outputs and the targets of a batch",
@@ -152,29 +159,28 @@ class OwnLoss(TrainingLoss):
         )
 
 
-def in_fp32(outputs: Any) -> Any:
-    """Tensors of half precision in fp32, also inside of tuples, lists and dictionaries."""
-    if isinstance(outputs, Tensor):
-        return outputs.float() if outputs.is_floating_point() else outputs
-    if isinstance(outputs, dict):
-        return {key: in_fp32(value) for key, value in outputs.items()}
-    if type(outputs) in (tuple, list):
-        return type(outputs)(in_fp32(value) for value in outputs)
-    return outputs
+def _in_fp32(outputs: Any) -> Any:
+    """Converts tensors to fp32, including those inside tuples, lists and dictionaries."""
+    return tree_map_only(Tensor, lambda t: t.float() if t.is_floating_point() else t, outputs)
 
 
-def class_shares(targets: Tensor, classes: int, own: Tensor | None = None) -> Tensor:
-    """Samples × classes in fp32, from integer labels or from shares; of two images where they were
-    mixed."""
-    shares = targets.float() if targets.is_floating_point() else _one_hot(targets, classes)
+def class_probabilities(targets: Tensor, classes: int, own: Tensor | None = None) -> Tensor:
+    """Returns class probabilities in fp32, samples × classes.
+
+    Args:
+        targets: Integer labels or class probabilities.
+        classes: Number of classes.
+        own: The weight of each image, if images are mixed.
+    """
+    if targets.is_floating_point():
+        probabilities = targets.float()
+    else:
+        # Not F.one_hot, which reads the largest label on the host.
+        numbers = torch.arange(classes, device=targets.device)
+        probabilities = (targets[:, None] == numbers).float()
     if own is None:
-        return shares
-    return own[:, None] * shares + (1 - own[:, None]) * shares.flip(0)
-
-
-def _one_hot(labels: Tensor, classes: int) -> Tensor:
-    # Not F.one_hot, which reads the largest label on the host.
-    return (labels[:, None] == torch.arange(classes, device=labels.device)).float()
+        return probabilities
+    return own[:, None] * probabilities + (1 - own[:, None]) * probabilities.flip(0)
 
 
 LOSSES: dict[str, Callable[[float], TrainingLoss]] = {
@@ -186,32 +192,37 @@ LOSSES: dict[str, Callable[[float], TrainingLoss]] = {
 def create_loss(
     settings: RunSettings, given: Loss | None = None, classes: int | None = None
 ) -> TrainingLoss:
-    """The loss that the settings name, or the function that was given."""
+    """Creates the loss.
+
+    Args:
+        settings: The settings, whose `loss` names the loss.
+        given: A function of the program, which takes precedence.
+        classes: Number of classes, for a user's function with mixed images.
+
+    Raises:
+        ConfigError: If the named object is not a loss.
+    """
     if given is not None:
         return OwnLoss(given, getattr(given, "__name__", type(given).__name__), classes)
     if settings.loss in LOSSES:
         return LOSSES[settings.loss](settings.smoothing)
-    found = import_object("run.loss", settings.loss)
-    if isinstance(found, type):
-        # A class, such as torch.nn:MSELoss, has a function once it is created.
-        found = _created(found, settings.loss)
-    if not callable(found):
+    function = import_object("run.loss", settings.loss)
+    if isinstance(function, type):  # such as torch.nn:MSELoss
+        try:
+            function = function()
+        except Exception as error:
+            raise ConfigError(
+                "run.loss", settings.loss,
+                f"cannot be created without arguments ({first_line(error)})",
+                "name a function, or an object of that class",
+            ) from error  # fmt: skip
+    if not callable(function):
         raise ConfigError("run.loss", settings.loss, "is not a function", "name a callable")
-    return OwnLoss(found, settings.loss, classes)
-
-
-def _created(kind: type, name: str) -> Any:
-    try:
-        return kind()
-    except Exception as error:
-        raise ConfigError(
-            "run.loss", name, f"cannot be created without arguments ({first_line(error)})",
-            "name a function, or an object of that class",
-        ) from error  # fmt: skip
+    return OwnLoss(function, settings.loss, classes)
 
 
 def check_gradient(total: Tensor, loss: TrainingLoss) -> None:
-    """Raises unless the loss depends on the model's parameters."""
+    """Raises a RunError unless the loss depends on the model's parameters."""
     if not total.requires_grad:
         raise RunError(
             f"the loss {loss.name} has no gradient: it does not depend on the outputs, or detaches them",
@@ -220,23 +231,38 @@ def check_gradient(total: Tensor, loss: TrainingLoss) -> None:
 
 
 class Mixing:
-    """Mixes each image of a micro-batch with another one, and its label too.
+    """Mixes each image of a micro-batch, and its label, with another one.
 
-    Mixup (Zhang et al. 2018) adds two images up, CutMix (Yun et al. 2019) puts a box of one into the
-    other; with both on, each image takes one of the two at random. The other image is the one at the
-    same place from the end. Shares are drawn image by image: one share for a whole batch would make the
-    steps of large batches differ. `mixup` and `cutmix` are the parameters of their Beta distributions;
-    0 is off.
+    Mixup (Zhang et al. 2018) adds two images. CutMix (Yun et al. 2019) replaces a box of one by that of
+    the other. With both on, each image uses one of the two at random. The other image is the one at the
+    same place from the end of the batch. Weights are drawn per image, because one weight for a whole
+    batch would make the steps of large batches differ.
     """
 
     def __init__(self, mixup: float, cutmix: float, size: int, seed: int) -> None:
-        """`size`: width and height of the images in pixels."""
+        """Creates the generator of tables.
+
+        Args:
+            mixup: Parameter of mixup's Beta distribution; 0 is off.
+            cutmix: Parameter of CutMix's Beta distribution; 0 is off.
+            size: Width and height of the images in pixels.
+            seed: Seed of the run.
+        """
         self._mixup, self._cutmix = mixup, cutmix
         self._size = size
         self._seed = seed
 
     def table(self, step: int, number: int, samples: int) -> Tensor:
-        """For `samples` images of micro-batch `number` of `step`, whichever rank computes it."""
+        """Draws the table of a micro-batch. It does not depend on the rank.
+
+        Args:
+            step: The step.
+            number: Number of the micro-batch in the step.
+            samples: Images of the micro-batch.
+
+        Returns:
+            For each image its weight outside of the box, and the box.
+        """
         key = derive_seed(self._seed, step, number, "mixing")
         chance = np.random.Generator(np.random.Philox(key))
         table = np.zeros((samples, _COLUMNS), dtype=np.float32)
@@ -250,7 +276,7 @@ class Mixing:
         return torch.from_numpy(table)
 
     def _boxes(self, chance: np.random.Generator, samples: int) -> npt.NDArray[np.int64]:
-        """Top, bottom, left and right, cut off at the edges of the image."""
+        """Draws top, bottom, left and right of boxes, clipped to the image."""
         side = self._size * np.sqrt(1 - chance.beta(self._cutmix, self._cutmix, samples))
         centre = chance.integers(0, self._size, (2, samples))
         first, last = centre - side.astype(int) // 2, centre + side.astype(int) // 2
@@ -259,12 +285,12 @@ class Mixing:
 
 
 def mixed(images: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """The images, and what share of each is still its own."""
+    """Mixes images by a table of `Mixing`; returns them and the weight of each image."""
     height, width = images.shape[2:]
     own, top, bottom, left, right = (column.view(-1, 1, 1, 1) for column in table.unbind(1))
     rows = torch.arange(height, device=images.device).view(1, 1, -1, 1)
     columns = torch.arange(width, device=images.device).view(1, 1, 1, -1)
     inside = (rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)
-    share = torch.where(inside, torch.zeros_like(own), own).to(images.dtype)
+    weight = torch.where(inside, torch.zeros_like(own), own).to(images.dtype)
     kept = own * (1 - (bottom - top) * (right - left) / (height * width))
-    return torch.lerp(images.flip(0), images, share), kept.flatten()
+    return torch.lerp(images.flip(0), images, weight), kept.flatten()

@@ -15,6 +15,7 @@ import numpy
 import PIL
 import torch
 
+from paceline.comm.settings import CommSettings
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.host import ask_for_connections, available_cores, connections
@@ -26,7 +27,7 @@ COMMAND_VARIABLE = "PACELINE_COMMAND"
 
 
 def command_line() -> str:
-    """The command that started this run, for a shell."""
+    """Returns the command that started this run, quoted for a shell."""
     if started := os.environ.get(COMMAND_VARIABLE):
         return started
     program = Path(sys.argv[0])
@@ -35,37 +36,58 @@ def command_line() -> str:
 
 
 def choose_device(config: RunConfig, topology: Topology) -> torch.device:
-    """One GPU per rank if there are GPUs. Ranks share a GPU over Gloo, or over NCCL with
-    `comm.share_gpus`."""
+    """Chooses the device of this rank: one GPU per rank if there are GPUs.
+
+    Ranks can share a GPU over Gloo, or over NCCL with `comm.share_gpus`.
+
+    Args:
+        config: The settings.
+        topology: Place of this rank in the job.
+
+    Raises:
+        ConfigError: If there are too few GPUs.
+    """
     ask_for_connections(topology.local_world_size if config.comm.share_gpus else 1)
     wanted = config.run.device
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if count == 0:
+    if torch.cuda.device_count() == 0:
         raise ConfigError("run.device", "cuda", "no CUDA device here", "use --device cpu")
-    shared = topology.local_world_size > count and not has_gpu_of_its_own(topology)
-    if shared and config.comm.backend != "gloo" and not config.comm.share_gpus:
-        raise ConfigError(
-            "--nproc-per-node",
-            topology.local_world_size,
-            f"this node has {count} GPU(s), and NCCL needs one for each rank",
-            f"use --nproc-per-node {count}, or share GPUs with --set comm.backend=gloo or, under "
-            "NVIDIA MPS, --set comm.share_gpus=true",
-        )
-    device = torch.device("cuda", topology.local_rank % count)
+    device = choose_gpu(topology, config.comm)
     torch.cuda.set_device(device)
     return device
 
 
+def choose_gpu(topology: Topology, settings: CommSettings) -> torch.device:
+    """Chooses the GPU of this rank.
+
+    Args:
+        topology: Place of this rank in the job.
+        settings: The settings of the exchange.
+
+    Raises:
+        ConfigError: If several NCCL ranks would use one GPU.
+    """
+    count = torch.cuda.device_count()
+    shared = topology.local_world_size > count and not has_gpu_of_its_own(topology)
+    if shared and settings.backend != "gloo" and not settings.share_gpus:
+        raise ConfigError(
+            "ranks of this node", topology.local_world_size,
+            f"this node has {count} GPU(s), and NCCL needs one for each rank",
+            f"start {count} (--nproc-per-node {count}), or share GPUs with the backend gloo "
+            "(comm.backend) or, under NVIDIA MPS, with share_gpus (comm.share_gpus)",
+        )  # fmt: skip
+    return torch.device("cuda", topology.local_rank % count)
+
+
 def has_gpu_of_its_own(topology: Topology) -> bool:
-    """Whether SLURM hides the other ranks' GPUs from this rank (`srun --gpus-per-task=1`)."""
+    """Returns True if SLURM hides the other ranks' GPUs from this rank (`srun --gpus-per-task=1`)."""
     asked = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
     return topology.launcher == "slurm" and any(name in os.environ for name in asked)
 
 
 def choose_threads(config: RunConfig, topology: Topology) -> int:
-    """The node's cores divided by its ranks."""
+    """Returns torch's number of threads: the node's cores divided by its ranks."""
     if config.run.threads:
         return config.run.threads
     # srun binds each task to its own cores, so they are not divided.
@@ -76,7 +98,8 @@ def choose_threads(config: RunConfig, topology: Topology) -> int:
 
 
 def versions() -> dict[str, str]:
-    found = {
+    """Returns the versions of the software that affects results."""
+    known = {
         "paceline": __version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),  # a plain str: checkpoints allow nothing else
@@ -84,12 +107,13 @@ def versions() -> dict[str, str]:
         "pillow": PIL.__version__,
     }
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
+        known["cuda"] = torch.version.cuda
+    return known
 
 
 def hardware(device: torch.device) -> dict[str, str]:
-    found = {
+    """Returns a description of this rank's host and `device`."""
+    known = {
         "device": str(device),
         "cpu": _cpu_name(),
         "cores": str(available_cores()),
@@ -98,11 +122,11 @@ def hardware(device: torch.device) -> dict[str, str]:
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found["gpu"] = properties.name
-        found["gpu_memory_gib"] = f"{properties.total_memory / 2**30:.0f}"
-        found["gpus"] = str(torch.cuda.device_count())
-        found["gpu_connections"] = connections()
-    return found
+        known["gpu"] = properties.name
+        known["gpu_memory_gib"] = f"{properties.total_memory / 2**30:.0f}"
+        known["gpus"] = str(torch.cuda.device_count())
+        known["gpu_connections"] = connections()
+    return known
 
 
 def _cpu_name() -> str:
@@ -119,7 +143,7 @@ def _memory_gib() -> float:
 
 
 def out_of_memory(error: Exception, where: str, remedy: str) -> RunError | None:
-    """The error for the user if `error` means that memory ran out, on GPU or CPU; else None."""
+    """Returns the error for the user if `error` means that GPU or CPU memory ran out, else None."""
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     # The CPU allocator raises a plain RuntimeError.
     if not known and "can't allocate memory" not in str(error):
@@ -129,7 +153,7 @@ def out_of_memory(error: Exception, where: str, remedy: str) -> RunError | None:
 
 @contextmanager
 def explain_out_of_memory(where: str, remedy: str) -> Iterator[None]:
-    """Replaces out-of-memory errors inside the context by those of `out_of_memory`."""
+    """Replaces out-of-memory errors inside the context by the error of `out_of_memory`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -140,30 +164,33 @@ def explain_out_of_memory(where: str, remedy: str) -> Iterator[None]:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed of 63 bits that depends on every part."""
+    """Returns a seed of 63 bits that depends on every part."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def seed_micro_batch(seed: int, step: int, number: int) -> None:
-    """Seeds torch's generators for micro-batch `number` of `step`. Dropout then depends neither on
-    the rank that computes the micro-batch nor on earlier steps: resumed runs, and runs on another
-    number of ranks, draw the same numbers."""
+    """Seeds torch's generators for micro-batch `number` of `step`.
+
+    Dropout then depends neither on the rank that computes the micro-batch nor on earlier steps: resumed
+    runs, and runs on another number of ranks, draw the same numbers.
+    """
     key = derive_seed(seed, step, number)
-    # As `torch.manual_seed`, which also formats a stack trace for each kind of device that is not in
-    # use: a millisecond in every step.
+    # Not `torch.manual_seed`, which formats a stack trace for each kind of device that is not in use.
+    # That takes a millisecond in every step.
     torch.default_generator.manual_seed(key)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(key)
 
 
 def seed_initial_weights(seed: int) -> None:
+    """Seeds torch's generators for the initial weights."""
     torch.manual_seed(derive_seed(seed, "weights"))
 
 
 def run_eagerly() -> AbstractContextManager[None]:
-    """Inside, compiled modules run as they are written. Without the compiler in memory there are none,
-    and importing it would take more than a second."""
+    """Returns a context in which compiled modules run eagerly."""
+    # There are none unless the compiler is imported. Importing it takes more than a second.
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")

@@ -1,13 +1,13 @@
 """`MicroStep`: forward and backward of one micro-batch, eager or as a CUDA graph.
 
-The loss is divided by the step's samples, those of all ranks, and multiplied by the step's loss scale
-before the backward pass, so the sum of the gradients over ranks and micro-steps is their average, times
-that scale. In the last micro-step of a step an exchange that overlaps sends buckets while backward goes
-on. `step_error` turns what a pass raises into an error for the user.
+Before the backward pass, the loss is divided by the number of samples of the step on all ranks and
+multiplied by the loss scale of the step. The sum of the gradients over ranks and micro-steps is then
+their average, times the scale. In the last micro-step of a step, an exchange that overlaps sends buckets
+during backward.
 
-`GradientSource` says how the gradients of a micro-batch come about: by the plain backward pass, or as the
-settings class of the optimizer says in `GRADIENTS`, by a source that an extension lists or a program
-registers. Only `MicroStep` is captured in CUDA graphs: code of a source never runs inside of a capture.
+`GradientSource` computes the gradients of a micro-batch: by the plain backward pass, or by the source
+that the settings class of the optimizer names in `GRADIENTS`. Extensions and programs can register
+sources. Only `MicroStep` is captured in CUDA graphs: code of a source never runs inside a capture.
 """
 
 from __future__ import annotations
@@ -23,20 +23,18 @@ from torch import Tensor
 
 from paceline.comm.exchange import GradientExchange
 from paceline.config import RunConfig
-from paceline.core.errors import PacelineError, RunError, compile_reason, is_compile_error
+from paceline.core.errors import PacelineError, RunError
 from paceline.core.extensions import Registry
-from paceline.core.imports import first_line
 from paceline.data import Batch, BatchPlan, Normalizer, TrainBatches
 from paceline.precision.policy import LossScale, Policy
 from paceline.train.loss import CrossEntropy, TrainingLoss, mixed
-from paceline.train.machine import out_of_memory, run_eagerly
+from paceline.train.machine import run_eagerly
 
 if TYPE_CHECKING:
     from paceline.train.step import TrainStep
     from paceline.train.strategy import MicroBatch
 
-# The first calls run the function itself: they compile kernels and choose algorithms, which a capture
-# cannot do.
+# Calls before the capture. They compile kernels and choose algorithms, which a capture cannot do.
 WARM_CALLS = 2
 _LOCK_WAIT_S = 1.0
 
@@ -45,20 +43,16 @@ Advise = Callable[[Exception], Sequence[str]]
 
 
 def no_advice(error: Exception) -> Sequence[str]:
-    """What an acceleration knows about an error of a plain model."""
+    """Returns the remedies of a plain model for an error: none."""
     return ()
 
 
 class CaptureError(RunError):
-    """Work that cannot be captured as a CUDA graph; nothing of it has run."""
+    """A failed capture of a CUDA graph. None of the captured work has run."""
 
 
 class Captured:
-    """A sequence of GPU work, captured once as a CUDA graph and replayed with one launch.
-
-    The function takes no arguments and reads and writes fixed memory. With `enabled` False it is called
-    as it is. Graphs that never run at the same time, and pass
-    each other no data in their own memory, may share a memory `pool`."""
+    """A sequence of GPU work, captured once as a CUDA graph and replayed with one launch."""
 
     def __init__(
         self,
@@ -67,6 +61,14 @@ class Captured:
         enabled: bool,
         pool: Any = None,
     ) -> None:
+        """Wraps a function.
+
+        Args:
+            function: Reads and writes fixed memory.
+            enabled: False if every call must run the plain function.
+            pool: Memory pool that graphs may share if they never run at the same time and do not pass
+                data to each other in it.
+        """
         self._function = function
         self._pool = pool
         self._warm_calls_left = WARM_CALLS if enabled else -1
@@ -75,12 +77,12 @@ class Captured:
 
     @property
     def replays(self) -> bool:
-        """Whether the next call runs no Python of the function."""
+        """True if the next call replays the graph, without Python code of the function."""
         return self._graph is not None
 
     @property
     def captures(self) -> bool:
-        """Whether the next call captures, so that nothing runs on the device until the capture ends."""
+        """True if the next call captures. Nothing then runs on the device until the capture ends."""
         return self._graph is None and self._warm_calls_left == 0
 
     def __call__(self) -> None:
@@ -93,13 +95,13 @@ class Captured:
             self._function()
 
     def release(self) -> None:
-        """Destroys the CUDA graph; later calls run the plain function.
+        """Destroys the CUDA graph. Later calls run the plain function.
 
-        A graph that holds NCCL kernels keeps a reference to its communicator, and destroying a
-        communicator waits for these references: graphs go first (pytorch/pytorch#115388). Does not wait
-        for a graph that still runs: CUDA frees it when it ends.
+        A graph with NCCL kernels keeps a reference to its communicator, and destroying a communicator
+        waits for these references, so graphs must go first (pytorch/pytorch#115388). Does not wait for a
+        graph that still runs: CUDA frees it when it ends.
         """
-        # Another thread may release while this rank's own replays: CUDA graphs are not thread-safe.
+        # Another thread may call this during a replay, and CUDA graphs are not thread-safe.
         if not self._lock.acquire(timeout=_LOCK_WAIT_S):
             return
         try:
@@ -114,19 +116,19 @@ class Captured:
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
         if stream is not None and self._pool is None:
-            # The graph would make one, whose handle is not known where the capture fails.
+            # The graph would create one, whose handle is unknown if the capture fails.
             self._pool = torch.cuda.graph_pool_handle()
         try:
-            # Only this thread's calls are captured: a loader's thread may copy meanwhile.
+            # Captures calls of this thread only, because a loader's thread may copy at the same time.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._function()
         except RuntimeError as error:
             if stream is not None:
-                # Where the end of the capture fails, torch does not leave its own.
+                # If the end of the capture fails, torch does not restore the stream.
                 torch.cuda.set_stream(stream)
             cause = _capture_cause(error)
             if stream is not None:
-                # If this fails, so does the next work on the device, with its own reason.
+                # If this fails, the next work on the device raises the reason.
                 with contextlib.suppress(RuntimeError):
                     _end_failed_capture(stream, self._pool)
             reason = str(cause).splitlines()[0][:200]
@@ -138,8 +140,10 @@ class Captured:
 
 
 def _capture_cause(error: RuntimeError) -> BaseException:
-    """What made a capture fail: where the end of the capture fails too, torch raises that. Raises the
-    cause itself where it means that memory ran out or that the device is lost."""
+    """Returns the first error of a failed capture, because torch raises that of the capture's end.
+
+    Raises it instead if memory ran out or the device is lost.
+    """
     cause: BaseException = error
     while cause.__context__ is not None and isinstance(cause.__context__, RuntimeError):
         cause = cause.__context__
@@ -150,9 +154,11 @@ def _capture_cause(error: RuntimeError) -> BaseException:
 
 
 def _end_failed_capture(stream: torch.cuda.Stream, pool: Any) -> None:
-    """Undoes what torch leaves behind where the end of a capture fails: an allocator that still serves
-    the capture's pool, and a random generator that refuses to draw outside of a capture. A capture that
-    succeeds resets the generator."""
+    """Repairs torch's state after the end of a capture has failed.
+
+    The allocator still uses the capture's pool, and the random generator refuses to draw outside of a
+    capture. A successful capture resets the generator.
+    """
     torch.cuda.synchronize(stream.device)
     if pool is not None:
         with contextlib.suppress(RuntimeError, AttributeError):  # it has ended
@@ -161,12 +167,20 @@ def _end_failed_capture(stream: torch.cuda.Stream, pool: Any) -> None:
         torch.zeros((), device=stream.device)
 
 
-# Images, labels, and a table of `Mixing` where images are mixed.
+# Images, labels, and a table of `Mixing` if images are mixed.
 _Inputs = tuple[Tensor, Tensor, Tensor | None]
 
 
 class MicroStep:
-    """`forward` is the model, compiled or not. Adds to `loss` on the device."""
+    """Runs forward and backward of micro-batches.
+
+    Attributes:
+        loss: Sum of the losses of a step, on the device.
+        sample_weight: Factor of the loss of each sample, on the device.
+        loss_function: The loss.
+        may_fall_back: True if all ranks must agree, after the first captures, that they use graphs.
+        uncaptured: Reason why micro-steps are not captured although they should be; "" if there is none.
+    """
 
     def __init__(
         self,
@@ -183,10 +197,21 @@ class MicroStep:
         augment: Callable[[Tensor], Tensor] | None = None,
         advise: Advise = no_advice,
     ) -> None:
-        """`graphs`: capture micro-steps; one that sends buckets only where the transport allows it.
-        `must_capture`: raise where that fails, instead of going on without. Without a `loss` it is
-        cross-entropy with `smoothing`. `augment` changes the normalized images. `advise`: what
-        to do about errors, see `Applied.advise`."""
+        """Creates the micro-step.
+
+        Args:
+            forward: The forward pass.
+            policy: The number format.
+            normalize: Turns images into inputs.
+            exchange: Takes the gradients.
+            scale: The loss scale.
+            smoothing: Label smoothing of the default loss, cross-entropy.
+            graphs: Captures micro-steps. One that sends buckets is captured if the transport allows it.
+            must_capture: Raises an error if a capture fails, instead of running without graphs.
+            loss: The loss.
+            augment: Changes the normalized images.
+            advise: Returns remedies for errors; see `Applied.advise`.
+        """
         self.forward = forward
         self.advise = advise
         self._policy = policy
@@ -196,34 +221,43 @@ class MicroStep:
         self.loss_function = loss or CrossEntropy(smoothing)
         self._augment = augment
         self._graphs = graphs
-        # Whether ranks have to agree, after the first captures, that all of them go on with graphs.
         self.may_fall_back = graphs and not must_capture
-        # Why micro-steps are not captured although they should be.
         self.uncaptured = ""
-        # What a sample's loss is multiplied by, in captured graphs too.
-        self.share = torch.zeros((), device=policy.device)
+        # On the device, because captured graphs read it.
+        self.sample_weight = torch.zeros((), device=policy.device)
         self.loss = torch.zeros((), device=policy.device)
         self._captured: _CapturedMicroSteps | None = None
 
     def begin(self, samples: int, global_batch: int) -> None:
-        """Before the first micro-batch of a step over `samples` samples, those of all ranks; a full
-        step has `global_batch`."""
-        self.share.fill_(1.0 / samples)
+        """Prepares a step.
+
+        Args:
+            samples: Samples of the step on all ranks.
+            global_batch: Samples of a full step.
+        """
+        self.sample_weight.fill_(1.0 / samples)
         self._scale.begin_step(samples, global_batch)
         self.loss.zero_()
 
     def run(
-        self, images: Tensor, labels: Tensor, *, usual: bool, last: bool = False,
+        self, images: Tensor, labels: Tensor, *, full_size: bool, last: bool = False,
         mix: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """`usual`: the size that nearly every micro-batch has, worth capturing. `last` of its step: the
-        exchange may send full buckets. `mix` is a table of `Mixing`, always or never."""
+        """Adds the gradients of a micro-batch.
+
+        Args:
+            images: Images of the micro-batch.
+            labels: Their labels.
+            full_size: True for the size of nearly every micro-batch, which is worth capturing.
+            last: True for the last micro-batch of a step: the exchange may send full buckets.
+            mix: A table of `Mixing`, in every call or in none.
+        """
         inputs, device = (images, labels, mix), self._policy.device
         sends = last and self._exchange.overlaps
-        if not (self._graphs and usual):
+        if not (self._graphs and full_size):
             self.drop_graphs()
-        if not usual:
-            # Not compiled: that takes a minute for a size that comes once, such as the run's last.
+        if not full_size:
+            # Eager, because compilation takes a minute, and the size may occur once, as the run's last.
             with run_eagerly():
                 self._compute(sends, *_moved(inputs, device))
             return
@@ -242,28 +276,31 @@ class MicroStep:
             self._compute(sends, *_moved(inputs, device))
 
     def fall_back(self, reason: str) -> None:
-        """Micro-steps are not captured from now on."""
+        """Runs later micro-steps without graphs."""
         if not self.uncaptured:
             self.uncaptured = reason
         self.drop_graphs()
         self._graphs = False
 
     def release(self) -> None:
-        """Destroys the CUDA graphs, before the process groups whose collectives they hold."""
+        """Destroys the CUDA graphs. Must precede the end of the process groups of their collectives."""
         captured, self._captured = self._captured, None
         self._graphs = False
         if captured is not None:
             captured.release()
 
     def drop_graphs(self) -> None:
-        """Destroys the CUDA graphs; the next usual micro-batch, which may have another size, begins new
-        ones. A graph holds the memory of a whole micro-batch for good, and a short batch, at the end of a
-        run, needs nearly as much once more."""
+        """Destroys the CUDA graphs. The next micro-batch of full size starts new ones.
+
+        A graph keeps the memory of a whole micro-batch, and a short batch at the end of a run needs
+        nearly as much.
+        """
         captured, self._captured = self._captured, None
         if captured is not None:
-            # The exchange of the step before may still be under way, and wait for a lost rank.
+            # The exchange of the previous step may still run, and wait for a lost rank.
             self._exchange.group.watched(
-                "the end of the step before", lambda: torch.cuda.synchronize(self._policy.device)
+                "the end of the previous step",
+                lambda: torch.cuda.synchronize(self._policy.device),
             )
             captured.release()
             torch.cuda.empty_cache()
@@ -279,8 +316,8 @@ class MicroStep:
             if mix is not None:
                 inputs, own = mixed(inputs, mix)
             outputs = self.forward(inputs)
-        del inputs  # the first convolution may keep a form of its own
-        part = self.loss_function.total(outputs, labels, own) * self.share
+        del inputs  # the first convolution may keep a copy in another layout
+        part = self.loss_function.total(outputs, labels, own) * self.sample_weight
         (part * self._scale.step_value).backward()  # type: ignore[no-untyped-call]
         self.loss.add_(part.detach())
         self._exchange.gather()
@@ -288,7 +325,7 @@ class MicroStep:
     def _compute_to_end(
         self, sends: bool, images: Tensor, labels: Tensor, mix: Tensor | None
     ) -> None:
-        """A capture must not end before the buckets that it sends are complete."""
+        """Computes and waits for the buckets, which must be complete before a capture ends."""
         self._compute(sends, images, labels, mix)
         self._exchange.join()
 
@@ -302,9 +339,10 @@ def _moved(inputs: _Inputs, device: torch.device) -> _Inputs:
 
 
 class _CapturedMicroSteps:
-    """The CUDA graphs of a micro-step, one that sends buckets and one that does not, with their inputs.
+    """Two CUDA graphs of a micro-step with their inputs: one that sends buckets, and one that does not.
 
-    Only one runs at a time, and its results are in the exchange's buffers, so they share one pool.
+    They share one memory pool, because they never run at the same time and write their results into the
+    buffers of the exchange.
     """
 
     def __init__(
@@ -325,7 +363,7 @@ class _CapturedMicroSteps:
         }
 
     def run(self, inputs: _Inputs, exchange: GradientExchange, *, sends: bool) -> None:
-        """Warms up, captures or replays, and keeps the exchange's state in step."""
+        """Warms up, captures or replays, and updates the state of the exchange."""
         for place, given in zip(self._inputs, inputs, strict=True):
             if place is not None and given is not None:
                 place.copy_(given, non_blocking=True)
@@ -344,16 +382,16 @@ class _CapturedMicroSteps:
             captured.release()
 
 
-# Creates this rank's loader of a plan, from a step on.
+# Creates this rank's loader for a plan, starting at a step.
 MakeLoader = Callable[[BatchPlan, int], TrainBatches]
 
 
 class Begun(NamedTuple):
-    """What became of the start of a step.
+    """The result of `GradientSource.begin`.
 
     Attributes:
         fault: The error of this rank, which the step reports to all ranks.
-        abandoned: A rank was asked to stop, so that no rank computes the step.
+        abandoned: True if a rank was asked to stop, so that no rank computes the step.
     """
 
     fault: PacelineError | None = None
@@ -361,11 +399,11 @@ class Begun(NamedTuple):
 
 
 class GradientSource:
-    """The plain backward pass.
+    """Computes gradients by the plain backward pass.
 
     Attributes:
-        several_passes: `add` runs the model more than once, so that gradients add up in fp32.
-        exchanges: All-reduces of whole gradients a step, on average.
+        several_passes: True if `add` runs the model more than once, so that gradients are summed in fp32.
+        exchanges: Mean number of all-reduces of the whole gradient per step.
     """
 
     several_passes: ClassVar[bool] = False
@@ -377,14 +415,24 @@ class GradientSource:
         return cls()
 
     def begin(self, step: TrainStep, number: int) -> Begun:
-        """Called before the first micro-batch of step `number`. May exchange gradients."""
+        """Prepares step `number`. May exchange gradients."""
         return Begun()
 
     def add(
         self, step: TrainStep, number: int, batch: Batch, part: MicroBatch, mix: Tensor | None
     ) -> None:
-        """Adds the gradients of a micro-batch of step `number`; random generators have been seeded."""
-        step.micro.run(batch.images, batch.labels, usual=part.usual, last=part.last, mix=mix)
+        """Adds the gradients of a micro-batch. The random generators are seeded.
+
+        Args:
+            step: The training step.
+            number: Number of the step.
+            batch: Images and labels.
+            part: Number and size of the micro-batch.
+            mix: A table of `Mixing`, if images are mixed.
+        """
+        step.micro.run(
+            batch.images, batch.labels, full_size=part.full_size, last=part.last, mix=mix
+        )
 
     def describe(self) -> dict[str, str]:
         """Returns lines for the start of the run."""
@@ -399,60 +447,3 @@ GRADIENT_SOURCES: Registry[type[GradientSource]] = Registry(
 def source_class(config: RunConfig) -> type[GradientSource]:
     """Returns the gradient source that the optimizer needs."""
     return GRADIENT_SOURCES.get(config.optim.own_optimizer.GRADIENTS, "optim.name")
-
-
-def step_error(
-    error: Exception, step: int, micro_batch: int, *, foreign: bool = False,
-    advise: Advise = no_advice,
-) -> PacelineError | None:  # fmt: skip
-    """The error, with cause and remedy, for an exception out of a forward or backward pass; None
-    where it is a defect of the program and must keep its traceback. With a `foreign` model, all
-    exceptions count as the model's. `advise` is of the acceleration that computes the pass."""
-    if isinstance(error, CaptureError):
-        return CaptureError(error.cause, _first_of(advise(error), error.remedy))
-    if isinstance(error, PacelineError):
-        return error
-    if is_compile_error(error):
-        return _compile_error(error, advise(error))
-    known = _memory_error(error, step, micro_batch, advise) or _single_value_error(error, step)
-    if known is None and foreign and not isinstance(error, torch.AcceleratorError):
-        return RunError(
-            f"the model's forward or backward failed at step {step + 1} on {micro_batch} images: "
-            f"{first_line(error)}",
-            "check the model's code",
-        )
-    return known
-
-
-def _first_of(advice: Sequence[str], remedy: str) -> str:
-    return "; if that does not help, ".join(filter(None, (*advice, remedy)))
-
-
-def _memory_error(error: Exception, step: int, size: int, advise: Advise) -> RunError | None:
-    remedies = ["free memory, or choose a smaller model"]
-    if size > 1:
-        smaller = f"use a smaller one, such as --batch-size {size // 2}"
-        remedies = [f"{smaller}; the global batch and the result stay the same"]
-    where = f"at step {step + 1} with a batch size of {size} a process"
-    if out_of_memory(error, where, "") is None:
-        return None
-    return out_of_memory(error, where, "; ".join([*remedies, *advise(error)]))
-
-
-def _single_value_error(error: Exception, step: int) -> RunError | None:
-    """Batch norm has no variance to take of one sample with 1 × 1 maps."""
-    if "more than 1 value per channel" not in str(error):
-        return None
-    return RunError(
-        f"a micro-batch of one sample at step {step + 1} leaves batch norm a single value",
-        "choose a --global-batch-size or --epochs with which the last batch has more samples, or a "
-        "larger --batch-size",
-    )
-
-
-def _compile_error(error: Exception, advice: Sequence[str]) -> RunError:
-    reason = compile_reason(error)
-    if type(error).__module__.startswith("triton"):
-        remedy = _first_of(advice, "use --set optim.fused=foreach")
-        return RunError(f"Triton could not build a kernel ({reason})", remedy)
-    return RunError(f"torch.compile failed ({reason})", _first_of(advice, "check the model's code"))

@@ -1,9 +1,8 @@
-"""Checks a model that is not ours before the first step, and finds the logits among its outputs.
+"""Checks a user's model before the first step, and finds the logits among its outputs.
 
-`check_model` runs a few images through the model in training and in evaluation mode, and restores
-everything. What cannot be trained raises one line that names the cause; what can be trained, but with
-limits, becomes a note of the run. `check_parameters` looks for parameters that user code has replaced
-since.
+`check_model` runs a few images through the model in training and evaluation mode and restores the model.
+It raises an error of one line if the model cannot be trained, and returns notes on limits.
+`check_parameters` finds parameters that a user's code has replaced later.
 """
 
 from __future__ import annotations
@@ -27,17 +26,23 @@ from paceline.train.components import Components
 from paceline.train.machine import out_of_memory
 
 _SHOWN = 3
-# Enough for batch norm, and few enough to cost nothing.
+# Enough for batch norm.
 CHECKED_IMAGES = 4
 VARIES = "gives other outputs for the same batch"
-# On a GPU sums may be taken in another order each time.
+# On a GPU, sums may have another order in each run.
 _GPU_TOLERANCE = 1e-2
 
 Images = tuple[int, int, int, int]
 
 
 def make_model(config: RunConfig, classes: int, components: Components) -> nn.Module:
-    """The model that the settings name, or `components.model`, with fp32 weights on the CPU."""
+    """Creates the model with fp32 weights on the CPU.
+
+    Args:
+        config: The settings.
+        classes: Number of classes.
+        components: Python objects; `model` takes precedence over the settings.
+    """
     channels, pixels = config.data.channels, config.data.image_size
     given = components.model
     if given is None:
@@ -59,14 +64,17 @@ def make_model(config: RunConfig, classes: int, components: Components) -> nn.Mo
 
 
 def given_name(model: nn.Module | Callable[..., nn.Module]) -> str:
-    """How messages name a model that was given as an object."""
+    """Returns the name of a model object for messages."""
     if isinstance(model, nn.Module):
         return type(model).__name__
     return str(getattr(model, "__qualname__", type(model).__name__))
 
 
 def tensors_in(outputs: object) -> list[Tensor]:
-    """All tensors of a model's outputs: a tensor, or a tuple, list, dictionary or data class of them."""
+    """Returns all tensors of a model's outputs.
+
+    Outputs can be a tensor, or a tuple, list, dictionary or data class of tensors.
+    """
     if isinstance(outputs, Tensor):
         return [outputs]
     if isinstance(outputs, Mapping):
@@ -77,26 +85,31 @@ def tensors_in(outputs: object) -> list[Tensor]:
 
 
 def only_output(outputs: object) -> Tensor:
-    """The tensor that a model returns, also where it is the only one in a container."""
-    if isinstance(outputs, Tensor):
-        return outputs
-    found = tensors_in(outputs)
-    if len(found) != 1:
+    """Returns the only tensor of a model's outputs; raises a RunError if there are several."""
+    tensors = tensors_in(outputs)
+    if len(tensors) != 1:
         raise RunError(f"the model returns {_kind(outputs)}", _ONE_OUTPUT)
-    return found[0]
+    return tensors[0]
 
 
-_ONE_OUTPUT = "return the logits alone, or give the run a loss of its own that takes all outputs"
+_ONE_OUTPUT = "return only the logits, or give the run a loss that accepts all outputs"
 
 
 def with_one_output(forward: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
-    """`forward` with `only_output` of what it returns."""
+    """Returns a function that returns `only_output` of the outputs of `forward`."""
     return lambda images: only_output(forward(images))
 
 
 def find_logits(outputs: object, classes: int | None = None) -> Tensor:
-    """For evaluation: the outputs themselves, their `logits`, or the first tensor of samples × classes.
-    `classes` None takes any number."""
+    """Returns the logits of a model's outputs in evaluation mode.
+
+    Args:
+        outputs: A tensor, or a container with `logits` or with a tensor of samples × classes.
+        classes: Number of classes; None accepts any number.
+
+    Raises:
+        RunError: If the outputs contain no such tensor.
+    """
     if isinstance(outputs, Tensor):
         return outputs
     named = outputs.get("logits") if isinstance(outputs, Mapping) else None
@@ -130,8 +143,16 @@ def _shape(sizes: Any) -> str:
 def forward_error(
     error: Exception, images: Any, what: str = "the model's forward"
 ) -> PacelineError | None:
-    """One line for an exception out of a user's model; None where it means something else: memory, or
-    a lost device."""
+    """Returns an error of one line for an exception of a user's model.
+
+    Args:
+        error: The exception.
+        images: Shape of the batch.
+        what: Name of the failed function.
+
+    Returns:
+        The error; None if memory ran out or the device is lost.
+    """
     if isinstance(error, PacelineError):
         return error
     lost = isinstance(error, torch.AcceleratorError | MemoryError)
@@ -144,20 +165,34 @@ def forward_error(
 
 
 def check_placed(model: nn.Module, device: torch.device) -> None:
-    """Raises RunError if a tensor has not followed the model to its device."""
+    """Raises a RunError if a tensor of the model is not on `device`."""
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         if value.device != device:
             raise RunError(
-                f"{name} of the model stays on {value.device}, the run computes on {device}",
-                "do not place its parts yourself: a rank trains a whole model on one device",
+                f"{name} of the model is on {value.device}, but the run computes on {device}",
+                "do not move parts of the model: a rank trains the whole model on one device",
             )
 
 
 def check_model(
     model: nn.Module, images: Images, classes: int, *, own_loss: bool, ranks: int, nhwc: bool = True
 ) -> list[str]:
-    """Notes for the user on a model in fp32, which stays as it is. `images`: the shape of a micro-batch,
-    of which a few are used."""
+    """Checks a user's model in fp32 and restores it.
+
+    Args:
+        model: The model.
+        images: Shape of a micro-batch; a few images are used.
+        classes: Number of classes.
+        own_loss: True if a user's loss accepts any outputs.
+        ranks: Number of ranks.
+        nhwc: True for the NHWC memory format.
+
+    Returns:
+        Notes for the user.
+
+    Raises:
+        RunError: If the model cannot be trained.
+    """
     shape = (min(CHECKED_IMAGES, images[0]), *images[1:])
     extra = [n for n, value in model.state_dict().items() if not isinstance(value, Tensor)]
     if extra:
@@ -166,13 +201,12 @@ def check_model(
             "keep state in buffers instead of get_extra_state",
         )
     for name, value in model.state_dict().items():
-        sparse = value.layout != torch.strided
-        if sparse or any(
-            s == 0 and n > 1 for s, n in zip(value.stride(), value.shape, strict=True)
+        if value.layout != torch.strided or any(
+            step == 0 and size > 1 for step, size in zip(value.stride(), value.shape, strict=True)
         ):
             raise RunError(
-                f"{name} of the model is {'sparse' if sparse else 'an expanded tensor'}",
-                f"keep a dense one: {'.to_dense()' if sparse else '.contiguous()'}",
+                f"{name} of the model is a sparse or expanded tensor",
+                "keep a dense one, with .to_dense() or .contiguous()",
             )
     with _restored(model):
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -183,8 +217,8 @@ def check_model(
         _check_outputs(first, shape[0], classes, model, own_loss=own_loss)
         if not notes and not _alike(first, _outputs(model, shape, nhwc)):
             notes.append(
-                f"{VARIES}: it keeps state of its own or draws numbers outside of torch's generators; a "
-                "resumed run is not bit-identical, and steps are not captured as CUDA graphs"
+                f"{VARIES}: it keeps state outside of its buffers or draws numbers outside of torch's "
+                "generators; a resumed run is not bit-identical, and CUDA graphs are off"
             )
         model.eval()
         last = _outputs(model, shape, nhwc, "the model's forward in evaluation mode")
@@ -202,10 +236,10 @@ def _outputs(
             torch.manual_seed(0)
             images = torch.randn(shape, device=device)
             layout = torch.channels_last if nhwc else torch.contiguous_format
-            found: object = model(images.contiguous(memory_format=layout))
+            outputs: object = model(images.contiguous(memory_format=layout))
             if on_gpu:
                 torch.cuda.synchronize(device)
-            return found
+            return outputs
     except Exception as error:
         fault = forward_error(error, shape, what)
         if fault is None:
@@ -256,8 +290,10 @@ def _check_parameters(model: nn.Module, before: Mapping[str, Tensor]) -> None:
 
 
 def _check_state(model: nn.Module, before: Mapping[str, Tensor], ranks: int) -> list[str]:
-    """Buffers that forward has changed, other than batch norm's. Those that it has created count as
-    caches."""
+    """Returns a note on buffers, other than batch norm's, that forward has changed.
+
+    Buffers that forward has created count as caches.
+    """
     after = dict(model.named_buffers())
     changed = [n for n, value in before.items() if n in after and not _same(value, after[n])]
     if not changed:
@@ -274,7 +310,7 @@ def _check_state(model: nn.Module, before: Mapping[str, Tensor], ranks: int) -> 
 
 
 def _other_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """All but the running statistics of batch norm."""
+    """Returns copies of all buffers but the running statistics of batch norm."""
     statistics = {
         id(buffer)
         for layer in model.modules()
@@ -286,7 +322,7 @@ def _other_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def restored_buffers(model: nn.Module) -> Iterator[None]:
-    """Afterwards the buffers are as before, objects and values."""
+    """Restores the buffers, objects and values, at the end of the context."""
     places = [(module, dict(module._buffers)) for module in model.modules()]
     tensors = [b for _, own in places for b in own.values() if b is not None]
     values = [tensor.clone() for tensor in tensors]
@@ -303,7 +339,7 @@ def restored_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Afterwards modes, parameters and buffers are as before."""
+    """Restores modes, parameters and buffers at the end of the context."""
     modes = [(module, module.training) for module in model.modules()]
     weights = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
     try:
@@ -318,7 +354,7 @@ def _restored(model: nn.Module) -> Iterator[None]:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Bit by bit, NaN included."""
+    """Returns True if two tensors have the same bits, including NaN."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
@@ -343,8 +379,14 @@ def _names(names: list[str]) -> str:
 
 
 def share_weights(model: nn.Module, group: Group) -> str:
-    """All ranks take rank 0's parameters and buffers of a module that each rank has made itself, as
-    under DDP. Returns a note."""
+    """Broadcasts rank 0's parameters and buffers, as DDP does, because each rank has created the module.
+
+    Returns:
+        A note; "" on one rank.
+
+    Raises:
+        PacelineError: If the tensors of the ranks have different names, shapes or formats.
+    """
     if group.world_size == 1:
         return ""
     tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -363,19 +405,26 @@ def share_weights(model: nn.Module, group: Group) -> str:
 def check_parameters(
     model: nn.Module, held: Mapping[str, tuple[nn.Parameter, int]], exchanged: Container[str]
 ) -> None:
-    """Raises RunError unless the model has the parameters, with their memory, that the optimizer and the
-    exchange hold: others would stay as they are, unnoticed. A user's code can replace them in forward or
-    in a callback."""
-    found = {name: (p, p.data_ptr()) for name, p in model.named_parameters()}
-    for name in (*found, *held):
-        now, before = found.get(name), held.get(name)
+    """Checks that a user's code has not replaced parameters in forward or in a callback.
+
+    Optimizer and exchange would not update other parameters, without any error.
+
+    Args:
+        model: The model.
+        held: Parameters and addresses at the start.
+        exchanged: Names of the trained parameters.
+
+    Raises:
+        RunError: If a parameter was added, removed, replaced or unfrozen.
+    """
+    current = {name: (p, p.data_ptr()) for name, p in model.named_parameters()}
+    for name in (*current, *held):
+        now, before = current.get(name), held.get(name)
         same = now and before and now[0] is before[0] and now[1] == before[1]
         thawed = now and now[0].requires_grad and name not in exchanged
-        if same and not thawed:
-            continue
-        change = "unfrozen" if same else "replaced" if now and before else "added"
-        raise RunError(
-            f"the model's parameter {name} was {change if now else 'removed'} after the start, so "
-            "that it would not be trained",
-            "make and freeze all layers before the run, and change weights in place",
-        )
+        if not same or thawed:
+            raise RunError(
+                f"the model's parameter {name} was added, removed, replaced or unfrozen after the "
+                "start and would not be trained",
+                "create and freeze all layers before the run, and change weights in place",
+            )

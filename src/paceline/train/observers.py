@@ -1,10 +1,9 @@
-"""What a run reports beside its metrics: input stalls, corrupt samples, notes of the loaders, the trace
-(`run.traced_steps`), and the server of the live report.
+"""Input stalls, corrupt samples, notes of loaders, the trace, and the server of the live report.
 
-`trace.json` holds the spans of all ranks in the trace-event format of Perfetto (ui.perfetto.dev) and
-chrome://tracing (`trace_document`). Each rank is a process with tracks for compute, exchange and, where
-it has a GPU, the host. All times are on the clock of rank 0, from 0. The name of a process includes the
-uncertainty of its clock offset.
+`trace.json` (`run.traced_steps`) has the spans of all ranks in the trace-event format of Perfetto
+(ui.perfetto.dev) and chrome://tracing (`trace_document`). Each rank is a process with tracks for
+compute, exchange and, on a GPU, the host. All times are on the clock of rank 0, from 0. The name of a
+process includes the uncertainty of its clock offset.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from paceline.train.run_state import Progress
 
 
 class InputWait:
-    """Input stall of one step, by cause. A context manager around the wait for each batch.
+    """Measures the input stall of one step by cause. A context manager around the wait for each batch.
 
     On a GPU the host waits for a batch while the device still computes the previous step, so only
-    device idle time counts. It is measured with CUDA events up to the batch, or to where the device's
-    own work on the batch begins. Idle time beyond the host's wait is attributed to the copy.
+    device idle time counts. CUDA events measure it up to the batch, or up to the start of the device's
+    work on the batch. Idle time beyond the host's wait is attributed to the copy.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,17 +54,21 @@ class InputWait:
 
     def __exit__(self, *details: object) -> None:
         self._host_s = time.perf_counter() - self._started
-        # Recorded after all work queued so far, which may include the wait for a copy.
+        # The event follows all work queued so far, which may include the wait for a copy.
         self._events = (self._before, mark_stream(self._device))
 
     def attribute(self, spent: Mapping[str, float], begun: Any = None) -> None:
-        """Attributes the last wait to the time `spent` on its batch by cause; `begun` is the
-        batch's."""
+        """Attributes the last wait to causes.
+
+        Args:
+            spent: Time spent on the batch, by cause.
+            begun: Event at the start of the device's work on the batch, if any.
+        """
         before, after = self._events
         self._waits.append((self._host_s, spent, before, after if begun is None else begun))
 
     def stall(self) -> dict[str, float]:
-        """Seconds by cause. On a GPU the step must have completed."""
+        """Returns the seconds by cause. On a GPU the step must have completed."""
         return sum_by_stage(*(_causes(*wait) for wait in self._waits))
 
 
@@ -82,47 +85,56 @@ class InputReport:
     """Counts corrupt samples over all ranks and resumes, and emits each note and each sample once.
 
     Writes `progress.corrupt` (sorted indices of training samples) and `progress.corrupt_samples`, its
-    length. A loader only knows what it met itself since its process started, and would count a sample
-    again on every rank and after every resume. `samples` is the number of training samples, of which the
-    share `share` may be corrupt.
+    length. A loader knows only the samples that it has read since its process started, and would count a
+    sample again on every rank and after every resume.
+
+    Attributes:
+        samples: Number of training samples.
+        max_share: Fraction of them that may be corrupt.
     """
 
     progress: Progress
     samples: int
-    share: float
+    max_share: float
     group: Group
     emit: Callable[[Event], None]
     emitted: set[str] = field(default_factory=set)
 
     def training(self, here: Sequence[CorruptSample], count: int) -> None:
-        """After a step in which all ranks together met `count` corrupt samples, this rank those in
-        `here`. Raises RunError, on all ranks, once there are more than allowed."""
+        """Counts the corrupt samples of a step.
+
+        Args:
+            here: Those of this rank.
+            count: Number on all ranks together.
+
+        Raises:
+            RunError: On all ranks, if more samples are corrupt than allowed.
+        """
         if not count:
             return
         progress, known = self.progress, set(self.progress.corrupt)
-        found = torch.zeros(self.samples, dtype=torch.int32, device=self.group.device)
-        found[[sample.index for sample in here]] = 1
-        self.group.all_reduce_sum(found)
-        progress.corrupt = sorted(known | set(found.nonzero().flatten().tolist()))
+        corrupt = torch.zeros(self.samples, dtype=torch.int32, device=self.group.device)
+        corrupt[[sample.index for sample in here]] = 1
+        self.group.all_reduce_sum(corrupt)
+        progress.corrupt = sorted(known | set(corrupt.nonzero().flatten().tolist()))
         progress.corrupt_samples = len(progress.corrupt)
         new = [sample for sample in here if sample.index not in known]
         self._emit_samples(new, "train", elsewhere=count - len(here))
-        limit = allowed_corrupt(self.share, self.samples)
+        limit = allowed_corrupt(self.max_share, self.samples)
         if progress.corrupt_samples > limit:
             raise RunError(
                 f"{progress.corrupt_samples} corrupt of {self.samples} samples by step "
-                f"{progress.step}, more than data.max_corrupt_share = {self.share:g} "
-                f"allows ({limit})",
+                f"{progress.step}; data.max_corrupt_share = {self.max_share:g} allows {limit}",
                 "fix the data (metrics*.jsonl names the samples), or raise the share",
             )
 
     def evaluation(self, here: Sequence[CorruptSample], count: int) -> None:
-        """After an evaluation, as for `training`; the limit is checked by `evaluate`."""
+        """Counts the corrupt samples of an evaluation. `evaluate` checks the limit."""
         self.progress.corrupt_val_samples = count
         self._emit_samples(here, "val", elsewhere=count - len(here))
 
     def note(self, text: str) -> None:
-        """Emits a loader's note; every evaluation may repeat it."""
+        """Emits a loader's note, once."""
         if text and text not in self.emitted:
             self.emitted.add(text)
             self.emit(NoteEvent(text))
@@ -130,7 +142,7 @@ class InputReport:
     def _emit_samples(
         self, samples: Iterable[CorruptSample], split: str, *, elsewhere: int
     ) -> None:
-        """`elsewhere` samples were met by other ranks, whose own records name them."""
+        """Emits samples of this rank, and the number of samples that other ranks have recorded."""
         for sample in samples:
             if f"{split} {sample.name}" not in self.emitted:
                 self.emitted.add(f"{split} {sample.name}")
@@ -141,7 +153,7 @@ class InputReport:
 
 
 NAME = "trace.json"
-# The server answers requests that have begun.
+# Time in which the server may answer pending requests.
 _SERVER_END_S = 5.0
 
 
@@ -152,7 +164,15 @@ class RunTrace:
         self, settings: RunSettings, group: Group, buffers: list[BucketInfo], folder: Path,
         first_step: int = 0,
     ) -> None:  # fmt: skip
-        """`first_step`: that of a resumed run, which may be past the window."""
+        """Creates the timeline, unless a resumed run starts past the traced steps.
+
+        Args:
+            settings: The settings.
+            group: The ranks.
+            buffers: The buckets of the exchange.
+            folder: The run folder.
+            first_step: First step of this process.
+        """
         self._group = group
         self._buffers = buffers
         self.path = folder / NAME
@@ -165,19 +185,23 @@ class RunTrace:
 
     @property
     def spans(self) -> Spans:
+        """The recorder of spans."""
         return self.timeline or NoTimeline()
 
-    def beside(self, observer: ExchangeObserver) -> ExchangeObserver:
-        """An observer of the exchange that passes everything to `observer` and to the trace."""
+    def observe_with(self, observer: ExchangeObserver) -> ExchangeObserver:
+        """Returns an observer of the exchange that passes everything to `observer` and to the trace."""
         return Observers([observer, self.timeline]) if self.timeline else observer
 
     def is_due(self, step: int) -> bool:
-        """Whether the window is complete after `step` steps."""
+        """Returns True if all traced steps are complete after `step` steps."""
         return self.timeline is not None and step >= self.timeline.last
 
     def write(self) -> str:
-        """Gathers the spans of all ranks; rank 0 writes them. Returns a note, or "" if there is
-        nothing to write."""
+        """Gathers the spans of all ranks and writes them on rank 0.
+
+        Returns:
+            A note, or "" if nothing was written.
+        """
         if self.timeline is None:
             return ""
         spans, self.timeline = self.timeline.spans(), None
@@ -215,29 +239,40 @@ class RunTrace:
 
 
 class WatchProcess:
-    """An `Observer` that serves the live report of the run (`run.report_port`) from its own process, so
-    that making pages does not hold up the training's interpreter. The process ends with this one."""
+    """An `Observer` that serves the live report of the run (`run.report_port`) from another process.
+
+    Creating pages then does not block the interpreter of the training. The process ends with this one.
+    """
 
     def __init__(self, folder: Path, port: int) -> None:
-        """Raises ConfigError if the port cannot be had, or the package `report` was removed."""
+        """Starts the server.
+
+        Args:
+            folder: The run folder.
+            port: TCP port.
+
+        Raises:
+            ConfigError: If the port cannot be used, or the package `report` is not installed.
+        """
         self._process: subprocess.Popen[bytes] | None = None
         server = load_extension("report.server", "run.report_port", True)
         opened = server.open_socket(server.LOOPBACK, port)
         with opened:
             self.url: str = server.url_of(opened)
             descriptor = opened.fileno()
-            # -P: no module comes from the current directory.
+            # -P: import no module from the current directory.
             command = [sys.executable, "-P", "-m", "paceline.report.server"]
             command += [str(descriptor), str(folder)]
-            # It lives as long as its standard input, also after `kill -9` of this process.
+            # The server ends with its standard input, so it also ends after `kill -9` of this process.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, pass_fds=[descriptor], start_new_session=True
             )
 
     def on_event(self, event: Event) -> None:
-        """The process reads the records itself."""
+        """Does nothing: the server reads the records."""
 
     def close(self) -> None:
+        """Ends the server."""
         if self._process is None:
             return
         assert self._process.stdin is not None
@@ -251,7 +286,7 @@ class WatchProcess:
 
 
 def watch_run(folder: Path, port: int, emit: Callable[[Event], None]) -> list[WatchProcess]:
-    """The server, and a note of its address; without it training goes on, and a note says why."""
+    """Starts the live report and emits a note with its address, or with the reason why it failed."""
     try:
         server = WatchProcess(folder, port)
     except (ConfigError, OSError) as error:
@@ -262,14 +297,14 @@ def watch_run(folder: Path, port: int, emit: Callable[[Event], None]) -> list[Wa
 
 
 _TRACKS = ("compute", "host", "exchange")
-# Thread ids of one kind of track. Overlapping spans need several: viewers expect the spans of one to
-# nest.
+# Thread ids per kind of track. Overlapping spans need several, because viewers expect the spans of one
+# thread to nest.
 _TIDS_PER_TRACK = 100
 
 
 @dataclass(frozen=True)
 class TracedSpan:
-    """`start_s` and `stop_s` are equal for an instant event, such as sending a bucket."""
+    """A span. `start_s` equals `stop_s` for an instant event, such as sending a bucket."""
 
     name: str
     track: str
@@ -280,7 +315,7 @@ class TracedSpan:
 
 @dataclass(frozen=True)
 class TracedRank:
-    """Spans in seconds of the rank's own clock, which is `offset_s` ahead of rank 0's, ± `residual_s`."""
+    """Spans of a rank on its own clock, which is `offset_s` ahead of rank 0's, ± `residual_s`."""
 
     rank: int
     host: str
@@ -290,15 +325,12 @@ class TracedRank:
 
 
 def trace_document(ranks: Sequence[TracedRank]) -> dict[str, Any]:
-    """The content of the file."""
+    """Returns the content of the trace file."""
     starts = [span.start_s - rank.offset_s for rank in ranks for span in rank.spans]
     zero_s = min(starts, default=0.0)
-    events: list[dict[str, Any]] = []
-    for rank in ranks:
-        events += _rank_events(rank, zero_s)
     residuals = {str(rank.rank): round(rank.residual_s * 1e6, 3) for rank in ranks}
     return {
-        "traceEvents": events,
+        "traceEvents": [event for rank in ranks for event in _rank_events(rank, zero_s)],
         "displayTimeUnit": "ms",
         "otherData": {"clock": "rank 0's", "clock_residual_us_by_rank": residuals},
     }
@@ -306,28 +338,35 @@ def trace_document(ranks: Sequence[TracedRank]) -> dict[str, Any]:
 
 def _rank_events(rank: TracedRank, zero_s: float) -> list[dict[str, Any]]:
     process = f"rank {rank.rank} on {rank.host} (clock ± {rank.residual_s * 1e6:.0f} µs)"
-    events = [_metadata(rank.rank, "process_name", 0, {"name": process})]
-    events.append(_metadata(rank.rank, "process_sort_index", 0, {"sort_index": rank.rank}))
+    events = [_metadata(rank.rank, "process_name", 0, process)]
     known = [track for track in _TRACKS if any(span.track == track for span in rank.spans)]
     for number, track in enumerate(known):
-        of_track = sorted(
-            (span for span in rank.spans if span.track == track),
-            key=lambda span: (span.start_s, -span.stop_s),
-        )
+        spans = [span for span in rank.spans if span.track == track]
         lanes: list[float] = []
-        for span in of_track:
-            tid = number * _TIDS_PER_TRACK + _lane(span, lanes)
-            events.append(_event(rank, span, tid, zero_s))
+        for span in sorted(spans, key=lambda span: (span.start_s, -span.stop_s)):
+            event = {
+                "name": span.name,
+                "cat": track,
+                "pid": rank.rank,
+                "tid": number * _TIDS_PER_TRACK + _lane(span, lanes),
+                "ts": round((span.start_s - rank.offset_s - zero_s) * 1e6, 3),
+                "args": dict(span.details),
+            }
+            if span.start_s == span.stop_s:
+                event |= {"ph": "i", "s": "t"}
+            else:
+                event |= {"ph": "X", "dur": round(max(0.0, span.stop_s - span.start_s) * 1e6, 3)}
+            events.append(event)
         for lane in range(max(1, len(lanes))):
             name = track if lane == 0 else f"{track} {lane + 1}"
-            tid = number * _TIDS_PER_TRACK + lane
-            events.append(_metadata(rank.rank, "thread_name", tid, {"name": name}))
-            events.append(_metadata(rank.rank, "thread_sort_index", tid, {"sort_index": tid}))
+            events.append(
+                _metadata(rank.rank, "thread_name", number * _TIDS_PER_TRACK + lane, name)
+            )
     return events
 
 
 def _lane(span: TracedSpan, lanes: list[float]) -> int:
-    """The first free lane; `lanes` has the end of the last span on each."""
+    """Returns the first free lane. `lanes` has the end of the last span on each lane."""
     if span.start_s == span.stop_s:
         return 0
     for number, free_s in enumerate(lanes):
@@ -338,20 +377,5 @@ def _lane(span: TracedSpan, lanes: list[float]) -> int:
     return len(lanes) - 1
 
 
-def _event(rank: TracedRank, span: TracedSpan, tid: int, zero_s: float) -> dict[str, Any]:
-    begin_us = (span.start_s - rank.offset_s - zero_s) * 1e6
-    event = {
-        "name": span.name,
-        "cat": span.track,
-        "pid": rank.rank,
-        "tid": tid,
-        "ts": round(begin_us, 3),
-        "args": dict(span.details),
-    }
-    if span.start_s == span.stop_s:
-        return {**event, "ph": "i", "s": "t"}
-    return {**event, "ph": "X", "dur": round(max(0.0, span.stop_s - span.start_s) * 1e6, 3)}
-
-
-def _metadata(pid: int, name: str, tid: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "ph": "M", "pid": pid, "tid": tid, "ts": 0, "args": args}
+def _metadata(pid: int, kind: str, tid: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}}

@@ -1,7 +1,7 @@
-"""`resolve`: what settings, data and device decide about a run, before the model is built.
+"""`resolve`: decisions that depend only on settings, data and device, before the model is built.
 
-Nothing else changes a configuration after it was loaded. What needs the built model or all ranks, such as
-fused kernels, torch.compile and CUDA graphs, is in `FastPath` and is not written back.
+Nothing else changes a configuration after it is loaded. Decisions that need the built model or all ranks,
+such as fused kernels, torch.compile and CUDA graphs, are in `FastPath` and are not written back.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from paceline.train.strategy import strategy_class
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known before the model is built.
+    """Facts that are known before the model is built.
 
     Attributes:
         job: Processes and device.
-        program: Objects that were given in Python.
+        program: Python objects of the program.
         samples: Training images.
         classes: Classes of the data.
         checkpoint: The checkpoint from which the run continues.
@@ -48,12 +48,12 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """What `resolve` decides.
+    """The decisions of `resolve`.
 
     Attributes:
-        config: The settings in use. With `optim.scaling`, those of the scaled recipe.
-        written: The settings for `RUN/config.toml`: without paths, so that they can start the run
-            elsewhere, and with the batch that was chosen.
+        config: The settings in use. With `optim.scaling`, the settings of the scaled recipe.
+        written: The settings for `RUN/config.toml`: with the chosen batch, and without paths, so that
+            they can start the run elsewhere.
         sizes: Sizes of the first batch.
         batches: Samples and steps of the whole run, with all stages of the batch.
         peak_lr: Peak learning rate of the schedule.
@@ -75,7 +75,10 @@ def resolve(config: RunConfig, facts: Facts) -> Resolved:
 
     Args:
         config: The settings as they were loaded.
-        facts: What is known about the job, the data and the resumed run.
+        facts: Facts about the job, the data and the resumed run.
+
+    Returns:
+        Batches, learning rates and the settings in use.
 
     Raises:
         ConfigError: If a combination is refused, or no batch fits.
@@ -103,11 +106,16 @@ def resolve(config: RunConfig, facts: Facts) -> Resolved:
 
 
 def refuse(config: RunConfig, job: Job, program: Components) -> None:
-    """Refuses what cannot be combined, whatever the data and the model are.
+    """Refuses invalid combinations that do not depend on data and model.
+
+    Args:
+        config: The settings.
+        job: Processes and device.
+        program: Python objects of the program.
 
     Raises:
-        ConfigError: If settings exclude one another, the kind of device, the objects of the program or
-            the number of ranks.
+        ConfigError: If settings exclude each other, the kind of device, the objects of the program or the
+            number of ranks.
     """
     config.check_job(job, program)
     kind = strategy_class(config)
@@ -117,7 +125,7 @@ def refuse(config: RunConfig, job: Job, program: Components) -> None:
 
 
 def check_num_classes(config: RunConfig, classes: int) -> None:
-    """Raises ConfigError if the model would have fewer outputs than the data has `classes`."""
+    """Raises a ConfigError if the model would have fewer outputs than the data has `classes`."""
     declared = config.model.num_classes
     if declared is not None and declared < classes:
         raise ConfigError(
@@ -127,7 +135,7 @@ def check_num_classes(config: RunConfig, classes: int) -> None:
 
 
 def create_schedule(settings: OptimSettings, peak: float, plan: BatchPlan) -> LrSchedule:
-    """The schedule in time units of the plan's first batch."""
+    """Creates the schedule, with time in steps of the plan's first batch."""
     per_epoch = plan.samples / plan.global_batch
     if not plan.growth:
         return LrSchedule(settings, peak, plan.total_steps, per_epoch)
@@ -135,7 +143,7 @@ def create_schedule(settings: OptimSettings, peak: float, plan: BatchPlan) -> Lr
 
 
 def without_exchange(config: RunConfig, ranks: int) -> RunConfig:
-    """Returns the settings with which one process measures what a rank computes, for any plan."""
+    """Returns settings with which one process can measure the computation of a rank, for any plan."""
     config = replace(config, run=replace(config.run, strategy=SYNCHRONOUS))
     if ranks == 1:
         return config
@@ -144,8 +152,11 @@ def without_exchange(config: RunConfig, ranks: int) -> RunConfig:
 
 
 def _scaled(config: RunConfig, facts: Facts, ranks: int) -> tuple[RunConfig, str]:
-    """Applies `optim.scaling`, and describes its choices. It is off in the result, so that `config.toml`
-    repeats the run. A resumed run keeps its first batch."""
+    """Applies `optim.scaling` and describes its choices.
+
+    In the result, scaling is off, so that `config.toml` repeats the run. A resumed run keeps its first
+    batch.
+    """
     optim, samples, resumed = config.optim, facts.samples, facts.checkpoint
     if optim.scaling == "off":
         return config, ""
@@ -168,13 +179,13 @@ def _scaled(config: RunConfig, facts: Facts, ranks: int) -> tuple[RunConfig, str
     target = Target(sizes.global_batch, samples, config.run.epochs, ranks)
     scaling = scale_recipe(recipe, target if resumed is None else _as_before(target, resumed))
     values = {"run.global_batch_size": sizes.global_batch, **scaling.values}
-    # The result is a recipe of its own, known for its own batch.
+    # The result is a new recipe, known to work for its own batch.
     applied: dict[str, object] = {"optim.scaling": "off", "optim.known_good_batch": None}
     return config.with_values(values | applied), scaling.describe()
 
 
 def _as_before(target: Target, resumed: Checkpoint) -> Target:
-    """With the stages of the run that is resumed; a run of another batch is refused later."""
+    """Returns the target with the batch stages of the resumed run; another batch is refused later."""
     stages = BatchGrowth.parse(flatten(resumed.config).get("optim.batch_schedule", "")).stages
     first = int(resumed.sampler["global_batch"])
     last = stages[-1][1] if stages else first
@@ -184,6 +195,6 @@ def _as_before(target: Target, resumed: Checkpoint) -> Target:
 
 
 def _pretrained(config: RunConfig, resumed: Checkpoint | None) -> bool:
-    """A resumed run may have begun with given weights, even if it is not named again."""
+    """Returns True if this run or the resumed one started from pretrained weights."""
     before = flatten(resumed.config).get("run.pretrained") if resumed else ""
     return bool(config.run.pretrained or before)

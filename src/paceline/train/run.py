@@ -1,6 +1,6 @@
-"""A whole training run on this rank: join the group, build, loop, write results, leave.
+"""A whole training run on this rank: join the group, build, train, write results, leave.
 
-An error on this rank is published to the other ranks before it is raised.
+This rank reports an error to the other ranks before it raises it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from paceline.train.loop import RunResult, TrainingLoop
 from paceline.train.machine import choose_device, hardware, versions
 from paceline.train.observers import watch_run
 from paceline.train.run_folder import RunLock
-from paceline.train.step_records import RecentEvents, each_rank_writes
+from paceline.train.step_records import RareEvents, each_rank_writes
 from paceline.train.stop_signals import STOPS, StopSignals, user_signals
 from paceline.train.training import Training
 from paceline.train.weights import (
@@ -63,18 +63,26 @@ _LOST_CONTEXT = (
     "illegal instruction", "invalid program counter", "hardware stack", "ECC", "launch timed out",
     "MPS",
 )  # fmt: skip
-# Salvage: a device that does not finish its work within this time counts as hung, and each
-# surviving rank waits a little longer for the folder's lock than the one before it.
+# Salvage: a device that does not finish its work within this time counts as hung.
 _DEVICE_WAIT_S = 2.0
+# Salvage: each surviving rank waits longer than the one before until it takes the folder's lock.
 _RANK_WAIT_S, _MOST_WAIT_S = 0.25, 1.0
-# For another survivor that is writing.
+# Salvage: time that another survivor may need to write.
 _LOCK_WAIT_S = 1.0
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """`summary` is the content of `summary.json`, empty if a signal ended the run. With
-    `already_finished` the run had ended before: nothing was trained or written."""
+    """The outcome of a run on this rank.
+
+    Attributes:
+        folder: The run folder.
+        rank: This rank.
+        result: Reason for the end of the run.
+        summary: Content of `summary.json`; empty if a signal ended the run, and on other ranks than 0.
+        report: The HTML report, if one was written.
+        already_finished: True if the run had ended before. Nothing was trained or written then.
+    """
 
     folder: Path
     rank: int
@@ -91,9 +99,22 @@ def run_training(
     components: Components | None = None,
     startup: StartUp | None = None,
 ) -> RunOutcome:
-    """Trains on this rank. `display` makes the observer of rank 0's events. `show_error` shows the
-    error with which the watchdog ends this process, where nothing can be raised any more. `startup` has
-    what the command took until here."""
+    """Trains on this rank.
+
+    Args:
+        config: The settings.
+        display: Creates the observer that displays the events of rank 0.
+        show_error: Displays the error with which the watchdog ends the process, when no exception can be
+            raised any more.
+        components: Python objects that replace what the settings name.
+        startup: Times of the command until this call.
+
+    Returns:
+        The outcome.
+
+    Raises:
+        PacelineError: If the run fails on any rank.
+    """
     startup = startup or StartUp()
     topology = Topology.from_env(os.environ)
     shared = {"program": "train", **common_settings(config)}
@@ -115,13 +136,12 @@ def _train(
         with _device_errors(group):
             outcome = _finished_before(training) or _run_loop(training, display)
     except DeviceError:
-        # Nothing can be closed in a lost context; a checkpoint that is being written is in host memory.
+        # Nothing can be closed in a lost context. A checkpoint that is being written is in host memory.
         training.finish_last_save()
         raise
     except BaseException as error:
         group.leaving(error)
         training.finish_last_save()
-        write_recent_events(training)
         training.close()
         _finish_given_module(training, components)
         raise
@@ -153,7 +173,7 @@ def _run_loop(training: Training, display: Callable[[], Observer]) -> RunOutcome
 
 @contextmanager
 def _device_errors(group: Group) -> Iterator[None]:
-    """Replaces CUDA errors after which the context is lost by a DeviceError of one line."""
+    """Replaces CUDA errors that destroy the context by a DeviceError of one line."""
     try:
         yield
     except torch.AcceleratorError as failure:
@@ -168,14 +188,14 @@ def _device_errors(group: Group) -> Iterator[None]:
 
 
 def _finished_before(training: Training) -> RunOutcome | None:
-    """The outcome of a resumed run that had already finished; its folder stays unchanged."""
+    """Returns the outcome of a resumed run that had already finished, whose folder stays unchanged."""
     group, folder, progress = training.group, training.folder, training.progress
     if folder.resume_from is None or not training.state.is_over(progress):
         return None
     summary: dict[str, Any] = {}
     if group.rank == 0 and folder.holds_its_checkpoint:
         summary = _read_summary(folder.path)
-        # Not finished if killed before the summary, or if resumed from an earlier checkpoint.
+        # The run has not finished if it was killed before the summary, or resumes an earlier checkpoint.
         if summary.get("steps") != progress.step:
             summary = {}
     # The other ranks may not be able to read the folder.
@@ -183,36 +203,37 @@ def _finished_before(training: Training) -> RunOutcome | None:
     if not reason:
         return None
     report = folder.path / "report.html"
-    found = report if group.rank == 0 and report.exists() else None
     return RunOutcome(
-        folder.path, group.rank, RunResult(reason, None), summary, found, already_finished=True
-    )
+        folder.path, group.rank, RunResult(reason, None), summary,
+        report if group.rank == 0 and report.exists() else None, already_finished=True,
+    )  # fmt: skip
 
 
 def _read_summary(folder: Path) -> dict[str, Any]:
-    """The content of `summary.json`; empty if it cannot be read."""
+    """Reads `summary.json`; returns {} if that fails."""
     try:
-        found = parse_json(read_regular(folder / "summary.json"))
+        summary = parse_json(read_regular(folder / "summary.json"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return summary if isinstance(summary, dict) else {}
 
 
 def _open_records(training: Training, display: Callable[[], Observer]) -> None:
-    """Writes the configuration and opens the observers. Only after the build, because a resume that
-    is refused must leave the run unchanged."""
+    """Writes the configuration and opens the observers.
+
+    Called after the build, because a resume that is refused must leave the run unchanged.
+    """
     config, folder, error = training.config, training.folder, None
     try:
         if training.is_main:
             folder.sweep()
-            # First, so that at the end their last notes still reach the others.
+            # First, so that their last notes still reach the other observers at the end.
             if names := tracker_names(config):
                 training.observers += load_trackers(names).open_trackers(
                     names, folder.path, training.progress.step, config.flat(),
                     lambda text: training.emit(NoteEvent(text)),
                 )  # fmt: skip
         training.observers.append(_records(training))
-        training.group.before_forced_exit(lambda: write_recent_events(training))
         if training.is_main:
             training.observers.append(display())
             for damaged in folder.damaged:
@@ -221,7 +242,7 @@ def _open_records(training: Training, display: Callable[[], Observer]) -> None:
                 # A finished run that is continued is no longer finished.
                 (folder.path / "summary.json").unlink(missing_ok=True)
             folder.write_config(training.written)
-            # Not a file that the user has chosen: an error of the disk, not of a setting.
+            # Not `PlanFile.write`, whose error would name a setting of the user.
             (folder.path / "plan.toml").write_text(training.plan_file.to_text(), encoding="utf-8")
             if config.run.report_port is not None:
                 watching = watch_run(folder.path, config.run.report_port, training.emit)
@@ -243,14 +264,7 @@ def _records(training: Training) -> Observer:
     path = training.folder.metrics(rank)
     if rank == 0 or each_rank_writes(settings, training.group.world_size):
         return JsonlWriter(path)
-    return RecentEvents(path)
-
-
-def write_recent_events(training: Training) -> None:
-    """After an error."""
-    for observer in training.observers:
-        if isinstance(observer, RecentEvents):
-            observer.write()
+    return RareEvents(path)
 
 
 def _conclude(training: Training, result: RunResult) -> RunOutcome:
@@ -289,14 +303,14 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
                 write_atomically(folder / "summary.json", text.encode())
             except PacelineError as caught:
                 error = caught
-    # An error of a callback at the end costs no result.
+    # Agreed last, so that an error of a callback at the end does not prevent the results.
     late = training.callbacks.error if training.callbacks else None
     group.agree("conclusion", error or late)
     return RunOutcome(folder, group.rank, result, summary, report)
 
 
 def _write_report(training: Training, summary: dict[str, Any]) -> Path | None:
-    """The report, or a note if the records cannot be read or the package `report` was removed."""
+    """Writes the report; emits a note if the records cannot be read or `report` is not installed."""
     try:
         report = load_extension("report", "report", "report.html")
         page: Path = report.write_report(training.folder.path, summary=summary)
@@ -307,7 +321,7 @@ def _write_report(training: Training, summary: dict[str, Any]) -> Path | None:
 
 
 def _input_counters(training: Training) -> dict[str, int]:
-    """Counters of both splits, summed over all ranks on rank 0."""
+    """Returns the counters of both splits, summed over all ranks on rank 0."""
     total: Counter[str] = Counter()
     for source in (training.source, training.validation):
         total.update(source.counters())
@@ -315,6 +329,13 @@ def _input_counters(training: Training) -> dict[str, int]:
     for other in (gathered or [])[1:]:
         total.update(json.loads(other))
     return dict(total)
+
+
+# Fields of `Progress` in the summary.
+_PROGRESS = (
+    "top1", "top5", "val_loss", "best_top1", "best_step", "images_per_s", "images", "train_s",
+    "time_to_target_s", "skipped_steps", "corrupt_samples", "corrupt_val_samples",
+)  # fmt: skip
 
 
 def _summary(
@@ -325,15 +346,9 @@ def _summary(
     return {
         "recipe": config.run.name,
         "model": config.model.name,
-        "top1": progress.top1,
-        "top5": progress.top5,
-        "val_loss": progress.val_loss,
-        "best_top1": progress.best_top1,
-        "best_step": progress.best_step,
-        "images_per_s": progress.images_per_s,
+        **{name: getattr(progress, name) for name in _PROGRESS},
         "epochs": training.plan.epoch_at(progress.step),
         "steps": progress.step,
-        "images": progress.images,
         "world_size": training.plan.world_size,
         "global_batch_size": training.sizes.global_batch,
         "batch_size": training.sizes.micro_batch,
@@ -341,15 +356,10 @@ def _summary(
         "state_bytes_per_parameter": optimizer_state,
         "exchange_state_bytes_per_parameter": exchange_state,
         "exchange_bytes_per_step": training.step.exchange_bytes(),
-        "train_s": progress.train_s,
         "steps_s": progress.step_s,
         "target_top1": config.run.target_top1,
-        "time_to_target_s": progress.time_to_target_s,
         "stopped_by": result.stopped_by,
-        "skipped_steps": progress.skipped_steps,
         "noise_scale": NoiseScale(*progress.noise).value,
-        "corrupt_samples": progress.corrupt_samples,
-        "corrupt_val_samples": progress.corrupt_val_samples,
         "input_counters": counters,
         "resumed_at_steps": progress.resumes,
         "weights_sha256": weights,
@@ -363,14 +373,18 @@ def _summary(
 
 
 def salvage(training: Training, loop: TrainingLoop, error: PeerError) -> None:
-    """Saves what this rank holds after another rank was lost, as `step-N.salvaged.pt`.
+    """Saves the state of this rank after the loss of another rank, as `step-N.salvaged.pt`.
 
-    Weights, momenta and loss scale are equal on all ranks after every completed step, so one rank has
-    them all. Batch-norm statistics differ between ranks: the checkpoint holds this rank's alone and
-    is marked. Training never reads them, so a resumed run's weights stay exact; its evaluations
-    differ until the statistics have renewed themselves. A regular checkpoint is never replaced, and
-    the watchdog's deadline bounds the time. Failures here must not hide `error`, with which this rank
-    ends.
+    Weights, momenta and loss scale are equal on all ranks after every completed step. Batch-norm
+    statistics differ: the checkpoint has those of this rank only, and says so. Training never reads
+    them, so the weights of a resumed run are exact; its evaluations differ until the statistics are
+    replaced. A regular checkpoint is never replaced. The watchdog's deadline limits the time. Failures
+    here must not hide `error`.
+
+    Args:
+        training: The run.
+        loop: Its loop.
+        error: The error with which this rank ends.
     """
     if not training.step.strategy.same_weights:
         return
@@ -383,7 +397,7 @@ def salvage(training: Training, loop: TrainingLoop, error: PeerError) -> None:
 
 
 def _last_completed_step(training: Training, loop: TrainingLoop) -> Checkpoint | None:
-    """The state after this rank's last completed step; None if it cannot be trusted."""
+    """Returns the state after this rank's last completed step; None if it may be wrong."""
     step, progress = training.step, training.progress
     if step.under_way and training.group.backend == "nccl":
         # The update is queued after an exchange that NCCL aborts: its input is undefined.
@@ -392,7 +406,7 @@ def _last_completed_step(training: Training, loop: TrainingLoop) -> Checkpoint |
         return None
     loop.account_for_launched_steps()
     step.roll_back()
-    # Whether this step is already on disk is checked under the lock: rank 0 may have died while saving.
+    # `_write_salvaged` checks under the lock if this step is on disk: rank 0 may have died in a save.
     if progress.step == 0 or progress.skipped_in_a_row:
         return None
     checkpoint = training.state.capture_alone(progress)
@@ -414,8 +428,11 @@ def _device_answers(device: torch.device) -> bool:
 
 
 def _write_salvaged(training: Training, checkpoint: Checkpoint) -> None:
-    """Rank 0 still holds the lock and writes; if it was lost, the lowest survivor's file stays,
-    whichever gets the lock first."""
+    """Writes the checkpoint, unless a better one exists.
+
+    Rank 0 still holds the lock. If rank 0 was lost, the file of the lowest survivor stays, in whichever
+    order the survivors get the lock.
+    """
     store, rank = training.store, training.group.rank
     lock = None
     if training.is_main:

@@ -1,7 +1,7 @@
 """The folder of a run, and the checkpoint from which a resumed run starts.
 
-`claim_run_folder` chooses a new folder, or the folder of the run to resume, never that of another
-run, and locks it for this process.
+`claim_run_folder` chooses a new folder or the folder of the run to resume, and locks it for this process.
+It never chooses the folder of another run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.train.checkpoint import CheckpointStore, write_atomically
 NAME = "run.lock"
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 _PAUSE_S = 0.05
-# Longer than another process holds the lock to probe it (`refuse_if_held`).
+# Longer than `refuse_if_held` of another process holds the lock.
 _PROBE_S = 0.2
 # Time that a new holder may need to write its identity.
 _IDENTITY_WAIT_S = 1.0
@@ -43,11 +43,12 @@ class RunFolderGoneError(PacelineError):
 
 
 class RunLock:
-    """At most one job at a time writes to a run folder: rank 0 holds an `flock` on the file `run.lock`.
+    """A lock with which at most one job at a time writes to a run folder.
 
-    The operating system releases it when the process ends, also after `kill -9`. It works across hosts on
-    file systems that support it (NFS 4, NFS 3 with `lockd`, Lustre mounted with `flock`), and within one
-    host on NFS mounted with `nolock`. `note` is not empty if the file system cannot lock.
+    Rank 0 holds an `flock` on the file `run.lock`. The operating system releases it when the process
+    ends, even after `kill -9`. It works across hosts on file systems that support it (NFS 4, NFS 3 with
+    `lockd`, Lustre mounted with `flock`), and within one host on NFS mounted with `nolock`. `note` is not
+    empty if the file system cannot lock.
     """
 
     def __init__(self, folder: Path, descriptor: int, note: str = "") -> None:
@@ -57,7 +58,15 @@ class RunLock:
 
     @classmethod
     def acquire(cls, folder: Path, wait_s: float = _PROBE_S) -> RunLock:
-        """Locks the existing `folder`; waits up to `wait_s` for the current holder to exit."""
+        """Locks an existing folder.
+
+        Args:
+            folder: The folder.
+            wait_s: Time to wait for the current holder to exit.
+
+        Raises:
+            RunFolderInUseError: If another process still holds the lock.
+        """
         deadline = time.monotonic() + wait_s
         while True:
             lock = cls._try(folder)
@@ -69,7 +78,7 @@ class RunLock:
 
     @staticmethod
     def refuse_if_held(folder: Path) -> None:
-        """Raises RunFolderInUseError if another process holds the lock. Writes nothing."""
+        """Raises a RunFolderInUseError if another process holds the lock. Writes nothing."""
         with (
             contextlib.suppress(FileNotFoundError, NotADirectoryError),
             open_regular(folder / NAME) as file,
@@ -83,7 +92,7 @@ class RunLock:
 
     @classmethod
     def _try(cls, folder: Path) -> RunLock | None:
-        """The lock, or None if another process holds it."""
+        """Returns the lock, or None if another process holds it."""
         file, note = folder / NAME, ""
         while True:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -98,7 +107,7 @@ class RunLock:
                     os.close(descriptor)
                     raise
                 note = f"{folder} is not locked against a second job ({error.strerror})"
-            # The previous holder removes the file on exit: this may be the removed one.
+            # The previous holder removes the file when it exits: this may be the removed file.
             if _is_same(file, descriptor):
                 break
             os.close(descriptor)
@@ -109,7 +118,12 @@ class RunLock:
         return cls(folder, descriptor, note)
 
     def check(self) -> None:
-        """Before a write: raises if the folder is gone or another process has locked it."""
+        """Checks before a write that the folder exists and no other process has locked it.
+
+        Raises:
+            RunFolderGoneError: If the folder was deleted or moved.
+            RunFolderInUseError: If another process has locked it.
+        """
         if _is_same(self._folder / NAME, self._descriptor):
             return
         if not (self._folder / "config.toml").exists():
@@ -123,7 +137,7 @@ class RunLock:
         self._descriptor = again._descriptor
 
     def release(self) -> None:
-        """Removes the file and releases the lock; a second call does nothing."""
+        """Removes the file and releases the lock. A second call does nothing."""
         if self._descriptor < 0:
             return
         with contextlib.suppress(OSError):
@@ -134,7 +148,7 @@ class RunLock:
 
     @contextlib.contextmanager
     def released_on_error(self) -> Iterator[None]:
-        """An error inside the context releases the lock."""
+        """Releases the lock if an error leaves the context."""
         try:
             yield
         except BaseException:
@@ -143,7 +157,7 @@ class RunLock:
 
 
 def _is_same(file: Path, descriptor: int) -> bool:
-    """Whether `file` is still the open file."""
+    """Returns True if the path `file` still names the open file."""
     try:
         return os.path.samestat(file.stat(), os.fstat(descriptor))
     except OSError:
@@ -158,7 +172,7 @@ def _in_use(folder: Path) -> RunFolderInUseError:
 
 
 def _holder(file: Path) -> str:
-    """`process 17 on node3`, from the identity in the file."""
+    """Returns the holder as in `process 17 on node3`, from the identity in the file."""
     deadline = time.monotonic() + _IDENTITY_WAIT_S
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -178,12 +192,9 @@ LOCAL_SETTINGS = frozenset(
     # Caches do not change batches.
     | {"data.cache", "data.cache_mib", "data.cache_dir", "data.cache_form"}
 )
-# How a step is computed: within rounding the results are the same. Where memory or a kernel fails, the
-# remedy is to change one of them and to resume, and a recipe may get another one with a new version.
-_KERNEL_SETTINGS = frozenset({"run.cuda_graphs"})
-# Settings that do not affect the results of a run, but for rounding: a finished run may be resumed with
-# other values.
-NEUTRAL_SETTINGS = LOCAL_SETTINGS | _KERNEL_SETTINGS | {
+# Settings that affect the results of a run only by rounding, if at all: a finished run may be resumed
+# with other values.
+_NEUTRAL_SETTINGS = LOCAL_SETTINGS | {
     "run.name", "run.device", "data.dir", "data.max_corrupt_share",
     "comm.timeout_s", "comm.rendezvous_timeout_s",
     "checkpoint.interval_epochs", "checkpoint.interval_steps", "checkpoint.keep_best",
@@ -191,15 +202,19 @@ NEUTRAL_SETTINGS = LOCAL_SETTINGS | _KERNEL_SETTINGS | {
 
 
 def is_neutral(name: str) -> bool:
-    """Returns True for a setting that does not affect the results of a run, but for rounding."""
-    return name in NEUTRAL_SETTINGS or _is_of_kernels(name)
+    """Returns True for a setting that affects the results of a run only by rounding, if at all."""
+    return name in _NEUTRAL_SETTINGS or _is_of_kernels(name)
 
 
 def _is_of_kernels(name: str) -> bool:
-    """Owners say it of their settings, by `EXACT` = False."""
+    """Returns True for a setting that only decides how a step is computed.
+
+    If memory runs out or a kernel fails, a user changes such a setting and resumes. A settings class
+    declares this by `EXACT = False`.
+    """
     section, *owner, _ = name.split(".")
     if not owner or section not in SECTIONS:
-        return name in _KERNEL_SETTINGS
+        return name == "run.cuda_graphs"
     kind = settings_class(SECTIONS[section], owner[0], name)
     return not getattr(kind, "EXACT", True)
 
@@ -211,11 +226,14 @@ _RESTART_WAIT_S = 10.0
 
 @dataclass(frozen=True)
 class RunFolder:
-    """`path` holds the run's files; `resume_from` is the checkpoint to start from, if any.
+    """The folder of a run. Only rank 0 has the last three attributes.
 
-    Only on rank 0: `note` describes what `--resume auto` did not find, `older` are fallbacks if
-    `resume_from` is damaged (none if the user named it), and `damaged` are the checkpoints found
-    damaged.
+    Attributes:
+        path: The folder.
+        resume_from: The checkpoint to start from, if any.
+        note: Reason why `--resume auto` starts a new run, or names of damaged checkpoints.
+        older: Checkpoints to use if `resume_from` is damaged; empty if the user named the checkpoint.
+        damaged: Damaged checkpoints.
     """
 
     path: Path
@@ -226,17 +244,18 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def holds_its_checkpoint(self) -> bool:
-        """Whether `resume_from` lies in this folder."""
-        found = self.resume_from
-        return found is not None and found.resolve().parent == self.checkpoints.resolve()
+        """True if `resume_from` is a checkpoint of this folder."""
+        file = self.resume_from
+        return file is not None and file.resolve().parent == self.checkpoints.resolve()
 
     @contextlib.contextmanager
     def discarded_on_error(self) -> Iterator[None]:
-        """An error inside the context removes the folder if it is empty."""
+        """Removes the folder if it is empty and an error leaves the context."""
         try:
             yield
         except BaseException:
@@ -245,6 +264,7 @@ class RunFolder:
             raise
 
     def metrics(self, rank: int) -> Path:
+        """Returns the file of a rank's events."""
         return self.path / ("metrics.jsonl" if rank == 0 else f"metrics.rank{rank}.jsonl")
 
     def sweep(self) -> None:
@@ -253,34 +273,39 @@ class RunFolder:
             leftover.unlink(missing_ok=True)
 
     def write_config(self, config: RunConfig) -> None:
+        """Writes `config.toml`."""
         write_atomically(self.path / "config.toml", config.to_toml().encode())
 
 
 def claim_run_folder(config: RunConfig, *, restarted: bool) -> tuple[RunFolder, RunLock]:
-    """The folder of `choose_run_folder`, locked before anything is written to it.
+    """Chooses the folder of a run and locks it before anything is written to it.
 
-    Raises `RunFolderInUseError` without any change if another process holds the lock.
+    Args:
+        config: The settings.
+        restarted: True if torchrun restarted this process after a failure. Such a run always resumes.
+
+    Returns:
+        The folder and its lock.
+
+    Raises:
+        RunFolderInUseError: If another process holds the lock. Nothing is changed then.
+        ConfigError: If the folder contains another run.
+        PacelineError: If the folder cannot be used.
     """
     if config.run.output and not restarted:
         # Checked first, because "already holds a run" would be misleading while that run is active.
         with _explained(config):
             RunLock.refuse_if_held(Path(config.run.output))
-    first = choose_run_folder(config, restarted=restarted)
     with _explained(config):
-        wait = {"wait_s": _RESTART_WAIT_S} if restarted else {}
-        lock = RunLock.acquire(first.path, **wait)
+        output = Path(config.run.output) if config.run.output else None
+        first = _choose(config, restarted, output)
+        wait_s = _RESTART_WAIT_S if restarted else _PROBE_S
+        lock = RunLock.acquire(first.path, wait_s=wait_s)
     with first.discarded_on_error(), lock.released_on_error(), _explained(config):
         # Another process may have changed the folder before it was locked.
         again = _choose(config, restarted, first.path)
     note = "; ".join(filter(None, (first.note or again.note, lock.note)))
     return replace(again, note=note), lock
-
-
-def choose_run_folder(config: RunConfig, *, restarted: bool) -> RunFolder:
-    """`restarted`: torchrun restarted this process after a failure, which always resumes."""
-    with _explained(config):
-        output = Path(config.run.output) if config.run.output else None
-        return _choose(config, restarted, output)
 
 
 @contextlib.contextmanager
@@ -300,10 +325,10 @@ def _choose(config: RunConfig, restarted: bool, output: Path | None) -> RunFolde
     if resume and resume != "auto":
         return _from_file(Path(resume), output, restarted=restarted)
     if output is None:
-        found, note = _unfinished(config) if resume == "auto" else (None, "")
-        if found is None:
+        unfinished, note = _unfinished(config) if resume == "auto" else (None, "")
+        if unfinished is None:
             return RunFolder(_new_folder(config.run.name), None, note)
-        return _resumed(found)
+        return _resumed(unfinished)
     if not (output / "config.toml").exists():
         _make(output, exist_ok=True)
         return RunFolder(output, None)
@@ -313,9 +338,9 @@ def _choose(config: RunConfig, restarted: bool, output: Path | None) -> RunFolde
 
 
 def _from_file(file: Path, output: Path | None, *, restarted: bool) -> RunFolder:
-    """Resumes the run of a given checkpoint, in its own folder unless another is given.
+    """Resumes the run of a given checkpoint, in its own folder unless `output` is given.
 
-    After a restart by the launcher (`restarted`), the run resumes from what it has saved itself since.
+    After a restart by the launcher, the run resumes from the checkpoints that it has saved since.
     """
     if file.is_dir():
         newest = CheckpointStore(file / "checkpoints", 1).newest()
@@ -346,18 +371,22 @@ def _occupied(output: Path) -> ConfigError:
 def _resumed(folder: Path) -> RunFolder:
     """Resumes from the newest checkpoint, with older ones as fallbacks."""
     store = CheckpointStore(folder / "checkpoints", 1)
-    found = store.candidates()
-    if found == [store.best]:
-        found = []  # killed between writing and linking it: the run starts over
-    return RunFolder(folder, found[0] if found else None, older=tuple(found[1:]))
+    files = store.candidates()
+    if files == [store.best]:
+        files = []  # killed between writing and linking it: the run starts over
+    return RunFolder(folder, files[0] if files else None, older=tuple(files[1:]))
 
 
 def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
-    """The newest unfinished folder of this name and configuration, else the newest that differs in
-    kernels alone; else None and a note that says in what the newest unfinished one differs."""
+    """Finds the newest unfinished folder of this name and configuration; kernel settings may differ.
+
+    Returns:
+        The folder and ""; or None and a note that names settings in which the newest unfinished one
+        differs.
+    """
     wanted = _identity(config.in_use())
     note = f"no unfinished run of this configuration in {ROOT}/; a new one starts"
-    other, by_other_kernels = "", None
+    difference = ""
     for folder in sorted(ROOT.glob(f"{config.run.name}-[0-9]*"), reverse=True):
         if (folder / "summary.json").exists():
             continue
@@ -370,12 +399,10 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
             different = _differences(_identity(with_defaults(there)), wanted)
         except (OSError, ParseError, ConfigError):
             continue
-        if not different:
-            return folder, ""
         if all(map(_is_of_kernels, different)):
-            by_other_kernels = by_other_kernels or folder
-        other = other or f" ({folder} differs in {', '.join(different[:3])})"
-    return by_other_kernels, "" if by_other_kernels else note + other
+            return folder, ""
+        difference = difference or f" ({folder} differs in {', '.join(different[:3])})"
+    return None, note + difference
 
 
 def _identity(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -383,15 +410,20 @@ def _identity(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _differences(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Names of settings that differ. A folder records the global batch; a command may leave it open."""
+    """Returns the names of settings that differ.
+
+    A folder records the global batch. A command need not give it.
+    """
     left_open = {"run.global_batch_size"} - wanted.keys()
     names = (there.keys() | wanted.keys()) - left_open
     return sorted(name for name in names if there.get(name) != wanted.get(name))
 
 
 def _new_folder(name: str) -> Path:
-    """`runs/NAME-001`, or the next free number; runs that start at the same time get separate
-    folders."""
+    """Creates `runs/NAME-001` or the next free number.
+
+    Runs that start at the same time get separate folders.
+    """
     number = 1
     while True:
         taken = [int(p.name.rpartition("-")[2]) for p in ROOT.glob(f"{name}-[0-9]*")
@@ -414,5 +446,5 @@ def _make(folder: Path, *, exist_ok: bool) -> None:
         raise
     except OSError as error:
         raise PacelineError(
-            f"cannot make {folder}: {error.strerror}", "choose another --output"
+            f"cannot create {folder}: {error.strerror}", "choose another --output"
         ) from None

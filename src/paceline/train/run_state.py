@@ -36,8 +36,8 @@ from paceline.train.weights import WeightAverage, full_state, restore_masters
 if TYPE_CHECKING:
     from paceline.train.strategy import Strategy
 
-# Settings that a resumed run must not change: sample order, shapes of the weights or the meaning of the
-# step count would differ.
+# Settings that a resumed run must not change, because they decide the sample order, the shapes of the
+# weights or the meaning of the step count.
 PINNED = (
     "run.seed", "model.name", "model.arguments", "model.freeze", "model.num_classes", "model.stem",
     "data.image_size", "data.channels", "data.shuffle", "data.val_split", "optim.name",
@@ -52,7 +52,7 @@ class Progress:
     images: int = 0
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
-    # Whether the training loss of the latest step was finite.
+    # True if the training loss of the latest step was finite.
     loss_finite: bool = True
     corrupt_samples: int = 0
     corrupt: list[int] = field(default_factory=list)
@@ -72,12 +72,21 @@ class Progress:
 
     @property
     def images_per_s(self) -> float:
-        """Training throughput, without evaluation and saving."""
+        """Training throughput without evaluation and saving."""
         return self.images / self.step_s if self.step_s > 0 else 0.0
 
 
 def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
-    """Raises CheckpointError for a checkpoint of another run, before anything is built from it."""
+    """Refuses a checkpoint of another run before anything is built from it.
+
+    Args:
+        checkpoint: The checkpoint.
+        config: The settings of this run.
+        path: File of the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: If a setting differs that a resumed run must not change.
+    """
     there, here = flatten(with_defaults(checkpoint.config)), config.flat()
     own = config.optim.own_optimizer.PINNED
     for name in (*PINNED, *(f"optim.{config.optim.name}.{key}" for key in own)):
@@ -85,7 +94,13 @@ def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
 
 
 def changes(checkpoint: Checkpoint, config: RunConfig, ignored: Callable[[str], bool]) -> str:
-    """Settings in use that differ between this run and the one that wrote the checkpoint."""
+    """Lists settings in use that differ between this run and the one that wrote the checkpoint.
+
+    Args:
+        checkpoint: The checkpoint.
+        config: The settings of this run.
+        ignored: Returns True for names that are left out.
+    """
     there, here = flatten(with_defaults(checkpoint.config)), flatten(config.in_use())
     names = [name for name in there.keys() | here.keys() if there.get(name) != here.get(name)]
     different = sorted(name for name in names if not ignored(name))
@@ -96,12 +111,12 @@ def _compare(path: Path, name: str, before: object, now: object) -> None:
     if before != now:
         raise CheckpointError(
             f"{path} has {name} = {before!r}, this run {now!r}",
-            f"continue that run with {resume_command(path)}, or start a new one with --pretrained",
+            f"continue that run with {_resume_command(path)}, or start a new one with --pretrained",
         )
 
 
-def resume_command(path: Path) -> str:
-    """The command that continues the run of a checkpoint with its own settings."""
+def _resume_command(path: Path) -> str:
+    """Returns the command that continues the run of a checkpoint with its own settings."""
     folder = path.parent.parent
     if (folder / "config.toml").is_file():
         return f"paceline train {folder / 'config.toml'} --output {folder} --resume auto"
@@ -110,7 +125,13 @@ def resume_command(path: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """Everything that changes from step to step, and the settings that determine its meaning."""
+    """Everything that changes from step to step, and the settings that determine its meaning.
+
+    Attributes:
+        memory: State of the exchange that lasts from step to step, if any.
+        notes: State of a restored checkpoint that this run cannot use.
+        callbacks: Returns the state of the user's callbacks.
+    """
 
     config: RunConfig
     batches: BatchPlan
@@ -125,17 +146,24 @@ class RunState:
     strategy: Strategy | None = None
     average: WeightAverage | None = None
     labels: str = ""
-    # What the exchange remembers from step to step, if anything.
     memory: Memory | None = None
-    # What a restored checkpoint had that this run cannot use.
     notes: list[str] = field(default_factory=list)
-    # The state of the user's callbacks.
     callbacks: Callable[[], dict[str, Any]] = dict
 
     def restore(self, checkpoint: Checkpoint, path: Path, *, elsewhere: bool = False) -> Progress:
-        """Restores all parts in place; raises before anything is changed if the checkpoint is of
-        another run. `elsewhere`: the resumed run has another folder than the one that wrote the
-        checkpoint."""
+        """Restores all parts in place.
+
+        Args:
+            checkpoint: The checkpoint.
+            path: Its file, for messages.
+            elsewhere: True if this run has another folder than the run that wrote the checkpoint.
+
+        Returns:
+            The progress of the run.
+
+        Raises:
+            CheckpointError: If the checkpoint belongs to another run. Nothing is changed then.
+        """
         self._check(checkpoint, path)
         known = Progress.__dataclass_fields__
         if other := [name for name in checkpoint.progress if name not in known]:
@@ -166,7 +194,7 @@ class RunState:
         self._restore_exchange(checkpoint, path)
         progress.resumes.append(progress.step)
         if bool(checkpoint.average) != (self.average is not None):
-            # Results of averaged weights and of the last step's cannot be compared.
+            # Results of averaged weights and of the weights of the last step cannot be compared.
             progress.evaluated_step = progress.best_step = -1
             progress.best_top1 = -1.0
             progress.time_to_target_s = None
@@ -175,8 +203,11 @@ class RunState:
         return progress
 
     def _restore_exchange(self, checkpoint: Checkpoint, path: Path) -> None:
-        """The state belongs to one rank and its messages: with other ranks or another plan it is dropped,
-        and the exchange starts afresh."""
+        """Restores the state of the exchange.
+
+        The state belongs to one rank and its messages. If the ranks or the plan have changed, it is
+        dropped and the exchange starts afresh.
+        """
         saved = checkpoint.exchange
         if not saved:
             if self.memory is not None and checkpoint.step > 0:
@@ -206,7 +237,7 @@ class RunState:
                 ) from None
 
     def _restore_optimizer(self, saved: dict[str, Any]) -> None:
-        """Restores the state but keeps this run's hyper-parameters, which flags may have changed."""
+        """Restores the state, but keeps this run's hyperparameters, which flags may have changed."""
         own = self.optimizer.state_dict()["param_groups"]
         if [group["params"] for group in saved["param_groups"]] != [g["params"] for g in own]:
             raise ValueError("the optimizer's parameter groups differ; see optim.layer_decay")
@@ -236,7 +267,7 @@ class RunState:
                 f"resume with {there!r}; only later stages may change",
             )
         if sampler["position"] < expected:
-            # The last batch of a shorter run was not full; continuing would skip samples.
+            # The last batch of a shorter run was not full: the next step would skip samples.
             raise CheckpointError(
                 f"{path} is the end of a shorter run, whose last batch was not full",
                 "raise --epochs from a checkpoint before its last step",
@@ -248,8 +279,8 @@ class RunState:
             )
 
     def _check_unchanged(self, checkpoint: Checkpoint, path: Path, elsewhere: bool) -> None:
-        """A finished run must not record settings with which no step was trained."""
-        # The size of the global batch has been compared; how it was given does not matter.
+        """Refuses to resume a finished run with changed settings, which no step would use."""
+        # `_check` has compared the global batch. It does not matter whether it was given or chosen.
         compared = {"run.global_batch_size"}
         if elsewhere:
             compared |= {"run.average_epochs"}  # evaluated again there
@@ -263,7 +294,7 @@ class RunState:
             )
 
     def is_over(self, progress: Progress) -> bool:
-        """Whether no step is left: all are done, or the target is reached."""
+        """Returns True if no step is left: all are done, or the target is reached."""
         target, top1 = self.config.run.target_top1, progress.top1
         reached = target is not None and top1 is not None and top1 >= target
         evaluated = progress.evaluated_step == progress.step
@@ -272,9 +303,16 @@ class RunState:
     def capture(
         self, progress: Progress, *, before_content: Callable[[], object] = lambda: None
     ) -> Checkpoint | None:
-        """The current checkpoint, on rank 0. A collective: all ranks send their statistics. Its tensors
-        are those of the run, which the next step changes. `before_content` runs on rank 0 after the
-        collectives; the checkpoint has the state of callbacks after it."""
+        """Captures the current checkpoint. A collective: all ranks send their statistics.
+
+        Args:
+            progress: Progress of the run.
+            before_content: Runs on rank 0 after the collectives, before the callbacks' state is captured.
+
+        Returns:
+            The checkpoint on rank 0, None elsewhere. It refers to the tensors of the run, which the next
+            step changes.
+        """
         one = self.config.checkpoint.batch_norm == "average"
         rows = self.batch_norm.rows(self.group, average=one)
         average = self.average.capture(self.group, average=one) if self.average else {}
@@ -285,18 +323,18 @@ class RunState:
         return self._checkpoint(progress, rows, average, exchange=exchange)
 
     def _capture_exchange(self) -> dict[str, Any]:
-        """The state of each rank's exchange, as bytes: it differs in size and meaning."""
+        """Gathers the state of each rank's exchange as bytes, because its size differs."""
         if self.memory is None:
             return {}
         buffer = io.BytesIO()
         torch.save(self.memory.state(), buffer)
-        found = self.group.gather_bytes(buffer.getvalue())
-        ranks = [torch.frombuffer(bytearray(own), dtype=torch.uint8) for own in found or ()]
+        gathered = self.group.gather_bytes(buffer.getvalue())
+        ranks = [torch.frombuffer(bytearray(own), dtype=torch.uint8) for own in gathered or ()]
         plan = self.exchange_plan.fingerprint
         return {"kind": self.memory.kind, "plan": plan, "ranks": ranks}
 
     def capture_alone(self, progress: Progress) -> Checkpoint:
-        """The current checkpoint of this rank alone, without the other ranks' batch-norm statistics."""
+        """Captures a checkpoint of this rank alone, without batch-norm statistics of other ranks."""
         rows = self.batch_norm.flat.detach().cpu()[None].clone()
         average = self.average.capture_alone() if self.average else {}
         return self._checkpoint(progress, rows, average, only_rank=self.group.rank).on_host()
@@ -349,7 +387,10 @@ class RunState:
 
 
 def _without_masters(state: dict[str, Any]) -> dict[str, Any]:
-    """Masters are saved as the model's weights, so that a run in another number format can use them."""
+    """Removes the masters, which a checkpoint contains as the model's weights.
+
+    A run in another number format can use those.
+    """
     slim = {
         number: {key: value for key, value in entry.items() if key != MASTER}
         for number, entry in state["state"].items()
@@ -358,12 +399,12 @@ def _without_masters(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(classes: Sequence[str]) -> str:
-    """Number, first names and a digest of all names."""
+    """Returns the number of classes, the first names and a digest of all names."""
     digest = hashlib.sha256("\n".join(classes).encode()).hexdigest()[:6]
     return f"{len(classes)}: {', '.join(classes[:3])} … ({digest})"
 
 
-# Settings that decide the plan.
+# Settings that decide the plan of the exchange.
 _MAKE_PLANS = (
     "comm.algorithm", "comm.hybrid.sizes", "comm.fusion_mib",
     "comm.wire", "comm.plan",
@@ -372,15 +413,21 @@ _MAKE_PLANS = (
 
 @dataclass(frozen=True)
 class PinnedPlan:
-    """The plan of a checkpoint. A resumed run keeps it whole where neither the settings that decide it
-    nor the number of ranks have changed. Otherwise (`whole` is False) it takes the plan of a file that it
-    is given, or keeps the order of the gradients, without measuring it again, and makes a new plan."""
+    """The plan of a checkpoint.
+
+    Attributes:
+        plan: The plan.
+        whole: True if neither the number of ranks nor the settings that decide the plan have changed. The
+            resumed run then keeps the plan. Otherwise it uses its plan file, or makes a new plan with the
+            recorded order of the gradients.
+    """
 
     plan: FusionPlan
     whole: bool
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: RunConfig, world_size: int) -> PinnedPlan:
+        """Reads the plan of a checkpoint and compares it with this run."""
         there, here = flatten(checkpoint.config), flatten(config.in_use())
         same = all(there.get(name) == here.get(name) for name in _MAKE_PLANS)
         plan = FusionPlan.from_table(checkpoint.plan)

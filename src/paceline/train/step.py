@@ -1,9 +1,9 @@
 """One training step, top to bottom: batches → forward → backward → reduce → update.
 
-`launch` queues a step and returns; `collect` waits for the oldest one and reads its outcome, equal on
-all ranks: a GPU always has a next step to do. Errors and signals of one rank travel with the gradients,
-so that all ranks skip, stop or fail at the same step; a rank that has failed takes part in the
-exchange, with zeros, until all ranks have read why.
+`launch` queues a step and returns. `collect` waits for the oldest step and reads its outcome, equal on
+all ranks. A GPU thus always has a next step to run. Errors and signals of one rank are sent with the
+gradients, so that all ranks skip, stop or fail at the same step. A rank that has failed takes part in
+the exchange, with zeros, until all ranks have read the reason.
 """
 
 from __future__ import annotations
@@ -29,18 +29,40 @@ from paceline.precision.policy import LossScale, Policy
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.loss import Mixing
 from paceline.train.machine import explain_out_of_memory, out_of_memory, seed_micro_batch
-from paceline.train.micro_step import WARM_CALLS, GradientSource, MicroStep, step_error
+from paceline.train.micro_step import WARM_CALLS, GradientSource, MicroStep
 from paceline.train.model_checks import check_parameters
 from paceline.train.observers import InputWait
+from paceline.train.step_errors import step_error
 from paceline.train.stop_signals import STOP_FIELDS, StopSignals, agreed_stop
 from paceline.train.strategy import Pending, Strategy, parameter_names, row_values
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """`done` is False when a stop signal cut the step short: nothing of it remains. `bad` names the
-    parameters whose gradients were not finite. `save`: some rank was asked to save and continue;
-    `requested`: a callback asked to stop."""
+    """The outcome of a step. Fields without "this rank" are equal on all ranks.
+
+    Attributes:
+        number: Number of the step.
+        rate: Learning rate.
+        done: False if a stop signal ended the step early. It has then changed nothing.
+        skipped: True if a gradient was not finite.
+        bad: Names of the parameters with such gradients.
+        stop: The signal that stops the run, if any.
+        save: True if a rank was asked to save and continue.
+        requested: True if a callback asked to stop.
+        loss: Mean training loss.
+        loss_scale: Loss scale of the step.
+        corrupt_count: Corrupt samples on all ranks.
+        corrupt_here: Corrupt samples of this rank.
+        step_s: Time of the step on this rank.
+        data_s: Time that this rank waited for batches.
+        exposed_comm_s: Time that this rank waited for the exchange after its own backward pass.
+        stall: Time that the device of this rank was idle for lack of a batch, by cause.
+        grad_norm: Norm of all gradients before clipping; 0 without clipping.
+        whole_squared: Squared norm of the whole gradient; 0 if not measured.
+        parts_squared: Sum of the squared norms of the micro-steps' gradients; 0 if not measured.
+        fields: Record fields of the strategy.
+    """
 
     number: int
     rate: float
@@ -56,16 +78,11 @@ class StepOutcome:
     corrupt_here: tuple[CorruptSample, ...]
     step_s: float
     data_s: float
-    # How long this rank waited for the exchange after its own backward pass.
     exposed_comm_s: float
-    # How long it waited for a batch, by cause.
     stall: dict[str, float]
-    # Norm of all gradients before clipping; 0 where nothing is clipped.
     grad_norm: float = 0.0
-    # Squared norms of the whole gradient and, summed, of its micro-steps'; 0 where unmeasured.
     whole_squared: float = 0.0
     parts_squared: float = 0.0
-    # Record fields of the strategy.
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -82,7 +99,7 @@ class _Launched:
 
 @dataclass
 class _Computed:
-    """What became of a step's micro-batches on this rank."""
+    """The result of a step's micro-batches on this rank."""
 
     wait: InputWait
     corrupt: list[CorruptSample] = field(default_factory=list)
@@ -90,13 +107,23 @@ class _Computed:
     # The error is in `TrainStep.fault`.
     failed: bool = False
     abandoned: bool = False
-    # Whether model and loss are running, which may be a user's code.
+    # True while model and loss run, which may be a user's code.
     in_model: bool = False
 
 
 @dataclass(kw_only=True)
 class TrainStep:
-    """Everything one step uses."""
+    """The training step and everything that it uses.
+
+    Attributes:
+        foreign: True for a user's model, whose exceptions become errors of one line.
+        checks_parameters: True if a user's code could replace the model's parameters during the run.
+        fault: An error between steps; the next exchange reports it to all ranks.
+        faulted: True after a rank has failed. All ranks know it from the same step, and this and later
+            steps change nothing.
+        given_up: True if this rank computes no more micro-batches.
+        names: Names of the trained parameters in the optimizer's order.
+    """
 
     model: nn.Module
     micro: MicroStep
@@ -113,13 +140,9 @@ class TrainStep:
     scale: LossScale
     seed: int
     mixing: Mixing | None = None
-    # Whether the model is a user's: what it raises is then reported in one line.
     foreign: bool = False
-    # Whether user's code could replace the model's parameters during the run.
     checks_parameters: bool = False
-    # An error between steps waits here for the next exchange, which reports it to all ranks.
     fault: PacelineError | None = None
-    # A rank has failed, which all ranks know from the same step; it and later ones leave no trace.
     faulted: bool = False
     source: GradientSource = field(default_factory=GradientSource)
     spans: Spans = field(default_factory=NoTimeline)
@@ -127,9 +150,8 @@ class TrainStep:
     given_up: bool = False
     _unfinished: bool = False
     _launches: int = 0
-    # Of the trained parameters, in the optimizer's order.
     names: list[str] = field(init=False)
-    # The parameters that the exchange holds and the model's frozen ones, with their memory.
+    # Parameters of the exchange and frozen parameters of the model, with their addresses.
     _parameters: dict[str, tuple[nn.Parameter, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -141,23 +163,31 @@ class TrainStep:
 
     @property
     def lag(self) -> int:
-        """Steps that may be under way while the next is prepared; a CPU gains nothing from one."""
+        """Number of steps that may be in flight while the next one is prepared; 0 on a CPU."""
         if self.strategy.lag is not None:
             return self.strategy.lag
         return 1 if self.policy.device.type == "cuda" else 0
 
     @property
     def under_way(self) -> int:
+        """Number of steps in flight."""
         return len(self._under_way)
 
     def run(self, step: int, rate: float) -> StepOutcome:
-        """`launch` and `collect` in one."""
+        """Launches a step and collects its outcome."""
         self.launch(step, rate)
         return self.collect()
 
-    def launch(self, step: int, rate: float, others: Mapping[str, float] | None = None) -> None:
-        """Queues global batch number `step`: gradients, exchange, update at `rate` and with `others` of
-        the schedule's values."""
+    def launch(
+        self, step: int, rate: float, hyperparameters: Mapping[str, float] | None = None
+    ) -> None:
+        """Queues a step: gradients, exchange and update.
+
+        Args:
+            step: Number of the step.
+            rate: Learning rate.
+            hyperparameters: Other values of the schedule.
+        """
         started = time.perf_counter()
         first, last = self.plan.step_range(step)
         self._agree_on_graphs()
@@ -182,7 +212,7 @@ class TrainStep:
         with self.spans.span("exposed exchange"):
             self.reduce(signals)
         with self.spans.span("update"):
-            pending = self._update(step, rate, others)
+            pending = self._update(step, rate, hyperparameters)
         self._unfinished = False
         self._under_way.append(
             _Launched(
@@ -197,7 +227,7 @@ class TrainStep:
         )
 
     def _compute(self, step: int, computed: _Computed) -> None:
-        """Forward and backward of this rank's micro-batches, up to an error or a request to stop."""
+        """Runs this rank's micro-batches, until an error or a request to stop."""
         try:
             if self.fault is not None:
                 raise self.fault
@@ -236,8 +266,11 @@ class TrainStep:
         return batch
 
     def _agree_on_graphs(self) -> None:
-        """When all graphs of a micro-step have been captured: where that failed on one rank, all
-        go on without. All ranks launch the same steps, so that each comes here at the same one."""
+        """Stops the use of graphs on all ranks if the capture failed on one.
+
+        Runs after all graphs of a micro-step have been captured. All ranks launch the same steps, so all
+        of them enter the collective at the same step.
+        """
         self._launches += 1
         if not self.micro.may_fall_back or self._launches != WARM_CALLS + 2:
             return
@@ -247,8 +280,11 @@ class TrainStep:
             self.micro.fall_back("another rank could not capture the step as a CUDA graph")
 
     def drop_graphs(self) -> None:
-        """On all ranks, between steps: later micro-batches may have another size. Ranks agree again once
-        the new graphs have been captured, because NCCL wants all of them to replay or none."""
+        """Drops the graphs on all ranks between steps, because later micro-batches have another size.
+
+        Ranks agree again after they have captured new graphs, because NCCL requires that all of them
+        replay graphs or none.
+        """
         self.micro.drop_graphs()
         self._launches = 0
 
@@ -264,13 +300,15 @@ class TrainStep:
         with explain_out_of_memory("in the exchange of gradients", remedy):
             self.exchange.reduce(self.micro.loss, signals)
 
-    def _update(self, step: int, rate: float, others: Mapping[str, float] | None) -> Pending:
+    def _update(
+        self, step: int, rate: float, hyperparameters: Mapping[str, float] | None
+    ) -> Pending:
         remedy = "free memory, or use a smaller --batch-size"
         with explain_out_of_memory("in the update", remedy):
             try:
-                return self.strategy.finish(rate, others)
+                return self.strategy.finish(rate, hyperparameters)
             except Exception as error:  # a defect of the program is raised again
-                # torch's own optimizers and the user's raise what they like, in any step.
+                # torch's optimizers and the user's may raise any exception in any step.
                 own = isinstance(error, PacelineError | torch.AcceleratorError | MemoryError)
                 if own or self.optimizer.path != "torch" or out_of_memory(error, "", ""):
                     raise
@@ -280,17 +318,24 @@ class TrainStep:
                 ) from error
 
     def collect(self) -> StepOutcome:
-        """Waits for the oldest step under way. Raises the error of any rank."""
+        """Waits for the oldest step in flight.
+
+        Returns:
+            Its outcome.
+
+        Raises:
+            PacelineError: If any rank has failed.
+        """
         launched = self._under_way.popleft()
         pending = launched.pending
         if pending.wait is not None:
-            # Where the device exchanges by itself, this is where a rank waits for the others.
+            # If the device runs the exchange, a rank waits for the other ranks here.
             self.group.watched(f"step {launched.number + 1} on the device", pending.wait)
         row, bad = row_values(pending.row)
         if row["fault"]:
             self.faulted = True
             raise self.group.fault()
-        # From its launch to the next one's, so that steps collected in one go share the time fairly.
+        # From launch to launch, because several steps may be collected at the same time.
         ended = self._under_way[0].started if self._under_way else time.perf_counter()
         done = not row["halted"]
         return StepOutcome(
@@ -317,18 +362,20 @@ class TrainStep:
         )
 
     def state_bytes_per_parameter(self) -> tuple[float, float]:
-        """Bytes of optimizer state, masters included, and of exchange state, a trained parameter."""
+        """Returns bytes of optimizer state (with masters) and exchange state per trained parameter."""
         trained = max(sum(p.numel() for p in self.optimizer.parameters()), 1)
         return self.optimizer.state_bytes() / trained, self.strategy.state_bytes / trained
 
     def exchange_bytes(self) -> float:
-        """Bytes that each rank gives to the all-reduces of one step, on average."""
+        """Returns the mean number of bytes that each rank exchanges in a step."""
         plain = sum(bucket.bytes for bucket in self.exchange.bucket_info())
         return self.strategy.step_bytes(plain) * self.source.exchanges
 
     def release(self) -> None:
-        """Destroys all CUDA graphs, before the process groups whose collectives they hold. Does not
-        wait for the device, which after a failure may be stuck in a collective."""
+        """Destroys all CUDA graphs. Must precede the end of the process groups.
+
+        Does not wait for the device, which may hang in a collective after a failure.
+        """
         self.micro.release()
         self.strategy.release()
         self.group.released(self.release)
@@ -340,8 +387,7 @@ class TrainStep:
             self._unfinished = False
 
     def asked_to_stop(self) -> bool:
-        """Returns True after a stop signal on this rank, or on another one, which then waits for this
-        rank."""
+        """Returns True after a stop signal on any rank. That rank waits for the others."""
         if self.stop.received is not None:
             self.group.announce_stop()
             return True

@@ -1,14 +1,13 @@
 """Builds the training step of a model: precision, optimizer, exchange, loss scale, fast path.
 
-`create_parts` chooses each part and makes all ranks agree on it: what one rank cannot do, or does
-differently, ends all ranks with one line before the first collective that it would break. `create_step`
-makes the `TrainStep`. Training and benchmarks both build their steps here.
+`create_parts` chooses each part and makes all ranks agree on it: if one rank cannot do something, or does
+it differently, all ranks end with one line before the first collective that would break. `create_step`
+creates the `TrainStep`. Training and benchmarks build their steps here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,7 +56,12 @@ from paceline.train.weights import WeightAverage, create_average, fingerprint
 
 @dataclass(frozen=True, kw_only=True)
 class StepParts:
-    """Everything a step needs but data and batch plan."""
+    """The parts of a step, without data and batch plan.
+
+    Attributes:
+        exchange_summary: Description of the exchange.
+        dry: Runs a micro-batch of zeros, forward and backward.
+    """
 
     model: nn.Module
     policy: Policy
@@ -71,18 +75,17 @@ class StepParts:
     plan_file: PlanFile
     exchange_summary: str
     loss: TrainingLoss
-    # A micro-batch of zeros, forward and backward, without a trace.
     dry: DryBackward
     clip_norm: float = 0.0
     average: WeightAverage | None = None
 
     def probe(self) -> None:
-        """Computes as a micro-batch of an equal share does."""
+        """Runs one micro-batch without effect, to measure its time."""
         self.dry()
         self.model.zero_grad(set_to_none=True)
 
     def describe(self) -> dict[str, str]:
-        """What was chosen, for display and record."""
+        """Returns the choices, for display and record."""
         clipped = f"gradients clipped to a norm of {self.clip_norm:g}" if self.clip_norm else ""
         notes = (self.optimizer.describe(), describe_layers(self.optimizer.param_groups), clipped)
         chosen = {
@@ -102,9 +105,28 @@ def create_parts(
     components: Components | None = None, classes: int | None = None,
     limits: ModelLimits = ModelLimits(), strategy: Strategy | None = None,
 ) -> StepParts:  # fmt: skip
-    """Rounds the model to its number format, switches its fast forms on, and plans the exchange.
-    `steps_per_epoch` says how far the average of `run.average_epochs` reaches back, `classes` how many
-    there are for an own loss of mixed images. Without a `strategy` the step is synchronous."""
+    """Creates the parts of a step; rounds the model and plans the exchange. A collective.
+
+    Args:
+        config: The settings.
+        model: The model on its device, with fp32 weights.
+        group: The ranks.
+        rate: Learning rate of the first step.
+        micro_batch: Samples of a micro-batch.
+        accumulate: True if a step has several micro-batches.
+        pinned: The plan of the checkpoint, if a run is resumed.
+        steps_per_epoch: Steps of an epoch, for `run.average_epochs`.
+        components: Python objects that replace what the settings name.
+        classes: Number of classes, for a user's loss of mixed images.
+        limits: Properties of the model that exclude fast implementations.
+        strategy: The strategy. The default is synchronous.
+
+    Returns:
+        The parts, alike on all ranks.
+
+    Raises:
+        PacelineError: If a part cannot be created on any rank.
+    """
     components = components or Components()
     settings = config.optim
     strategy = strategy or Synchronous(config, group)
@@ -132,19 +154,10 @@ def create_parts(
             same.compare(start, "use the same --pretrained file and versions")
         chosen = ChosenPlan.of(config.comm, model, cluster, pinned)
         same.compare(chosen.facts(), "build the same model on every rank")
-    normalize = Normalizer(
-        config.data.mean, config.data.std, config.data.channels, policy.dtype,
-        channels_out=fast.image_channels, channels_last=config.run.channels_last,
-        kernel=not problem,
-    )  # fmt: skip
-    size, channels = config.data.image_size, config.data.channels
-    dry = DryBackward(
-        fast.forward, policy, normalize, batch_norm, (micro_batch, size, size, channels), loss,
-        None if is_own(model) else model, advise=fast.advise,
-    )  # fmt: skip
+    dry = _create_dry(config, model, policy, batch_norm, loss, fast, problem, micro_batch)
     fast = _try_model(config, model, group, fast, dry)
     dry = replace(dry, forward=fast.forward)
-    # Refused alike on all ranks, which have agreed on the configuration.
+    # All ranks agree on the configuration, so all of them raise the same errors from here.
     if strategy.same_weights:
         share_products(config, optimizer, group, fast.graphs)
     planned = plan_exchange(chosen, group, dry)
@@ -155,38 +168,55 @@ def create_parts(
     scale = LossScale(policy, config.precision, fp16_travels=planned.fp16_travels)
     if (memory := exchange.memory) is not None:
         memory.scale = scale.step_value
-    # Refused alike on all ranks, which have agreed on the configuration.
     average = create_average(
         config.run.average_epochs, steps_per_epoch, model, optimizer, batch_norm,
         settings.schedule_free,
     )  # fmt: skip
     return StepParts(
         model=model, policy=policy, optimizer=optimizer, batch_norm=batch_norm, scale=scale,
-        strategy=strategy, exchange=exchange, fast=fast, normalize=normalize, plan_file=planned.file,
+        strategy=strategy, exchange=exchange, fast=fast, normalize=dry.normalize, plan_file=planned.file,
         exchange_summary=describe_exchange(exchange, planned, fast),
         average=average, loss=loss, dry=dry, clip_norm=settings.clip_norm,
     )  # fmt: skip
 
 
+def _create_dry(
+    config: RunConfig, model: nn.Module, policy: Policy, batch_norm: BatchNormState,
+    loss: TrainingLoss, fast: FastPath, kernel_problem: str, micro_batch: int,
+) -> DryBackward:  # fmt: skip
+    normalize = Normalizer(
+        config.data.mean, config.data.std, config.data.channels, policy.dtype,
+        channels_out=fast.image_channels, channels_last=config.run.channels_last,
+        kernel=not kernel_problem,
+    )  # fmt: skip
+    size, channels = config.data.image_size, config.data.channels
+    return DryBackward(
+        fast.forward, policy, normalize, batch_norm, (micro_batch, size, size, channels), loss,
+        None if is_own(model) else model, advise=fast.advise,
+    )  # fmt: skip
+
+
 def _compare_devices(optimizer: MasterOptimizer, device: torch.device, same: SharedFacts) -> None:
-    """Of optimizers whose arithmetic differs between kinds of devices."""
+    """Compares the devices of all ranks if the optimizer's arithmetic depends on the kind of device."""
     if optimizer.rule.has_products or optimizer.path == "torch":
         remedy = (
-            "this optimizer wants one kind of device and as many threads everywhere; or use lars"
+            "this optimizer needs one kind of device and as many threads everywhere; or use lars"
         )
-        same.compare({"what computes": _computes(device)}, remedy)
+        same.compare({"the computing device": _computing_device(device)}, remedy)
 
 
 def _try_model(
     config: RunConfig, model: nn.Module, group: Group, fast: FastPath, dry: DryBackward
 ) -> FastPath:
-    """The fast path that works on all ranks, found by forward and backward passes of zeros; of a model
-    that is a user's, the forward pass returns the logits alone, unless its loss takes all outputs."""
+    """Tries loss and forward pass with images of zeros; returns a fast path that works on all ranks.
+
+    The forward pass of a user's model returns only the logits, unless the loss accepts all outputs.
+    """
     foreign = not is_own(model)
     one_output = foreign and not isinstance(dry.loss, OwnLoss)
 
-    def trial(forward: Forward, guard: AbstractContextManager[None] | None = None) -> bool:
-        replace(dry, forward=with_one_output(forward) if one_output else forward)(guard)
+    def trial(forward: Forward) -> bool:
+        replace(dry, forward=with_one_output(forward) if one_output else forward)()
         model.zero_grad(set_to_none=True)
         return True
 
@@ -197,9 +227,9 @@ def _try_model(
             normalize=dry.normalize.without_padding(),
         )  # fmt: skip
         group.agree_on("loss on a batch", lambda: eager.check_loss(model, mixes=mixes))
-    fast = try_fast_path(config.run, fast, group, trial, foreign=foreign)
+    fast = try_fast_path(fast, group, trial, foreign=foreign)
     if foreign:
-        # Also where the order of the gradients is known: its backward pass may fail.
+        # Needed even if the order of the gradients is known: the backward pass may fail.
         group.agree_on("first pass", lambda: trial(fast.forward))
     return replace(fast, forward=with_one_output(fast.forward)) if one_output else fast
 
@@ -207,8 +237,22 @@ def _try_model(
 def share_products(
     config: RunConfig, optimizer: MasterOptimizer, group: Group, graphs: bool
 ) -> bool:
-    """Lets the ranks share the optimizer's products of matrices out, if it has some and its setting
-    `share_products` allows it. Returns True if they do. The results have the same bits on CPUs."""
+    """Divides the optimizer's matrix products among the ranks if `share_products` allows it.
+
+    On CPUs the results have the same bits.
+
+    Args:
+        config: The settings.
+        optimizer: The optimizer.
+        group: The ranks.
+        graphs: True if the update is captured as a CUDA graph.
+
+    Returns:
+        True if the ranks share the products.
+
+    Raises:
+        ConfigError: If the setting is `on` and the backend cannot be captured.
+    """
     wanted = config.optim.own_optimizer.share_products
     if not optimizer.rule.has_products or group.world_size == 1 or wanted == "off":
         return False
@@ -227,9 +271,11 @@ def share_products(
     return True
 
 
-def _computes(device: torch.device) -> str:
-    """What the last bits of a matrix product depend on. All ranks compute the same products; if these
-    differed, so would the weights, more with every step, and unnoticed."""
+def _computing_device(device: torch.device) -> str:
+    """Returns a description of everything that the last bits of a matrix product depend on.
+
+    All ranks compute the same products. If they differed, so would the weights, without any error.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{torch.backends.cpu.get_cpu_capability()} with {torch.get_num_threads()} threads"
@@ -240,6 +286,18 @@ def create_step(
     stop: StopSignals, components: Components | None = None,
     source: GradientSource | None = None,
 ) -> TrainStep:  # fmt: skip
+    """Creates the step.
+
+    Args:
+        config: The settings.
+        parts: The parts of the step.
+        loader: Micro-batches of this rank.
+        plan: The batches of the run.
+        group: The ranks.
+        stop: Requests to stop or save.
+        components: Python objects that replace what the settings name.
+        source: Computes the gradients. The default is the plain backward pass.
+    """
     graphs = parts.fast.graphs
     augment = None
     if components is not None and components.device_augment is not None:
@@ -274,7 +332,7 @@ def create_step(
         source=source or GradientSource(),
         checks_parameters=not is_own(parts.model) or bool(components and components.callbacks),
     )
-    # An abort destroys CUDA graphs before the process groups whose collectives they hold.
+    # An abort must destroy CUDA graphs before the process groups whose collectives they contain.
     group.release_on_abort(step.release)
     return step
 
@@ -283,7 +341,22 @@ def create_master_optimizer(
     settings: OptimSettings, model: nn.Module, policy: Policy, rate: float,
     factory: Callable[..., Any] | None = None, seed: int = 0,
 ) -> MasterOptimizer:  # fmt: skip
-    """Rounds the model's weights to the policy's format; the masters keep them as they were drawn."""
+    """Rounds the model's weights to the policy's format and creates an optimizer with fp32 masters.
+
+    Args:
+        settings: The settings.
+        model: The model, with fp32 weights.
+        policy: The number format.
+        rate: Learning rate of the first step.
+        factory: Creates a user's optimizer from parameter groups.
+        seed: Seed of the optimizer's random numbers.
+
+    Returns:
+        The optimizer. Its masters have the weights before rounding.
+
+    Raises:
+        ConfigError: If the optimizer lacks parameters.
+    """
     groups = parameter_groups(model, settings.weight_decay)
     if settings.decay_bias_norm:
         groups = [{**group, "weight_decay": settings.weight_decay} for group in groups]
@@ -291,7 +364,7 @@ def create_master_optimizer(
     drawn = {p: p.detach().clone() for group in groups for p in group["params"]}
     policy.convert(model)
     optimizer = create_optimizer(settings, groups, rate, factory, seed, count_norms(model))
-    # The optimizer's own order: it may have groups of its own.
+    # The optimizer's order, because it may have regrouped the parameters.
     parameters = optimizer.parameters()
     if len(parameters) != len(drawn):
         raise ConfigError(

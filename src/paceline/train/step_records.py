@@ -1,17 +1,14 @@
-"""What the outcome of a step becomes: the run's progress, the events of its record, and the end of a run
-that keeps skipping steps.
+"""Accounts for completed steps: progress, records, and the end of a run that keeps skipping steps.
 
-`StepRecords` accounts for completed steps. Where every rank has a file of its own, each of them writes to
-it in every step, often on one shared file system. Of many ranks only rank 0 writes: it gathers the times
-of all of them whenever the run pauses (an evaluation, a checkpoint, the end) and records how they spread,
-with the slowest rank, as a `RanksEvent` for each step (`RankTimes`). The other ranks keep their latest
-events in memory (`RecentEvents`). `check_divergence` raises one error on all ranks that names step and
-layer; the last good checkpoint is kept.
+Up to eight ranks, every rank writes its events to a file. Of more ranks, only rank 0 writes all events:
+whenever the run pauses (an evaluation, a checkpoint, the end), it gathers the times of all ranks and
+records their spread and the slowest rank as a `RanksEvent` for each step (`RankTimes`).
+`check_divergence` raises one error on all ranks that names step and layer; the last good checkpoint is
+kept.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections import deque
@@ -54,13 +51,18 @@ class StepRecords:
         self._rank_times: RankTimes | None = None
         if group.world_size > 1 and not each_rank_writes(settings, group.world_size):
             self._rank_times = RankTimes(group, training.emit)
-        # Of many ranks, the first of a host notes that it is overloaded.
+        # If only rank 0 writes, the first rank of each host notes that the host is overloaded.
         notes = self._rank_times is None or group.rank == group.host_leader
         self._load, self._overload_noted = HostLoad(), not notes
         self._noise = NoiseScale(*training.progress.noise)
 
     def add(self, outcome: StepOutcome, train_s: float) -> None:
-        """A completed step, `train_s` after the start of the run."""
+        """Records a completed step.
+
+        Args:
+            outcome: The outcome of the step.
+            train_s: Time since the start of the run.
+        """
         strategy = self._t.step.strategy
         t, progress, number = self._t, self._t.progress, outcome.number
         first, last = t.plan.step_range(number)
@@ -99,16 +101,14 @@ class StepRecords:
         t.emit(event)
         if self._rank_times is not None:
             self._rank_times.note(event)
-        if outcome.save:
-            self._write_recent_events()
 
     def gather_times(self) -> None:
-        """In a pause, when no step is in flight: a collective between steps would cost time."""
+        """Gathers the times of all ranks. Called in a pause, because a collective would delay a step."""
         if self._rank_times is not None:
             self._rank_times.gather()
 
     def _noise_estimate(self, outcome: StepOutcome, samples: int) -> NoiseEstimate | None:
-        """The estimate of one step, added to the running averages; None where there is none."""
+        """Adds the estimate of one step to the running averages and returns it; None if there is none."""
         if not self._t.config.run.noise_scale or outcome.skipped:
             return None
         micro_batches = -(-samples // self._t.plan.micro_batch)
@@ -123,20 +123,14 @@ class StepRecords:
         return estimate
 
     def _note_fallback(self) -> None:
-        """Once: micro-steps are not captured although they were meant to be."""
+        """Notes once that micro-steps are not captured although the settings ask for it."""
         reason, chosen = self._t.step.micro.uncaptured, self._t.chosen
         if reason and "not captured" not in chosen["speed"]:
             chosen["speed"] += f"; not captured: {reason}"
             self._t.emit(NoteEvent(f"steps are not captured from here on: {reason}"))
 
-    def _write_recent_events(self) -> None:
-        """A signal to save asks for the details of all ranks too."""
-        for observer in self._t.observers:
-            if isinstance(observer, RecentEvents):
-                observer.write()
-
     def _core_wait_share(self) -> float | None:
-        """The latest reading; the first one of an overloaded host also emits a note."""
+        """Returns the latest reading. The first one of an overloaded host also emits a note."""
         if (reading := self._load.read()) is not None:
             text = reading.describe()
             if text and not self._overload_noted:
@@ -147,14 +141,24 @@ class StepRecords:
 
 # Allowed steps in a row with a non-finite loss, which no loss scale can fix.
 _BAD_LOSSES = 10
-# Skipped steps in a row for whatever reason.
+# Allowed skipped steps in a row for any reason.
 _SKIPPED_STEPS = 50
-# Images of the probe, enough for a batch-norm variance.
+# Images with which `find_bad_layer` probes the model, enough for a batch-norm variance.
 _IMAGES = 4
 
 
 def check_divergence(training: Training, outcome: StepOutcome) -> None:
-    """Called after a skipped step. Uses only numbers that the exchange has made equal on all ranks."""
+    """Ends the run after too many skipped steps.
+
+    Uses only numbers that the exchange has made equal on all ranks.
+
+    Args:
+        training: The run.
+        outcome: The outcome of a skipped step.
+
+    Raises:
+        DivergedError: If the run has diverged.
+    """
     row = training.progress.skipped_in_a_row
     scale = training.step.scale
     bad_loss = not math.isfinite(outcome.loss)
@@ -182,8 +186,7 @@ def check_divergence(training: Training, outcome: StepOutcome) -> None:
 
 
 def _bad_gradient(training: Training, outcome: StepOutcome) -> str:
-    """The parameter closest to the loss whose gradient was not finite, which backward computed
-    first."""
+    """Describes the first non-finite gradient in the order of the backward pass."""
     names = training.step.exchange.names
     first = next((name for name in names if name in outcome.bad), None)
     if first is None:
@@ -192,20 +195,27 @@ def _bad_gradient(training: Training, outcome: StepOutcome) -> str:
 
 
 def find_bad_layer(model: nn.Module, policy: Policy, images: tuple[int, ...]) -> str:
-    """Describes the first non-finite weight, else the first layer with a non-finite output, else "".
+    """Describes the first non-finite weight or the first layer with a non-finite output.
 
-    Runs a forward pass on noise of the shape `images`, equal on all ranks, which changes running
-    statistics.
+    Runs a forward pass on noise, equal on all ranks. Changes running statistics.
+
+    Args:
+        model: The model.
+        policy: Its number format.
+        images: Shape of a batch.
+
+    Returns:
+        The description, or "" if everything is finite.
     """
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             return f"the weight {name} is not finite"
-    found: list[str] = []
+    bad: list[str] = []
 
     def look(name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             if isinstance(output, Tensor) and not bool(torch.isfinite(output).all()):
-                found.append(name)
+                bad.append(name)
 
         return hook
 
@@ -219,63 +229,47 @@ def find_bad_layer(model: nn.Module, policy: Policy, images: tuple[int, ...]) ->
     finally:
         for handle in handles:
             handle.remove()
-    return f"the output of {found[0]} is not finite" if found else ""
+    return f"the output of {bad[0]} is not finite" if bad else ""
 
 
-# Up to so many ranks, those of one node, each writes its own file.
+# Largest number of ranks, those of one node, of which each writes a file.
 _EACH_WRITES = 8
-_KEPT_EVENTS = 1000
-# Steps of one gathering; of a longer stretch, the latest.
+# Steps of one gathering; of more steps, the latest.
 _GATHERED_STEPS = 256
 
 
 def each_rank_writes(settings: RunSettings, world_size: int) -> bool:
-    """Whether every rank writes all its events to a file of its own."""
+    """Returns True if every rank writes all its events to a file."""
     return world_size <= _EACH_WRITES or bool(settings.traced_steps)
 
 
-class RecentEvents:
-    """An `Observer` that keeps the latest events in memory and writes them when asked to.
-
-    Notes, corrupt samples and numbers of callbacks are of this rank alone, so they are written at once.
-    """
+class RareEvents:
+    """An `Observer` that writes only notes, corrupt samples and metrics, which no other rank records."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._kept: deque[tuple[Event, float]] = deque(maxlen=_KEPT_EVENTS)
-        # Written first, however long ago it was.
-        self._started: tuple[Event, float] | None = None
+        self._started: tuple[StartEvent, float] | None = None
         self._writer: JsonlWriter | None = None
 
     def on_event(self, event: Event) -> None:
-        if isinstance(event, CorruptEvent | NoteEvent | MetricEvent):
-            self._open().on_event(event)
-        elif isinstance(event, StartEvent):
+        """Writes the event, after the event of the start, or ignores it."""
+        if isinstance(event, StartEvent):
             self._started = (event, time.time())
-        else:
-            self._kept.append((event, time.time()))
-
-    def write(self) -> None:
-        """Appends what is kept, and forgets it. Events that cannot be written are lost."""
-        with contextlib.suppress(OSError):
-            while self._kept:
-                event, moment = self._kept.popleft()
-                self._open().write(event, moment)
+        elif isinstance(event, CorruptEvent | NoteEvent | MetricEvent):
+            if self._writer is None:
+                self._writer = JsonlWriter(self._path)
+                if self._started is not None:
+                    self._writer.write(*self._started)
+            self._writer.on_event(event)
 
     def close(self) -> None:
+        """Closes the file."""
         if self._writer is not None:
             self._writer.close()
 
-    def _open(self) -> JsonlWriter:
-        if self._writer is None:
-            self._writer = JsonlWriter(self._path)
-            if self._started is not None:
-                self._writer.write(*self._started)
-        return self._writer
-
 
 class RankTimes:
-    """The times of all ranks, step by step, gathered on rank 0."""
+    """Gathers the times of all ranks on rank 0."""
 
     def __init__(self, group: Group, emit: Callable[[Event], None]) -> None:
         self._group, self._emit = group, emit
@@ -283,12 +277,13 @@ class RankTimes:
         self._rows: deque[list[float]] = deque(maxlen=_GATHERED_STEPS)
 
     def note(self, event: StepEvent) -> None:
+        """Adds the times of a step on this rank."""
         waited = math.nan if event.core_wait_share is None else event.core_wait_share
         self._steps.append(event.step)
         self._rows.append([event.step_s, event.exposed_comm_s, event.input_stall_s, waited])
 
     def gather(self) -> None:
-        """A collective: all ranks call it after the same step."""
+        """Emits a `RanksEvent` for each step. A collective: all ranks call it after the same step."""
         if not self._rows:
             return
         rows = torch.tensor(list(self._rows), dtype=torch.float64, device=self._group.device)
@@ -315,7 +310,7 @@ class RankTimes:
 
 
 def _spread(values: list[float]) -> dict[str, float]:
-    """`rank` is that of the largest value."""
+    """Returns minimum, median and maximum, and the `rank` of the maximum."""
     if not values:
         return {}
     largest = max(values)
@@ -325,7 +320,10 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def _exposed(waits: list[float]) -> dict[str, float]:
-    """`rank` waited least, so it was the last to arrive; `others`: the median of all but that one."""
+    """Returns the spread of waits; `rank` waited least, because it arrived last.
+
+    `others` is the median of the waits of all other ranks.
+    """
     least = min(waits)
     last = waits.index(least)
     others = [wait for rank, wait in enumerate(waits) if rank != last]

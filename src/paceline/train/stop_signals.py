@@ -1,8 +1,8 @@
 """Signals that request a checkpoint, or a checkpoint and a stop.
 
-SIGINT (Ctrl-C), SIGTERM (scheduler, torchrun) and SIGHUP (lost terminal) stop;
-`checkpoint.on_sigusr1` and `checkpoint.on_sigusr2` set the meaning of SIGUSR1 and SIGUSR2. Handlers
-only set flags, which the step shares with all ranks; a second signal does not interrupt the save.
+SIGINT (Ctrl-C), SIGTERM (scheduler, torchrun) and SIGHUP (lost terminal) stop the run.
+`checkpoint.on_sigusr1` and `checkpoint.on_sigusr2` define the meaning of SIGUSR1 and SIGUSR2. Handlers
+only set flags, which the step sends to all ranks. A second signal does not interrupt the save.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ STOP_FIELDS = {
     "user1": signal.SIGUSR1,
     "interrupt": signal.SIGINT,
 }
-# SIGTERM last: who handles it handles all (`cli.launch`).
+# SIGTERM last: `cli.launch` takes a handler of SIGTERM as a sign that all are installed.
 STOPS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
 
 class SignalSettings(Protocol):
-    """Meaning of SIGUSR1 and SIGUSR2: `save` and continue, or `stop` after a save."""
+    """The meaning of SIGUSR1 and SIGUSR2: `save` and continue, or `stop` after a save."""
 
     @property
     def on_sigusr1(self) -> str: ...
@@ -39,7 +39,7 @@ class SignalSettings(Protocol):
 
 
 def user_signals(settings: SignalSettings, meaning: str) -> tuple[signal.Signals, ...]:
-    """Those of SIGUSR1 and SIGUSR2 that have the given meaning."""
+    """Returns which of SIGUSR1 and SIGUSR2 have the given meaning."""
     known = {signal.SIGUSR1: settings.on_sigusr1, signal.SIGUSR2: settings.on_sigusr2}
     return tuple(number for number, set_to in known.items() if set_to == meaning)
 
@@ -52,7 +52,12 @@ class StopSignals(SignalContext):
         stops: Collection[signal.Signals] = STOPS,
         saves: Collection[signal.Signals] = (),
     ) -> None:
-        """A SIGHUP that is ignored, as under nohup, stays ignored."""
+        """Creates the context. A SIGHUP that is ignored, as under nohup, stays ignored.
+
+        Args:
+            stops: Signals that stop the run.
+            saves: Signals that request a checkpoint.
+        """
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             stops = [number for number in stops if number is not signal.SIGHUP]
         super().__init__([*saves, *stops], self._note)
@@ -64,7 +69,7 @@ class StopSignals(SignalContext):
 
     @classmethod
     def of(cls, settings: SignalSettings) -> StopSignals:
-        """All signals of a training run."""
+        """Creates the context for all signals of a training run."""
         stops = [*user_signals(settings, "stop"), *STOPS]
         return cls(stops, user_signals(settings, "save"))
 
@@ -75,27 +80,24 @@ class StopSignals(SignalContext):
             self.received = signal.Signals(number)
 
     def take_save_request(self) -> bool:
-        """Whether a save was requested since the last call."""
-        if not self.save_requested:
-            return False
-        # A request that arrives in between is served by the same save.
-        self.save_requested = False
-        return True
+        """Returns True if a save was requested since the last call."""
+        requested, self.save_requested = self.save_requested, False
+        return requested
 
     def stop_flags(self) -> dict[str, float]:
-        """This rank's stop request by field of the exchange's signals."""
+        """Returns this rank's stop request as fields of the exchange's signals."""
         return {name: float(self.received is number) for name, number in STOP_FIELDS.items()}
 
 
 def agreed_stop(sums: Sequence[float]) -> signal.Signals | None:
-    """The signal that stops all ranks, from sums over ranks in the order of `STOP_FIELDS`."""
+    """Returns the signal that stops all ranks, from sums over ranks in the order of `STOP_FIELDS`."""
     asked = zip(STOP_FIELDS.values(), sums, strict=True)
     return next((number for number, ranks in asked if ranks), None)
 
 
 @contextmanager
 def interrupted_at_once() -> Iterator[None]:
-    """Inside the context Ctrl-C ends the process immediately, as long as there is nothing to save.
+    """Lets Ctrl-C end the process immediately inside the context, while there is nothing to save.
 
     Python's own handler runs only after the current call returns, and waiting for other ranks can take
     minutes.
@@ -109,11 +111,12 @@ def interrupted_at_once() -> Iterator[None]:
 
 @contextmanager
 def without_save_requests(settings: SignalSettings) -> Iterator[None]:
-    """Inside the context, signals that request a save are ignored: by default they end the process, and
-    before the first and after the last step there is nothing to save.
+    """Ignores signals that request a save inside the context.
 
-    `paceline.__main__` holds these signals back until here. Those that it held stay ignored until the
-    process ends."""
+    By default they end the process, and before the first and after the last step there is nothing to
+    save. `paceline.__main__` blocks these signals until here. Those that it blocked stay ignored until
+    the process ends.
+    """
     before = {n: signal.signal(n, signal.SIG_IGN) for n in user_signals(settings, "save")}
     held = release(before)
     if not is_held_back(signal.SIGTERM):  # else the ranks meet first

@@ -1,11 +1,11 @@
-"""`Strategy`: how the ranks of a run turn the micro-batches of a step into new weights.
+"""`Strategy`: turns the micro-batches of a step into new weights.
 
 `run.strategy` names it. `Synchronous`, the default, sums the gradients of all ranks and updates all
-weights with the sum. Other strategies are extensions: a subclass, under a name in `PROVIDES` of its
-package or given to `register_strategy`. Its settings are the table `[run.NAME]`, with the combinations
-that it excludes.
+weights with the sum. Other strategies are extensions: subclasses that a package lists in `PROVIDES` or a
+program registers with `register_strategy`. Their settings are the table `[run.NAME]`, which also declares
+excluded combinations.
 
-Each rank has one strategy from the start of a run to its end:
+Each rank has one strategy from start to end of a run:
 
 - build: `check`, `check_model`, `load`, `prepare`, `divide`, `create_exchange`, `attach`;
 - each step: `begin`, `micro_batches`, `finish`, and `record` once the step is complete;
@@ -44,16 +44,21 @@ if TYPE_CHECKING:
     from paceline.train.training import Training
 
 
-# What follows the sums of the signals in the row of an outcome.
+# Fields of an outcome's row after the sums of the signals.
 EXTRAS = ("overflow", "halted", "scale", "grad_norm", "whole_squared", "parts_squared")
 
 
 class MicroBatch(NamedTuple):
-    """A micro-batch of a step: its number in the step, whether it has the usual size, and whether it is
-    its rank's last."""
+    """A micro-batch of a step.
+
+    Attributes:
+        number: Its number in the step.
+        full_size: True if it has the size of nearly all micro-batches of its rank.
+        last: True if it is the last of its rank in the step.
+    """
 
     number: int
-    usual: bool
+    full_size: bool
     last: bool
 
 
@@ -63,20 +68,20 @@ def micro_batches_of(plan: BatchPlan, step: int, rank: int) -> Iterator[MicroBat
     for turn, (start, stop) in enumerate(stretches):
         yield MicroBatch(
             number=rank + turn * plan.world_size,
-            usual=stop - start == plan.full_micro_batch(rank),
+            full_size=stop - start == plan.full_micro_batch(rank),
             last=turn == len(stretches) - 1,
         )
 
 
 @dataclass(kw_only=True)
 class Pending:
-    """The outcome of a step that is under way.
+    """The outcome of a step in flight.
 
     Attributes:
-        row: Sums of the signals, `EXTRAS`, and for each parameter whether its gradient was not finite;
-            in host memory, and complete once `wait` has returned.
+        row: Sums of the signals, `EXTRAS`, and for each parameter a flag for a non-finite gradient. In
+            host memory, and complete after `wait`.
         wait: Waits for the device or for other ranks; None if there is nothing to wait for.
-        exposed: Reads how long this rank waited for the exchange after its own backward pass.
+        exposed: Returns the time that this rank waited for the exchange after its own backward pass.
         fields: Record fields of the strategy, which `wait` may add to.
     """
 
@@ -87,16 +92,19 @@ class Pending:
 
 
 class Strategy:
-    """What a strategy decides. All defaults are those of plain synchronous training.
+    """The interface of a strategy. All defaults are those of plain synchronous training.
 
     Attributes:
         name: Its name in `run.strategy`, in checkpoints and in error messages.
-        several_ranks: It has no effect on one rank, which then trains synchronously.
-        same_weights: All ranks have the same weights after each step.
-        eager: It needs collectives inside a pass, which compiled code and CUDA graphs cannot hold.
-        one_batch: Why the global batch cannot grow during a run; "" if it can.
-        counts: Record fields that count something by number: title, what is numbered, what is counted.
-        shown: Figures of the summary and of evaluations for reports.
+        several_ranks: True if it has no effect on one rank, which then trains synchronously.
+        same_weights: True if all ranks have the same weights after each step.
+        eager: True if a pass contains collectives, which compiled code and CUDA graphs do not support.
+        one_batch: Reason why the global batch cannot grow during a run; "" if it can.
+        counts: Titles of record fields that are histograms: title, name of the number, name of the count.
+        shown: Values of the summary and of evaluations for reports.
+        lag: Steps that may be in flight while the next one is prepared; None for the device's default.
+        stops_within_step: False if ranks wait for each other inside a step, so that they stop between
+            steps only.
     """
 
     name: ClassVar[str] = ""
@@ -106,9 +114,7 @@ class Strategy:
     one_batch: ClassVar[str] = ""
     counts: ClassVar[Mapping[str, tuple[str, str, str]]] = {}
     shown: ClassVar[tuple[ShownField, ...]] = ()
-    # Steps that may be under way while the next is prepared; None: as the device wants it.
     lag: int | None = None
-    # False while ranks wait for one another inside a step, so that they stop between steps only.
     stops_within_step: bool = True
 
     def __init__(self, config: RunConfig, group: Group) -> None:
@@ -123,21 +129,21 @@ class Strategy:
 
     @classmethod
     def check(cls, config: RunConfig, ranks: int) -> None:
-        """Raises ConfigError for settings that do not fit the number of ranks."""
+        """Raises a ConfigError for settings that do not fit the number of ranks."""
 
     @classmethod
     def check_model(cls, model: nn.Module) -> None:
-        """Raises ConfigError for a model that it cannot train."""
+        """Raises a ConfigError for a model that it cannot train."""
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Takes what `state` returned, from the checkpoint of a resumed run."""
+        """Restores the result of `state` from the checkpoint of a resumed run."""
 
     def prepare(self, model: nn.Module, inputs: RunInputs) -> None:
-        """Changes or inspects the new model, before its fast forms are chosen. A collective."""
+        """Changes or inspects the new model, before the fast path is chosen. A collective."""
 
     @classmethod
     def cluster(cls, config: RunConfig, processes: int, nodes: int) -> ClusterFacts:
-        """Returns the ranks and nodes that exchange gradients; `nodes` are those of the job."""
+        """Returns the number of ranks and nodes that exchange gradients."""
         return ClusterFacts(processes, nodes)
 
     def batch_norm(self, model: nn.Module) -> BatchNormState:
@@ -145,27 +151,34 @@ class Strategy:
         return BatchNormState(model)
 
     def divide(self, plan: BatchPlan, compute: Callable[[], None]) -> BatchPlan:
-        """Divides each global batch among ranks. `compute` runs one micro-batch without a trace."""
+        """Divides each global batch among ranks. `compute` runs one micro-batch without effect."""
         return plan
 
     def create_exchange(
         self, planned: ExchangeParts, *, accumulate: bool, graphs: bool, squares: bool
     ) -> GradientExchange:
-        """Creates what sums gradients and signals. A collective."""
+        """Creates the exchange, which sums gradients and signals. A collective.
+
+        Args:
+            planned: The plan.
+            accumulate: True if a step has several micro-batches.
+            graphs: True if micro-steps are captured as CUDA graphs.
+            squares: Measures the squared norms of micro-steps.
+        """
         return planned.create(self.group, accumulate=accumulate, graphs=graphs, squares=squares)
 
     @property
     def computed_ranks(self) -> int | Sequence[int]:
-        """The rank whose micro-batches this process computes, or several, one after the other."""
+        """The rank, or the ranks one after the other, whose micro-batches this process computes."""
         return self.group.rank
 
     def attach(self, parts: StepParts, micro: MicroStep) -> None:
-        """Takes the parts of the step, once they exist."""
+        """Stores the parts of the step after they are created."""
         raise NotImplementedError
 
     @classmethod
     def outline(cls, config: RunConfig, ranks: int) -> dict[str, str]:
-        """Returns lines for a dry run on so many ranks, which replace those of the same name."""
+        """Returns lines for a dry run on `ranks` ranks, which replace those of the same name."""
         return {}
 
     def describe(self) -> dict[str, str]:
@@ -173,24 +186,29 @@ class Strategy:
         return self.outline(self.config, self.group.world_size)
 
     def start(self, training: Training) -> None:
-        """Called once before the first step."""
+        """Runs once before the first step."""
 
     # In each step.
 
     def begin(self, step: int, plan: BatchPlan) -> None:
-        """Called before the first micro-batch."""
+        """Runs before the first micro-batch of a step."""
 
     def micro_batches(self, step: int, plan: BatchPlan) -> Iterator[MicroBatch]:
-        """Yields the micro-batches of this process, in the order of its loader. The consumer may leave
-        before the end."""
+        """Yields the micro-batches of this process, in the order of its loader.
+
+        The caller may close the iterator early.
+        """
         return micro_batches_of(plan, step, self.group.rank)
 
-    def finish(self, rate: float, others: Mapping[str, float] | None) -> Pending:
+    def finish(self, rate: float, hyperparameters: Mapping[str, float] | None) -> Pending:
         """Updates the weights after the exchange has summed the gradients.
 
         Args:
             rate: The learning rate.
-            others: Further values of the schedule.
+            hyperparameters: Other values of the schedule.
+
+        Returns:
+            The outcome of the step, which may still be in flight.
         """
         raise NotImplementedError
 
@@ -201,52 +219,52 @@ class Strategy:
     # Between steps.
 
     def pause(self) -> None:
-        """Called before an evaluation and a checkpoint, when no step is under way. A collective."""
+        """Runs before an evaluation and a checkpoint, when no step is in flight. A collective."""
 
     def record_evaluation(self, *, reached_target: bool) -> Mapping[str, Any]:
         """Returns the record fields of an evaluation."""
         return {}
 
     def remark(self) -> str:
-        """Returns what the line of an evaluation shows of them."""
+        """Returns the text of these fields for the displayed line of an evaluation."""
         return ""
 
     def replan(self, plan: BatchPlan) -> BatchPlan:
-        """Divides the batches of later steps; returns `plan` if nothing changes. A collective."""
+        """Returns the plan of later steps: `plan` if nothing changes. A collective."""
         return plan
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps."""
+        """Returns the state for a checkpoint."""
         return {}
 
     # At the end.
 
     def conclude(self) -> None:
-        """Called after the last step of a run that ends without an error. A collective."""
+        """Runs after the last step of a run that ends without an error. A collective."""
 
     def summary(self) -> dict[str, Any]:
         """Returns entries for `summary.json`."""
         return {}
 
     def release(self) -> None:
-        """Gives up CUDA graphs, threads and connections, also after an error. Waits for nothing."""
+        """Releases CUDA graphs, threads and connections, even after an error. Waits for nothing."""
 
     @property
     def state_bytes(self) -> int:
-        """Memory of what this rank keeps from step to step beside the optimizer's state."""
+        """Bytes of state that lasts from step to step, without the optimizer's."""
         return 0
 
     def step_bytes(self, gradient_bytes: float) -> float:
-        """Returns the bytes that a rank sends in a step; `gradient_bytes` are those of the plan."""
+        """Returns the bytes that a rank sends in a step, if the plan has `gradient_bytes`."""
         return gradient_bytes
 
 
 class Synchronous(Strategy):
-    """All ranks sum their gradients in each step, and make the same update, decided on the device.
+    """Sums the gradients of all ranks in each step; all ranks make the same update.
 
-    If a gradient is not finite or a rank has given up, masters, momenta and half-precision weights stay
-    as they were; a rank's fault, or a stop in mid-step, halts them for good: the run then ends. A short
-    row of numbers says which; the step reads it later, so that nothing waits here.
+    The device decides about the update, so that nothing waits here. If a gradient is not finite, masters,
+    momenta and half-precision weights do not change. After a rank's fault, or a stop inside a step, they
+    never change again, and the run ends. The step reads a short row of numbers with the outcome later.
     """
 
     name = SYNCHRONOUS
@@ -260,25 +278,25 @@ class Synchronous(Strategy):
         place = {name: i for i, name in enumerate(parts.exchange.names)}
         self._order = torch.tensor([place[name] for name in names], device=device)
         self._halted = torch.zeros((), device=device)
-        # Whether this step leaves no trace.
+        # 1 if this step changes nothing.
         self._discard = torch.zeros((), device=device)
         self._row = torch.zeros(len(SIGNALS) + len(EXTRAS) + len(names), device=device)
         optimizer.hold = self._halted
         optimizer.active = torch.zeros(len(names), device=device)
         self._grad_norm = torch.zeros((), device=device)
-        # Squared norms of the whole gradient and, summed, of the micro-steps'; 0 where unmeasured.
+        # Squared norm of the whole gradient, and the sum of those of the micro-steps; 0 if not measured.
         self._squares = torch.zeros(2, device=device)
-        # Clipping divides by more than the loss scale, and costs no pass over the gradients of its own.
+        # Clipping increases the divisor of the gradients, and so needs no pass over them.
         self._divisor = scale.step_value.clone()
         optimizer.grad_scale = self._divisor if self._clip_norm else scale.step_value
-        # A wrapped optimizer reads flags on the host, and waits for the exchange there.
+        # A wrapped optimizer reads flags on the host, which waits for the exchange.
         self._waits = optimizer.path == "torch" and device.type == "cuda"
         graphs = parts.fast.graphs and optimizer.path == "triton"
         self._captured = Captured(self._update, enabled=graphs)
 
-    def finish(self, rate: float, others: Mapping[str, float] | None) -> Pending:
-        """Queues the update, and behind it the copy of the outcome to host memory."""
-        set_rate(self.optimizer, rate, others)
+    def finish(self, rate: float, hyperparameters: Mapping[str, float] | None) -> Pending:
+        """Queues the update, and after it the copy of the outcome to host memory."""
+        set_rate(self.optimizer, rate, hyperparameters)
         if self.average is not None:
             self.average.set_rate(rate)
         self.optimizer.upload()
@@ -328,7 +346,7 @@ class Synchronous(Strategy):
         self._scale.update(overflow, self._halted)
 
     def _measure(self) -> None:
-        """The norm of all gradients, for clipping and for the noise scale."""
+        """Computes the norm of all gradients, for clipping and for the noise scale."""
         gradients = [p.grad for p in self.optimizer.parameters() if p.grad is not None]
         norms = torch.stack([norm.double() for norm in gradient_norms(gradients)])
         scale = self._scale.step_value.double()
@@ -339,41 +357,60 @@ class Synchronous(Strategy):
             self._clip(norm, scale)
 
     def _clip(self, norm: Tensor, scale: Tensor) -> None:
-        """Sets the divisor of the gradients. Where their norm is not finite the optimizer skips the
-        step, for which it needs the gradients as they are."""
+        """Sets the divisor of the gradients.
+
+        If their norm is not finite, they must stay as they are, so that the optimizer skips the step.
+        """
         self._grad_norm.copy_(norm)
         over = (norm / self._clip_norm).clamp(min=1.0)
         self._divisor.copy_(scale * torch.where(torch.isfinite(over), over, 1.0))
 
 
 def gradient_norms(gradients: list[Tensor]) -> list[Tensor]:
-    """2-norms in fp32, those of one format after those of another."""
+    """Returns 2-norms in fp32, grouped by format on a GPU."""
     if gradients[0].device.type == "cpu":
         return accurate_norms([gradient.float() for gradient in gradients])
     norms: list[Tensor] = []
     for kind in dict.fromkeys(gradient.dtype for gradient in gradients):
-        own = [gradient for gradient in gradients if gradient.dtype == kind]
-        norms += torch._foreach_norm(own, 2, dtype=torch.float32)
+        same = [gradient for gradient in gradients if gradient.dtype == kind]
+        norms += torch._foreach_norm(same, 2, dtype=torch.float32)
     return norms
 
 
 def parameter_names(exchange: GradientExchange, optimizer: MasterOptimizer) -> list[str]:
-    """The parameters' names in the optimizer's order. The model itself may have others by now, which
-    the first step reports."""
+    """Returns the names of the parameters in the optimizer's order.
+
+    Does not use the model, whose parameters a user's code may have replaced; the first step reports that.
+    """
     names: dict[int, str] = {id(p): name for name, p in exchange.parameters.items()}
     return [names[id(p)] for p in optimizer.parameters()]
 
 
 def row_values(row: Tensor) -> tuple[dict[str, float], list[int]]:
-    """The row by name, once it lies in host memory, and the indices of gradients that were not finite."""
+    """Returns the values of an outcome's row by name, and the indices of non-finite gradients."""
     names, values = (*SIGNALS, *EXTRAS), row.tolist()
     bad = [index for index, flag in enumerate(values[len(names) :]) if flag]
     return dict(zip(names, values[: len(names)], strict=True)), bad
 
 
 def register_strategy(kind: type[Strategy], settings: type | None = None) -> None:
-    """Makes `kind` the strategy `kind.name` of this process, with the class of `[run.NAME]`, if any. A
-    second call replaces the first. Raises ConfigError for a name that is installed or inherited."""
+    """Registers a strategy in this process. A second call with the same name replaces the first.
+
+    Args:
+        kind: A subclass of `Strategy` with a `name`.
+        settings: The settings class of the table `[run.NAME]`.
+
+    Raises:
+        ConfigError: If `kind` is not a strategy, does not set `name`, or the name is installed.
+
+    Example:
+        from paceline.train import Synchronous
+
+        class Local(Synchronous):
+            name = "local"
+
+        pl.register_strategy(Local)
+    """
     if not isinstance(kind, type) or not issubclass(kind, Strategy):
         raise ConfigError("kind", kind, "is not a subclass of Strategy", "give a class")
     if "name" not in vars(kind):
@@ -386,33 +423,39 @@ def register_strategy(kind: type[Strategy], settings: type | None = None) -> Non
 
 
 def strategy_fields(
-    strategy: Strategy, method: str, found: object, taken: Collection[str]
+    strategy: Strategy, method: str, returned: object, taken: Collection[str]
 ) -> Mapping[str, Any]:
-    """Returns what a method of the strategy has returned.
+    """Checks the record fields that a method of a strategy has returned, and returns them.
+
+    Args:
+        strategy: The strategy.
+        method: Name of the method, for messages.
+        returned: Its return value.
+        taken: Names of the core's record fields.
 
     Raises:
-        ConfigError: If that is not a mapping, or has a name in `taken`, which are the core's.
+        ConfigError: If the value is not a mapping, or has a name of the core.
     """
     place = f"{strategy.name}.{method}"
-    if not isinstance(found, Mapping):
-        raise ConfigError(place, type(found).__name__, "is not a mapping", "return a dictionary")
-    if overwritten := sorted(found.keys() & taken):
+    if not isinstance(returned, Mapping):
+        raise ConfigError(place, type(returned).__name__, "is not a mapping", "return a dictionary")
+    if overwritten := sorted(returned.keys() & taken):
         raise ConfigError(place, overwritten[0], "is a field of Paceline's", "choose another name")
-    return found
+    return returned
 
 
 def strategy_class(config: RunConfig) -> type[Strategy]:
     """Returns the strategy that `run.strategy` names."""
-    found: type[Strategy] = STRATEGIES.get(config.run.strategy, "run.strategy")
-    return found
+    kind: type[Strategy] = STRATEGIES.get(config.run.strategy, "run.strategy")
+    return kind
 
 
 def create_strategy(config: RunConfig, group: Group) -> Strategy:
-    """Creates the strategy of a run; the default where the one that is named needs several ranks."""
+    """Creates the strategy of a run: the default if the named one needs several ranks."""
     kind = strategy_class(config)
     return Synchronous(config, group) if is_idle(kind, group.world_size) else kind(config, group)
 
 
 def is_idle(kind: type[Strategy], ranks: int) -> bool:
-    """Returns True if a strategy has no effect on so many ranks."""
+    """Returns True if a strategy has no effect on `ranks` ranks."""
     return kind.several_ranks and ranks == 1

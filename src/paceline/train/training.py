@@ -1,6 +1,4 @@
-"""`Training`: everything the loop needs, and what it does between steps; `describe_run`: what a run has
-chosen by itself, for display and record.
-"""
+"""`Training`, the parts of a run, and `describe_run`, the description of its automatic choices."""
 
 from __future__ import annotations
 
@@ -40,11 +38,18 @@ from paceline.train.stop_signals import StopSignals
 
 @dataclass(kw_only=True)
 class Training:
-    """Everything the loop needs. `chosen` lists automatic choices for display and record;
-    `saved_step` is the step of the newest checkpoint in the folder, equal on all ranks, or -1."""
+    """The parts of a run, and its actions between steps.
+
+    Attributes:
+        written: The settings for `config.toml`.
+        chosen: Automatic choices, for display and record.
+        keeps_final_state: True if the user's program gave the module. `final_state` then gets the
+            evaluated state at the end of the run.
+        saved_step: Step of the newest checkpoint in the folder, equal on all ranks, or -1.
+        records_incomplete: True if an event could not be written to `metrics.jsonl`.
+    """
 
     config: RunConfig
-    # For `config.toml`.
     written: RunConfig
     group: Group
     folder: RunFolder
@@ -68,19 +73,18 @@ class Training:
     chosen: dict[str, str] = field(default_factory=dict)
     observers: list[Observer] = field(default_factory=list)
     callbacks: CallbackRunner | None = None
-    # For a module that the user gave: the state that is evaluated and exported, once the run has ended.
     keeps_final_state: bool = False
     final_state: dict[str, torch.Tensor] | None = None
     saved_step: int = -1
-    # Whether an event could not be written to `metrics.jsonl`.
     records_incomplete: bool = False
 
     @property
     def is_main(self) -> bool:
+        """True on rank 0."""
         return self.group.rank == 0
 
     def emit(self, event: Event) -> None:
-        """Passes an event to all observers. A log that cannot be written lacks it; one note says so."""
+        """Passes an event to all observers. The first error of a log file becomes a note."""
         for observer in self.observers:
             try:
                 observer.on_event(event)
@@ -90,16 +94,12 @@ class Training:
                     log: object = type(observer).__name__
                     if isinstance(observer, JsonlWriter):
                         log = self.folder.metrics(self.group.rank)
-                    self.emit(
-                        NoteEvent(
-                            f"{log} cannot be written ({error.strerror}): it lacks events; "
-                            "training continues"
-                        )
-                    )
+                    text = f"{log} cannot be written ({error.strerror}): it lacks events"
+                    self.emit(NoteEvent(f"{text}; training continues"))
 
     def replace_plan(self, plan: BatchPlan) -> None:
-        """Goes on with other micro-batches of the same global batches. Between steps, on all ranks."""
-        # They have the size of this rank's micro-batches until now.
+        """Changes the micro-batches of the same global batches. A collective between steps."""
+        # The graphs have the old size of this rank's micro-batches.
         self.step.drop_graphs()
         self.step.loader.close()
         self.step.loader = self.group.agree_on(
@@ -109,20 +109,24 @@ class Training:
         self.state = replace(self.state, batches=plan)
 
     def check_folder(self) -> None:
-        """Before rank 0 writes: raises if the folder is gone or another process has taken it over."""
+        """Raises an error if the folder is gone or another process has locked it."""
         if self.lock is not None:
             self.lock.check()
 
     def finish_save(self, *, wait: bool = True) -> None:
-        """Reports a checkpoint that has been written since the last call; with `wait`, also the one that
-        is being written. A write error fails the run at the next step."""
+        """Reports a checkpoint that was written since the last call.
+
+        A write error fails the run at the next step.
+
+        Args:
+            wait: Waits for the checkpoint that is being written.
+        """
         error = self._report_save(wait=wait)
         if error is not None:
             self.step.fault = error
 
     def finish_last_save(self) -> None:
-        """Of a run that fails: a save that fails too is a note, since no step follows that would report
-        it."""
+        """Reports the last checkpoint of a run that fails. A write error becomes a note."""
         error = self._report_save(wait=True)
         if error is not None:
             self.emit(NoteEvent(str(error)))
@@ -142,7 +146,7 @@ class Training:
         return written.error
 
     def write_trace(self) -> None:
-        """All ranks send their spans, and rank 0 writes them, or notes why it cannot."""
+        """Writes the spans of all ranks on rank 0, or emits a note. A collective."""
         try:
             note = self.trace.write()
         except CheckpointError as error:
@@ -151,7 +155,8 @@ class Training:
             self.emit(NoteEvent(note))
 
     def close(self) -> None:
-        # CUDA graphs hold references to NCCL communicators, so they go before the process groups.
+        """Releases everything that the run holds."""
+        # CUDA graphs hold references to NCCL communicators, so they must go before the process groups.
         self.step.release()
         if not self.group.aborted:
             self.step.exchange.close()
@@ -159,7 +164,7 @@ class Training:
         self.source.close()
         self.validation.close()
         for observer in self.observers:
-            # A full disk was already reported when the record was written.
+            # `emit` has reported a full disk.
             with contextlib.suppress(OSError):
                 observer.close()
         if self.lock is not None:
@@ -178,9 +183,25 @@ def describe_run(
     model_notes: list[str],
     pretrained: list[str],
 ) -> dict[str, str]:
-    """In the order in which it is shown, without what does not apply."""
+    """Describes the automatic choices of a run, in the order of their display.
+
+    Args:
+        training: The run.
+        inputs: Its data and folder.
+        components: Python objects that replace what the settings name.
+        checkpoint: The checkpoint that the run resumes.
+        parts: The parts of its step.
+        threads: Description of the number of threads.
+        scaling: Description of the choices of `optim.scaling`.
+        model_notes: Notes on the model.
+        pretrained: Notes on the pretrained weights.
+
+    Returns:
+        One line per choice, without those that do not apply.
+    """
     config, group, plan, step = training.config, training.group, training.plan, training.step
     loader = step.loader.describe()
+    last_norms = config.model.norm_statistics == "last"
     chosen = {
         "device": str(group.device),
         "backend": group.backend,
@@ -197,40 +218,32 @@ def describe_run(
         "peak_lr": f"{training.state.peak_lr:g}",
         "scaling": scaling,
         **step.source.describe(),
-        "batch norm": _describe_norms(config),
+        "batch norm": "evaluation with the statistics of the last micro-batches" * last_norms,
         "warm-up": training.schedule.describe_cut(),
         "noise scale": _describe_noise_scale(config, plan),
         "batch schedule": describe_stages(plan.global_batch, plan.growth) if plan.growth else "",
         "average": parts.average.describe(plan.samples / plan.last_batch) if parts.average else "",
         "pretrained": "; ".join(pretrained),
         "resume": _describe_resume(training.folder, checkpoint),
-        "changed on resume": _changes_on_resume(checkpoint, config),
+        "changed on resume": changes(checkpoint, config, LOCAL_SETTINGS.__contains__)
+        if checkpoint
+        else "",
         "exchange state": "; ".join(training.state.notes),
-        **_given_objects(components),
+        "given in Python": _describe_objects(components),
         **step.strategy.describe(),
     }
     return {name: text for name, text in chosen.items() if text}
 
 
-def _changes_on_resume(checkpoint: Checkpoint | None, config: RunConfig) -> str:
-    return changes(checkpoint, config, LOCAL_SETTINGS.__contains__) if checkpoint else ""
-
-
-def _describe_norms(config: RunConfig) -> str:
-    last = config.model.norm_statistics == "last"
-    return "evaluation with the statistics of the last micro-batches" if last else ""
-
-
-def _given_objects(components: Components) -> dict[str, str]:
-    """Objects of the program that the command line cannot make again."""
-    names = [name for name in components.names() if name != "callbacks"]
+def _describe_objects(components: Components) -> str:
+    """Lists objects of the program, which the command line cannot create."""
+    names = [name.replace("_", " ") for name in components.names() if name != "callbacks"]
     if not names:
-        return {}
-    listed = ", ".join(name.replace("_", " ") for name in names)
-    return {
-        "given in Python": f"{listed}; paceline eval, predict, export and --resume cannot make these: "
-        "use this program, or name them as package.module:name"
-    }
+        return ""
+    return (
+        f"{', '.join(names)}; paceline eval, predict, export and --resume cannot create these: use this "
+        "program, or name them as package.module:name"
+    )
 
 
 def _describe_data(inputs: RunInputs) -> str:
@@ -244,15 +257,13 @@ def _describe_data(inputs: RunInputs) -> str:
 def _describe_input(
     config: RunConfig, inputs: RunInputs, components: Components, described: str
 ) -> dict[str, str]:
-    """What the user should know about the data beyond what `described` says of the input."""
+    """Returns lines about the data, without notes that are already in `described`."""
     sources = (inputs.source, inputs.validation)
     notes = [s.note for s in sources if s.note and s.note not in described]
     own = {"augment": components.augment, "device_augment": components.device_augment}
     return {
         "data notes": "; ".join(dict.fromkeys(notes)),
-        "augmentation": ", ".join(
-            f"own {name}" for name, value in own.items() if value is not None
-        ),
+        "augmentation": ", ".join(f"own {n}" for n, value in own.items() if value is not None),
     }
 
 
@@ -283,11 +294,8 @@ def _describe_resume(folder: RunFolder, checkpoint: Checkpoint | None) -> str:
 def _describe_noise_scale(config: RunConfig, plan: BatchPlan) -> str:
     if not config.run.noise_scale:
         return ""
-    first, last = (-(-batch // plan.micro_batch) for batch in (plan.global_batch, plan.last_batch))
-    remedy = "a step is one micro-batch; use several ranks or a smaller --batch-size"
-    if last < 2:
-        return f"not available: {remedy}"
-    if first < 2:
-        return f"not available until the batch grows: {remedy}"
-    count = f"{first}" if first == last else f"{first} to {last}"
-    return f"estimated from {count} micro-batches of {plan.micro_batch} per step"
+    count = -(-plan.last_batch // plan.micro_batch)
+    if count < 2:
+        remedy = "use several ranks or a smaller --batch-size"
+        return f"not available: a step is one micro-batch; {remedy}"
+    return f"estimated from up to {count} micro-batches of {plan.micro_batch} per step"

@@ -1,8 +1,8 @@
-"""The weights of a run in full precision: masters, those of a checkpoint, export files, fingerprints, and
-averages over steps for evaluation and export.
+"""Weights in full precision: masters, checkpoints, export files, fingerprints, and averages over steps.
 
-The model computes in half precision while the optimizer holds fp32 masters; checkpoints, export and
-comparisons use the masters. Averages are a running one, and the one of schedule-free training.
+The model computes in half precision while the optimizer holds fp32 masters. Checkpoints, export and
+comparisons use the masters. `WeightAverage` is a running average of the weights for evaluation and
+export; `ScheduleFree` is that of schedule-free training.
 """
 
 from __future__ import annotations
@@ -32,7 +32,16 @@ from paceline.train.machine import explain_out_of_memory
 def master_weights(
     model: nn.Module, optimizer: MasterOptimizer, weights: Sequence[Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Masters by parameter name, or `weights` in their place; frozen parameters as they are."""
+    """Returns the fp32 weights by parameter name.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+        weights: Values that replace the masters, in the optimizer's order.
+
+    Returns:
+        Masters of trained parameters; frozen parameters as they are.
+    """
     chosen = optimizer.masters() if weights is None else weights
     masters = {id(p): m for p, m in zip(optimizer.parameters(), chosen, strict=True)}
     return {name: masters.get(id(p), p).detach() for name, p in model.named_parameters()}
@@ -41,7 +50,16 @@ def master_weights(
 def full_state(
     model: nn.Module, optimizer: MasterOptimizer, weights: Sequence[Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """The model's state dict with masters, or `weights` in their order, instead of parameters."""
+    """Returns the model's state dict in fp32.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+        weights: Values that replace the masters, in the optimizer's order.
+
+    Returns:
+        The state dict with masters instead of half-precision parameters.
+    """
     chosen = optimizer.masters() if weights is None else weights
     # A parameter shared by two modules has two keys and one master.
     masters = {id(p): m for p, m in zip(optimizer.parameters(), chosen, strict=True)}
@@ -52,8 +70,7 @@ def full_state(
 def restore_masters(
     model: nn.Module, optimizer: MasterOptimizer, state: Mapping[str, Tensor]
 ) -> None:
-    """Fills the masters from a state dict of `full_state`; the model's own weights are loaded
-    separately."""
+    """Fills the masters from a state dict of `full_state`. Does not change the model's own weights."""
     names = {id(p): name for name, p in model.named_parameters()}
     for parameter, master in zip(optimizer.parameters(), optimizer.masters(), strict=True):
         master.detach().copy_(state[names[id(parameter)]])
@@ -64,25 +81,41 @@ def _widened(value: Tensor) -> Tensor:
 
 
 def write_weights(state: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Writes a safetensors file atomically, each tensor contiguous (NCHW)."""
+    """Writes a safetensors file atomically.
+
+    Args:
+        state: The tensors; written contiguous (NCHW).
+        path: The file.
+        metadata: Texts for the header of the file.
+    """
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
     write_atomically(path, save(tensors, metadata={"format": "pt", **metadata}))
 
 
 @torch.no_grad()
 def finish_module(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Leaves a module that the user gave with the weights and buffers of `state`, in memory of its own,
-    and without gradients in the memory of the exchange."""
+    """Copies weights and buffers of `state` into a user's module and removes its gradients.
+
+    Afterwards the module shares no memory with optimizer and exchange.
+    """
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         value.data = state[name].detach().to(value.device, copy=True)
         value.grad = None
 
 
 def preprocessing(config: RunConfig, classes: Sequence[str], step: int) -> dict[str, Any]:
-    """What turns an image into the model's input and its scores into classes, for programs that use
-    exported weights."""
+    """Returns what programs that use exported weights need to know.
+
+    Args:
+        config: The settings of the run.
+        classes: Names of the classes.
+        step: Step of the weights.
+
+    Returns:
+        Parameters that turn an image into the model's input and its scores into classes.
+    """
     data = config.data
-    found: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "model": config.model.name,
         "step": step,
         "classes": list(classes),
@@ -94,22 +127,27 @@ def preprocessing(config: RunConfig, classes: Sequence[str], step: int) -> dict[
         "std": list(data.std),
     }
     if config.run.loss == "bce":
-        found["scores"] = "sigmoid"  # one question for each class
+        parameters["scores"] = "sigmoid"  # one binary decision per class
     if data.eval_flip:
-        found["eval_flip"] = True
+        parameters["eval_flip"] = True
     if config.run.average_epochs:
-        found["average_epochs"] = config.run.average_epochs
-    return found
+        parameters["average_epochs"] = config.run.average_epochs
+    return parameters
 
 
 def as_metadata(values: Mapping[str, Any]) -> dict[str, str]:
-    """Texts as they are, anything else as JSON."""
+    """Returns all values as texts: other values than texts as JSON."""
     return {k: v if isinstance(v, str) else json.dumps(v) for k, v in values.items()}
 
 
 def checkpoint_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The state dict of a checkpoint, with averaged weights if it has any, and batch-norm statistics
-    averaged over the ranks."""
+    """Returns the state dict of a checkpoint for evaluation.
+
+    It has averaged weights, if the checkpoint has any, and batch-norm statistics averaged over ranks.
+
+    Raises:
+        CheckpointError: If the statistics do not fit the model.
+    """
     try:
         return _pooled_weights(checkpoint)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
@@ -123,22 +161,19 @@ def _pooled_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     average = checkpoint.average
     state = {**checkpoint.model, **average.get("weights", {})}
     pooled = pool(average.get("rows", checkpoint.batch_norm["rows"]))
-    start = 0
-    for name, width, tracked in zip(
-        checkpoint.batch_norm["names"],
-        checkpoint.batch_norm["widths"],
-        checkpoint.batch_norm["tracked"],
-        strict=True,
+    saved = checkpoint.batch_norm
+    means, variances = (row.split(saved["widths"]) for row in pooled)
+    for name, mean, variance, tracked in zip(
+        saved["names"], means, variances, saved["tracked"], strict=True
     ):
-        state[f"{name}.running_mean"] = pooled[0, start : start + width]
-        state[f"{name}.running_var"] = pooled[1, start : start + width]
+        state[f"{name}.running_mean"] = mean
+        state[f"{name}.running_var"] = variance
         state[f"{name}.num_batches_tracked"] = tracked
-        start += width
     return state
 
 
 def fingerprint(weights: nn.Module | Mapping[str, Tensor]) -> str:
-    """SHA-256 of all parameters in order; equal if and only if the weights are bit-identical."""
+    """Returns the SHA-256 of all parameters in order; equal only if the weights are bit-identical."""
     named = weights.named_parameters() if isinstance(weights, nn.Module) else weights.items()
     digest = hashlib.sha256()
     for name, parameter in named:
@@ -178,7 +213,7 @@ class WeightAverage:
         """The rate of the next step, which `ScheduleFree` needs."""
 
     def add(self, discard: Tensor) -> None:
-        """Adds the current step unless the flag on the device is set."""
+        """Adds the current step, unless the flag on the device is set."""
         counts = 1 - discard.double()
         share = (counts * (1 / (self._count + 1)).clamp(min=1 / self.steps)).float()
         self._approach([m.detach().float() for m in self._optimizer.masters()], share)
@@ -194,7 +229,7 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside the context the model computes with the average."""
+        """Gives the model the average inside the context."""
         with torch.no_grad():
             with explain_out_of_memory(
                 "while loading the averaged weights into the model", _REMEDY
@@ -211,20 +246,20 @@ class WeightAverage:
                 self._batch_norm.kept.copy_(statistics)
 
     def full_state(self) -> dict[str, Tensor]:
-        """The model's state dict with the average in place of its weights."""
+        """Returns the model's state dict with the average instead of its weights."""
         return full_state(self._model, self._optimizer, self.weights)
 
     def named(self) -> dict[str, Tensor]:
-        """The average of each parameter by name, as in `master_weights`."""
+        """Returns the average of each parameter by name, as `master_weights` does."""
         return master_weights(self._model, self._optimizer, self.weights)
 
     def capture(self, group: Group, *, average: bool = False) -> dict[str, Any]:
-        """State for the checkpoint, on rank 0. A collective; `average` as in `gather_rows`."""
+        """Returns the state for the checkpoint, on rank 0. A collective; see `gather_rows`."""
         rows = self._batch_norm.gather(self.statistics, group, average=average)
         return {} if rows is None else self._captured(rows)
 
     def capture_alone(self) -> dict[str, Any]:
-        """State for a checkpoint of this rank alone."""
+        """Returns the state for a checkpoint of this rank alone."""
         return self._captured(self.statistics.detach().cpu()[None].clone())
 
     def _captured(self, rows: Tensor) -> dict[str, Any]:
@@ -237,7 +272,7 @@ class WeightAverage:
         }
 
     def restore(self, saved: dict[str, Any], group: Group) -> None:
-        """Restores captured state. Without any, the average starts with the current weights."""
+        """Restores a captured state. If it is empty, the average starts with the current weights."""
         if not saved:
             self._count.zero_()
             for place, master in zip(self.weights, self._optimizer.masters(), strict=True):
@@ -251,6 +286,7 @@ class WeightAverage:
         self._count.fill_(saved["count"])
 
     def describe(self, steps_per_epoch: float) -> str:
+        """Returns a description for the start of the run."""
         epochs = self.steps / steps_per_epoch
         return f"over about {self.steps:,.0f} steps ({epochs:g} epochs), for evaluation and export"
 
@@ -258,9 +294,9 @@ class WeightAverage:
 class ScheduleFree(WeightAverage):
     """Schedule-free training (Defazio et al. 2024) around any optimizer's step Δ.
 
-    Gradients are taken at y = z + β·(x − z); z ← z + Δ(y); x ← x + c·(z − x) with c = r² / Σ r², r being
-    the rates so far. x takes the place of the average: evaluation and export use it, and no rate has to
-    fall. Masters hold y, `weights` x and `base` z. A skipped step leaves all three as they are.
+    Gradients are computed at y = z + β·(x − z). Then z ← z + Δ(y) and x ← x + c·(z − x), with
+    c = r² / Σ r² over the rates r so far. Evaluation and export use x, and the learning rate does not
+    need to decay. Masters hold y, `weights` x and `base` z. A skipped step changes none of them.
     """
 
     def __init__(
@@ -275,7 +311,7 @@ class ScheduleFree(WeightAverage):
         self._rate.fill_(rate)
 
     def add(self, discard: Tensor) -> None:
-        """Turns the optimizer's step from y into the three updates. `_count` is the sum of r²."""
+        """Computes the three updates from the optimizer's step of y. `_count` is the sum of r²."""
         masters = [m.detach() for m in self._optimizer.masters()]
         squared = (1 - discard.double()) * self._rate.square()
         share = (squared / (self._count + squared).clamp(min=1e-300)).float()
@@ -293,7 +329,7 @@ class ScheduleFree(WeightAverage):
             torch._foreach_copy_([p for p, _ in halves], [m for _, m in halves])
 
     def _evaluated(self) -> list[Tensor]:
-        """y; a function of x and z alone, so that a skipped step finds the masters' own bits."""
+        """Returns y as a function of x and z alone, so that a skipped step reproduces the masters."""
         return list(torch._foreach_lerp(self.base, self.weights, self._beta))
 
     def _captured(self, rows: Tensor) -> dict[str, Any]:
@@ -319,23 +355,37 @@ def create_average(
     epochs: float, steps_per_epoch: float, model: nn.Module, optimizer: MasterOptimizer,
     batch_norm: BatchNormState, schedule_free: float = 0.0,
 ) -> WeightAverage | None:  # fmt: skip
-    """None if `run.average_epochs` and `optim.schedule_free` are 0."""
-    if schedule_free:
-        with explain_out_of_memory("while copying the weights for their average", _REMEDY):
-            return ScheduleFree(model, optimizer, batch_norm, schedule_free)
-    if epochs == 0:
+    """Creates the average of `run.average_epochs` or `optim.schedule_free`.
+
+    Args:
+        epochs: Epochs over which to average; 0 is off.
+        steps_per_epoch: Steps of an epoch.
+        model: The model.
+        optimizer: Its optimizer.
+        batch_norm: Its batch-norm statistics.
+        schedule_free: β of schedule-free training; 0 is off.
+
+    Returns:
+        The average, or None if both are off.
+
+    Raises:
+        ConfigError: If the average covers less than two steps.
+    """
+    if not schedule_free and epochs == 0:
         return None
     steps = epochs * steps_per_epoch
-    if steps < 2:
+    if not schedule_free and steps < 2:
         raise ConfigError(
             "run.average_epochs", epochs,
             f"is less than two steps ({steps_per_epoch:g} in an epoch here)",
             f"use 0 (off), or at least {2 / steps_per_epoch:.3g}",
         )  # fmt: skip
     with explain_out_of_memory("while copying the weights for their average", _REMEDY):
+        if schedule_free:
+            return ScheduleFree(model, optimizer, batch_norm, schedule_free)
         return WeightAverage(model, optimizer, batch_norm, steps)
 
 
 def applied(average: WeightAverage | None) -> Context[None]:
-    """`average.applied()`, or a context that does nothing."""
+    """Returns `average.applied()`, or a context that does nothing if there is no average."""
     return nullcontext() if average is None else average.applied()

@@ -126,12 +126,12 @@ class Asynchronous(Strategy):
         self._weights.load(self._views(self._flat))
         self._exposed_s = time.perf_counter() - started
 
-    def finish(self, rate: float, others: Mapping[str, float] | None) -> Pending:
+    def finish(self, rate: float, hyperparameters: Mapping[str, float] | None) -> Pending:
         """Pushes the gradient that `GradientExchange.reduce` has left, unless this rank has failed.
-        Servers take the rate of a push, and no `others` of the schedule's values."""
-        if others:
+        Servers take the rate of a push, and no other values of the schedule."""
+        if hyperparameters:
             raise RunError(
-                f"parameter servers take the rate alone, and not {', '.join(others)} of the schedule",
+                f"parameter servers accept the rate only, not {', '.join(hyperparameters)}",
                 "use another optim.schedule or optim.name",
             )
         tail = self._exchange.tail.detach().cpu()

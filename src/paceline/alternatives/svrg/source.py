@@ -15,8 +15,9 @@ from paceline.config import RunConfig
 from paceline.core.errors import PacelineError
 from paceline.data import Batch, BatchPlan, TrainBatches
 from paceline.train.machine import seed_micro_batch
-from paceline.train.micro_step import Begun, GradientSource, MakeLoader, step_error
+from paceline.train.micro_step import Begun, GradientSource, MakeLoader
 from paceline.train.step import TrainStep
+from paceline.train.step_errors import step_error
 from paceline.train.strategy import MicroBatch
 
 
@@ -83,8 +84,8 @@ class SvrgSource(GradientSource):
                 if step.given_up or step.asked_to_stop():
                     return False
                 seed_micro_batch(step.seed, number, place)
-                usual = len(batch.labels) == self.plan.micro_batch
-                step.micro.run(batch.images, batch.labels, usual=usual)
+                full_size = len(batch.labels) == self.plan.micro_batch
+                step.micro.run(batch.images, batch.labels, full_size=full_size)
         return True
 
     def add(
@@ -95,10 +96,10 @@ class SvrgSource(GradientSource):
         micro, norms = step.micro, step.batch_norm
         kept = micro.loss, norms.flat, norms.tracked
         values = [tensor.clone() for tensor in kept]
-        micro.share.neg_()
+        micro.sample_weight.neg_()
         with _optimizer(step).at_anchor():
-            micro.run(batch.images, batch.labels, usual=part.usual)
-        micro.share.neg_()
+            micro.run(batch.images, batch.labels, full_size=part.full_size)
+        micro.sample_weight.neg_()
         for tensor, value in zip(kept, values, strict=True):
             tensor.copy_(value)
         seed_micro_batch(step.seed, number, part.number)

@@ -69,6 +69,6 @@ class SyncedNorms(Synchronous):
         self._norms.active = full or len(counts) == 1
         self.stops_within_step = not self._norms.active
 
-    def finish(self, rate: float, others: Mapping[str, float] | None) -> Pending:
+    def finish(self, rate: float, hyperparameters: Mapping[str, float] | None) -> Pending:
         self._norms.active = False
-        return super().finish(rate, others)
+        return super().finish(rate, hyperparameters)

@@ -1,0 +1,113 @@
+"""`Exchange`: the algorithms and the wire format with which a `DataParallel` exchanges gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+from paceline.comm.hybrid import HybridAllReduce
+from paceline.comm.plan_choice import checked_table
+from paceline.comm.planned_transport import WireFormat
+from paceline.comm.process_groups import ProcessGroups
+from paceline.core.errors import ConfigError, PacelineError
+from paceline.custom_loop.context import timeout_here, topology_here
+from paceline.plan.plan_file import ClusterFacts, PlanFile
+from paceline.plan.schedules import NATIVE, check_name
+from paceline.plan.size_table import SizeTable
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Algorithms and wire format of the exchange.
+
+    Attributes:
+        table: Sizes and algorithms; None for the backend's all-reduce.
+        wire: The wire format.
+        file: The plan file, with the cluster on which the table was measured.
+    """
+
+    table: SizeTable | None = None
+    wire: str = "float32"
+    file: PlanFile | None = None
+
+    @property
+    def is_native(self) -> bool:
+        """True if DDP's own exchange is used."""
+        return self.table is None and self.wire == "float32"
+
+    @classmethod
+    def choose(
+        cls, plan: str | PathLike[str] | None, wire: str | None, algorithm: str | None
+    ) -> Exchange:
+        """Chooses the exchange for the arguments of `DataParallel`.
+
+        Raises:
+            ConfigError: If an argument is invalid.
+        """
+        if wire is not None:
+            wire = _named_wire(wire)
+        if plan is None:
+            if algorithm is not None:
+                check_name(algorithm, "algorithm")
+            native = algorithm in (None, NATIVE)
+            table = None if native else SizeTable.single(str(algorithm))
+            return cls(table, wire or "float32")
+        if algorithm is not None:
+            raise ConfigError(
+                "algorithm", algorithm, f"but plan = {str(plan)!r} decides it",
+                "leave one of the two out",
+            )  # fmt: skip
+        file = PlanFile.read(Path(plan), "plan")
+        return cls(_table(file), wire or _planned_wire(file), file)
+
+    def create(self) -> HybridAllReduce:
+        """Creates the exchange. A collective."""
+        groups = ProcessGroups(topology_here(), timeout_s=timeout_here())
+        try:
+            problem = self._problem(ClusterFacts(groups.world_size, len(groups.layout.groups)))
+            # On all ranks, because none may close its connections while another still opens them.
+            groups.check_same({"the plan": str(problem or "fits")})
+            if problem is not None:
+                raise problem
+            return HybridAllReduce(groups, self.table or SizeTable.single(NATIVE), self.wire)
+        except PacelineError:
+            groups.close()
+            raise
+
+    def _problem(self, here: ClusterFacts) -> PacelineError | None:
+        """Returns the reason why the plan does not fit this cluster, if any."""
+        if self.file is not None and self.file.sizes is not None:
+            try:
+                checked_table(self.file, here, "plan")
+            except PacelineError as error:
+                return error
+        return None
+
+
+def _named_wire(wire: str) -> str:
+    try:
+        return WireFormat.named(wire).name
+    except ConfigError as error:
+        raise ConfigError("wire", wire, "unknown format", error.remedy) from None
+
+
+def _table(file: PlanFile) -> SizeTable:
+    """Returns the table of sizes, or the common algorithm of all buckets of the plan."""
+    if file.sizes is not None:
+        return file.sizes
+    names = {bucket.algorithm for bucket in file.fusion.buckets} if file.fusion else set()
+    if len(names) != 1:
+        raise ConfigError("plan", file.path, "has no table of sizes", "make it with paceline tune")
+    return SizeTable.single(names.pop())
+
+
+def _planned_wire(file: PlanFile) -> str:
+    wires = {bucket.wire for bucket in file.fusion.buckets} if file.fusion else {"auto"}
+    if len(wires) > 1:
+        raise ConfigError(
+            "plan", file.path, f"has buckets of several wire formats ({', '.join(sorted(wires))})",
+            "choose one with wire=",
+        )  # fmt: skip
+    wire = wires.pop()
+    return "float32" if wire == "auto" else wire
