@@ -1,10 +1,9 @@
-"""A Muon step in Triton kernels: momentum, matrix products and update of all filters in about 25
-launches.
+"""Runs a Muon step in about 25 launches of Triton kernels: momentum, matrix products and update.
 
-The averaged gradients of all matrices are orthogonalized at once, in bf16 on GPUs and in fp32 in
+The averaged gradients of all matrices are orthogonalized together, in bf16 on GPUs and in fp32 in
 Triton's interpreter, from padded copies that keep their memory between steps. The tiles of all matrices
-share a launch, the longest first, so that no processor waits for the last of them. Other parameters are
-updated by the kernels of LARS. No synchronization, and no allocation after the first step.
+share a launch, the longest first, so that no processor waits for the last tiles. The kernels of LARS
+update the other parameters. Nothing here synchronizes, or allocates after the first step.
 """
 
 from __future__ import annotations
@@ -30,8 +29,16 @@ _MOST_ELEMENTS = 2**31 - 1
 
 
 class Tiling(NamedTuple):
-    """Tiles of the products. `square`: side of those of symmetric matrices; `height` × `width`: of those
-    of P·X; `depth`: length of one step along the summed dimension, to which matrices are padded."""
+    """Sizes of the tiles of the products.
+
+    Attributes:
+        square: Side of the tiles of symmetric matrices.
+        height: Height of the tiles of P·X.
+        width: Width of the tiles of P·X.
+        depth: Length of one step along the summed dimension. Matrices are padded to a multiple of it.
+        warps: Warps per program.
+        stages: Stages of the software pipeline.
+    """
 
     square: int = 128
     height: int = 128
@@ -45,7 +52,7 @@ TILING = Tiling()
 
 
 def products_unavailable(device: torch.device) -> str:
-    """Why the products cannot run in kernels on `device`; empty if they can."""
+    """Returns the reason why the products cannot run in kernels on `device`; empty if they can."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return "bf16 matrix products in kernels need compute capability 8.0"
     return ""
@@ -53,29 +60,39 @@ def products_unavailable(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class _Matrices:
-    """Memory and tables of the products, for rows in the order of `layout`."""
+    """Memory and tables of the products, for rows in the order of `layout`.
+
+    Attributes:
+        gram_tiles: Matrix, row and column of each tile of X·Xᵀ.
+        polynomial_tiles: The same for its polynomial.
+        apply_tiles: The same for the product with X.
+        results: Results, one row per rank.
+        lengths: Number of elements that each rank computes.
+    """
 
     layout: Layout
     shared: SharedProducts | None
     tiling: Tiling
     stages: int
     table: Tensor
-    # Matrix, row and column of each tile: of X·Xᵀ, of its polynomial, and of the product with X.
     gram_tiles: Tensor
     polynomial_tiles: Tensor
     apply_tiles: Tensor
     partials: Tensor
     numbers: Tensor
     memory: tuple[Tensor, ...]
-    # Results by rank, and how many elements each rank computes.
     results: Tensor
     lengths: tuple[int, ...]
 
 
 @dataclass
 class MuonStep(FusedStep):
-    """Rows of `groups` move along orthogonalized averages, others as by LARS. With `shared`, each rank
-    computes the products of its own matrices, and all get the results."""
+    """Launches Muon for rows of `groups` and LARS for other rows.
+
+    Attributes:
+        groups: Numbers of the orthogonal groups.
+        shared: If set, each rank computes the products of some matrices, and all receive the results.
+    """
 
     buffers: tuple[str, ...] = (MOMENTUM,)
     groups: frozenset[int] = frozenset()
@@ -103,7 +120,7 @@ class MuonStep(FusedStep):
             self.launch(tables, hyper, gates, outcome)
 
     def _place(self, layout: Layout, rows: Sequence[Row], device: torch.device) -> None:
-        """Memory and tables for the products, unless those of the last step fit."""
+        """Creates memory and tables for the products, unless those of the last step fit."""
         shared = self.shared if self.shared is not None and self.shared.ranks > 1 else None
         made, in_graph = self._matrices, capturing(device)
         if made is None or made.layout is not layout or made.shared is not shared:
@@ -113,7 +130,7 @@ class MuonStep(FusedStep):
                 if not rows_are_outermost(row.parameter):
                     raise PacelineError(
                         f"parameter of shape {tuple(row.parameter.shape)} and strides "
-                        f"{row.parameter.stride()}: Muon's kernels need rows one behind the other",
+                        f"{row.parameter.stride()}: Muon's kernels need consecutive rows in memory",
                         "use products='torch'",
                     )
             shapes = [(len(row.parameter), row.parameter[0].numel()) for row in rows]
@@ -122,7 +139,7 @@ class MuonStep(FusedStep):
             self._kept.append(made)
 
     def _is_aligned(self, row: Row, addresses: tuple[Any, ...]) -> bool:
-        """Rows of padded matrices do not lie one behind the other: they get buckets of their own."""
+        """Returns False for padded matrices, whose rows have gaps: they need separate buckets."""
         pads = row.parameter[0].numel() % TILING.depth != 0
         return not pads and super()._is_aligned(row, addresses)
 
@@ -161,7 +178,7 @@ class MuonStep(FusedStep):
             tables.tensors, hyper, active, made.partials, made.numbers,
             outcome.ratios, outcome.bad, count, chunks, **by_tensor,
         )  # fmt: skip
-        # Sets the flags of the other rows; from here on all flags are known.
+        # Sets the flags of the other rows; all flags are known after this.
         if self._rest is not None:
             self._others.launch(self._rest, hyper, gates, outcome)
         for b in layout.buckets:
@@ -175,7 +192,7 @@ class MuonStep(FusedStep):
             )  # fmt: skip
 
     def _multiply(self, made: _Matrices) -> None:
-        """The iterations on this rank's matrices."""
+        """Launches the iterations on this rank's matrices."""
         from paceline.optim import muon_kernels as kernels
         from paceline.optim.kernels import KINDS
 
@@ -200,7 +217,7 @@ class MuonStep(FusedStep):
 
 
 def rows_are_outermost(parameter: Tensor) -> bool:
-    """Whether memory holds one row of the matrix, an output's weights, behind the other."""
+    """Returns True if the weights of each output are consecutive in memory."""
     return parameter.stride(0) == parameter[0].numel()
 
 
@@ -210,13 +227,13 @@ def _create(
     shared: SharedProducts | None,
     device: torch.device,
 ) -> _Matrices:
-    """`shapes` in the order of rows, which all ranks share; that of `layout` depends on addresses."""
+    """Creates the memory; `shapes` has the order of rows, which is equal on all ranks."""
     tiling = TILING
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     rank, ranks = (shared.rank, shared.ranks) if shared is not None else (0, 1)
     by_row, lengths, squares = _place_all(shapes, tiling.depth, ranks)
     places = [by_row[row] for row in layout.order]
-    # The padding of `sources` is zero for good: only the products write it, and they write zeros.
+    # The padding of `sources` stays zero: only the products write to it, and they write zeros.
     sources = torch.zeros(lengths[rank], dtype=dtype, device=device)
     symmetric = torch.empty(2, squares[rank], dtype=dtype, device=device)
     if shared is not None:
@@ -252,8 +269,15 @@ def _create(
 
 
 class _Place(NamedTuple):
-    """Where a matrix lies. `owner` is the rank that computes it, `start` its first element in the results
-    and in the sources of that rank, `square` that of its products in each half of the symmetric ones."""
+    """The place of a matrix in memory.
+
+    Attributes:
+        shape: Rows and columns.
+        padded: Rows and columns with padding.
+        owner: The rank that computes it.
+        start: Its first element in the results and sources of that rank.
+        square: The first element of its products in each half of the symmetric matrices.
+    """
 
     shape: tuple[int, int]
     padded: tuple[int, int]
@@ -265,8 +289,12 @@ class _Place(NamedTuple):
 def _place_all(
     shapes: Sequence[tuple[int, int]], multiple: int, ranks: int
 ) -> tuple[list[_Place], list[int], list[int]]:
-    """Matrices padded to `multiple`, in the order of `shapes`; and how many elements the results and the
-    symmetric matrices of each rank have."""
+    """Assigns padded matrices to ranks and memory.
+
+    Returns:
+        The places in the order of `shapes`, and for each rank the number of elements of its results and
+        of its symmetric matrices.
+    """
     places, lengths, squares = [], [0] * ranks, [0] * ranks
     for shape, owner in zip(shapes, share_out(shapes, ranks), strict=True):
         rows, columns = padded = (_round_up(shape[0], multiple), _round_up(shape[1], multiple))
@@ -284,8 +312,10 @@ def _place_all(
 def _fields(
     place: _Place, own: bool, sources: Tensor, symmetric: Tensor, results: Tensor
 ) -> list[int]:
-    """A matrix in the kernels' table: addresses, of another rank's matrix that of the result alone, and
-    both shapes."""
+    """Returns a column of the kernels' table: addresses and both shapes.
+
+    A matrix of another rank has the address of its result only.
+    """
     addresses = [0, _address(results, place.owner * results.shape[1] + place.start), 0, 0]
     if own:
         addresses[0] = _address(sources, place.start)
@@ -301,20 +331,22 @@ def _tiles(
     device: torch.device,
     upper: bool = False,
 ) -> Tensor:
-    """Tiles of matrices given as (place, rows, columns, depth), those of the deepest first: programs
-    start in this order, and a long one that starts last would be waited for."""
-    found = [
+    """Returns the tiles of matrices (place, rows, columns, depth), the deepest first.
+
+    Programs start in this order, and a long one that started last would delay the end.
+    """
+    tiles = [
         (place, i, j)
         for place, rows, columns, _ in sorted(matrices, key=lambda m: (-m[3], m[0]))
         for i in range(-(-rows // height))
         for j in range(-(-columns // width))
         if not upper or j >= i
     ]
-    return to_device(torch.tensor(found, dtype=torch.int32).reshape(-1, 3), device)
+    return to_device(torch.tensor(tiles, dtype=torch.int32).reshape(-1, 3), device)
 
 
 def _stages(tiling: Tiling, device: torch.device) -> int:
-    """As many as the shared memory holds."""
+    """Returns the number of pipeline stages that fit into shared memory."""
     if device.type != "cuda":
         return tiling.stages
     side = max(2 * tiling.square, tiling.height + tiling.width)
