@@ -63,7 +63,7 @@ def _work(rank: int, servers: int, bound: int) -> dict[str, Any]:
     """Workers of different speed, each with steps of its own."""
     with joined() as group:
         shards = cut_shards(SIZES, group.world_size, servers)
-        server, clock = ParameterServer(group, shards), Clock(group)
+        server, clock = ParameterServer(group, shards), Clock()
         own = next((shard for shard in shards if shard.rank == rank), None)
         applied = None
         if own is not None:

@@ -1,7 +1,7 @@
-"""Methods of the literature that are not the default, one module or sub-package each.
+"""Methods of the literature that are not the default, one module or package each.
 
-`PROVIDES` has what they provide: by kind the name that a setting gives, and its place. Nothing else is
-imported here, so that each module can be removed.
+`PROVIDES` lists their parts by kind, as name and place. Nothing is imported here, so each module can be
+removed.
 """
 
 from __future__ import annotations
@@ -11,12 +11,20 @@ _OPTIMIZERS = {
     "rmsprop_warmup": "alternatives.rms_warmup.settings:RmspropWarmupSettings",
     "svrg": "alternatives.svrg.settings:SvrgSettings",
     "halp": "alternatives.svrg.settings:HalpSettings",
-    "lp_svrg": "alternatives.svrg.settings:LpSvrgSettings",
-    "lp_sgd": "alternatives.svrg.settings:LpSgdSettings",
 }
 _SCHEDULES = {
     "one_cycle": "alternatives.cycles:OneCycle",
     "triangular": "alternatives.cycles:Triangular",
+}
+# Modules whose dictionary `RENAMED` has the earlier names of their settings.
+_RENAMED = {
+    "alternatives.eight_bit.wires": ("comm.error_feedback",),
+    "alternatives.asynchronous.settings": ("comm.servers", "comm.staleness"),
+    "alternatives.synced_norms.settings": ("model.norm_group",),
+    "alternatives.unequal.settings": ("run.rebalance", "run.shares"),
+    "alternatives.svrg.settings": ("optim.bits", "optim.center_epochs", "optim.halp_mu"),
+    "alternatives.rms_warmup.settings": ("optim.rms_center_epochs", "optim.rms_width_epochs"),
+    "alternatives.cycles": ("optim.cycle_decay", "optim.cycle_epochs", "optim.cycle_momentum"),
 }
 
 PROVIDES: dict[str, dict[str, str]] = {
@@ -27,40 +35,7 @@ PROVIDES: dict[str, dict[str, str]] = {
     "optimizers": _OPTIMIZERS,
     "schedules": _SCHEDULES,
     "renamed settings": {
-        **dict.fromkeys(
-            ("comm.error_feedback", *(f"comm.{name}" for name in _EIGHT_BIT)),
-            "alternatives.eight_bit.wires:RENAMED",
-        ),
-        **dict.fromkeys(
-            ("comm.servers", "comm.staleness"), "alternatives.asynchronous.settings:RENAMED"
-        ),
-        "model.norm_group": "alternatives.synced_norms.settings:RENAMED",
-        **dict.fromkeys(("run.rebalance", "run.shares"), "alternatives.unequal.settings:RENAMED"),
-        **dict.fromkeys(
-            (
-                "optim.bits",
-                "optim.center_epochs",
-                "optim.halp_mu",
-                "optim.halp",
-                "optim.lp_svrg",
-                "optim.lp_sgd",
-            ),
-            "alternatives.svrg.settings:RENAMED",
-        ),
-        **dict.fromkeys(
-            ("optim.rms_center_epochs", "optim.rms_width_epochs"),
-            "alternatives.rms_warmup.settings:RENAMED",
-        ),
-        **dict.fromkeys(
-            (
-                "optim.cycle_decay",
-                "optim.cycle_epochs",
-                "optim.cycle_momentum",
-                "optim.one_cycle",
-                "optim.triangular",
-            ),
-            "alternatives.cycles:RENAMED",
-        ),
+        name: f"{module}:RENAMED" for module, names in _RENAMED.items() for name in names
     },
     "gradient sources": {"svrg": "alternatives.svrg.source:SvrgSource"},
     "optim settings": {**_OPTIMIZERS, **_SCHEDULES, "cycle": "alternatives.cycles:Cycle"},

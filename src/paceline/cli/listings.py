@@ -64,7 +64,11 @@ def list_models(
         return 0
     wanted = pattern or "*"
     ours = [name for name in MODEL_NAMES if fnmatchcase(name, wanted)]
-    others = {n: where for n, where in registered_models().items() if fnmatchcase(n, wanted)}
+    others = {
+        name: "registered in this process"
+        for name in registered_models()
+        if fnmatchcase(name, wanted)
+    }
     if pattern is not None:
         _check_found([*ours, *others], pattern)
     parameters = {name: count_parameters(name) for name in ours}

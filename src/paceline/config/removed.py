@@ -36,6 +36,7 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
     "data.read_retries": (6, _DEFAULT),
     "data.resident_max_mib": (4096, "use data.resident = 'on' or 'off'"),
     "data.shuffle_run": (16, _DEFAULT),
+    "model.pool5_norm": (True, _DEFAULT),
     "optim.adapt_bias_norm": (False, _ARGUMENT),
     "optim.cycle_floor": (0.1, _DEFAULT),
     "optim.cycle_tail": (0.1, _DEFAULT),

@@ -1,8 +1,7 @@
-"""AlexNet in three forms: torchvision's, the same with batch norm, and the original of 2012.
+"""AlexNet as in torchvision, with optional batch norms, and the original AlexNet of 2012.
 
-`AlexNet` has torchvision's layers and keys (Krizhevsky 2014, one column of "One weird trick") and
-optional batch norms; `AlexNet2012` is Krizhevsky et al. 2012 with two groups and local response
-normalization.
+`AlexNet` has torchvision's layers and keys (Krizhevsky 2014, one column of "One weird trick").
+`AlexNet2012` is the network of Krizhevsky et al. 2012, with two groups and local response normalization.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Collection
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Smaller images leave no window for the last of the three pools.
+# Smaller images are too small for the last of the three pools.
 MIN_PIXELS = 63
 POOLED_PIXELS = 6
 HIDDEN_FEATURES = 4096
@@ -24,10 +23,16 @@ NORM_NAMES = ("bn0", "bn3", "bn6", "bn8", "bn10", "bn_pool5")
 
 
 class AlexNet(nn.Module):
-    """torchvision's AlexNet; `norms` lists the batch norms to add, out of `NORM_NAMES`.
+    """torchvision's AlexNet with optional batch norms.
 
-    Batch norms have their own names inside `features`, and convolutions keep number and bias, so that
-    weights of a plain AlexNet load into this one and vice versa.
+    Batch norms have separate names in `features`, and convolutions keep number and bias. Therefore
+    weights of a plain AlexNet load into one with batch norms and vice versa.
+
+    Args:
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        dropout: Dropout probability.
+        norms: Names of the batch norms to add, from `NORM_NAMES`.
     """
 
     def __init__(
@@ -85,15 +90,16 @@ class AlexNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))
 
-    def head(self, maps: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.avgpool(maps).flatten(1))
+    def head(self, x: Tensor) -> Tensor:
+        """Computes the logits from the output of `features`."""
+        logits: Tensor = self.classifier(self.avgpool(x).flatten(1))
         return logits
 
 
 class LocalResponseNorm(nn.Module):
     """b = a / (k + alpha * sum of a² over n neighboring channels)^beta, with the paper's values.
 
-    Computed in float32: squares of values above 256 overflow float16.
+    Computes in float32, because squares of values above 256 overflow float16.
     """
 
     neighbours = 5
@@ -109,10 +115,15 @@ class LocalResponseNorm(nn.Module):
 
 
 class AlexNet2012(nn.Module):
-    """The original: 96/256/384/384/256 channels, two groups in conv2, conv4 and conv5.
+    """The original AlexNet: 96/256/384/384/256 channels, two groups in conv2, conv4 and conv5.
 
-    The paper's 224 pixels give its 55x55 maps only with a padding of 2; 227 pixels end in 6x6 maps as
-    well.
+    With the paper's 224 pixels, conv1 needs a padding of 2 for the paper's 55x55 outputs. 227 pixels end
+    in 6x6 outputs too.
+
+    Args:
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        dropout: Dropout probability.
     """
 
     def __init__(
@@ -149,8 +160,11 @@ class AlexNet2012(nn.Module):
         self._init_as_published()
 
     def _init_as_published(self) -> None:
-        """Weights from N(0, 0.01²); biases 1 in conv2, 4, 5 and the hidden layers, which makes the
-        inputs of their ReLUs positive at the start, and 0 elsewhere."""
+        """Draws weights from N(0, 0.01²).
+
+        Biases are 1 in conv2, 4, 5 and the hidden layers, for positive inputs of their ReLUs at the
+        start, and 0 in other layers.
+        """
         for layer in self.modules():
             if not isinstance(layer, nn.Conv2d | nn.Linear):
                 continue

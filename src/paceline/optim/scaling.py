@@ -72,7 +72,7 @@ class Recipe:
         optim: Section `[optim]` of the recipe, with the user's values.
         batch: The known-good global batch.
         optimizer: The optimizer that is known to work.
-        norm_group: Samples of one micro-batch at the known-good batch; None if the recipe does not set it.
+        norm_group: Samples of one micro-batch at the known-good batch; None if the recipe leaves it open.
         average_epochs: Epochs over which the recipe averages weights.
         mixing: Settings of mixed images that are on.
         kept: Names of settings that the user has given.

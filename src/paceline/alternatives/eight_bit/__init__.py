@@ -1,1 +1,1 @@
-"""8-bit wire formats with error feedback; docs/field/eight-bit-wires.md has the algorithm."""
+"""8-bit wire formats with error feedback; see docs/field/eight-bit-wires.md."""
