@@ -20,7 +20,7 @@ from paceline.alternatives.asynchronous.parameter_server import (
     ParameterServer,
     cut_shards,
 )
-from paceline.config import RunConfig, RunSettings
+from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.events import read_events
 from paceline.train import run_training
@@ -276,9 +276,3 @@ def _refused(rank: int, output: str) -> str:
 
 def test_a_loss_scale_is_refused(tmp_path: Path) -> None:
     assert run_ranks(2, _refused, str(tmp_path)) == ["precision.amp_dtype"] * 2
-
-
-def test_unknown_strategies_are_refused() -> None:
-    with pytest.raises(ConfigError) as caught:
-        RunSettings(strategy="eventual")
-    assert caught.value.field == "run.strategy"

@@ -20,10 +20,7 @@ from paceline.comm.transport import create_transport
 from paceline.config import load_config
 from paceline.core.errors import ConfigError
 from paceline.plan import ClusterFacts, FusionPlan, ModelFacts, PlanFile
-from paceline.plan.cluster import Cluster, Link
 from paceline.plan.fusion_plan import FusionBucket
-from paceline.plan.optimizer import Gradient, best_plan
-from paceline.planner.workload import Affine, Workload
 from ranks import run_ranks
 
 BLOCK = 256
@@ -282,17 +279,3 @@ def test_a_plan_whose_algorithm_cannot_sum_8_bits_is_refused(tmp_path: Path) -> 
     PlanFile(plan, facts, ClusterFacts(2, 1)).write(path)
     chosen = PlanChoice.read(CommSettings(plan=str(path)), tensors, ClusterFacts(2, 1))
     assert chosen.fixed == plan
-
-
-def test_the_planner_takes_8_bits_only_where_they_are_allowed() -> None:
-    """Slow links, and a backward pass too short to hide the exchange: fewer bytes end sooner."""
-    slow = Cluster(4, 1, Link(0, 0), Link(1e-5, 1e-8), cast_s=1e-10)
-    gradients = tuple(Gradient(f"w{i}", 100_000, False, (i + 1) / 3) for i in range(3))
-    work = Workload("net", gradients, Affine(0, 1e-9), Affine(4e-3, 0), 0.0)
-    usual = best_plan(work, slow, 1)
-    assert {bucket.wire for bucket in usual.buckets} == {"auto"}
-    allowed = best_plan(work, slow, 1, wires=("auto", "int8"))
-    narrow = [bucket for bucket in allowed.buckets if bucket.wire == "int8"]
-    assert narrow
-    assert {bucket.algorithm for bucket in narrow} == {ALL_TO_ALL}
-    assert all(bucket.beside != ALL_TO_ALL for bucket in narrow)

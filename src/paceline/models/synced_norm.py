@@ -3,7 +3,7 @@
 `SyncedBatchNorm` normalizes over the samples of a group of ranks, for few samples per rank. Forward and
 backward equal the batch norm of the union of the group's batches. Each exchanges one fp64 vector per
 layer, so that the statistics are bit-identical within a group. torch's SyncBatchNorm does the same on
-GPUs only. `TorchNorm` does not use cuDNN, for ranks that share a GPU. `normalized` returns a norm's output
+GPUs only. `TorchNorm` avoids cuDNN, for ranks that share a GPU. `normalized` returns the output of a norm
 and a function that computes it again.
 """
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.core.errors import PacelineError, RunError
 from paceline.optim import fused
 from paceline.optim.fused import FusedStep, LarsStep, Layout, Tables, on_device, to_device
-from paceline.optim.orthogonal import ITERATIONS, SharedProducts, share_out
+from paceline.optim.orthogonal import ITERATIONS
 from paceline.optim.rule import Gates, Outcome, Row, capturing
 from paceline.optim.state import MOMENTUM
 
@@ -66,12 +66,10 @@ class _Matrices:
         gram_tiles: Matrix, row and column of each tile of X·Xᵀ.
         polynomial_tiles: The same for its polynomial.
         apply_tiles: The same for the product with X.
-        results: Results, one row per rank.
-        lengths: Number of elements that each rank computes.
+        results: Results of all matrices.
     """
 
     layout: Layout
-    shared: SharedProducts | None
     tiling: Tiling
     stages: int
     table: Tensor
@@ -82,7 +80,6 @@ class _Matrices:
     numbers: Tensor
     memory: tuple[Tensor, ...]
     results: Tensor
-    lengths: tuple[int, ...]
 
 
 @dataclass
@@ -91,12 +88,10 @@ class MuonStep(FusedStep):
 
     Attributes:
         groups: Numbers of the orthogonal groups.
-        shared: If set, each rank computes the products of some matrices, and all receive the results.
     """
 
     buffers: tuple[str, ...] = (MOMENTUM,)
     groups: frozenset[int] = frozenset()
-    shared: SharedProducts | None = None
     _others: LarsStep = field(default_factory=LarsStep)
     _rest: Tables | None = None
     _matrices: _Matrices | None = None
@@ -121,9 +116,8 @@ class MuonStep(FusedStep):
 
     def _place(self, layout: Layout, rows: Sequence[Row], device: torch.device) -> None:
         """Creates memory and tables for the products, unless those of the last step fit."""
-        shared = self.shared if self.shared is not None and self.shared.ranks > 1 else None
         made, in_graph = self._matrices, capturing(device)
-        if made is None or made.layout is not layout or made.shared is not shared:
+        if made is None or made.layout is not layout:
             if in_graph:
                 raise RunError("a step was captured without preparation", "call prepare() before")
             for row in rows:
@@ -134,7 +128,7 @@ class MuonStep(FusedStep):
                         "use products='torch'",
                     )
             shapes = [(len(row.parameter), row.parameter[0].numel()) for row in rows]
-            self._matrices = made = _create(layout, shapes, shared, device)
+            self._matrices = made = _create(layout, shapes, device)
         if in_graph:
             self._kept.append(made)
 
@@ -166,8 +160,6 @@ class MuonStep(FusedStep):
             tables.tensors, made.partials, made.numbers, count, chunks, **by_tensor
         )
         self._multiply(made)
-        if made.shared is not None:
-            made.shared.gather(made.results, made.lengths)
         for b in layout.buckets:
             kernels.result_sums[(b.count,)](
                 tables.tensors, made.table, layout.chunk_tensor, made.partials,
@@ -192,7 +184,7 @@ class MuonStep(FusedStep):
             )  # fmt: skip
 
     def _multiply(self, made: _Matrices) -> None:
-        """Launches the iterations on this rank's matrices."""
+        """Launches the iterations."""
         from paceline.optim import muon_kernels as kernels
         from paceline.optim.kernels import KINDS
 
@@ -201,7 +193,7 @@ class MuonStep(FusedStep):
         common["num_stages"] = made.stages
         source, target = kernels.SOURCE.value, kernels.RESULT.value
         scale = kernels.INVERSE_NORM.value
-        for _ in range(ITERATIONS if len(made.apply_tiles) else 0):
+        for _ in range(ITERATIONS):
             kernels.gram[(len(made.gram_tiles),)](
                 made.table, made.gram_tiles, made.numbers, source, scale, count,
                 TILE=tiling.square, **common,
@@ -222,49 +214,47 @@ def rows_are_outermost(parameter: Tensor) -> bool:
 
 
 def _create(
-    layout: Layout,
-    shapes: Sequence[tuple[int, int]],
-    shared: SharedProducts | None,
-    device: torch.device,
+    layout: Layout, shapes: Sequence[tuple[int, int]], device: torch.device
 ) -> _Matrices:
-    """Creates the memory; `shapes` has the order of rows, which is equal on all ranks."""
+    """Creates the memory; `shapes` has the order of rows."""
     tiling = TILING
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    rank, ranks = (shared.rank, shared.ranks) if shared is not None else (0, 1)
-    by_row, lengths, squares = _place_all(shapes, tiling.depth, ranks)
+    by_row, length, square_length = _place_all(shapes, tiling.depth)
     places = [by_row[row] for row in layout.order]
     # The padding of `sources` stays zero: only the products write to it, and they write zeros.
-    sources = torch.zeros(lengths[rank], dtype=dtype, device=device)
-    symmetric = torch.empty(2, squares[rank], dtype=dtype, device=device)
-    if shared is not None:
-        results = shared.rows(max(lengths), sources)
-    else:
-        results = torch.empty(1, max(lengths), dtype=dtype, device=device)
-    fields = [_fields(it, it.owner == rank, sources, symmetric, results) for it in places]
+    sources = torch.zeros(length, dtype=dtype, device=device)
+    symmetric = torch.empty(2, square_length, dtype=dtype, device=device)
+    results = torch.empty(length, dtype=dtype, device=device)
+    columns = [
+        [
+            _address(sources, place.start), _address(results, place.start),
+            _address(symmetric, place.square), _address(symmetric, place.square + square_length),
+            *place.padded, *place.shape,
+        ]
+        for place in places
+    ]  # fmt: skip
     numbers = torch.zeros(3, len(places), device=device)
     numbers[1].fill_(1.0)
-    own = [(i, place.padded) for i, place in enumerate(places) if place.owner == rank]
+    padded = [(i, place.padded) for i, place in enumerate(places)]
     square = tiling.square
     return _Matrices(
         layout=layout,
-        shared=shared,
         tiling=tiling,
         stages=_stages(tiling, device),
-        table=to_device(torch.tensor(fields, dtype=torch.int64).t().contiguous(), device),
+        table=to_device(torch.tensor(columns, dtype=torch.int64).t().contiguous(), device),
         gram_tiles=_tiles(
-            [(i, min(both), min(both), max(both)) for i, both in own], square, square, device, True
+            [(i, min(both), min(both), max(both)) for i, both in padded], square, square, device, True
         ),
         polynomial_tiles=_tiles(
-            [(i, min(both), min(both), min(both)) for i, both in own], square, square, device, True
+            [(i, min(both), min(both), min(both)) for i, both in padded], square, square, device, True
         ),
         apply_tiles=_tiles(
-            [(i, *both, min(both)) for i, both in own], tiling.height, tiling.width, device
+            [(i, *both, min(both)) for i, both in padded], tiling.height, tiling.width, device
         ),
         partials=torch.zeros(4, len(layout.chunk_tensor), device=device),
         numbers=numbers,
         memory=(sources, symmetric),
         results=results,
-        lengths=tuple(lengths),
     )
 
 
@@ -274,54 +264,37 @@ class _Place(NamedTuple):
     Attributes:
         shape: Rows and columns.
         padded: Rows and columns with padding.
-        owner: The rank that computes it.
-        start: Its first element in the results and sources of that rank.
+        start: Its first element in the results and sources.
         square: The first element of its products in each half of the symmetric matrices.
     """
 
     shape: tuple[int, int]
     padded: tuple[int, int]
-    owner: int
     start: int
     square: int
 
 
 def _place_all(
-    shapes: Sequence[tuple[int, int]], multiple: int, ranks: int
-) -> tuple[list[_Place], list[int], list[int]]:
-    """Assigns padded matrices to ranks and memory.
+    shapes: Sequence[tuple[int, int]], multiple: int
+) -> tuple[list[_Place], int, int]:
+    """Assigns padded matrices to memory.
 
     Returns:
-        The places in the order of `shapes`, and for each rank the number of elements of its results and
-        of its symmetric matrices.
+        The places in the order of `shapes`, and the number of elements of the results and of the
+        symmetric matrices.
     """
-    places, lengths, squares = [], [0] * ranks, [0] * ranks
-    for shape, owner in zip(shapes, share_out(shapes, ranks), strict=True):
+    places, start, square = [], 0, 0
+    for shape in shapes:
         rows, columns = padded = (_round_up(shape[0], multiple), _round_up(shape[1], multiple))
         if rows * columns > _MOST_ELEMENTS:
             raise PacelineError(
                 f"a matrix of shape {shape} is too large for the kernels of Muon",
                 "use products='torch'",
             )
-        places.append(_Place(shape, padded, owner, lengths[owner], squares[owner]))
-        lengths[owner] += rows * columns
-        squares[owner] += min(rows, columns) ** 2
-    return places, lengths, squares
-
-
-def _fields(
-    place: _Place, own: bool, sources: Tensor, symmetric: Tensor, results: Tensor
-) -> list[int]:
-    """Returns a column of the kernels' table: addresses and both shapes.
-
-    A matrix of another rank has the address of its result only.
-    """
-    addresses = [0, _address(results, place.owner * results.shape[1] + place.start), 0, 0]
-    if own:
-        addresses[0] = _address(sources, place.start)
-        half = symmetric.shape[1]
-        addresses[2:] = [_address(symmetric, place.square + i * half) for i in range(2)]
-    return [*addresses, *place.padded, *place.shape]
+        places.append(_Place(shape, padded, start, square))
+        start += rows * columns
+        square += min(rows, columns) ** 2
+    return places, start, square
 
 
 def _tiles(
@@ -342,7 +315,7 @@ def _tiles(
         for j in range(-(-columns // width))
         if not upper or j >= i
     ]
-    return to_device(torch.tensor(tiles, dtype=torch.int32).reshape(-1, 3), device)
+    return to_device(torch.tensor(tiles, dtype=torch.int32), device)
 
 
 def _stages(tiling: Tiling, device: torch.device) -> int:

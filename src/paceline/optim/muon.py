@@ -43,7 +43,7 @@ REFERENCE = "reference_norm"
 STEP_FACTOR = "step_factor"
 # Squares of smaller numbers underflow: a shorter average makes a shorter step, not a longer one.
 _TINY = 1e-15
-PRODUCTS = ("auto", "kernels", "torch")
+PRODUCTS = ("auto", "torch")
 
 
 def split_matrices(group: dict[str, Any], least_dims: int) -> tuple[list[Any], list[Any]]:
@@ -120,11 +120,10 @@ class MuonRule(UpdateRule):
 
     def directions_in_kernels(self, optimizer: MasterOptimizer) -> bool:
         """Returns True if Triton can compute the directions too, not only the update."""
-        products, shared = getattr(optimizer, "products", "auto"), optimizer.shared
-        if products == "torch" or _fixed(optimizer):  # no kernels for steps of fixed length
+        shared = optimizer.shared is not None and optimizer.shared.ranks > 1
+        wants_torch = getattr(optimizer, "products", "auto") == "torch"
+        if wants_torch or shared or _fixed(optimizer):  # no kernels for shared or fixed steps
             return False
-        if products == "auto" and shared is not None and shared.ranks > 1:
-            return False  # no record of a run
         rows_fit = all(rows_are_outermost(p) for p in _matrices(optimizer))
         return rows_fit and not products_unavailable(optimizer.overflow.device)
 
@@ -166,11 +165,10 @@ class MuonRule(UpdateRule):
 
         `MuonStep` receives the rows unchanged.
         """
-        param_groups, shared = optimizer.parts(), optimizer.shared
+        param_groups = optimizer.parts()
         numbers = [n for n, group in enumerate(param_groups) if group["orthogonal"]]
         if isinstance(optimizer.engine, MuonStep):
             optimizer.engine.groups = frozenset(numbers)
-            optimizer.engine.shared = shared
             return rows
         rows_by_group = {number: [row for row in rows if row.group == number] for number in numbers}
         chosen = [row for own in rows_by_group.values() for row in own]
@@ -190,7 +188,7 @@ class MuonRule(UpdateRule):
                 averages += group_averages
                 is_zero += zeros
         computed = self._with_lengths(
-            param_groups, chosen, orthogonalize(averages, is_zero, shared)
+            param_groups, chosen, orthogonalize(averages, is_zero, optimizer.shared)
         )
         if gates.grad_scale is not None:
             # The update divides every gradient by the scale, a power of two.
@@ -299,8 +297,8 @@ class Muon(MasterOptimizer):
         adapt_bias_norm: True to adapt groups of role `bias_norm` too.
         fused: True for Triton kernels, False for list operations, None for kernels on CUDA if Triton is
             installed.
-        products: Implementation of the matrix products on a GPU: `kernels` (Triton), `torch`, or `auto`
-            (kernels, unless ranks share the products).
+        products: Implementation of the matrix products on a GPU: `torch`, or `auto` (Triton kernels,
+            unless ranks share the products or steps have a fixed length).
 
     Example:
         >>> optimizer = Muon(parameter_groups(model, 5e-5), lr=4.0)
