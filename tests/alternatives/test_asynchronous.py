@@ -245,7 +245,7 @@ def test_without_momentum_and_staleness_it_follows_synchronous_sgd(tmp_path: Pat
         ("comm.algorithm", "hierarchical"), ("comm.overlap", "on"), ("comm.wire", "int8"),
         ("comm.group_size", 2), ("comm.plan", "plan.toml"),
         ("run.average_epochs", 1.0), ("optim.clip_norm", 1.0), ("run.asynchronous.staleness", -1),
-        ("optim.name", "rmsprop_warmup"),
+        ("optim.name", "rmsprop_warmup"), ("precision.amp_dtype", "fp16"),
     ],
 )  # fmt: skip
 def test_what_excludes_asynchronous_training_is_refused(name: str, value: object) -> None:
@@ -264,15 +264,3 @@ def test_classes_and_objects_are_no_optimizers_of_servers(tmp_path: Path) -> Non
         run_training(small_config(tmp_path / "a", **ASYNC), Silent, components=own)
     assert caught.value.field == "optimizer"
     assert not (tmp_path / "a").exists()
-
-
-def _refused(rank: int, output: str) -> str:
-    try:
-        run_small(output, precision__amp_dtype="fp16", **ASYNC)
-    except ConfigError as error:
-        return str(error).partition(" = ")[0].rpartition(" ")[2]
-    return ""
-
-
-def test_a_loss_scale_is_refused(tmp_path: Path) -> None:
-    assert run_ranks(2, _refused, str(tmp_path)) == ["precision.amp_dtype"] * 2

@@ -157,35 +157,6 @@ def test_sums_are_those_of_the_definition(ranks: int) -> None:
                 assert close.mean() >= 0.998, (wire, feedback, length, step)
 
 
-def _repeated(rank: int, feedback: bool) -> np.ndarray:
-    """The mean over many steps of one and the same gradient."""
-    steps, mean = 64, np.zeros(1024)
-    with joined() as group:
-        plan = FusionPlan((FusionBucket(("a",), ALL_TO_ALL, "int8", "native"),))
-        settings = CommSettings(wire="int8", owned={"eight_bit": EightBitSettings(feedback)})
-        transport = create_transport(group, settings, plan)
-        buffer = torch.zeros(1024)
-        for _ in range(steps):
-            buffer.copy_(torch.from_numpy(gradients(rank, 7, 1024)))
-            transport.planned.carry(buffer, ALL_TO_ALL, "int8")  # type: ignore[attr-defined]
-            mean += buffer.double().numpy() / steps
-            if transport.memory is not None:
-                transport.memory.settle(torch.zeros(()))
-        transport.close()
-    return mean
-
-
-def test_feedback_takes_the_bias_away() -> None:
-    """Rounding errs alike on equal gradients, and the mean over steps keeps its error; with feedback the
-    sum over all steps is short of the residuals of the last one only, so that the error of the mean falls
-    with the steps."""
-    exact = sum(gradients(r, 7, 1024).astype(np.float64) for r in range(2))
-    with_feedback, without = (
-        np.abs(run_ranks(2, _repeated, feedback)[0] - exact).max() for feedback in (True, False)
-    )
-    assert with_feedback < without / 8
-
-
 @pytest.mark.parametrize("wire", EIGHT_BIT)
 def test_rounding_is_that_of_the_format(wire: str) -> None:
     values = torch.from_numpy(gradients(0, 0, 4096))

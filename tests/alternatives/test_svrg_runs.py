@@ -162,16 +162,6 @@ def stop_on_one_rank(rank: int, folder: str) -> list[dict[str, Any]]:
     return [whole, part, rest]
 
 
-def test_a_signal_during_a_full_pass_stops_it_between_batches(tmp_path: Path) -> None:
-    whole = stopped_run(tmp_path / "a", -1)
-    part = stopped_run(tmp_path / "b", 4)
-    assert part["by"] == "SIGTERM"
-    assert newest(tmp_path / "b").name == "step-00000004.pt"
-    assert part["passes"] == 2, "seven batches are a pass, and the step's own would follow"
-    rest = stopped_run(tmp_path / "c", -1, run__resume=str(tmp_path / "b"))
-    assert rest["weights_sha256"] == whole["weights_sha256"]
-
-
 def test_a_signal_to_one_rank_during_a_full_pass_stops_all(tmp_path: Path) -> None:
     results = run_ranks(2, stop_on_one_rank, str(tmp_path))
     for whole, part, rest in results:

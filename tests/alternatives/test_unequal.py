@@ -180,23 +180,12 @@ def test_new_shares_drop_captured_graphs(tmp_path: Path) -> None:
     assert run_ranks(2, _graphs, str(tmp_path), values) == [[True]] * 2
 
 
-@pytest.mark.parametrize("text", ["fast", "1", "1:0", "1:-2", "1:nan", ""])
+@pytest.mark.parametrize("text", ["fast", "1", "1:0", "1:-2", "1:nan", "", "1:1:1"])
 def test_shares_that_say_nothing_are_refused(text: str) -> None:
+    values = {"run.strategy": "unequal", "run.unequal.shares": text}
     with pytest.raises(ConfigError) as caught:
-        RunConfig().with_values({"run.strategy": "unequal", "run.unequal.shares": text})
+        Unequal.check(RunConfig().with_values(values), ranks=2)
     assert caught.value.field == "run.unequal.shares"
-
-
-def _refused(rank: int, output: str) -> str:
-    try:
-        run_small(output, run__strategy="unequal", run__unequal__shares="1:1:1")
-    except ConfigError as error:
-        return error.field
-    return ""
-
-
-def test_one_number_for_each_rank(tmp_path: Path) -> None:
-    assert run_ranks(2, _refused, str(tmp_path)) == ["run.unequal.shares"] * 2
 
 
 class _FailingDisplay(Silent):

@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from paceline.core.errors import CheckpointError
-from paceline.models import AlexNet, SmallResNet, alexnet, load_pretrained
-from paceline.models.alexnet import NORM_NAMES
+from paceline.models import SmallResNet, load_pretrained
 from paceline.models.resnet import RESNET_LAYOUTS, ResNet
 
 State = dict[str, Tensor]
@@ -222,19 +221,3 @@ def test_files_without_weights(tmp_path: Path, content: object) -> None:
     assert "holds no weights" in refused(fresh(), saved(content, tmp_path))
     ours = {"format": "paceline-checkpoint", "model": {"a": torch.zeros(1)}}
     assert "paceline export" in refused(fresh(), saved(ours, tmp_path, "step-00000001.pt"))
-
-
-def test_alexnets_with_and_without_batch_norm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(alexnet, "HIDDEN_FEATURES", 16)
-    source = trained(AlexNet(num_classes=5))
-    model = AlexNet(num_classes=5, norms=NORM_NAMES)
-    (_, note) = load_pretrained(model, saved(source.state_dict(), tmp_path))
-    assert "6 batch norms" in note
-    key = "features.10.weight"
-    assert torch.equal(model.get_parameter(key), source.get_parameter(key))
-    one = AlexNet(num_classes=5, norms=["bn0"]).state_dict()
-    line = refused(AlexNet(num_classes=5, norms=["bn0", "bn3"]), saved(one, tmp_path))
-    assert "4 missing (features.bn3.weight" in line
-    refused(AlexNet(num_classes=5), saved(one, tmp_path))

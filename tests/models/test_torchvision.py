@@ -46,14 +46,6 @@ def ours(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_keys_and_shapes_are_equal(name):
-    with torch.device("meta"):
-        left, right = ours(name).state_dict(), theirs(name).state_dict()
-    shapes = {key: (tuple(value.shape), value.dtype) for key, value in left.items()}
-    assert shapes == {key: (tuple(value.shape), value.dtype) for key, value in right.items()}
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_outputs_are_equal_with_their_weights_in_our_model(name, tmp_path):
     right = scrambled(theirs(name), seed=1)
     torch.save(right.state_dict(), tmp_path / "theirs.pth")

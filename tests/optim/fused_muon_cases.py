@@ -288,29 +288,3 @@ def test_a_matrix_beyond_32_bit_offsets_is_refused(monkeypatch: pytest.MonkeyPat
     fill_gradients(ps, 0)
     with pytest.raises(PacelineError, match=r"\(40, 36\) is too large"):
         kernel.step()
-
-
-def test_the_deepest_tiles_come_first_and_cover_each_matrix_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(fused_muon, "TILING", Tiling(32, 16, 64, 16))
-    kernel, ps = create(True)
-    fill_gradients(ps, 0)
-    kernel.prepare()
-    made = engine_of(kernel)._matrices
-    assert made is not None
-    rows, columns = made.table[4].tolist(), made.table[5].tolist()
-    for tiles, side, deep in (
-        (made.gram_tiles, min, max), (made.polynomial_tiles, min, min), (made.apply_tiles, None, min),
-    ):  # fmt: skip
-        depths = [deep(rows[place], columns[place]) for place, _, _ in tiles.tolist()]
-        assert depths == sorted(depths, reverse=True)
-        covered = torch.zeros(len(rows), 48, 64)
-        height, width = (32, 32) if side else (16, 64)
-        for place, i, j in tiles.tolist():
-            covered[place, i * height : (i + 1) * height, j * width : (j + 1) * width] += 1
-            if side and i != j:
-                covered[place, j * height : (j + 1) * height, i * width : (i + 1) * width] += 1
-        for place, (high, broad) in enumerate(zip(rows, columns, strict=True)):
-            high, broad = (side(high, broad),) * 2 if side else (high, broad)
-            assert (covered[place, :high, :broad] == 1).all()

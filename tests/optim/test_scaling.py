@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import shutil
 import tomllib
 from dataclasses import replace
@@ -108,13 +107,8 @@ def test_a_rate_and_a_momentum_of_the_user_leave_the_pace_as_it_is() -> None:
 
 @pytest.mark.parametrize(("batch", "ranks"), [(4999, 1), (9998, 2), (2 * 2503, 1)])
 def test_a_batch_that_leaves_batch_norm_a_few_samples_is_refused(batch: int, ranks: int) -> None:
-    with pytest.raises(ConfigError, match=r"run\.global_batch_size") as caught:
+    with pytest.raises(ConfigError, match=r"run\.global_batch_size"):
         scale_recipe(CIFAR, Target(batch, 50_000, 90, ranks))
-    near = [int(word) for word in re.findall(r"use (\d+) or (\d+)", str(caught.value))[0]]
-    assert near[0] < batch < near[1]
-    for good in near:
-        found = scale_recipe(CIFAR, Target(good, 50_000, 90, ranks)).values["run.batch_size"]
-        assert 128 <= found <= 256
     kept = replace(CIFAR, kept=frozenset({"run.batch_size"}))
     assert scale_recipe(kept, Target(batch, 50_000, 90, ranks)).values
 
@@ -123,7 +117,7 @@ def test_sgd_keeps_linear_scaling_while_an_epoch_has_many_steps() -> None:
     found = scale_recipe(CIFAR, Target(1024, 1_281_167, 90))
     assert "optim.name" not in found.values
     assert found.values["optim.lr"] == pytest.approx(0.8)
-    assert not found.losses
+    assert not found.notes
 
 
 def test_rates_of_adam_follow_the_root_and_averages_the_samples() -> None:
@@ -175,7 +169,6 @@ def test_muon_takes_over_from_adam_where_an_epoch_has_few_steps(name: str) -> No
         2000 / 128 * 1e-3 * 0.05, rel=1e-3
     ), "of the whole batch, whose rate is twice the first; a step takes as much as the samples"
     assert values == as_sgd.values
-    assert found.losses == as_sgd.losses
     no_decay = replace(recipe, optim=replace(optim, weight_decay=0.0))
     assert "optim.weight_decay" not in scale_recipe(no_decay, target).values
     large = replace(recipe, batch=8192)
@@ -203,7 +196,7 @@ def test_adam_stays_where_muon_might_not_suit(changes: dict[str, Any], noted: bo
     found = scale_recipe(recipe, Target(2000, 12_000, 15))
     assert "optim.name" not in found.values
     assert "optim.adam.beta2" in {*found.values, *recipe.kept}
-    assert (len(found.losses), len(found.notes)) == (1, int(noted))
+    assert len(found.notes) == 1 + noted
 
 
 def test_the_default_rate_of_adam_is_not_one_for_fine_tuning() -> None:
@@ -230,7 +223,7 @@ def test_lars_is_kept_where_asked_for_with_a_long_warm_up() -> None:
     assert "optim.name" not in found.values
     assert pace(found, asked) == pytest.approx(PACE["lars"] / math.sqrt(5), rel=1e-3)
     assert found.values["optim.warmup_epochs"] == pytest.approx(27)
-    assert found.losses
+    assert found.notes
 
 
 @pytest.mark.parametrize(

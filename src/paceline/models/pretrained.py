@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from paceline.core.errors import CheckpointError
 from paceline.core.files import open_regular
-from paceline.models.alexnet import AlexNet
 from paceline.models.tensor_file import TensorFileError, load_tensors
 
 # Keys of the weights in checkpoints of other programs; averaged weights first, as in timm.
@@ -37,8 +36,7 @@ def load_pretrained(model: nn.Module, path: Path) -> list[str]:
     """Loads weights into a model.
 
     A head for another number of classes keeps its initial values. The file may lack
-    `num_batches_tracked` and, if it is from a plain AlexNet, batch norms. It may contain auxiliary heads
-    that the model does not have.
+    `num_batches_tracked`, and may contain auxiliary heads that the model does not have.
 
     Args:
         model: The model, not wrapped yet.
@@ -58,15 +56,8 @@ def load_pretrained(model: nn.Module, path: Path) -> list[str]:
     if not any(key.startswith(_AUXILIARY) for key in own):
         stored = {key: value for key, value in stored.items() if not key.startswith(_AUXILIARY)}
     kept = _replaced_head(model, own, stored, notes)
-    absent_norms = _absent_norms(model, own, stored, notes)
 
-    missing = [
-        key
-        for key in own
-        if key not in stored
-        and key not in absent_norms
-        and not key.endswith(".num_batches_tracked")
-    ]
+    missing = [key for key in own if key not in stored and not key.endswith(".num_batches_tracked")]
     unexpected = [key for key in stored if key not in own]
     misfits = [
         f"{key} {_shape(stored[key])} for {_shape(own[key])}"
@@ -218,23 +209,6 @@ def _replaced_head(
         f"classes, this model {model_classes.pop()}"
     )
     return frozenset(keys)
-
-
-def _absent_norms(
-    model: nn.Module, own: StateDict, stored: StateDict, notes: list[str]
-) -> frozenset[str]:
-    """Returns the keys of AlexNet's added batch norms if the file is from a plain AlexNet.
-
-    A new batch norm is the identity in evaluation, so the model computes the same function.
-    """
-    prefixes = model.added_norm_prefixes if isinstance(model, AlexNet) else ()
-    keys = frozenset(key for key in own if key.startswith(prefixes)) if prefixes else frozenset()
-    if not keys or not keys.isdisjoint(stored):
-        return frozenset()
-    notes.append(
-        f"the file is from a plain AlexNet: {len(prefixes)} batch norms keep their initial values"
-    )
-    return keys
 
 
 def _shape(tensor: Tensor) -> str:

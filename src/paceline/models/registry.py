@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.models.alexnet import MIN_PIXELS, NORM_NAMES, AlexNet, AlexNet2012
+from paceline.models.alexnet import MIN_PIXELS, NORM_NAMES, AlexNet
 from paceline.models.factories import create_foreign_model
 from paceline.models.resnet import RESNET_LAYOUTS, FastResNet, ResNet, SmallResNet
 from paceline.models.settings import MODEL_NAMES, ModelSettings, check_model_name
@@ -91,10 +91,6 @@ def _create_own(
             f"needs images of at least {MIN_PIXELS} pixels, but these have {image_size}",
             "use 'resnet_tiny' or 'resnet18', or larger images",
         )
-    if name == "alexnet2012":
-        return AlexNet2012(
-            num_classes=num_classes, in_channels=in_channels, dropout=settings.dropout
-        )
     norms = NORM_NAMES if name == "alexnet_bn" else ()
     return AlexNet(
         num_classes=num_classes, in_channels=in_channels, dropout=settings.dropout, norms=norms
@@ -157,9 +153,6 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-_SHOWN = 8
-
-
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
     """Freezes parameters; sets the model to training mode and frozen batch norms to evaluation mode.
 
@@ -216,13 +209,10 @@ def count_frozen(model: nn.Module) -> int:
 
 
 def _similar(pattern: str, model: nn.Module) -> str:
-    """Returns the nearest names of parameters and modules, or the names of the model's children."""
+    """Suggests a similar name of a parameter or module, or names the model's children."""
     plain = pattern.rstrip("*").rstrip(".")
     names = {name for name, _ in model.named_parameters()}
     names |= {name for name, module in model.named_modules() if name and list(module.parameters())}
-    hint = nearest(plain, names)
-    if hint.startswith("did you mean"):
-        return hint
     children = [name for name, child in model.named_children() if list(child.parameters())]
-    more = ", …" if len(children) > _SHOWN else ""
-    return f"its modules are {', '.join(children[:_SHOWN])}{more}" if children else hint
+    hint = nearest(plain, names)
+    return hint if hint.startswith("did you mean") else f"use parts of {', '.join(children)}"

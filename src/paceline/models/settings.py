@@ -25,7 +25,6 @@ STEMS_OF_MODEL: dict[str, tuple[str, ...]] = {
     "resnet_tiny": ("small",),
     "resnet_fast": ("small",),
     "alexnet": (),
-    "alexnet2012": (),
     "alexnet_bn": (),
 }
 MODEL_NAMES: tuple[str, ...] = tuple(STEMS_OF_MODEL)
@@ -126,7 +125,7 @@ class ModelSettings:
 
     name: str = "resnet50"
     """`resnet18`, `resnet34`, `resnet50`, `resnet101`, `resnet152`, `resnet_tiny`, `resnet_fast`,
-    `alexnet`, `alexnet2012`, `alexnet_bn`, `timm:NAME`, `torchvision:NAME`, `package.module:factory`, or
+    `alexnet`, `alexnet_bn`, `timm:NAME`, `torchvision:NAME`, `package.module:factory`, or
     a registered name."""
     arguments: str = ""
     """Further keyword arguments for a model that is not part of Paceline, as a TOML table:

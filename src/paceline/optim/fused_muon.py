@@ -213,9 +213,7 @@ def rows_are_outermost(parameter: Tensor) -> bool:
     return parameter.stride(0) == parameter[0].numel()
 
 
-def _create(
-    layout: Layout, shapes: Sequence[tuple[int, int]], device: torch.device
-) -> _Matrices:
+def _create(layout: Layout, shapes: Sequence[tuple[int, int]], device: torch.device) -> _Matrices:
     """Creates the memory; `shapes` has the order of rows."""
     tiling = TILING
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -243,10 +241,18 @@ def _create(
         stages=_stages(tiling, device),
         table=to_device(torch.tensor(columns, dtype=torch.int64).t().contiguous(), device),
         gram_tiles=_tiles(
-            [(i, min(both), min(both), max(both)) for i, both in padded], square, square, device, True
+            [(i, min(both), min(both), max(both)) for i, both in padded],
+            square,
+            square,
+            device,
+            True,
         ),
         polynomial_tiles=_tiles(
-            [(i, min(both), min(both), min(both)) for i, both in padded], square, square, device, True
+            [(i, min(both), min(both), min(both)) for i, both in padded],
+            square,
+            square,
+            device,
+            True,
         ),
         apply_tiles=_tiles(
             [(i, *both, min(both)) for i, both in padded], tiling.height, tiling.width, device
@@ -274,9 +280,7 @@ class _Place(NamedTuple):
     square: int
 
 
-def _place_all(
-    shapes: Sequence[tuple[int, int]], multiple: int
-) -> tuple[list[_Place], int, int]:
+def _place_all(shapes: Sequence[tuple[int, int]], multiple: int) -> tuple[list[_Place], int, int]:
     """Assigns padded matrices to memory.
 
     Returns:

@@ -7,7 +7,6 @@ reasons, and the expected loss of accuracy. docs/large-batch.md has the equation
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from paceline.core.batch_range import (
 )
 from paceline.core.errors import ConfigError, nearest
 from paceline.optim.rule_settings import AdamSettings, LarsSettings, MuonSettings
-from paceline.optim.scaling_report import Choice, Scaling, expected_loss
+from paceline.optim.scaling_report import Choice, Scaling
 from paceline.optim.settings import OptimSettings
 
 OF_ADAM = ("adamw", "lamb")
@@ -166,7 +165,7 @@ def scale_recipe(recipe: Recipe, target: Target) -> Scaling:
     )
     kept = tuple(sorted(recipe.kept & set(SCALED)))
     if factor == 1:
-        return Scaling((), (), headline, kept)
+        return Scaling((), headline, kept)
     rule = _Rule(recipe, target)
     name = rule.optimizer()
     if name == "sgd":
@@ -182,18 +181,15 @@ def scale_recipe(recipe: Recipe, target: Target) -> Scaling:
         rule.grow(group)
     rule.average()
     rule.unmix()
-    losses = []
-    if target.batch > recipe.batch and steps < SGD_STEPS_PER_EPOCH:
-        grows = bool(rule.grown_steps)
-        loss = expected_loss(name, steps, target.total_steps, target.is_short, grows)
-        better = " (muon loses less)" if name != "muon" and not rule.fine_tuning else ""
-        losses.append(loss + better)
+    notes = [f"{name} is kept: {rule.why_adam}"] if rule.why_adam else []
     if rule.grown_steps:
         headline += f" ({rule.grown_steps:,} with a batch that grows)"
-    elif losses and rule.one_batch:
-        losses.append(f"the batch does not grow: {rule.one_batch}")
-    notes = (f"{name} is kept: {rule.why_adam}",) if rule.why_adam else ()
-    return Scaling(tuple(rule.choices), tuple(losses), headline, kept, notes)
+    if target.batch > recipe.batch and steps < SGD_STEPS_PER_EPOCH:
+        if rule.one_batch and not rule.grown_steps:
+            notes.append(f"the batch does not grow: {rule.one_batch}")
+        better = "" if name == "muon" or rule.fine_tuning else ", less with muon"
+        notes.append(f"expect a loss of accuracy{better} (docs/large-batch.md)")
+    return Scaling(tuple(rule.choices), headline, kept, tuple(notes))
 
 
 def _check(recipe: Recipe, target: Target) -> None:
@@ -395,17 +391,12 @@ class _Rule:
         if batch % ranks or rank_batch < 1:
             return None  # resolve refuses it and names the nearest batches
         group = _norm_group(rank_batch, wanted)
-        if _is_small(group, rank_batch, wanted):
-            near = [
-                str(size * ranks)
-                for sizes in (range(rank_batch - 1, 0, -1), range(rank_batch + 1, 2 * rank_batch))
-                for size in _first_good(sizes, wanted)
-            ]
+        if 4 * group < min(wanted, rank_batch):
             raise ConfigError(
                 "run.global_batch_size", self.target.batch,
                 f"gives batch norm groups of {group} samples, but the recipe has {wanted}: no number "
                 f"near that divides the {rank_batch} samples of a rank",
-                f"use {' or '.join(near)}, or give --batch-size",
+                "use a batch with more divisors, or give --batch-size",
             )  # fmt: skip
         reason = "batch-norm group of the recipe"
         if group != wanted:
@@ -422,11 +413,6 @@ class _Rule:
         if kept:
             return
         if first == batch:
-            if group and not target.first_batch and self._first_batch(group, ranks=1) < batch:
-                self.one_batch = (
-                    f"with {target.ranks} ranks and micro-batches of {group}, half of it is too small: "
-                    "use fewer ranks or a smaller --batch-size"
-                )
             return
         if recipe.one_batch:
             self.one_batch = recipe.one_batch
@@ -482,13 +468,3 @@ def _norm_group(rank_batch: int, wanted: int) -> int:
     while rank_batch % parts:
         parts += 1
     return rank_batch // parts
-
-
-def _is_small(group: int, rank_batch: int, wanted: int) -> bool:
-    return 4 * group < min(wanted, rank_batch)
-
-
-def _first_good(rank_batches: range, wanted: int) -> list[int]:
-    """Returns a list of the first batch whose norm group is not too small, or an empty one."""
-    goods = (b for b in rank_batches if not _is_small(_norm_group(b, wanted), b, wanted))
-    return list(itertools.islice(goods, 1))

@@ -268,12 +268,7 @@ class LrSchedule:
         """Describes a warm-up that is shorter than `warmup_epochs`; empty otherwise."""
         wanted = self.settings.warmup_epochs
         if not self.settings.own_schedule.WARMS_UP:
-            if not wanted:
-                return ""
-            return (
-                f"none: optim.schedule = {self.settings.schedule!r} does not use "
-                f"optim.warmup_epochs = {wanted:g}"
-            )
+            return f"none with optim.schedule = {self.settings.schedule!r}" if wanted else ""
         if self.settings.warmup_max_share == 1 or not self._cuts_warmup:
             return ""
         epochs = self.warmup_steps / self.steps_per_epoch

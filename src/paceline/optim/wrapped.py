@@ -34,7 +34,7 @@ class _Rate(NamedTuple):
 
 
 class _NoRule(UpdateRule):
-    """Stands in for the equation, which the inner optimizer has."""
+    """A rule without equation, which the inner optimizer has."""
 
     Hyper: ClassVar[Any] = _Rate
 
