@@ -44,7 +44,7 @@ def test_shards_hold_each_tensor_once_and_are_even() -> None:
 
 
 class Momentum:
-    """The optimizer of a shard: v ← m v + g; w ← w − lr v, and a log of what it was given."""
+    """The optimizer of a shard: v ← m v + g; w ← w − lr v. Logs the gradients."""
 
     def __init__(self, weights: torch.Tensor) -> None:
         self.weights, self.velocity = weights, torch.zeros_like(weights)
@@ -60,7 +60,7 @@ class Momentum:
 
 
 def _work(rank: int, servers: int, bound: int) -> dict[str, Any]:
-    """Workers of different speed, each with steps of its own."""
+    """Runs workers of different speed."""
     with joined() as group:
         shards = cut_shards(SIZES, group.world_size, servers)
         server, clock = ParameterServer(group, shards), Clock()
@@ -186,7 +186,7 @@ def _stopped(rank: int, output: str) -> str:
 
 
 def test_a_stop_ends_all_ranks_after_the_same_step(tmp_path: Path) -> None:
-    """The signal of one rank is known to all a bound later; steps under way are completed and saved."""
+    """All ranks know the signal of one rank within the bound; begun steps are completed and saved."""
     assert run_ranks(2, _stopped, str(tmp_path / "a")) == ["SIGTERM"] * 2
     saved = last(tmp_path / "a")
     assert 4 <= saved.step <= 6
@@ -231,7 +231,7 @@ def test_an_error_of_one_rank_ends_all_with_its_line(tmp_path: Path) -> None:
 
 
 def test_without_momentum_and_staleness_it_follows_synchronous_sgd(tmp_path: Path) -> None:
-    """Two pushes at half the rate are one step, but for the second seeing what the first has done."""
+    """Two pushes at half the rate are nearly one step: the second sees the effect of the first."""
     values = {"optim__momentum": 0.0, "optim__lr": 1e-4, "optim__weight_decay": 0.1}
     own = {"run__strategy": "asynchronous", "run__asynchronous__staleness": 0}
     ours = run_ranks(2, _run, str(tmp_path / "a"), values | own)[0]

@@ -33,7 +33,7 @@ CASES = [(wire, feedback) for wire in EIGHT_BIT for feedback in (True, False)]
 
 
 def fp8_numbers(exponent_bits: int, mantissa_bits: int, *, ieee: bool) -> np.ndarray:
-    """All finite numbers of a format, from its bits. e4m3 of Micikevicius et al. (2022) has no infinity
+    """Returns all finite numbers of a format. e4m3 of Micikevicius et al. (2022) has no infinity
     and one NaN, e5m2 is as in IEEE 754."""
     bias = 2 ** (exponent_bits - 1) - 1
     found = []
@@ -51,7 +51,7 @@ def fp8_numbers(exponent_bits: int, mantissa_bits: int, *, ieee: bool) -> np.nda
 
 
 def rounded(x: np.ndarray, wire: str) -> np.ndarray:
-    """To the nearest number of the format, ties to the even one."""
+    """Rounds to the nearest number of the format, ties to even."""
     if wire == "int8":
         return np.clip(np.rint(x), -127, 127)
     table = fp8_numbers(4, 3, ieee=False) if wire == "float8_e4m3" else fp8_numbers(5, 2, ieee=True)
@@ -64,7 +64,7 @@ def rounded(x: np.ndarray, wire: str) -> np.ndarray:
 
 
 def quantized(x: np.ndarray, wire: str) -> np.ndarray:
-    """What the other side decodes."""
+    """Returns the decoded numbers."""
     largest = {"int8": 127.0, "float8_e4m3": 448.0, "float8_e5m2": 57344.0}[wire]
     rows = x.reshape(-1, BLOCK)
     scale = (np.abs(rows).max(axis=1, keepdims=True) / np.float32(largest)).astype(np.float32)
@@ -73,7 +73,7 @@ def quantized(x: np.ndarray, wire: str) -> np.ndarray:
 
 
 class Reference:
-    """All ranks at once."""
+    """The all-reduce of all ranks in one process."""
 
     def __init__(self, ranks: int, wire: str, feedback: bool) -> None:
         self.ranks, self.wire, self.feedback = ranks, wire, feedback
@@ -113,7 +113,7 @@ def gradients(rank: int, step: int, length: int) -> np.ndarray:
 
 
 def _all_reduce(rank: int, lengths: tuple[int, ...]) -> dict[tuple[str, bool], list[Any]]:
-    """By every format, with and without feedback: the sums of some steps over messages of several
+    """Returns the sums of every format, with and without feedback, of some steps over messages of several
     lengths. Each step has a loss scale of its own, which the sums are divided by; with powers of two that
     rounds nothing."""
     found: dict[tuple[str, bool], list[Any]] = {}

@@ -27,7 +27,7 @@ def generator(seed: int, draw: int) -> torch.Generator:
 
 
 def rounded(values: Float, step: float, bits: int, noise: Float) -> Float:
-    """Q of the paper: up with the probability of the remainder, then saturated."""
+    """Rounds as Q of the paper: up with the probability of the remainder, then saturated."""
     below = np.floor(values / step)
     up = noise >= 1 - (values / step - below)
     return np.clip(below + up, -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
@@ -62,7 +62,7 @@ class Logistic:
         self.condition = (smooth + decay) / decay
 
     def gradient(self, w: Float, rows: slice | npt.NDArray[np.int64] = slice(None)) -> Float:
-        """Without the decay."""
+        """Returns the gradient without the decay."""
         x, y = self.x[rows], self.y[rows]
         found: Float = -(x * (y / (1 + np.exp(y * (x @ w))))[:, None]).mean(0)
         return found
@@ -244,7 +244,7 @@ def test_a_full_gradient_that_is_not_finite_skips_steps_until_the_next(bits: int
 
 
 def test_one_tensor_that_is_not_finite_stops_the_others() -> None:
-    """Also in a step that does not use it."""
+    """This includes a step without the tensor."""
     bad, good = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     optimizer = SVRG([bad, good], lr=0.1, bits=8, mu=1.0)
     bad.grad, good.grad = torch.tensor([math.inf]), torch.ones(1)

@@ -30,7 +30,7 @@ FIXED: dict[str, Any] = {
 
 
 class Linear(nn.Module):
-    """Without batch norm, so that gradients of parts add up to that of the whole."""
+    """A net without batch norm, so that gradients of parts add up to the whole gradient."""
 
     def __init__(self, num_classes: int, in_channels: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def on_rank(rank: int, output: str) -> list[Any]:
 
 
 def test_the_full_gradient_is_that_of_all_samples_on_any_number_of_ranks(tmp_path: Path) -> None:
-    """At zero weights the gradient of a linear model is known in closed form."""
+    """The gradient of a linear model at zero weights has a closed form."""
     config = small_config(tmp_path / "x", **FIXED)
     source, _ = open_data(config.data, None, None)
     once = BatchPlan(56, 1, 56, 56, 1)
@@ -99,7 +99,7 @@ def test_the_full_gradient_is_that_of_all_samples_on_any_number_of_ranks(tmp_pat
 
 @pytest.mark.parametrize("name", ["halp", "svrg"])
 def test_a_run_resumes_bit_identically(tmp_path: Path, name: str) -> None:
-    """In the middle of an inner loop, also with batch norm and accumulation."""
+    """Resumes in the middle of an inner loop."""
     values = FIXED | {
         "optim__name": name, "checkpoint__interval_steps": 1, "checkpoint__keep": 99,
     }  # fmt: skip
@@ -147,7 +147,7 @@ class Steps(Callback):
 
 
 def stopped_run(output: Path, before: int, **values: Any) -> dict[str, Any]:
-    """Four steps to an anchor: that before step 4 is the second."""
+    """Runs with an anchor every four steps: the pass before step 4 is the second."""
     Stopped.before, Stopped.at, Stopped.passes = before, 0, 0
     config = small_config(output, **FIXED | {"run__global_batch_size": 16} | values)
     done = run_training(config, Silent, None, Components(model=Stopped, callbacks=(Steps(),)))
@@ -202,6 +202,6 @@ def test_refused(tmp_path: Path, values: dict[str, Any], field: str) -> None:
 
 
 def test_a_streaming_set_is_refused(tmp_path: Path) -> None:
-    """A full gradient needs all samples again and again."""
+    """Full gradients need a data set of known length."""
     with pytest.raises(DataError, match="has no length"):
         pl.Trainer("resnet_tiny", Streaming(), optimizer="halp", output=tmp_path / "a").fit()

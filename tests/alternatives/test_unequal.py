@@ -1,4 +1,4 @@
-"""Unequal shares of the global batch: how they are divided, that the mean stays exact, and whole runs."""
+"""Unequal parts of the global batch: the division, the exact mean, and whole runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from small_runs import Silent, run_small, small_config
 
 
 def test_shares_are_as_near_to_the_speeds_as_whole_samples_can_be() -> None:
-    """Of all divisions none has a smaller sum of squared distances to the exact one."""
+    """No division has a smaller sum of squared distances to the exact one."""
     draw = np.random.default_rng(0)
     for total in (7, 12):
         for _ in range(20):
@@ -78,7 +78,7 @@ REBALANCED: dict[str, Any] = {
 
 
 def linear(num_classes: int) -> nn.Module:
-    """Without batch norm, whose statistics are each micro-batch's own."""
+    """Returns a net without batch norm, whose statistics would depend on the division."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Flatten(), nn.Linear(12 * 12, num_classes))
 
@@ -119,7 +119,7 @@ def test_a_probe_decides_and_a_resumed_run_keeps_the_shares(tmp_path: Path) -> N
 
 
 def with_slow_rank(rank: int, train: Callable[[], RunOutcome]) -> RunOutcome:
-    """Rank 1 seems to need three times as long for a sample."""
+    """Trains with step times as if rank 1 were three times slower."""
     kept = Unequal.record
 
     def record(self: Unequal, outcome: StepOutcome) -> Mapping[str, Any]:
@@ -153,7 +153,7 @@ def test_shares_are_decided_again_at_checkpoints(tmp_path: Path) -> None:
 
 
 class Graphs:
-    """Captured micro-steps, of the size that micro-batches have had until now."""
+    """Stands for captured micro-steps of the previous size."""
 
     released = False
 
@@ -204,7 +204,7 @@ def _fails(rank: int, output: str, values: dict[str, Any]) -> str:
 
 
 def test_the_save_before_an_error_keeps_the_shares(tmp_path: Path) -> None:
-    """New ones would have to be agreed on, and the run ends."""
+    """A new division would need an agreement of ranks, but the run ends."""
     values = {**REBALANCED}
     lines = run_ranks(2, _fails, str(tmp_path / "run"), values)
     assert len({line.removeprefix("rank 0: ") for line in lines}) == 1

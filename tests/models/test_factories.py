@@ -1,4 +1,4 @@
-"""Models that are not ours: found by name, created with what they take, refused in one line."""
+"""Models that are not part of Paceline: names, arguments of factories, errors of one line."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_factories_get_what_they_take(packages: Path) -> None:
 
 
 def test_timm_and_torchvision(packages: Path) -> None:
-    """The size is passed where the model takes it, and the trial without leaves no trace."""
+    """The size is passed if the model accepts it; the failed call does not change random numbers."""
     torch.manual_seed(1)
     plain = nn.Linear(2, 7)
     torch.manual_seed(1)

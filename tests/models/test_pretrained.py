@@ -1,4 +1,4 @@
-"""Weights from files: a file that fits is loaded whole, one that does not changes nothing."""
+"""Weights from files: a matching file is loaded, another file changes nothing."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_damaged_files(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatc
 
 
 class Foreign:
-    """A class that torch's weights-only reader must not build."""
+    """A class that torch's weights-only reader must not create."""
 
 
 @pytest.mark.parametrize("content", [Foreign(), {"state_dict": {}, "hook": Foreign()}])

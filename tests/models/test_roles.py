@@ -50,7 +50,7 @@ def test_norms_are_recognized_by_type_and_biases_by_name() -> None:
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_the_nets_whose_filters_all_have_a_norm_are_the_resnets(name: str) -> None:
-    """On which `optim.muon_steps = "auto"` rests."""
+    """`optim.muon.steps = "auto"` depends on this."""
     with torch.device("meta"):
         model = create_model(ModelSettings(name=name), num_classes=10)
     filters = sum(p.ndim > 2 for p in model.parameters())

@@ -97,7 +97,7 @@ def engine_of(optimizer: Muon) -> MuonStep:
 
 
 def test_kernels_equal_foreach(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In several chunks and tiles, with iterations in both directions between the buffers."""
+    """Uses several chunks and tiles, and iterations in both directions between the buffers."""
     monkeypatch.setattr(fused_steps, "CHUNK", 512)
     monkeypatch.setattr(fused_steps, "BLOCK", 256)
     monkeypatch.setattr(fused_muon, "TILING", Tiling(32, 16, 64, 16))
@@ -131,7 +131,7 @@ def test_kernels_equal_foreach(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_steps_of_fixed_length_take_their_directions_from_torch() -> None:
-    """In the kernels of LARS, which get the length with the direction."""
+    """The update runs in the kernels of LARS."""
     made = pair()
     for optimizer, ps in made:
         for group in optimizer.param_groups[:2]:
@@ -183,7 +183,7 @@ def test_a_group_with_fixed_steps_may_join_and_come_with_a_state() -> None:
 def test_a_bad_gradient_changes_no_bit_and_leaves_no_trace(
     which: int, poison: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also not in the padding of the matrices: the steps after it have the bits of an optimizer that
+    """The padding stays clean too: the next steps have the bits of an optimizer that
     has not seen it."""
     iterate(3, monkeypatch)  # the second writes the matrices that the first starts from
     (kernel, ps), (twin, qs) = create(True), create(True)

@@ -31,7 +31,7 @@ fused_or_not = pytest.mark.parametrize("fused", [True, False], ids=["triton", "f
 
 
 class FixedMuon(Muon):
-    """With steps of fixed length."""
+    """Muon with steps of fixed length."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         fixed = {"orthogonal": True, "fixed_steps": True}
@@ -72,7 +72,7 @@ def create(of: Any, kind: torch.dtype, **options: Any) -> tuple[Any, list[nn.Par
 
 
 def fill(ps: list[nn.Parameter], step: int, scale: float = 1.0) -> None:
-    """Into the memory that the gradients have, as a captured graph needs it."""
+    """Fills gradients in place, as captured graphs need it."""
     draw = torch.Generator(device="cuda").manual_seed(step)
     for p in ps:
         values = torch.randn(p.shape, generator=draw, device="cuda").mul_(0.01 * scale)
@@ -255,7 +255,7 @@ def test_a_step_does_not_synchronize(of: type[MasterOptimizer], fused: bool) -> 
 
 @every
 def test_a_captured_graph_replays_eager_steps(of: type[MasterOptimizer]) -> None:
-    """With the current rate, momentum and switches, and a bad step in between."""
+    """Rate, momentum and switches change between replays, and one step is bad."""
     (eager, ps), (graphed, qs) = create(of, torch.float16), create(of, torch.float16)
     hold = torch.zeros((), device="cuda")
     graphed.hold = hold

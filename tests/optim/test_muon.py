@@ -297,7 +297,7 @@ def test_fixed_steps_keep_their_length_while_weights_grow(kind: torch.dtype) -> 
 
 
 def test_decay_is_no_step_of_its_own_where_steps_are_fixed() -> None:
-    """With a trust ratio, a small gradient beside the decay makes the decay a full step."""
+    """With a trust ratio, a small gradient would make the decay a full step."""
     norms = {}
     for name in ("fixed", "relative"):
         weight = nn.Parameter(torch.eye(6))

@@ -1,4 +1,4 @@
-"""Products shared out among ranks: the division of work, and the bits of the unshared computation."""
+"""Matrix products divided among ranks: balance of the work, and equal bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scaling rule: what it chooses, what the user keeps, where it refuses."""
+"""The scaling rule: its choices, values of the user, refusals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MUON = Recipe(
 
 
 def pace(scaling: Scaling, recipe: Recipe) -> float:
-    """At the batch that was asked for."""
+    """Returns the pace at the whole batch."""
     own = scaling.values.get("optim.name", recipe.optim.name)
     values = {
         **recipe.optim.__dict__,
@@ -72,7 +72,7 @@ def test_the_known_good_batch_changes_nothing() -> None:
 def test_cifar_gets_a_pace_between_those_that_were_best_there(
     batch: int, best: tuple[float, float]
 ) -> None:
-    """At 90 and at 18 epochs, which have one pace."""
+    """The best paces were the same at 90 and at 18 epochs."""
     found = scale_recipe(CIFAR, Target(batch, 50_000, 90))
     assert found.values["optim.name"] == "muon"
     assert best[0] < pace(found, CIFAR) < best[1]
@@ -200,7 +200,7 @@ def test_adam_stays_where_muon_might_not_suit(changes: dict[str, Any], noted: bo
 
 
 def test_the_default_rate_of_adam_is_not_one_for_fine_tuning() -> None:
-    """However small the batch: it is linear in it."""
+    """The default rate is proportional to the batch."""
     recipe = Recipe(OptimSettings(name="adamw", schedule="cosine"), 32, "adamw")
     assert recipe.rate < 1e-4
     assert scale_recipe(recipe, Target(2000, 12_000, 15)).values["optim.name"] == "muon"
@@ -278,7 +278,7 @@ def test_cosine_decay_becomes_linear_for_muon_unless_the_user_gave_a_schedule() 
     [(2500, 30, True), (10_000, 30, True), (2500, 90, False), (10_000, 90, False), (500, 9, False)],
 )
 def test_images_are_not_mixed_in_short_runs(batch: int, epochs: int, dropped: bool) -> None:
-    """By steps in all and epochs; with many steps an epoch the recipe stays."""
+    """A run is short by its steps and epochs; with many steps per epoch the recipe stays."""
     mixed = replace(CIFAR, mixing=("run.cutmix", "run.mixup"))
     values = scale_recipe(mixed, Target(batch, 50_000, epochs)).values
     assert [values.get(name) for name in mixed.mixing] == [0.0 if dropped else None] * 2
@@ -417,7 +417,7 @@ def test_the_batch_grows_where_an_epoch_has_few_steps(target: Target, first: int
 
 @pytest.mark.parametrize("ranks", [1, 4, 8, 16])
 def test_a_resumed_run_keeps_its_first_batch(ranks: int) -> None:
-    """On other ranks, where a new run would begin with another, and with more epochs."""
+    """A new run on these ranks would begin with another batch."""
     target = Target(2048, 50_000, 30, ranks, first_batch=512, grows_at=15.0)
     for epochs in (30, 90):
         found = scale_recipe(CIFAR, replace(target, epochs=epochs)).values

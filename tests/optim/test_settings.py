@@ -291,7 +291,7 @@ def test_steps_have_a_fixed_length_where_some_matrix_has_no_norm_layer(
 def test_steps_of_fixed_length_are_shorter_in_deep_nets(
     matrices: int, factor: float, wanted: str
 ) -> None:
-    """By `auto`; who asks for `fixed` has η as given."""
+    """This applies to `auto` only; `fixed` uses η as given."""
     settings = OptimSettings.gather(name="muon", steps=wanted, trust_coefficient=0.02, momentum=0.9)
     expected = factor if wanted == "auto" else 1.0
     # Of twice as many, half have a norm.

@@ -1,4 +1,4 @@
-"""Optimizers of torch with masters around them: bits, skipped steps, state, and what is refused."""
+"""Optimizers of torch with masters: bits, skipped steps, state, refusals."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_skipped_step_leaves_no_trace_and_inactive_parameters_stay() -> None:
 
 
 class Estimating(torch.optim.SGD):
-    """Keeps a number in its groups, as optimizers that estimate their rate do."""
+    """Keeps a number in its groups, like optimizers that estimate their rate."""
 
     def __init__(self, params: Any, lr: float, estimate: float = 1.0) -> None:
         super().__init__(params, lr=lr)

@@ -61,8 +61,8 @@ def create_optimizer(
     if rule := registered_rule(settings.name):
         return _create_from_rule(settings, rule, groups, lr, fused)
     create = load_part(settings.own_optimizer.CREATE, "optim.name", settings.name)
-    made: MasterOptimizer = create(settings, groups, lr, Context(fused, seed, norms))
-    return made
+    optimizer: MasterOptimizer = create(settings, groups, lr, Context(fused, seed, norms))
+    return optimizer
 
 
 def _create_from_rule(
@@ -82,10 +82,10 @@ def _create_from_rule(
             f"{settings.name} has no {unknown[0]!r}", f"it has {', '.join(fields)}",
         )  # fmt: skip
 
-    def create(made: list[dict[str, Any]]) -> MasterOptimizer:
+    def create(copies: list[dict[str, Any]]) -> MasterOptimizer:
         defaults = {"lr": lr, "weight_decay": settings.weight_decay, **arguments}
         own = {name: value for name, value in defaults.items() if name in fields}
-        return MasterOptimizer(made, own, rule, fused=fused)
+        return MasterOptimizer(copies, own, rule, fused=fused)
 
     return wrap("optim.name", settings.name, create, groups)
 
@@ -106,8 +106,8 @@ def _create_class(
         return _create_from_rule(settings, imported, groups, lr)
     arguments = settings.arguments_table()
 
-    def create(made: list[dict[str, Any]]) -> Any:
-        return imported(made, lr=lr, **arguments)
+    def create(copies: list[dict[str, Any]]) -> Any:
+        return imported(copies, lr=lr, **arguments)
 
     return wrap("optim.name", settings.name, create, groups, imported)
 
@@ -178,15 +178,15 @@ def with_layer_decay(
         raise ConfigError(
             "optim.layer_decay", decay, "this model has a single layer", "leave it at 1"
         )
-    made = []
+    split = []
     for group in groups:
         by_layer: dict[int, list[nn.Parameter]] = {}
         for p in group["params"]:
             by_layer.setdefault(numbers[id(p)], []).append(p)
         for number in sorted(by_layer):
             scale = float(decay ** (last - number))
-            made.append(group | {"params": by_layer[number], "lr_scale": scale})
-    return made
+            split.append(group | {"params": by_layer[number], "lr_scale": scale})
+    return split
 
 
 def describe_layers(groups: Sequence[dict[str, Any]]) -> str:

@@ -92,23 +92,23 @@ class MuonStep(FusedStep):
 
     buffers: tuple[str, ...] = (MOMENTUM,)
     groups: frozenset[int] = frozenset()
-    _others: LarsStep = field(default_factory=LarsStep)
+    _lars: LarsStep = field(default_factory=LarsStep)
     _rest: Tables | None = None
     _matrices: _Matrices | None = None
     _kept: list[_Matrices] = field(default_factory=list)  # for graphs that read them
 
     def run(self, rows: Sequence[Row], hyper: Tensor, gates: Gates, outcome: Outcome) -> None:
         chosen = [row for row in rows if row.group in self.groups]
-        others = [row for row in rows if row.group not in self.groups]
+        rest = [row for row in rows if row.group not in self.groups]
         # All tables come before the first launch: new ones clear the flags of the last step.
-        for engine, own in ((self, chosen), (self._others, others)):
+        for engine, own in ((self, chosen), (self._lars, rest)):
             if not own and engine._tables is not None:
                 engine._tables = None
                 outcome.clear()
         if not chosen:
-            self._others.run(rows, hyper, gates, outcome)
+            self._lars.run(rows, hyper, gates, outcome)
             return
-        self._rest = self._others.ready(others, hyper, outcome) if others else None
+        self._rest = self._lars.ready(rest, hyper, outcome) if rest else None
         tables = self.ready(chosen, hyper, outcome)
         self._place(tables.layout, chosen, hyper.device)
         with on_device(hyper.device):
@@ -116,8 +116,8 @@ class MuonStep(FusedStep):
 
     def _place(self, layout: Layout, rows: Sequence[Row], device: torch.device) -> None:
         """Creates memory and tables for the products, unless those of the last step fit."""
-        made, in_graph = self._matrices, capturing(device)
-        if made is None or made.layout is not layout:
+        matrices, in_graph = self._matrices, capturing(device)
+        if matrices is None or matrices.layout is not layout:
             if in_graph:
                 raise RunError("a step was captured without preparation", "call prepare() before")
             for row in rows:
@@ -128,9 +128,9 @@ class MuonStep(FusedStep):
                         "use products='torch'",
                     )
             shapes = [(len(row.parameter), row.parameter[0].numel()) for row in rows]
-            self._matrices = made = _create(layout, shapes, device)
+            self._matrices = matrices = _create(layout, shapes, device)
         if in_graph:
-            self._kept.append(made)
+            self._kept.append(matrices)
 
     def _is_aligned(self, row: Row, addresses: tuple[Any, ...]) -> bool:
         """Returns False for padded matrices, whose rows have gaps: they need separate buckets."""
@@ -141,68 +141,69 @@ class MuonStep(FusedStep):
         from paceline.optim import muon_kernels as kernels
         from paceline.optim.kernels import KINDS
 
-        made = self._matrices
-        assert made is not None
+        matrices = self._matrices
+        assert matrices is not None
         scale, found_inf, hold, active = self._switches(gates)
-        layout, kind = tables.layout, KINDS[made.results.dtype]
-        count, chunks = tables.tensors.shape[1], made.partials.shape[1]
+        layout, kind = tables.layout, KINDS[matrices.results.dtype]
+        count, chunks = tables.tensors.shape[1], matrices.partials.shape[1]
         sizes = {"CHUNK": fused.CHUNK, "BLOCK": fused.BLOCK}
         by_tensor = {"CHUNK": fused.CHUNK, "WIDTH": fused.WIDTH, "num_warps": 4}
         for b in layout.buckets:
             kernels.average[(b.count,)](
-                tables.tensors, made.table, layout.chunk_tensor, hyper, scale, made.partials,
+                tables.tensors, matrices.table, layout.chunk_tensor, hyper, scale, matrices.partials,
                 b.first, count, chunks,
                 GRAD=KINDS[b.gradient], KIND=kind, PADS=b.align < fused.ALIGN, ALIGN=b.align,
                 # Smaller blocks: with three sums, larger ones leave room for one program at a time.
                 CHUNK=fused.CHUNK, BLOCK=fused.BLOCK // 2, num_warps=fused.WARPS,
             )  # fmt: skip
         kernels.norms[(count,)](
-            tables.tensors, made.partials, made.numbers, count, chunks, **by_tensor
+            tables.tensors, matrices.partials, matrices.numbers, count, chunks, **by_tensor
         )
-        self._multiply(made)
+        self._multiply(matrices)
         for b in layout.buckets:
             kernels.result_sums[(b.count,)](
-                tables.tensors, made.table, layout.chunk_tensor, made.partials,
+                tables.tensors, matrices.table, layout.chunk_tensor, matrices.partials,
                 b.first, count, chunks,
                 KIND=kind, PADS=b.align < fused.ALIGN, **sizes, num_warps=fused.WARPS,
             )  # fmt: skip
         kernels.ratios[(count,)](
-            tables.tensors, hyper, active, made.partials, made.numbers,
+            tables.tensors, hyper, active, matrices.partials, matrices.numbers,
             outcome.ratios, outcome.bad, count, chunks, **by_tensor,
         )  # fmt: skip
         # Sets the flags of the other rows; all flags are known after this.
         if self._rest is not None:
-            self._others.launch(self._rest, hyper, gates, outcome)
+            self._lars.launch(self._rest, hyper, gates, outcome)
         for b in layout.buckets:
             half = None if b.parameter == torch.float32 else KINDS[b.parameter]
             kernels.update[(b.count,)](
-                tables.tensors, made.table, layout.chunk_tensor, hyper, scale, found_inf, hold,
-                active, made.numbers, outcome.ratios, outcome.bad, outcome.overflow,
+                tables.tensors, matrices.table, layout.chunk_tensor, hyper, scale, found_inf, hold,
+                active, matrices.numbers, outcome.ratios, outcome.bad, outcome.overflow,
                 b.first, count, outcome.bad.numel(),
                 GRAD=KINDS[b.gradient], HALF=half, KIND=kind, PADS=b.align < fused.ALIGN,
                 ALIGN=b.align, **sizes, WIDTH=fused.WIDTH, num_warps=fused.WARPS,
             )  # fmt: skip
 
-    def _multiply(self, made: _Matrices) -> None:
+    def _multiply(self, matrices: _Matrices) -> None:
         """Launches the iterations."""
         from paceline.optim import muon_kernels as kernels
         from paceline.optim.kernels import KINDS
 
-        tiling, kind, count = made.tiling, KINDS[made.results.dtype], made.table.shape[1]
+        tiling, kind = matrices.tiling, KINDS[matrices.results.dtype]
+        count = matrices.table.shape[1]
         common = {"KIND": kind, "DEPTH": tiling.depth, "num_warps": tiling.warps}
-        common["num_stages"] = made.stages
+        common["num_stages"] = matrices.stages
         source, target = kernels.SOURCE.value, kernels.RESULT.value
         scale = kernels.INVERSE_NORM.value
         for _ in range(ITERATIONS):
-            kernels.gram[(len(made.gram_tiles),)](
-                made.table, made.gram_tiles, made.numbers, source, scale, count,
+            kernels.gram[(len(matrices.gram_tiles),)](
+                matrices.table, matrices.gram_tiles, matrices.numbers, source, scale, count,
                 TILE=tiling.square, **common,
             )  # fmt: skip
-            kernels.polynomial[(len(made.polynomial_tiles),)](
-                made.table, made.polynomial_tiles, count, TILE=tiling.square, **common
+            kernels.polynomial[(len(matrices.polynomial_tiles),)](
+                matrices.table, matrices.polynomial_tiles, count, TILE=tiling.square, **common
             )
-            kernels.apply[(len(made.apply_tiles),)](
-                made.table, made.apply_tiles, made.numbers, source, target, scale, count,
+            kernels.apply[(len(matrices.apply_tiles),)](
+                matrices.table, matrices.apply_tiles, matrices.numbers, source, target, scale, count,
                 HEIGHT=tiling.height, WIDTH=tiling.width, **common,
             )  # fmt: skip
             source, target, scale = target, source, kernels.ONE.value

@@ -82,7 +82,7 @@ def _squares(base, offsets, left, scale, MASKED: tl.constexpr):
 
 @triton.jit
 def _chunk_sum(base, left, scale, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns Σ(x·scale)² of `left` elements. Only the last block has a mask, which prevents wide loads."""
+    """Returns Σ(x·scale)² of `left` elements. Only the last block is masked, for wide loads."""
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, CHUNK, BLOCK):

@@ -79,12 +79,12 @@ def _muon_groups(
     if fixed and settings.steps == "auto":
         more[STEP_FACTOR] = fixed_step_factor(len(matrices) - norms)
         eta *= more[STEP_FACTOR]
-    made = []
+    split = []
     for group in groups:
         orthogonal, rest = split_matrices(group, least_dims)
         if orthogonal:
-            made.append(group | {"params": orthogonal, "trust_coefficient": eta} | more)
+            split.append(group | {"params": orthogonal, "trust_coefficient": eta} | more)
         if rest or not orthogonal:
             adapted = group.get("role") != BIAS_NORM
-            made.append(group | {"params": rest, "adapt": adapted, "orthogonal": False})
-    return made
+            split.append(group | {"params": rest, "adapt": adapted, "orthogonal": False})
+    return split

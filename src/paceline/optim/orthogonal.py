@@ -129,7 +129,7 @@ def orthogonalize(
     alike: dict[tuple[int, int], list[int]] = {}
     for place, shape in enumerate(shapes):
         alike.setdefault(shape, []).append(place)
-    made: list[Tensor] = [torch.empty(0)] * len(tensors)
+    results: list[Tensor] = [torch.empty(0)] * len(tensors)
 
     def finish(batch: _Batch, iterated: Tensor) -> None:
         wide = iterated.float()
@@ -138,14 +138,14 @@ def orthogonalize(
             flags = torch.stack([still[i] for i in batch.places])
             wide = torch.where(flags[:, None, None], 0.0, wide)
         for i, matrix in zip(batch.places, wide.contiguous().unbind(), strict=True):
-            made[i] = like_tensor(matrix, tensors[i])
+            results[i] = like_tensor(matrix, tensors[i])
 
     if shared is None or shared.ranks == 1:
         # One batch at a time, to limit temporary memory.
         for places in alike.values():
             batch = _batch(tensors, places, [0] * len(tensors), 0, 1)
             finish(batch, _iterated(batch.own))
-        return made
+        return results
     owners = share_out(shapes, shared.ranks)
     batches = [
         _batch(tensors, sorted(places, key=lambda i: owners[i]), owners, shared.rank, shared.ranks)
@@ -153,7 +153,7 @@ def orthogonalize(
     ]
     for batch, iterated in zip(batches, _gathered(batches, shared), strict=True):
         finish(batch, iterated)
-    return made
+    return results
 
 
 def _batch(

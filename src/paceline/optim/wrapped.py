@@ -191,12 +191,12 @@ class WrappedOptimizer(MasterOptimizer):
         raise PacelineError("a wrapped optimizer cannot be copied", "save its state_dict()")
 
 
-def _checked(made: Any) -> Optimizer:
-    """Returns `made`; raises TypeError unless it is an optimizer whose step needs no closure."""
-    if not isinstance(made, Optimizer):
-        raise TypeError(f"gave a {type(made).__name__}, not a torch.optim.Optimizer")
-    _refuse_closures(type(made))
-    return made
+def _checked(optimizer: Any) -> Optimizer:
+    """Returns `optimizer`; raises TypeError unless it is an optimizer whose step needs no closure."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"gave a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    _refuse_closures(type(optimizer))
+    return optimizer
 
 
 def _plain_state(optimizer: Optimizer) -> dict[str, Any]:
@@ -275,8 +275,8 @@ def wrap(
             _refuse_closures(kind)
         trial = _checked(create(_samples(groups)))
         if isinstance(trial, MasterOptimizer):
-            made: MasterOptimizer = create([dict(group) for group in groups])
-            _check_parameters(groups, made.param_groups)
+            wrapped: MasterOptimizer = create([dict(group) for group in groups])
+            _check_parameters(groups, wrapped.param_groups)
         else:
             # A trial step on copies, so that a class that cannot train fails here.
             for group in trial.param_groups:
@@ -284,9 +284,9 @@ def wrap(
                     p.grad = torch.full_like(p, 1e-3)
             trial.step()
             _plain_state(trial)
-            made = WrappedOptimizer(groups, create)
-        _keep_rates(made.param_groups)
-        return made
+            wrapped = WrappedOptimizer(groups, create)
+        _keep_rates(wrapped.param_groups)
+        return wrapped
     except PacelineError as error:
         raise ConfigError(field, name, error.cause, error.remedy or remedy) from error
     except Exception as error:  # a user's class may raise anything
