@@ -133,9 +133,6 @@ def rule(**fields: Any) -> type[UpdateRule]:
     )
 
 
-_kept: list[Any] = []
-
-
 @pytest.mark.parametrize(
     "kind",
     [
