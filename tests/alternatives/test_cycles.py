@@ -37,24 +37,6 @@ def test_a_cycle_describes_that_it_has_no_warm_up() -> None:
     assert made("triangular", warmup_epochs=0.0).describe_cut() == ""
 
 
-def test_one_cycle_without_a_tail_is_torchs_cyclic_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One period of torch's CyclicLR, an implementation of Smith's triangle, with its momentum."""
-    monkeypatch.setattr("paceline.alternatives.cycles.CYCLE_FLOOR", 0.25)
-    monkeypatch.setattr("paceline.alternatives.cycles.CYCLE_TAIL", 0.0)
-    schedule = made("one_cycle", cycle={"momentum": [0.8, 0.9]})
-    weight = nn.Parameter(torch.zeros(1))
-    peer = torch.optim.SGD([weight], lr=0.5, momentum=0.9)
-    cyclic = torch.optim.lr_scheduler.CyclicLR(
-        peer, 0.5, 2.0, step_size_up=50, base_momentum=0.8, max_momentum=0.9
-    )
-    for step in range(100):
-        group = peer.param_groups[0]
-        assert schedule.rate(step) == pytest.approx(group["lr"])
-        assert schedule.others(step)["momentum"] == pytest.approx(group["momentum"])
-        peer.step()
-        cyclic.step()
-
-
 @pytest.mark.parametrize(("decay", "mode"), [(1.0, "triangular"), (0.5, "triangular2")])
 def test_triangles_are_torchs(decay: float, mode: Any) -> None:
     schedule = made("triangular", cycle={"epochs": 3.0, "decay": decay})
