@@ -354,9 +354,7 @@ class _Rule:
         most = MOST_WARMUP_SHARE * target.epochs
         epochs = min(max(optim.warmup_epochs, least), most)
         if epochs != optim.warmup_epochs:
-            why = f"{WARMUP_STEPS} steps of the whole batch"
-            if epochs == most:
-                why = "at most a fifth of the run"
+            why = f"{WARMUP_STEPS} steps of the whole batch, at most a fifth of the run"
             self.set("optim.warmup_epochs", epochs, why)
 
     def decay(self, name: str) -> None:
@@ -408,11 +406,8 @@ class _Rule:
         """Begins with a smaller batch and the root of its pace, if an epoch has few steps."""
         recipe, target = self.recipe, self.target
         kept = {"optim.batch_schedule", "optim.batch_rate", "optim.lr"} & recipe.kept
-        first = target.first_batch or self._first_batch(group, target.ranks)
-        batch = target.batch
-        if kept:
-            return
-        if first == batch:
+        batch, first = target.batch, target.first_batch or self._first_batch(group)
+        if kept or first == batch:
             return
         if recipe.one_batch:
             self.one_batch = recipe.one_batch
@@ -424,16 +419,11 @@ class _Rule:
         self.grown_steps = round(before / first + (target.samples * target.epochs - before) / batch)
         root = math.sqrt(first / batch)
         self.set("optim.lr", rate.value * root, f"{rate.reason}, times {root:.3g} at first")
-        for number, choice in enumerate(self.choices):
-            if choice.name.rpartition(".")[2] in ("beta2", "eps", "weight_decay"):
-                self.choices[number] = choice._replace(
-                    reason=choice.reason + ", at the whole batch"
-                )
         self.set("run.global_batch_size", first, "more steps per epoch at first")
         self.set("optim.batch_schedule", f"{epoch:g}:{batch}", "the requested batch later")
         self.set("optim.batch_rate", "sqrt", "rate and pace grow with the root of the batch")
 
-    def _first_batch(self, group: int | None, ranks: int) -> int:
+    def _first_batch(self, group: int | None) -> int:
         """Returns about a quarter of the batch, in micro-batches of all ranks.
 
         It is at least the known-good batch. Returns the whole batch if that is more than half, if
@@ -444,7 +434,7 @@ class _Rule:
         decays = self.recipe.optim.schedule in _DECAYING
         if group is None or self.factor <= 1 or not (few and decays):
             return batch
-        unit = group * ranks
+        unit = group * self.target.ranks
         units = max(math.ceil(batch / GROWTH / unit - 0.5), math.ceil(self.recipe.batch / unit))
         return units * unit if 2 * units * unit <= batch else batch
 
