@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -268,15 +267,6 @@ def test_a_scale_divides_the_full_gradient_too(bits: int | None) -> None:
         optimizer.step()
         found.append([weight.detach(), *optimizer.state[weight].values()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_a_copy_keeps_what_the_constructor_was_given() -> None:
-    weight = nn.Parameter(torch.ones(3))
-    half = copy.deepcopy(SVRG([weight], 0.5, bits=16, seed=3))
-    [copied] = half.parameters()
-    copied.grad = torch.ones(3)
-    half.step()
-    assert half.state[copied]["offset"].dtype == torch.int16
 
 
 @pytest.mark.parametrize(

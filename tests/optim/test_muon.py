@@ -323,18 +323,6 @@ def test_vanishing_gradients_do_not_make_fixed_steps_longer(size: float) -> None
     assert float((weight.detach() - before).norm()) < 1.5 * wanted
 
 
-def test_a_state_of_another_optimizer_leaves_steps_fixed() -> None:
-    optimizer, ps = fixed()
-    other = LARS([{"params": ps[:3]}, {"params": ps[3:]}], 0.9)
-    run(other, ps, [0])
-    optimizer.load_state_dict(other.state_dict())
-    assert "fixed length" in optimizer.describe()
-    before = ps[1].detach().clone()
-    run(optimizer, ps, [1])
-    length = 0.9 * optimizer.param_groups[0]["trust_coefficient"] * float(before.norm())
-    assert float((ps[1].detach() - before).norm()) == pytest.approx(length, rel=1e-3)
-
-
 def test_reference_norms_are_saved_and_follow_weights_that_are_loaded() -> None:
     optimizer, ps = fixed(torch.float16)
     run(optimizer, ps, range(3))
