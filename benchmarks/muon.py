@@ -20,8 +20,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -45,12 +46,6 @@ TILINGS = [
 ]
 
 
-class TorchMuon(Muon):
-    """Directions by torch, the update in LARS's kernels."""
-
-    directions_in_kernels: ClassVar[bool] = False
-
-
 def model_of(name: str) -> nn.Module:
     torch.manual_seed(0)
     small = name == "resnet18"
@@ -59,7 +54,10 @@ def model_of(name: str) -> nn.Module:
     return cast(nn.Module, model.to(memory_format=torch.channels_last))  # type: ignore[call-overload]
 
 
-def optimizer_of(name: str, of: type[LARS | Muon]) -> tuple[MasterOptimizer, nn.Module]:
+TORCH_MUON = partial(Muon, products="torch")
+
+
+def optimizer_of(name: str, of: Callable[..., LARS | Muon]) -> tuple[MasterOptimizer, nn.Module]:
     """Creates fp16 weights with gradients of a fixed seed."""
     model = model_of(name)
     draw = torch.Generator(device="cuda").manual_seed(1)
@@ -155,7 +153,7 @@ def by_kernel(made: Any) -> dict[str, Any]:
 def difference(name: str) -> dict[str, float]:
     """Returns the relative difference of the change of the master weights, kernels against torch."""
     changes = []
-    for of in (Muon, TorchMuon):
+    for of in (Muon, TORCH_MUON):
         optimizer, _ = optimizer_of(name, of)
         before = [master.clone() for master in optimizer.masters()]
         optimizer.step()
@@ -167,7 +165,7 @@ def difference(name: str) -> dict[str, float]:
 
 def measure(name: str, emit: Callable[[dict[str, Any]], None]) -> None:
     times: dict[str, float] = {}
-    for row, of in (("lars", LARS), ("muon", Muon), ("muon, torch", TorchMuon)):
+    for row, of in (("lars", LARS), ("muon", Muon), ("muon, torch", TORCH_MUON)):
         started = time.perf_counter()
         optimizer, _ = optimizer_of(name, of)
         optimizer.prepare()

@@ -22,7 +22,7 @@ from paceline.accel.operands import Epilogue, NormedMap, Operand
 from paceline.accel.product_choice import CUDNN, SEPARATE, Choices
 from paceline.accel.product_tiles import Tile
 from paceline.accel.products import backward_product, forward_product
-from paceline.models.resnet import BasicBlock, Bottleneck, ResidualBlock
+from paceline.models.resnet import BasicBlock, Bottleneck
 
 FORMS = ("fused", "both", SEPARATE)
 # Maps of these nets have no multiple of their rows or channels, and take several programs and steps.
@@ -34,18 +34,18 @@ SMALL = (
 )
 
 
-def bottlenecks(narrow: int = 6) -> list[ResidualBlock]:
+def bottlenecks(narrow: int = 6) -> list[nn.Module]:
     return [Bottleneck(20, narrow, 2), Bottleneck(4 * narrow, narrow)]
 
 
-def basic(narrow: int = 6) -> list[ResidualBlock]:
+def basic(narrow: int = 6) -> list[nn.Module]:
     """The pending maps: of a projected shortcut, of an identity to a convolution of stride 2."""
     return [
         BasicBlock(20, narrow, 2), BasicBlock(narrow, narrow), BasicBlock(narrow, 2 * narrow, 2)
     ]  # fmt: skip
 
 
-Make = Callable[[], list[ResidualBlock]]
+Make = Callable[[], list[nn.Module]]
 every_kind = pytest.mark.parametrize("make", [bottlenecks, basic])
 
 

@@ -1,8 +1,7 @@
-"""SVRG, HALP and plain low precision: against NumPy, on a strongly convex problem, and in checkpoints."""
+"""SVRG and HALP: against NumPy, on a strongly convex problem, and in checkpoints."""
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.alternatives.svrg import SVRG, quantize
+from paceline.alternatives.svrg.optimizer import SVRG, quantize
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.optim import OptimSettings
 
@@ -27,7 +26,7 @@ def generator(seed: int, draw: int) -> torch.Generator:
 
 
 def rounded(values: Float, step: float, bits: int, noise: Float) -> Float:
-    """Q of the paper: up with the probability of the remainder, then saturated."""
+    """Rounds as Q of the paper: up with the probability of the remainder, then saturated."""
     below = np.floor(values / step)
     up = noise >= 1 - (values / step - below)
     return np.clip(below + up, -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
@@ -62,7 +61,7 @@ class Logistic:
         self.condition = (smooth + decay) / decay
 
     def gradient(self, w: Float, rows: slice | npt.NDArray[np.int64] = slice(None)) -> Float:
-        """Without the decay."""
+        """Returns the gradient without the decay."""
         x, y = self.x[rows], self.y[rows]
         found: Float = -(x * (y / (1 + np.exp(y * (x @ w))))[:, None]).mean(0)
         return found
@@ -71,21 +70,11 @@ class Logistic:
         return float(np.linalg.norm(self.gradient(w) + self.decay * w))
 
 
-def trained(
-    problem: Logistic, form: str, bits: int, centers: int, steps: int = 200, lr: float = 0.5
-) -> list[float]:
+def trained(problem: Logistic, bits: int | None, centers: int = 9) -> list[float]:
     """Norms of the full gradient, relative to the first, at each centering."""
     d = problem.x.shape[1]
     weight = nn.Parameter(torch.zeros(d, dtype=torch.float64))
-    optimizer = SVRG(
-        [weight],
-        lr=lr,
-        weight_decay=problem.decay,
-        form=form,
-        bits=bits,
-        mu=problem.decay,
-        span=4.0,
-    )
+    optimizer = SVRG([weight], lr=0.5, weight_decay=problem.decay, bits=bits, mu=problem.decay)
     chance = np.random.default_rng(1)
 
     def at() -> Float:
@@ -95,48 +84,34 @@ def trained(
     for _ in range(centers):
         weight.grad = torch.tensor(problem.gradient(at()))
         optimizer.center()
-        for _ in range(steps):
+        for _ in range(200):
             rows = chance.integers(0, len(problem.x), 10)
-            there = np.zeros(d)
-            if optimizer.anchored:
-                with optimizer.at_anchor():
-                    there = problem.gradient(at(), rows)
+            with optimizer.at_anchor():
+                there = problem.gradient(at(), rows)
             weight.grad = torch.tensor(problem.gradient(at(), rows) - there)
             optimizer.step()
         norms.append(problem.norm(at()))
     return [norm / norms[0] for norm in norms]
 
 
-def test_halp_converges_where_plain_low_precision_stops() -> None:
+def test_svrg_and_halp_converge_linearly() -> None:
     problem = Logistic()
     assert 4 < problem.condition < 20
-    found = {(form, 8): trained(problem, form, 8, 6) for form in ("lp_svrg", "lp_sgd")}
-    for form, bits in (("svrg", 8), ("halp", 8), ("halp", 16)):
-        found[form, bits] = trained(problem, form, bits, 9)
-    for kind in (("svrg", 8), ("halp", 8), ("halp", 16)):
-        assert found[kind][-1] < 1e-6, (kind, found[kind])
-    # Their floors: the grid of 4 / 127, and the noise of the batches.
-    for kind in (("lp_svrg", 8), ("lp_sgd", 8)):
-        assert min(found[kind][3:]) > 1e-3, (kind, found[kind])
+    found = {bits: trained(problem, bits) for bits in (None, 8, 16)}
+    for norms in found.values():
+        assert norms[-1] < 1e-6
     # Linear: the same factor, on average, in the first and in the last centerings.
-    logs = np.log10(found["halp", 8])
+    logs = np.log10(found[8])
     assert (logs[4] - logs[0]) / 4 == pytest.approx((logs[8] - logs[4]) / 4, rel=0.8)
 
 
-@pytest.mark.parametrize("form", ["svrg", "halp", "lp_svrg", "lp_sgd"])
-@pytest.mark.parametrize("bits", [8, 16])
-def test_steps_follow_the_equations(form: str, bits: int) -> None:
-    problem, lr, seed, span = Logistic(d=6, n=40), 0.4, 7, 2.0
+@pytest.mark.parametrize("bits", [None, 8, 16])
+def test_steps_follow_the_equations(bits: int | None) -> None:
+    problem, lr, seed = Logistic(d=6, n=40), 0.4, 7
     weight = nn.Parameter(torch.linspace(-0.5, 0.5, 6, dtype=torch.float64))
-    optimizer = SVRG(
-        [weight], lr=lr, weight_decay=problem.decay, form=form, bits=bits, mu=0.3, span=span,
-        seed=seed,
-    )  # fmt: skip
-    limit = 2 ** (bits - 1) - 1
-    fixed = span / limit
+    optimizer = SVRG([weight], lr=lr, weight_decay=problem.decay, bits=bits, mu=0.3, seed=seed)
+    limit = 2 ** ((bits or 8) - 1) - 1
     w = np.linspace(-0.5, 0.5, 6)
-    if form.startswith("lp"):
-        w = np.round(w / fixed) * fixed
     draw = 0
     for _ in range(3):
         anchor, full = w.copy(), problem.gradient(w) + problem.decay * w
@@ -148,24 +123,20 @@ def test_steps_follow_the_equations(form: str, bits: int) -> None:
             at_w = problem.gradient(w, rows) + problem.decay * w
             at_anchor = problem.gradient(anchor, rows) + problem.decay * anchor
             noise = torch.rand(6, dtype=torch.float64, generator=generator(seed, draw)).numpy()
-            if form == "svrg":
+            if bits is None:
                 w = w - lr * (at_w - at_anchor + full)
-            elif form == "halp":
+            else:
                 z = scale * rounded(z - lr * (at_w - at_anchor + full), scale, bits, noise)
                 w = anchor + z
-            else:
-                direction = at_w if form == "lp_sgd" else at_w - at_anchor + full
-                w = fixed * rounded(w - lr * direction, fixed, bits, noise)
-            with optimizer.at_anchor() if optimizer.anchored else torch.no_grad():
+            with optimizer.at_anchor():
                 there = problem.gradient(weight.detach().numpy(), rows)
-            here = problem.gradient(weight.detach().numpy(), rows)
-            weight.grad = torch.tensor(here - there if optimizer.anchored else here)
+            weight.grad = torch.tensor(problem.gradient(weight.detach().numpy(), rows) - there)
             optimizer.step()
             draw += 1
             assert weight.detach().numpy() == pytest.approx(w, rel=1e-9, abs=1e-12)
-    if form != "svrg":
-        state = optimizer.state[weight]
-        assert state["offset"].dtype == {8: torch.int8, 16: torch.int16}[bits]
+    if bits:
+        dtype = optimizer.state[weight]["offset"].dtype
+        assert dtype == {8: torch.int8, 16: torch.int16}[bits]
 
 
 @pytest.mark.parametrize("start", [None, 0.0])
@@ -177,7 +148,7 @@ def test_a_tensor_without_gradient_at_the_anchor_moves_before_the_next_one(
     linear = torch.tensor([1.0, 0.0], dtype=torch.float64)
     mu = 0.5  # the smallest eigenvalue
     tensors = [nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(2)]
-    optimizer = SVRG(tensors, lr=0.5, form="halp", bits=8, mu=mu)
+    optimizer = SVRG(tensors, lr=0.5, bits=8, mu=mu)
 
     def gradient() -> Tensor:
         return curvature @ torch.cat([p.detach() for p in tensors]) - linear
@@ -206,7 +177,7 @@ def test_a_tensor_without_gradient_at_the_anchor_moves_before_the_next_one(
 def test_groups_with_different_mu_share_the_norm() -> None:
     tensors = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
     groups = [{"params": tensors[:1], "mu": 1.0}, {"params": tensors[1:], "mu": 2.0}]
-    optimizer = SVRG(groups, lr=0.1, form="halp", bits=8)
+    optimizer = SVRG(groups, lr=0.1, bits=8)
     tensors[0].grad, tensors[1].grad = torch.tensor([3.0]), torch.tensor([4.0])
     optimizer.center()
     found = [float(optimizer.state[p]["step_size"]) * 127 for p in tensors]
@@ -216,7 +187,7 @@ def test_groups_with_different_mu_share_the_norm() -> None:
 def test_state_survives_a_checkpoint() -> None:
     def made() -> tuple[nn.Parameter, SVRG]:
         weight = nn.Parameter(torch.linspace(-1, 1, 8))
-        return weight, SVRG([weight], lr=0.1, form="halp", bits=16, mu=1.0)
+        return weight, SVRG([weight], lr=0.1, bits=16, mu=1.0)
 
     def step(weight: nn.Parameter, optimizer: SVRG, number: int) -> None:
         weight.grad = torch.sin(torch.arange(8.0) + number) * 0.1
@@ -241,7 +212,7 @@ def test_state_survives_a_checkpoint() -> None:
 
 def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     weight = nn.Parameter(torch.ones(3))
-    optimizer = SVRG([weight], lr=0.1, form="halp", mu=1.0)
+    optimizer = SVRG([weight], lr=0.1, bits=8, mu=1.0)
     weight.grad = torch.ones(3)
     optimizer.center()
     before: list[Tensor] = [t.clone() for t in (weight, *optimizer.state[weight].values())]
@@ -252,10 +223,10 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize("form", ["svrg", "halp", "lp_svrg"])
-def test_a_full_gradient_that_is_not_finite_skips_steps_until_the_next(form: str) -> None:
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_full_gradient_that_is_not_finite_skips_steps_until_the_next(bits: int | None) -> None:
     weight = nn.Parameter(torch.linspace(-1, 1, 3))
-    optimizer = SVRG([weight], lr=0.1, form=form, mu=1.0)
+    optimizer = SVRG([weight], lr=0.1, bits=bits, mu=1.0)
     weight.grad = torch.tensor([1.0, math.inf, 0.0])
     optimizer.center()
     before = weight.detach().clone()
@@ -272,9 +243,9 @@ def test_a_full_gradient_that_is_not_finite_skips_steps_until_the_next(form: str
 
 
 def test_one_tensor_that_is_not_finite_stops_the_others() -> None:
-    """Also in a step that does not use it."""
+    """This includes a step without the tensor."""
     bad, good = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    optimizer = SVRG([bad, good], lr=0.1, form="halp", mu=1.0)
+    optimizer = SVRG([bad, good], lr=0.1, bits=8, mu=1.0)
     bad.grad, good.grad = torch.tensor([math.inf]), torch.ones(1)
     optimizer.center()
     bad.grad, good.grad = None, torch.ones(1)
@@ -283,12 +254,12 @@ def test_one_tensor_that_is_not_finite_stops_the_others() -> None:
     assert float(good.detach()) == 1
 
 
-@pytest.mark.parametrize("form", ["svrg", "halp"])
-def test_a_scale_divides_the_full_gradient_too(form: str) -> None:
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_scale_divides_the_full_gradient_too(bits: int | None) -> None:
     found = []
     for scale in (1.0, 128.0):
         weight = nn.Parameter(torch.linspace(-1, 1, 3))
-        optimizer = SVRG([weight], lr=0.1, form=form, mu=1.0)
+        optimizer = SVRG([weight], lr=0.1, bits=bits, mu=1.0)
         optimizer.grad_scale = torch.tensor(scale)
         weight.grad = torch.tensor([0.5, -1.0, 2.0]) * scale
         optimizer.center()
@@ -296,16 +267,6 @@ def test_a_scale_divides_the_full_gradient_too(form: str) -> None:
         optimizer.step()
         found.append([weight.detach(), *optimizer.state[weight].values()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_a_copy_keeps_what_the_constructor_was_given() -> None:
-    weight = nn.Parameter(torch.ones(3))
-    half = copy.deepcopy(SVRG([weight], 0.5, form="halp", bits=16, seed=3))
-    assert half.describe() == "HALP in 16 bits, foreach"
-    [copied] = half.parameters()
-    copied.grad = torch.ones(3)
-    half.step()
-    assert half.state[copied]["offset"].dtype == torch.int16
 
 
 @pytest.mark.parametrize(
@@ -330,7 +291,6 @@ def test_refused_settings(values: dict[str, Any], field: str) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda p: SVRG([p], lr=0.1, form="sgd"),
         lambda p: SVRG([p], lr=0.1, bits=4),
         lambda p: SVRG([p], lr=-0.1),
         lambda p: SVRG([p], lr=0.1, mu=0.0),

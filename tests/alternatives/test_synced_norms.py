@@ -102,7 +102,7 @@ def test_a_group_computes_the_norm_of_its_union(form: str) -> None:
 
 
 def test_without_ranks_it_is_torchs_batch_norm() -> None:
-    """Also in half precision, in which statistics are computed in fp32, and while it is inactive."""
+    """Half precision computes statistics in fp32. An inactive group has no effect."""
     for dtype, atol in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         x, gradient = inputs(0, dtype)
         results = []

@@ -264,17 +264,6 @@ def test_arguments_of_a_file_do_not_reach_a_class_that_the_user_names() -> None:
     assert_refused(lambda: loads(values, named), "optim.arguments")
 
 
-def test_an_installed_package_needs_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    info = tmp_path / "site/my_package-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[paceline.models]\nmy_entry = own_net:make\n")
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    with pytest.raises(ConfigError, match="my-package"):
-        loads({"model.name": "my_entry"})
-    assert loads({}, {"model.name": "my_entry"}).model.name == "my_entry"
-
-
 def test_only_optimizers_of_torch_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
     def evil(*_: object, **__: object) -> None:
         Path("ran").touch()

@@ -1,4 +1,4 @@
-"""Weights from files: a file that fits is loaded whole, one that does not changes nothing."""
+"""Weights from files: a matching file is loaded, another file changes nothing."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from paceline.core.errors import CheckpointError
-from paceline.models import AlexNet, SmallResNet, alexnet, load_pretrained
-from paceline.models.alexnet import NORM_NAMES
+from paceline.models import SmallResNet, load_pretrained
 from paceline.models.resnet import RESNET_LAYOUTS, ResNet
 
 State = dict[str, Tensor]
@@ -85,9 +84,8 @@ def test_the_name_of_the_network_in_another_program(tmp_path: Path, prefix: str)
     state = {prefix + key: value for key, value in source.state_dict().items()}
     # As Lightning writes it, with its own entries and those of a metric.
     content = {"state_dict": {**state, "accuracy.tp": torch.ones(3)}, "epoch": 1, "loops": {}}
-    counted, removed = load_pretrained(model, saved(content, tmp_path, "last.ckpt"))
-    assert counted.startswith(f"{len(state)} of {len(state)} tensors")
-    assert removed == f"prefix {prefix!r} removed, 1 other tensors left out"
+    _, removed = load_pretrained(model, saved(content, tmp_path, "last.ckpt"))
+    assert repr(prefix) in removed
     assert same(copy_of(source), copy_of(model))
 
 
@@ -100,21 +98,19 @@ def test_timm_s_average_is_preferred_and_noted(tmp_path: Path) -> None:
 
 
 class TwoHeads(nn.Module):
-    """As a distilled transformer of timm, which names its heads; the last linear layer is none."""
+    """A distilled transformer of timm, which names its heads; the last linear layer is none."""
 
-    def __init__(self, classes: int, how: str) -> None:
+    def __init__(self, classes: int) -> None:
         super().__init__()
         self.head, self.head_dist = nn.Linear(4, classes), nn.Linear(4, classes)
         self.last = nn.Linear(4, 4)
-        if how == "default_cfg":
-            self.default_cfg = {"classifier": ("head", "head_dist")}
-        else:
-            self.get_classifier = lambda: (self.head, self.head_dist)
+
+    def get_classifier(self) -> tuple[nn.Module, nn.Module]:
+        return self.head, self.head_dist
 
 
-@pytest.mark.parametrize("how", ["default_cfg", "get_classifier"])
-def test_heads_that_the_model_names(tmp_path: Path, how: str) -> None:
-    source, model = trained(TwoHeads(1000, how)), TwoHeads(10, how)
+def test_heads_that_the_model_names(tmp_path: Path) -> None:
+    source, model = trained(TwoHeads(1000)), TwoHeads(10)
     before = copy_of(model.head)
     counted, note = load_pretrained(model, saved(source.state_dict(), tmp_path))
     assert counted.startswith("2 of 6 tensors")
@@ -142,18 +138,6 @@ def test_formats_of_other_programs(tmp_path: Path) -> None:
         assert same(copy_of(source), copy_of(model))
     plain = nn.Sequential(OrderedDict(conv=nn.Conv2d(1, 2, 3)))
     assert len(load_pretrained(plain, saved(plain.state_dict(), tmp_path))) == 1, "without a head"
-
-
-def test_half_precision_files_are_widened_and_noted(tmp_path: Path) -> None:
-    state = trained().state_dict()
-    half = {k: v.half() if v.is_floating_point() else v for k, v in state.items()}
-    model = fresh()
-    (_, note) = load_pretrained(model, saved(half, tmp_path))
-    assert "float16" in note
-    assert model.conv1.weight.dtype == torch.float32
-    torch.testing.assert_close(
-        model.conv1.weight.detach(), state["conv1.weight"], rtol=1e-3, atol=0
-    )
 
 
 def test_another_number_of_classes_keeps_a_new_head(tmp_path: Path) -> None:
@@ -220,7 +204,7 @@ def test_damaged_files(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatc
 
 
 class Foreign:
-    """A class that torch's weights-only reader must not build."""
+    """A class that torch's weights-only reader must not create."""
 
 
 @pytest.mark.parametrize("content", [Foreign(), {"state_dict": {}, "hook": Foreign()}])
@@ -237,21 +221,3 @@ def test_files_without_weights(tmp_path: Path, content: object) -> None:
     assert "holds no weights" in refused(fresh(), saved(content, tmp_path))
     ours = {"format": "paceline-checkpoint", "model": {"a": torch.zeros(1)}}
     assert "paceline export" in refused(fresh(), saved(ours, tmp_path, "step-00000001.pt"))
-
-
-def test_alexnets_with_and_without_batch_norm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(alexnet, "HIDDEN_FEATURES", 16)
-    source = trained(AlexNet(num_classes=5))
-    model = AlexNet(num_classes=5, norms=NORM_NAMES)
-    (_, note) = load_pretrained(model, saved(source.state_dict(), tmp_path))
-    assert "6 batch norms" in note
-    key = "features.10.weight"
-    assert torch.equal(model.get_parameter(key), source.get_parameter(key))
-    some = AlexNet(num_classes=5, norms=["bn0", "bn3"]).state_dict()
-    line = refused(AlexNet(num_classes=5, norms=["bn0", "bn3", "bn_pool5"]), saved(some, tmp_path))
-    assert "4 missing (features.bn_pool5.weight" in line
-    one = AlexNet(num_classes=5, norms=["bn0"]).state_dict()
-    line = refused(AlexNet(num_classes=5), saved(one, tmp_path))
-    assert "5 unexpected (features.bn0.weight" in line

@@ -1,4 +1,4 @@
-"""Files of `torch.save` that are made to take all memory or time, and what still loads."""
+"""Hostile files of `torch.save` that would use all memory or time, and files that load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.train.checkpoint import Checkpoint
 
 
 class Call:
-    """Is pickled as a call."""
+    """An object whose pickle is a call."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self._made = function, arguments
@@ -69,7 +69,7 @@ def key_of_tuples() -> bytes:
 
 
 def late_lists() -> bytes:
-    """Lists that are filled after they have been put twice into others."""
+    """Returns a pickle whose lists are filled after they were put twice into other lists."""
     made = b"".join(b"]q%c" % level for level in range(40))
     filled = b"".join(b"h%c(h%ch%ce" % (level + 1, level, level) for level in reversed(range(39)))
     pickled = b"\x80\x02(" + made + filled + b"t."
@@ -155,7 +155,7 @@ def test_what_programs_write_still_loads(old_format: bool) -> None:
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_a_sparse_tensor_with_indices_outside_of_it_is_refused(layout: torch.layout) -> None:
-    """Operations on it would read and write outside of its memory."""
+    """Operations would read and write out of bounds."""
     outside, values = torch.tensor([1 << 30]), torch.ones(1)
     made = (
         torch.sparse_coo_tensor(outside[None], values, (3,), check_invariants=False)

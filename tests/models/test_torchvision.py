@@ -1,4 +1,4 @@
-"""Against torchvision itself: the same keys, the same shapes, the same outputs, both ways."""
+"""Comparison with torchvision: equal outputs with the weights of either."""
 
 import warnings
 
@@ -22,7 +22,7 @@ NAMES = ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "alexnet"
 
 
 def scrambled(model, seed):
-    """Every tensor random and tame, so that no norm or bias can hide behind its initial value."""
+    """Fills every tensor with moderate random values, so that each norm and bias has an effect."""
     generator = torch.Generator().manual_seed(seed)
     for key, tensor in model.state_dict().items():
         if not tensor.is_floating_point():
@@ -43,14 +43,6 @@ def theirs(name):
 
 def ours(name):
     return create_model(ModelSettings(name=name), num_classes=1000)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_keys_and_shapes_are_equal(name):
-    with torch.device("meta"):
-        left, right = ours(name).state_dict(), theirs(name).state_dict()
-    shapes = {key: (tuple(value.shape), value.dtype) for key, value in left.items()}
-    assert shapes == {key: (tuple(value.shape), value.dtype) for key, value in right.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,4 +1,4 @@
-"""Models of timm and torchvision on a CPU, against the packages themselves: `make models-test`."""
+"""Models of timm and torchvision on a CPU, with the real packages: `make models-test`."""
 
 from __future__ import annotations
 

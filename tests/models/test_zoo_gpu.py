@@ -43,7 +43,7 @@ ZOO = [
 def train(
     output: Path, components: Components | None = None, **values: Any
 ) -> tuple[dict[str, str], list[float], list[str]]:
-    """What was chosen, the losses, and the notes."""
+    """Trains and returns the choices, losses and notes."""
     shown = Silent()
     config = small_config(output, **COLOUR | values)
     with warnings.catch_warnings():
@@ -84,7 +84,7 @@ def test_a_users_module_with_several_outputs_is_captured(tmp_path: Path) -> None
 
 
 class Waits(nn.Module):
-    """Decides on the host by what it has computed."""
+    """A net that decides on the host by a computed value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_a_model_that_waits_for_the_device_is_not_captured(tmp_path: Path, compi
 
 
 def test_after_a_failed_capture_the_device_works(tmp_path: Path) -> None:
-    """Stream, allocator and random generator."""
+    """Stream, allocator and random generator work."""
     value = torch.ones(1000, device="cuda")
     out = torch.zeros(1000, device="cuda")
 

@@ -38,12 +38,12 @@ class UserNet(nn.Module):
 
 
 def make_net(num_classes: int, in_channels: int, several: bool = False) -> nn.Module:
-    """Takes no image size."""
+    """Creates the net; has no argument for the image size."""
     return UserNet(num_classes, in_channels, several)
 
 
 def loss_of_both(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
-    """Of each sample, from two outputs."""
+    """Returns the loss of each sample from two outputs."""
     wrong = F.cross_entropy(outputs["logits"].float(), targets, reduction="none")
     apart = (outputs["back"] - outputs["features"].detach()).float().square().mean(1)
     return wrong + 0.1 * apart

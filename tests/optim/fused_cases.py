@@ -148,7 +148,7 @@ def test_unaligned_gradients_and_other_strides() -> None:
 
 
 def assert_goes_back(kernel: LARS | AdamW, ps: list[nn.Parameter]) -> None:
-    """A step from a checkpoint has the bits of the one that was taken."""
+    """Checks that a step from a checkpoint repeats the bits."""
     saved, weights = copy.deepcopy(kernel.state_dict()), [p.detach().clone() for p in ps]
     kernel.step()
     after = everything(kernel)

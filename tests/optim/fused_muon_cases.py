@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from triton.runtime import interpreter
 
 import interpreted  # noqa: F401  (before any kernel)
@@ -97,7 +97,7 @@ def engine_of(optimizer: Muon) -> MuonStep:
 
 
 def test_kernels_equal_foreach(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In several chunks and tiles, with iterations in both directions between the buffers."""
+    """Uses several chunks and tiles, and iterations in both directions between the buffers."""
     monkeypatch.setattr(fused_steps, "CHUNK", 512)
     monkeypatch.setattr(fused_steps, "BLOCK", 256)
     monkeypatch.setattr(fused_muon, "TILING", Tiling(32, 16, 64, 16))
@@ -125,13 +125,13 @@ def test_kernels_equal_foreach(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("base", "fused", "fused_muon"):
         monkeypatch.setattr(f"paceline.optim.{module}.capturing", lambda device: True)
     kernel.step()  # would be refused if an address had changed
-    kernel.shared = SharedProducts(0, 2, lambda rows, lengths: None)
+    engine_of(kernel)._matrices = None
     with pytest.raises(RunError, match="call prepare"):
         kernel.step()
 
 
 def test_steps_of_fixed_length_take_their_directions_from_torch() -> None:
-    """In the kernels of LARS, which get the length with the direction."""
+    """The update runs in the kernels of LARS."""
     made = pair()
     for optimizer, ps in made:
         for group in optimizer.param_groups[:2]:
@@ -183,7 +183,7 @@ def test_a_group_with_fixed_steps_may_join_and_come_with_a_state() -> None:
 def test_a_bad_gradient_changes_no_bit_and_leaves_no_trace(
     which: int, poison: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also not in the padding of the matrices: the steps after it have the bits of an optimizer that
+    """The padding stays clean too: the next steps have the bits of an optimizer that
     has not seen it."""
     iterate(3, monkeypatch)  # the second writes the matrices that the first starts from
     (kernel, ps), (twin, qs) = create(True), create(True)
@@ -282,65 +282,9 @@ def test_products_by_torch_on_request_and_where_ranks_share_them() -> None:
         create(True, products="cuda")
 
 
-def test_ranks_that_share_products_take_the_steps_of_one_that_does_not() -> None:
-    """Both ranks in one process: each first computes its own results in a step that changes nothing,
-    then steps with those of the other."""
-    alone, ps = create(True)
-    fill_gradients(ps, 0)
-    alone.step()
-    sent: dict[int, Tensor] = {}
-    finished = []
-    for rank in (0, 1, 0):
-
-        def gather(rows: Tensor, lengths: Sequence[int], rank: int = rank) -> None:
-            sent[rank] = rows[rank, : lengths[rank]].clone()
-            rows[1 - rank].fill_(float("nan"))  # what is not gathered would show
-            if 1 - rank in sent:
-                rows[1 - rank, : lengths[1 - rank]] = sent[1 - rank]
-            assert all(lengths)
-
-        optimizer, qs = create(True, products="kernels")
-        optimizer.shared = SharedProducts(rank, 2, gather)
-        fill_gradients(qs, 0)
-        if 1 - rank in sent:
-            optimizer.step()
-            finished.append(everything(optimizer))
-        else:
-            optimizer.prepare()
-    for found in finished:
-        assert bits_equal(found, everything(alone))
-    assert len(finished) == 2
-
-
 def test_a_matrix_beyond_32_bit_offsets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_muon, "_MOST_ELEMENTS", 48 * 48 - 1)
     kernel, ps = create(True)
     fill_gradients(ps, 0)
     with pytest.raises(PacelineError, match=r"\(40, 36\) is too large"):
         kernel.step()
-
-
-def test_the_deepest_tiles_come_first_and_cover_each_matrix_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(fused_muon, "TILING", Tiling(32, 16, 64, 16))
-    kernel, ps = create(True)
-    fill_gradients(ps, 0)
-    kernel.prepare()
-    made = engine_of(kernel)._matrices
-    assert made is not None
-    rows, columns = made.table[4].tolist(), made.table[5].tolist()
-    for tiles, side, deep in (
-        (made.gram_tiles, min, max), (made.polynomial_tiles, min, min), (made.apply_tiles, None, min),
-    ):  # fmt: skip
-        depths = [deep(rows[place], columns[place]) for place, _, _ in tiles.tolist()]
-        assert depths == sorted(depths, reverse=True)
-        covered = torch.zeros(len(rows), 48, 64)
-        height, width = (32, 32) if side else (16, 64)
-        for place, i, j in tiles.tolist():
-            covered[place, i * height : (i + 1) * height, j * width : (j + 1) * width] += 1
-            if side and i != j:
-                covered[place, j * height : (j + 1) * height, i * width : (i + 1) * width] += 1
-        for place, (high, broad) in enumerate(zip(rows, columns, strict=True)):
-            high, broad = (side(high, broad),) * 2 if side else (high, broad)
-            assert (covered[place, :high, :broad] == 1).all()

@@ -1,4 +1,4 @@
-"""LARS, Muon, AdamW and LAMB in float64, written from their equations, and what their tests share."""
+"""Implements LARS, Muon, AdamW and LAMB in float64 from their equations, with helpers for tests."""
 
 from __future__ import annotations
 
@@ -128,13 +128,13 @@ def run(optimizer: MasterOptimizer, ps: Sequence[nn.Parameter], steps: Sequence[
 
 
 def assert_near(found: Tensor, expected: Tensor, tolerance: float = 2e-6) -> None:
-    """Within fp32 rounding of the largest value; elements near 0 come from cancellation."""
+    """Compares within fp32 rounding of the largest value, because elements near 0 cancel."""
     error = float((found.detach().double().cpu() - expected.detach().double().cpu()).abs().max())
     assert error <= tolerance * max(float(expected.detach().abs().max()), 1e-30), error
 
 
 def everything(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Copies of all parameters and all state but counts that include skipped steps."""
+    """Returns copies of all parameters and all state except counts of skipped steps."""
     held = []
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -144,7 +144,7 @@ def everything(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def bits_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
-    """Equal to the bit, signs of zero included."""
+    """Compares bits, signs of zero included."""
     ints = {2: torch.int16, 4: torch.int32}
     return len(left) == len(right) and all(
         torch.equal(a.view(ints[a.element_size()]), b.view(ints[b.element_size()]))
@@ -155,7 +155,7 @@ def bits_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 def check_bad_gradient(
     ps: Sequence[nn.Parameter], optimizer: MasterOptimizer, which: int, poison: float
 ) -> None:
-    """A non-finite gradient changes no bit and is named; the next good step changes everything."""
+    """Checks that a step with a non-finite gradient changes no bit, and that the next step works."""
     with torch.no_grad():
         ps[0].view(-1)[0] = -0.0  # a product with 0 would change its sign
     before = everything(optimizer)
@@ -172,7 +172,7 @@ def check_bad_gradient(
 
 
 def check_switches(optimizer: MasterOptimizer) -> None:
-    """While `hold` or `found_inf` is set a step changes no bit."""
+    """Checks that a step changes no bit while `hold` or `found_inf` is set."""
     for switch in ("hold", "found_inf"):
         before = everything(optimizer)
         setattr(optimizer, switch, torch.ones(()))

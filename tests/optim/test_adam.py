@@ -100,7 +100,7 @@ def test_a_state_without_entries_starts_the_counts_again() -> None:
 @both
 @pytest.mark.usefixtures("both_ways")
 def test_a_skipped_step_leaves_no_trace(of: type[AdamW]) -> None:
-    """Not in the count of steps either: what follows is as if it had not been."""
+    """The count of steps does not change either."""
     optimizer, ps = create(of)
     fill_gradients(ps, 0)
     optimizer.step()

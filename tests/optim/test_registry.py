@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,7 +58,6 @@ def create(arguments: str = "{momentum = 0.5}") -> tuple[MasterOptimizer, list[A
 @pytest.mark.usefixtures("both_ways")
 def test_a_registered_rule_gets_masters_loss_scale_and_switches() -> None:
     optimizer, ps = create()
-    assert optimizer.describe() == "signmomentum, foreach"
     weights = [p.detach().float().clone() for p in ps]
     optimizer.grad_scale = torch.tensor(4.0)
     fill_gradients(ps, 0, 4.0)
@@ -77,7 +76,7 @@ def test_a_registered_rule_gets_masters_loss_scale_and_switches() -> None:
 
 
 def test_training_by_name(tmp_path: Path) -> None:
-    """Also as `module:Rule`, and with the same bits."""
+    """The name `module:Rule` gives the same bits."""
     name = f"{__name__}:SignMomentum"
     runs = [
         run_small(tmp_path / str(place), optim__name=of, optim__lr=0.001)
@@ -97,7 +96,7 @@ class Halves(ScheduleSettings):
 
 
 def test_a_schedule_from_outside(tmp_path: Path) -> None:
-    """Also in the file that a run writes, and as `[optim.halves]`."""
+    """Its settings are the table `[optim.halves]`, also in the config of a run."""
     with pytest.raises(ConfigError):
         OptimSettings(schedule="halves")
     register_schedule("halves", Halves)
@@ -125,16 +124,10 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def rule(**fields: Any) -> type[UpdateRule]:
-    """A rule that keeps the hyper-parameters of its last step."""
+    """Returns a rule with these hyper-parameters."""
     hyper = NamedTuple("Hyper", [(name, type_) for name, (type_, *_) in fields.items()])  # type: ignore[misc]
-    hyper.__new__.__defaults__ = tuple(d for _, *own in fields.values() for d in own)
     hyper._field_defaults = {name: own[0] for name, (_, *own) in fields.items() if own}
-    return type(
-        "Keeps", (UpdateRule,), {"Hyper": hyper, "update": lambda self, rows, h: _kept.append(h)}
-    )
-
-
-_kept: list[Any] = []
+    return type("Keeps", (UpdateRule,), {"Hyper": hyper, "update": lambda self, rows, h: None})
 
 
 @pytest.mark.parametrize(
@@ -148,21 +141,3 @@ def test_hyper_parameters_that_cannot_be_set_are_refused(kind: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         register_optimizer("keeps", kind)
     assert caught.value.field == "rule"
-
-
-def test_hyper_parameters_keep_their_types() -> None:
-    register_optimizer(
-        "keeps", rule(lr=(float,), turns=(int, 3), odd=(bool, False), beta=(float, 1))
-    )
-    ps = parameters(torch.float32)
-    values = {"name": "keeps", "lr": 0.1, "weight_decay": 0.5}
-    made = OptimSettings(**values, arguments="{turns = 4, odd = true}")
-    optimizer = create_optimizer(made, [{"params": ps}], 0.1)
-    fill_gradients(ps, 0, 1.0)
-    optimizer.step()
-    assert [(type(value), value) for value in _kept[-1]] == [
-        (float, 0.1), (int, 4), (bool, True), (float, 1.0),
-    ]  # fmt: skip
-    assert made.idle == {"weight_decay": "optim.name = 'keeps'"}
-    with pytest.raises(ConfigError):
-        create_optimizer(replace(made, arguments="{turns = 2.5}"), [{"params": ps}], 0.1)

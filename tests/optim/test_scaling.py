@@ -1,9 +1,8 @@
-"""The scaling rule: what it chooses, what the user keeps, where it refuses."""
+"""The scaling rule: its choices, values of the user, refusals."""
 
 from __future__ import annotations
 
 import math
-import re
 import shutil
 import tomllib
 from dataclasses import replace
@@ -32,7 +31,7 @@ from paceline.train.checkpoint import Checkpoint
 from paceline.train.components import Components
 from paceline.train.resolve import Facts, resolve
 from ranks import run_ranks
-from small_runs import run_small, small_config
+from small_runs import run_small
 
 SGD = OptimSettings(lr_base=0.2, nesterov=True, weight_decay=5e-4, warmup_epochs=5)
 CIFAR = Recipe(SGD, 256, "sgd")
@@ -44,7 +43,7 @@ MUON = Recipe(
 
 
 def pace(scaling: Scaling, recipe: Recipe) -> float:
-    """At the batch that was asked for."""
+    """Returns the pace at the whole batch."""
     own = scaling.values.get("optim.name", recipe.optim.name)
     values = {
         **recipe.optim.__dict__,
@@ -66,16 +65,14 @@ def eta(optim: OptimSettings) -> float:
 
 
 def test_the_known_good_batch_changes_nothing() -> None:
-    found = scale_recipe(CIFAR, Target(256, 50_000, 90))
-    assert found.values == {}
-    assert "as in the recipe" in found.describe()
+    assert scale_recipe(CIFAR, Target(256, 50_000, 90)).values == {}
 
 
 @pytest.mark.parametrize(("batch", "best"), [(2500, (0.05, 0.10)), (10_000, (0.1, 0.2))])
 def test_cifar_gets_a_pace_between_those_that_were_best_there(
     batch: int, best: tuple[float, float]
 ) -> None:
-    """At 90 and at 18 epochs, which have one pace."""
+    """The best paces were the same at 90 and at 18 epochs."""
     found = scale_recipe(CIFAR, Target(batch, 50_000, 90))
     assert found.values["optim.name"] == "muon"
     assert best[0] < pace(found, CIFAR) < best[1]
@@ -95,7 +92,6 @@ def test_the_pace_is_limited_to_what_was_measured(name: str) -> None:
     recipe = Recipe(fast, 256, name, kept=frozenset({"optim.name"}))
     found = scale_recipe(recipe, Target(10_000, 50_000, 90))
     assert pace(found, recipe) == pytest.approx(MOST_PACE[name], rel=1e-3)
-    assert "largest that was measured" in found.describe()
 
 
 def test_a_rate_and_a_momentum_of_the_user_leave_the_pace_as_it_is() -> None:
@@ -109,20 +105,10 @@ def test_a_rate_and_a_momentum_of_the_user_leave_the_pace_as_it_is() -> None:
     assert pace(found, recipe) == pytest.approx(pace(usual, MUON), rel=1e-3)
 
 
-def test_muon_without_momentum_has_no_nesterov() -> None:
-    plain = replace(MUON, optim=replace(MUON.optim, momentum=0.0))
-    assert "optim.nesterov" not in scale_recipe(plain, Target(2000, 12_000, 15)).values
-
-
 @pytest.mark.parametrize(("batch", "ranks"), [(4999, 1), (9998, 2), (2 * 2503, 1)])
 def test_a_batch_that_leaves_batch_norm_a_few_samples_is_refused(batch: int, ranks: int) -> None:
-    with pytest.raises(ConfigError, match=r"run\.global_batch_size") as caught:
+    with pytest.raises(ConfigError, match=r"run\.global_batch_size"):
         scale_recipe(CIFAR, Target(batch, 50_000, 90, ranks))
-    near = [int(word) for word in re.findall(r"use (\d+) or (\d+)", str(caught.value))[0]]
-    assert near[0] < batch < near[1]
-    for good in near:
-        found = scale_recipe(CIFAR, Target(good, 50_000, 90, ranks)).values["run.batch_size"]
-        assert 128 <= found <= 256
     kept = replace(CIFAR, kept=frozenset({"run.batch_size"}))
     assert scale_recipe(kept, Target(batch, 50_000, 90, ranks)).values
 
@@ -131,7 +117,7 @@ def test_sgd_keeps_linear_scaling_while_an_epoch_has_many_steps() -> None:
     found = scale_recipe(CIFAR, Target(1024, 1_281_167, 90))
     assert "optim.name" not in found.values
     assert found.values["optim.lr"] == pytest.approx(0.8)
-    assert not found.losses
+    assert not found.notes
 
 
 def test_rates_of_adam_follow_the_root_and_averages_the_samples() -> None:
@@ -160,19 +146,11 @@ def test_the_batch_of_adam_grows_where_an_epoch_has_few_steps(name: str) -> None
     assert values["optim.batch_schedule"] == "7.5:2000"
     # By the root of each batch over the known-good one.
     assert values["optim.lr"] == pytest.approx(1e-3 * math.sqrt(500 / 128), rel=1e-3)
-    one = scale_recipe(replace(recipe, one_batch="so"), target)
-    assert one.values["optim.lr"] == pytest.approx(1e-3 * math.sqrt(2000 / 128), rel=1e-3)
-    assert "the batch does not grow: so" in one.losses
-    assert "many samples, at the whole batch)" in scale_recipe(recipe, target).describe()
-    assert "many samples)" in one.describe()
+    one = scale_recipe(replace(recipe, one_batch="so"), target).values
+    assert one["optim.lr"] == pytest.approx(1e-3 * math.sqrt(2000 / 128), rel=1e-3)
     # The rest is that of the whole batch.
-    for key in (
-        f"optim.{name}.beta2",
-        f"optim.{name}.eps",
-        "run.batch_size",
-        "optim.warmup_epochs",
-    ):
-        assert values.get(key) == one.values.get(key)
+    for key in ("optim.adam.beta2", "optim.adam.eps", "run.batch_size", "optim.warmup_epochs"):
+        assert values.get(key) == one.get(key)
     assert "run.global_batch_size" not in scale_recipe(recipe, Target(400, 12_000, 15)).values
 
 
@@ -183,7 +161,7 @@ def test_muon_takes_over_from_adam_where_an_epoch_has_few_steps(name: str) -> No
     found = scale_recipe(recipe, target)
     values = found.values
     assert values["optim.name"] == "muon"
-    assert not {f"optim.{name}.beta2", f"optim.{name}.eps"} & values.keys()
+    assert not {"optim.adam.beta2", "optim.adam.eps"} & values.keys()
     # All but the decay is as from a recipe for SGD with the rate of the CIFAR-10 recipe.
     sgd = OptimSettings(name="sgd", lr=0.1, weight_decay=0.05, schedule="cosine")
     as_sgd = scale_recipe(Recipe(sgd, 128, "sgd"), target)
@@ -191,7 +169,6 @@ def test_muon_takes_over_from_adam_where_an_epoch_has_few_steps(name: str) -> No
         2000 / 128 * 1e-3 * 0.05, rel=1e-3
     ), "of the whole batch, whose rate is twice the first; a step takes as much as the samples"
     assert values == as_sgd.values
-    assert found.losses == as_sgd.losses
     no_decay = replace(recipe, optim=replace(optim, weight_decay=0.0))
     assert "optim.weight_decay" not in scale_recipe(no_decay, target).values
     large = replace(recipe, batch=8192)
@@ -219,11 +196,11 @@ def test_adam_stays_where_muon_might_not_suit(changes: dict[str, Any], noted: bo
     found = scale_recipe(recipe, Target(2000, 12_000, 15))
     assert "optim.name" not in found.values
     assert "optim.adam.beta2" in {*found.values, *recipe.kept}
-    assert (len(found.losses), len(found.notes)) == (1, int(noted))
+    assert len(found.notes) == 1 + noted
 
 
 def test_the_default_rate_of_adam_is_not_one_for_fine_tuning() -> None:
-    """However small the batch: it is linear in it."""
+    """The default rate is proportional to the batch."""
     recipe = Recipe(OptimSettings(name="adamw", schedule="cosine"), 32, "adamw")
     assert recipe.rate < 1e-4
     assert scale_recipe(recipe, Target(2000, 12_000, 15)).values["optim.name"] == "muon"
@@ -231,12 +208,8 @@ def test_the_default_rate_of_adam_is_not_one_for_fine_tuning() -> None:
 
 def test_muon_can_be_asked_for_with_a_recipe_for_adam_and_its_own_rate() -> None:
     optim = OptimSettings(name="muon", lr=2.0, weight_decay=0.05, schedule="cosine")
-    asked = Recipe(
-        replace(optim, known_good=KnownGood(lr=1e-3)),
-        128,
-        "adamw",
-        kept=frozenset({"optim.name", "optim.lr"}),
-    )
+    kept = frozenset({"optim.name", "optim.lr"})
+    asked = Recipe(replace(optim, known_good=KnownGood(lr=1e-3)), 128, "adamw", kept=kept)
     values = scale_recipe(asked, Target(2000, 12_000, 15)).values
     assert not {"optim.name", "optim.lr"} & values.keys()
     pace = 2.0 * values["optim.muon.trust_coefficient"] / 0.1
@@ -250,7 +223,7 @@ def test_lars_is_kept_where_asked_for_with_a_long_warm_up() -> None:
     assert "optim.name" not in found.values
     assert pace(found, asked) == pytest.approx(PACE["lars"] / math.sqrt(5), rel=1e-3)
     assert found.values["optim.warmup_epochs"] == pytest.approx(27)
-    assert any("muon loses less" in loss for loss in found.losses)
+    assert found.notes
 
 
 @pytest.mark.parametrize(
@@ -305,17 +278,12 @@ def test_cosine_decay_becomes_linear_for_muon_unless_the_user_gave_a_schedule() 
     [(2500, 30, True), (10_000, 30, True), (2500, 90, False), (10_000, 90, False), (500, 9, False)],
 )
 def test_images_are_not_mixed_in_short_runs(batch: int, epochs: int, dropped: bool) -> None:
-    """By steps in all and epochs; with many steps an epoch the recipe stays."""
+    """A run is short by its steps and epochs; with many steps per epoch the recipe stays."""
     mixed = replace(CIFAR, mixing=("run.cutmix", "run.mixup"))
     values = scale_recipe(mixed, Target(batch, 50_000, epochs)).values
     assert [values.get(name) for name in mixed.mixing] == [0.0 if dropped else None] * 2
     kept = replace(mixed, kept=frozenset(mixed.mixing))
     assert not {*mixed.mixing} & {*scale_recipe(kept, Target(batch, 50_000, epochs)).values}
-    config = RunConfig().with_values(
-        {"run.cutmix": 0.5, "run.global_batch_size": batch, "run.epochs": epochs,
-         "optim.scaling": "auto", "optim.known_good_batch": 256}
-    )  # fmt: skip
-    assert resolve_for(config, 50_000, 1)[0].run.cutmix == (0.0 if dropped else 0.5)
 
 
 def test_asynchronous_weights_are_not_averaged() -> None:
@@ -328,19 +296,14 @@ def test_asynchronous_weights_are_not_averaged() -> None:
     [
         {"run__strategy": "asynchronous"},
         {"run__strategy": "unequal"},
-        {
-            "run__strategy": "rehearsal",
-            "run__rehearsal__nodes": 1,
-            "run__rehearsal__gpus_per_node": 4,
-        },
+        {"run__strategy": "rehearsal", "run__rehearsal__nodes": 1, "run__rehearsal__gpus_per_node": 4},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_runs_that_need_one_batch_have_one(own: dict[str, Any]) -> None:
     short = {"run__global_batch_size": 10_000, "run__epochs": 30}
-    config, described = resolve_for(auto("cifar10-resnet18", **short, **own), 50_000, 1)
+    config = resolve_for(auto("cifar10-resnet18", **short, **own), 50_000, 1)[0]
     assert config.run.global_batch_size == 10_000
-    assert "does not grow" in described
     grown = resolve_for(auto("cifar10-resnet18", **short), 50_000, 1)[0]
     assert grown.optim.batch_growth.stages == ((15.0, 10_000),)
 
@@ -454,7 +417,7 @@ def test_the_batch_grows_where_an_epoch_has_few_steps(target: Target, first: int
 
 @pytest.mark.parametrize("ranks", [1, 4, 8, 16])
 def test_a_resumed_run_keeps_its_first_batch(ranks: int) -> None:
-    """On other ranks, where a new run would begin with another, and with more epochs."""
+    """A new run on these ranks would begin with another batch."""
     target = Target(2048, 50_000, 30, ranks, first_batch=512, grows_at=15.0)
     for epochs in (30, 90):
         found = scale_recipe(CIFAR, replace(target, epochs=epochs)).values
@@ -507,7 +470,7 @@ def test_a_recipe_and_a_batch_are_enough() -> None:
     assert scaled.optim.name == "muon"
     assert scaled.optim.scaling == "off"
     assert scaled.run.average_epochs == 6.0
-    assert described.startswith("batch 256 → 10,000, 5 steps an epoch, 450 in all (1,350 with")
+    assert described.startswith("batch 256 → 10,000")
     # `config.toml` of the run repeats it.
     again = RunConfig.from_tables(scaled.to_tables())
     assert resolve_for(again, 50_000, 4) == (scaled, "")
@@ -562,16 +525,6 @@ def test_a_resumed_run_remembers_that_it_began_with_given_weights(adamw_recipe: 
     assert again.optim == first.optim
 
 
-def test_the_settings_of_a_scaled_run_are_a_recipe_for_another_optimizer_too() -> None:
-    """What is chosen for Muon waits there."""
-    config = auto("quickstart", run__global_batch_size=600)
-    tables = resolve_for(config, 12_000, 1)[0].to_tables()
-    assert tables["optim"]["muon"]["orthogonal"] == "auto"
-    tables["optim"]["name"] = "lars"
-    optim = RunConfig.from_tables(tables).optim
-    assert (optim.idle, optim.unused()) == ({}, ["muon"])
-
-
 def test_a_recipe_without_a_known_batch_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     path.write_text("[optim]\nlr = 0.1\n")
@@ -581,12 +534,6 @@ def test_a_recipe_without_a_known_batch_is_refused(tmp_path: Path) -> None:
     assert caught.value.field == "optim.known_good_batch"
     known = auto(str(path), run__global_batch_size=512, optim__known_good_batch=128)
     assert resolve_for(known, 500_000, 1)[0].optim.lr == pytest.approx(0.4)
-
-
-@pytest.mark.parametrize("values", [{"scaling": "on"}, {"known_good_batch": 0}])
-def test_settings_are_checked(values: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"optim.{next(iter(values))}"):
-        OptimSettings(**values)
 
 
 SCALED_RUN: dict[str, Any] = {
@@ -658,9 +605,3 @@ def test_all_ranks_refuse_alike_before_the_first_step(tmp_path: Path) -> None:
     assert isinstance(first, str)
     assert "run.global_batch_size = 32" in first
     assert not list(tmp_path.glob("a/metrics*"))
-
-
-def test_an_optimizer_object_is_unknown_to_the_rule(tmp_path: Path) -> None:
-    config = small_config(tmp_path, optim__scaling="auto", optim__known_good_batch=8)
-    with pytest.raises(ConfigError, match=r"optim\.scaling"):
-        resolve_for(config, 64, 1, Components(optimizer=torch.optim.SGD))

@@ -15,7 +15,16 @@ from torch import nn
 from paceline.config import load_config
 from paceline.core.errors import ConfigError
 from paceline.core.settings import from_table
-from paceline.optim import LARS, SGD, LrSchedule, Muon, OptimSettings, create_optimizer, set_rate
+from paceline.optim import (
+    LARS,
+    SGD,
+    AdamW,
+    LrSchedule,
+    Muon,
+    OptimSettings,
+    create_optimizer,
+    set_rate,
+)
 from paceline.optim.lars import Hyper
 from paceline.optim.muon import keep_step_factors
 from paceline.optim.registry import schedule_names
@@ -29,7 +38,7 @@ from paceline.optim.schedules import Poly
      {"lr_base_batch": 0}, {"momentum": 1.0}, {"weight_decay": -1e-4}, {"warmup_epochs": -1.0},
      {"warmup_max_share": 0.0}, {"warmup_max_share": 1.5},
      {"decay_over_epochs": 5.0}, {"decay_over_epochs": float("inf")},
-     {"fused": "cuda"},
+     {"fused": "cuda"}, {"scaling": "on"}, {"known_good_batch": 0},
      {"nesterov": True, "momentum": 0.0}],
 )  # fmt: skip
 def test_a_bad_value_is_named(values: dict[str, Any]) -> None:
@@ -56,7 +65,7 @@ def test_a_bad_value_of_an_owner_is_named(owner: str, values: dict[str, Any]) ->
 # --- schedules ---------------------------------------------------------------------------------
 
 
-def schedule(kind: str, total: int = 100, per_epoch: float = 10.0, **extra: float) -> LrSchedule:
+def schedule(kind: str, total: int = 100, per_epoch: float = 10.0, **extra: Any) -> LrSchedule:
     return LrSchedule(OptimSettings.gather(schedule=kind, **extra), 1.0, total, per_epoch)
 
 
@@ -85,6 +94,22 @@ def test_linear_scaling_and_warm_up() -> None:
 def test_decays(kind: str, extra: dict[str, float], rates: dict[int, float]) -> None:
     found = schedule(kind, **{"warmup_epochs": 0, **extra})
     assert {step: found.rate(step) for step in rates} == pytest.approx(rates)
+
+
+def test_piecewise_takes_one_part_after_another() -> None:
+    """Akiba et al. 2017: half of the rate first, and three decays."""
+    made = schedule("piecewise", warmup_epochs=0, epochs=(4.0, 7.0, 8.5))
+    wanted = [0.5] * 40 + [0.075] * 30 + [0.01] * 15 + [0.001] * 15
+    assert [made.rate(step) for step in range(100)] == pytest.approx(wanted)
+
+
+def test_momentum_reaches_the_groups() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    sgd, adam = SGD([weight], lr=0.1), AdamW([weight], lr=0.1)
+    for optimizer in (sgd, adam):
+        set_rate(optimizer, 0.5, {"momentum": 0.8})
+    assert sgd.param_groups[0]["momentum"] == 0.8
+    assert adam.param_groups[0]["betas"] == (0.8, 0.999)
 
 
 def test_steps_of_goyal_et_al() -> None:
@@ -121,53 +146,21 @@ def test_warm_up_takes_at_most_its_share_of_the_run() -> None:
     assert (exact.warmup_steps, exact.describe_cut()) == (30, "")
 
 
-def test_a_class_without_a_rate_is_reported_after_a_missing_package() -> None:
-    with pytest.raises(
-        ConfigError, match="^optim.name = 'nomod.sub:X': there is no module 'nomod'"
-    ):
-        OptimSettings(name="nomod.sub:X")
-    with pytest.raises(ConfigError, match="^optim.lr: no learning rate.*torch.optim:RAdam"):
-        OptimSettings(name="torch.optim:RAdam")
-
-
 # --- recipes -----------------------------------------------------------------------------------
 
-IMAGES = 1_281_167
-# batch, rate, warm-up, decay, momentum, decay over, epochs: the MLPerf submissions.
-RESNET50 = {
-    "3k": (3200, 11.0, 2, 5e-5, 0.9, 37, 35),
-    "13k": (13056, 12.8, 9, 2.5e-5, 0.94, 48, 45),
-    "20k": (20480, 22.0, 12, 2.5e-5, 0.9, 52, 50),
-    "33k": (33280, 21.2, 16, 2.5e-5, 0.94, 58, 56),
-    "57k": (57344, 23.0, 32, 2.5e-5, 0.95, 78, 77),
-    "64k": (67456, 24.7, 31, 1e-4, 0.952, 90, 86),
-}
 
-
-@pytest.mark.parametrize("name", RESNET50)
-def test_resnet50_recipes(name: str) -> None:
-    config = load_config(f"imagenet-resnet50-{name}", {})
-    run, optim = config.run, config.optim
-    found = (
-        run.global_batch_size, optim.lr, optim.warmup_epochs, optim.weight_decay, optim.momentum,
-        optim.decay_over_epochs, run.epochs,
-    )  # fmt: skip
-    assert found == RESNET50[name]
-    assert (optim.name, optim.schedule, optim.own_schedule) == ("lars", "poly", Poly(power=2))
+def test_a_resnet50_recipe() -> None:
+    """An MLPerf submission: the run ends before the decay does."""
+    config = load_config("imagenet-resnet50-3k", {})
+    optim, per_epoch = config.optim, 1_281_167 / 3200
+    assert (optim.name, optim.own_schedule) == ("lars", Poly(power=2))
     assert optim.own_optimizer == LarsSettings(trust_coefficient=0.001)
-    assert not any((optim.nesterov, optim.decay_bias_norm))
-    assert (run.smoothing, config.model.name, config.model.num_classes) == (0.1, "resnet50", 1000)
-    batch, peak, warmup, _, _, over, epochs = RESNET50[name]
-    per_epoch = IMAGES / batch
-    total = int(epochs * per_epoch)
-    rates = LrSchedule(optim, optim.peak_lr(batch), total, per_epoch)
-    assert rates.rate(0) == pytest.approx(peak / (warmup * per_epoch))
-    assert max(rates.rate(step) for step in range(total)) == pytest.approx(peak, rel=0.01)
-    middle = round((warmup + (over - warmup) / 2) * per_epoch)
-    assert rates.rate(middle) == pytest.approx(peak / 4, rel=0.01)
-    # The run ends before the decay does.
-    left = peak * ((over - epochs) / (over - warmup)) ** 2
-    assert rates.rate(total) == pytest.approx(left, rel=0.2)
+    total = int(35 * per_epoch)
+    rates = LrSchedule(optim, optim.peak_lr(3200), total, per_epoch)
+    assert rates.rate(0) == pytest.approx(11.0 / (2 * per_epoch))
+    assert max(rates.rate(step) for step in range(total)) == pytest.approx(11.0, rel=0.01)
+    assert rates.rate(round(19.5 * per_epoch)) == pytest.approx(11.0 / 4, rel=0.01)
+    assert rates.rate(total) == pytest.approx(11.0 * (2 / 35) ** 2, rel=0.2)
 
 
 # --- create_optimizer --------------------------------------------------------------------------
@@ -298,7 +291,7 @@ def test_steps_have_a_fixed_length_where_some_matrix_has_no_norm_layer(
 def test_steps_of_fixed_length_are_shorter_in_deep_nets(
     matrices: int, factor: float, wanted: str
 ) -> None:
-    """By `auto`; who asks for `fixed` has η as given."""
+    """This applies to `auto` only; `fixed` uses η as given."""
     settings = OptimSettings.gather(name="muon", steps=wanted, trust_coefficient=0.02, momentum=0.9)
     expected = factor if wanted == "auto" else 1.0
     # Of twice as many, half have a norm.
@@ -308,7 +301,6 @@ def test_steps_of_fixed_length_are_shorter_in_deep_nets(
         filters, head, *_ = optimizer.param_groups
         assert filters["trust_coefficient"] == pytest.approx(0.2 * expected)
         assert head.get("trust_coefficient", 0.02) == 0.02, "it is not orthogonalized"
-        assert ("of η because" in optimizer.describe()) == (expected < 1)
 
 
 @pytest.mark.parametrize("before", [None, 1.0, 0.5])

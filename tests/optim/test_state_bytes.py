@@ -26,7 +26,6 @@ SIZE = 4096
         ({"name": "svrg", "momentum": 0.0}, torch.float32, 8),
         ({"name": "halp", "momentum": 0.0, "bits": 8}, torch.float32, 9),
         ({"name": "halp", "momentum": 0.0, "bits": 16}, torch.float32, 10),
-        ({"name": "lp_sgd", "momentum": 0.0, "bits": 8}, torch.float32, 1),
         ({"name": "torch.optim:RAdam", "lr": 0.1}, torch.float32, 8),
         ({"name": "torch.optim:RAdam", "lr": 0.1}, torch.bfloat16, 12),
     ],

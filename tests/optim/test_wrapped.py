@@ -1,4 +1,4 @@
-"""Optimizers of torch with masters around them: bits, skipped steps, state, and what is refused."""
+"""Optimizers of torch with masters: bits, skipped steps, state, refusals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from optim.reference import KINDS, bits_equal, fill_gradients, grad_of, parameters
-from paceline.core.errors import CheckpointError, ConfigError, PacelineError
+from paceline.core.errors import ConfigError, PacelineError
 from paceline.optim import LARS, OptimSettings, WrappedOptimizer, create_optimizer, set_rate
 
 
@@ -48,7 +48,6 @@ def test_it_computes_what_the_class_computes_on_unscaled_fp32_gradients() -> Non
     assert bits_equal([m.detach() for m in optimizer.masters()], [w.detach() for w in wide])
     for p, master in zip(ps, optimizer.masters(), strict=True):
         assert torch.equal(p, master.to(p.dtype))
-    assert optimizer.describe() == "radam, masters around torch's own, update not captured"
 
 
 def test_a_skipped_step_leaves_no_trace_and_inactive_parameters_stay() -> None:
@@ -73,7 +72,7 @@ def test_a_skipped_step_leaves_no_trace_and_inactive_parameters_stay() -> None:
 
 
 class Estimating(torch.optim.SGD):
-    """Keeps a number in its groups, as optimizers that estimate their rate do."""
+    """Keeps a number in its groups, like optimizers that estimate their rate."""
 
     def __init__(self, params: Any, lr: float, estimate: float = 1.0) -> None:
         super().__init__(params, lr=lr)
@@ -124,8 +123,8 @@ def test_state_survives_a_checkpoint_exactly(name: str) -> None:
     [
         ("torch.optim:LBFGS", "", "needs a closure"),
         ("torch.optim:SparseAdam", "", "dense gradients"),
-        ("torch.optim:RAdamm", "", "no attribute RAdamm in torch.optim; did you mean 'RAdam'?"),
-        ("nowhere.at_all:Best", "", "there is no module 'nowhere'"),
+        ("torch.optim:RAdamm", "", "did you mean 'RAdam'?"),
+        ("nowhere.at_all:Best", "", "'nowhere'"),
         ("torch.optim:RAdam", "{bets = [0.9, 0.9]}", "unexpected keyword argument 'bets'"),
         ("torch.nn:Linear", "", "cannot be used"),
         ("torch.optim:lr_scheduler", "", "is not an optimizer"),
@@ -198,12 +197,6 @@ def test_state_is_what_a_checkpoint_can_hold() -> None:
         with pytest.raises(ConfigError, match=words) as caught:
             made_by(lambda groups, kept=kept, state=state: Keeping(groups, kept, state))
         assert "\n" not in str(caught.value)
-    late = iter([0.0] * 3)
-    optimizer = made_by(lambda groups: Keeping(groups, float, lambda: next(late, np.zeros(2))))
-    fill_gradients([p for group in optimizer.param_groups for p in group["params"]], 0)
-    optimizer.step()
-    with pytest.raises(CheckpointError, match="is a ndarray, which a checkpoint cannot hold"):
-        optimizer.state_dict()
 
 
 def sgd(groups: Any) -> torch.optim.Optimizer:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from no_waiting import no_waiting
-from paceline.alternatives.rms_warmup import RMSpropWarmup
-from paceline.alternatives.svrg import SVRG
+from paceline.alternatives.rms_warmup.optimizer import RMSpropWarmup
+from paceline.alternatives.svrg.optimizer import SVRG
 from small_runs import run_small
 
 pytestmark = [

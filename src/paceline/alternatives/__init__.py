@@ -1,7 +1,7 @@
-"""Methods of the literature that are not the default, one module or sub-package each.
+"""Methods of the literature that are not the default, one module or package each.
 
-`PROVIDES` has what they provide: by kind the name that a setting gives, and its place. Nothing else is
-imported here, so that each module can be removed.
+`PROVIDES` lists their parts by kind, as name and place. Nothing is imported here, so each module can be
+removed.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ _OPTIMIZERS = {
     "rmsprop_warmup": "alternatives.rms_warmup.settings:RmspropWarmupSettings",
     "svrg": "alternatives.svrg.settings:SvrgSettings",
     "halp": "alternatives.svrg.settings:HalpSettings",
-    "lp_svrg": "alternatives.svrg.settings:LpSvrgSettings",
-    "lp_sgd": "alternatives.svrg.settings:LpSgdSettings",
 }
 _SCHEDULES = {
     "one_cycle": "alternatives.cycles:OneCycle",

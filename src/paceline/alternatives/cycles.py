@@ -1,4 +1,4 @@
-"""Schedules that rise and fall by themselves (Smith 2017): `one_cycle` and `triangular`."""
+"""Cyclic learning-rate schedules (Smith 2017): `one_cycle` and `triangular`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from paceline.core.exclusions import Exclusion, not_in, one_of
 from paceline.core.settings import SettingChecks
 from paceline.optim.schedules import Course, ScheduleSettings
 
-# Lowest rate of a cycle, as a share of the peak rate.
+# Lowest rate of a cycle, as a fraction of the peak rate.
 CYCLE_FLOOR = 0.1
-# Of `one_cycle`: share of the run after the cycle, in which the rate falls on to `optim.lr_end`.
+# Fraction of the run after the cycle of `one_cycle`, in which the rate falls to `optim.lr_end`.
 CYCLE_TAIL = 0.1
 
 
 @dataclass(frozen=True)
 class Cycle(ScheduleSettings):
-    """Cycles of the rate, and of momentum against it."""
+    """Cycles of the rate, with opposite cycles of the momentum."""
 
     TABLE: ClassVar[str] = "cycle"
     WARMS_UP: ClassVar[bool] = False
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = (
         Exclusion(
             "optim.cycle.momentum", not_in(()), {"optim.name": lambda optimizer: ":" in optimizer},
-            "{optim.name} keeps its own momentum", "set it to []",
+            "cannot change the momentum of {optim.name}", "set it to []",
         ),
         Exclusion(
             "optim.cycle.momentum", not_in(()), {"run.strategy": one_of("asynchronous")},
@@ -35,12 +35,12 @@ class Cycle(ScheduleSettings):
     )  # fmt: skip
 
     momentum: tuple[float, ...] = (0.85, 0.95)
-    """Momentum (β₁ of AdamW and LAMB) at the highest and at the lowest rate of a cycle; an empty list
-    keeps `optim.momentum`."""
+    """Momentum (β₁ of AdamW and LAMB) at the highest and the lowest rate of a cycle. An empty list keeps
+    `optim.momentum`."""
     epochs: float = 8.0
-    """Epochs of one cycle of `triangular`, up and down."""
+    """Epochs of one cycle of `triangular`."""
     decay: float = 1.0
-    """Factor of the height of a cycle of `triangular` to the next one's; 0.5 is Smith's `triangular2`."""
+    """Factor of the height from each cycle of `triangular` to the next; 0.5 is Smith's `triangular2`."""
 
     def __post_init__(self) -> None:
         momenta = list(self.momentum)
@@ -71,7 +71,7 @@ class Cycle(ScheduleSettings):
 
 @dataclass(frozen=True)
 class OneCycle(Cycle):
-    """One cycle over the run, then a tail."""
+    """One cycle, followed by a tail."""
 
     UNREAD: ClassVar[tuple[str, ...]] = ("epochs", "decay")
     READS: ClassVar[tuple[str, ...]] = ("lr_end",)
@@ -93,5 +93,5 @@ class Triangular(Cycle):
     """Cycles of equal length."""
 
     def height(self, time: float, course: Course) -> float:
-        cycles, share = divmod(time / (self.epochs * course.steps_per_epoch), 1.0)
-        return float(self.decay**cycles) * (1.0 - abs(2.0 * share - 1.0))
+        cycles, phase = divmod(time / (self.epochs * course.steps_per_epoch), 1.0)
+        return float(self.decay**cycles) * (1.0 - abs(2.0 * phase - 1.0))

@@ -39,7 +39,6 @@ NOTES = {
     "resnet_tiny": "for 28 or 32 pixels; parameters for 10 classes in grayscale",
     "resnet_fast": "for 32 pixels, seconds on a GPU; parameters for 10 classes",
     "alexnet": "torchvision's AlexNet",
-    "alexnet2012": "the original: two groups, local response normalization",
     "alexnet_bn": "with batch norm, for large batches",
 }
 

@@ -64,13 +64,13 @@ class CommSettings(Section):
     rendezvous_timeout_s: float = 300.0
     """How long to wait for ranks that have not connected yet."""
     algorithm: str = "auto"
-    """All-reduce algorithm: a name from docs/communication.md, `auto` (`native`, the backend's
+    """All-reduce algorithm: a name from docs/distributed.md, `auto` (`native`, the backend's
     own), or `hybrid` (by message size)."""
     fusion_mib: float = 16.0
     """Size at which a gradient bucket is closed, in MiB; 0 sends every tensor separately."""
     wire: str = "auto"
     """Format in which gradients travel: `float32`, `float16`, `bfloat16`, `auto` (that of the gradients),
-    or another one of docs/communication.md."""
+    or another one of docs/distributed.md."""
     group_size: int = 0
     """Ranks of a group in `hierarchical`, `torus2d` and `central`; 0 takes the ranks of a node."""
     overlap: str = "auto"

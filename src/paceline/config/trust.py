@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from importlib.metadata import EntryPoint
 from typing import Any
 
 from paceline.config.settings import LOSSES
 from paceline.core.errors import ConfigError
 from paceline.core.imports import PYTHON
 from paceline.core.settings import parse_arguments
-from paceline.models.settings import MODEL_NAMES, ZOOS, registered_factory, split_name
+from paceline.models.settings import ZOOS, split_name
 from paceline.optim.registry import optimizer_names
 
 # Loss functions of outputs and targets. The namespaces also contain modules and private functions.
@@ -54,8 +53,6 @@ def _foreign_model(values: Mapping[str, Any]) -> str:
         return "" if _ZOO_NAME.fullmatch(rest) else "reads a hub or a folder"
     if source:
         return "" if source == PYTHON else f"runs code of the module {source}"
-    if name not in MODEL_NAMES and isinstance(point := registered_factory(name), EntryPoint):
-        return f"runs code of the package {point.dist.name if point.dist else point.module}"
     return ""
 
 

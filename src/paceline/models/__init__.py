@@ -1,4 +1,4 @@
-"""Networks: creation by name, fused forms, parameter groups, pretrained weights."""
+"""Networks: creation by name, accelerations, parameter groups, pretrained weights."""
 
 from __future__ import annotations
 
@@ -36,21 +36,4 @@ __all__ = [
     "register_model",
 ]
 if not TYPE_CHECKING:  # a type checker would accept every name
-    __getattr__, __dir__ = lazy_exports(
-        __name__,
-        {
-            "MODEL_NAMES": "settings",
-            "AlexNet": "alexnet",
-            "ModelSettings": "settings",
-            "SmallResNet": "resnet",
-            "TensorFileError": "tensor_file",
-            "check_model_name": "settings",
-            "create_model": "registry",
-            "load_pretrained": "pretrained",
-            "load_tensors": "tensor_file",
-            "named_roles": "registry",
-            "parameter_groups": "registry",
-            "register_acceleration": "acceleration",
-            "register_model": "settings",
-        },
-    )
+    __getattr__, __dir__ = lazy_exports(__name__)

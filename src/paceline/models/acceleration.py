@@ -1,8 +1,8 @@
-"""Accelerations: faster forward passes of a plain model, which replace its own in training.
+"""Defines the interface of accelerations: faster forward passes of a plain model for training.
 
-An acceleration finds the parts of a model that it knows and computes them in another way. It shares the
-model's parameters and buffers and leaves the model as it is: evaluation, checkpoints and export use that.
-`accelerations` lists those of this installation by name, and those that `register_acceleration` added.
+An acceleration finds the parts of a model that it supports and computes them faster. It shares the
+model's parameters and buffers and does not change the model, which evaluation, checkpoints and export
+use. `accelerations` lists the accelerations of this installation and those of `register_acceleration`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Forward = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class AccelerationContext:
-    """What an acceleration may depend on, besides the model.
+    """Facts other than the model that an acceleration may depend on.
 
     Attributes:
-        device: The device of the model in training.
-        dtype: Number format of maps and convolutions.
-        channels_last: Maps are in NHWC memory.
-        kernel_problem: The reason why Triton's kernels cannot run here; "" if they can.
-        collective_norms: Batch norms exchange their statistics inside of a pass.
-        calibrates: `Applied.calibrate` follows.
-        settings: The owner's table, as in `[run.accel]`; None without one.
+        device: Device of the model in training.
+        dtype: Number format of activations and convolutions.
+        channels_last: True if activations have NHWC memory.
+        kernel_problem: The reason why Triton kernels cannot run; empty if they can.
+        collective_norms: True if batch norms exchange their statistics within a pass.
+        calibrates: True if `Applied.calibrate` will be called.
+        settings: Settings of the acceleration, such as `[run.accel]`; None if it has none.
     """
 
     device: torch.device
@@ -45,29 +45,30 @@ class AccelerationContext:
 
 
 class TrialPass(Protocol):
-    """A forward and backward pass that changes nothing. Raises the errors of a first step."""
+    """Runs a forward and backward pass that changes no state. Raises the errors of a first step."""
 
     def __call__(self, forward: Forward) -> object: ...
 
 
 class Ranks(Protocol):
-    """All ranks of a training, in `Applied.calibrate`. All of them make the same calls."""
+    """Collectives for `Applied.calibrate`. All ranks make the same calls."""
 
     def agree_on(self, phase: str, make: Callable[[], Result]) -> Result:
-        """Returns what `make` returns on this rank, if it fails on none; else all raise the error."""
+        """Returns `make()` of this rank, or raises the error on all ranks if it fails on one."""
         ...
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks in their order; they consist of what JSON has."""
+        """Returns the values of all ranks in order. Values consist of JSON types."""
         ...
 
 
 class Applied:
-    """An acceleration of one model. Subclasses need `forward`, a method or an attribute.
+    """An acceleration of one model. Subclasses define `forward`, a method or an attribute.
 
     Attributes:
-        forward: The pass in training; `calibrate` may replace it.
-        input_channels: Channels of the images that it takes, if more than they have: the others are 0.
+        forward: Forward pass for training; `calibrate` may replace it.
+        input_channels: Number of channels that it expects, if more than the images have. Additional
+            channels are 0.
     """
 
     forward: Forward
@@ -75,42 +76,60 @@ class Applied:
 
     @property
     def gradients_at_end(self) -> bool:
-        """True if backward yields all gradients at its end, so that an exchange overlaps nothing."""
+        """True if all gradients are ready only at the end of backward, which prevents overlap."""
         return False
 
     def calibrate(self, ranks: Ranks, trial: TrialPass, *, foreign: bool) -> None:
-        """Makes choices that need a pass, which are the same on all ranks. `foreign`: the model's code is
-        a user's."""
+        """Makes choices that need a trial pass. All ranks must make the same choices.
+
+        Args:
+            ranks: Collectives.
+            trial: Runs a trial pass.
+            foreign: True if the model is not one of Paceline's.
+        """
 
     def describe(self) -> str:
-        """Returns what is applied, for display and record."""
+        """Describes what is applied, for display and record."""
         return type(self).__name__
 
     def advise(self, error: Exception) -> Sequence[str]:
-        """Returns what a user can do about an error of a step, the most promising first."""
+        """Returns remedies for an error of a step, the most promising first."""
         return ()
 
     def undo(self) -> None:
-        """Frees what the acceleration holds, and reverts what it has changed in the process."""
+        """Frees resources and reverts changes of process-wide state."""
 
 
 class Acceleration(Protocol):
-    """Finds out whether it knows a model, and applies itself to it."""
+    """Decides if it supports a model, and applies itself to it."""
 
     def supports(self, model: nn.Module, context: AccelerationContext) -> str:
-        """Returns "" if `apply` would change how the model computes, else the reason. Changes nothing.
-        Raises ConfigError for a setting that cannot be obeyed."""
+        """Returns "" if it can accelerate the model, otherwise the reason. Changes nothing.
+
+        Raises ConfigError if the settings demand something that is not possible.
+        """
         ...
 
-    def apply(self, model: nn.Module, context: AccelerationContext) -> Applied: ...
+    def apply(self, model: nn.Module, context: AccelerationContext) -> Applied:
+        """Returns the acceleration of the model."""
+        ...
 
 
 _ACCELERATIONS: Registry[Acceleration] = Registry("accelerations", {})
 
 
 def register_acceleration(name: str, acceleration: Acceleration) -> None:
-    """Adds an acceleration of this process, an object, which is asked before all others. A second call
-    with the name replaces the first."""
+    """Registers an acceleration for this process, with priority over all others.
+
+    A second call with the name replaces the first.
+
+    Args:
+        name: Name of the acceleration.
+        acceleration: An object with `supports` and `apply`.
+
+    Raises:
+        ConfigError: If the object is a class or lacks a method.
+    """
     missing = [part for part in ("supports", "apply") if not hasattr(acceleration, part)]
     if missing or isinstance(acceleration, type):
         problem = f"has no {missing[0]}" if missing else "is a class"
@@ -122,7 +141,10 @@ def register_acceleration(name: str, acceleration: Acceleration) -> None:
 def accelerations(
     asked: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[str, Acceleration]]:
-    """Yields names and accelerations, the latest registered first. Those of this installation follow, and
-    are loaded if they are `asked` for."""
+    """Yields names and accelerations: registered ones, the latest first, then those of Paceline.
+
+    Args:
+        asked: Selects accelerations of Paceline by name; others are not loaded.
+    """
     for name in (*reversed(_ACCELERATIONS.outside()), *filter(asked, provided("accelerations"))):
         yield name, _ACCELERATIONS.get(name, f"run.{name}")

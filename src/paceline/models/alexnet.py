@@ -1,8 +1,6 @@
-"""AlexNet in three forms: torchvision's, the same with batch norm, and the original of 2012.
+"""AlexNet as in torchvision, with optional batch norms.
 
-`AlexNet` has torchvision's layers and keys (Krizhevsky 2014, one column of "One weird trick") and
-optional batch norms; `AlexNet2012` is Krizhevsky et al. 2012 with two groups and local response
-normalization.
+The layers are those of Krizhevsky 2014, one column of "One weird trick".
 """
 
 from __future__ import annotations
@@ -10,10 +8,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Smaller images leave no window for the last of the three pools.
+# Smaller images are too small for the last of the three pools.
 MIN_PIXELS = 63
 POOLED_PIXELS = 6
 HIDDEN_FEATURES = 4096
@@ -24,10 +21,16 @@ NORM_NAMES = ("bn0", "bn3", "bn6", "bn8", "bn10", "bn_pool5")
 
 
 class AlexNet(nn.Module):
-    """torchvision's AlexNet; `norms` lists the batch norms to add, out of `NORM_NAMES`.
+    """torchvision's AlexNet with optional batch norms.
 
-    Batch norms have their own names inside `features`, and convolutions keep number and bias, so that
-    weights of a plain AlexNet load into this one and vice versa.
+    Batch norms have separate names in `features`, and convolutions keep number and bias. Therefore the
+    other keys are the same with and without batch norms.
+
+    Args:
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        dropout: Dropout probability.
+        norms: Names of the batch norms to add, from `NORM_NAMES`.
     """
 
     def __init__(
@@ -77,89 +80,10 @@ class AlexNet(nn.Module):
             nn.Linear(HIDDEN_FEATURES, num_classes),
         )
 
-    @property
-    def added_norm_prefixes(self) -> tuple[str, ...]:
-        """Key prefixes of batch norms that a torchvision file does not have."""
-        return tuple(f"features.{name}." for name in NORM_NAMES if hasattr(self.features, name))
-
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))
 
-    def head(self, maps: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.avgpool(maps).flatten(1))
-        return logits
-
-
-class LocalResponseNorm(nn.Module):
-    """b = a / (k + alpha * sum of a² over n neighboring channels)^beta, with the paper's values.
-
-    Computed in float32: squares of values above 256 overflow float16.
-    """
-
-    neighbours = 5
-    k = 2.0
-    alpha = 1e-4
-    beta = 0.75
-
-    def forward(self, x: Tensor) -> Tensor:
-        # torch uses the mean of the squares, the paper their sum.
-        alpha = self.alpha * self.neighbours
-        wide = F.local_response_norm(x.float(), self.neighbours, alpha, self.beta, self.k)
-        return wide.to(x.dtype)
-
-
-class AlexNet2012(nn.Module):
-    """The original: 96/256/384/384/256 channels, two groups in conv2, conv4 and conv5.
-
-    The paper's 224 pixels give its 55x55 maps only with a padding of 2; 227 pixels end in 6x6 maps as
-    well.
-    """
-
-    def __init__(
-        self, *, num_classes: int = 1000, in_channels: int = 3, dropout: float = 0.5
-    ) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(in_channels, 96, 11, stride=4, padding=2),
-            nn.ReLU(inplace=True),
-            LocalResponseNorm(),
-            nn.MaxPool2d(3, stride=2),
-            nn.Conv2d(96, 256, 5, padding=2, groups=2),
-            nn.ReLU(inplace=True),
-            LocalResponseNorm(),
-            nn.MaxPool2d(3, stride=2),
-            nn.Conv2d(256, 384, 3, padding=1),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(384, 384, 3, padding=1, groups=2),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(384, 256, 3, padding=1, groups=2),
-            nn.ReLU(inplace=True),
-            nn.MaxPool2d(3, stride=2),
-        )
-        self.avgpool = nn.AdaptiveAvgPool2d(POOLED_PIXELS)
-        self.classifier = nn.Sequential(
-            nn.Linear(256 * POOLED_PIXELS**2, HIDDEN_FEATURES),
-            nn.ReLU(inplace=True),
-            nn.Dropout(dropout),
-            nn.Linear(HIDDEN_FEATURES, HIDDEN_FEATURES),
-            nn.ReLU(inplace=True),
-            nn.Dropout(dropout),
-            nn.Linear(HIDDEN_FEATURES, num_classes),
-        )
-        self._init_as_published()
-
-    def _init_as_published(self) -> None:
-        """Weights from N(0, 0.01²); biases 1 in conv2, 4, 5 and the hidden layers, which makes the
-        inputs of their ReLUs positive at the start, and 0 elsewhere."""
-        for layer in self.modules():
-            if not isinstance(layer, nn.Conv2d | nn.Linear):
-                continue
-            hidden = isinstance(layer, nn.Linear) and layer is not self.classifier[-1]
-            grouped = isinstance(layer, nn.Conv2d) and layer.groups == 2
-            nn.init.normal_(layer.weight, std=0.01)
-            assert layer.bias is not None
-            nn.init.constant_(layer.bias, 1.0 if hidden or grouped else 0.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.avgpool(self.features(x)).flatten(1))
+    def head(self, x: Tensor) -> Tensor:
+        """Computes the logits from the output of `features`."""
+        logits: Tensor = self.classifier(self.avgpool(x).flatten(1))
         return logits

@@ -1,16 +1,15 @@
-"""Creates models that are not ours: timm's, torchvision's, registered ones, and those of any module.
+"""Creates models that are not part of Paceline: of timm, torchvision, registered ones and of any module.
 
-A factory is called with those of `num_classes`, `in_channels` and `image_size` that its signature takes
-(timm's names for them, `in_chans` and `img_size`, count too), and with `model.arguments`. What a user's
-code raises becomes one line; the exception is its `__cause__`.
+A factory receives those of `num_classes`, `in_channels` and `image_size` that its signature has, also by
+timm's names `in_chans` and `img_size`, and `model.arguments`. An exception of a user's code becomes a
+message of one line; the exception is its `__cause__`.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
+import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,9 +19,9 @@ from torch.nn.parameter import is_lazy
 
 from paceline.core.errors import ConfigError, PacelineError, nearest
 from paceline.core.imports import first_line, import_object
-from paceline.models.settings import ZOOS, nearest_of_many, registered_factory, split_name
+from paceline.models.settings import ZOOS, nearest_of_many, registered_models, split_name
 
-# Other names for what a factory is offered.
+# timm's names of arguments.
 _ALIASES = {"in_channels": "in_chans", "image_size": "img_size"}
 _FIELD = "model.name"
 
@@ -30,21 +29,27 @@ _FIELD = "model.name"
 def create_foreign_model(
     name: str, arguments: Mapping[str, Any], *, num_classes: int, in_channels: int, image_size: int
 ) -> nn.Module:
-    """The model `name`, which is not one of ours. Raises ConfigError where it cannot be found, and for
-    whatever its factory raises."""
+    """Creates a model that is not part of Paceline.
+
+    Args:
+        name: Value of `model.name`.
+        arguments: Value of `model.arguments`.
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        image_size: Side of the images in pixels.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: If the model is unknown, or for any exception of its factory.
+    """
     offered = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
     source, rest = split_name(name)
     if source in ZOOS:
         create = _from_timm if source == "timm" else _from_torchvision
         return _called(name, lambda: create(name, rest, arguments, offered))
-    if source:
-        factory = _factory(name, name)
-    else:
-        found = registered_factory(name)
-        if isinstance(found, importlib.metadata.EntryPoint):
-            found = _factory(f"{found.module}:{found.attr}", name)
-        assert found is not None, name
-        factory = found
+    factory = _imported_factory(name) if source else registered_models()[name]
     return call_factory(factory, name, arguments, **offered)
 
 
@@ -52,37 +57,53 @@ def call_factory(
     factory: Callable[..., object], name: str, arguments: Mapping[str, Any] | None = None, *,
     num_classes: int, in_channels: int, image_size: int,
 ) -> nn.Module:  # fmt: skip
-    """What `factory` returns for those of the arguments that it takes; `name` is for messages."""
+    """Calls a factory with the arguments that its signature has.
+
+    Args:
+        factory: Function or class that returns a module.
+        name: Its name, for messages.
+        arguments: Further keyword arguments.
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        image_size: Side of the images in pixels.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: For unknown arguments, and for any exception of the factory.
+    """
     offered = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
-    given = {**_accepted(factory, offered), **(arguments or {})}
-    _check_arguments(factory, name, arguments or {})
-    return _called(name, lambda: factory(**given))
+    keywords = _keywords(factory, name, offered, arguments or {})
+    return _called(name, lambda: factory(**keywords))
 
 
 def zoo_models(package: str, pattern: str = "*") -> list[str] | None:
-    """Names of the models of timm or torchvision; None if the package is not installed. ConfigError if it
-    cannot be imported."""
-    try:
-        module = _zoo(package, f"{package}:")
-    except ConfigError as error:
-        cause = error.__cause__
-        if (
-            isinstance(cause, ModuleNotFoundError)
-            and (cause.name or "").partition(".")[0] == package
-        ):
-            return None
-        raise
-    where = module if package == "timm" else module.models
-    return list(
-        where.list_models(pattern) if package == "timm" else where.list_models(include=pattern)
-    )
+    """Lists the models of timm or torchvision.
+
+    Args:
+        package: `timm` or `torchvision`.
+        pattern: Glob of names.
+
+    Returns:
+        The names; None if the package is not installed.
+
+    Raises:
+        ConfigError: If the package cannot be imported.
+    """
+    if importlib.util.find_spec(package) is None:
+        return None
+    module = _zoo(package, f"{package}:")
+    if package == "timm":
+        return list(module.list_models(pattern))
+    return list(module.models.list_models(include=pattern))
 
 
 def _from_timm(
     name: str, model: str, arguments: Mapping[str, Any], offered: Mapping[str, int]
 ) -> object:
     timm = _zoo("timm", name)
-    # Names may have a tag; those of a hub or a folder have a prefix and are not listed.
+    # Names may have a tag. Names of a hub or a folder have a prefix and are not listed.
     if ":" not in model:
         _check_known("timm", model.partition(".")[0], timm.list_models(), name)
     values = {
@@ -111,116 +132,94 @@ def _from_torchvision(
 def _with_size(
     create: Callable[..., object], key: str, values: Mapping[str, Any], offered: Mapping[str, int]
 ) -> object:
-    """Calls `create` with the image size, and without it where the model takes none: transformers have
-    embeddings of a fixed size, convolutional networks refuse the argument."""
+    """Calls `create` with the image size, and again without it if the model does not accept it.
+
+    Transformers have embeddings of a fixed size; convolutional networks refuse the argument.
+    """
     if key in values:
         return create()
-    drawn = torch.get_rng_state()
+    random_state = torch.get_rng_state()
     try:
         return create(**{key: offered["image_size"]})
     except TypeError as error:
         if key not in str(error):
             raise
-    torch.set_rng_state(drawn)
+    torch.set_rng_state(random_state)
     return create()
 
 
 def _check_known(package: str, model: str, known: list[str], name: str) -> None:
     if model not in known:
-        listing = f"paceline models '{package}:*'"
-        remedy = nearest_of_many(model, known, listing)
+        remedy = nearest_of_many(model, known, f"paceline models '{package}:*'")
         raise ConfigError(_FIELD, name, f"{package} has no such model", remedy)
 
 
 def _zoo(package: str, name: str) -> Any:
-    try:
-        importlib.import_module(package)
-        # `torchvision.models` is not an attribute before it is imported.
-        importlib.import_module(f"{package}.models")
-        return sys.modules[package]
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != package:
-            raise _import_error(package, name, error) from error
+    """Imports timm or torchvision."""
+    if importlib.util.find_spec(package) is None:
         raise ConfigError(
             _FIELD, name, f"needs the package {package}, which is not installed",
             f"pip install {package}",
-        ) from error  # fmt: skip
-    except Exception as error:
-        raise _import_error(package, name, error) from error
-
-
-def _import_error(path: str, name: str, error: BaseException) -> ConfigError:
-    return ConfigError(
-        _FIELD, name, f"importing {path} failed: {first_line(error)}",
-        f"install the torchvision of torch {torch.__version__}, from the same index as torch"
-        if "torchvision::" in str(error)
-        else f"make `python -c 'import {path}'` work first",
-    )  # fmt: skip
-
-
-def _factory(path: str, name: str) -> Callable[..., object]:
-    """The function or class that `module:attribute` names."""
-    found = import_object(_FIELD, path)
-    if isinstance(found, nn.Module):
-        raise ConfigError(
-            _FIELD, name, "is a module, not a function that makes one",
-            "put it into a function: all ranks make their own",
         )  # fmt: skip
-    if not callable(found):
-        raise ConfigError(
-            _FIELD, name, f"is a {type(found).__name__}", "name a function or a class"
-        )
-    factory: Callable[..., object] = found
-    return factory
-
-
-def _parameters(factory: Callable[..., object]) -> Mapping[str, inspect.Parameter] | None:
-    """None where a function of C has no signature."""
     try:
-        return inspect.signature(factory).parameters
-    except (TypeError, ValueError):
-        return None
+        # `torchvision.models` is not an attribute before it is imported.
+        importlib.import_module(f"{package}.models")
+        return importlib.import_module(package)
+    except Exception as error:
+        remedy = f"make `python -c 'import {package}'` work first"
+        if "torchvision::" in str(error):
+            remedy = (
+                f"install the torchvision of torch {torch.__version__}, from the index of torch"
+            )
+        problem = f"importing {package} failed: {first_line(error)}"
+        raise ConfigError(_FIELD, name, problem, remedy) from error
 
 
-def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+def _imported_factory(name: str) -> Callable[..., object]:
+    """Imports the function or class `module:attribute`."""
+    factory = import_object(_FIELD, name)
+    if isinstance(factory, nn.Module):
+        raise ConfigError(
+            _FIELD, name, "is a module, not a function that creates one",
+            "put it into a function, which all ranks call",
+        )  # fmt: skip
+    if not callable(factory):
+        raise ConfigError(
+            _FIELD, name, f"is a {type(factory).__name__}", "name a function or a class"
+        )
+    return factory  # type: ignore[no-any-return]
 
 
-def _names(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+def _keywords(
+    factory: Callable[..., object],
+    name: str,
+    offered: Mapping[str, int],
+    arguments: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Selects the offered arguments that the signature has; `**kwargs` accepts all of them."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # a C function without a signature
+        return dict(arguments)
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [p.name for p in parameters.values() if p.kind in kinds]
-
-
-def _accepted(factory: Callable[..., object], offered: Mapping[str, int]) -> dict[str, int]:
-    """With `**kwargs` a factory takes all that it does not name otherwise."""
-    parameters = _parameters(factory)
-    if parameters is None:
-        return {}
-    named, given = _names(parameters), {}
-    for name, value in offered.items():
-        alias = _ALIASES.get(name, name)
-        if name in named or (alias not in named and _takes_any(parameters)):
-            given[name] = value
-        elif alias in named:
-            given[alias] = value
-    return given
-
-
-def _check_arguments(
-    factory: Callable[..., object], name: str, arguments: Mapping[str, Any]
-) -> None:
-    parameters = _parameters(factory)
-    if parameters is None or _takes_any(parameters):
-        return
-    named = _names(parameters)
+    names = [p.name for p in parameters if p.kind in kinds]
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     for key in arguments:
-        if key not in named:
-            remedy = nearest(key, named) if named else "it takes no arguments"
+        if key not in names and not takes_any:
+            remedy = nearest(key, names) if names else "it takes no arguments"
             raise ConfigError("model.arguments", key, f"{name} has no such argument", remedy)
+    keywords: dict[str, Any] = {}
+    for key, value in offered.items():
+        alias = _ALIASES.get(key, key)
+        if key in names or (takes_any and alias not in names):
+            keywords[key] = value
+        elif alias in names:
+            keywords[alias] = value
+    return {**keywords, **arguments}
 
 
 def _called(name: str, create: Callable[[], object]) -> nn.Module:
-    """What a factory returns, checked."""
+    """Calls a user's function and checks its result."""
     try:
         model = create()
     except (PacelineError, MemoryError, torch.OutOfMemoryError):
@@ -234,7 +233,18 @@ def _called(name: str, create: Callable[[], object]) -> nn.Module:
 
 
 def checked_module(model: object, name: str) -> nn.Module:
-    """`model` if it can be trained; ConfigError otherwise."""
+    """Checks that a model can be trained.
+
+    Args:
+        model: Result of a factory.
+        name: Its name, for messages.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: If it is not a module, has nothing to train, or has tensors without values.
+    """
     if not isinstance(model, nn.Module):
         kind = "a class" if isinstance(model, type) else f"a {type(model).__name__}"
         raise ConfigError(_FIELD, name, f"gives {kind}", "return an nn.Module")
@@ -242,23 +252,17 @@ def checked_module(model: object, name: str) -> nn.Module:
     if not any(parameter.requires_grad for _, parameter in weights):
         problem = "all of its parameters are frozen" if weights else "it has no parameters"
         raise ConfigError(_FIELD, name, problem, "leave some to train")
-    tensors = [*weights, *model.named_buffers()]
-    for key, value in tensors:
+    for key, value in [*weights, *model.named_buffers()]:
+        problem = ""
         if is_lazy(value):
-            raise ConfigError(
-                _FIELD, name, f"{key} has no shape yet",
-                "run lazy modules once on an example before you return the model",
-            )  # fmt: skip
-        if value.is_meta:
-            raise ConfigError(
-                _FIELD, name, f"{key} is on the device meta, without values",
-                "build the model on the CPU, or call to_empty and initialize it",
-            )  # fmt: skip
-    for key, value in weights:
-        if not value.is_floating_point():
-            dtype = str(value.dtype).removeprefix("torch.")
-            raise ConfigError(
-                _FIELD, name, f"the parameter {key} is {dtype}",
-                "make it a buffer, or floating-point",
-            )  # fmt: skip
+            problem = f"{key} has no shape yet"
+            remedy = "run lazy modules once on an example before you return the model"
+        elif value.is_meta:
+            problem = f"{key} is on the device meta, without values"
+            remedy = "build the model on the CPU, or call to_empty and initialize it"
+        elif isinstance(value, nn.Parameter) and not value.is_floating_point():
+            problem = f"the parameter {key} is {str(value.dtype).removeprefix('torch.')}"
+            remedy = "make it a buffer, or floating-point"
+        if problem:
+            raise ConfigError(_FIELD, name, problem, remedy)
     return model

@@ -1,8 +1,8 @@
 """Loads weights of another training from a safetensors or `torch.save` file into a model.
 
-Reads state dicts of torchvision, timm (its moving average where there is one), Lightning, Hugging Face
-and Paceline: wrappers and prefixes of keys are removed, and the notes say which. All keys and shapes are
-compared first; on a mismatch CheckpointError names them and the model is unchanged.
+Reads state dicts of torchvision, timm (its moving average if there is one), Lightning, Hugging Face and
+Paceline. Wrappers and prefixes of keys are removed. All keys and shapes are compared first, and the model
+is unchanged if they do not match.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 from paceline.core.errors import CheckpointError
 from paceline.core.files import open_regular
-from paceline.models.alexnet import AlexNet
 from paceline.models.tensor_file import TensorFileError, load_tensors
 
-# Keys under which checkpoints of other programs hold the weights; averaged ones first, as timm does.
+# Keys of the weights in checkpoints of other programs; averaged weights first, as in timm.
 _WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state", "weights")
 # Heads that some networks have in training only.
 _AUXILIARY = ("AuxLogits.", "aux1.", "aux2.", "aux_classifier.")
@@ -34,33 +33,36 @@ StateDict = dict[str, Tensor]
 
 
 def load_pretrained(model: nn.Module, path: Path) -> list[str]:
-    """Loads `path` into `model`, which must not be wrapped yet, and returns notes for the user.
+    """Loads weights into a model.
 
-    A head for another number of classes keeps its initial values, with a note. Missing
-    `num_batches_tracked`, auxiliary heads that the model does not have, and a plain AlexNet's file for
-    one with batch norm are accepted. Anything else that is missing, unexpected or of another shape
-    raises CheckpointError.
+    A head for another number of classes keeps its initial values. The file may lack
+    `num_batches_tracked`, and may contain auxiliary heads that the model does not have.
+
+    Args:
+        model: The model, not wrapped yet.
+        path: A `.safetensors` file or a file of `torch.save`.
+
+    Returns:
+        Notes for the user.
+
+    Raises:
+        CheckpointError: If the file cannot be read, or if other tensors are missing, unexpected or of
+            another shape.
     """
     stored, wrapper = _read_wrapped(path)
     own: StateDict = dict(model.state_dict())
     notes = [f"of {wrapper}"] if wrapper.endswith("_ema") else []
     stored = _without_prefix(stored, own, notes)
-    stored = _without_auxiliary(stored, own, notes)
+    if not any(key.startswith(_AUXILIARY) for key in own):
+        stored = {key: value for key, value in stored.items() if not key.startswith(_AUXILIARY)}
     kept = _replaced_head(model, own, stored, notes)
-    absent_norms = _absent_norms(model, own, stored, notes)
 
-    missing = [
-        key
-        for key in own
-        if key not in stored
-        and key not in absent_norms
-        and not key.endswith(".num_batches_tracked")
-    ]
+    missing = [key for key in own if key not in stored and not key.endswith(".num_batches_tracked")]
     unexpected = [key for key in stored if key not in own]
     misfits = [
         f"{key} {_shape(stored[key])} for {_shape(own[key])}"
         for key in own
-        if key in stored and key not in kept and not _fits(own[key], stored[key])
+        if key in stored and key not in kept and _shape(own[key]) != _shape(stored[key])
     ]
     if missing or unexpected or misfits:
         findings = [
@@ -71,17 +73,15 @@ def load_pretrained(model: nn.Module, path: Path) -> list[str]:
         raise CheckpointError(
             f"{path} does not fit {type(model).__name__} of {len(own)} tensors: "
             + "; ".join(findings),
-            "choose the model, stem and channels that the file was trained with",
+            "choose the model, stem and channels of the file",
         )
     taken = {key: stored[key] for key in own if key in stored and key not in kept}
-    _note_narrow_formats(taken, notes)
     model.load_state_dict({**own, **taken})
     return [f"{len(taken)} of {len(own)} tensors from {path.name}", *notes]
 
 
 def _read_wrapped(path: Path) -> tuple[StateDict, str]:
-    """The tensors by key, without the prefixes of DDP and torch.compile, and the key under which the file
-    holds them, if any."""
+    """Returns the tensors without prefixes of DDP and torch.compile, and the key that held them."""
     try:
         with open_regular(path) as file:
             content = _read(path, file)
@@ -95,14 +95,18 @@ def _read_wrapped(path: Path) -> tuple[StateDict, str]:
             "download it again, or save it as a plain state dict or as safetensors",
         ) from problem
     weights, wrapper = _unwrap(content, path)
-    return _strip_prefixes(weights), wrapper
+    # torch.compile can wrap any submodule, so its prefix occurs anywhere in a key.
+    weights = {key.replace("_orig_mod.", ""): value for key, value in weights.items()}
+    while all(key.startswith("module.") for key in weights):
+        weights = {key.removeprefix("module."): value for key, value in weights.items()}
+    return weights, wrapper
 
 
 def _reason(path: Path, problem: Exception) -> str:
-    """torch's own message is long and advises to trust the file."""
+    """Replaces torch's message, which is long and advises to trust the file."""
     foreign = re.search(r"Unsupported global: GLOBAL (\S+)", str(problem))
     if foreign:
-        return f"it contains objects of {foreign[1]} besides tensors"
+        return f"it contains objects of {foreign[1]}"
     if isinstance(problem, TensorFileError):
         return str(problem)
     if isinstance(problem, MemoryError):
@@ -125,7 +129,7 @@ def _read(path: Path, file: BinaryIO) -> object:
 def _unwrap(content: object, path: Path, wrapper: str = "") -> tuple[StateDict, str]:
     if isinstance(content, Mapping):
         if content.get("format") == "paceline-checkpoint":
-            # It holds batch-norm statistics of every rank, which export averages.
+            # It contains batch-norm statistics of every rank, which export averages.
             raise CheckpointError(
                 f"{path} is a checkpoint of a run, not weights",
                 "use the run's weights.safetensors, or create it with paceline export",
@@ -143,61 +147,41 @@ def _unwrap(content: object, path: Path, wrapper: str = "") -> tuple[StateDict, 
     )
 
 
-def _strip_prefixes(weights: StateDict) -> StateDict:
-    # torch.compile can wrap any submodule, so its prefix occurs anywhere in a key.
-    weights = {key.replace("_orig_mod.", ""): value for key, value in weights.items()}
-    while all(key.startswith("module.") for key in weights):
-        weights = {key.removeprefix("module."): value for key, value in weights.items()}
-    return weights
-
-
 def _without_prefix(stored: StateDict, own: StateDict, notes: list[str]) -> StateDict:
-    """Removes the name under which another program holds the network, such as Lightning's `model.`: the
-    prefix with which most keys are the model's. The rest of that file, such as a loss or metrics, is
-    left out."""
-    found: Counter[str] = Counter()
+    """Removes the name of the network in another program, such as `model.` in Lightning.
+
+    This is the prefix with which most keys match. Tensors without the prefix, such as those of a loss,
+    are left out.
+    """
+    matches: Counter[str] = Counter()
     for key in stored:
         parts = key.split(".")
-        found.update(
+        matches.update(
             ".".join(parts[:depth]) + "." if depth else ""
             for depth in range(len(parts))
             if ".".join(parts[depth:]) in own
         )
-    prefix, _ = max(found.items(), key=lambda item: (item[1], -len(item[0])), default=("", 0))
+    prefix, _ = max(matches.items(), key=lambda item: (item[1], -len(item[0])), default=("", 0))
     if not prefix:
         return stored
     inside = {k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)}
-    others = len(stored) - len(inside)
-    left_out = f", {others} other tensors left out" if others else ""
+    more = len(stored) - len(inside)
+    left_out = f", {more} other tensors left out" if more else ""
     notes.append(f"prefix {prefix!r} removed{left_out}")
     return inside
 
 
-def _without_auxiliary(stored: StateDict, own: StateDict, notes: list[str]) -> StateDict:
-    extra = [key for key in stored if key.startswith(_AUXILIARY) and key not in own]
-    if not extra or any(key.startswith(_AUXILIARY) for key in own):
-        return stored
-    notes.append(f"{len(extra)} tensors of auxiliary heads left out")
-    return {key: value for key, value in stored.items() if key not in extra}
+def _head_names(model: nn.Module) -> list[str]:
+    """Returns the modules that compute the logits.
 
-
-def head_names(model: nn.Module) -> list[str]:
-    """The modules that compute the logits: what a timm model says, else the last linear layer, else the
-    last convolution."""
+    These are the classifiers of a timm model, or the last linear layer, or the last convolution.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     if callable(getattr(model, "get_classifier", None)):
         heads = model.get_classifier()  # type: ignore[operator]
         heads = heads if isinstance(heads, tuple | list) else [heads]
-        found = [names[id(head)] for head in heads if id(head) in names]
-        if found:
-            return found
-    config = getattr(model, "default_cfg", None)
-    if isinstance(config, Mapping) and config.get("classifier"):
-        given = config["classifier"]
-        listed = [given] if isinstance(given, str) else list(given)
-        known = set(names.values())
-        if listed and known.issuperset(listed):
-            return listed
+        if known := [names[id(head)] for head in heads if id(head) in names]:
+            return known
     for kind in (nn.Linear, nn.Conv2d):
         layers = [name for name, module in model.named_modules() if isinstance(module, kind)]
         if layers:
@@ -208,14 +192,12 @@ def head_names(model: nn.Module) -> list[str]:
 def _replaced_head(
     model: nn.Module, own: StateDict, stored: StateDict, notes: list[str]
 ) -> frozenset[str]:
-    """Keys of the head if the file's has another number of classes; else none."""
-    heads = head_names(model)
+    """Returns the keys of the head if the file has another number of classes; empty otherwise."""
+    heads = _head_names(model)
     keys = [
         key for head in heads for kind in ("weight", "bias") if (key := f"{head}.{kind}") in own
     ]
-    if not keys:
-        return frozenset()
-    if any(key not in stored or stored[key].ndim == 0 for key in keys):
+    if not keys or any(key not in stored or stored[key].ndim == 0 for key in keys):
         return frozenset()
     model_classes = {len(own[key]) for key in keys}
     file_classes = {len(stored[key]) for key in keys}
@@ -229,28 +211,8 @@ def _replaced_head(
     return frozenset(keys)
 
 
-def _absent_norms(
-    model: nn.Module, own: StateDict, stored: StateDict, notes: list[str]
-) -> frozenset[str]:
-    """Keys of AlexNet's added batch norms if the file, of a plain AlexNet, has none of them.
-
-    A new batch norm is the identity in evaluation, so the model computes the file's function.
-    """
-    prefixes = model.added_norm_prefixes if isinstance(model, AlexNet) else ()
-    keys = frozenset(key for key in own if key.startswith(prefixes)) if prefixes else frozenset()
-    if not keys or not keys.isdisjoint(stored):
-        return frozenset()
-    notes.append(
-        f"the file is of a plain AlexNet: {len(prefixes)} batch norms keep their initial values"
-    )
-    return keys
-
-
-def _fits(own: Tensor, stored: Tensor) -> bool:
-    return own.shape == stored.shape and own.is_floating_point() == stored.is_floating_point()
-
-
 def _shape(tensor: Tensor) -> str:
+    """Returns the shape, and the format if it is not floating-point."""
     kind = "" if tensor.is_floating_point() else f" {tensor.dtype}".replace("torch.", "")
     return f"{list(tensor.shape)}{kind}"
 
@@ -259,13 +221,3 @@ def _finding(what: str, keys: list[str]) -> Iterable[str]:
     if keys:
         more = f" and {len(keys) - _SHOWN_KEYS} more" if len(keys) > _SHOWN_KEYS else ""
         yield f"{len(keys)} {what} ({', '.join(keys[:_SHOWN_KEYS])}{more})"
-
-
-def _note_narrow_formats(taken: StateDict, notes: list[str]) -> None:
-    narrow = {
-        str(value.dtype).removeprefix("torch.")
-        for value in taken.values()
-        if value.is_floating_point() and value.dtype.itemsize < 4
-    }
-    if narrow:
-        notes.append(f"the file's weights are stored as {', '.join(sorted(narrow))}")

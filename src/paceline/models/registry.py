@@ -1,8 +1,7 @@
-"""Models by name, the roles of their parameters (which ones decay), and freezing by patterns of their
-names.
+"""Creates models by name, builds parameter groups, and freezes parameters.
 
 A batch norm whose parameters are all frozen runs in evaluation mode: it normalizes with its running
-statistics and does not update them. Otherwise a frozen layer would still follow the new data.
+statistics and does not update them. Otherwise a frozen layer would still adapt to the new data.
 """
 
 from __future__ import annotations
@@ -15,23 +14,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.models.alexnet import MIN_PIXELS, NORM_NAMES, AlexNet, AlexNet2012
+from paceline.models.alexnet import MIN_PIXELS, NORM_NAMES, AlexNet
 from paceline.models.factories import create_foreign_model
 from paceline.models.resnet import RESNET_LAYOUTS, FastResNet, ResNet, SmallResNet
-from paceline.models.settings import (
-    MODEL_NAMES,
-    ModelSettings,
-    check_model_name,
-)
-
-__all__ = [
-    "BIAS_NORM",
-    "WEIGHT",
-    "create_model",
-    "is_own",
-    "named_roles",
-    "parameter_groups",
-]
+from paceline.models.settings import MODEL_NAMES, ModelSettings, check_model_name
 
 WEIGHT = "weight"
 BIAS_NORM = "bias_norm"
@@ -46,11 +32,24 @@ _NORM_TYPES = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 def create_model(
     settings: ModelSettings, *, num_classes: int, in_channels: int = 3, image_size: int = 224
 ) -> nn.Module:
-    """A new model on the current device, in training mode, initialized from torch's global generator.
+    """Creates a model on the current device, in training mode.
 
-    `num_classes` overrides `settings.num_classes`. The parameters of `settings.freeze` are frozen.
-    Raises ConfigError if the model is not found or cannot be created, and if the images are too small
-    for one of ours.
+    The weights are initialized by torch's global generator.
+
+    Args:
+        settings: Name and options. The parameters of `settings.freeze` are frozen.
+        num_classes: Number of classes; overrides `settings.num_classes`.
+        in_channels: Channels of the images.
+        image_size: Side of the images in pixels.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: If the model is unknown or cannot be created, or if the images are too small for it.
+
+    Example:
+        >>> model = create_model(ModelSettings(name="resnet18"), num_classes=10, image_size=32)
     """
     check_model_name(settings.name)
     if settings.name in MODEL_NAMES:
@@ -65,7 +64,7 @@ def create_model(
 
 
 def is_own(model: nn.Module) -> bool:
-    """Whether the model is one of Paceline's, whose behaviour is known."""
+    """Returns True if the model is one of Paceline's."""
     return type(model).__module__.startswith("paceline.models.")
 
 
@@ -76,59 +75,39 @@ def _create_own(
     if name in RESNET_LAYOUTS:
         block, depths = RESNET_LAYOUTS[name]
         return ResNet(
-            block,
-            depths,
-            num_classes=num_classes,
-            in_channels=in_channels,
-            stem=settings.stem_for(image_size),
-            zero_init_gamma=settings.zero_init_gamma,
-        )
+            block, depths, num_classes=num_classes, in_channels=in_channels,
+            stem=settings.stem_for(image_size), zero_init_gamma=settings.zero_init_gamma,
+        )  # fmt: skip
     if name in _SMALL:
         return _SMALL[name](
             num_classes=num_classes,
             in_channels=in_channels,
             zero_init_gamma=settings.zero_init_gamma,
         )
-    return _create_alexnet(settings, num_classes, in_channels, image_size)
-
-
-def _create_alexnet(
-    settings: ModelSettings, num_classes: int, in_channels: int, image_size: int
-) -> nn.Module:
     if image_size < MIN_PIXELS:
         raise ConfigError(
             "model.name",
-            settings.name,
-            f"needs images of at least {MIN_PIXELS} pixels, and these have {image_size}",
+            name,
+            f"needs images of at least {MIN_PIXELS} pixels, but these have {image_size}",
             "use 'resnet_tiny' or 'resnet18', or larger images",
         )
-    if settings.name == "alexnet2012":
-        return AlexNet2012(
-            num_classes=num_classes, in_channels=in_channels, dropout=settings.dropout
-        )
-    assert settings.name in ("alexnet", "alexnet_bn"), settings.name
-    norms: tuple[str, ...] = ()
-    if settings.name == "alexnet_bn":
-        norms = NORM_NAMES if settings.pool5_norm else NORM_NAMES[:-1]
+    norms = NORM_NAMES if name == "alexnet_bn" else ()
     return AlexNet(
-        num_classes=num_classes,
-        in_channels=in_channels,
-        dropout=settings.dropout,
-        norms=norms,
+        num_classes=num_classes, in_channels=in_channels, dropout=settings.dropout, norms=norms
     )
 
 
 def _owned(model: nn.Module) -> dict[int, tuple[str, nn.Parameter, str]]:
-    """First name, parameter and role of each parameter, in the order of the model.
+    """Returns name, tensor and role of each parameter, in the order of the model, by `id`.
 
-    Biases, parameters of norms, scales and other vectors, and what a timm model lists in
-    `no_weight_decay` (embeddings of positions) are `bias_norm`. A parameter shared by several modules
-    is a weight if one of them uses it as a weight.
+    Biases, parameters of norms, scales and other vectors have the role `bias_norm`, as do the parameters
+    in `no_weight_decay` of a timm model (position embeddings). A parameter of several modules is a weight
+    if one of them uses it as a weight.
     """
     listed: set[str] = set()
     if callable(getattr(model, "no_weight_decay", None)):
         listed = {str(name) for name in model.no_weight_decay()}  # type: ignore[operator]
-    found: dict[int, tuple[str, nn.Parameter, str]] = {}
+    owned: dict[int, tuple[str, nn.Parameter, str]] = {}
     for path, module in model.named_modules():
         is_norm = isinstance(module, _NORM_TYPES)
         for own_name, parameter in module.named_parameters(recurse=False):
@@ -137,23 +116,32 @@ def _owned(model: nn.Module) -> dict[int, tuple[str, nn.Parameter, str]]:
             name = f"{path}.{own_name}" if path else own_name
             is_vector = parameter.ndim <= 1 or name in listed
             role = BIAS_NORM if is_norm or is_bias or is_vector else WEIGHT
-            if id(parameter) in found:
-                name, _, earlier = found[id(parameter)]
+            if id(parameter) in owned:
+                name, _, earlier = owned[id(parameter)]
                 role = WEIGHT if WEIGHT in (role, earlier) else BIAS_NORM
-            found[id(parameter)] = (name, parameter, role)
-    return found
+            owned[id(parameter)] = (name, parameter, role)
+    return owned
 
 
 def named_roles(model: nn.Module) -> dict[str, str]:
-    """Parameter name → `weight` or `bias_norm`. Includes frozen parameters, shared ones once."""
+    """Returns `weight` or `bias_norm` for each parameter name, frozen parameters included."""
     return {name: role for name, _, role in _owned(model).values()}
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """At most two optimizer groups: `weight` with `weight_decay`, then `bias_norm` with none.
+    """Splits the trained parameters into a group with weight decay and one without.
 
-    Weight decay regularizes the weights of convolutions and linear layers; on biases and normalization
-    parameters it costs accuracy at large batches. Frozen parameters and empty groups are left out.
+    Weight decay of biases and normalization parameters costs accuracy at large batches.
+
+    Args:
+        model: The model.
+        weight_decay: Weight decay of the group with role `weight`.
+
+    Returns:
+        The groups with role `weight` and `bias_norm`. Empty groups are omitted.
+
+    Example:
+        >>> optimizer = LARS(parameter_groups(model, 5e-5), lr=11.0)
     """
     groups: list[dict[str, Any]] = [
         {"params": [], "weight_decay": weight_decay, "role": WEIGHT},
@@ -165,25 +153,29 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-_SHOWN = 8
-
-
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Turns gradients off for all parameters that match a pattern, sets the model to training mode and
-    its frozen batch norms to evaluation mode. Parameters that are frozen already stay frozen.
+    """Freezes parameters; sets the model to training mode and frozen batch norms to evaluation mode.
 
-    A pattern is a glob over parameter names (`layer1.*`, `*.bias`) or the name of a module. Raises
-    ConfigError for a pattern that matches nothing, and if nothing is left to train.
+    Args:
+        model: The model.
+        patterns: Globs of parameter names (`layer1.*`, `*.bias`), or names of modules.
+
+    Raises:
+        ConfigError: If a pattern matches nothing, or if no parameter remains to train.
     """
-    # With all names of a shared parameter: each of them freezes it.
+    # A shared parameter is frozen by any of its names.
     named = list(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
-        found = [parameter for name, parameter in named if _matches(name, pattern)]
-        if not found:
+        matching = [
+            parameter
+            for name, parameter in named
+            if fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
+        ]
+        if not matching:
             raise ConfigError(
                 "model.freeze", pattern, "matches no parameter", _similar(pattern, model)
             )
-        for parameter in found:
+        for parameter in matching:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for _, parameter in named):
         raise ConfigError(
@@ -195,7 +187,7 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def frozen_norms(model: nn.Module) -> list[nn.Module]:
-    """Batch norms with parameters, none of which is trained."""
+    """Returns the batch norms whose parameters are all frozen."""
     return [
         layer
         for layer in model.modules()
@@ -206,28 +198,21 @@ def frozen_norms(model: nn.Module) -> list[nn.Module]:
 
 
 def count_norms(model: nn.Module) -> int:
-    """Norm layers that normalize: frozen batch norms, which only scale, do not count."""
+    """Counts norm layers without frozen batch norms, which only scale."""
     frozen = set(frozen_norms(model))
     return sum(isinstance(m, _NORM_TYPES) and m not in frozen for m in model.modules())
 
 
 def count_frozen(model: nn.Module) -> int:
-    """Values, not tensors."""
+    """Returns the number of frozen values."""
     return sum(p.numel() for p in model.parameters() if not p.requires_grad)
 
 
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
-
-
 def _similar(pattern: str, model: nn.Module) -> str:
-    """The nearest names of parameters and modules, or the model's children."""
+    """Suggests a similar name of a parameter or module, or names the model's children."""
     plain = pattern.rstrip("*").rstrip(".")
     names = {name for name, _ in model.named_parameters()}
     names |= {name for name, module in model.named_modules() if name and list(module.parameters())}
-    hint = nearest(plain, names)
-    if hint.startswith("did you mean"):
-        return hint
     children = [name for name, child in model.named_children() if list(child.parameters())]
-    more = ", …" if len(children) > _SHOWN else ""
-    return f"its modules are {', '.join(children[:_SHOWN])}{more}" if children else hint
+    hint = nearest(plain, names)
+    return hint if hint.startswith("did you mean") else f"use parts of {', '.join(children)}"

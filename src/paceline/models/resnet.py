@@ -1,8 +1,9 @@
 """ResNet-18/34/50/101/152, version 1.5, with torchvision's state-dict keys, and two small residual nets.
 
-Version 1.5 puts the stride into the 3x3 convolution of a bottleneck instead of the 1x1 before it. He
-et al. 2015, "Deep Residual Learning for Image Recognition"; zero gamma at the end of each branch from
-Goyal et al. 2017. Accelerations replace parts of these networks from outside (`models/acceleration`).
+Version 1.5 has the stride in the 3x3 convolution of a bottleneck instead of the 1x1 before it. The
+architecture is from He et al. 2015, "Deep Residual Learning for Image Recognition"; zero γ at the end of
+each branch from Goyal et al. 2017. Accelerations replace parts of these networks from outside
+(`models/acceleration`).
 """
 
 from __future__ import annotations
@@ -13,46 +14,28 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 STAGE_CHANNELS = (64, 128, 256, 512)
-# `FastResNet`: first convolution, then each stage.
+# Channels of `FastResNet`: first convolution, then each stage.
 FAST_CHANNELS = (64, 64, 256, 256)
 
 
-def projection(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
-    """The shortcut of a block that changes size; None for an identity shortcut."""
-    if stride == 1 and in_channels == out_channels:
-        return None
-    return nn.Sequential(
-        nn.Conv2d(in_channels, out_channels, 1, stride, bias=False), nn.BatchNorm2d(out_channels)
-    )
-
-
-class ResidualBlock(nn.Module):
-    """relu(norm(branch(x)) + shortcut(x))."""
-
-    relu: nn.ReLU
-    downsample: nn.Sequential | None
-
-    def branch(self, x: Tensor) -> Tensor:
-        """All layers of the branch before its last norm."""
-        raise NotImplementedError
-
-    @property
-    def last_norm(self) -> nn.BatchNorm2d:
-        raise NotImplementedError
-
-    def forward(self, x: Tensor) -> Tensor:
-        maps = self.branch(x)
-        shortcut = x if self.downsample is None else self.downsample(x)
-        out: Tensor = self.relu(self.last_norm(maps) + shortcut)
-        return out
+def conv1x1(in_channels: int, out_channels: int, stride: int = 1) -> nn.Conv2d:
+    """Returns a 1x1 convolution without bias."""
+    return nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
 
 
 def conv3x3(in_channels: int, out_channels: int, stride: int = 1) -> nn.Conv2d:
-    """No bias: the batch norm that follows has its own."""
+    """Returns a 3x3 convolution with padding and without bias, because a batch norm follows."""
     return nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
 
 
-class BasicBlock(ResidualBlock):
+def make_downsample(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
+    """Returns the projection of a shortcut that changes shape; None for an identity shortcut."""
+    if stride == 1 and in_channels == out_channels:
+        return None
+    return nn.Sequential(conv1x1(in_channels, out_channels, stride), nn.BatchNorm2d(out_channels))
+
+
+class BasicBlock(nn.Module):
     """Two 3x3 convolutions, the first with the stride."""
 
     expansion: ClassVar[int] = 1
@@ -64,49 +47,45 @@ class BasicBlock(ResidualBlock):
         self.relu = nn.ReLU(inplace=True)
         self.conv2 = conv3x3(channels, channels)
         self.bn2 = nn.BatchNorm2d(channels)
-        self.downsample = projection(in_channels, channels, stride)
+        self.downsample = make_downsample(in_channels, channels, stride)
 
-    @property
-    def last_norm(self) -> nn.BatchNorm2d:
-        return self.bn2
-
-    def branch(self, x: Tensor) -> Tensor:
-        x = self.relu(self.bn1(self.conv1(x)))
-        out: Tensor = self.conv2(x)
+    def forward(self, x: Tensor) -> Tensor:
+        branch = self.relu(self.bn1(self.conv1(x)))
+        branch = self.conv2(branch)
+        shortcut = x if self.downsample is None else self.downsample(x)
+        out: Tensor = self.relu(self.bn2(branch) + shortcut)
         return out
 
 
-class Bottleneck(ResidualBlock):
-    """1x1 down, 3x3 with the stride, 1x1 up to four times the channels."""
+class Bottleneck(nn.Module):
+    """1x1 convolution to fewer channels, 3x3 with the stride, 1x1 to four times the channels."""
 
     expansion: ClassVar[int] = 4
 
     def __init__(self, in_channels: int, channels: int, stride: int = 1) -> None:
         super().__init__()
         out_channels = channels * self.expansion
-        self.conv1 = nn.Conv2d(in_channels, channels, 1, bias=False)
+        self.conv1 = conv1x1(in_channels, channels)
         self.bn1 = nn.BatchNorm2d(channels)
         self.conv2 = conv3x3(channels, channels, stride)
         self.bn2 = nn.BatchNorm2d(channels)
-        self.conv3 = nn.Conv2d(channels, out_channels, 1, bias=False)
+        self.conv3 = conv1x1(channels, out_channels)
         self.bn3 = nn.BatchNorm2d(out_channels)
         self.relu = nn.ReLU(inplace=True)
-        self.downsample = projection(in_channels, out_channels, stride)
+        self.downsample = make_downsample(in_channels, out_channels, stride)
 
-    @property
-    def last_norm(self) -> nn.BatchNorm2d:
-        return self.bn3
-
-    def branch(self, x: Tensor) -> Tensor:
-        x = self.relu(self.bn1(self.conv1(x)))
-        x = self.relu(self.bn2(self.conv2(x)))
-        out: Tensor = self.conv3(x)
+    def forward(self, x: Tensor) -> Tensor:
+        branch = self.relu(self.bn1(self.conv1(x)))
+        branch = self.relu(self.bn2(self.conv2(branch)))
+        branch = self.conv3(branch)
+        shortcut = x if self.downsample is None else self.downsample(x)
+        out: Tensor = self.relu(self.bn3(branch) + shortcut)
         return out
 
 
 Block = type[BasicBlock] | type[Bottleneck]
 
-# Blocks in each of the four stages.
+# Block and number of blocks in each of the four stages.
 RESNET_LAYOUTS: dict[str, tuple[Block, tuple[int, int, int, int]]] = {
     "resnet18": (BasicBlock, (2, 2, 2, 2)),
     "resnet34": (BasicBlock, (3, 4, 6, 3)),
@@ -116,27 +95,44 @@ RESNET_LAYOUTS: dict[str, tuple[Block, tuple[int, int, int, int]]] = {
 }
 
 
-def build_stage(
+def make_stage(
     block: Block, in_channels: int, channels: int, depth: int, stride: int
 ) -> nn.Sequential:
-    """`depth` blocks in a row; the first takes the stride and the change of channels."""
+    """Returns `depth` blocks; the first has the stride and changes the number of channels."""
     first = block(in_channels, channels, stride)
     rest = [block(channels * block.expansion, channels) for _ in range(depth - 1)]
     return nn.Sequential(first, *rest)
 
 
-def init_residual(model: nn.Module, *, zero_init_gamma: bool) -> None:
-    """Kaiming normal over fan-out for convolutions. With `zero_init_gamma` the last γ of each branch
-    is 0, so every block starts as its shortcut and large learning rates work from the first step."""
+def init_weights(model: nn.Module, *, zero_init_gamma: bool) -> None:
+    """Initializes convolutions by Kaiming normal over fan-out.
+
+    Args:
+        model: A residual net.
+        zero_init_gamma: Set the last γ of each branch to 0. Every block then starts as its shortcut,
+            and large learning rates work from the first step.
+    """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        elif isinstance(module, BasicBlock | Bottleneck) and zero_init_gamma:
-            nn.init.zeros_(module.last_norm.weight)
+        elif isinstance(module, BasicBlock) and zero_init_gamma:
+            nn.init.zeros_(module.bn2.weight)
+        elif isinstance(module, Bottleneck) and zero_init_gamma:
+            nn.init.zeros_(module.bn3.weight)
 
 
 class ResNet(nn.Module):
-    """The stems `imagenet` and `small` differ in the shape of conv1, not in the state-dict keys."""
+    """ResNet of four stages.
+
+    Args:
+        block: `BasicBlock` or `Bottleneck`.
+        depths: Blocks of each stage.
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        stem: `imagenet` (7x7 convolution with stride 2 and a pool) or `small` (3x3 convolution). Both
+            have the same state-dict keys.
+        zero_init_gamma: As in `init_weights`.
+    """
 
     def __init__(
         self,
@@ -161,31 +157,37 @@ class ResNet(nn.Module):
             self.maxpool = nn.Identity()
         self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
-        grown = [channels * block.expansion for channels in STAGE_CHANNELS]
-        self.layer1 = build_stage(block, width, STAGE_CHANNELS[0], depths[0], stride=1)
-        self.layer2 = build_stage(block, grown[0], STAGE_CHANNELS[1], depths[1], stride=2)
-        self.layer3 = build_stage(block, grown[1], STAGE_CHANNELS[2], depths[2], stride=2)
-        self.layer4 = build_stage(block, grown[2], STAGE_CHANNELS[3], depths[3], stride=2)
+        out = [channels * block.expansion for channels in STAGE_CHANNELS]
+        self.layer1 = make_stage(block, width, STAGE_CHANNELS[0], depths[0], stride=1)
+        self.layer2 = make_stage(block, out[0], STAGE_CHANNELS[1], depths[1], stride=2)
+        self.layer3 = make_stage(block, out[1], STAGE_CHANNELS[2], depths[2], stride=2)
+        self.layer4 = make_stage(block, out[2], STAGE_CHANNELS[3], depths[3], stride=2)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(grown[3], num_classes)
-        init_residual(self, zero_init_gamma=zero_init_gamma)
+        self.fc = nn.Linear(out[3], num_classes)
+        init_weights(self, zero_init_gamma=zero_init_gamma)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         return self.head(self.layer4(self.layer3(self.layer2(self.layer1(x)))))
 
-    def head(self, maps: Tensor) -> Tensor:
-        logits: Tensor = self.fc(self.avgpool(maps).flatten(1))
+    def head(self, x: Tensor) -> Tensor:
+        """Computes the logits from the output of the last stage."""
+        logits: Tensor = self.fc(self.avgpool(x).flatten(1))
         return logits
 
 
 class SmallResNet(nn.Module):
-    """A residual net for images of 28 or 32 pixels that trains quickly on two CPU cores.
+    """Residual net for images of 28 or 32 pixels that trains quickly on two CPU cores.
 
-    599,290 parameters for one channel and ten classes. The shape was found by measurement:
-    convolutions cost most on large maps, so only a stem of 16 channels sees the full image, every
-    stage halves the maps, and the only second block is in the last stage, where it is cheapest and
-    helps most.
+    It has 599,290 parameters for one channel and ten classes. The architecture is the result of
+    measurements: convolutions of large activations cost most, so only a stem of 16 channels works at
+    full resolution, every stage halves the resolution, and only the last stage, where blocks are
+    cheapest and help most, has a second block.
+
+    Args:
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        zero_init_gamma: As in `init_weights`.
     """
 
     def __init__(
@@ -195,24 +197,25 @@ class SmallResNet(nn.Module):
         self.conv1 = conv3x3(in_channels, 16)
         self.bn1 = nn.BatchNorm2d(16)
         self.relu = nn.ReLU(inplace=True)
-        self.layer1 = build_stage(BasicBlock, 16, 32, depth=1, stride=2)
-        self.layer2 = build_stage(BasicBlock, 32, 64, depth=1, stride=2)
-        self.layer3 = build_stage(BasicBlock, 64, 128, depth=2, stride=2)
+        self.layer1 = make_stage(BasicBlock, 16, 32, depth=1, stride=2)
+        self.layer2 = make_stage(BasicBlock, 32, 64, depth=1, stride=2)
+        self.layer3 = make_stage(BasicBlock, 64, 128, depth=2, stride=2)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(128, num_classes)
-        init_residual(self, zero_init_gamma=zero_init_gamma)
+        init_weights(self, zero_init_gamma=zero_init_gamma)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.relu(self.bn1(self.conv1(x)))
         return self.head(self.layer3(self.layer2(self.layer1(x))))
 
-    def head(self, maps: Tensor) -> Tensor:
-        logits: Tensor = self.fc(self.avgpool(maps).flatten(1))
+    def head(self, x: Tensor) -> Tensor:
+        """Computes the logits from the output of the last stage."""
+        logits: Tensor = self.fc(self.avgpool(x).flatten(1))
         return logits
 
 
 class PooledConv(nn.Module):
-    """A 3x3 convolution, norm, ReLU and a max-pool that halves the map."""
+    """A 3x3 convolution, norm, ReLU, and a max-pool that halves the resolution."""
 
     def __init__(self, in_channels: int, channels: int) -> None:
         super().__init__()
@@ -227,11 +230,17 @@ class PooledConv(nn.Module):
 
 
 class FastResNet(nn.Module):
-    """A residual net for images of 32 pixels that trains in seconds on a GPU.
+    """Residual net for images of 32 pixels that trains in seconds on a GPU.
 
-    Three stages of a pooled convolution and a residual block. Only two convolutions see the full image,
-    and most of the arithmetic is at 16 × 16 and 8 × 8. The logits are divided by 8, because the inputs
-    of the last layer, the largest values of the maps, are far from zero at the start.
+    It has three stages of a pooled convolution and a residual block. Only two convolutions work at full
+    resolution, and most of the arithmetic is at 16 × 16 and 8 × 8. The logits are divided by 8, because
+    the inputs of the last layer, which are maxima, are far from zero at the start.
+
+    Args:
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        channels: Channels of the first convolution and of each stage.
+        zero_init_gamma: As in `init_weights`.
     """
 
     logit_scale: ClassVar[float] = 1 / 8
@@ -253,12 +262,13 @@ class FastResNet(nn.Module):
             for before, after in itertools.pairwise(channels)
         )
         self.fc = nn.Linear(channels[-1], num_classes)
-        init_residual(self, zero_init_gamma=zero_init_gamma)
+        init_weights(self, zero_init_gamma=zero_init_gamma)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.relu(self.bn1(self.conv1(x)))
         return self.head(self.layer3(self.layer2(self.layer1(x))))
 
-    def head(self, maps: Tensor) -> Tensor:
-        logits: Tensor = self.fc(maps.amax((2, 3))) * self.logit_scale
+    def head(self, x: Tensor) -> Tensor:
+        """Computes the logits from the output of the last stage."""
+        logits: Tensor = self.fc(x.amax((2, 3))) * self.logit_scale
         return logits

@@ -1,9 +1,10 @@
-"""Batch norms of other forms than torch's own, and `normalized`, whose result can be computed again.
+"""Implements batch norm over several ranks, batch norm without cuDNN, and recomputation of norms.
 
-`SyncedBatchNorm` is batch norm over the samples of a group of ranks, for batches of few samples per rank.
-Forward and backward equal the batch norm of the union of the group's batches: each exchanges one vector
-per layer, in fp64, so that the statistics are bit-identical within a group. torch's SyncBatchNorm does
-the same on GPUs only. `TorchNorm` leaves cuDNN out, for ranks that share a GPU.
+`SyncedBatchNorm` normalizes over the samples of a group of ranks, for few samples per rank. Forward and
+backward equal the batch norm of the union of the group's batches. Each exchanges one fp64 vector per
+layer, so that the statistics are bit-identical within a group. torch's SyncBatchNorm does the same on
+GPUs only. `TorchNorm` avoids cuDNN, for ranks that share a GPU. `normalized` returns the output of a norm
+and a function that computes it again.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 @dataclass
 class NormGroup:
-    """The ranks that share statistics. `all_reduce` replaces a tensor by its sum over them.
+    """The ranks that share statistics.
 
-    While `active` is False each rank uses its own batch: in passes that not all ranks make, such as the
-    one that records the order of the gradients.
+    Attributes:
+        size: Number of ranks.
+        all_reduce: Replaces a tensor by its sum over these ranks.
+        active: False in passes that not all ranks make, such as the one that records the order of the
+            gradients. Each rank then uses its own batch.
     """
 
     size: int
@@ -35,7 +39,7 @@ class NormGroup:
 
 
 class SyncedBatchNorm(_BatchNorm):
-    """A batch norm of any number of dimensions whose training statistics are those of `group`."""
+    """Batch norm with the training statistics of `group`, for any number of dimensions."""
 
     group: NormGroup
 
@@ -48,11 +52,11 @@ class SyncedBatchNorm(_BatchNorm):
 
     @property
     def is_shared(self) -> bool:
-        """Whether a pass takes the statistics of the group."""
+        """True if a pass uses the statistics of the group."""
         return self.training and self.group.active
 
     def forward_shared(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: A002
-        """The output, and mean and variance of the group."""
+        """Returns the output, and mean and variance of the group."""
         self._check_input_dim(input)
         out, mean, variance, count = _SyncedNorm.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, self.group
@@ -77,7 +81,7 @@ def _normalize(
     bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output for the moments of a group, and shift and scale as the backward pass needs them."""
+    """Returns the output for given moments, and shift and scale for the backward pass."""
     wide = _widened(x)
     shape = [1, x.shape[1]] + [1] * (x.dim() - 2)
     inverse = (variance + eps).rsqrt()
@@ -110,7 +114,7 @@ class _SyncedNorm(torch.autograd.Function):
         dims = [d for d in range(x.dim()) if d != 1]
         wide = _widened(x)
         own = x.numel() // x.shape[1]
-        # Own moments first: a plain sum of squares would cancel where the mean is large.
+        # From this rank's moments: plain sums of squares would cancel if the mean is large.
         if own:
             variance, mean = torch.var_mean(wide, dims, correction=0)
             mean, variance = mean.double(), variance.double()
@@ -133,7 +137,7 @@ class _SyncedNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, shift, scale, count = ctx.saved_tensors
         wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-        # A rank that does not use its output still takes part in the exchange.
+        # A rank that does not use its output still participates in the exchange.
         given = torch.zeros_like(x) if gradient is None else gradient
         slope, normal = given.to(wide), (x.to(wide) - shift) * scale
         own = torch.cat([slope.sum(ctx.dims).double(), (slope * normal).sum(ctx.dims).double()])
@@ -148,14 +152,20 @@ class _SyncedNorm(torch.autograd.Function):
             dx = dx.contiguous(memory_format=torch.channels_last)
         if weight is None:
             return dx, None, None, None, None
-        # The ranks' shares of γ and β: the exchange of gradients adds them up.
+        # This rank's part of the gradients of γ and β; the gradient exchange adds the parts.
         d_weight, d_bias = own[channels:].to(weight.dtype), own[:channels].to(weight.dtype)
         return dx, d_weight, d_bias, None, None
 
 
 def synchronize_norms(model: nn.Module, group: NormGroup) -> int:
-    """Turns every batch norm of the model into a `SyncedBatchNorm` in place, with its parameters,
-    statistics and keys; returns their number."""
+    """Converts every batch norm of a model to a `SyncedBatchNorm` in place; returns their number.
+
+    Parameters, statistics and keys stay the same.
+
+    Args:
+        model: The model.
+        group: The ranks that share statistics.
+    """
     norms = find_norms(model)
     for norm in norms:
         norm.__class__ = SyncedBatchNorm
@@ -164,12 +174,12 @@ def synchronize_norms(model: nn.Module, group: NormGroup) -> int:
 
 
 def find_norms(model: nn.Module) -> list[_BatchNorm]:
+    """Returns all batch norms of a model."""
     return [module for module in model.modules() if isinstance(module, _BatchNorm)]
 
 
 def keep_last_statistics(model: nn.Module) -> int:
-    """Makes the running statistics of every batch norm those of the latest batch alone; returns the
-    number of batch norms."""
+    """Makes running statistics those of the latest batch alone; returns the number of batch norms."""
     norms = find_norms(model)
     for norm in norms:
         norm.momentum = 1.0
@@ -177,11 +187,11 @@ def keep_last_statistics(model: nn.Module) -> int:
 
 
 class TorchNorm(nn.BatchNorm2d):
-    """Batch norm with torch's own kernels instead of cuDNN's, for ranks that share a GPU.
+    """Batch norm with torch's kernels instead of cuDNN's, for ranks that share a GPU.
 
-    cuDNN's training kernels for channels-last maps (`batchnorm_fwtr_nhwc_semiPersist` and its
-    backward) need all their blocks on the GPU at the same time, two on every multiprocessor. A
-    collective of another rank on the same GPU that waits for this rank occupies the place of some, so
+    cuDNN's training kernels for channels-last activations (`batchnorm_fwtr_nhwc_semiPersist` and its
+    backward) need all their blocks on the GPU at the same time, two on every multiprocessor. If a
+    collective of another rank on the same GPU waits for this rank and occupies some multiprocessors,
     both wait forever.
     """
 
@@ -203,7 +213,7 @@ def _without_cudnn() -> Iterator[None]:
 
 
 def use_torch_norms(model: nn.Module) -> int:
-    """Turns every batch norm of the model into a `TorchNorm` in place; returns their number."""
+    """Converts every 2d batch norm of a model to a `TorchNorm` in place; returns their number."""
     norms = [module for module in model.modules() if type(module) is nn.BatchNorm2d]
     for norm in norms:
         norm.__class__ = TorchNorm
@@ -211,8 +221,14 @@ def use_torch_norms(model: nn.Module) -> int:
 
 
 def normalized(x: Tensor, norm: _BatchNorm) -> tuple[Tensor, Callable[[], Tensor]]:
-    """norm(x), and a function that computes its bits again: with the same operators, without a
-    collective, and with no effect on the running statistics."""
+    """Returns norm(x) and a function that computes the same bits again.
+
+    The function uses the same operators, but no collective, and does not change running statistics.
+
+    Args:
+        x: Input.
+        norm: Batch norm.
+    """
     if isinstance(norm, SyncedBatchNorm) and norm.is_shared:
         out, mean, variance = norm.forward_shared(x)
         moments = mean.detach(), variance.detach()

@@ -1,8 +1,8 @@
-"""Reads files of `torch.save` that anybody may have made.
+"""Reads untrusted files of `torch.save`.
 
-`torch.load(weights_only=True)` executes no code, but a small file can still ask it for any amount of
+`torch.load(weights_only=True)` executes no code, but a small file can still make it use any amount of
 memory or time: entries that decompress to gigabytes, nested lists that share their items, tensors that
-repeat one value, functions that allocate what their arguments say. `load_tensors` refuses these.
+repeat one value, calls that allocate as much as their arguments demand. `load_tensors` refuses these.
 """
 
 from __future__ import annotations
@@ -18,36 +18,45 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-# Far more than any state has, and a second of work.
+# More than any state has, and about a second of work.
 _MOST_VALUES = 10_000_000
 _FEW_VALUES = 100_000
 _DEEPEST = 100
-# Tied weights occur under several names, and each occurrence is hashed or copied.
+# Tied weights have several names, and each occurrence is hashed or copied.
 _MOST_REPEATS = 100
 _SMALL_FILE = 1 << 20
-# Of torch's format before version 1.6: magic number, version, platform, the object, keys of storages.
+# Pickles in torch's format before version 1.6: magic number, version, platform, object, storage keys.
 _OLD_FORMAT_PICKLES = 5
-# Last records of a zip archive: its end, and for large archives the end with numbers of 64 bits, followed
-# by the place of that end.
+# Last records of a zip archive: its end record, and in large archives before it the 64-bit end record and
+# the locator of that record.
 _END, _END_64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
-# So many letters of a text count as one value.
+# Letters of a text that count as one value.
 _LETTERS = 64
 
 
 class TensorFileError(ValueError):
-    """The file is valid for torch, but not one that a training writes; `str()` says why."""
+    """A file that torch could read, but that no training writes. `str()` gives the reason."""
 
 
 def load_tensors(file: IO[bytes]) -> Any:
     """Reads a file of `torch.save` into host memory, with `weights_only=True`.
 
-    Takes time and memory in proportion to the size of the file. Raises TensorFileError for content that
-    would take more; other errors are those of torch, which are of any class if the file is damaged.
+    Uses time and memory in proportion to the size of the file.
+
+    Args:
+        file: The open file.
+
+    Returns:
+        The content.
+
+    Raises:
+        TensorFileError: If the content would use more.
+        Exception: torch raises errors of any class for damaged files.
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
-    # As torch decides; Python's `is_zipfile` also accepts an archive that follows other content.
+    # The same test as in torch; Python's `is_zipfile` also accepts an archive after other content.
     is_zip = file.read(4) == b"PK\3\4"
     file.seek(0)
     if is_zip:
@@ -63,7 +72,7 @@ def load_tensors(file: IO[bytes]) -> Any:
         for _ in range(_OLD_FORMAT_PICKLES):
             _check_calls(file)
     file.seek(0)
-    # Otherwise the indices of a sparse tensor may point outside of it, and its users do not look.
+    # Otherwise indices of a sparse tensor may be out of range, and operations do not check them.
     with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
         content = torch.load(file, map_location="cpu", weights_only=True)
     _check_values(content, size)
@@ -71,27 +80,39 @@ def load_tensors(file: IO[bytes]) -> Any:
 
 
 def _check_directory(file: IO[bytes], start: int) -> None:
-    """Refuses an archive in which torch could find another directory than Python, which found it at
-    `start`: its end has no comment, and its records lie next to one another as torch.save writes them."""
+    """Refuses an archive in which torch could find another directory than Python.
+
+    Accepts only the layout of torch.save: an end record without comment, directly after the other
+    records.
+
+    Args:
+        file: The archive.
+        start: Place of the directory according to Python.
+    """
     at = file.seek(-_END.size, os.SEEK_END)
     signature, *_, offset, comment = _END.unpack(file.read(_END.size))
-    usual = signature == b"PK\5\6" and not comment
+    is_plain = signature == b"PK\5\6" and not comment
     if at >= _END_64.size + _LOCATOR.size:
         file.seek(at - _LOCATOR.size)
         signature, _, end, _ = _LOCATOR.unpack(file.read(_LOCATOR.size))
-        if signature == b"PK\6\7":  # both readers then take the numbers of 64 bits
+        if signature == b"PK\6\7":  # both readers then use the 64-bit record
             at -= _LOCATOR.size + _END_64.size
             file.seek(at)
             *_, offset = _END_64.unpack(file.read(_END_64.size))
-            usual = usual and end == at
-    if not usual or offset != start:
-        raise TensorFileError("its directory is not as torch.save writes it")
+            is_plain = is_plain and end == at
+    if not is_plain or offset != start:
+        raise TensorFileError("its directory is not in the format of torch.save")
 
 
 @dataclass(slots=True)
 class _Item:
-    """A value on the stack of the unpickler: of how much it consists, the text of a constant or the name
-    of a function, and the items of a tuple."""
+    """A value on the stack of the unpickler.
+
+    Attributes:
+        weight: Number of values that it consists of.
+        text: Text of a constant, or name of a function.
+        items: Items of a tuple.
+    """
 
     weight: int = 1
     text: str = ""
@@ -102,8 +123,11 @@ _ENCODED = "an encoded text"
 
 
 def _check_calls(pickle: bytes | IO[bytes]) -> None:
-    """Follows a pickle without executing it. Refuses calls that allocate memory, and values that share
-    so many parts that copying one, or hashing it as a key, does not end."""
+    """Simulates a pickle without executing it.
+
+    Refuses calls that allocate memory, and values that share so many parts that a copy or a hash would
+    not end.
+    """
     stack: list[_Item] = []
     marks: list[int] = []
     memo: dict[Any, _Item] = {}
@@ -114,7 +138,7 @@ def _check_calls(pickle: bytes | IO[bytes]) -> None:
             memo[argument] = stack[-1]
         elif name in ("BINGET", "LONG_BINGET"):
             stack.append(memo[argument])
-            # Without these, there are no more values than bytes.
+            # Without these operations, there are no more values than bytes.
             fetched += stack[-1].weight
             if fetched > _MOST_VALUES:
                 raise TensorFileError("its values repeat one another without end")
@@ -149,9 +173,9 @@ def _result(name: str, items: tuple[_Item, ...]) -> _Item:
 
 
 def _call(name: str, arguments: tuple[_Item, ...] | None) -> str:
-    """The text of the result."""
+    """Checks a call and returns the text of its result."""
     module, _, function = name.removesuffix(" function").partition(" ")
-    # None: the arguments are the result of a call, as no program writes them.
+    # None if the arguments are the result of a call, which no program writes.
     given = (_Item(),) if arguments is None else arguments
     allowed = arguments is not None
     if function == "encode":
@@ -170,16 +194,16 @@ def _call(name: str, arguments: tuple[_Item, ...] | None) -> str:
 
 
 def _check_values(content: Any, size: int) -> None:
-    """Refuses what takes more time or memory than a file of `size` bytes should."""
+    """Refuses content that uses more time or memory than a file of `size` bytes should."""
     stack = [(content, 0)]
     values = total = 0
-    # A value takes at least a byte, unless it occurs several times.
+    # A value needs at least one byte, unless it occurs several times.
     most = min(_MOST_VALUES, 4 * size + _FEW_VALUES)
     storages: dict[int, int] = {}
     while stack:
         value, depth = stack.pop()
         values += 1
-        below: list[Any] = []
+        children: list[Any] = []
         if isinstance(value, Tensor):
             for part in _dense_parts(value):
                 total += part.nbytes
@@ -188,18 +212,18 @@ def _check_values(content: Any, size: int) -> None:
         elif isinstance(value, str | bytes | bytearray):
             total += len(value)
         elif isinstance(value, Mapping):
-            below = [*value.keys(), *value.values()]
+            children = [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple | set | frozenset):
-            below = list(value)
+            children = list(value)
         elif isinstance(value, torch.UntypedStorage | torch.TypedStorage):
             raise TensorFileError("it contains a storage outside of a tensor")
         if depth > _DEEPEST:
             raise TensorFileError("its values are nested too deeply")
-        if values + len(stack) + len(below) > most:
+        if values + len(stack) + len(children) > most:
             raise TensorFileError(f"it has more than {most:,} values")
         if total > max(size, _SMALL_FILE) * _MOST_REPEATS:
             raise TensorFileError("its values repeat one another too often")
-        stack += [(item, depth + 1) for item in below]
+        stack += [(item, depth + 1) for item in children]
     stored = end = 0
     for start, length in sorted(storages.items()):  # the old format has storages within others
         stored += max(0, start + length - max(start, end))

@@ -1,4 +1,4 @@
-"""Optimizers on fp32 master weights, and learning-rate schedules."""
+"""Optimizers on fp32 master weights, learning-rate schedules and the scaling rule."""
 
 from __future__ import annotations
 
@@ -43,28 +43,4 @@ __all__ = [
     "share_out",
 ]
 if not TYPE_CHECKING:  # a type checker would accept every name
-    __getattr__, __dir__ = lazy_exports(
-        __name__,
-        {
-            "LAMB": "adam",
-            "LARS": "lars",
-            "SGD": "lars",
-            "AdamW": "adam",
-            "BatchGrowth": "batch_growth",
-            "LrSchedule": "schedules",
-            "MasterOptimizer": "base",
-            "Muon": "muon",
-            "OptimSettings": "settings",
-            "Rows": "rule",
-            "SharedProducts": "orthogonal",
-            "UpdateRule": "rule",
-            "WrappedOptimizer": "wrapped",
-            "create_optimizer": "build",
-            "is_matrix": "orthogonal",
-            "orthogonalize": "orthogonal",
-            "register_optimizer": "registry",
-            "register_schedule": "registry",
-            "set_rate": "schedules",
-            "share_out": "orthogonal",
-        },
-    )
+    __getattr__, __dir__ = lazy_exports(__name__)

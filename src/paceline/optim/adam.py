@@ -1,7 +1,7 @@
 """AdamW (Loshchilov & Hutter 2019) and LAMB (You et al. 2020) in mixed precision.
 
-Each parameter counts its own updates, on the device: a skipped step does not count, and neither does one
-that a captured CUDA graph replays without a gradient for the parameter.
+Each parameter counts its updates on the device. A step that is skipped for the parameter does not
+count.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ from paceline.optim.state import EXP_AVG, EXP_AVG_SQ, STEP
 
 
 class AdamHyper(NamedTuple):
-    """Hyper-parameters of one group of AdamW or LAMB. Rate, decay, `eps` of the trust ratio, `clip` and
-    `adapt` have the columns of `Hyper`, because the kernels share code."""
+    """Hyper-parameters of one group of AdamW or LAMB, in the order of the kernels' columns.
+
+    The fields that `lars.Hyper` has too, among them `eps` of the trust ratio, are in the same columns,
+    because the kernels share code.
+    """
 
     lr: float
     beta1: float
@@ -45,14 +48,14 @@ class AdamHyper(NamedTuple):
     beta2: float
     eps: float
     adam_eps: float
-    # 1 − β₂ as fp64 has it: 1 − 0.999 in fp32 has three digits fewer.
+    # 1 − β₂, computed in fp64: 1 − 0.999 in fp32 has three digits fewer.
     rest2: float
     clip: bool
     adapt: bool
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> AdamHyper:
-        """Reads a parameter group of AdamW, or of LAMB, which adapts."""
+        """Reads a parameter group of AdamW or LAMB."""
         beta1, beta2 = (float(beta) for beta in group["betas"])
         return cls(
             float(group["lr"]), beta1, float(group["weight_decay"]), beta2,
@@ -62,9 +65,15 @@ class AdamHyper(NamedTuple):
 
 
 class AdamRule(UpdateRule):
-    """m ← β₁m + (1−β₁)g; v ← β₂v + (1−β₂)g²; u = m̂ / (√v̂ + eps) + βw; w ← w − lr·λ·u, where λ is 1
-    without `adapt`, that is with AdamW. `steps` counts the updates of each parameter; `corrections` are
-    1 − β₁ᵗ and 1 − β₂ᵗ of the step to come."""
+    """m ← β₁m + (1−β₁)g; v ← β₂v + (1−β₂)g²; u = m̂ / (√v̂ + eps) + βw; w ← w − lr·λ·u.
+
+    λ is 1 in groups without `adapt`, that is in AdamW.
+
+    Attributes:
+        adapts: True for LAMB.
+        steps: Number of updates of each parameter.
+        corrections: 1 − β₁ᵗ and 1 − β₂ᵗ of the next step.
+    """
 
     Hyper: ClassVar[Any] = AdamHyper
     buffers = (EXP_AVG, EXP_AVG_SQ)
@@ -112,7 +121,7 @@ class AdamRule(UpdateRule):
             self.steps = torch.zeros(len(parameters), device=device)
             self.corrections = torch.ones(2, len(parameters), device=device)
             self._logs = HyperTable(len(parameters), 2, device)
-        # One vector for the kernels; the state of each parameter is a view of its number.
+        # One vector for the kernels; the state of each parameter is a view of its element.
         for number, p in zip(self.steps.unbind(), parameters, strict=True):
             counted = optimizer.state[p].get(STEP)
             if counted is None or counted.data_ptr() != number.data_ptr():
@@ -134,7 +143,7 @@ class AdamRule(UpdateRule):
         self._logs.send(tuple(rows))
 
     def begin(self, optimizer: MasterOptimizer, rows: list[Row], gates: Gates) -> list[Row]:
-        """Computes 1 − βᵗ of the step to come, t being one more than the updates so far."""
+        """Computes 1 − βᵗ of the next step; t is the number of updates plus one."""
         if self._logs is None:
             raise RunError("a step was captured without preparation", "call prepare() before")
         if capturing(self.steps.device):
@@ -146,7 +155,7 @@ class AdamRule(UpdateRule):
     def finish(
         self, optimizer: MasterOptimizer, rows: list[Row], gates: Gates, outcome: Outcome
     ) -> None:
-        """Counts the rows that were updated; kernels do so themselves."""
+        """Counts the updated rows, unless the kernels have counted them."""
         if optimizer.engine is None:
             done = torch.zeros_like(self.steps)
             put(done, rows, gates.allowed(rows, outcome).to(self.steps.dtype))
@@ -154,7 +163,7 @@ class AdamRule(UpdateRule):
 
 
 def _trust_ratios(weights: Sequence[Tensor], pushes: Sequence[Tensor], hyper: AdamHyper) -> Tensor:
-    """‖w‖ / (‖u‖ + eps) from norms; 1 where a squared norm is 0."""
+    """Returns ‖w‖ / (‖u‖ + eps) from norms; 1 if a squared norm is 0."""
     weight, push = torch.stack(list(weights)), torch.stack(list(pushes))
     ratio = weight / (push + hyper.eps)
     if hyper.clip:
@@ -164,16 +173,26 @@ def _trust_ratios(weights: Sequence[Tensor], pushes: Sequence[Tensor], hyper: Ad
 
 
 class AdamW(MasterOptimizer):
-    """m ← β₁m + (1−β₁)g; v ← β₂v + (1−β₂)g²; w ← w − lr·(m̂ / (√v̂ + eps) + βw).
+    """Adam with decoupled weight decay.
 
-    m̂ = m / (1−β₁ᵗ) and v̂ = v / (1−β₂ᵗ), where t counts the parameter's updates; `weight_decay` is β.
-    State dicts of `torch.optim.AdamW` can be loaded. `fused` and the switches on the device are those
-    of `MasterOptimizer`.
+    m ← β₁m + (1−β₁)g; v ← β₂v + (1−β₂)g²; w ← w − lr·(m̂ / (√v̂ + eps) + βw)
+
+    m̂ = m / (1−β₁ᵗ) and v̂ = v / (1−β₂ᵗ), where t counts the parameter's updates. State dicts of
+    `torch.optim.AdamW` can be loaded. `MasterOptimizer` describes the switches on the device.
+
+    Args:
+        params: Parameters or groups, as from `paceline.parameter_groups`.
+        lr: Learning rate.
+        betas: β₁ and β₂.
+        eps: Added to √v̂.
+        weight_decay: β.
+        fused: True for Triton kernels, False for list operations, None for kernels on CUDA if Triton is
+            installed.
 
     Example:
-        optimizer = AdamW(parameter_groups(model, 0.05), lr=1e-3)
-        loss.backward()
-        optimizer.step()
+        >>> optimizer = AdamW(parameter_groups(model, 0.05), lr=1e-3)
+        >>> loss.backward()
+        >>> optimizer.step()
     """
 
     def __init__(
@@ -185,21 +204,34 @@ class AdamW(MasterOptimizer):
         weight_decay: float = 0.01,
         *,
         fused: bool | None = None,
-        foreach: bool | None = None,
-        maximize: bool = False,
     ) -> None:
         values = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, values, AdamRule, fused=fused, foreach=foreach, maximize=maximize)
+        super().__init__(params, values, AdamRule, fused=fused)
 
 
 class LAMB(MasterOptimizer):
-    """The direction u = m̂ / (√v̂ + eps) + βw of AdamW, and w ← w − lr·λ·u with λ = ‖w‖ / ‖u‖.
+    """AdamW with a trust ratio per layer.
 
-    λ is 1 where a norm is 0, in groups with `adapt=False`, and in groups of role `bias_norm` unless
-    they or `adapt_bias_norm` say otherwise. `clip` makes λ at most 1; `trust_eps` is added to ‖u‖.
+    u = m̂ / (√v̂ + eps) + βw, as in AdamW; λ = ‖w‖ / (‖u‖ + trust_eps); w ← w − lr·λ·u
+
+    λ is 1 if a norm is 0, and in groups with `adapt=False`.
+
+    Args:
+        params: Parameters or groups, as from `paceline.parameter_groups`.
+        lr: Learning rate.
+        betas: β₁ and β₂.
+        eps: Added to √v̂.
+        weight_decay: β.
+        clip: Limit λ to 1.
+        trust_eps: Added to ‖u‖ in λ.
+        adapt: False to use λ = 1.
+        adapt_bias_norm: True to adapt groups of role `bias_norm` too.
+        fused: As in `AdamW`.
 
     Example:
-        optimizer = LAMB(parameter_groups(model, 0.02), lr=5e-3)
+        >>> optimizer = LAMB(parameter_groups(model, 0.02), lr=5e-3)
+        >>> loss.backward()
+        >>> optimizer.step()
     """
 
     def __init__(
@@ -215,22 +247,19 @@ class LAMB(MasterOptimizer):
         adapt: bool = True,
         adapt_bias_norm: bool = False,
         fused: bool | None = None,
-        foreach: bool | None = None,
-        maximize: bool = False,
     ) -> None:
         values = {
             "lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay,
             "clip": clip, "trust_eps": trust_eps, "adapt": adapt,
         }  # fmt: skip
-        super().__init__(
-            params, values, partial(AdamRule, adapts=True), fused=fused,
-            adapt_bias_norm=adapt_bias_norm, foreach=foreach, maximize=maximize,
-        )  # fmt: skip
+        rule = partial(AdamRule, adapts=True)
+        super().__init__(params, values, rule, fused=fused, adapt_bias_norm=adapt_bias_norm)
 
 
 def create_adamw(
     settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, context: Context
 ) -> AdamW:
+    """Creates AdamW from the settings; see `OptimizerSettings.CREATE`."""
     own = settings.of("adamw", AdamwSettings)
     return AdamW(groups, lr, (own.beta1, own.beta2), own.eps, fused=context.fused)
 
@@ -238,6 +267,7 @@ def create_adamw(
 def create_lamb(
     settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, context: Context
 ) -> LAMB:
+    """Creates LAMB from the settings; see `OptimizerSettings.CREATE`."""
     own = settings.of("lamb", LambSettings)
     betas = (own.beta1, own.beta2)
     return LAMB(groups, lr, betas, own.eps, clip=own.clip, fused=context.fused)

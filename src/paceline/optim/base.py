@@ -1,8 +1,8 @@
-"""`MasterOptimizer`: the engine that all optimizers share; an `UpdateRule` has the equation.
+"""Defines `MasterOptimizer`, the engine that all optimizers share; an `UpdateRule` has the equation.
 
-Parameters and gradients are fp32, fp16 or bf16. A step updates fp32 master weights, writes
-half-precision parameters back, and needs no host synchronization. It runs in Triton kernels if the rule
-has them, and else in torch's list operations. Training uses optimizers through this class alone.
+Parameters and gradients are fp32, fp16 or bf16. A step updates fp32 master weights and writes
+half-precision parameters back, without host synchronization. It runs in Triton kernels if the rule has
+them and they are available, otherwise in torch's list operations.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from paceline.optim.rule import (
     HyperTable,
     Outcome,
     Row,
-    StagedGradients,
     UpdateRule,
     capturing,
     run_in_lists,
+    same_strides,
 )
-from paceline.optim.state import MASTER, create_state, restore_state
+from paceline.optim.state import FORMATS, MASTER, create_state, restore_state
 
 if TYPE_CHECKING:
     from paceline.optim.orthogonal import SharedProducts
@@ -41,8 +41,10 @@ BIAS_NORM = "bias_norm"
 
 
 def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps torch.compile away from `function`: its list operations are as fast, and a compiler that
-    stops in the middle of them loses attributes. Importing the compiler takes as long as torch itself."""
+    """Excludes `function` from torch.compile, which would lose attributes at graph breaks.
+
+    `torch.compiler.disable` would import the compiler, which takes as long as torch itself.
+    """
     disabled: Callable[..., Any] = _disable_dynamo(function)
 
     @wraps(function)
@@ -53,8 +55,7 @@ def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _PlainOptimizer(Optimizer):
-    """torch wraps these methods to keep its compiler away from them. The wrapper imports the compiler,
-    which takes as long as torch itself and which most runs do not use."""
+    """Removes torch's wrappers of these methods, which import the compiler."""
 
     add_param_group = inspect.unwrap(Optimizer.add_param_group)
     state_dict = inspect.unwrap(Optimizer.state_dict)
@@ -62,17 +63,29 @@ class _PlainOptimizer(Optimizer):
 
 
 class MasterOptimizer(_PlainOptimizer):
-    """An optimizer with fp32 masters and switches on the device, which moves them as `rule` says.
+    """Updates fp32 master weights by a rule, with switches on the device.
 
-    `rule` makes a new `UpdateRule`: a class, or a `functools.partial` of one.
+    Args:
+        params: Parameters or groups.
+        defaults: Hyper-parameters of groups that do not set their own. Missing ones have the defaults of
+            the rule.
+        rule: Creates the `UpdateRule`: a class, or a `functools.partial` of one.
+        fused: True for Triton kernels, False for list operations, None for kernels on CUDA if Triton is
+            installed. `path` has the resulting choice.
+        adapt_bias_norm: False to switch the trust ratio off in groups of role `bias_norm` that do not
+            set `adapt`.
 
-    `fused` is None (Triton on CUDA where it is installed), True or False; `path` is the resulting
-    choice.
+    Attributes:
+        grad_scale: Scalar that divides the gradients. May be unset.
+        found_inf: If not zero, the step changes nothing. May be unset.
+        hold: If not zero, the step changes nothing.
+        active: One value per parameter in group order. Parameters with 0 are excluded from update and
+            finite check.
+        overflow: 1 after a step in which a gradient, or its squared norm, was not finite in fp32; that
+            step has changed nothing.
+        shared: If set, ranks share the matrix products of a rule that `has_products`.
 
-    Optional switches on the device: `grad_scale` divides the gradients; a non-zero `found_inf` or
-    `hold` makes the step change nothing; `active`, one value per parameter in group order, excludes
-    parameters with 0 from update and finite check. After a step `overflow` is 1 if a gradient (or its
-    squared norm) was not finite in fp32; then nothing was changed.
+    All switches are tensors on the parameters' device.
     """
 
     _step_supports_amp_scaling = True  # torch's GradScaler leaves unscaling and skipping to step()
@@ -80,12 +93,10 @@ class MasterOptimizer(_PlainOptimizer):
     found_inf: Tensor | None
     hold: Tensor | None = None
     active: Tensor | None = None
-    # If set, ranks share the products of matrices of a rule that has some.
     shared: SharedProducts | None = None
-    # True: state is loaded into existing tensors, whose formats torch would not keep.
+    # True to load state into existing tensors, whose formats torch would not keep.
     loads_into_state = False
-
-    # Attributes from the constructor, beside the groups' defaults, that copies keep.
+    # Attributes that copies keep, in addition to the groups' defaults.
     CHOICES: ClassVar[tuple[str, ...]] = ("fused", "adapt_bias_norm", "_new_rule")
 
     def __init__(
@@ -96,24 +107,7 @@ class MasterOptimizer(_PlainOptimizer):
         *,
         fused: bool | None = None,
         adapt_bias_norm: bool = True,
-        foreach: bool | None = None,
-        maximize: bool = False,
     ) -> None:
-        """`defaults`: hyper-parameters of groups that do not have their own; those that are missing have
-        the defaults of the rule. `adapt_bias_norm` False:
-        groups of role `bias_norm` have no trust ratio unless they say so. `foreach` True is `fused`
-        False."""
-        if foreach is False:
-            raise ValueError(
-                "foreach = False: there is no loop over parameters; leave foreach unset"
-            )
-        if foreach and fused:
-            raise ValueError(
-                "foreach = True: the kernels of fused=True do not use it; leave one unset"
-            )
-        fused = False if foreach else fused
-        if maximize:
-            defaults = {**defaults, "maximize": True}
         self.fused, self.adapt_bias_norm = fused, adapt_bias_norm
         self._new_rule = rule
         self._set_up()
@@ -129,32 +123,32 @@ class MasterOptimizer(_PlainOptimizer):
         self._outcome: Outcome | None = None
         self._table: HyperTable | None = None
         self.engine: FusedStep | None = None
-        self._staged = StagedGradients()
+        # Copies of gradients with other strides, in memory that captured graphs may read.
+        self._staged: dict[int, Tensor] = {}
         self.overflow = torch.zeros(())
 
     def describe(self) -> str:
-        """Rule and implementation."""
+        """Returns the name of the rule and the implementation."""
         of = self.rule if type(self) is MasterOptimizer else self
         return f"{type(of).__name__.lower()}, {self.path}"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, also between steps."""
+        """Adds a group; allowed between steps too."""
         adapt = {}
         if param_group.get("role") == BIAS_NORM and not self.adapt_bias_norm:
             adapt = {"adapt": False}
-        # A copy: torch writes its defaults into the group that it is given.
+        # A copy: torch writes its defaults into the group.
         super().add_param_group({**adapt, **param_group})
         group = self.param_groups.pop()
         self.rule.check(group)
-        names = {id(p) for p in group["params"]}
-        if len(names) < len(group["params"]):
+        if len({id(p) for p in group["params"]}) < len(group["params"]):
             raise ValueError("a parameter appears twice in one group; pass each once")
         for p in group["params"]:
             if p.dtype not in self.rule.formats or p.layout != torch.strided:
+                formats = [str(dtype).removeprefix("torch.") for dtype in self.rule.formats]
                 raise PacelineError(
                     f"parameter of shape {tuple(p.shape)} is {p.dtype}, {p.layout}",
-                    "use dense "
-                    + " or ".join(str(kind).removeprefix("torch.") for kind in self.rule.formats),
+                    f"use dense {' or '.join(formats)}",
                 )
         self.param_groups.append(group)
 
@@ -173,8 +167,10 @@ class MasterOptimizer(_PlainOptimizer):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Creates the state of every parameter and, where gradients exist, compiles the kernels by a
-        step that changes nothing. Call it before a CUDA graph is captured."""
+        """Prepares the capture of a CUDA graph: creates all state and compiles the kernels.
+
+        Kernels are compiled if gradients exist, by a step that changes nothing.
+        """
         outcome = self._ready()
         rows = self._rows()
         if rows and self.engine is not None:
@@ -185,7 +181,7 @@ class MasterOptimizer(_PlainOptimizer):
             self.engine.run(rows, self._table.values, held, outcome)
 
     def upload(self) -> None:
-        """Copies the groups' hyper-parameters to the device asynchronously, if one changed.
+        """Copies changed hyper-parameters to the device asynchronously.
 
         `step` calls it, except while a CUDA graph is captured: call it before each replay.
         """
@@ -198,12 +194,12 @@ class MasterOptimizer(_PlainOptimizer):
         devices = {p.device for group in self.param_groups for p in group["params"]}
         if len(devices) > 1:
             names = ", ".join(sorted(str(device) for device in devices))
-            raise PacelineError(f"parameters lie on {names}", "use one optimizer per device")
+            raise PacelineError(f"parameters are on {names}", "use one optimizer per device")
         return devices.pop() if devices else torch.device("cpu")
 
     @torch.no_grad()
     def _ready(self) -> Outcome:
-        """Creates state and results for the current groups: once, and again after add_param_group."""
+        """Creates state and results of the current groups: once, and again after add_param_group."""
         if self._outcome is not None and self._ready_for == len(self.param_groups):
             return self._outcome
         device, fused = self._device(), self.path == "triton"
@@ -222,17 +218,17 @@ class MasterOptimizer(_PlainOptimizer):
         return self._outcome
 
     def parts(self) -> list[dict[str, Any]]:
-        """The groups, split if the rule moves some of their parameters in another way than the others."""
+        """Returns the groups, split if parameters of one group need different updates."""
         return [part for group in self.param_groups for part in self.rule.parts(group)]
 
     def parameters(self) -> list[Tensor]:
-        """In group order."""
+        """Returns all parameters in group order."""
         return [p for group in self.param_groups for p in group["params"]]
 
     @_not_compiled
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update. Parameters without a gradient stay unchanged: no decay, no momentum."""
+        """Makes one update. Parameters without a gradient stay unchanged: no decay, no momentum."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -263,65 +259,74 @@ class MasterOptimizer(_PlainOptimizer):
         run_in_lists(self.rule, rows, hypers, gates, outcome)
 
     def _gates(self, outcome: Outcome) -> Gates:
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        gates = Gates(scale, found, self.hold, self.active)
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        gates = Gates(scale, found_inf, self.hold, self.active)
         gates.check(outcome.bad.numel(), outcome.bad.device)
         return gates
 
     def _rows(self) -> list[Row]:
         rows = []
-        places = {p: index for index, p in enumerate(self.parameters())}
+        indices = {p: index for index, p in enumerate(self.parameters())}
         for number, group in enumerate(self.parts()):
             for p in group["params"]:
-                index = places[p]
                 if p.grad is None or p.numel() == 0:
                     continue
-                state = self.state[p]
-                master = state.get(MASTER, p)
+                index, state = indices[p], self.state[p]
                 gradient = self._gradient(index, number, p, p.grad)
-                if group.get("maximize", False):
-                    gradient = -gradient
-                rows.append(Row(index, number, p, gradient, master, state))
+                rows.append(Row(index, number, p, gradient, state.get(MASTER, p), state))
         return rows
 
     def _gradient(self, index: int, group: int, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """As the update reads it: in the parameter's memory layout, and in a format of masters."""
-        return self._staged.of(index, group, parameter, gradient)
+        """Returns the gradient in the parameter's memory layout and in one of `FORMATS`."""
+        if gradient.layout != torch.strided:
+            raise RunError(
+                f"sparse gradient for a parameter of shape {tuple(parameter.shape)} in group {group}",
+                "make it dense (nn.Embedding(sparse=False)), or use another optimizer for it",
+            )
+        if same_strides(gradient, parameter) and gradient.dtype in FORMATS:
+            return gradient
+        copy = self._staged.get(index)
+        dtype = gradient.dtype if gradient.dtype in FORMATS else torch.float32
+        if copy is None or copy.dtype != dtype:
+            copy = torch.empty_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+            self._staged[index] = copy
+        return copy.copy_(gradient)
 
     def masters(self) -> list[Tensor]:
-        """The fp32 master of each parameter in group order; the parameter itself where it is fp32."""
+        """Returns the fp32 master of each parameter; an fp32 parameter is its own master."""
         self._ready()
         return [self.state[p].get(MASTER, p) for p in self.parameters()]
 
     def state_bytes(self) -> int:
-        """Bytes of all state beside the parameters themselves, masters included."""
+        """Returns the bytes of all state, masters included."""
         self._ready()
         return sum(tensor_bytes(self.state[p]) for p in self.parameters())
 
     @torch.no_grad()
     def reset_masters(self) -> None:
-        """Copies the parameters into their masters: call it after weights were loaded into the
-        model."""
+        """Copies the parameters into their masters. Call it after you load weights into the model."""
         for master, parameter in zip(self.masters(), self.parameters(), strict=True):
             if master is not parameter:
                 master.copy_(parameter)
 
     def trust_ratios(self) -> list[float]:
-        """λ of each parameter in the last step; 1 without adaptation. Synchronizes with the device."""
+        """Returns λ of each parameter in the last step, 1 without adaptation. Synchronizes."""
         return [float(ratio) for ratio in self._ready().ratios.tolist()]
 
     @property
     def bad(self) -> Tensor:
-        """Flags on the device: 1 for each parameter whose gradient was not finite in the last step."""
+        """1 for each parameter whose gradient was not finite in the last step; on the device."""
         return self._ready().bad
 
     def nonfinite(self) -> list[int]:
-        """Indices of parameters with non-finite gradients in the last step. Synchronizes."""
+        """Returns the indices of parameters with non-finite gradients in the last step. Synchronizes."""
         return [i for i, bad in enumerate(self._ready().bad.tolist()) if bad]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keeps fp32 state exact, which torch would cast to the parameters' formats (1.0001 becomes
-        1.0 in fp16), and loads into existing memory."""
+        """Loads a state dict into existing memory, with exact fp32 state.
+
+        torch alone would cast the state to the parameters' formats: 1.0001 becomes 1.0 in fp16.
+        """
         if "inner" in state_dict:
             raise ValueError(f"the state is one of {state_dict['inner']['class']}")
         if self.loads_into_state:
@@ -350,15 +355,15 @@ class MasterOptimizer(_PlainOptimizer):
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         super().__setstate__(dict(state))
-        for group in self.param_groups:  # a state dict of torch's own lacks our keys
+        for group in self.param_groups:  # a state dict of torch lacks our keys
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-        # Loading keeps the memory that captured graphs read; only an unpickled object starts afresh.
+        # Loading keeps the memory that captured graphs read; only an unpickled object needs new memory.
         if "_outcome" not in self.__dict__:
             self._set_up()
         self._ready_for = -1
 
 
 def tensor_bytes(state: Mapping[str, Any]) -> int:
-    tensors = (value for value in state.values() if isinstance(value, Tensor))
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    """Returns the bytes of the tensors in a state."""
+    return sum(value.nbytes for value in state.values() if isinstance(value, Tensor))

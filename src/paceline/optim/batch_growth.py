@@ -1,12 +1,12 @@
-"""Batches that grow during training: `optim.batch_schedule` and what it means for the learning rate.
+"""Reads `optim.batch_schedule`: batches that grow during training. Without torch.
 
-A list of (epoch, global batch) or a rule becomes the stages of the run's `BatchPlan`. Without torch,
-because settings are read without it.
+A list of (epoch, global batch) or a rule becomes the stages of the run's `BatchPlan`.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,12 +15,20 @@ from paceline.core.errors import ConfigError
 BATCH_RATES = ("auto", "constant", "linear", "sqrt")
 FIELD = "optim.batch_schedule"
 Stages = tuple[tuple[float, int], ...]
+_RULE = re.compile(r"x(\d{1,9})(?::(\d{1,9}))?", re.ASCII)
+_STAGE = re.compile(r"(\d{1,9}(?:\.\d+)?):(\d{1,9})", re.ASCII)
 
 
 @dataclass(frozen=True)
 class BatchGrowth:
-    """`stages` of a list, from epoch 0 or later, or the `factor` of a rule and its largest batch, if it
-    has one; neither if the batch stays as it is."""
+    """A list of batches or a rule; False if the batch is constant.
+
+    Attributes:
+        text: The value of the setting.
+        stages: (epoch, batch) of a list.
+        factor: Factor of a rule.
+        limit: Largest batch of a rule, if it has one.
+    """
 
     text: str = ""
     stages: Stages = ()
@@ -29,16 +37,15 @@ class BatchGrowth:
 
     @classmethod
     def parse(cls, text: str) -> BatchGrowth:
-        """Reads `0:256,8:1024`, `x4`, `x4:4096` or an empty text. ConfigError for anything else."""
+        """Reads `0:256,8:1024`, `x4`, `x4:4096` or an empty text; raises ConfigError for others."""
         written = text.replace(" ", "")
         if not written:
             return cls()
-        if written[0] in "xX×":
-            digits, colon, most = written[1:].partition(":")
-            factor, limit = _integer(text, digits), _integer(text, most) if colon else None
+        if rule := _RULE.fullmatch(written):
+            factor, limit = int(rule[1]), int(rule[2]) if rule[2] else None
             if factor < 2 or limit == 0:
-                least = "factor must be at least 2" if factor < 2 else "limit must be at least 1"
-                raise ConfigError(FIELD, text, f"the {least}", "try 'x4'")
+                problem = "the factor must be at least 2, and the limit at least 1"
+                raise ConfigError(FIELD, text, problem, "try 'x4'")
             return cls(text, factor=factor, limit=limit)
         stages = tuple(_stage(text, part) for part in written.split(","))
         epochs = [epoch for epoch, _ in stages]
@@ -50,7 +57,7 @@ class BatchGrowth:
         return bool(self.stages) or self.factor > 1
 
     def first_batch(self, global_batch: int | None) -> int | None:
-        """The batch of the first step: that of epoch 0, or the one of the run's settings."""
+        """Returns the batch of the first step; raises ConfigError if it contradicts `global_batch`."""
         if not self.stages or self.stages[0][0] > 0:
             return global_batch
         first = self.stages[0][1]
@@ -62,8 +69,19 @@ class BatchGrowth:
         return first
 
     def after(self, first: int, unit: int, decay_epochs: Sequence[float]) -> Stages:
-        """(epoch, batch) after a run's `first` batch. `unit` is the micro-batch times the ranks, of
-        which every batch is a multiple. A rule grows the batch at `decay_epochs`, up to its limit."""
+        """Computes the stages after the first batch.
+
+        Args:
+            first: First batch of the run.
+            unit: Micro-batch times ranks; every batch must be a multiple of it.
+            decay_epochs: Epochs at which a rule grows the batch.
+
+        Returns:
+            (epoch, batch) of each growth.
+
+        Raises:
+            ConfigError: If a batch is not a multiple of `unit`.
+        """
         stages = tuple(stage for stage in self.stages if stage[0] > 0)
         if self.factor > 1:
             most = math.inf if self.limit is None else max(self.limit, first)
@@ -78,18 +96,23 @@ class BatchGrowth:
             )
         for epoch, batch in stages:
             if batch % unit:
-                below, above = batch // unit * unit, (batch // unit + 1) * unit
+                near = [n for n in (batch // unit * unit, (batch // unit + 1) * unit) if n]
                 raise ConfigError(
                     FIELD, self.text,
                     f"the batch of {batch} at epoch {epoch:g} is not a multiple of {unit}, the "
                     "micro-batches of all ranks",
-                    f"use {below or above}" + (f" or {above}" if below else "")
-                    + ", or another --batch-size",
+                    f"use {' or '.join(map(str, near))}, or another --batch-size",
                 )  # fmt: skip
         return stages
 
     def rate_factor(self, mode: str, batch: int, first: int) -> float:
-        """By how much the rate of the schedule is multiplied while the batch is `batch`."""
+        """Returns the factor of the rate for a batch.
+
+        Args:
+            mode: Value of `optim.batch_rate`.
+            batch: The current batch.
+            first: The first batch.
+        """
         if mode == "auto":
             mode = "linear" if self.factor > 1 else "constant"
         if batch == first or mode == "constant":
@@ -98,32 +121,13 @@ class BatchGrowth:
 
 
 def describe_stages(first: int, stages: Stages) -> str:
-    """`256, from epoch 8 on 1,024, from epoch 12 on 4,096`."""
+    """Returns text such as `256, from epoch 8 on 1,024, from epoch 12 on 4,096`."""
     return ", ".join([f"{first:,}", *(f"from epoch {epoch:g} on {b:,}" for epoch, b in stages)])
 
 
 def _stage(text: str, part: str) -> tuple[float, int]:
-    epoch, colon, batch = part.partition(":")
-    try:
-        at = float(epoch)
-    except ValueError:
-        at = math.nan
-    if not colon or not 0 <= at < math.inf:
-        raise ConfigError(
-            FIELD, text, f"{part!r} is not EPOCH:BATCH", "write it as in '0:256,8:1024', or 'x4'"
-        )
-    value = _integer(text, batch)
-    if value < 1:
-        raise ConfigError(FIELD, text, f"a batch of {value}", "use at least 1")
-    return at, value
-
-
-def _integer(text: str, digits: str) -> int:
-    if not (digits.isascii() and digits.isdigit() and len(digits) < 10):
-        raise ConfigError(
-            FIELD,
-            text,
-            f"{digits!r} is not a whole number",
-            "write it as in '0:256,8:1024', or 'x4'",
-        )
-    return int(digits)
+    stage = _STAGE.fullmatch(part)
+    if stage is None or int(stage[2]) < 1:
+        problem = f"{part!r} is not EPOCH:BATCH with a batch of at least 1"
+        raise ConfigError(FIELD, text, problem, "write it as in '0:256,8:1024', or 'x4'")
+    return float(stage[1]), int(stage[2])

@@ -1,8 +1,7 @@
-"""Creates the optimizer of `OptimSettings` for the groups of `paceline.models.parameter_groups`, and
-divides these groups by depth for layer-wise decay of the learning rate.
+"""Creates the optimizer of `OptimSettings` and splits parameter groups for layer-wise rates.
 
-With `layer_decay` the last layer has the full rate, each layer before it `decay` times that of the next,
-as in timm.
+With `layer_decay` the last layer has the full learning rate, and each layer before it `decay` times the
+rate of the next, as in timm.
 """
 
 from __future__ import annotations
@@ -34,9 +33,22 @@ def create_optimizer(
     seed: int = 0,
     norms: int = 0,
 ) -> MasterOptimizer:
-    """The optimizer that the settings name, or the one that `factory` makes of groups. Groups of role
-    `bias_norm` are not adapted unless the settings say so. `seed` is that of stochastic rounding,
-    `norms` the number of norm layers that the model has."""
+    """Creates the optimizer of a training.
+
+    Args:
+        settings: The section `[optim]`.
+        groups: Groups of `paceline.models.parameter_groups`. Groups of role `bias_norm` are not adapted.
+        lr: Peak learning rate.
+        factory: Function of the groups that creates another optimizer than that of the settings.
+        seed: Seed of stochastic rounding.
+        norms: Number of norm layers of the model.
+
+    Returns:
+        The optimizer; one of torch is wrapped in a `WrappedOptimizer`.
+
+    Raises:
+        ConfigError: If the optimizer cannot be created or cannot be used.
+    """
     if factory is not None:
         return wrap("optimizer", getattr(factory, "__name__", "given"), factory, groups)
     if settings.is_class:
@@ -47,20 +59,20 @@ def create_optimizer(
         if problem := triton_unavailable(device):
             raise ConfigError("optim.fused", settings.fused, problem, "use 'auto' or 'foreach'")
     if rule := registered_rule(settings.name):
-        return _of_rule(settings, rule, groups, lr, fused)
+        return _create_from_rule(settings, rule, groups, lr, fused)
     create = load_part(settings.own_optimizer.CREATE, "optim.name", settings.name)
-    made: MasterOptimizer = create(settings, groups, lr, Context(fused, seed, norms))
-    return made
+    optimizer: MasterOptimizer = create(settings, groups, lr, Context(fused, seed, norms))
+    return optimizer
 
 
-def _of_rule(
+def _create_from_rule(
     settings: OptimSettings,
     rule: type[UpdateRule],
     groups: Sequence[dict[str, Any]],
     lr: float,
     fused: bool | None = None,
 ) -> MasterOptimizer:
-    """A rule from outside, with `optim.arguments` as its hyper-parameters."""
+    """Creates an optimizer with a user's rule; `optim.arguments` are its hyper-parameters."""
     check_rule(rule)
     arguments = settings.arguments_table()
     fields = rule.Hyper._fields
@@ -70,10 +82,10 @@ def _of_rule(
             f"{settings.name} has no {unknown[0]!r}", f"it has {', '.join(fields)}",
         )  # fmt: skip
 
-    def create(made: list[dict[str, Any]]) -> MasterOptimizer:
+    def create(copies: list[dict[str, Any]]) -> MasterOptimizer:
         defaults = {"lr": lr, "weight_decay": settings.weight_decay, **arguments}
         own = {name: value for name, value in defaults.items() if name in fields}
-        return MasterOptimizer(made, own, rule, fused=fused)
+        return MasterOptimizer(copies, own, rule, fused=fused)
 
     return wrap("optim.name", settings.name, create, groups)
 
@@ -81,22 +93,23 @@ def _of_rule(
 def _create_class(
     settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float
 ) -> MasterOptimizer:
-    found = import_object("optim.name", settings.name)
+    """Creates the optimizer of a name `module:Class`."""
+    imported = import_object("optim.name", settings.name)
     # A file may name any class of torch.optim (config/trust.py), which contains more than optimizers.
     of_torch = settings.name.startswith("torch.optim:")
-    is_optimizer = isinstance(found, type) and issubclass(found, Optimizer)
-    if not callable(found) or (of_torch and not is_optimizer):
+    is_optimizer = isinstance(imported, type) and issubclass(imported, Optimizer)
+    if not callable(imported) or (of_torch and not is_optimizer):
         raise ConfigError(
             "optim.name", settings.name, "is not an optimizer", "name an optimizer's class"
         )
-    if isinstance(found, type) and issubclass(found, UpdateRule):
-        return _of_rule(settings, found, groups, lr)
+    if isinstance(imported, type) and issubclass(imported, UpdateRule):
+        return _create_from_rule(settings, imported, groups, lr)
     arguments = settings.arguments_table()
 
-    def create(made: list[dict[str, Any]]) -> Any:
-        return found(made, lr=lr, **arguments)
+    def create(copies: list[dict[str, Any]]) -> Any:
+        return imported(copies, lr=lr, **arguments)
 
-    return wrap("optim.name", settings.name, create, groups, found)
+    return wrap("optim.name", settings.name, create, groups, imported)
 
 
 # The first children of ResNets, also of torchvision's and timm's, are one layer: their stem.
@@ -104,26 +117,23 @@ _STEM = re.compile(r"(conv1|bn1|norm1|norm0|features\.0|stem)(\.|$)")
 
 
 def layer_numbers(model: nn.Module) -> dict[str, int]:
-    """Number of each parameter's layer, from 0, by name.
+    """Returns the layer number of each parameter, from 0, by name.
 
-    timm's models say themselves what a layer is (`group_matcher`). In others it is a child of the
-    model, in the order of their first parameters: a stage of a ResNet. Members of a list, such as
-    `blocks.3` or `features.4`, are layers of their own.
+    The `group_matcher` of a timm model defines its layers. In other models a layer is a child of the
+    model, such as a stage of a ResNet, or a member of a list, such as `blocks.3` or `features.4`.
+    Layers are in the order of their first parameters.
     """
     names = [name for name, _ in model.named_parameters()]
     if callable(matcher := getattr(model, "group_matcher", None)):
-        found = _by_timm(model, matcher)
-        if found.keys() >= set(names):
-            return {name: found[name] for name in names}
-    numbers: dict[str, int] = {}
+        by_timm = _layers_of_timm(model, matcher)
+        if by_timm.keys() >= set(names):
+            return {name: by_timm[name] for name in names}
     layers: dict[str, int] = {}
-    for name in names:
-        numbers[name] = layers.setdefault(_layer(name), len(layers))
-    return numbers
+    return {name: layers.setdefault(_layer(name), len(layers)) for name in names}
 
 
-def _by_timm(model: nn.Module, matcher: Any) -> dict[str, int]:
-    """By timm's own function, where timm is installed."""
+def _layers_of_timm(model: nn.Module, matcher: Any) -> dict[str, int]:
+    """Returns layer numbers by timm's function; empty if timm is not installed."""
     try:
         manipulate = importlib.import_module("timm.models")
     except ImportError:
@@ -134,10 +144,10 @@ def _by_timm(model: nn.Module, matcher: Any) -> dict[str, int]:
 
 
 def _layer(name: str) -> str:
-    # Parameters of the model itself are such as a class token: they are added to the stem's outputs.
+    # Parameters of the model itself, such as a class token, are added to the stem's outputs.
     if _STEM.match(name) or "." not in name:
         return "stem"
-    # `layer1.0.conv1.weight` is of layer1; `blocks.3.attn.qkv.weight` of blocks.3.
+    # `layer1.0.conv1.weight` belongs to layer1; `blocks.3.attn.qkv.weight` to blocks.3.
     first, *rest = name.split(".")
     numbered = bool(rest) and rest[0].isdigit() and not first[-1].isdigit()
     return f"{first}.{rest[0]}" if numbered else first
@@ -146,7 +156,19 @@ def _layer(name: str) -> str:
 def with_layer_decay(
     groups: Sequence[dict[str, Any]], model: nn.Module, decay: float
 ) -> list[dict[str, Any]]:
-    """Splits each group by layer, first layers first; `decay` 1 leaves the groups as they are."""
+    """Splits each group by layer, first layers first, and sets `lr_scale`.
+
+    Args:
+        groups: Parameter groups of the model.
+        model: The model.
+        decay: Factor of the rate from each layer to the one before it; 1 keeps the groups.
+
+    Returns:
+        The new groups.
+
+    Raises:
+        ConfigError: If the model has a single layer.
+    """
     if decay == 1:
         return list(groups)
     by_name = layer_numbers(model)
@@ -154,21 +176,21 @@ def with_layer_decay(
     last = max(numbers.values())
     if last == 0:
         raise ConfigError(
-            "optim.layer_decay", decay, "this model has one layer only", "leave it at 1"
+            "optim.layer_decay", decay, "this model has a single layer", "leave it at 1"
         )
-    made = []
+    split = []
     for group in groups:
         by_layer: dict[int, list[nn.Parameter]] = {}
         for p in group["params"]:
             by_layer.setdefault(numbers[id(p)], []).append(p)
         for number in sorted(by_layer):
             scale = float(decay ** (last - number))
-            made.append(group | {"params": by_layer[number], "lr_scale": scale})
-    return made
+            split.append(group | {"params": by_layer[number], "lr_scale": scale})
+    return split
 
 
 def describe_layers(groups: Sequence[dict[str, Any]]) -> str:
-    """How far the rates of layers are apart; empty where all are the same."""
+    """Returns the range of the layers' rates; empty if all are the same."""
     scales = {group.get("lr_scale", 1.0) for group in groups}
     if scales == {1.0}:
         return ""

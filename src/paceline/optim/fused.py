@@ -1,9 +1,8 @@
-"""Optimizer steps in Triton kernels: tables of addresses on the device, and a few launches over all
-tensors.
+"""Runs optimizer steps in Triton kernels: a few launches over all tensors.
 
-`FusedStep` keeps the tables; `LarsStep` and `AdamStep` launch their kernels, as `fused_muon.MuonStep`
-does. Tables are rebuilt only
-where an address changed. No synchronization, and no allocation that depends on values.
+`FusedStep` keeps tables of addresses on the device and rebuilds them only if an address changed.
+`LarsStep`, `AdamStep` and `fused_muon.MuonStep` launch their kernels. Nothing here synchronizes, and no
+allocation depends on values.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ ALIGN = 16  # bytes of the widest load
 
 
 def triton_unavailable(device: torch.device) -> str:
-    """Why the kernels cannot run on `device`; empty if they can."""
+    """Returns the reason why the kernels cannot run on `device`; empty if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -44,7 +43,7 @@ def triton_unavailable(device: torch.device) -> str:
 
 
 class Switches(NamedTuple):
-    """The gates of a step, with constants for those that are not set."""
+    """The gates of a step, with constants in place of unset ones."""
 
     scale: Tensor
     found_inf: Tensor
@@ -54,7 +53,7 @@ class Switches(NamedTuple):
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Chunks [first, first + count) whose tensors share formats and alignment: one launch per pass."""
+    """Chunks [first, first + count) of tensors with equal formats and alignment: one launch per pass."""
 
     gradient: torch.dtype
     parameter: torch.dtype
@@ -65,8 +64,16 @@ class _Bucket:
 
 @dataclass(frozen=True)
 class Layout:
-    """The part of the tables that depends on the alignment of addresses only. `order` lists rows by
-    bucket."""
+    """The part of the tables that depends on formats, sizes and alignment only.
+
+    Attributes:
+        key: Formats, sizes and alignment of the rows.
+        order: Positions of the rows, sorted by bucket.
+        first_chunks: First chunk of each tensor, in this order.
+        chunk_tensor: Tensor of each chunk.
+        partials: Memory for partial sums.
+        buckets: Ranges of chunks, one launch each.
+    """
 
     key: tuple[Any, ...]
     order: tuple[int, ...]
@@ -78,6 +85,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Tables:
+    """Addresses of all tensors of a step, on the device."""
+
     key: tuple[Any, ...]
     layout: Layout
     tensors: Tensor
@@ -85,9 +94,12 @@ class Tables:
 
 @dataclass
 class FusedStep(ABC):
-    """Caches the tables of the last step, and constants for switches that are not set."""
+    """Caches the tables of the last step, and constants for unset switches.
 
-    # Names of the rule's buffers, at most two, in the order of the kernels' table.
+    Attributes:
+        buffers: Names of the rule's buffers, at most two, in the order of the kernels' table.
+    """
+
     buffers: tuple[str, ...]
     _tables: Tables | None = None
     _constants: tuple[Tensor, Tensor, Tensor] | None = None
@@ -100,7 +112,7 @@ class FusedStep(ABC):
             self.launch(tables, hyper, gates, outcome)
 
     def ready(self, rows: Sequence[Row], hyper: Tensor, outcome: Outcome) -> Tables:
-        """The tables of such rows: those of the last step, or new ones."""
+        """Returns the tables of these rows: those of the last step, or new ones."""
         device = hyper.device
         in_graph = capturing(device)
         key = tuple(_address_key(row, self.buffers) for row in rows)
@@ -119,12 +131,12 @@ class FusedStep(ABC):
         return self._tables
 
     def _build(self, rows: Sequence[Row], key: tuple[Any, ...], outcome: Outcome) -> Tables:
-        """New addresses, and a new layout if formats, sizes or alignment changed."""
+        """Builds tables; keeps the layout if formats, sizes and alignment are the same."""
         device = outcome.bad.device
         layout_key = tuple(map(self._layout_key, rows, key))
         layout = None if self._tables is None else self._tables.layout
         if layout is None or layout.key != layout_key:
-            outcome.clear()  # parameters of the old rows may be missing from the new ones
+            outcome.clear()  # the old rows may contain parameters that the new ones lack
             layout = _lay_out(layout_key, device)
         columns = []
         for position, first in zip(layout.order, layout.first_chunks, strict=True):
@@ -136,13 +148,13 @@ class FusedStep(ABC):
         return Tables(key, layout, to_device(table, device))
 
     def _layout_key(self, row: Row, addresses: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Formats and alignment, by which rows share a bucket, then index and size."""
+        """Returns formats and alignment, which define the bucket of a row, then index and size."""
         sizes = row.gradient.element_size(), row.parameter.element_size()
         align = ALIGN if self._is_aligned(row, addresses) else min(sizes)
         return row.gradient.dtype, row.parameter.dtype, align, row.index, row.parameter.numel()
 
     def _is_aligned(self, row: Row, addresses: tuple[Any, ...]) -> bool:
-        """Whether all memory of a row can be read and written 16 bytes at a time."""
+        """Returns True if all memory of a row can be read and written 16 bytes at a time."""
         return all(address % ALIGN == 0 for address in addresses[2:])
 
     def _switches(self, gates: Gates) -> Switches:
@@ -156,7 +168,7 @@ class FusedStep(ABC):
         )
 
     def _launch_norms(self, tables: Tables, hyper: Tensor, scale: Tensor) -> None:
-        """Sums of squares of the gradients, chunk by chunk."""
+        """Launches the sums of squares of the gradients, one per chunk."""
         from paceline.optim import kernels
 
         layout, kinds = tables.layout, kernels.KINDS
@@ -175,7 +187,7 @@ class FusedStep(ABC):
 
 @dataclass
 class LarsStep(FusedStep):
-    """Norms, trust ratios and update of LARS and SGD."""
+    """Launches norms, trust ratios and update of LARS and SGD."""
 
     buffers: tuple[str, ...] = (MOMENTUM,)
 
@@ -203,8 +215,13 @@ class LarsStep(FusedStep):
 
 @dataclass
 class AdamStep(FusedStep):
-    """AdamW, or LAMB with `adapts`. `steps` and `corrections` are the optimizer's own memory: steps
-    done by each parameter, and 1 − β₁ᵗ and 1 − β₂ᵗ of the step to come."""
+    """Launches AdamW, or LAMB with `adapts`.
+
+    Attributes:
+        steps: The memory of `AdamRule.steps`.
+        corrections: The memory of `AdamRule.corrections`.
+        adapts: True for LAMB.
+    """
 
     buffers: tuple[str, ...] = (EXP_AVG, EXP_AVG_SQ)
     steps: Tensor = field(default_factory=lambda: torch.zeros(0))
@@ -260,15 +277,8 @@ class AdamStep(FusedStep):
 
 def _address_key(row: Row, buffers: Sequence[str]) -> tuple[Any, ...]:
     first, second = [row.buffers[name].data_ptr() for name in buffers] + [0] * (2 - len(buffers))
-    return (
-        row.index,
-        row.gradient.dtype,
-        row.gradient.data_ptr(),
-        row.master.data_ptr(),
-        first,
-        row.parameter.data_ptr(),
-        second,
-    )
+    gradient, master, parameter = row.gradient, row.master.data_ptr(), row.parameter.data_ptr()
+    return row.index, gradient.dtype, gradient.data_ptr(), master, first, parameter, second
 
 
 def _check_strides(row: Row, buffers: Sequence[str]) -> None:
@@ -303,7 +313,7 @@ def _lay_out(key: tuple[Any, ...], device: torch.device) -> Layout:
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device."""
+    """Makes `device` current, because Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 

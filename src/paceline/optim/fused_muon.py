@@ -1,10 +1,9 @@
-"""A Muon step in Triton kernels: momentum, matrix products and update of all filters in about 25
-launches.
+"""Runs a Muon step in about 25 launches of Triton kernels: momentum, matrix products and update.
 
-The averaged gradients of all matrices are orthogonalized at once, in bf16 on GPUs and in fp32 in
+The averaged gradients of all matrices are orthogonalized together, in bf16 on GPUs and in fp32 in
 Triton's interpreter, from padded copies that keep their memory between steps. The tiles of all matrices
-share a launch, the longest first, so that no processor waits for the last of them. Other parameters are
-updated by the kernels of LARS. No synchronization, and no allocation after the first step.
+share a launch, the longest first, so that no processor waits for the last tiles. The kernels of LARS
+update the other parameters. Nothing here synchronizes, or allocates after the first step.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 from paceline.core.errors import PacelineError, RunError
 from paceline.optim import fused
 from paceline.optim.fused import FusedStep, LarsStep, Layout, Tables, on_device, to_device
-from paceline.optim.orthogonal import ITERATIONS, SharedProducts, share_out
+from paceline.optim.orthogonal import ITERATIONS
 from paceline.optim.rule import Gates, Outcome, Row, capturing
 from paceline.optim.state import MOMENTUM
 
@@ -30,8 +29,16 @@ _MOST_ELEMENTS = 2**31 - 1
 
 
 class Tiling(NamedTuple):
-    """Tiles of the products. `square`: side of those of symmetric matrices; `height` × `width`: of those
-    of P·X; `depth`: length of one step along the summed dimension, to which matrices are padded."""
+    """Sizes of the tiles of the products.
+
+    Attributes:
+        square: Side of the tiles of symmetric matrices.
+        height: Height of the tiles of P·X.
+        width: Width of the tiles of P·X.
+        depth: Length of one step along the summed dimension. Matrices are padded to a multiple of it.
+        warps: Warps per program.
+        stages: Stages of the software pipeline.
+    """
 
     square: int = 128
     height: int = 128
@@ -45,7 +52,7 @@ TILING = Tiling()
 
 
 def products_unavailable(device: torch.device) -> str:
-    """Why the products cannot run in kernels on `device`; empty if they can."""
+    """Returns the reason why the products cannot run in kernels on `device`; empty if they can."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return "bf16 matrix products in kernels need compute capability 8.0"
     return ""
@@ -53,76 +60,80 @@ def products_unavailable(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class _Matrices:
-    """Memory and tables of the products, for rows in the order of `layout`."""
+    """Memory and tables of the products, for rows in the order of `layout`.
+
+    Attributes:
+        gram_tiles: Matrix, row and column of each tile of X·Xᵀ.
+        polynomial_tiles: The same for its polynomial.
+        apply_tiles: The same for the product with X.
+        results: Results of all matrices.
+    """
 
     layout: Layout
-    shared: SharedProducts | None
     tiling: Tiling
     stages: int
     table: Tensor
-    # Matrix, row and column of each tile: of X·Xᵀ, of its polynomial, and of the product with X.
     gram_tiles: Tensor
     polynomial_tiles: Tensor
     apply_tiles: Tensor
     partials: Tensor
     numbers: Tensor
     memory: tuple[Tensor, ...]
-    # Results by rank, and how many elements each rank computes.
     results: Tensor
-    lengths: tuple[int, ...]
 
 
 @dataclass
 class MuonStep(FusedStep):
-    """Rows of `groups` move along orthogonalized averages, others as by LARS. With `shared`, each rank
-    computes the products of its own matrices, and all get the results."""
+    """Launches Muon for rows of `groups` and LARS for other rows.
+
+    Attributes:
+        groups: Numbers of the orthogonal groups.
+    """
 
     buffers: tuple[str, ...] = (MOMENTUM,)
     groups: frozenset[int] = frozenset()
-    shared: SharedProducts | None = None
-    _others: LarsStep = field(default_factory=LarsStep)
+    _lars: LarsStep = field(default_factory=LarsStep)
     _rest: Tables | None = None
     _matrices: _Matrices | None = None
     _kept: list[_Matrices] = field(default_factory=list)  # for graphs that read them
 
     def run(self, rows: Sequence[Row], hyper: Tensor, gates: Gates, outcome: Outcome) -> None:
         chosen = [row for row in rows if row.group in self.groups]
-        others = [row for row in rows if row.group not in self.groups]
+        rest = [row for row in rows if row.group not in self.groups]
         # All tables come before the first launch: new ones clear the flags of the last step.
-        for engine, own in ((self, chosen), (self._others, others)):
+        for engine, own in ((self, chosen), (self._lars, rest)):
             if not own and engine._tables is not None:
                 engine._tables = None
                 outcome.clear()
         if not chosen:
-            self._others.run(rows, hyper, gates, outcome)
+            self._lars.run(rows, hyper, gates, outcome)
             return
-        self._rest = self._others.ready(others, hyper, outcome) if others else None
+        self._rest = self._lars.ready(rest, hyper, outcome) if rest else None
         tables = self.ready(chosen, hyper, outcome)
         self._place(tables.layout, chosen, hyper.device)
         with on_device(hyper.device):
             self.launch(tables, hyper, gates, outcome)
 
     def _place(self, layout: Layout, rows: Sequence[Row], device: torch.device) -> None:
-        """Memory and tables for the products, unless those of the last step fit."""
-        shared = self.shared if self.shared is not None and self.shared.ranks > 1 else None
-        made, in_graph = self._matrices, capturing(device)
-        if made is None or made.layout is not layout or made.shared is not shared:
+        """Creates memory and tables for the products, unless those of the last step fit."""
+        matrices, in_graph = self._matrices, capturing(device)
+        if matrices is None or matrices.layout is not layout:
             if in_graph:
                 raise RunError("a step was captured without preparation", "call prepare() before")
             for row in rows:
                 if not rows_are_outermost(row.parameter):
                     raise PacelineError(
                         f"parameter of shape {tuple(row.parameter.shape)} and strides "
-                        f"{row.parameter.stride()}: Muon's kernels need rows one behind the other",
+                        f"{row.parameter.stride()}: Muon's kernels need consecutive rows in memory",
                         "use products='torch'",
                     )
             shapes = [(len(row.parameter), row.parameter[0].numel()) for row in rows]
-            self._matrices = made = _create(layout, shapes, shared, device)
+            self._matrices = matrices = _create(layout, shapes, device)
         if in_graph:
-            self._kept.append(made)
+            self._kept.append(matrices)
 
     def _is_aligned(self, row: Row, addresses: tuple[Any, ...]) -> bool:
-        """Rows of padded matrices do not lie one behind the other: they get buckets of their own."""
+        """Returns False for padded matrices, whose rows have gaps: they need separate buckets."""
         pads = row.parameter[0].numel() % TILING.depth != 0
         return not pads and super()._is_aligned(row, addresses)
 
@@ -130,168 +141,165 @@ class MuonStep(FusedStep):
         from paceline.optim import muon_kernels as kernels
         from paceline.optim.kernels import KINDS
 
-        made = self._matrices
-        assert made is not None
+        matrices = self._matrices
+        assert matrices is not None
         scale, found_inf, hold, active = self._switches(gates)
-        layout, kind = tables.layout, KINDS[made.results.dtype]
-        count, chunks = tables.tensors.shape[1], made.partials.shape[1]
+        layout, kind = tables.layout, KINDS[matrices.results.dtype]
+        count, chunks = tables.tensors.shape[1], matrices.partials.shape[1]
         sizes = {"CHUNK": fused.CHUNK, "BLOCK": fused.BLOCK}
         by_tensor = {"CHUNK": fused.CHUNK, "WIDTH": fused.WIDTH, "num_warps": 4}
         for b in layout.buckets:
             kernels.average[(b.count,)](
-                tables.tensors, made.table, layout.chunk_tensor, hyper, scale, made.partials,
+                tables.tensors, matrices.table, layout.chunk_tensor, hyper, scale, matrices.partials,
                 b.first, count, chunks,
                 GRAD=KINDS[b.gradient], KIND=kind, PADS=b.align < fused.ALIGN, ALIGN=b.align,
                 # Smaller blocks: with three sums, larger ones leave room for one program at a time.
                 CHUNK=fused.CHUNK, BLOCK=fused.BLOCK // 2, num_warps=fused.WARPS,
             )  # fmt: skip
         kernels.norms[(count,)](
-            tables.tensors, made.partials, made.numbers, count, chunks, **by_tensor
+            tables.tensors, matrices.partials, matrices.numbers, count, chunks, **by_tensor
         )
-        self._multiply(made)
-        if made.shared is not None:
-            made.shared.gather(made.results, made.lengths)
+        self._multiply(matrices)
         for b in layout.buckets:
             kernels.result_sums[(b.count,)](
-                tables.tensors, made.table, layout.chunk_tensor, made.partials,
+                tables.tensors, matrices.table, layout.chunk_tensor, matrices.partials,
                 b.first, count, chunks,
                 KIND=kind, PADS=b.align < fused.ALIGN, **sizes, num_warps=fused.WARPS,
             )  # fmt: skip
         kernels.ratios[(count,)](
-            tables.tensors, hyper, active, made.partials, made.numbers,
+            tables.tensors, hyper, active, matrices.partials, matrices.numbers,
             outcome.ratios, outcome.bad, count, chunks, **by_tensor,
         )  # fmt: skip
-        # Sets the flags of the other rows; from here on all flags are known.
+        # Sets the flags of the other rows; all flags are known after this.
         if self._rest is not None:
-            self._others.launch(self._rest, hyper, gates, outcome)
+            self._lars.launch(self._rest, hyper, gates, outcome)
         for b in layout.buckets:
             half = None if b.parameter == torch.float32 else KINDS[b.parameter]
             kernels.update[(b.count,)](
-                tables.tensors, made.table, layout.chunk_tensor, hyper, scale, found_inf, hold,
-                active, made.numbers, outcome.ratios, outcome.bad, outcome.overflow,
+                tables.tensors, matrices.table, layout.chunk_tensor, hyper, scale, found_inf, hold,
+                active, matrices.numbers, outcome.ratios, outcome.bad, outcome.overflow,
                 b.first, count, outcome.bad.numel(),
                 GRAD=KINDS[b.gradient], HALF=half, KIND=kind, PADS=b.align < fused.ALIGN,
                 ALIGN=b.align, **sizes, WIDTH=fused.WIDTH, num_warps=fused.WARPS,
             )  # fmt: skip
 
-    def _multiply(self, made: _Matrices) -> None:
-        """The iterations on this rank's matrices."""
+    def _multiply(self, matrices: _Matrices) -> None:
+        """Launches the iterations."""
         from paceline.optim import muon_kernels as kernels
         from paceline.optim.kernels import KINDS
 
-        tiling, kind, count = made.tiling, KINDS[made.results.dtype], made.table.shape[1]
+        tiling, kind = matrices.tiling, KINDS[matrices.results.dtype]
+        count = matrices.table.shape[1]
         common = {"KIND": kind, "DEPTH": tiling.depth, "num_warps": tiling.warps}
-        common["num_stages"] = made.stages
+        common["num_stages"] = matrices.stages
         source, target = kernels.SOURCE.value, kernels.RESULT.value
         scale = kernels.INVERSE_NORM.value
-        for _ in range(ITERATIONS if len(made.apply_tiles) else 0):
-            kernels.gram[(len(made.gram_tiles),)](
-                made.table, made.gram_tiles, made.numbers, source, scale, count,
+        for _ in range(ITERATIONS):
+            kernels.gram[(len(matrices.gram_tiles),)](
+                matrices.table, matrices.gram_tiles, matrices.numbers, source, scale, count,
                 TILE=tiling.square, **common,
             )  # fmt: skip
-            kernels.polynomial[(len(made.polynomial_tiles),)](
-                made.table, made.polynomial_tiles, count, TILE=tiling.square, **common
+            kernels.polynomial[(len(matrices.polynomial_tiles),)](
+                matrices.table, matrices.polynomial_tiles, count, TILE=tiling.square, **common
             )
-            kernels.apply[(len(made.apply_tiles),)](
-                made.table, made.apply_tiles, made.numbers, source, target, scale, count,
+            kernels.apply[(len(matrices.apply_tiles),)](
+                matrices.table, matrices.apply_tiles, matrices.numbers, source, target, scale, count,
                 HEIGHT=tiling.height, WIDTH=tiling.width, **common,
             )  # fmt: skip
             source, target, scale = target, source, kernels.ONE.value
 
 
 def rows_are_outermost(parameter: Tensor) -> bool:
-    """Whether memory holds one row of the matrix, an output's weights, behind the other."""
+    """Returns True if the weights of each output are consecutive in memory."""
     return parameter.stride(0) == parameter[0].numel()
 
 
-def _create(
-    layout: Layout,
-    shapes: Sequence[tuple[int, int]],
-    shared: SharedProducts | None,
-    device: torch.device,
-) -> _Matrices:
-    """`shapes` in the order of rows, which all ranks share; that of `layout` depends on addresses."""
+def _create(layout: Layout, shapes: Sequence[tuple[int, int]], device: torch.device) -> _Matrices:
+    """Creates the memory; `shapes` has the order of rows."""
     tiling = TILING
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    rank, ranks = (shared.rank, shared.ranks) if shared is not None else (0, 1)
-    by_row, lengths, squares = _place_all(shapes, tiling.depth, ranks)
+    by_row, length, square_length = _place_all(shapes, tiling.depth)
     places = [by_row[row] for row in layout.order]
-    # The padding of `sources` is zero for good: only the products write it, and they write zeros.
-    sources = torch.zeros(lengths[rank], dtype=dtype, device=device)
-    symmetric = torch.empty(2, squares[rank], dtype=dtype, device=device)
-    if shared is not None:
-        results = shared.rows(max(lengths), sources)
-    else:
-        results = torch.empty(1, max(lengths), dtype=dtype, device=device)
-    fields = [_fields(it, it.owner == rank, sources, symmetric, results) for it in places]
+    # The padding of `sources` stays zero: only the products write to it, and they write zeros.
+    sources = torch.zeros(length, dtype=dtype, device=device)
+    symmetric = torch.empty(2, square_length, dtype=dtype, device=device)
+    results = torch.empty(length, dtype=dtype, device=device)
+    columns = [
+        [
+            _address(sources, place.start), _address(results, place.start),
+            _address(symmetric, place.square), _address(symmetric, place.square + square_length),
+            *place.padded, *place.shape,
+        ]
+        for place in places
+    ]  # fmt: skip
     numbers = torch.zeros(3, len(places), device=device)
     numbers[1].fill_(1.0)
-    own = [(i, place.padded) for i, place in enumerate(places) if place.owner == rank]
+    padded = [(i, place.padded) for i, place in enumerate(places)]
     square = tiling.square
     return _Matrices(
         layout=layout,
-        shared=shared,
         tiling=tiling,
         stages=_stages(tiling, device),
-        table=to_device(torch.tensor(fields, dtype=torch.int64).t().contiguous(), device),
+        table=to_device(torch.tensor(columns, dtype=torch.int64).t().contiguous(), device),
         gram_tiles=_tiles(
-            [(i, min(both), min(both), max(both)) for i, both in own], square, square, device, True
+            [(i, min(both), min(both), max(both)) for i, both in padded],
+            square,
+            square,
+            device,
+            True,
         ),
         polynomial_tiles=_tiles(
-            [(i, min(both), min(both), min(both)) for i, both in own], square, square, device, True
+            [(i, min(both), min(both), min(both)) for i, both in padded],
+            square,
+            square,
+            device,
+            True,
         ),
         apply_tiles=_tiles(
-            [(i, *both, min(both)) for i, both in own], tiling.height, tiling.width, device
+            [(i, *both, min(both)) for i, both in padded], tiling.height, tiling.width, device
         ),
         partials=torch.zeros(4, len(layout.chunk_tensor), device=device),
         numbers=numbers,
         memory=(sources, symmetric),
         results=results,
-        lengths=tuple(lengths),
     )
 
 
 class _Place(NamedTuple):
-    """Where a matrix lies. `owner` is the rank that computes it, `start` its first element in the results
-    and in the sources of that rank, `square` that of its products in each half of the symmetric ones."""
+    """The place of a matrix in memory.
+
+    Attributes:
+        shape: Rows and columns.
+        padded: Rows and columns with padding.
+        start: Its first element in the results and sources.
+        square: The first element of its products in each half of the symmetric matrices.
+    """
 
     shape: tuple[int, int]
     padded: tuple[int, int]
-    owner: int
     start: int
     square: int
 
 
-def _place_all(
-    shapes: Sequence[tuple[int, int]], multiple: int, ranks: int
-) -> tuple[list[_Place], list[int], list[int]]:
-    """Matrices padded to `multiple`, in the order of `shapes`; and how many elements the results and the
-    symmetric matrices of each rank have."""
-    places, lengths, squares = [], [0] * ranks, [0] * ranks
-    for shape, owner in zip(shapes, share_out(shapes, ranks), strict=True):
+def _place_all(shapes: Sequence[tuple[int, int]], multiple: int) -> tuple[list[_Place], int, int]:
+    """Assigns padded matrices to memory.
+
+    Returns:
+        The places in the order of `shapes`, and the number of elements of the results and of the
+        symmetric matrices.
+    """
+    places, start, square = [], 0, 0
+    for shape in shapes:
         rows, columns = padded = (_round_up(shape[0], multiple), _round_up(shape[1], multiple))
         if rows * columns > _MOST_ELEMENTS:
             raise PacelineError(
                 f"a matrix of shape {shape} is too large for the kernels of Muon",
                 "use products='torch'",
             )
-        places.append(_Place(shape, padded, owner, lengths[owner], squares[owner]))
-        lengths[owner] += rows * columns
-        squares[owner] += min(rows, columns) ** 2
-    return places, lengths, squares
-
-
-def _fields(
-    place: _Place, own: bool, sources: Tensor, symmetric: Tensor, results: Tensor
-) -> list[int]:
-    """A matrix in the kernels' table: addresses, of another rank's matrix that of the result alone, and
-    both shapes."""
-    addresses = [0, _address(results, place.owner * results.shape[1] + place.start), 0, 0]
-    if own:
-        addresses[0] = _address(sources, place.start)
-        half = symmetric.shape[1]
-        addresses[2:] = [_address(symmetric, place.square + i * half) for i in range(2)]
-    return [*addresses, *place.padded, *place.shape]
+        places.append(_Place(shape, padded, start, square))
+        start += rows * columns
+        square += min(rows, columns) ** 2
+    return places, start, square
 
 
 def _tiles(
@@ -301,20 +309,22 @@ def _tiles(
     device: torch.device,
     upper: bool = False,
 ) -> Tensor:
-    """Tiles of matrices given as (place, rows, columns, depth), those of the deepest first: programs
-    start in this order, and a long one that starts last would be waited for."""
-    found = [
+    """Returns the tiles of matrices (place, rows, columns, depth), the deepest first.
+
+    Programs start in this order, and a long one that started last would delay the end.
+    """
+    tiles = [
         (place, i, j)
         for place, rows, columns, _ in sorted(matrices, key=lambda m: (-m[3], m[0]))
         for i in range(-(-rows // height))
         for j in range(-(-columns // width))
         if not upper or j >= i
     ]
-    return to_device(torch.tensor(found, dtype=torch.int32).reshape(-1, 3), device)
+    return to_device(torch.tensor(tiles, dtype=torch.int32), device)
 
 
 def _stages(tiling: Tiling, device: torch.device) -> int:
-    """As many as the shared memory holds."""
+    """Returns the number of pipeline stages that fit into shared memory."""
     if device.type != "cuda":
         return tiling.stages
     side = max(2 * tiling.square, tiling.height + tiling.width)

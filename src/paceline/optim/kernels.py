@@ -1,12 +1,11 @@
-"""Triton kernels of LARS, SGD, AdamW and LAMB over many tensors at once, given tables of their addresses.
+"""Triton kernels of LARS, SGD, AdamW and LAMB, each over many tensors given by tables of addresses.
 
-A chunk is at most CHUNK elements of one tensor and is processed by one program. `norms` computes Σw² and
-Σg² of each chunk. LARS and SGD: `ratios` sums them by tensor in a fixed order, without atomics and
-therefore bit-reproducibly, into λ and a non-finite flag; `update` writes masters, momenta and
-parameters. AdamW and LAMB: `flags` marks non-finite gradients; `moments` updates both averages and, for
-AdamW, the weights; for LAMB `trust` computes λ of each tensor from sums that `moments` leaves, and
-`apply` changes the weights; `advance` counts the step. A flag or switch that forbids the step makes all
-of them leave everything as it is.
+One program processes a chunk: at most CHUNK elements of one tensor. `norms` computes Σw² and Σg² of each
+chunk. LARS and SGD: `ratios` adds these by tensor in a fixed order, without atomics and therefore
+bit-reproducibly, and computes λ and a non-finite flag; `update` writes masters, momenta and parameters.
+AdamW and LAMB: `flags` marks non-finite gradients; `moments` updates both averages and, for AdamW, the
+weights; for LAMB `trust` computes λ of each tensor from sums of `moments`, and `apply` changes the
+weights; `advance` counts the step. If a flag or switch forbids the step, no kernel changes anything.
 """
 
 from __future__ import annotations
@@ -56,14 +55,14 @@ def _address(table, row: tl.constexpr, tensor, tensors, KIND: tl.constexpr, ALIG
 
 @triton.jit
 def _span(table, chunk, tensor, tensors, CHUNK: tl.constexpr):
-    """Where a chunk starts in its tensor, and how many elements it has."""
+    """Returns the start of a chunk in its tensor, and its number of elements."""
     start = (chunk - tl.load(table + FIRST_CHUNK * tensors + tensor)) * CHUNK
     return start, tl.minimum(tl.load(table + NUMEL * tensors + tensor) - start, CHUNK).to(tl.int32)
 
 
 @triton.jit
 def _may_step(overflow, found_inf, hold, active, index):
-    """Whether nothing forbids the step of parameter `index`."""
+    """Returns True if no flag or switch forbids the step of parameter `index`."""
     go = (overflow == 0) & (tl.load(found_inf) == 0) & (tl.load(hold) == 0)
     return go & (tl.load(active + index) != 0)
 
@@ -83,7 +82,7 @@ def _squares(base, offsets, left, scale, MASKED: tl.constexpr):
 
 @triton.jit
 def _chunk_sum(base, left, scale, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Σ(x·scale)² of `left` elements. Only the last block is masked: masks prevent wide loads."""
+    """Returns Σ(x·scale)² of `left` elements. Only the last block is masked, for wide loads."""
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, CHUNK, BLOCK):
@@ -129,7 +128,7 @@ def _ordered_sum(values, count, WIDTH: tl.constexpr):
 
 @triton.jit
 def _trust_ratio(row, weight_sum, gradient_sum):
-    """λ of a tensor whose group has the hyper-parameters `row`, from sums of squares."""
+    """Returns λ of a tensor from sums of squares; `row` has the hyper-parameters of its group."""
     lr, weight_norm = tl.load(row + LR), tl.sqrt_rn(weight_sum)
     below = tl.sqrt_rn(gradient_sum) + tl.load(row + DECAY) * weight_norm + tl.load(row + EPS)
     value = tl.load(row + TRUST) * weight_norm / below
@@ -145,7 +144,7 @@ def ratios(
     table, hyper, active, partials, ratio, bad, tensors, chunks,
     CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """ratio[p] = λ, bad[p] = 1 where an active gradient is not finite; p counts parameters."""
+    """ratio[p] = λ; bad[p] = 1 if an active gradient is not finite; p is the parameter."""
     tensor = tl.program_id(0)
     index = tl.load(table + INDEX * tensors + tensor)
     row = hyper + tl.load(table + GROUP * tensors + tensor) * COLUMNS
@@ -200,7 +199,7 @@ def update(
     GRAD: tl.constexpr, HALF: tl.constexpr, ALIGN: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """v ← m·v + inside·(g / scale + βw); w ← w − outside·v, on one chunk, if nothing forbids it."""
+    """v ← m·v + inside·(g / scale + βw); w ← w − outside·v, on one chunk, if the step is allowed."""
     chunk = first + tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
     index = tl.load(table + INDEX * tensors + tensor)
@@ -243,7 +242,7 @@ def update(
 def flags(
     table, active, partials, bad, tensors, chunks, CHUNK: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """bad[p] = 1 where an active gradient is not finite; p counts parameters."""
+    """bad[p] = 1 if an active gradient is not finite; p is the parameter."""
     tensor = tl.program_id(0)
     index = tl.load(table + INDEX * tensors + tensor)
     count = tl.cdiv(tl.load(table + NUMEL * tensors + tensor), CHUNK).to(tl.int32)
@@ -255,7 +254,7 @@ def flags(
 
 @triton.jit
 def _direction(m, v, w, correction1, root2, eps, decay):
-    """m̂ / (√v̂ + eps) + βw, where `root2` is the root of v's correction."""
+    """Returns m̂ / (√v̂ + eps) + βw; `root2` is the root of v's correction."""
     return (m / correction1) / (tl.sqrt_rn(v) / root2 + eps) + decay * w
 
 
@@ -294,8 +293,10 @@ def moments(
     GRAD: tl.constexpr, HALF: tl.constexpr, ADAPTS: tl.constexpr, ALIGN: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """m ← β₁m + (1 − β₁)g; v ← β₂v + (1 − β₂)g², on one chunk. Then the weights for AdamW, or the sum
-    of squares of the direction for LAMB, in place of the gradient's."""
+    """m ← β₁m + (1 − β₁)g; v ← β₂v + (1 − β₂)g², on one chunk.
+
+    Then updates the weights for AdamW. For LAMB, stores the direction's sum of squares instead.
+    """
     chunk = first + tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
     index = tl.load(table + INDEX * tensors + tensor)
@@ -341,7 +342,7 @@ def trust(
     table, hyper, found_inf, hold, active, overflow, partials, ratio, tensors, chunks,
     CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """ratio[p] = ‖w‖ / (‖u‖ + eps); 1 without adaptation, and where the step is skipped."""
+    """ratio[p] = ‖w‖ / (‖u‖ + eps); 1 without adaptation, and if the step is skipped."""
     tensor = tl.program_id(0)
     index = tl.load(table + INDEX * tensors + tensor)
     row = hyper + tl.load(table + GROUP * tensors + tensor) * COLUMNS
@@ -379,7 +380,7 @@ def apply(
     first, tensors, parameters,
     HALF: tl.constexpr, ALIGN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """w ← w − lr·λ·u on one chunk, where u is computed again from the averages."""
+    """w ← w − lr·λ·u on one chunk; computes u again from the averages."""
     chunk = first + tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
     index = tl.load(table + INDEX * tensors + tensor)
@@ -412,7 +413,7 @@ def apply(
 
 @triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=ANYWHERE)
 def advance(table, found_inf, hold, active, overflow, steps, tensors):
-    """steps[p] += 1 where the step was made."""
+    """steps[p] += 1 if the step was made."""
     index = tl.load(table + INDEX * tensors + tl.program_id(0))
     if _may_step(tl.load(overflow), found_inf, hold, active, index):
         tl.store(steps + index, tl.load(steps + index) + 1.0)

@@ -19,7 +19,7 @@ from paceline.optim.state import MOMENTUM
 
 
 class Hyper(NamedTuple):
-    """Hyper-parameters of one group, in the order of the table's columns."""
+    """Hyper-parameters of one group, in the order of the kernels' columns."""
 
     lr: float
     momentum: float
@@ -41,14 +41,14 @@ class LarsRule(UpdateRule):
 
     def update(self, rows: Rows, hyper: Any) -> Tensor | None:
         weights, momenta, pushes = rows.masters, rows.buffers(MOMENTUM), rows.gradients
-        # lr is part of the momentum, or multiplies it.
+        # The rate is part of the momentum, or multiplies it.
         inside, outside = (hyper.lr, 1.0) if hyper.lr_in_momentum else (1.0, hyper.lr)
         ratios = _trust_ratios(weights, rows.norms, hyper) if hyper.adapt else None
         if hyper.weight_decay:
             pushes = list(torch._foreach_add(pushes, weights, alpha=hyper.weight_decay))
         if ratios is not None:
             pushes = list(torch._foreach_mul(pushes, list((ratios * inside).unbind())))
-        elif inside != 1.0 or not hyper.weight_decay:  # the sum with the decay is a fresh tensor
+        elif inside != 1.0 or not hyper.weight_decay:  # a rule must not change the gradients
             pushes = list(torch._foreach_mul(pushes, inside))
         torch._foreach_mul_(momenta, hyper.momentum)
         torch._foreach_add_(momenta, pushes)
@@ -68,7 +68,7 @@ class LarsRule(UpdateRule):
 
 
 def _trust_ratios(weights: Sequence[Tensor], norms: Sequence[Tensor], hyper: Hyper) -> Tensor:
-    """λ in the format of the norms; 1 where a squared norm is 0 or λ is not finite."""
+    """Returns λ in the format of the norms; 1 if a squared norm is 0 or λ is not finite."""
     weight_norm, gradient_norm = torch.stack(norms_of(weights)), torch.stack(list(norms))
     below = gradient_norm + hyper.weight_decay * weight_norm + hyper.eps
     ratio = hyper.trust_coefficient * weight_norm / below
@@ -80,18 +80,32 @@ def _trust_ratios(weights: Sequence[Tensor], norms: Sequence[Tensor], hyper: Hyp
 
 
 class LARS(MasterOptimizer):
-    """λ = η‖w‖ / (‖g‖ + β‖w‖ + eps); v ← m·v + lr·λ·(g + βw); w ← w − v.
+    """Layer-wise adaptive rate scaling.
 
-    `trust_coefficient` is η, `weight_decay` β. λ is 1 where a norm is 0 and in groups with
-    `adapt=False`. `lr_in_momentum=False` keeps the rate out of v: v ← m·v + λ(g + βw); w ← w − lr·v.
-    `clip` makes λ min(λ/lr, 1), so that the local rate never exceeds lr. Groups may override each of
-    these. Groups of role `bias_norm` are not adapted unless they or `adapt_bias_norm` say so. `fused`
-    and the switches on the device are those of `MasterOptimizer`.
+    λ = η‖w‖ / (‖g‖ + β‖w‖ + eps); v ← m·v + lr·λ·(g + βw); w ← w − v
+
+    λ is 1 if a norm is 0, and in groups with `adapt=False`. A group may set each hyper-parameter.
+    `MasterOptimizer` describes the switches on the device.
+
+    Args:
+        params: Parameters or groups, as from `paceline.parameter_groups`.
+        lr: Learning rate.
+        momentum: m.
+        weight_decay: β.
+        trust_coefficient: η.
+        eps: Added to the denominator of λ.
+        nesterov: Use Nesterov momentum.
+        lr_in_momentum: False for v ← m·v + λ(g + βw); w ← w − lr·v.
+        clip: Use min(λ/lr, 1) instead of λ, so that the local rate never exceeds `lr` (LARC).
+        adapt: False to use λ = 1.
+        adapt_bias_norm: True to adapt groups of role `bias_norm` too.
+        fused: True for Triton kernels, False for list operations, None for kernels on CUDA if Triton is
+            installed.
 
     Example:
-        optimizer = LARS(parameter_groups(model, 5e-5), lr=11.0)
-        loss.backward()
-        optimizer.step()
+        >>> optimizer = LARS(parameter_groups(model, 5e-5), lr=11.0)
+        >>> loss.backward()
+        >>> optimizer.step()
     """
 
     def __init__(
@@ -109,20 +123,33 @@ class LARS(MasterOptimizer):
         adapt: bool = True,
         adapt_bias_norm: bool = False,
         fused: bool | None = None,
-        foreach: bool | None = None,
-        maximize: bool = False,
     ) -> None:
-        defaults = Hyper(
+        hyper = Hyper(
             lr, momentum, weight_decay, trust_coefficient, eps, nesterov, lr_in_momentum, clip, adapt
-        )._asdict()  # fmt: skip
-        super().__init__(
-            params, defaults, LarsRule, fused=fused, adapt_bias_norm=adapt_bias_norm,
-            foreach=foreach, maximize=maximize,
         )  # fmt: skip
+        super().__init__(
+            params, hyper._asdict(), LarsRule, fused=fused, adapt_bias_norm=adapt_bias_norm
+        )
 
 
 class SGD(MasterOptimizer):
-    """v ← m·v + (g + βw); w ← w − lr·v: torch's rule, with masters and device switches."""
+    """Momentum SGD as in torch, with fp32 masters and switches on the device.
+
+    v ← m·v + (g + βw); w ← w − lr·v
+
+    Args:
+        params: Parameters or groups, as from `paceline.parameter_groups`.
+        lr: Learning rate.
+        momentum: m.
+        weight_decay: β.
+        nesterov: Use Nesterov momentum.
+        fused: As in `LARS`.
+
+    Example:
+        >>> optimizer = SGD(parameter_groups(model, 5e-4), lr=0.1)
+        >>> loss.backward()
+        >>> optimizer.step()
+    """
 
     def __init__(
         self,
@@ -133,28 +160,25 @@ class SGD(MasterOptimizer):
         nesterov: bool = False,
         *,
         fused: bool | None = None,
-        foreach: bool | None = None,
-        maximize: bool = False,
     ) -> None:
-        defaults = Hyper(
+        hyper = Hyper(
             lr, momentum, weight_decay, trust_coefficient=0.001, eps=0.0, nesterov=nesterov,
             lr_in_momentum=False, clip=False, adapt=False,
-        )._asdict()  # fmt: skip
-        super().__init__(
-            params, defaults, LarsRule, fused=fused, adapt_bias_norm=False, foreach=foreach,
-            maximize=maximize,
         )  # fmt: skip
+        super().__init__(params, hyper._asdict(), LarsRule, fused=fused, adapt_bias_norm=False)
 
 
 def create_sgd(
     settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, context: Context
 ) -> SGD:
+    """Creates SGD from the settings; see `OptimizerSettings.CREATE`."""
     return SGD(groups, lr, settings.momentum, nesterov=settings.nesterov, fused=context.fused)
 
 
 def create_lars(
     settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, context: Context
 ) -> LARS:
+    """Creates LARS from the settings; see `OptimizerSettings.CREATE`."""
     own = settings.of("lars", LarsSettings)
     return LARS(
         groups, lr, settings.momentum, nesterov=settings.nesterov, fused=context.fused,

@@ -1,13 +1,13 @@
-"""Triton kernels of Muon over many matrices at once, given tables of their addresses.
+"""Triton kernels of Muon, each over many matrices given by tables of addresses.
 
-Two kinds. Passes over chunks of elements, as in `kernels`: `average` computes the averaged
-gradients, `result_sums` and `update` apply the orthogonalized ones. Matrix products over tiles: `gram`,
-`polynomial` and `apply` make one Newton-Schulz iteration, each with one launch for the matrices of all
-shapes, so that small ones fill the processors that large ones leave idle. Sums have a fixed order, and
-no kernel uses atomics: results are bit-reproducible.
+There are two kinds of kernels. Passes over chunks of elements, as in `kernels`: `average` computes the
+averaged gradients, `result_sums` and `update` apply the orthogonalized ones. Matrix products over tiles:
+`gram`, `polynomial` and `apply` make one Newton-Schulz iteration. Each has one launch for matrices of all
+shapes, so that small ones use the processors that large ones leave idle. Sums have a fixed order, and no
+kernel uses atomics, so results are bit-reproducible.
 
-The products use padded copies of the matrices, whose sides are multiples of the tile's depth; the
-padding is zero. A matrix is tall if it has more rows than columns; Xᵀ·X then takes the place of X·Xᵀ.
+The products use padded copies of the matrices, whose sides are multiples of the tile's depth. The padding
+is zero. A matrix is tall if it has more rows than columns; Xᵀ·X then replaces X·Xᵀ.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ from paceline.optim.kernels import (
     _trust_ratio,
 )
 
-# Rows of the table of matrices. The first two are the addresses between which iterations alternate;
-# 0 stands for a matrix that another rank computes.
+# Rows of the table of matrices. Iterations alternate between the first two addresses.
 SOURCE = tl.constexpr(0)
 RESULT = tl.constexpr(1)
 SQUARE = tl.constexpr(2)
@@ -74,7 +73,7 @@ def _field(table, row: tl.constexpr, matrix, matrices):
 
 @triton.jit
 def _places(start, offsets, columns, padded):
-    """Where elements of a matrix lie in its padded copy."""
+    """Returns the places of elements of a matrix in its padded copy."""
     flat = start.to(tl.int32) + offsets
     row = flat // columns.to(tl.int32)
     return row * padded.to(tl.int32) + (flat - row * columns.to(tl.int32))
@@ -82,7 +81,7 @@ def _places(start, offsets, columns, padded):
 
 @triton.jit
 def _averages(gradient, momentum, offsets, left, inverse, beta1, nesterov, MASKED: tl.constexpr):
-    """The gradient, the next momentum v ← m·v + (1−m)·g, and v or, with nesterov, m·v + (1−m)·g."""
+    """Returns g, the next momentum v ← m·v + (1−m)·g, and v or, with nesterov, m·v + (1−m)·g."""
     g = _load(gradient, offsets, left, MASKED) * inverse
     v = _load(momentum, offsets, left, MASKED)
     fresh = (1.0 - beta1) * g
@@ -117,8 +116,10 @@ def average(
     GRAD: tl.constexpr, KIND: tl.constexpr, PADS: tl.constexpr, ALIGN: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes averages into the matrices that the products start from; partials[·, chunk] are the sums
-    of squares of averages, unscaled gradients and, with adaptation, masters. Changes no state."""
+    """Writes averages into the source matrices of the products. Changes no state.
+
+    partials[·, chunk] = sums of squares of averages, unscaled gradients and, with adaptation, masters.
+    """
     chunk = first + tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
     start, left = _span(table, chunk, tensor, tensors, CHUNK)
@@ -169,7 +170,7 @@ def _sum_of(table, partials, row: tl.constexpr, tensor, tensors, chunks,
 
 @triton.jit(do_not_specialize=["tensors", "chunks"])
 def norms(table, partials, numbers, tensors, chunks, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
-    """The factor that makes the norm of each matrix at most 1."""
+    """Computes the factor that makes the norm of each matrix at most 1."""
     tensor = tl.program_id(0)
     total = _sum_of(table, partials, SUM_AVERAGE, tensor, tensors, chunks, CHUNK, WIDTH)
     inverse = tl.div_rn(1.0, tl.maximum(tl.sqrt_rn(total), TINY))
@@ -181,7 +182,7 @@ def norms(table, partials, numbers, tensors, chunks, CHUNK: tl.constexpr, WIDTH:
 
 @triton.jit
 def _wrapped(first, limit, TILE: tl.constexpr, DEPTH: tl.constexpr):
-    """Rows or columns of a tile, those beyond the matrix replaced by others: loads need no mask."""
+    """Returns rows or columns of a tile. Replaces those outside of the matrix, so loads need no mask."""
     places = (first + tl.arange(0, TILE)) % limit
     return tl.max_contiguous(tl.multiple_of(places, DEPTH), DEPTH)
 
@@ -193,7 +194,7 @@ def _side(table, row: tl.constexpr, matrix, matrices, DEPTH: tl.constexpr):
 
 @triton.jit
 def _rows_by_rows(x, m, n, columns, TILE: tl.constexpr, DEPTH: tl.constexpr):
-    """A tile of X·Xᵀ: the products of rows m and n."""
+    """Computes a tile of X·Xᵀ: the products of rows m and n."""
     depth = tl.arange(0, DEPTH)
     left = x + m[:, None] * columns + depth[None, :]
     right = x + n[:, None] * columns + depth[None, :]
@@ -207,7 +208,7 @@ def _rows_by_rows(x, m, n, columns, TILE: tl.constexpr, DEPTH: tl.constexpr):
 
 @triton.jit
 def _columns_by_columns(x, m, n, rows, columns, TILE: tl.constexpr, DEPTH: tl.constexpr):
-    """A tile of Xᵀ·X: the products of columns m and n."""
+    """Computes a tile of Xᵀ·X: the products of columns m and n."""
     start = tl.arange(0, DEPTH)[:, None] * columns
     left, right = x + start + m[None, :], x + start + n[None, :]
     total = tl.zeros((TILE, TILE), tl.float32)
@@ -220,7 +221,7 @@ def _columns_by_columns(x, m, n, rows, columns, TILE: tl.constexpr, DEPTH: tl.co
 
 @triton.jit
 def _store_both(target, values, m, n, side, mirrored):
-    """A tile of a symmetric matrix, and its mirror image."""
+    """Stores a tile of a symmetric matrix, and its mirror image."""
     mask = (m < side)[:, None] & (n < side)[None, :]
     tl.store(target + m[:, None] * side + n[None, :], values, mask=mask)
     if mirrored:
@@ -233,7 +234,7 @@ def gram(
     table, tiles, numbers, source, scale_row, matrices,
     KIND: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """S = f²·X·Xᵀ, of tall matrices f²·Xᵀ·X: one tile on or above the diagonal."""
+    """S = f²·X·Xᵀ, or f²·Xᵀ·X for tall matrices: one tile on or above the diagonal."""
     entry = tiles + tl.program_id(0) * 3
     matrix, i, j = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     x = tl.load(table + source * matrices + matrix).to(tl.pointer_type(KIND))
@@ -277,7 +278,7 @@ def apply(
     table, tiles, numbers, source, target, scale_row, matrices,
     KIND: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """X ← f·(a·X + P·X), of tall matrices f·(a·X + X·P): one tile."""
+    """X ← f·(a·X + P·X), or f·(a·X + X·P) for tall matrices: one tile."""
     entry = tiles + tl.program_id(0) * 3
     matrix, i, j = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     x_address = tl.load(table + source * matrices + matrix)
@@ -332,7 +333,7 @@ def result_sums(
     table, matrices, chunk_tensor, partials, first, tensors, chunks,
     KIND: tl.constexpr, PADS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums of squares of the orthogonalized matrices, chunk by chunk."""
+    """Computes the sums of squares of the orthogonalized matrices, one per chunk."""
     chunk = first + tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
     start, left = _span(table, chunk, tensor, tensors, CHUNK)
@@ -356,8 +357,10 @@ def ratios(
     table, hyper, active, partials, numbers, ratio, bad, tensors, chunks,
     CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The factor that gives each result the norm of its average, or 0 where the gradient is zero;
-    λ, and a flag where an active average is not finite."""
+    """Computes the factor that gives each result the norm of its average, λ and a non-finite flag.
+
+    The factor is 0 if the gradient is zero.
+    """
     tensor = tl.program_id(0)
     index = tl.load(table + INDEX * tensors + tensor)
     row = hyper + tl.load(table + GROUP * tensors + tensor) * COLUMNS
@@ -407,7 +410,7 @@ def update(
     GRAD: tl.constexpr, HALF: tl.constexpr, KIND: tl.constexpr, PADS: tl.constexpr,
     ALIGN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """v ← m·v + (1−m)·g; w ← w − lr·λ·(u + βw), on one chunk, if nothing forbids it."""
+    """v ← m·v + (1−m)·g; w ← w − lr·λ·(u + βw), on one chunk, if the step is allowed."""
     chunk = first + tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
     index = tl.load(table + INDEX * tensors + tensor)

@@ -1,8 +1,8 @@
-"""Orthogonalized matrices by Newton-Schulz iteration, on one rank or shared out among many.
+"""Orthogonalizes matrices by Newton-Schulz iteration, on one rank or divided among ranks.
 
-Matrices of one shape are batched. With `SharedProducts` each rank iterates on its share of the matrices,
-and the results are gathered in the format in which they were computed (fp32 on CPUs, bf16 on GPUs),
-which loses nothing; norms and scaling, which are cheap, stay on every rank.
+Matrices of one shape are batched. With `SharedProducts` each rank iterates on a part of the matrices. The
+results are gathered in the format of the computation (fp32 on CPUs, bf16 on GPUs), so nothing is lost.
+Every rank computes the norms and the scaling, which are cheap.
 """
 
 from __future__ import annotations
@@ -20,19 +20,28 @@ _TINY = 1e-15
 
 
 def is_matrix(tensor: Tensor) -> bool:
-    """Whether the tensor has at least two rows (outputs) and two columns."""
+    """Returns True if the tensor has at least two rows (outputs) and two columns."""
     return tensor.dim() > 1 and len(tensor) > 1 and tensor.numel() > len(tensor)
 
 
 def product_cost(rows: int, columns: int) -> int:
-    """Multiplications of one iteration on a matrix; only ratios matter."""
+    """Returns the multiplications of one iteration on a matrix; only ratios matter."""
     small, large = min(rows, columns), max(rows, columns)
     return small * small * (2 * large + small)
 
 
 def share_out(shapes: Sequence[tuple[int, int]], ranks: int) -> list[int]:
-    """The rank of each matrix: the costliest first, each to the rank with the least work so far, which
-    is at most 4/3 of the best division (Graham 1969). Depends on nothing but its arguments."""
+    """Assigns matrices to ranks: the costliest first, each to the rank with the least work so far.
+
+    The largest load is at most 4/3 of the best possible one (Graham 1969).
+
+    Args:
+        shapes: Rows and columns of each matrix.
+        ranks: Number of ranks.
+
+    Returns:
+        The rank of each matrix. It depends on the arguments only.
+    """
     owners, load = [0] * len(shapes), [0] * ranks
     by_cost = sorted(range(len(shapes)), key=lambda i: (-product_cost(*shapes[i]), i))
     for i in by_cost:
@@ -44,11 +53,14 @@ def share_out(shapes: Sequence[tuple[int, int]], ranks: int) -> list[int]:
 
 @dataclass(eq=False)
 class SharedProducts:
-    """The ranks that share products out, and how they exchange them.
+    """The ranks that divide matrix products, and their collective.
 
-    `gather(rows, lengths)` completes a tensor with one row for each rank, of which this rank has
-    filled its own; row r has `lengths[r]` elements that count. All ranks call it alike, and it may be
-    captured in a CUDA graph if its collective may.
+    Attributes:
+        rank: This rank.
+        ranks: Number of ranks.
+        gather: `gather(rows, lengths)` completes a tensor with one row per rank, of which this rank has
+            filled its row; row r has `lengths[r]` valid elements. All ranks make the same calls. A CUDA
+            graph may capture it if its collective allows that.
     """
 
     rank: int
@@ -58,6 +70,7 @@ class SharedProducts:
     _rows: dict[tuple[int, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
 
     def rows(self, width: int, like: Tensor) -> Tensor:
+        """Returns memory with one row per rank, in the format and on the device of `like`."""
         key = (width, like.dtype, like.device)
         if key not in self._rows:
             self._rows[key] = torch.zeros(self.ranks, width, dtype=like.dtype, device=like.device)
@@ -66,8 +79,15 @@ class SharedProducts:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Matrices of one shape, in order of the ranks that own them: where they come from, their norms,
-    and those of this rank, divided by their norms and not higher than wide."""
+    """Matrices of one shape, sorted by owner.
+
+    Attributes:
+        places: Positions in the list of tensors.
+        norms: Their norms.
+        own: The matrices of this rank, divided by their norms.
+        turned: True if `own` is transposed, so that it has at most as many rows as columns.
+        counts: Number of matrices of each rank.
+    """
 
     places: list[int]
     norms: Tensor
@@ -86,13 +106,22 @@ def orthogonalize(
     still: Sequence[Tensor] = (),
     shared: SharedProducts | None = None,
 ) -> list[Tensor]:
-    """Tensors of the same shapes, strides and norms whose singular values are about equal, in fp32.
+    """Makes the singular values of matrices about equal and keeps the norms.
 
-    Newton-Schulz iteration with the quintic polynomial of K. Jordan et al., which trades exactness
-    for speed: singular values that are not tiny end between 0.68 and 1.2, before the norm is
-    restored. Zero stays zero; non-finite input gives NaN. `still` holds a flag per tensor on its
-    device; where it is set the result is zero. With `shared`, every rank passes the same tensors and
-    gets all results. Does not synchronize with the device.
+    Uses Newton-Schulz iteration with the quintic polynomial of K. Jordan et al., which trades exactness
+    for speed: singular values that are not tiny end between 0.68 and 1.2, before the norm is restored.
+    Zero stays zero; non-finite input gives NaN. Does not synchronize with the device.
+
+    Args:
+        tensors: Matrices with one row per output; dimensions after the first are flattened.
+        still: A flag per tensor on its device. The result of a set flag is zero.
+        shared: If set, every rank passes the same tensors, computes a part and receives all results.
+
+    Returns:
+        fp32 tensors of the same shapes and strides.
+
+    Raises:
+        ValueError: If the number of flags is wrong.
     """
     if still and len(still) != len(tensors):
         raise ValueError(f"{len(still)} flags for {len(tensors)} tensors")
@@ -100,39 +129,37 @@ def orthogonalize(
     alike: dict[tuple[int, int], list[int]] = {}
     for place, shape in enumerate(shapes):
         alike.setdefault(shape, []).append(place)
-    made: list[Tensor] = [torch.empty(0)] * len(tensors)
+    results: list[Tensor] = [torch.empty(0)] * len(tensors)
 
-    def finish(batch: _Batch, found: Tensor) -> None:
-        found = found.float()
-        found = (found.mT if batch.turned else found) * (
-            batch.norms / _norms(found).clamp(min=_TINY)
-        )
+    def finish(batch: _Batch, iterated: Tensor) -> None:
+        wide = iterated.float()
+        wide = (wide.mT if batch.turned else wide) * (batch.norms / _norms(wide).clamp(min=_TINY))
         if still:
             flags = torch.stack([still[i] for i in batch.places])
-            found = torch.where(flags[:, None, None], 0.0, found)
-        for i, matrix in zip(batch.places, found.contiguous().unbind(), strict=True):
-            made[i] = like_tensor(matrix, tensors[i])
+            wide = torch.where(flags[:, None, None], 0.0, wide)
+        for i, matrix in zip(batch.places, wide.contiguous().unbind(), strict=True):
+            results[i] = like_tensor(matrix, tensors[i])
 
     if shared is None or shared.ranks == 1:
-        # One after the other: temporary memory of one batch only.
+        # One batch at a time, to limit temporary memory.
         for places in alike.values():
             batch = _batch(tensors, places, [0] * len(tensors), 0, 1)
             finish(batch, _iterated(batch.own))
-        return made
+        return results
     owners = share_out(shapes, shared.ranks)
     batches = [
         _batch(tensors, sorted(places, key=lambda i: owners[i]), owners, shared.rank, shared.ranks)
         for places in alike.values()
     ]
-    for batch, found in zip(batches, _gathered(batches, shared), strict=True):
-        finish(batch, found)
-    return made
+    for batch, iterated in zip(batches, _gathered(batches, shared), strict=True):
+        finish(batch, iterated)
+    return results
 
 
 def _batch(
     tensors: Sequence[Tensor], places: list[int], owners: Sequence[int], rank: int, ranks: int
 ) -> _Batch:
-    # Tensors of one shape are batched: the cost of small ones is the kernel launch.
+    # Tensors of one shape are batched, because launches dominate the cost of small ones.
     stacked = torch.stack([as_matrix(tensors[i]) for i in places])
     norms = _norms(stacked)
     counts = [sum(owners[i] == r for i in places) for r in range(ranks)]
@@ -144,7 +171,7 @@ def _batch(
 
 
 def _gathered(batches: Sequence[_Batch], shared: SharedProducts) -> list[Tensor]:
-    """The iterated matrices of all ranks, batch by batch, in one collective."""
+    """Returns the iterated matrices of all ranks, one tensor per batch, by one collective."""
     iterated = [_iterated(batch.own) for batch in batches]
     lengths = [sum(b.counts[r] * b.elements for b in batches) for r in range(shared.ranks)]
     rows = shared.rows(max(lengths), iterated[0])
@@ -152,7 +179,7 @@ def _gathered(batches: Sequence[_Batch], shared: SharedProducts) -> list[Tensor]
     rows[shared.rank, : len(mine)].copy_(mine)
     shared.gather(rows, lengths)
     starts = [0] * shared.ranks
-    found = []
+    gathered = []
     for batch, matrices in zip(batches, iterated, strict=True):
         parts = []
         for r, count in enumerate(batch.counts):
@@ -160,8 +187,8 @@ def _gathered(batches: Sequence[_Batch], shared: SharedProducts) -> list[Tensor]
                 stop = starts[r] + count * batch.elements
                 parts.append(rows[r, starts[r] : stop].view(count, *matrices.shape[1:]))
                 starts[r] = stop
-        found.append(torch.cat(parts))
-    return found
+        gathered.append(torch.cat(parts))
+    return gathered
 
 
 def _norms(matrices: Tensor) -> Tensor:
@@ -170,7 +197,7 @@ def _norms(matrices: Tensor) -> Tensor:
 
 
 def _iterated(wide: Tensor) -> Tensor:
-    """For matrices with norms of at most 1; on GPUs in bf16, which uses tensor cores."""
+    """Iterates on matrices with norms of at most 1; on GPUs in bf16, which uses tensor cores."""
     x = wide.to(torch.bfloat16) if wide.is_cuda else wide
     for _ in range(ITERATIONS if len(wide) else 0):
         square = x @ x.mT
@@ -180,14 +207,14 @@ def _iterated(wide: Tensor) -> Tensor:
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """One row per output, in fp32. Columns are in memory order, which does not affect the result."""
+    """Returns an fp32 matrix with one row per output; columns are in memory order."""
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         tensor = tensor.permute(0, 2, 3, 1)
     return tensor.flatten(1).float()
 
 
 def like_tensor(matrix: Tensor, tensor: Tensor) -> Tensor:
-    """The inverse of `as_matrix`."""
+    """Inverts `as_matrix`."""
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         outputs, inputs, *window = tensor.shape
         return matrix.view(outputs, *window, inputs).permute(0, 3, 1, 2)

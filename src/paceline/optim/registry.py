@@ -1,8 +1,8 @@
-"""Optimizers and schedules by name, as `optim.name` and `optim.schedule` have them. Without torch.
+"""Registers optimizers and schedules by name, for `optim.name` and `optim.schedule`. Without torch.
 
-The settings class of an optimizer or a schedule, the table `[optim.NAME]`, also declares what the core
-has to know about it. The core's own are listed here, `paceline.alternatives` has more, and
-`register_optimizer` and `register_schedule` add those of a program.
+The settings class of an optimizer or a schedule, the table `[optim.NAME]`, also declares its properties.
+This module lists the optimizers and schedules of the core. `paceline.alternatives` adds more, and
+programs add theirs with `register_optimizer` and `register_schedule`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ SGD, ADAM = "sgd", "adam"
 
 
 class Context(NamedTuple):
-    """What an optimizer is created with in addition to settings, groups and rate: `fused` as in
-    `MasterOptimizer`, the `seed` of stochastic rounding, and the model's number of norm layers."""
+    """Further arguments of the function that creates an optimizer.
+
+    Attributes:
+        fused: As in `MasterOptimizer`.
+        seed: Seed of stochastic rounding.
+        norms: Number of norm layers of the model.
+    """
 
     fused: bool | None
     seed: int
@@ -35,13 +40,14 @@ class OptimizerSettings(OwnerSettings):
     Attributes:
         CREATE: `module:function` inside `paceline` that creates it from `OptimSettings`, parameter
             groups, rate and `Context`.
-        RATES: `sgd` or `adam`, the scale of its rates; empty for another one. A recipe's rate is dropped
-            if the command line chooses an optimizer with rates of another scale than those of SGD.
+        READS: As in `OwnerSettings`.
+        RATES: Scale of its rates: `sgd`, `adam`, or empty for another one. A recipe's rate is dropped if
+            the command line chooses an optimizer whose rates do not have the scale of SGD.
         LR_BASE: Peak rate at a batch of 256 if `optim.lr_base` is not set.
         HAS_KERNELS: True if the update has Triton kernels.
-        GRADIENTS: The gradient source that it needs (`paceline.train.micro_step`).
-        PINNED: Its own settings that a resumed run must not change.
-        share_products: If ranks share products of matrices, see `MuonSettings`; for rules that have some.
+        GRADIENTS: Its gradient source (`paceline.train.micro_step`).
+        PINNED: Those of its settings that a resumed run must not change.
+        share_products: As in `MuonSettings`; for rules with matrix products.
     """
 
     CREATE: ClassVar[str] = ""
@@ -53,7 +59,7 @@ class OptimizerSettings(OwnerSettings):
     share_products: str = "auto"
 
     def passes(self, steps_per_epoch: float) -> float:
-        """Returns how many gradients the optimizer computes of each sample that a step sees."""
+        """Returns the number of gradient computations per sample of a step."""
         return 1.0
 
 
@@ -74,10 +80,17 @@ _rules: Registry[type[UpdateRule]] = Registry("rules", {})
 
 
 def register_optimizer(name: str, rule: type[UpdateRule]) -> None:
-    """Makes `name` an optimizer of this process, with `rule` as its equation.
+    """Registers an optimizer for this process. A second call with the name replaces the first.
 
-    Training creates it with the rate of the schedule, the weight decay of the groups and
-    `optim.arguments` as further hyper-parameters. A second call replaces the first.
+    Training creates the optimizer with the rate of the schedule, the weight decay of the groups, and
+    `optim.arguments` as further hyper-parameters.
+
+    Args:
+        name: New value of `optim.name`.
+        rule: The equation; see docs/optimizers.md.
+
+    Raises:
+        ConfigError: If the name is taken, or if the hyper-parameters of the rule cannot be set.
     """
     check_new_name(name, taken=name in _optimizers)
     check_rule(rule)
@@ -85,7 +98,7 @@ def register_optimizer(name: str, rule: type[UpdateRule]) -> None:
 
 
 def check_rule(rule: type[UpdateRule]) -> None:
-    """Raises ConfigError for a class whose hyper-parameters cannot be set."""
+    """Raises ConfigError if the hyper-parameters of a rule cannot be set."""
     fields = getattr(getattr(rule, "Hyper", None), "_fields", ())
     shown = getattr(rule, "__name__", rule)
     if not isinstance(rule, type) or "lr" not in fields:
@@ -99,15 +112,22 @@ def check_rule(rule: type[UpdateRule]) -> None:
 
 
 def register_schedule(name: str, kind: type[ScheduleSettings]) -> None:
-    """Makes `name` a schedule of this process, with the settings `[optim.NAME]`. A second call replaces
-    the first."""
+    """Registers a schedule for this process. A second call with the name replaces the first.
+
+    Args:
+        name: New value of `optim.schedule`.
+        kind: Its class, which is also the dataclass of the settings `[optim.NAME]`.
+
+    Raises:
+        ConfigError: If the name is taken.
+    """
     check_new_name(name, taken=name in OWNERS)
     register_settings("optim", name, kind)
     _schedules.register(name, kind)
 
 
 def optimizer_names() -> list[str]:
-    """Returns all names of optimizers, those that were registered last."""
+    """Returns all names of optimizers; registered rules come last."""
     return [*_optimizers.names(), *_rules.names()]
 
 
@@ -117,7 +137,7 @@ def schedule_names() -> list[str]:
 
 
 def check_optimizer(name: str) -> None:
-    """Raises ConfigError, with the nearest name, if there is no optimizer of this name."""
+    """Raises ConfigError with the nearest name if the optimizer is unknown."""
     if name not in _rules and name not in _optimizers:
         hint = nearest(name, optimizer_names()) + missing_packages()
         remedy = f"{hint} (a class is written torch.optim:RAdam)"
@@ -125,10 +145,10 @@ def check_optimizer(name: str) -> None:
 
 
 def check_schedule(name: str) -> None:
-    """Raises ConfigError, with the nearest name, if there is no schedule of this name."""
+    """Raises ConfigError with the nearest name if the schedule is unknown."""
     _schedules.get(name, "optim.schedule")
 
 
 def registered_rule(name: str) -> type[UpdateRule] | None:
-    """Returns the rule of a name that a program has registered."""
+    """Returns a rule that a program has registered; None for other names."""
     return _rules.outside().get(name)

@@ -16,7 +16,7 @@ STEPS = ("relative", "fixed", "auto")
 
 @dataclass(frozen=True)
 class SgdSettings(OptimizerSettings):
-    """SGD has the shared settings only."""
+    """Declares SGD, which has no further settings."""
 
     CREATE: ClassVar[str] = "optim.lars:create_sgd"
     READS: ClassVar[tuple[str, ...]] = MOMENTUM
@@ -47,23 +47,23 @@ class MuonSettings(OptimizerSettings):
     """Settings of Muon."""
 
     CREATE: ClassVar[str] = "optim.muon_groups:create_muon"
-    PINNED: ClassVar[tuple[str, ...]] = ("orthogonal",)  # determines the meaning of the momentum
+    PINNED: ClassVar[tuple[str, ...]] = ("orthogonal",)  # the momentum depends on it
     READS: ClassVar[tuple[str, ...]] = MOMENTUM
     RATES: ClassVar[str] = SGD
     HAS_KERNELS: ClassVar[bool] = True
 
     trust_coefficient: float = 0.001
-    """Trust coefficient η: the step sizes are those of LARS with the same η and momentum."""
+    """Trust coefficient η; step sizes equal those of LARS with the same η and momentum."""
     orthogonal: str = "filters"
     """Layers with orthogonalized momentum: `filters` (convolutions), `all` (linear layers too) or
     `auto` (`all` if hidden linear layers have more weights than convolutions)."""
     steps: str = "relative"
-    """Length of a step of an orthogonalized matrix: `relative` to its norm, `fixed` (relative to its
-    first norm), or `auto` (`fixed` in nets with fewer norm layers than such matrices, the last linear
-    layer aside; shorter if many have none)."""
+    """Step length of orthogonalized matrices: `relative` to their norm, `fixed` (relative to their
+    initial norm), or `auto` (`fixed` in nets with fewer norm layers than such matrices, not counting the
+    last linear layer; shorter if many have no norm)."""
     share_products: str = "auto"
-    """Each rank computes a part of the matrix products and all get the results: `on`, `off`, or `auto`
-    (with several ranks, unless they share a GPU or use Gloo on GPUs)."""
+    """Divide the matrix products among ranks: `on`, `off`, or `auto` (with several ranks, unless they
+    share a GPU or use Gloo on GPUs)."""
 
     def __post_init__(self) -> None:
         check = SettingChecks("optim.muon", self)
@@ -86,7 +86,7 @@ class AdamSettings(OptimizerSettings):
     beta2: float = 0.999
     """Decay of the average of squared gradients."""
     eps: float = 1e-8
-    """Added to the root of the average of squares."""
+    """Constant added to the root of the average of squared gradients."""
     clip: bool = False
     """Limit the trust ratio of LAMB to 1."""
 
@@ -99,7 +99,7 @@ class AdamSettings(OptimizerSettings):
 
 @dataclass(frozen=True)
 class AdamwSettings(AdamSettings):
-    """AdamW decouples weight decay."""
+    """Declares AdamW."""
 
     CREATE: ClassVar[str] = "optim.adam:create_adamw"
     LR_BASE: ClassVar[float] = 2.5e-4  # DeiT's
@@ -108,7 +108,7 @@ class AdamwSettings(AdamSettings):
 
 @dataclass(frozen=True)
 class LambSettings(AdamSettings):
-    """LAMB has trust ratios too."""
+    """Declares LAMB."""
 
     CREATE: ClassVar[str] = "optim.adam:create_lamb"
-    LR_BASE: ClassVar[float] = 6.25e-4  # of "ResNet strikes back"
+    LR_BASE: ClassVar[float] = 6.25e-4  # from "ResNet strikes back"

@@ -1,8 +1,8 @@
-"""The scaling rule: from a recipe that works at a small batch to settings for a large one.
+"""Implements the scaling rule: derives settings for a large batch from a recipe for a small batch.
 
-In: `Recipe`, what is known to work and at which batch, and `Target`, the batch and length of the run.
-Out: `Scaling`, a value for each setting that the rule changes, with the reason, and what will be lost.
-A pure function without torch. docs/large-batch.md has the equations, what they rest on, and their range.
+`scale_recipe` is a pure function without torch. Its arguments are a `Recipe` with a known-good batch and
+a `Target`, the batch and length of the run. It returns a `Scaling`: a value for each changed setting, the
+reasons, and the expected loss of accuracy. docs/optimizers.md has the equations and their range.
 """
 
 from __future__ import annotations
@@ -18,61 +18,67 @@ from paceline.core.batch_range import (
 )
 from paceline.core.errors import ConfigError, nearest
 from paceline.optim.rule_settings import AdamSettings, LarsSettings, MuonSettings
-from paceline.optim.scaling_report import MUON_LOSES_LESS, Choice, Scaling, expected_loss
+from paceline.optim.scaling_report import Choice, Scaling
 from paceline.optim.settings import OptimSettings
 
 OF_ADAM = ("adamw", "lamb")
 KNOWN = (*OF_ADAM, "lars", "muon", "sgd")
-# Who gives one of these for the new batch wants Adam there.
-_ADAMS_OWN = frozenset({"optim.lr", "optim.weight_decay"}) | {
+# If the user sets any of these, keep Adam.
+_ADAM_SETTINGS = frozenset({"optim.lr", "optim.weight_decay"}) | {
     f"optim.adam.{key}" for key in ("beta1", "beta2", "eps")
 }
-# Lower rates of Adam, but for its default, are those of fine-tuning, whose small steps Muon's pace would
-# not keep.
+# Lower rates of Adam, except the default, are for fine-tuning, which needs shorter steps than Muon's.
 LEAST_ADAM_RATE = 1e-4
-# What the rule may set, or has to know of; a setting that the user gives is kept.
+# Settings that the rule changes or depends on. Values of the user are kept.
 SCALED = (
     "optim.name", "optim.lars.trust_coefficient", "optim.muon.trust_coefficient",
     "optim.muon.orthogonal", "optim.muon.steps", "optim.momentum", "optim.nesterov",
-    *sorted(_ADAMS_OWN), "optim.warmup_epochs", "optim.warmup_max_share", "optim.schedule",
+    *sorted(_ADAM_SETTINGS), "optim.warmup_epochs", "optim.warmup_max_share", "optim.schedule",
     "optim.poly.power", "optim.batch_schedule", "optim.batch_rate", "run.batch_size",
     "run.average_epochs", "run.cutmix", "run.mixup",
 )  # fmt: skip
-# A batch this many times smaller than the known-good one, or less, has not been measured.
+# Smaller batches, relative to the known-good one, have not been measured.
 LEAST_FACTOR = 1 / 4
-# With fewer steps an epoch SGD with linear scaling loses accuracy (Goyal et al.: 160 at 8K on ImageNet).
+# With fewer steps per epoch, SGD with linear scaling loses accuracy (Goyal et al.: 160 on ImageNet).
 SGD_STEPS_PER_EPOCH = 100.0
-# Relative length of a layer's step at the peak, times the root of the steps an epoch.
+# Pace: relative length of a layer's step at the peak rate. Here times the root of the steps per epoch.
 PACE = {"muon": 0.32, "lars": 0.7}
 MOST_PACE = {"muon": 0.2, "lars": 0.4}
-# Rate of biases and norms, which have no trust ratio; where the recipe is for Adam, whose rate says
-# nothing about it, that of the CIFAR-10 recipe for SGD.
+# Rate of biases and norms, which have no trust ratio. Recipes for Adam do not determine it; they use that
+# of the CIFAR-10 recipe for SGD.
 MOST_RATE = 4.0
 RATE_PER_SAMPLE = 0.2 / 256
 # Muon needs a short warm-up, LARS a third of the run.
 WARMUP_STEPS, MOST_WARMUP_SHARE, LARS_WARMUP_SHARE = 20, 0.2, 0.3
-# Weights are averaged over this share of the run where an epoch has few steps.
+# Weights are averaged over this fraction of the run if an epoch has few steps.
 AVERAGE_SHARE, AVERAGED_STEPS_PER_EPOCH, LEAST_AVERAGED_STEPS = 1 / 15, 10.0, 4
-# A run with fewer steps and epochs than these is short: mixed images, which slow learning down, cost it
-# accuracy.
+# In a run with fewer steps and epochs than these, mixed images cost accuracy, because they slow learning
+# down.
 SHORT_STEPS, SHORT_EPOCHS = 1000, 60
-# With few steps an epoch, the batch of these begins at about a quarter, for half of the run.
+# With few steps per epoch, these optimizers use about a quarter of the batch in the first half.
 GROWN = (*OF_ADAM, "muon")
 GROWTH, GROWTH_SHARE, GROWN_STEPS_PER_EPOCH = 4, 1 / 2, 25.0
 _DECAYING = ("cosine", "poly")
 LEAST_BETA2 = 0.95
-# 12,000 images, three epochs, against Muon at 128 (records/large-batch-small-nets).
-_LOST_OUTSIDE = "on Fashion-MNIST 5 points of top-1 at 18 steps in all, 20 at 6"
 LARGEST_AUTOMATIC_GROUP = 256
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """`optim` is the recipe's section as the user may have overridden it; `optimizer` the one that is
-    known to work at `batch`; `norm_group` the samples of one micro-batch there, None where the recipe
-    leaves it open; `mixing` the settings of mixed images that are on; `kept` names settings that the
-    user gave; `averages` says whether weights can be averaged in the run, `one_batch` why its batch
-    cannot grow, and `pretrained` that it begins with given weights."""
+    """A recipe that is known to work at a batch.
+
+    Attributes:
+        optim: Section `[optim]` of the recipe, with the user's values.
+        batch: The known-good global batch.
+        optimizer: The optimizer that is known to work.
+        norm_group: Samples of one micro-batch at the known-good batch; None if the recipe leaves it open.
+        average_epochs: Epochs over which the recipe averages weights.
+        mixing: Settings of mixed images that are on.
+        kept: Names of settings that the user has given.
+        averages: True if the run can average weights.
+        one_batch: The reason why the batch cannot grow; empty if it can.
+        pretrained: True if the run begins with given weights.
+    """
 
     optim: OptimSettings
     batch: int
@@ -87,14 +93,13 @@ class Recipe:
 
     @property
     def rate(self) -> float:
-        """The peak rate at the known-good batch, whichever rate the user gives for the new one."""
+        """Peak rate at the known-good batch, even if the user gives one for the new batch."""
         known = self.optim.known_good.lr
         return OptimSettings.peak_lr(self.optim, self.batch) if known is None else known
 
     @property
     def pace(self) -> float:
-        """LARS and Muon: the relative step of a layer at the known-good batch. Where the user gives η,
-        the rule does not use it."""
+        """Pace at the known-good batch, for LARS and Muon. Not used if the user gives η."""
         known = self.optim.known_good.momentum
         momentum = self.optim.momentum if known is None else known
         own = self.optim.chosen(self.optimizer)
@@ -104,8 +109,16 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Target:
-    """The run that is wanted: global batch, training images, epochs, ranks. A run that is resumed keeps
-    its `first_batch`, and the epoch at which it grows, whatever its ranks and epochs were."""
+    """The requested run.
+
+    Attributes:
+        batch: Global batch.
+        samples: Training images.
+        epochs: Epochs.
+        ranks: Number of ranks.
+        first_batch: First batch of the run that is resumed, which keeps it.
+        grows_at: Epoch at which the batch of that run grows.
+    """
 
     batch: int
     samples: int
@@ -116,30 +129,43 @@ class Target:
 
     @property
     def steps_per_epoch(self) -> float:
+        """Steps per epoch at the whole batch."""
         return self.samples / self.batch
 
     @property
     def total_steps(self) -> int:
+        """Steps of the run at the whole batch."""
         return -(-self.samples * self.epochs // self.batch)
 
     @property
     def is_short(self) -> bool:
+        """True if the run is too short for mixed images."""
         few = self.steps_per_epoch < SGD_STEPS_PER_EPOCH and self.total_steps < SHORT_STEPS
         return few and self.epochs < SHORT_EPOCHS
 
 
 def scale_recipe(recipe: Recipe, target: Target) -> Scaling:
-    """Settings for `target`. Raises ConfigError for an optimizer that the rule does not know and for a
-    batch or a length outside of its range."""
+    """Derives settings for a batch.
+
+    Args:
+        recipe: What is known to work.
+        target: The requested run.
+
+    Returns:
+        The changed settings with their reasons.
+
+    Raises:
+        ConfigError: For an unknown optimizer, and for a batch or a length outside of the rule's range.
+    """
     _check(recipe, target)
     factor, steps = target.batch / recipe.batch, target.steps_per_epoch
     headline = (
-        f"batch {recipe.batch:,} → {target.batch:,}, {steps:.3g} steps an epoch, "
+        f"batch {recipe.batch:,} → {target.batch:,}, {steps:.3g} steps per epoch, "
         f"{target.total_steps:,} in all"
-    )  # at one batch
+    )
     kept = tuple(sorted(recipe.kept & set(SCALED)))
     if factor == 1:
-        return Scaling((), (), headline, kept)
+        return Scaling((), headline, kept)
     rule = _Rule(recipe, target)
     name = rule.optimizer()
     if name == "sgd":
@@ -155,20 +181,19 @@ def scale_recipe(recipe: Recipe, target: Target) -> Scaling:
         rule.grow(group)
     rule.average()
     rule.unmix()
-    losses = []
-    if target.batch > recipe.batch and steps < SGD_STEPS_PER_EPOCH:
-        grows = bool(rule.grown_steps)
-        loss = expected_loss(name, steps, target.total_steps, target.is_short, grows)
-        losses.append(loss + (MUON_LOSES_LESS if name != "muon" and not rule.fine_tuning else ""))
+    notes = [f"{name} is kept: {rule.why_adam}"] if rule.why_adam else []
     if rule.grown_steps:
         headline += f" ({rule.grown_steps:,} with a batch that grows)"
-    elif losses and rule.one_batch:
-        losses.append(f"the batch does not grow: {rule.one_batch}")
-    notes = (f"{name} stays: {rule.adam_stays}",) if rule.adam_stays else ()
-    return Scaling(tuple(rule.choices), tuple(losses), headline, kept, notes)
+    if target.batch > recipe.batch and steps < SGD_STEPS_PER_EPOCH:
+        if rule.one_batch and not rule.grown_steps:
+            notes.append(f"the batch does not grow: {rule.one_batch}")
+        better = "" if name == "muon" or rule.fine_tuning else ", less with muon"
+        notes.append(f"expect a loss of accuracy{better} (docs/optimizers.md)")
+    return Scaling(tuple(rule.choices), headline, kept, tuple(notes))
 
 
 def _check(recipe: Recipe, target: Target) -> None:
+    """Raises ConfigError outside of the rule's range."""
     for name in (recipe.optimizer, recipe.optim.name):
         if name not in KNOWN:
             raise ConfigError(
@@ -178,12 +203,11 @@ def _check(recipe: Recipe, target: Target) -> None:
     known, name = recipe.optimizer, recipe.optim.name
     to_adam = name in OF_ADAM and known not in OF_ADAM
     from_adam = known in OF_ADAM and name in ("sgd", "lars")
-    # The rate of a recipe for LARS or Muon is that of its biases and norms.
+    # In a recipe for LARS or Muon, the rate applies to biases and norms only.
     to_sgd = name == "sgd" and known in ("lars", "muon")
     if to_adam or from_adam or to_sgd:
         raise ConfigError(
-            "optim.name", recipe.optim.name,
-            f"the rule cannot derive its rate from a recipe for {recipe.optimizer}",
+            "optim.name", name, f"the rule cannot derive its rate from a recipe for {known}",
             "use a recipe whose rate is known for it",
         )  # fmt: skip
     if known in OF_ADAM and name == "muon" and target.batch <= recipe.batch:
@@ -198,23 +222,21 @@ def _check(recipe: Recipe, target: Target) -> None:
         remedy = f"a batch of at most {largest_batch_in_range(target.samples, target.epochs)}"
         if steps >= LEAST_STEPS_PER_EPOCH:
             remedy += f", or {epochs} epochs"
-        # The losses are those of runs with few steps in all.
-        measured = f": fewer lose accuracy whatever the settings ({_LOST_OUTSIDE})"
         raise ConfigError(
             "run.global_batch_size", target.batch,
-            f"gives {steps:.3g} steps an epoch and {total} in all, where optim.scaling = 'auto' needs "
-            f"{LEAST_STEPS_PER_EPOCH:g} and {LEAST_STEPS}{measured if total < LEAST_STEPS else ''}",
+            f"gives {steps:.3g} steps per epoch and {total} in all; optim.scaling = 'auto' needs "
+            f"{LEAST_STEPS_PER_EPOCH:g} and {LEAST_STEPS}",
             f"use {remedy}; or optim.scaling = 'off'",
         )  # fmt: skip
     if target.batch < recipe.batch * LEAST_FACTOR:
         raise ConfigError(
             "run.global_batch_size", target.batch,
-            f"is less than a quarter of the known-good batch {recipe.batch}, which the rule does not "
-            "cover", "use optim.scaling = 'off', or a recipe for a smaller batch",
+            f"is less than a quarter of the known-good batch {recipe.batch}",
+            "use optim.scaling = 'off', or a recipe for a smaller batch",
         )  # fmt: skip
 
 
-def given_value(optim: OptimSettings, name: str) -> Any:
+def _given_value(optim: OptimSettings, name: str) -> Any:
     """Returns the value of a setting of `[optim]` or of one of its owners; None for other sections."""
     section, *owner, key = name.split(".")
     if section != "optim":
@@ -223,49 +245,49 @@ def given_value(optim: OptimSettings, name: str) -> Any:
 
 
 class _Rule:
+    """Collects the choices, one method per group of settings."""
+
     def __init__(self, recipe: Recipe, target: Target) -> None:
         self.recipe, self.target = recipe, target
         self.factor = target.batch / recipe.batch
         self.rate = recipe.rate
         self.choices: list[Choice] = []
         self.grown_steps, self.one_batch = 0, ""
-        self.adam_stays, self.fine_tuning = "", self._find_fine_tuning()
+        self.why_adam, self.fine_tuning = "", self._why_fine_tuning()
 
     def set(self, name: str, value: Any, reason: str) -> Any:
-        """The value that the run will have: the user's where it was given."""
+        """Chooses a value unless the user has given one; returns the value of the run."""
         if name in self.recipe.kept:
-            given = given_value(self.recipe.optim, name)
+            given = _given_value(self.recipe.optim, name)
             return value if given is None else given
         value = float(f"{value:.4g}") if isinstance(value, float) else value
         self.choices.append(Choice(name, value, reason))
         return value
 
     def optimizer(self) -> str:
-        """Muon in place of others where steps are few; Adam stays where Muon might not suit."""
+        """Chooses Muon if steps are few, unless Adam is kept."""
         given, kept = self.recipe.optim.name, self.recipe.kept
         few = self.target.steps_per_epoch < SGD_STEPS_PER_EPOCH and self.factor > 1
         if given == "muon" or not few:
             return given
         if given in OF_ADAM and "optim.name" not in kept:
-            self.adam_stays = self._why_adam_stays()
-            if self.adam_stays:
+            self.why_adam = self._why_adam()
+            if self.why_adam:
                 return given
-        reason = f"fewer than {SGD_STEPS_PER_EPOCH:g} steps an epoch"
+        reason = f"fewer than {SGD_STEPS_PER_EPOCH:g} steps per epoch"
         return str(self.set("optim.name", "muon", reason))
 
-    def _why_adam_stays(self) -> str:
+    def _why_adam(self) -> str:
+        """Returns the reason why Muon might not suit; empty if it replaces Adam."""
         if self.fine_tuning:
-            return f"{self.fine_tuning} (--opt muon replaces it all the same)"
-        optim, own = self.recipe.optim, sorted(self.recipe.kept & _ADAMS_OWN)
+            return f"{self.fine_tuning} (--opt muon overrides this)"
+        optim, own = self.recipe.optim, sorted(self.recipe.kept & _ADAM_SETTINGS)
         if optim.name == "lamb" and optim.chosen("lamb").clip:
             own.append("optim.adam.clip")
-        if not own:
-            return ""
-        they, them = ("was", "it") if len(own) == 1 else ("were", "them")
-        return f"{', '.join(own)} {they} given (without {them}, muon replaces {optim.name})"
+        return f"given: {', '.join(own)} (otherwise muon replaces {optim.name})" if own else ""
 
-    def _find_fine_tuning(self) -> str:
-        """How Adam's recipe shows that it is for fine-tuning; empty where it does not."""
+    def _why_fine_tuning(self) -> str:
+        """Returns the sign that a recipe for Adam is for fine-tuning; empty if there is none."""
         optim = self.recipe.optim
         if optim.name not in OF_ADAM:
             return ""
@@ -275,79 +297,68 @@ class _Rule:
             return "optim.layer_decay is for fine-tuning"
         unset = optim.lr is None and optim.known_good.lr is None and optim.has_default_base
         if self.rate < LEAST_ADAM_RATE and not unset:
-            return f"a rate of {self.rate:.3g} is one for fine-tuning"
+            return f"a rate of {self.rate:.3g} is for fine-tuning"
         return ""
 
     def scale_adam(self, name: str) -> None:
+        """Scales rate, β₂, eps and decay of AdamW or LAMB."""
         root, optim = math.sqrt(self.factor), self.recipe.optim
-        self.set("optim.lr", self.rate * root, "root of the batch's growth")
+        self.set("optim.lr", self.rate * root, "root of the batch factor")
         own = optim.chosen(name)
         assert isinstance(own, AdamSettings)
         beta2 = max(min(LEAST_BETA2, own.beta2), 1 - self.factor * (1 - own.beta2))
-        self.set("optim.adam.beta2", beta2, "averages over as many samples")
-        self.set("optim.adam.eps", own.eps / root, "root of the batch's growth")
+        self.set("optim.adam.beta2", beta2, "averages over the same number of samples")
+        self.set("optim.adam.eps", own.eps / root, "root of the batch factor")
         if name == "adamw" and optim.weight_decay:
             decay = optim.weight_decay * root
-            self.set("optim.weight_decay", decay, "rate · decay per epoch stays")
+            self.set("optim.weight_decay", decay, "keeps rate · decay per epoch")
 
     def scale_pace(self, name: str) -> None:
-        """LARS and Muon: the relative step of a layer, rate · η / (1 − m), grows with the root."""
+        """Scales LARS or Muon: the pace, rate · η / (1 − m), grows with the root of the batch."""
         optim, steps = self.recipe.optim, self.target.steps_per_epoch
         if name == "muon" and optim.momentum:
             self.set("optim.nesterov", True, "as measured")
         if name == "muon" and self.recipe.optimizer != name:
-            self.set(
-                "optim.muon.orthogonal",
-                "auto",
-                "filters, or all matrices of a net of linear layers",
-            )
+            self.set("optim.muon.orthogonal", "auto", "all matrices in nets of linear layers")
         own = optim.of("muon", MuonSettings)
         if name == "muon" and self.factor > 1 and own.steps == "relative":
-            self.set(
-                "optim.muon.steps", "auto", "of fixed length where some matrix has no norm layer"
-            )
+            self.set("optim.muon.steps", "auto", "fixed length if some matrix has no norm layer")
         if self.recipe.optimizer == name:
-            pace, why = self.recipe.pace * math.sqrt(self.factor), "root of the batch's growth"
+            pace, why = self.recipe.pace * math.sqrt(self.factor), "root of the batch factor"
         else:
-            pace, why = PACE[name] / math.sqrt(steps), f"{PACE[name]} / √(steps an epoch)"
+            pace, why = PACE[name] / math.sqrt(steps), f"{PACE[name]} / √(steps per epoch)"
         if pace > MOST_PACE[name]:
             pace, why = MOST_PACE[name], "the largest that was measured"
         from_adam = self.recipe.optimizer in OF_ADAM
-        usual = RATE_PER_SAMPLE * self.recipe.batch if from_adam else self.rate
-        linear, most = usual * self.factor, MOST_RATE if from_adam else max(MOST_RATE, usual)
-        limited = (
-            f"grows with the batch, to at most {most:g}"
-            if linear > most
-            else "grows with the batch"
-        )
-        rate = self.set("optim.lr", min(linear, most), f"of biases and norms: {limited}")
+        known = RATE_PER_SAMPLE * self.recipe.batch if from_adam else self.rate
+        linear, most = known * self.factor, MOST_RATE if from_adam else max(MOST_RATE, known)
+        reason = f"of biases and norms: proportional to the batch, at most {most:g}"
+        rate = self.set("optim.lr", min(linear, most), reason)
         eta = pace * (1 - optim.momentum) / rate
         self.set(f"optim.{name}.trust_coefficient", eta, f"a pace of {pace:.3g}: {why}")
         if from_adam and optim.weight_decay:
             decay = self.factor * self.rate * optim.weight_decay / rate
-            self.set("optim.weight_decay", decay, "rate · decay per epoch stays")
+            self.set("optim.weight_decay", decay, "keeps rate · decay per epoch")
 
     def warm_up(self, name: str) -> None:
+        """Chooses a third of the run for LARS, and 20 steps or a fifth of the run for others."""
         optim, target = self.recipe.optim, self.target
         if name == "lars":
             share = max(LARS_WARMUP_SHARE, optim.warmup_max_share)
             epochs = max(optim.warmup_epochs, LARS_WARMUP_SHARE * target.epochs)
             self.set("optim.warmup_max_share", share, "LARS needs a long warm-up")
-            self.set(
-                "optim.warmup_epochs", min(epochs, share * target.epochs), f"{share:.0%} of the run"
-            )
+            epochs = min(epochs, share * target.epochs)
+            self.set("optim.warmup_epochs", epochs, f"{share:.0%} of the run")
             return
         least = WARMUP_STEPS / target.steps_per_epoch
         most = MOST_WARMUP_SHARE * target.epochs
         epochs = min(max(optim.warmup_epochs, least), most)
         if epochs != optim.warmup_epochs:
-            why = f"{WARMUP_STEPS} steps of the whole batch"
-            if epochs == most:
-                why = "at most a fifth of the run"
+            why = f"{WARMUP_STEPS} steps of the whole batch, at most a fifth of the run"
             self.set("optim.warmup_epochs", epochs, why)
 
     def decay(self, name: str) -> None:
-        """Linear in place of cosine, whose first half changes the rate little."""
+        """Chooses linear instead of cosine decay for Muon; cosine hardly changes the rate at first."""
         is_cosine = self.recipe.optim.schedule == "cosine"
         given = "optim.schedule" in self.recipe.kept
         if name == "muon" and self.factor > 1 and is_cosine and not given:
@@ -355,57 +366,48 @@ class _Rule:
             self.set("optim.poly.power", 1.0, "linear")
 
     def unmix(self) -> None:
-        """Without mixed images where the run is too short for them."""
+        """Switches mixed images off in short runs."""
         if self.target.is_short and self.factor > 1:
             reason = f"{self.target.total_steps} steps in all are too few for mixed images"
             for name in self.recipe.mixing:
                 self.set(name, 0.0, reason)
 
     def normalize(self) -> int | None:
-        """Batch norm sees micro-batches of the size that it has in the recipe, or the next smaller one
-        that divides a rank's share. Raises ConfigError where that is less than a quarter. Returns the
-        size, None where the batch is refused later."""
+        """Keeps the batch-norm group of the recipe, or the next smaller one that divides a rank's batch.
+
+        Returns:
+            The group; None if the batch is refused later.
+
+        Raises:
+            ConfigError: If the group is less than a quarter of the recipe's.
+        """
         if "run.batch_size" in self.recipe.kept:
             return self.recipe.norm_group
         wanted = self.recipe.norm_group or min(self.recipe.batch, LARGEST_AUTOMATIC_GROUP)
-        batch = math.gcd(self.target.batch, self.target.first_batch or 0)
-        share = batch // self.target.ranks
-        if batch % self.target.ranks or share < 1:
-            return None  # refused elsewhere, with the nearest batches
-        group = _norm_group(share, wanted)
-        if _is_small(group, share, wanted):
-            goods = [
-                next((s for s in shares if not _is_small(_norm_group(s, wanted), s, wanted)), 0)
-                for shares in (range(share - 1, 0, -1), range(share + 1, 2 * share))
-            ]
-            near = " or ".join(str(good * self.target.ranks) for good in goods if good)
+        batch, ranks = math.gcd(self.target.batch, self.target.first_batch or 0), self.target.ranks
+        rank_batch = batch // ranks
+        if batch % ranks or rank_batch < 1:
+            return None  # resolve refuses it and names the nearest batches
+        group = _norm_group(rank_batch, wanted)
+        if 4 * group < min(wanted, rank_batch):
             raise ConfigError(
                 "run.global_batch_size", self.target.batch,
                 f"gives batch norm groups of {group} samples, but the recipe has {wanted}: no number "
-                f"near that divides the {share} samples of a rank",
-                f"use {near}, or give --batch-size",
+                f"near that divides the {rank_batch} samples of a rank",
+                "use a batch with more divisors, or give --batch-size",
             )  # fmt: skip
-        reason = "batch norm's group as in the recipe"
+        reason = "batch-norm group of the recipe"
         if group != wanted:
-            reason = f"the recipe's batch-norm group is {wanted}, a rank has {share} samples a step"
+            reason = f"divides the {rank_batch} samples of a rank; the recipe has {wanted}"
         self.set("run.batch_size", group, reason)
         return group
 
     def grow(self, group: int | None) -> None:
-        """Begins with a smaller batch, and a pace by its root, where an epoch has few steps."""
+        """Begins with a smaller batch and the root of its pace, if an epoch has few steps."""
         recipe, target = self.recipe, self.target
         kept = {"optim.batch_schedule", "optim.batch_rate", "optim.lr"} & recipe.kept
-        first = target.first_batch or self._first_batch(group, target.ranks)
-        batch = target.batch
-        if kept:
-            return
-        if first == batch:
-            if group and not target.first_batch and self._first_batch(group, ranks=1) < batch:
-                parts = batch // target.ranks // group
-                self.one_batch = (
-                    f"a rank has {parts} micro-batch{'es' if parts > 1 else ''} of {group} a step "
-                    "(fewer ranks or a smaller --batch-size let it grow)"
-                )
+        batch, first = target.batch, target.first_batch or self._first_batch(group)
+        if kept or first == batch:
             return
         if recipe.one_batch:
             self.one_batch = recipe.one_batch
@@ -415,32 +417,29 @@ class _Rule:
         epoch = GROWTH_SHARE * target.epochs if target.grows_at is None else target.grows_at
         before = min(epoch, target.epochs) * target.samples
         self.grown_steps = round(before / first + (target.samples * target.epochs - before) / batch)
-        self.set(
-            "optim.lr", rate.value * math.sqrt(first / batch), rate.reason + ", root of its share"
-        )
-        for number, choice in enumerate(self.choices):
-            if choice.name.rpartition(".")[2] in ("beta2", "eps", "weight_decay"):
-                self.choices[number] = choice._replace(
-                    reason=choice.reason + ", at the whole batch"
-                )
-        few = f"{target.steps_per_epoch:.3g} steps an epoch are few: more at first"
-        self.set("run.global_batch_size", first, few)
-        self.set("optim.batch_schedule", f"{epoch:g}:{batch}", "then the batch that was asked for")
+        root = math.sqrt(first / batch)
+        self.set("optim.lr", rate.value * root, f"{rate.reason}, times {root:.3g} at first")
+        self.set("run.global_batch_size", first, "more steps per epoch at first")
+        self.set("optim.batch_schedule", f"{epoch:g}:{batch}", "the requested batch later")
         self.set("optim.batch_rate", "sqrt", "rate and pace grow with the root of the batch")
 
-    def _first_batch(self, group: int | None, ranks: int) -> int:
-        """About a quarter, not below the known-good batch, in whole micro-batches of all ranks; the
-        whole batch where that is more than half, steps are many or the rate does not decay."""
+    def _first_batch(self, group: int | None) -> int:
+        """Returns about a quarter of the batch, in micro-batches of all ranks.
+
+        It is at least the known-good batch. Returns the whole batch if that is more than half, if
+        steps are many, or if the rate does not decay.
+        """
         batch = self.target.batch
         few = self.target.steps_per_epoch <= GROWN_STEPS_PER_EPOCH
         decays = self.recipe.optim.schedule in _DECAYING
         if group is None or self.factor <= 1 or not (few and decays):
             return batch
-        unit = group * ranks
+        unit = group * self.target.ranks
         units = max(math.ceil(batch / GROWTH / unit - 0.5), math.ceil(self.recipe.batch / unit))
         return units * unit if 2 * units * unit <= batch else batch
 
     def average(self) -> None:
+        """Averages weights if steps are few, over four steps at least."""
         if not self.recipe.averages or self.recipe.optim.schedule_free:
             return
         steps, epochs = self.target.steps_per_epoch, self.recipe.average_epochs
@@ -453,13 +452,9 @@ class _Rule:
             self.set("run.average_epochs", wanted, "a fifteenth of the run")
 
 
-def _norm_group(share: int, wanted: int) -> int:
-    """The largest micro-batch of at most `wanted` samples that divides `share`."""
-    parts = -(-share // wanted)
-    while share % parts:
+def _norm_group(rank_batch: int, wanted: int) -> int:
+    """Returns the largest micro-batch of at most `wanted` samples that divides `rank_batch`."""
+    parts = -(-rank_batch // wanted)
+    while rank_batch % parts:
         parts += 1
-    return share // parts
-
-
-def _is_small(group: int, share: int, wanted: int) -> bool:
-    return 4 * group < min(wanted, share)
+    return rank_batch // parts

@@ -1,8 +1,8 @@
-"""Learning rate, momentum and other values of a schedule, as pure functions of the step: a resumed run
-needs no state of a schedule. `LrSchedule` has the warm-up; after it comes one of the schedules, whose
-classes are also their settings: `[optim.poly]` and so on. Without torch.
+"""Computes learning rate, momentum and other scheduled values as pure functions of the step.
 
-Times are counted in steps of the first batch, so that a schedule does not depend on how the batch grows.
+Schedules have no state, so a resumed run restores none. `LrSchedule` has the warm-up, followed by one of
+the schedules, whose classes are also their settings (`[optim.poly]` and so on). Times are in steps of the
+first batch, so that a schedule does not depend on the growth of the batch. Without torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DECAY = ("lr_end", "decay_over_epochs")
 
 @dataclass(frozen=True)
 class Course:
-    """A run as schedules see it. Times are in steps of the first batch.
+    """The parameters of a run that schedules depend on. Times are in steps of the first batch.
 
     Attributes:
         peak: Peak rate.
@@ -49,7 +49,7 @@ class Course:
     decay_end: float
 
     def left(self, time: float) -> float:
-        """Returns the share of the decay that is left, 1 after the warm-up and 0 at `decay_end`."""
+        """Returns the remaining fraction of the decay: 1 after the warm-up, 0 at `decay_end`."""
         span = max(self.decay_end - self.warmup_steps, 1.0)
         return 1.0 - min(max(time - self.warmup_steps, 0.0) / span, 1.0)
 
@@ -58,13 +58,13 @@ class OwnerSettings:
     """Base of the settings of an optimizer or a schedule.
 
     Attributes:
-        READS: Those settings in `MOMENTUM` or `DECAY` that it uses.
+        READS: The settings in `MOMENTUM` or `DECAY` that it uses.
     """
 
     READS: ClassVar[tuple[str, ...]] = ()
 
     def values(self, time: float, course: Course) -> Mapping[str, float]:
-        """Returns values that change with time, but for the rate, by their names in parameter groups."""
+        """Returns scheduled values other than the rate, by their names in parameter groups."""
         return {}
 
 
@@ -72,20 +72,19 @@ class ScheduleSettings(OwnerSettings):
     """Base of the settings of a schedule; subclasses are frozen dataclasses.
 
     Attributes:
-        WARMS_UP: False for a schedule that rises by itself, or that has no warm-up: `rate` then has the
-            whole run.
+        WARMS_UP: False for a schedule without a separate warm-up; `rate` then covers the whole run.
     """
 
     WARMS_UP: ClassVar[bool] = True
 
     def rate(self, time: float, course: Course) -> float:
-        """Returns the rate at a time behind the warm-up."""
+        """Returns the rate at a time after the warm-up."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Constant(ScheduleSettings):
-    """The peak rate, always."""
+    """The peak rate."""
 
     def rate(self, time: float, course: Course) -> float:
         return course.peak
@@ -104,7 +103,7 @@ class Cosine(ScheduleSettings):
 
 @dataclass(frozen=True)
 class Poly(ScheduleSettings):
-    """A power of the time that is left."""
+    """A power of the remaining time."""
 
     READS: ClassVar[tuple[str, ...]] = DECAY
 
@@ -120,12 +119,12 @@ class Poly(ScheduleSettings):
 
 @dataclass(frozen=True)
 class Exponential(ScheduleSettings):
-    """The same factor with every step, from the peak rate to the final one, which may be above it."""
+    """Exponential decay from the peak rate to the final rate, or a rise if that is higher."""
 
     READS: ClassVar[tuple[str, ...]] = DECAY
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = (
         Exclusion(
-            "optim.lr_end", one_of(0.0), {}, "no factor leads to it, with optim.schedule = 'exponential'",
+            "optim.lr_end", one_of(0.0), {}, "must be above 0 with optim.schedule = 'exponential'",
             "try 1e-4",
         ),
     )  # fmt: skip
@@ -140,18 +139,21 @@ def _passed(epochs: tuple[float, ...], time: float, course: Course) -> int:
 
 @dataclass(frozen=True)
 class Step(ScheduleSettings):
-    """The rate changes at some epochs: `step` multiplies it by a factor, `piecewise` has a share of the
-    peak rate for each part of the run."""
+    """Changes of the rate at given epochs.
+
+    `step` multiplies the rate by a factor. `piecewise` has a fraction of the peak rate for each part of
+    the run.
+    """
 
     TABLE: ClassVar[str] = "step"
     UNREAD: ClassVar[tuple[str, ...]] = ("factors",)
 
     epochs: tuple[float, ...] = (30.0, 60.0, 80.0)
-    """Epochs at which the rate changes, or the batch grows."""
+    """Epochs at which the rate changes or the batch grows."""
     factor: float = 0.1
     """Factor of each decay of `step`."""
     factors: tuple[float, ...] = (0.5, 0.075, 0.01, 0.001)
-    """Shares of the peak rate for `piecewise`, before the first of `epochs` and from each of them on."""
+    """Fractions of the peak rate for `piecewise`: before the first epoch, and from each of them on."""
 
     def __post_init__(self) -> None:
         SettingChecks("optim.step", self).number("factor", "in (0, 1]", "try 0.1")
@@ -164,7 +166,7 @@ class Step(ScheduleSettings):
 
 @dataclass(frozen=True)
 class Piecewise(Step):
-    """A share of the peak rate for each part of the run."""
+    """A fraction of the peak rate for each part of the run."""
 
     UNREAD: ClassVar[tuple[str, ...]] = ("factor",)
 
@@ -187,8 +189,13 @@ class Piecewise(Step):
 def set_rate(
     optimizer: torch.optim.Optimizer, rate: float, others: Mapping[str, float] | None = None
 ) -> None:
-    """Sets the rate of all groups, times their `lr_scale`, and the values that a schedule changes with
-    it; the momentum of AdamW and LAMB is their β₁."""
+    """Sets the scheduled values of an optimizer.
+
+    Args:
+        optimizer: The optimizer.
+        rate: Learning rate; each group multiplies it by its `lr_scale`.
+        others: Other values by their names in parameter groups. The momentum of AdamW and LAMB is β₁.
+    """
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_scale", 1.0)
         for name, value in (others or {}).items():
@@ -200,11 +207,18 @@ def set_rate(
 
 @dataclass(frozen=True)
 class LrSchedule:
-    """Linear warm-up from `warmup_start` to `peak`, then the schedule that the settings name; or that
-    schedule alone, if it rises by itself.
+    """Linear warm-up from `warmup_start` to `peak`, followed by the schedule of the settings.
 
-    `total_steps` and `steps_per_epoch` are those of the first batch. Where the batch grows, `position`
-    gives the number of samples before a step.
+    Attributes:
+        settings: The section `[optim]`.
+        peak: Peak learning rate.
+        total_steps: Steps of the run at the first batch.
+        steps_per_epoch: Steps of an epoch at the first batch.
+        position: Number of samples before a step, if the batch grows.
+
+    Example:
+        >>> schedule = LrSchedule(OptimSettings(schedule="cosine"), 0.1, 1000, 100)
+        >>> set_rate(optimizer, schedule.rate(step))
     """
 
     settings: OptimSettings
@@ -215,13 +229,14 @@ class LrSchedule:
     _own: tuple[ScheduleSettings, OptimizerSettings] = field(init=False, repr=False, compare=False)
 
     def time(self, step: int) -> float:
-        """When `step` begins, in steps of the first batch."""
+        """Returns the start of `step`, in steps of the first batch."""
         if self.position is None:
             return step
         return self.position(step) / self.position(1)
 
     @property
     def warmup_steps(self) -> float:
+        """Length of the warm-up, in steps of the first batch."""
         wanted = self.settings.warmup_epochs * self.steps_per_epoch
         return self._most_warmup_steps if self._cuts_warmup else wanted
 
@@ -231,7 +246,7 @@ class LrSchedule:
 
     @property
     def _cuts_warmup(self) -> bool:
-        """Whether `warmup_max_share` shortens the warm-up by at least one step."""
+        """True if `warmup_max_share` shortens the warm-up by at least one step."""
         wanted = self.settings.warmup_epochs * self.steps_per_epoch
         return wanted >= self._most_warmup_steps + 1
 
@@ -241,7 +256,7 @@ class LrSchedule:
 
     @cached_property
     def course(self) -> Course:
-        """The run as the schedule sees it."""
+        """The parameters for the schedule."""
         over = self.settings.decay_over_epochs
         end = self.total_steps if over is None else over * self.steps_per_epoch
         return Course(
@@ -250,15 +265,10 @@ class LrSchedule:
         )  # fmt: skip
 
     def describe_cut(self) -> str:
-        """Describes a warm-up shorter than `warmup_epochs`, or none; otherwise empty."""
+        """Describes a warm-up that is shorter than `warmup_epochs`; empty otherwise."""
         wanted = self.settings.warmup_epochs
         if not self.settings.own_schedule.WARMS_UP:
-            if not wanted:
-                return ""
-            return (
-                f"none: {self.settings.schedule} rises by itself, optim.warmup_epochs = {wanted:g} "
-                "is not used"
-            )
+            return f"none with optim.schedule = {self.settings.schedule!r}" if wanted else ""
         if self.settings.warmup_max_share == 1 or not self._cuts_warmup:
             return ""
         epochs = self.warmup_steps / self.steps_per_epoch
@@ -268,7 +278,7 @@ class LrSchedule:
         )
 
     def rate(self, step: int) -> float:
-        """The rate of `step`, counted from 0. The first warm-up step is not 0, which would waste it."""
+        """Returns the rate of `step`, counted from 0. The first rate is above 0."""
         rate = self._rate(step)
         if self.position is None:
             return rate
@@ -277,14 +287,14 @@ class LrSchedule:
         return rate * growth.rate_factor(self.settings.batch_rate, batch, first)
 
     def others(self, step: int) -> dict[str, float]:
-        """Values other than the rate that change with `step`, by their names in parameter groups."""
+        """Returns scheduled values other than the rate, by their names in parameter groups."""
         time = self.time(step)
         schedule, optimizer = self._own
         return {**schedule.values(time, self.course), **optimizer.values(time, self.course)}
 
     def _rate(self, step: int) -> float:
         schedule, _ = self._own
-        # The end of the step, as far as warm-up is concerned.
+        # The warm-up uses the end of the step, so that the first rate is not 0.
         done = self.time(step + 1)
         if schedule.WARMS_UP and done < self.warmup_steps:
             start = self.settings.warmup_start

@@ -1,6 +1,4 @@
-"""Settings of the optimizer and its schedule, the section `[optim]` of a recipe: names of optimizers and
-schedules, ranges of numbers, and combinations that are refused.
-"""
+"""Defines the section `[optim]` of a recipe: optimizer, learning-rate schedule, refused combinations."""
 
 from __future__ import annotations
 
@@ -27,13 +25,13 @@ SCALINGS = ("off", "auto")
 
 @dataclass(frozen=True)
 class KnownGood:
-    """What the scaling rule has to know of the recipe, and of where values came from.
+    """Values of the recipe that the command line has replaced, for the scaling rule.
 
     Attributes:
         optimizer: Optimizer of the recipe; empty if it is the one in use.
         lr: Its peak rate at the known-good batch, if the command line gives another one.
         momentum: Its momentum, if the command line gives another one.
-        keeps: Settings of the command line, which the rule leaves as they are.
+        keeps: Settings of the command line, which the rule does not change.
     """
 
     optimizer: str = ""
@@ -44,7 +42,7 @@ class KnownGood:
 
 @dataclass(frozen=True)
 class OptimSettings(Section):
-    """The update rule and the learning-rate schedule; docs/optimizers.md has the equations."""
+    """Optimizer and learning-rate schedule; docs/optimizers.md has the equations."""
 
     NAME: ClassVar[str] = "optim"
     OWNERS: ClassVar[Mapping[str, str]] = OWNERS
@@ -52,85 +50,86 @@ class OptimSettings(Section):
 
     name: str = "sgd"
     """`sgd`, `lars`, `muon`, `adamw`, `lamb`, another name of docs/optimizers.md, a class of torch.optim
-    or of another module, as in `torch.optim:RAdam`, or a registered name."""
+    or another module (`torch.optim:RAdam`), or a registered name."""
     arguments: str = ""
-    """Keyword arguments for the class of `module:Class` or for a registered rule beside the rate, as a
-    TOML table: `{betas = [0.9, 0.95]}`."""
+    """Keyword arguments other than the rate for a class `module:Class` or a registered rule, as a TOML
+    table: `{betas = [0.9, 0.95]}`."""
     lr: float | None = None
-    """Peak learning rate; unset, `lr_base` · global batch / `lr_base_batch` (linear scaling)."""
+    """Peak learning rate. If unset: `lr_base` · global batch / `lr_base_batch` (linear scaling)."""
     lr_base: float = 0.1
-    """Peak learning rate at a global batch of `lr_base_batch`; the default stands for 0.00025 with
-    `adamw` and 0.000625 with `lamb`."""
+    """Peak learning rate at a global batch of `lr_base_batch`. The default is 0.00025 with `adamw` and
+    0.000625 with `lamb`."""
     lr_base_batch: int = 256
     """Global batch that `lr_base` refers to."""
     scaling: str = "off"
-    """`auto` derives optimizer, rate, trust coefficient, warm-up, batch-norm group, averaging and, at
+    """`auto` derives optimizer, rate, trust coefficient, warm-up, batch-norm group, averaging and, with
     few steps per epoch, growth of the batch, from a recipe that works at `known_good_batch`; `off`
-    uses the settings as they are."""
+    changes no setting."""
     known_good_batch: int | None = None
-    """Global batch at which the recipe is known to work, for `scaling`; unset, the recipe's own
+    """Global batch at which the recipe is known to work, for `scaling`. If unset: the recipe's
     `run.global_batch_size`."""
     momentum: float = 0.9
     """Momentum of SGD, LARS and Muon."""
     nesterov: bool = False
     """Use Nesterov momentum in SGD, LARS and Muon."""
     clip_norm: float = 0.0
-    """Largest norm of all gradients together; larger ones are scaled down to it; 0 clips nothing."""
+    """Maximum norm of all gradients together; larger gradients are scaled down; 0 switches clipping
+    off."""
     layer_decay: float = 1.0
-    """Factor of the learning rate from each layer to the one before it; 1 gives all layers the same."""
+    """Factor of the learning rate from each layer to the layer before it; 1 switches it off."""
     weight_decay: float = 1e-4
-    """Weight decay of weights; biases and normalization have none unless `decay_bias_norm`."""
+    """Weight decay; applies to biases and normalization only with `decay_bias_norm`."""
     decay_bias_norm: bool = False
-    """Apply weight decay to biases and normalization parameters too."""
+    """Apply weight decay to biases and normalization parameters."""
     warmup_epochs: float = 5.0
     """Epochs of linear warm-up."""
     warmup_start: float = 0.0
     """Learning rate at the start of warm-up."""
     warmup_max_share: float = 1.0
-    """Largest share of the run that warm-up may take; the command line sets 0.2, or the share in
-    the recipe if larger, and 1 if `--warmup-epochs` is given."""
+    """Maximum fraction of the run for warm-up. The command line sets 0.2, or the recipe's fraction if
+    larger, and 1 if `--warmup-epochs` is given."""
     schedule: str = "cosine"
     """Decay after warm-up: `constant`, `cosine`, `poly`, `exponential`, `step`, `piecewise`, a name that
     docs/optimizers.md lists, or a registered name."""
     schedule_free: float = 0.0
-    """Schedule-free training: share of the average in the weights at which gradients are taken; 0 is off,
-    0.9 common; needs `schedule = "constant"`."""
+    """Schedule-free training: weight of the average in the point at which gradients are computed. 0 is
+    off, 0.9 is common. Needs `schedule = "constant"`."""
     lr_end: float = 0.0
     """Final learning rate of schedules that have one, such as `cosine` and `poly`."""
     decay_over_epochs: float | None = None
-    """Epoch at which `cosine` and `poly` reach `lr_end`, warm-up included; unset, the end of the
+    """Epoch at which `cosine` and `poly` reach `lr_end`, warm-up included. If unset: the end of the
     run."""
     batch_schedule: str = ""
-    """Global batches by epoch, as in `0:256,8:1024,12:4096`, or `x4`: four times the batch at each of
-    `optim.step.epochs`, with `x4:4096` up to a batch of 4,096 (from then on the rate decays alone);
-    empty keeps the batch."""
+    """Growth of the global batch: a list of epochs and batches (`0:256,8:1024,12:4096`), or `x4` to
+    multiply the batch by 4 at each of `optim.step.epochs`, or `x4:4096` to do so up to a batch of 4,096
+    and then decay the rate. Empty for a constant batch."""
     batch_rate: str = "auto"
-    """How the rate follows the batch of `batch_schedule`: `constant` (not at all), `linear` (times batch
-    / first batch), `sqrt`, or `auto` (`linear` with a rule such as `x4`, else `constant`)."""
+    """Change of the rate with the batch of `batch_schedule`: `constant`, `linear` (times batch / first
+    batch), `sqrt`, or `auto` (`linear` with a rule such as `x4`, otherwise `constant`)."""
     fused: str = "auto"
-    """Implementation of the update: `triton`, `foreach`, or `auto` (Triton on a GPU where it is
+    """Implementation of the update: `triton`, `foreach`, or `auto` (Triton on a GPU if it is
     installed)."""
 
     known_good: KnownGood = field(default=KnownGood(), kw_only=True, metadata=NO_SETTING)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_optim(self)
+        _check(self)
         check_exclusions((*EXCLUSIONS, *self.exclusions()), optim=self)
 
     @property
     def is_class(self) -> bool:
-        """Whether `name` is `module:Class`."""
-        return _is_class(self.name)
+        """True if `name` is `module:Class`."""
+        return ":" in self.name
 
     @property
     def is_foreign(self) -> bool:
-        """Returns True if the optimizer is not one of Paceline's own."""
+        """True if the optimizer is not part of Paceline."""
         return self.is_class or registered_rule(self.name) is not None
 
     @property
     def own_optimizer(self) -> OptimizerSettings:
-        """The settings of the optimizer; the defaults of the base if it has none."""
+        """The settings of the optimizer; defaults if it has none."""
         own = self.chosen(self.name)
         return own if isinstance(own, OptimizerSettings) else OptimizerSettings()
 
@@ -143,20 +142,20 @@ class OptimSettings(Section):
 
     @property
     def has_default_base(self) -> bool:
-        """Returns True if `lr_base` has its default value."""
+        """True if `lr_base` has its default value."""
         return self.lr_base == OptimSettings.lr_base
 
     @property
     def batch_growth(self) -> BatchGrowth:
-        """`batch_schedule`, read."""
+        """The parsed `batch_schedule`."""
         return BatchGrowth.parse(self.batch_schedule)
 
     @property
     def idle(self) -> dict[str, str]:
-        """Settings that are given but have no effect, and why."""
-        if self.scaling != "off":  # it chooses what a recipe has
+        """Settings with another value than the default that have no effect, with the reasons."""
+        if self.scaling != "off":  # the rule may choose another optimizer
             return {}
-        found = {
+        idle = {
             name: f"optim.{chooser} = {getattr(self, chooser)!r}"
             for chooser, names, own in (
                 ("name", MOMENTUM, self.own_optimizer), ("schedule", DECAY, self.own_schedule)
@@ -167,26 +166,26 @@ class OptimSettings(Section):
         rule = registered_rule(self.name)
         own_decay = self.weight_decay != OptimSettings.weight_decay
         if rule is not None and own_decay and "weight_decay" not in rule.Hyper._fields:
-            found["weight_decay"] = f"optim.name = {self.name!r}"
+            idle["weight_decay"] = f"optim.name = {self.name!r}"
         if self.batch_rate != "auto" and not self.batch_schedule:
-            found["batch_rate"] = "no optim.batch_schedule"
-        return found
+            idle["batch_rate"] = "no optim.batch_schedule"
+        return idle
 
     def arguments_table(self) -> dict[str, Any]:
-        """`arguments` as a dictionary."""
+        """Returns `arguments` as a dictionary."""
         table = parse_arguments("optim.arguments", self.arguments)
         return {key: tuple(v) if isinstance(v, list) else v for key, v in table.items()}
 
     def peak_lr(self, global_batch: int) -> float:
-        """Linear scaling (Goyal et al. 2017), unless the rate is given as it is."""
+        """Returns `lr`, or the base rate scaled linearly to the batch (Goyal et al. 2017)."""
         if self.lr is not None:
             return self.lr
         base = self.own_optimizer.LR_BASE if self.has_default_base else self.lr_base
         return base * global_batch / self.lr_base_batch
 
 
-def check_optim(optim: OptimSettings) -> None:
-    """Raises ConfigError for the first value that cannot be."""
+def _check(optim: OptimSettings) -> None:
+    """Raises ConfigError for the first invalid value."""
     check = SettingChecks("optim", optim)
     if optim.is_class:
         split_name("optim.name", optim.name)
@@ -197,40 +196,26 @@ def check_optim(optim: OptimSettings) -> None:
     check.number("lr_base", "above 0", "try 0.1")
     check.number("lr_base_batch", "at least 1")
     check.number("momentum", "in [0, 1)", "try 0.9")
-    for name in (
-        "weight_decay", "warmup_epochs", "warmup_start", "lr_end", "clip_norm",
-    ):  # fmt: skip
+    for name in ("weight_decay", "warmup_epochs", "warmup_start", "lr_end", "clip_norm"):
         check.number(name, "0 or more")
     check.number("warmup_max_share", "in (0, 1]", "try 0.2")
     over = optim.decay_over_epochs
     if over is not None and not optim.warmup_epochs < over < float("inf"):
         raise check.error(
             "decay_over_epochs",
-            f"must lie behind the warm-up of {optim.warmup_epochs:g} epochs",
+            f"must be after the warm-up of {optim.warmup_epochs:g} epochs",
             "leave it unset to decay over the whole run",
         )
     check.number("layer_decay", "in (0, 1]", "try 0.75, or 1 (off)")
     check.number("schedule_free", "in [0, 1)", "try 0.9")
-    _check_scaling(optim, check)
-    _check_batches(optim, check)
+    check.known("scaling", SCALINGS)
+    check.number("known_good_batch", "at least 1")
+    check.known("batch_rate", BATCH_RATES)
     check.known("fused", PATHS)
     if optim.fused == "triton" and not (
         optim.own_optimizer.HAS_KERNELS or registered_rule(optim.name)
     ):
         raise check.error("fused", f"there are no kernels for {optim.name}", "use 'auto'")
-    _check_others(optim, check)
-
-
-def _check_scaling(optim: OptimSettings, check: SettingChecks) -> None:
-    check.known("scaling", SCALINGS)
-    check.number("known_good_batch", "at least 1")
-
-
-def _check_batches(optim: OptimSettings, check: SettingChecks) -> None:
-    check.known("batch_rate", BATCH_RATES)
-
-
-def _check_others(optim: OptimSettings, check: SettingChecks) -> None:
     if optim.arguments_table() and not optim.is_foreign:
         raise check.error(
             "arguments", f"{optim.name} takes none", "it is for optim.name = 'module:Class'"
@@ -239,7 +224,7 @@ def _check_others(optim: OptimSettings, check: SettingChecks) -> None:
         if optim.is_class:
             check_module("optim.name", optim.name)
         raise check.error(
-            "lr", f"no learning rate, and there is no default for {optim.name}",
+            "lr", f"no learning rate is given, and {optim.name} has no default",
             "give --lr, such as 0.001",
         )  # fmt: skip
 
@@ -247,10 +232,6 @@ def _check_others(optim: OptimSettings, check: SettingChecks) -> None:
 def _grows_by_rule(schedule: str) -> bool:
     """Returns True for a rule such as `x4`."""
     return BatchGrowth.parse(schedule).factor > 1
-
-
-def _is_class(name: str) -> bool:
-    return ":" in name
 
 
 EXCLUSIONS: tuple[Exclusion, ...] = (

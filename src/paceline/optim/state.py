@@ -1,7 +1,7 @@
-"""State of a parameter: its creation, and its restoration from a checkpoint.
+"""Creates the optimizer state of a parameter and restores it from a checkpoint.
 
-State is fp32 with the parameter's own strides: the buffers of the rule, such as `momentum_buffer`, and,
-for parameters in fp16 or bf16, `master`.
+State is fp32 and has the parameter's strides. It consists of the rule's buffers, such as
+`momentum_buffer`, and of the fp32 `master` of a parameter in fp16 or bf16.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ FORMATS = (torch.float32, *HALVES)
 MASTER = "master"
 MOMENTUM = "momentum_buffer"
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
-STEP = "step"  # Adam's count of a parameter's updates: a number on the device
+STEP = "step"  # number of updates of a parameter in Adam, a scalar on the device
 State = dict[str, Any]
 
 
-def require_dense(parameter: Tensor) -> None:
-    """Raises unless memory holds each element once, without gaps: the kernels iterate over memory."""
+def _require_dense(parameter: Tensor) -> None:
+    """Raises PacelineError unless the elements fill a block of memory, over which kernels iterate."""
     expected = 1
     dims = [d for d in zip(parameter.stride(), parameter.shape, strict=True) if d[1] != 1]
     for stride, size in sorted(dims):
@@ -33,24 +33,23 @@ def require_dense(parameter: Tensor) -> None:
             raise PacelineError(
                 f"parameter of shape {tuple(parameter.shape)} and strides {parameter.stride()} has "
                 "gaps or overlaps in memory",
-                "make it a parameter of its own: nn.Parameter(tensor.clone())",
+                "make it contiguous: nn.Parameter(tensor.clone())",
             )
         expected *= size
 
 
 def _state_format(parameter: Tensor) -> torch.dtype:
-    """fp32, or the format of a parameter that is wider."""
+    """Returns fp32, or the format of a wider parameter."""
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def create_state(parameter: Tensor, state: State, buffers: Sequence[str]) -> None:
-    """Adds what `state` lacks: `buffers` of zeros, and the master as a copy of the parameter."""
-    require_dense(parameter)
-    kind = _state_format(parameter)
+    """Adds missing entries to `state`: zeros for `buffers`, and the master as a copy of the parameter."""
+    _require_dense(parameter)
     for name in buffers:
         if state.get(name) is None:
             state[name] = torch.zeros_like(
-                parameter, dtype=kind, memory_format=torch.preserve_format
+                parameter, dtype=_state_format(parameter), memory_format=torch.preserve_format
             )
     if parameter.dtype in HALVES and state.get(MASTER) is None:
         state[MASTER] = parameter.detach().to(torch.float32, memory_format=torch.preserve_format)
@@ -63,11 +62,15 @@ def restore_state(
     new: dict[Tensor, State],
     keys: Sequence[str],
 ) -> None:
-    """Replaces the state in `new`, which torch has cast to the parameters' formats, by the saved fp32
-    values of the masters and of `keys`.
+    """Replaces state that torch has cast to the parameters' formats by the saved fp32 values.
 
-    Existing memory of `old` is reused, because captured CUDA graphs hold its addresses. A saved
-    master is dropped where the parameter is its own master.
+    Args:
+        groups: Parameter groups of the optimizer.
+        saved: The state dict that is being loaded.
+        old: The state before loading. Its memory is reused, because captured CUDA graphs hold the
+            addresses.
+        new: The state after torch's `load_state_dict`.
+        keys: Names of the state entries. A master is restored too if the parameter needs one.
     """
     ids = chain.from_iterable(group["params"] for group in saved["param_groups"])
     parameters = chain.from_iterable(group["params"] for group in groups)

@@ -1,15 +1,17 @@
-"""`WrappedOptimizer`: any `torch.optim` class, with fp32 masters around it.
+"""Wraps any `torch.optim` class with fp32 masters.
 
-The class updates fp32 masters from unscaled fp32 gradients; a step that is skipped never reaches it.
-Whether it is skipped is read on the host, so such an update synchronizes with the device and is not
-captured in a CUDA graph.
+The class updates fp32 masters from unscaled fp32 gradients, and a skipped step never reaches it. The host
+reads if a step is skipped. Such an update therefore synchronizes with the device and is not captured in
+a CUDA graph.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -24,6 +26,7 @@ from paceline.optim.rule import Gates, Outcome, Row, Rows, UpdateRule, check_fin
 from paceline.optim.state import MASTER
 
 Groups = Sequence[dict[str, Any]]
+_GROUP_KEYS = ("params", "lr")
 
 
 class _Rate(NamedTuple):
@@ -31,7 +34,7 @@ class _Rate(NamedTuple):
 
 
 class _NoRule(UpdateRule):
-    """The inner optimizer has the equation."""
+    """A rule without equation, which the inner optimizer has."""
 
     Hyper: ClassVar[Any] = _Rate
 
@@ -40,42 +43,53 @@ class _NoRule(UpdateRule):
 
 
 class WrappedOptimizer(MasterOptimizer):
-    """`create` makes the inner optimizer of parameter groups whose tensors are the masters.
+    """Adds fp32 masters to an optimizer of torch.
 
-    The rate of each group is passed on before every step; all else is the inner optimizer's own. It must
-    have the groups' parameters, all of them and in these groups.
+    The rate of each group is copied to the inner optimizer before every step. The inner optimizer keeps
+    everything else. It must have all parameters of the groups, in these groups.
+
+    Args:
+        groups: Parameter groups.
+        create: Creates the inner optimizer of groups whose tensors are the masters.
 
     Example:
-        optimizer = WrappedOptimizer(groups, lambda groups: torch.optim.RAdam(groups, lr=1e-3))
+        >>> optimizer = WrappedOptimizer(groups, lambda groups: torch.optim.RAdam(groups, lr=1e-3))
     """
 
     def __init__(self, groups: Groups, create: Callable[[list[dict[str, Any]]], Any]) -> None:
         self._inner: Optimizer | None = None
         super().__init__([dict(group) for group in groups], {"lr": 0.0}, _NoRule)
-        # Tensors of their own over the masters' memory: they hold the fp32 gradients.
+        # Parameters that share the masters' memory and hold the fp32 gradients.
         self._aliases = [nn.Parameter(master.detach()) for master in self.masters()]
         left = iter(self._aliases)
         wide = [
-            {key: value for key, value in group.items() if key not in ("params", "lr")}
+            {key: value for key, value in group.items() if key not in _GROUP_KEYS}
             | {"params": [next(left) for _ in group["params"]]}
             for group in groups
         ]
-        self._inner = checked(create(wide))
-        check_groups(wide, self._inner.param_groups)
-        for ours, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
+        self._inner = _checked(create(wide))
+        _check_parameters(wide, self._inner.param_groups, same_groups=True)
+        self._take_groups()
+        self._initial = copy.deepcopy(self._hyper_parameters())
+
+    def _take_groups(self) -> None:
+        """Copies the inner optimizer's hyper-parameters into our groups."""
+        for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             ours.update({key: value for key, value in theirs.items() if key != "params"})
-        self._initial = copied(self._hyper_parameters())
 
     @property
     def inner(self) -> Optimizer:
+        """The optimizer of torch."""
         assert self._inner is not None
         return self._inner
 
     @property
     def path(self) -> str:
+        """The implementation of the step."""
         return "torch"
 
     def describe(self) -> str:
+        """Returns the name of the class, and what differs from Paceline's optimizers."""
         name = type(self.inner).__name__.lower()
         decays = any(group.get("weight_decay") for group in self.param_groups)
         ignored = decays and "weight_decay" not in self.inner.defaults
@@ -83,6 +97,7 @@ class WrappedOptimizer(MasterOptimizer):
         return f"{name}{note}, masters around torch's own, update not captured"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises PacelineError: all groups must exist at creation."""
         if self._inner is not None:
             raise PacelineError(
                 "groups cannot join a wrapped optimizer", "create it with all groups"
@@ -90,7 +105,7 @@ class WrappedOptimizer(MasterOptimizer):
         super().add_param_group(param_group)
 
     def _run_in_lists(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
-        """One update of the inner optimizer, after a read of the switches on the host."""
+        """Reads the switches on the host and makes one update of the inner optimizer."""
         gradients = unscaled(rows, gates.grad_scale)
         norms = list(torch._foreach_norm(gradients, 2))
         allowed: list[bool] = check_finite(rows, norms, gates, outcome).tolist()
@@ -117,21 +132,24 @@ class WrappedOptimizer(MasterOptimizer):
             {
                 key: plain(value, f"{type(self.inner).__name__}.param_groups[{number}][{key!r}]")
                 for key, value in group.items()
-                if key not in ("params", "lr")
+                if key not in _GROUP_KEYS
             }
             for number, group in enumerate(self.inner.param_groups)
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, and the masters. Some classes keep state in their groups: values that
-        have changed since the start are saved apart, because a resumed run has its own settings."""
-        saved = plain_state(self.inner)
+        """Returns the state of the inner optimizer and the masters.
+
+        Some classes keep state in their groups. Values that have changed since the start are saved
+        separately, because a resumed run has its own settings.
+        """
+        saved = _plain_state(self.inner)
         state = {number: dict(entry) for number, entry in saved["state"].items()}
         for number, (p, master) in enumerate(zip(self.parameters(), self.masters(), strict=True)):
             if master is not p:
                 state.setdefault(number, {})[MASTER] = master
         changed = [
-            {k: value for k, value in now.items() if k not in old or not same(old[k], value)}
+            {k: value for k, value in now.items() if k not in old or not _same(old[k], value)}
             for now, old in zip(self._hyper_parameters(), self._initial, strict=True)
         ]
         inner = {"class": type(self.inner).__name__, "changed": changed}
@@ -139,6 +157,7 @@ class WrappedOptimizer(MasterOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict of the same class, with or without masters."""
         inner = state_dict.get("inner", {"class": type(self.inner).__name__, "changed": []})
         if inner["class"] != type(self.inner).__name__:
             raise ValueError(f"the state is one of {inner['class']}")
@@ -146,7 +165,7 @@ class WrappedOptimizer(MasterOptimizer):
             number: {key: value for key, value in entry.items() if key != MASTER}
             for number, entry in state_dict["state"].items()
         }
-        # A class may have entries of its own beside the two of torch.
+        # A class may have more entries than the two of torch.
         own = {key: value for key, value in state_dict.items() if key != "inner"}
         self.inner.load_state_dict({**own, "state": state})
         for group, changed in zip(self.inner.param_groups, inner["changed"], strict=False):
@@ -155,11 +174,10 @@ class WrappedOptimizer(MasterOptimizer):
             value = state_dict["state"].get(number, {}).get(MASTER)
             if value is not None and master is not p:
                 master.copy_(value)
-        for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
-            ours.update({key: value for key, value in theirs.items() if key != "params"})
+        self._take_groups()
 
     def state_bytes(self) -> int:
-        """Of the masters, and of the inner optimizer, whose state exists once it has stepped."""
+        """Returns the bytes of masters and inner state, which exists after the first step."""
         return super().state_bytes() + sum(map(tensor_bytes, self.inner.state.values()))
 
     def prepare(self) -> None:
@@ -167,66 +185,63 @@ class WrappedOptimizer(MasterOptimizer):
         self._ready()
 
     def upload(self) -> None:
-        """Nothing lies on the device."""
+        """Does nothing: hyper-parameters are read on the host."""
 
     def __getstate__(self) -> dict[str, Any]:
         raise PacelineError("a wrapped optimizer cannot be copied", "save its state_dict()")
 
 
-def checked(found: Any) -> Optimizer:
-    """Raises unless `found` is an optimizer whose step needs no closure."""
-    if not isinstance(found, Optimizer):
-        raise TypeError(f"gave a {type(found).__name__}, not a torch.optim.Optimizer")
-    refuse_closures(type(found))
-    return found
+def _checked(optimizer: Any) -> Optimizer:
+    """Returns `optimizer`; raises TypeError unless it is an optimizer whose step needs no closure."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"gave a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    _refuse_closures(type(optimizer))
+    return optimizer
 
 
-def plain_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The state dict as a checkpoint holds it. CheckpointError where it cannot."""
+def _plain_state(optimizer: Optimizer) -> dict[str, Any]:
+    """Returns the state dict as checkpoints hold it; raises CheckpointError if that is impossible."""
     name = type(optimizer).__name__
     saved = optimizer.state_dict()
     return {key: plain(value, f"{name}.{key}") for key, value in saved.items()}
 
 
-def check_groups(given: Groups, found: Groups) -> None:
-    """Raises unless the optimizer has the parameters that it was given, in the same groups."""
-    wanted, held = ([[id(p) for p in group["params"]] for group in each] for each in (given, found))
-    check_parameters(given, found)
-    if wanted != held:
+def _check_parameters(given: Groups, used: Groups, *, same_groups: bool = False) -> None:
+    """Raises PacelineError unless an optimizer has exactly the given parameters, or groups."""
+    wanted, actual = (
+        [[id(p) for p in group["params"]] for group in each] for each in (given, used)
+    )
+    wanted_ids, actual_ids = (set(chain.from_iterable(each)) for each in (wanted, actual))
+    if wanted_ids != actual_ids:
+        more = len(actual_ids - wanted_ids)
+        foreign = f", and {more} others" if more else ""
         raise PacelineError(
-            f"has its parameters in {len(held)} other groups than the {len(wanted)} given",
+            f"has {len(actual_ids & wanted_ids)} of the {len(wanted_ids)} trained parameters{foreign}",
+            "give it all groups; freeze parameters by requires_grad_(False)",
+        )
+    if same_groups and wanted != actual:
+        raise PacelineError(
+            f"has its parameters in {len(actual)} other groups than the {len(wanted)} given",
             "keep the groups and the order in them; settings may differ by group",
         )
 
 
-def check_parameters(given: Groups, found: Groups) -> None:
-    """Raises unless the optimizer has exactly the parameters that it was given."""
-    wanted, held = ({id(p) for group in each for p in group["params"]} for each in (given, found))
-    if wanted != held:
-        foreign = f", and {len(held - wanted)} others" if held - wanted else ""
-        raise PacelineError(
-            f"has {len(held & wanted)} of the {len(wanted)} trained parameters{foreign}",
-            "give it all groups; freeze parameters by requires_grad_(False)",
-        )
-
-
-def keep_rates(groups: Groups) -> None:
-    """Turns rates that differ between groups into their `lr_scale`: the schedule's rate is that of the
-    largest."""
+def _keep_rates(groups: Groups) -> None:
+    """Converts rates that differ between groups to `lr_scale`, relative to the largest rate."""
     rates = [float(group["lr"]) for group in groups]
     if min(rates) == max(rates):
         return
     if any(group.get("lr_scale", 1.0) != 1.0 for group in groups):
         raise PacelineError(
             f"has rates from {min(rates):g} to {max(rates):g} in groups that have an `lr_scale` too",
-            "set one of them: leave optim.layer_decay at 1, or the rates out of the groups",
+            "leave optim.layer_decay at 1, or give all groups the same rate",
         )
     for group, rate in zip(groups, rates, strict=True):
         group["lr_scale"] = rate / max(rates)
 
 
-def refuse_closures(kind: type) -> None:
-    """Raises for an optimizer that computes gradients several times in one step."""
+def _refuse_closures(kind: type) -> None:
+    """Raises TypeError for an optimizer that computes gradients several times in one step."""
     step = getattr(kind, "step", None)
     closure = inspect.signature(step).parameters.get("closure") if callable(step) else None
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -237,27 +252,40 @@ def wrap(
     field: str, name: str, create: Callable[[list[dict[str, Any]]], Any], groups: Groups,
     kind: object = None,
 ) -> MasterOptimizer:  # fmt: skip
-    """The optimizer that `create` makes, with masters around it; one of ours is taken as it is. Rates
-    that differ between its groups become their `lr_scale`. Errors out of the class become a ConfigError
-    that names `field`. `kind` is the class, where it is known."""
-    remedy = "see optim.arguments and the class's own documentation"
+    """Creates a user's optimizer, with masters unless it is a `MasterOptimizer`.
+
+    Rates that differ between its groups become their `lr_scale`.
+
+    Args:
+        field: Setting for error messages.
+        name: Value of the setting.
+        create: Creates the optimizer of groups.
+        groups: Parameter groups of the model.
+        kind: The class, if it is known.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ConfigError: For any exception of the class, and if it cannot train.
+    """
+    remedy = "see optim.arguments and the documentation of the class"
     try:
         if isinstance(kind, type):
-            refuse_closures(kind)
-        found = checked(create(_samples(groups)))
-        if isinstance(found, MasterOptimizer):
-            made = create([dict(group) for group in groups])
-            check_parameters(groups, made.param_groups)
-            keep_rates(made.param_groups)
-            return made  # type: ignore[no-any-return]
-        # A step that changes nothing of the run, so that a class that cannot train fails here.
-        for group in found.param_groups:
-            for p in group["params"]:
-                p.grad = torch.full_like(p, 1e-3)
-        found.step()
-        plain_state(found)
-        wrapped = WrappedOptimizer(groups, create)
-        keep_rates(wrapped.param_groups)
+            _refuse_closures(kind)
+        trial = _checked(create(_samples(groups)))
+        if isinstance(trial, MasterOptimizer):
+            wrapped: MasterOptimizer = create([dict(group) for group in groups])
+            _check_parameters(groups, wrapped.param_groups)
+        else:
+            # A trial step on copies, so that a class that cannot train fails here.
+            for group in trial.param_groups:
+                for p in group["params"]:
+                    p.grad = torch.full_like(p, 1e-3)
+            trial.step()
+            _plain_state(trial)
+            wrapped = WrappedOptimizer(groups, create)
+        _keep_rates(wrapped.param_groups)
         return wrapped
     except PacelineError as error:
         raise ConfigError(field, name, error.cause, error.remedy or remedy) from error
@@ -266,26 +294,34 @@ def wrap(
 
 
 def _samples(groups: Groups) -> list[dict[str, Any]]:
-    """The groups with copies of their smallest tensors only."""
-    made = []
+    """Returns the groups with copies of their smallest tensors."""
+    samples = []
     for group in groups:
         by_dims: dict[int, Tensor] = {}
         for p in sorted(group["params"], key=lambda p: p.numel()):
             by_dims.setdefault(p.dim(), p)
         copies = [nn.Parameter(p.detach().float().clone()) for p in by_dims.values()]
-        made.append({key: v for key, v in group.items() if key != "lr"} | {"params": copies})
-    return made
+        samples.append({key: v for key, v in group.items() if key != "lr"} | {"params": copies})
+    return samples
 
 
-# The state of a wrapped optimizer as `torch.load(weights_only=True)` reads it: plain values and tensors.
-
-
+# Checkpoints hold plain values and tensors, which `torch.load(weights_only=True)` reads.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 def plain(value: Any, where: str) -> Any:
-    """The value, with Python's numbers in place of NumPy's. CheckpointError for anything that could not
-    be read back without executing code."""
+    """Converts NumPy's numbers to Python's.
+
+    Args:
+        value: Part of a state dict.
+        where: Its place, for the message.
+
+    Returns:
+        The value without NumPy types.
+
+    Raises:
+        CheckpointError: If a value could not be read back without executing code.
+    """
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         return value.item()
     if isinstance(value, Tensor) or type(value) in _PLAIN:
@@ -301,26 +337,15 @@ def plain(value: Any, where: str) -> Any:
     )
 
 
-def copied(value: Any) -> Any:
-    """A copy of a plain value that later steps do not change."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: copied(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(copied(item) for item in value)
-    return value
-
-
-def same(one: Any, two: Any) -> bool:
-    """Whether plain values are equal; tensors are compared as wholes."""
-    if isinstance(one, Tensor) or isinstance(two, Tensor):
-        if not (isinstance(one, Tensor) and isinstance(two, Tensor)):
-            return False
+def _same(one: Any, two: Any) -> bool:
+    """Returns True if plain values are equal; tensors are compared as wholes."""
+    if isinstance(one, Tensor) and isinstance(two, Tensor):
         alike = (one.shape, one.dtype, one.device) == (two.shape, two.dtype, two.device)
         return alike and torch.equal(one, two)
-    if isinstance(one, dict) and isinstance(two, dict):
-        return one.keys() == two.keys() and all(same(one[key], two[key]) for key in one)
-    if type(one) in (list, tuple) and type(one) is type(two):
-        return len(one) == len(two) and all(map(same, one, two))
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(_same(one[key], two[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(two) and all(map(_same, one, two))
     return bool(one == two)

@@ -230,7 +230,7 @@ _MOST_CHANNELS = 1024
 
 
 # Our other models, whose layers are counted from a trace.
-TRACED = ("resnet_tiny", "alexnet2012")
+TRACED = ("resnet_tiny",)
 
 
 def is_network(name: str) -> bool:

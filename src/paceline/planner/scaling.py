@@ -106,7 +106,7 @@ def predict_scaling(
 
     Args:
         model: a built-in model; with `profile`, the model that was profiled. For `resnet_tiny`,
-            `alexnet2012`, `timm:NAME` and `module:factory` without a profile there is `paceline plan
+            `timm:NAME` and `module:factory` without a profile there is `paceline plan
             --model`, which needs torch.
         accelerator: a name of the catalogue, such as `h100`, `a100` or `cpu`, or a TOML file that
             describes another (docs/planner.md).

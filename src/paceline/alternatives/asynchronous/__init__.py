@@ -1,1 +1,1 @@
-"""Asynchronous SGD with bounded staleness: the strategy `asynchronous`."""
+"""The strategy `asynchronous`: asynchronous SGD with bounded staleness."""

@@ -1,11 +1,11 @@
-"""`ParameterServer`: weights that live on server ranks; workers push gradients and pull weights, each at
-its own pace.
+"""Implements a parameter server and the bound on the staleness of its workers.
 
-Every rank is a worker; the first `servers` ranks, or all, also serve a shard of whole tensors, in a
-thread. A push is applied when it arrives, and acknowledged; there is no barrier. Messages travel through
-host memory over Gloo, which can receive from any rank. `Clock` bounds how far ranks drift apart: a rank
-goes on with step n once all ranks have done step n − 1 − bound (stale synchronous parallel, Ho et al.
-2013).
+Every rank is a worker. The first `servers` ranks, or all, also serve a shard of tensors in a thread.
+Workers push gradients and pull weights without a barrier. A server applies a push when it arrives, and
+acknowledges it. Messages are sent through host memory over Gloo, which can receive from any rank.
+
+`Clock` bounds the distance between ranks: a rank begins step n after all ranks have finished step
+n − 1 − bound (stale synchronous parallel, Ho et al. 2013).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from torch import Tensor
 from paceline.comm.group import Group
 from paceline.core.errors import CommError
 
-# Applies a gradient of the shard at a learning rate; False if the gradient was not finite, and left out.
+# Applies a gradient of the shard at a learning rate; returns False if it was not finite and was skipped.
 Apply = Callable[[Tensor, float], bool]
 _HEADER, _BODY, _REPLY, _ACK = range(1, 5)
 _PULL, _PUSH, _BYE = range(3)
 _END_WAIT_S, _LEAVE_WAIT_S = 5.0, 1.0
-# Staleness above this is counted together.
+# Larger staleness values are counted together.
 MOST_STALENESS = 64
 
 
 class Shard(NamedTuple):
-    """Elements `start` to `stop` of the flat weights, which `rank` serves: tensors by their numbers."""
+    """Elements `start` to `stop` of the flat weights, served by `rank`: whole tensors by number."""
 
     rank: int
     start: int
@@ -41,8 +41,18 @@ class Shard(NamedTuple):
 
 
 def cut_shards(sizes: Sequence[int], ranks: int, servers: int) -> list[Shard]:
-    """Whole tensors, so that layer-wise optimizers work, dealt from the largest to the smallest to the
-    server with the least so far. `servers` = 0 means all ranks."""
+    """Divides whole tensors among servers, so that layer-wise optimizers work.
+
+    Assigns tensors from the largest to the smallest, each to the server with the least elements.
+
+    Args:
+        sizes: Elements of each tensor.
+        ranks: Number of ranks.
+        servers: Number of servers; 0 means all ranks.
+
+    Returns:
+        One shard per server.
+    """
     count = min(servers or ranks, ranks)
     dealt: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count
@@ -51,28 +61,37 @@ def cut_shards(sizes: Sequence[int], ranks: int, servers: int) -> list[Shard]:
         dealt[least].append(number)
         filled[least] += sizes[number]
     shards, start = [], 0
-    for rank, numbers in enumerate(dealt):
-        stop = start + sum(sizes[n] for n in numbers)
-        shards.append(Shard(rank, start, stop, tuple(sorted(numbers))))
-        start = stop
+    for rank, (numbers, length) in enumerate(zip(dealt, filled, strict=True)):
+        shards.append(Shard(rank, start, start + length, tuple(sorted(numbers))))
+        start += length
     return shards
 
 
 class Pushed(NamedTuple):
-    """`staleness`: updates by other ranks between the pull and this push, on the shard with the most.
-    `refused`: the gradient was not finite on some shard, and was left out there."""
+    """Result of a push.
+
+    Attributes:
+        staleness: Updates by other ranks between the pull and the push, on the shard with the most.
+        refused: True if the gradient was not finite on a shard, which has skipped it.
+    """
 
     staleness: int
     refused: bool
 
 
 class ParameterServer:
-    """The worker's side on every rank, and the thread that serves this rank's shard."""
+    """The worker of a rank, and the thread that serves this rank's shard.
+
+    Creation is a collective, because it creates a process group.
+
+    Args:
+        group: All ranks.
+        shards: Result of `cut_shards`.
+    """
 
     def __init__(self, group: Group, shards: Sequence[Shard]) -> None:
-        """A collective: it makes a process group."""
         self._group, self.shards = group, shards
-        self._world = dist.new_group(backend="gloo")
+        self.process_group: Any = dist.new_group(backend="gloo")
         self._own = next((shard for shard in shards if shard.rank == group.rank), None)
         self._lock = threading.Lock()
         self._version = 0
@@ -80,14 +99,18 @@ class ParameterServer:
         self._apply: Apply | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        # Messages whose memory must outlive this object's last call.
+        # Messages whose memory must live longer than the last call.
         self._goodbyes: list[Any] = []
-        # Of the last pull, for each shard.
+        # Version of each shard in the last pull.
         self._pulled = [0] * len(shards)
 
     def serve(self, weights: Tensor, apply: Apply) -> None:
-        """Starts serving `weights`, the shard's part of the flat weights, which `apply` changes in
-        place."""
+        """Starts the thread that serves this rank's shard.
+
+        Args:
+            weights: The shard's part of the flat weights.
+            apply: Applies a gradient to `weights` in place.
+        """
         if self._own is None:
             return
         self._weights, self._apply = weights, apply
@@ -95,25 +118,34 @@ class ParameterServer:
         self._thread.start()
 
     def pull(self, into: Tensor) -> None:
-        """The current weights of all shards."""
+        """Writes the current weights of all shards to `into`."""
         self._check()
         replies = []
         for number, shard in enumerate(self.shards):
             if shard is self._own:
-                self._read_own(number, into[shard.start : shard.stop])
+                assert self._weights is not None
+                with self._lock:
+                    into[shard.start : shard.stop].copy_(self._weights)
+                    self._pulled[number] = self._version
                 continue
             reply = torch.empty(2 + shard.stop - shard.start)
             self._send_header(shard.rank, _PULL)
-            work = dist.irecv(reply, group=self._world, group_src=shard.rank, tag=_REPLY)
-            replies.append((number, shard, reply, work))
+            replies.append((number, shard, reply, self._receive(reply, shard.rank, _REPLY)))
         for number, shard, reply, work in replies:
-            assert work is not None
             work.wait()
-            self._pulled[number] = _whole(reply[:2])
+            self._pulled[number] = _version_of(reply[:2])
             into[shard.start : shard.stop].copy_(reply[2:])
 
     def push(self, gradient: Tensor, rate: float) -> Pushed:
-        """Applies this rank's gradient to all shards, and returns once all have."""
+        """Applies this rank's gradient to all shards and waits until all have applied it.
+
+        Args:
+            gradient: Flat gradient.
+            rate: Learning rate.
+
+        Returns:
+            Staleness and refusal.
+        """
         self._check()
         answers: list[tuple[int, bool]] = []
         waits = []
@@ -124,19 +156,16 @@ class ParameterServer:
                 continue
             answer = torch.empty(2, dtype=torch.float64)
             self._send_header(shard.rank, _PUSH, self._pulled[number], rate)
-            sent = dist.isend(part, group=self._world, group_dst=shard.rank, tag=_BODY)
-            work = dist.irecv(answer, group=self._world, group_src=shard.rank, tag=_ACK)
-            waits.append((sent, work, answer))
-        for sent, work, answer in waits:
-            assert sent is not None
-            assert work is not None
+            sent: Any = dist.isend(part, group=self.process_group, group_dst=shard.rank, tag=_BODY)
+            waits.append((sent, self._receive(answer, shard.rank, _ACK), answer))
+        for sent, received, answer in waits:
             sent.wait()
-            work.wait()
+            received.wait()
             answers.append((int(answer[0]), bool(answer[1])))
         return Pushed(max(stale for stale, _ in answers), any(refused for _, refused in answers))
 
     def close(self) -> None:
-        """On all ranks, once nobody pushes or pulls any more."""
+        """Ends the servers. All ranks call it after the last push and pull of any rank."""
         for shard in self.shards:
             if shard is not self._own:
                 self._send_header(shard.rank, _BYE)
@@ -144,39 +173,34 @@ class ParameterServer:
             self._thread.join(_END_WAIT_S)
 
     def leave(self) -> None:
-        """After an error: lets the other ranks' servers end, without waiting for ranks that may be
-        gone."""
+        """Lets the servers of other ranks end after an error, without waiting for lost ranks."""
         for shard in self.shards:
             if shard is not self._own:
                 with suppress(RuntimeError, ValueError):  # that rank is gone
                     goodbye = torch.tensor([_BYE, 0, 0], dtype=torch.float64)
-                    work = dist.isend(goodbye, group=self._world, group_dst=shard.rank, tag=_HEADER)
+                    work = dist.isend(
+                        goodbye, group=self.process_group, group_dst=shard.rank, tag=_HEADER
+                    )
                     self._goodbyes.append((goodbye, work))
         if self._thread is not None:
             self._thread.join(_LEAVE_WAIT_S)
-
-    @property
-    def process_group(self) -> Any:
-        return self._world
 
     def _check(self) -> None:
         if self._failure is not None:
             raise CommError(
                 f"the parameter server of rank {self._group.rank} failed ({self._failure})",
-                "look into the ranks' logs",
+                "see the ranks' logs",
             )
 
     def _send_header(self, rank: int, kind: int, version: int = 0, rate: float = 0.0) -> None:
         header = torch.tensor([kind, version, rate], dtype=torch.float64)
-        dist.send(header, group=self._world, group_dst=rank, tag=_HEADER)
+        dist.send(header, group=self.process_group, group_dst=rank, tag=_HEADER)
 
-    def _read_own(self, number: int, into: Tensor) -> None:
-        assert self._weights is not None
-        with self._lock:
-            into.copy_(self._weights)
-            self._pulled[number] = self._version
+    def _receive(self, into: Tensor, rank: int, tag: int) -> Any:
+        return dist.irecv(into, group=self.process_group, group_src=rank, tag=tag)
 
     def _take(self, gradient: Tensor, pulled: int, rate: float) -> tuple[int, bool]:
+        """Applies a push to this rank's shard; returns staleness and refusal."""
         assert self._apply is not None
         with self._lock:
             stale = self._version - pulled
@@ -185,7 +209,7 @@ class ParameterServer:
         return stale, not applied
 
     def _serve(self) -> None:
-        """One request after the other, until all other ranks have said goodbye."""
+        """Serves requests until all other ranks have sent their last message."""
         assert self._own is not None
         assert self._weights is not None
         header = torch.empty(3, dtype=torch.float64)
@@ -193,55 +217,56 @@ class ParameterServer:
         left = self._group.world_size - 1
         try:
             while left:
-                rank = dist.recv(header, group=self._world, tag=_HEADER)
+                rank = dist.recv(header, group=self.process_group, tag=_HEADER)
                 kind, version, rate = header.tolist()
                 if kind == _BYE:
                     left -= 1
                 elif kind == _PULL:
                     with self._lock:
-                        reply = torch.cat([_parts(self._version), self._weights])
-                    dist.send(reply, dst=rank, group=self._world, tag=_REPLY)
+                        reply = torch.cat([_encoded(self._version), self._weights])
+                    dist.send(reply, dst=rank, group=self.process_group, tag=_REPLY)
                 else:
-                    dist.recv(gradient, src=rank, group=self._world, tag=_BODY)
+                    dist.recv(gradient, src=rank, group=self.process_group, tag=_BODY)
                     stale, refused = self._take(gradient, int(version), rate)
                     answer = torch.tensor([stale, float(refused)], dtype=torch.float64)
-                    dist.send(answer, dst=rank, group=self._world, tag=_ACK)
-        except Exception as error:  # noqa: BLE001  (raised where the worker calls next)
+                    dist.send(answer, dst=rank, group=self.process_group, tag=_ACK)
+        except Exception as error:  # noqa: BLE001  (raised by the worker's next call)
             self._failure = error
 
 
-def _parts(version: int) -> Tensor:
-    """A version in two numbers that fp32 holds exactly."""
+def _encoded(version: int) -> Tensor:
+    """Returns a version as two numbers that fp32 represents exactly."""
     return torch.tensor([version >> 20, version & 0xFFFFF], dtype=torch.float32)
 
 
-def _whole(parts: Tensor) -> int:
-    return (int(parts[0]) << 20) + int(parts[1])
+def _version_of(encoded: Tensor) -> int:
+    return (int(encoded[0]) << 20) + int(encoded[1])
 
 
 class Clock:
-    """Sums a row of numbers over ranks, step by step, without waiting: whoever waits for a step's sum
-    knows that all ranks have done the step. That bounds how far they drift apart."""
+    """Adds rows of numbers over ranks, one per step, without a barrier.
 
-    def __init__(self, group: Group) -> None:
-        """A collective: it makes a process group."""
-        self._group = group
-        self._world = dist.new_group(backend="gloo")
+    A rank that waits for the sum of a step knows that all ranks have finished this step. Creation is a
+    collective, because it creates a process group.
+    """
 
-    def tick(self, row: Tensor) -> Callable[[], None]:
-        """Adds this rank's `row`, in host memory, to those of the same step of the other ranks; it holds
-        the sum once the returned function has been called."""
-        work = dist.all_reduce(row, group=self._world, async_op=True)
+    def __init__(self) -> None:
+        self._process_group = dist.new_group(backend="gloo")
+
+    def tick(self, row: Tensor) -> Callable[[], object]:
+        """Begins the sum of `row`, in host memory, over the same step of all ranks.
+
+        Returns:
+            A function that waits until `row` contains the sum.
+        """
+        work = dist.all_reduce(row, group=self._process_group, async_op=True)
         assert work is not None
-
-        def wait() -> None:
-            work.wait()
-
+        wait: Callable[[], object] = work.wait
         return wait
 
 
 def histogram_row(staleness: int | None) -> Tensor:
-    """One count in the place of a staleness; None counts nothing."""
+    """Returns counts per staleness: one for the given value, or none."""
     row = torch.zeros(MOST_STALENESS + 1)
     if staleness is not None:
         row[min(staleness, MOST_STALENESS)] = 1
@@ -249,5 +274,5 @@ def histogram_row(staleness: int | None) -> Tensor:
 
 
 def counts_of(row: Tensor) -> dict[str, int]:
-    """How many pushes had each staleness, without those that none had."""
+    """Returns the number of pushes per staleness value, without zeros."""
     return {str(at): round(count) for at, count in enumerate(row.tolist()) if count}

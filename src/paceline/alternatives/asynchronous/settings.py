@@ -18,12 +18,12 @@ _HALF = "use --amp-dtype bf16 or fp32"
 
 @dataclass(frozen=True)
 class AsynchronousSettings:
-    """Ranks push gradients to parameter servers and pull weights, without waiting for one another."""
+    """Asynchronous SGD: ranks push gradients to parameter servers and pull weights."""
 
     staleness: int = 4
-    """Steps by which ranks may drift apart."""
+    """Maximum number of steps between the fastest and the slowest rank."""
     servers: int = 0
-    """The first ranks that serve a shard of the weights; 0 means all ranks."""
+    """Number of ranks, from the first on, that serve a shard of the weights; 0 means all ranks."""
 
     def __post_init__(self) -> None:
         check = SettingChecks("run.asynchronous", self)
@@ -44,7 +44,7 @@ class AsynchronousSettings:
             {"optim.batch_schedule": ""}, "is not supported with asynchronous training"
         ),
         Exclusion(
-            "comm.overlap", one_of("on"), {}, "asynchronous ranks push whole gradients, after backward",
+            "comm.overlap", one_of("on"), {}, "asynchronous ranks push gradients after the backward pass",
             "use 'auto' or 'off'",
         ),
         Exclusion(

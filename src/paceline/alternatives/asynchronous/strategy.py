@@ -1,11 +1,12 @@
-"""Asynchronous SGD with bounded staleness: a step on a parameter server.
+"""Implements the strategy `asynchronous`: SGD with bounded staleness on parameter servers.
 
-Before a step `Asynchronous` pulls the weights, after the backward pass it pushes this rank's gradient,
-and the servers apply it by the run's own optimizer. Ranks meet at an evaluation and at a checkpoint only
-(`pause`); in between they drift apart by `run.asynchronous.staleness` steps at most.
+`Asynchronous` pulls the weights before a step and pushes this rank's gradient after the backward pass.
+The servers apply it with the optimizer of the run. Ranks are synchronized at evaluations and checkpoints
+only (`pause`). Between these the fastest is at most `run.asynchronous.staleness` steps ahead.
 
-A push is the mean gradient of this rank's part of the global batch, applied at 1/p of the learning rate:
-p pushes move the weights as far as one synchronous step, also with weight decay and layer-wise rates.
+A push is the mean gradient of this rank's part of the global batch, applied at 1/p of the learning rate.
+Therefore p pushes move the weights as far as one synchronous step, also with weight decay and layer-wise
+rates.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from paceline.core.errors import RunError
 from paceline.data import BatchPlan
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.schedules import set_rate
+from paceline.optim.state import MASTER
 from paceline.train.exchange_plan import ExchangeParts
 from paceline.train.micro_step import MicroStep
 from paceline.train.step_parts import StepParts, create_master_optimizer
@@ -46,7 +48,7 @@ MakeOptimizer = Callable[[nn.Module], MasterOptimizer]
 
 
 class LocalTransport(Transport):
-    """Sends nothing: every rank keeps its own gradients and signals."""
+    """Sends nothing: every rank keeps its gradients and signals."""
 
     def send(self, pieces: Sequence[Piece], begun: Notify, ended: Notify) -> Wait:
         begun()
@@ -55,13 +57,16 @@ class LocalTransport(Transport):
 
 
 class Asynchronous(Strategy):
-    """The run's optimizer never steps here, but holds the state of the servers after `pause`."""
+    """Pulls weights, pushes gradients, and bounds the staleness.
+
+    The optimizer of the run never steps. After `pause` it contains the state of the servers.
+    """
 
     name = "asynchronous"
     several_ranks = True
     same_weights = False
     stops_within_step = False
-    one_batch = "run.strategy = 'asynchronous' has one"
+    one_batch = "run.strategy = 'asynchronous' needs a constant batch"
     counts = {"staleness": ("Staleness", "updates by other ranks", "pushes")}  # noqa: RUF012
 
     def __init__(self, config: RunConfig, group: Group) -> None:
@@ -88,27 +93,27 @@ class Asynchronous(Strategy):
         )  # fmt: skip
 
     def attach(self, parts: StepParts, micro: MicroStep) -> None:
-        """A collective: it makes process groups."""
+        """Creates servers and clock. A collective, because it creates process groups."""
         group = self.group
         self._names = parameter_names(parts.exchange, parts.optimizer)
         self._exchange, self._batch_norm = parts.exchange, parts.batch_norm
-        self._weights = Weights(parts.optimizer)
+        self._optimizer = parts.optimizer
         self._parameters = parts.optimizer.parameters()
         sizes = [p.numel() for p in self._parameters]
         shards = cut_shards(sizes, group.world_size, self._settings.servers)
         self._server = group.watched(
             "the creation of process groups", lambda: ParameterServer(group, shards)
         )
-        self._clock = group.watched("the creation of process groups", lambda: Clock(group))
-        # Where each tensor lies in the flat weights: those of a shard lie side by side.
+        self._clock = group.watched("the creation of process groups", Clock)
+        # Start of each tensor in the flat weights, where the tensors of a shard are contiguous.
         self._starts = [0] * len(sizes)
-        at = 0
+        start = 0
         for shard in shards:
             for number in shard.tensors:
-                self._starts[number] = at
-                at += sizes[number]
-        self._flat = torch.zeros(at)
-        self._gradient = torch.zeros(at)
+                self._starts[number] = start
+                start += sizes[number]
+        self._flat = torch.zeros(start)
+        self._gradient = torch.zeros(start)
         full = replace(parts.policy, dtype=torch.float32)
         settings = replace(self.config.optim, fused="auto")
         self._mirror = _Mirror(
@@ -123,15 +128,17 @@ class Asynchronous(Strategy):
             self._start()
         started = time.perf_counter()
         self.group.watched("a pull of weights", lambda: self._server.pull(self._flat))
-        self._weights.load(self._views(self._flat))
+        _load_weights(self._optimizer, self._views(self._flat))
         self._exposed_s = time.perf_counter() - started
 
     def finish(self, rate: float, hyperparameters: Mapping[str, float] | None) -> Pending:
-        """Pushes the gradient that `GradientExchange.reduce` has left, unless this rank has failed.
-        Servers take the rate of a push, and no other values of the schedule."""
+        """Pushes the result of `GradientExchange.reduce`, unless this rank has failed.
+
+        Servers receive the rate with each push, but no other values of the schedule.
+        """
         if hyperparameters:
             raise RunError(
-                f"parameter servers accept the rate only, not {', '.join(hyperparameters)}",
+                f"parameter servers do not receive {', '.join(hyperparameters)} of the schedule",
                 "use another optim.schedule or optim.name",
             )
         tail = self._exchange.tail.detach().cpu()
@@ -159,18 +166,14 @@ class Asynchronous(Strategy):
                 histogram_row(None if pushed is None else pushed.staleness),
             ]
         )
-        return self._pending(sums, self._exposed_s)
-
-    def _pending(self, sums: Tensor, exposed_s: float) -> Pending:
-        """The outcome of a step, once all ranks have done it and `sums` are of all of them."""
-        signals = len(SIGNALS)
+        exposed_s, signals = self._exposed_s, len(SIGNALS)
         row = torch.zeros(signals + len(EXTRAS) + len(self._names))
         row[signals + EXTRAS.index("scale")] = 1.0
         arrived = self._clock.tick(sums)
         fields: dict[str, Any] = {}
 
         def wait() -> None:
-            arrived()
+            arrived()  # `sums` now contains the sums over ranks
             row[:signals] = sums[:signals]
             row[signals + EXTRAS.index("overflow")] = sums[signals]
             fields["staleness"] = counts_of(sums[signals + 1 :])
@@ -179,33 +182,35 @@ class Asynchronous(Strategy):
 
     @property
     def state_bytes(self) -> int:
-        """Of host memory: pulled weights, pushed gradient, and the server's weights and momenta."""
+        """Bytes of host memory: pulled weights, pushed gradient, and the server's weights and state."""
         mirror = self._mirror.state_of(tuple(range(len(self._parameters))))
         held = sum(tensor.nbytes for tensor in mirror)
         return held + 2 * self._flat.nbytes + self._gradient.nbytes
 
     def step_bytes(self, gradient_bytes: float) -> float:
-        """Weights are pulled and gradients pushed, in fp32."""
+        """Returns the bytes of pulled weights and pushed gradients, both in fp32."""
         return float(self._flat.nbytes + self._gradient.nbytes)
 
     def pause(self) -> None:
-        """When all ranks have done the same steps: the model and its optimizer get the weights and the
-        state of the servers, equal on all ranks."""
+        """Copies the servers' weights and state to model and optimizer, equal on all ranks.
+
+        All ranks have finished the same steps.
+        """
         if not self._started:
             return
         self.group.watched("a pull of weights", lambda: self._server.pull(self._flat))
         self.group.watched("the servers' state", self._gather_momenta)
-        self._weights.load_momenta(Weights(self._mirror.optimizer).momenta())
-        self._weights.load(self._views(self._flat))
+        _copy_state(self._mirror.optimizer, self._optimizer)
+        _load_weights(self._optimizer, self._views(self._flat))
 
     def conclude(self) -> None:
-        """Servers stop."""
+        """Stops the servers."""
         if self._started and not self._closed:
             self._closed = True
             self.group.watched("the end of the servers", self._server.close)
 
     def release(self) -> None:
-        """Lets the servers end, also after an error. Holds no CUDA graph."""
+        """Stops the servers after an error."""
         if self._started and not self._closed:
             self._closed = True
             self._server.leave()
@@ -217,11 +222,13 @@ class Asynchronous(Strategy):
         ]
 
     def _start(self) -> None:
-        """From the weights and the optimizer's state of this rank, new or of a checkpoint."""
+        """Starts the servers with weights and state of this rank, new or from a checkpoint."""
         self._started = True
-        for view, master in zip(self._views(self._flat), self._weights.masters, strict=True):
+        masters = self._optimizer.masters()
+        for view, master in zip(self._views(self._flat), masters, strict=True):
             view.copy_(master.detach())
-        self._mirror.load(self._weights)
+        _copy_state(self._optimizer, self._mirror.optimizer)
+        _load_weights(self._mirror.optimizer, masters)
         if self._own is None:
             return
         weights = self._flat[self._own.start : self._own.stop].clone()
@@ -230,7 +237,7 @@ class Asynchronous(Strategy):
         self._server.serve(weights, self._mirror.apply)
 
     def _gather_momenta(self) -> None:
-        """Each server's state of its tensors, on all ranks; in one message for each server."""
+        """Broadcasts each server's state to all ranks, in one message per server."""
         for shard in self._server.shards:
             tensors = self._mirror.state_of(shard.tensors)
             if not tensors:
@@ -245,79 +252,60 @@ class Asynchronous(Strategy):
 
 
 class _Mirror:
-    """The servers' copy of the model on the CPU in fp32, with an optimizer like the run's. A gradient is
-    given to this rank's tensors only; the others stay as they are."""
+    """The servers' fp32 copy of the model on the CPU, with an optimizer like that of the run.
+
+    Only this rank's tensors receive gradients.
+    """
 
     def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         copied = copy.deepcopy(model).to("cpu", torch.float32)
-        # Contiguous: a shard of the flat weights has no other order.
+        # Contiguous, like the shards of the flat weights.
         copied = copied.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         self.optimizer = make_optimizer(copied)
         self.optimizer.prepare()
-        self._parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
+        self._parameters = self.optimizer.parameters()
         self._own: list[tuple[Any, slice]] = []
 
-    @torch.no_grad()
-    def load(self, weights: Weights) -> None:
-        Weights(self.optimizer).load_momenta(weights.momenta())
-        Weights(self.optimizer).load([master.cpu() for master in weights.masters])
-
     def take(self, numbers: tuple[int, ...], weights: Tensor, places: list[int]) -> None:
-        """The tensors `numbers` become views of `weights`."""
+        """Turns the tensors `numbers` into views of `weights` at `places`."""
         for number, place in zip(numbers, places, strict=True):
             parameter = self._parameters[number]
-            where = slice(place, place + parameter.numel())
-            parameter.data = weights[where].view(parameter.shape)
-            self._own.append((parameter, where))
+            span = slice(place, place + parameter.numel())
+            parameter.data = weights[span].view(parameter.shape)
+            self._own.append((parameter, span))
 
     def apply(self, gradient: Tensor, rate: float) -> bool:
-        for parameter, where in self._own:
-            parameter.grad = gradient[where].view(parameter.shape)
+        """Makes a step with the gradient of the shard; returns False if it was not finite."""
+        for parameter, span in self._own:
+            parameter.grad = gradient[span].view(parameter.shape)
         set_rate(self.optimizer, rate)
         self.optimizer.step()
         return not bool(self.optimizer.overflow > 0)
 
     def state_of(self, numbers: tuple[int, ...]) -> list[Tensor]:
-        found = []
+        """Returns the state tensors of some parameters, in a fixed order."""
+        tensors = []
         for number in numbers:
             state = self.optimizer.state[self._parameters[number]]
-            found += [state[key] for key in sorted(state) if isinstance(state[key], Tensor)]
-        return found
+            tensors += [state[key] for key in sorted(state) if isinstance(state[key], Tensor)]
+        return tensors
 
 
-class Weights:
-    """The trained weights of this rank: fp32 masters, and the parameters that the model computes with,
-    which may be rounded or the masters themselves."""
+@torch.no_grad()
+def _load_weights(optimizer: MasterOptimizer, values: Sequence[Tensor]) -> None:
+    """Copies values to the masters and the parameters, which may be the masters."""
+    parameters = optimizer.parameters()
+    for master, parameter, value in zip(optimizer.masters(), parameters, values, strict=True):
+        master.copy_(value)
+        if parameter is not master:
+            parameter.copy_(value)
 
-    def __init__(self, optimizer: Any) -> None:
-        """Of a `paceline.optim.MasterOptimizer`."""
-        self._optimizer = optimizer
 
-    @property
-    def masters(self) -> list[Tensor]:
-        found: list[Tensor] = self._optimizer.masters()
-        return found
-
-    @torch.no_grad()
-    def copy(self) -> list[Tensor]:
-        return [master.detach().clone() for master in self.masters]
-
-    @torch.no_grad()
-    def load(self, values: Sequence[Tensor]) -> None:
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        for master, parameter, value in zip(self.masters, parameters, values, strict=True):
-            master.copy_(value)
-            if parameter is not master:
-                parameter.copy_(value)
-
-    def momenta(self) -> dict[Any, dict[str, Any]]:
-        """The optimizer's own state, by the number of the parameter, without masters."""
-        found: dict[Any, dict[str, Any]] = self._optimizer.state_dict()["state"]
-        return {
-            number: {key: value for key, value in entry.items() if key != "master"}
-            for number, entry in found.items()
-        }
-
-    def load_momenta(self, saved: Mapping[Any, dict[str, Any]]) -> None:
-        groups = self._optimizer.state_dict()["param_groups"]
-        self._optimizer.load_state_dict({"state": dict(saved), "param_groups": groups})
+def _copy_state(source: MasterOptimizer, target: MasterOptimizer) -> None:
+    """Copies the state of an optimizer to another one, without masters and hyper-parameters."""
+    state = {
+        number: {key: value for key, value in entry.items() if key != MASTER}
+        for number, entry in source.state_dict()["state"].items()
+    }
+    groups = target.state_dict()["param_groups"]
+    target.load_state_dict({"state": state, "param_groups": groups})

@@ -1,1 +1,1 @@
-"""8-bit wire formats with error feedback (docs/alternatives.md)."""
+"""8-bit wire formats with error feedback; see docs/alternatives.md."""

@@ -1,13 +1,13 @@
-"""8-bit wire formats with error feedback, and the all-reduce that sums them.
+"""Sums gradients in 8-bit wire formats with error feedback.
 
-No backend sums 8-bit numbers, and a sum of them would need more bits. So each rank owns a chunk of the
-buffer: it receives every rank's quantized chunk (all-to-all), adds them in fp32, quantizes the sum and
-sends it to all (all-gather). All ranks decode the same bytes, and so end bit-identical.
+No backend sums 8-bit numbers, and a sum of them would need more bits. Therefore each rank owns a chunk of
+the buffer. It receives this chunk from every rank in 8 bits (all-to-all), adds them in fp32, quantizes
+the sum and sends it to all ranks (all-gather). All ranks decode the same bytes and end bit-identical.
 
-What rounding cuts off is not lost: a rank adds it to the next step's gradients before it quantizes them
-(error feedback, Seide et al. 2014, Karimireddy et al. 2019), and the owner of a chunk does the same with
-what its sum loses (Tang et al. 2019). Residuals are kept in units of the unscaled gradient, so that the
-loss scale may change between steps.
+Error feedback: a rank adds the rounding errors to the gradients of the next step before it quantizes them
+(Seide et al. 2014, Karimireddy et al. 2019). The owner of a chunk does the same with the errors of its
+sum (Tang et al. 2019). These residuals are in units of the unscaled gradient, so that the loss scale may
+change between steps.
 """
 
 from __future__ import annotations
@@ -31,32 +31,41 @@ from paceline.core.errors import CheckpointError
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """Blocks of `BLOCK` numbers with one fp32 scale each: the block's largest magnitude becomes the
-    largest number of the format. Packed: all scales, then all numbers, one byte each."""
+    """A format with one fp32 scale per block of `BLOCK` numbers.
+
+    The largest magnitude of a block becomes the largest number of the format. Packed data consist of all
+    scales, followed by all numbers.
+
+    Attributes:
+        dtype: Format of the numbers.
+        largest: Its largest number.
+    """
 
     dtype: torch.dtype
     largest: float
 
     def packed_bytes(self, length: int) -> int:
-        """Of `length` numbers, a multiple of the block."""
+        """Returns the bytes of `length` numbers, a multiple of the block."""
         return length + length // BLOCK * SCALE_BYTES
 
     def encode(self, values: Tensor, packed: Tensor) -> None:
-        """Quantizes fp32 `values`, whole blocks, into bytes. A block with a number that is not finite
-        decodes to NaN throughout, so that every rank skips the step."""
+        """Quantizes whole blocks of fp32 `values` into bytes.
+
+        A block with a non-finite number decodes to NaN, so that every rank skips the step.
+        """
         rows = values.view(-1, BLOCK)
         scales, numbers = self._parts(packed)
         scales.copy_(rows.abs().amax(dim=1).div_(self.largest))
-        # A block of zeros, or one too small for a scale: its residual keeps what it has.
+        # A block of zeros or of values too small for a scale: the residual keeps the values.
         divisor = torch.where(scales == 0, 1.0, scales)
         scaled = rows / divisor[:, None]
         if self.dtype == torch.int8:
-            # Next to an infinite scale there are NaNs, which an integer cannot hold.
+            # An infinite scale gives NaN, which has no integer value.
             scaled = scaled.nan_to_num_(0.0).round_()
         numbers.copy_(scaled.clamp_(-self.largest, self.largest))
 
     def decode(self, packed: Tensor, out: Tensor, *, add: bool = False) -> None:
-        """The fp32 numbers of `packed`, in `out` or added to it."""
+        """Writes the fp32 numbers of `packed` to `out`, or adds them."""
         scales, numbers = self._parts(packed)
         rows, wide = out.view(-1, BLOCK), numbers.float()
         if add:
@@ -78,9 +87,10 @@ FORMATS = {
 
 
 class Residuals(Memory):
-    """What quantization has cut off, for each message: of this rank's gradients and of its chunk of the
-    sums. A step reads `kept` and writes `fresh`; `commit` takes the fresh ones over unless the step
-    leaves no trace."""
+    """Rounding errors of each message: of this rank's gradients, then of its chunk of the sums.
+
+    A step reads `kept` and writes `fresh`; `commit` replaces `kept` unless the step is discarded.
+    """
 
     kind = "residuals"
 
@@ -90,16 +100,18 @@ class Residuals(Memory):
         self._saved: Tensor | None = None
 
     def pair(self, buffer: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """`kept` and `fresh` of the message that `buffer` holds, `length` elements of each. Messages come
-        in one order, so that a checkpoint needs no names for them."""
+        """Returns `kept` and `fresh` for the message in `buffer`, with `length` elements each.
+
+        Messages have a fixed order, so a checkpoint needs no names for them.
+        """
         key = (buffer.data_ptr(), buffer.numel())
         if key not in self._pairs:
             kept = torch.zeros(length, device=buffer.device)
             if self._saved is not None:
                 if len(self._saved) < length:
                     raise CheckpointError(
-                        "the checkpoint's residuals are of other messages",
-                        "resume with the settings of [comm] that it was written with",
+                        "the checkpoint has residuals of other messages",
+                        "resume with the settings of [comm] in the checkpoint",
                     )
                 kept.copy_(self._saved[:length])
                 self._saved = self._saved[length:]
@@ -107,33 +119,38 @@ class Residuals(Memory):
         return self._pairs[key]
 
     def commit(self, discard: Tensor) -> None:
-        """After the update; `discard`, a flag on the device, says whether the step leaves no trace."""
+        """Keeps the errors of the step unless `discard`, a flag on the device, is set."""
         for kept, fresh in self._pairs.values():
             torch.where(discard > 0, kept, fresh, out=kept)
 
     def state(self) -> dict[str, Any]:
-        """This rank's, for a checkpoint."""
+        """Returns this rank's residuals for a checkpoint."""
         kept = [kept.cpu() for kept, _ in self._pairs.values()]
-        # Of messages that have not travelled since a checkpoint was loaded, as they were.
-        left = [] if self._saved is None else [self._saved]
-        return {"kept": torch.cat([*kept, *left]) if kept or left else torch.zeros(0)}
+        if self._saved is not None:  # messages that were not sent since a checkpoint was loaded
+            kept.append(self._saved)
+        return {"kept": torch.cat(kept) if kept else torch.zeros(0)}
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
-        """Of the same rank, and of messages of the same sizes."""
+        """Loads the state of the same rank with messages of the same sizes."""
         kept = saved.get("kept")
         if not isinstance(kept, Tensor) or kept.dim() != 1:
-            raise CheckpointError("its residuals are no list of numbers", "use another checkpoint")
+            raise CheckpointError(
+                "its residuals are not a list of numbers", "use another checkpoint"
+            )
         self._saved, self._pairs = kept.float(), {}
 
     @property
     def state_bytes(self) -> int:
-        """Of device memory."""
+        """Bytes of device memory."""
         return sum(kept.nbytes + fresh.nbytes for kept, fresh in self._pairs.values())
 
 
 class QuantizedAllReduce:
-    """Sums buffers over ranks in 8-bit formats. Every rank calls `run` with the same buffers in the
-    same order. Without settings, or without error feedback, what is cut off is lost."""
+    """Sums buffers over ranks in 8-bit formats.
+
+    Every rank calls `run` with the same buffers in the same order. Without settings there is no error
+    feedback.
+    """
 
     def __init__(
         self,
@@ -143,53 +160,50 @@ class QuantizedAllReduce:
         wires: Sequence[str],
     ) -> None:
         self._groups, self._staging = groups, staging
-        self._corrected = {
-            wire
-            for wire in wires
-            if settings is not None and settings.of("eight_bit", EightBitSettings).error_feedback
-        }
-        self.memory = Residuals() if self._corrected else None
+        own = None if settings is None else settings.of("eight_bit", EightBitSettings)
+        has_feedback = own is not None and own.error_feedback and bool(wires)
+        self.memory = Residuals() if has_feedback else None
 
     def run(self, buffer: Tensor, wire: str) -> None:
-        """Replaces `buffer`, of any number format, by its sum over ranks."""
+        """Replaces `buffer`, in any number format, by its sum over ranks."""
         ranks, length = self._groups.world_size, buffer.numel()
         if ranks == 1 or length == 0:
             return
-        form = FORMATS[wire]
-        # Equal chunks of whole blocks; the last may end behind the buffer.
+        block_format = FORMATS[wire]
+        # Equal chunks of whole blocks; the last one may be longer than the rest of the buffer.
         chunk = -(-length // (ranks * BLOCK)) * BLOCK
         values = self._take("values", ranks * chunk, torch.float32, buffer)
         decoded = self._take("decoded", ranks * chunk, torch.float32, buffer)
         values[:length].copy_(buffer)
         values[length:].zero_()
-        size = form.packed_bytes(chunk)
+        size = block_format.packed_bytes(chunk)
         own = self._take("own bytes", ranks * size, torch.uint8, buffer)
         theirs = self._take("their bytes", ranks * size, torch.uint8, buffer)
         kept = fresh = None
-        if self.memory is not None and wire in self._corrected:
+        if self.memory is not None:
             kept, fresh = self.memory.pair(buffer, (ranks + 1) * chunk)
             self._add_residual(values, kept[: ranks * chunk])
         for rank in range(ranks):
             span = slice(rank * chunk, (rank + 1) * chunk)
-            form.encode(values[span], own[rank * size : (rank + 1) * size])
+            block_format.encode(values[span], own[rank * size : (rank + 1) * size])
             if fresh is not None:
-                form.decode(own[rank * size : (rank + 1) * size], decoded[span])
+                block_format.decode(own[rank * size : (rank + 1) * size], decoded[span])
         if fresh is not None:
             self._keep_residual(values, decoded, fresh[: ranks * chunk])
         self._exchange(_all_to_all, theirs, own)
-        # In the order of the ranks: the sum has the same bits wherever it is made.
+        # Adds in the order of the ranks, for the same bits on every owner.
         total = values[:chunk]
         for rank in range(ranks):
-            form.decode(theirs[rank * size : (rank + 1) * size], total, add=rank > 0)
+            block_format.decode(theirs[rank * size : (rank + 1) * size], total, add=rank > 0)
         if kept is not None:
             self._add_residual(total, kept[ranks * chunk :])
-        form.encode(total, own[:size])
+        block_format.encode(total, own[:size])
         if fresh is not None:
-            form.decode(own[:size], decoded[:chunk])
+            block_format.decode(own[:size], decoded[:chunk])
             self._keep_residual(total, decoded[:chunk], fresh[ranks * chunk :])
-        self._exchange(_all_gather, theirs, own[:size])
+        self._exchange(all_gather_flat, theirs, own[:size])
         for rank in range(ranks):
-            form.decode(
+            block_format.decode(
                 theirs[rank * size : (rank + 1) * size], decoded[rank * chunk : (rank + 1) * chunk]
             )
         buffer.copy_(decoded[:length])
@@ -210,9 +224,9 @@ class QuantizedAllReduce:
             fresh.div_(self.memory.scale)
 
     def _exchange(
-        self, collective: Callable[[Tensor, Tensor, Any], None], into: Tensor, out: Tensor
+        self, collective: Callable[[Tensor, Tensor, Any], object], into: Tensor, out: Tensor
     ) -> None:
-        """Over Gloo, GPU memory travels through the host's."""
+        """Runs a collective; with Gloo, data of a GPU are copied through host memory."""
         world = self._groups.world
         if not (out.is_cuda and self._groups.backend == "gloo"):
             collective(into, out, world)
@@ -227,7 +241,3 @@ class QuantizedAllReduce:
 
 def _all_to_all(into: Tensor, out: Tensor, group: Any) -> None:
     dist.all_to_all_single(into, out, group=group)
-
-
-def _all_gather(into: Tensor, out: Tensor, group: Any) -> None:
-    all_gather_flat(into, out, group=group)

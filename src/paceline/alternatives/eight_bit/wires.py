@@ -1,4 +1,4 @@
-"""The 8-bit wire formats, their cost and their settings, without torch."""
+"""Declares the 8-bit wire formats, their cost and their settings. Without torch."""
 
 from __future__ import annotations
 
@@ -19,20 +19,25 @@ SCALE_BYTES = 4
 
 
 def all_to_all_s(c: Cluster, m: Seconds) -> Seconds:
-    """Every rank sends each other one its chunk, twice; the ranks of a node share its links."""
+    """Returns the cost of two exchanges in which every rank sends a chunk to each other rank.
+
+    Args:
+        c: The cluster. The ranks of a node share its links.
+        m: Size of the buffer.
+    """
     p, link = c.ranks, c.slowest
-    shares = max(1.0, c.ranks_per_node / c.links) if c.nodes > 1 else 1.0
-    share = (p - 1) / p
-    return 2 * (p - 1) * link.alpha_s + share * m * (2 * shares * link.beta_s + c.gamma_s)
+    ranks_per_link = max(1.0, c.ranks_per_node / c.links) if c.nodes > 1 else 1.0
+    sent = (p - 1) / p
+    return 2 * (p - 1) * link.alpha_s + sent * m * (2 * ranks_per_link * link.beta_s + c.gamma_s)
 
 
-# What quantizing an element takes is int8's on a CPU, where fp8's takes two to five times that
+# `casts` is the cost of quantizing an element to int8 on a CPU; fp8 takes two to five times as long there
 # (records/alternatives).
 _wire = partial(
     Wire, bits=8, block=BLOCK, block_bytes=SCALE_BYTES, algorithm=ALL_TO_ALL, cost=all_to_all_s,
     casts=8, create="alternatives.eight_bit.all_reduce:QuantizedAllReduce",
 )  # fmt: skip
-# The roundoff is that of the largest number of a block.
+# Roundoff of the largest number of a block.
 INT8 = _wire("int8", roundoff=1 / 254)
 FLOAT8_E4M3 = _wire("float8_e4m3", short="e4m3", roundoff=1 / 16)
 FLOAT8_E5M2 = _wire("float8_e5m2", short="e5m2", roundoff=1 / 8)
@@ -45,7 +50,7 @@ class EightBitSettings:
     TABLE: ClassVar[str] = "eight_bit"
 
     error_feedback: bool = True
-    """Add what rounding cut off to the gradients of the next step."""
+    """Add the rounding errors to the gradients of the next step."""
 
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = (
         Exclusion(

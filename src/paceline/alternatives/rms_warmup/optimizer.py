@@ -1,7 +1,7 @@
 """SGD that begins as RMSprop (Akiba et al. 2017), in mixed precision.
 
-The share of SGD comes from the schedule (`RmspropWarmupSettings.values`). There are no kernels: on a GPU
-the update runs in torch's list operations, without host synchronization and outside of the CUDA graph.
+`RmspropWarmupSettings.values` schedules the weight of SGD. There are no kernels: on a GPU the update runs
+in torch's list operations, without host synchronization and outside of the CUDA graph.
 """
 
 from __future__ import annotations
@@ -49,24 +49,34 @@ class RmsWarmupRule(UpdateRule):
         for gradient, w, v, s in zip(rows.gradients, rows.masters, momenta, squares, strict=True):
             g = gradient.add(w, alpha=hyper.weight_decay)
             s.copy_(torch.lerp(g * g, s, hyper.beta2))
-            factor = hyper.sgd_share
-            push = g * factor
-            if factor < 1 and hyper.lr > 0:
-                rms = (1 - factor) * hyper.rms_rate / hyper.lr
+            push = g * hyper.sgd_share
+            if hyper.sgd_share < 1 and hyper.lr > 0:
+                rms = (1 - hyper.sgd_share) * hyper.rms_rate / hyper.lr
                 push.addcdiv_(g, s.sqrt().add_(hyper.eps), value=rms)
             v.mul_(hyper.momentum).add_(push)
             w.sub_(hyper.lr * v)
 
 
 class RMSpropWarmup(MasterOptimizer):
-    """s ← β₂s + (1−β₂)g²; v ← m·v + (a + (1−a)·η / (lr·(√s + eps)))·g; w ← w − lr·v.
+    """Interpolates between RMSprop with momentum and momentum SGD.
 
-    a is `sgd_share`: 0 is RMSprop with momentum and rate η (`rms_rate`), 1 is momentum SGD. g contains
-    the weight decay. The switches on the device are those of `MasterOptimizer`.
+    s ← β₂s + (1−β₂)g²; v ← m·v + (a + (1−a)·η / (lr·(√s + eps)))·g; w ← w − lr·v
+
+    g contains the weight decay. `MasterOptimizer` describes the switches on the device.
+
+    Args:
+        params: Parameters or groups, as from `paceline.parameter_groups`.
+        lr: Learning rate.
+        momentum: m.
+        weight_decay: Weight decay.
+        beta2: β₂.
+        eps: Added to √s.
+        rms_rate: η, the rate of RMSprop.
+        sgd_share: a; 0 is RMSprop, 1 is SGD.
 
     Example:
-        optimizer = RMSpropWarmup(parameter_groups(model, 1e-4), lr=12.8)
-        set_rate(optimizer, 6.4, {"sgd_share": 0.01})
+        >>> optimizer = RMSpropWarmup(parameter_groups(model, 1e-4), lr=12.8)
+        >>> set_rate(optimizer, 6.4, {"sgd_share": 0.01})
     """
 
     def __init__(
@@ -85,10 +95,12 @@ class RMSpropWarmup(MasterOptimizer):
         super().__init__(params, defaults, RmsWarmupRule)
 
     def describe(self) -> str:
+        """Returns the method and the implementation."""
         return "SGD with RMSprop warm-up, foreach"
 
 
 def create(
     settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, context: Context
 ) -> RMSpropWarmup:
+    """Creates it from the settings; see `OptimizerSettings.CREATE`."""
     return RMSpropWarmup(groups, lr, settings.momentum)

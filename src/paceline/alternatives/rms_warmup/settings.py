@@ -1,4 +1,4 @@
-"""Settings of `rmsprop_warmup`."""
+"""Settings and schedule of `rmsprop_warmup`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ SGD_SHARE = "sgd_share"
 
 
 def sgd_share(epoch: float, center: float, width: float) -> float:
-    """½·exp(2(e − c)/w) before epoch c, then ½ + (e − c)/w, and 1 from c + w/2 on."""
+    """Returns the weight of SGD: ½·exp(2(e − c)/w) before epoch c, then ½ + (e − c)/w, at most 1.
+
+    Args:
+        epoch: e.
+        center: c.
+        width: w.
+    """
     if epoch < center:
         return 0.5 * math.exp(2 * (epoch - center) / width)
     return min(0.5 + (epoch - center) / width, 1.0)
@@ -32,15 +38,15 @@ class RmspropWarmupSettings(OptimizerSettings):
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = (
         Exclusion(
             "optim.name", one_of("rmsprop_warmup"), {"run.strategy": one_of("asynchronous")},
-            "parameter servers do not know the epoch, which it needs",
+            "needs the epoch, which parameter servers do not know",
             "use another optimizer, such as 'sgd'",
         ),
     )  # fmt: skip
 
     center_epochs: float = 10.0
-    """Epoch at which SGD and RMSprop have equal shares."""
+    """Epoch at which SGD and RMSprop have equal weights."""
     width_epochs: float = 5.0
-    """Width of the transition in epochs; it is over half of it after `center_epochs`."""
+    """Width of the transition in epochs. It ends half of the width after `center_epochs`."""
 
     def __post_init__(self) -> None:
         check = SettingChecks("optim.rmsprop_warmup", self)

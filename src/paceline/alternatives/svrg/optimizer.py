@@ -1,8 +1,8 @@
-"""SVRG (Johnson & Zhang 2013), HALP (De Sa et al. 2018) and their plain low-precision relatives.
+"""SVRG (Johnson & Zhang 2013) and HALP (De Sa et al. 2018).
 
-SVRG corrects each gradient by the one of the same samples at an anchor w̃ and by the full gradient there.
-HALP also keeps the offset z = w − w̃ in b-bit integers whose step shrinks with the full gradient at
-every centering. Who trains computes three gradients: of a batch at w, of the same batch at w̃
+SVRG corrects each gradient by the gradient of the same samples at an anchor w̃ and by the full gradient
+there. HALP also keeps the offset z = w − w̃ in b-bit integers, whose step shrinks with the full gradient
+at every centering. The training computes three gradients: of a batch at w, of the same batch at w̃
 (`at_anchor`), and of all samples at w̃ (`center`).
 """
 
@@ -18,21 +18,28 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from paceline.alternatives.svrg.settings import DRAW
-from paceline.core.settings import read_names
+from paceline.alternatives.svrg.settings import DRAW, HalpSettings
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.registry import Context
 from paceline.optim.rule import Gates, Outcome, Row, Rows, UpdateRule
 from paceline.optim.settings import OptimSettings
 
-FORMS = ("halp", "lp_sgd", "lp_svrg", "svrg")
 INTEGERS = {8: torch.int8, 16: torch.int16}
 ANCHOR, FULL, OFFSET, STEP_SIZE = "anchor", "full_gradient", "offset", "step_size"
 
 
 def quantize(values: Tensor, step: Tensor, bits: int, generator: torch.Generator) -> Tensor:
-    """Integers n with E[n·step] = value: rounded at random to one of the two neighbours, saturated at
-    [−2^(b−1), 2^(b−1) − 1]. A step of 0 gives 0."""
+    """Rounds values / step to integers n with E[n·step] = value.
+
+    Args:
+        values: Numbers to round.
+        step: Step of the grid; 0 gives 0.
+        bits: 8 or 16; integers saturate at [−2^(b−1), 2^(b−1) − 1].
+        generator: Decides between the two neighbours.
+
+    Returns:
+        Integers of the given number of bits.
+    """
     scaled = torch.where(step > 0, values / step, torch.zeros_like(values))
     noise = torch.rand(values.shape, dtype=values.dtype, device=values.device, generator=generator)
     limit = 2 ** (bits - 1)
@@ -48,7 +55,7 @@ class SvrgHyper(NamedTuple):
 
 
 class SvrgRule(UpdateRule):
-    """w ← w − lr·(∇fᵢ(w) − ∇fᵢ(w̃) + ∇f(w̃)), and its low-precision forms; see `SVRG`."""
+    """w ← w − lr·(∇fᵢ(w) − ∇fᵢ(w̃) + ∇f(w̃)), with the offset in integers if `bits` is given."""
 
     Hyper: ClassVar[Any] = SvrgHyper
     numbers = (ANCHOR, FULL, OFFSET, STEP_SIZE)
@@ -56,8 +63,8 @@ class SvrgRule(UpdateRule):
     formats = (torch.float32, torch.float64)
     draws = True
 
-    def __init__(self, form: str, bits: int, span: float, seed: int) -> None:
-        self.form, self.bits, self.span, self.seed = form, bits, span, seed
+    def __init__(self, bits: int | None, seed: int) -> None:
+        self.bits, self.seed = bits, seed
         self._generator = torch.Generator()
 
     def check(self, group: Mapping[str, Any]) -> None:
@@ -65,49 +72,37 @@ class SvrgRule(UpdateRule):
         if not 0 < group["mu"] < math.inf:
             raise ValueError(f"mu = {group['mu']}: must be above 0, and finite")
 
-    @property
-    def anchored(self) -> bool:
-        return self.form != "lp_sgd"
-
     def gradients(self, rows: Sequence[Row], gradients: list[Tensor]) -> list[Tensor]:
-        if not self.anchored:
-            return gradients
-        # Before the check: a full gradient that is not finite must not reach the weights either.
+        # Before the check: a full gradient that is not finite must not reach the weights.
         return list(torch._foreach_add(gradients, [row.buffers[FULL] for row in rows]))
 
     def update(self, rows: Rows, hyper: Any) -> None:
-        for row, direction in zip(rows.rows, rows.gradients, strict=True):
+        for row, gradient in zip(rows.rows, rows.gradients, strict=True):
             w, state = row.master, row.buffers
-            if self.anchored:
-                # The full gradient contains the decay of the anchor.
-                direction = direction.add(w - state[ANCHOR], alpha=hyper.weight_decay)
-            elif hyper.weight_decay:
-                direction = direction.add(w, alpha=hyper.weight_decay)
-            if self.form == "svrg":
+            # The full gradient contains the decay of the anchor.
+            direction = gradient.add(w - state[ANCHOR], alpha=hyper.weight_decay)
+            if self.bits is None:
                 w.sub_(hyper.lr * direction)
                 continue
             offset, step = state[OFFSET], state[STEP_SIZE]
             moved = offset.to(w.dtype) * step - hyper.lr * direction
             offset.copy_(quantize(moved, step, self.bits, self._generator))
-            base = state[ANCHOR] if self.form == "halp" else 0.0
-            w.copy_(base + offset.to(w.dtype) * step)
+            w.copy_(state[ANCHOR] + offset.to(w.dtype) * step)
 
     def ready(self, optimizer: MasterOptimizer) -> None:
         for p in optimizer.parameters():
             state = optimizer.state[p]
-            if self.anchored and ANCHOR not in state:
+            if ANCHOR not in state:
                 state[ANCHOR] = p.detach().clone(memory_format=torch.preserve_format)
                 state[FULL] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            if self.form != "svrg" and OFFSET not in state:
+            if self.bits is not None and OFFSET not in state:
                 state[OFFSET] = torch.zeros_like(
                     p, dtype=INTEGERS[self.bits], memory_format=torch.preserve_format
                 )
                 state[STEP_SIZE] = p.new_zeros(())
-                if self.form != "halp":
-                    self.to_grid(p, state)
 
     def begin(self, optimizer: MasterOptimizer, rows: list[Row], gates: Gates) -> list[Row]:
-        """Random numbers are equal on all ranks, and in a run that was resumed."""
+        """Seeds the random numbers, which are equal on all ranks and in a resumed run."""
         draw = int(optimizer.param_groups[0][DRAW])
         key = (self.seed * 0x9E3779B97F4A7C15 + draw * 0xBF58476D1CE4E5B9 + 1) % 2**63
         self._generator = torch.Generator(rows[0].parameter.device).manual_seed(key)
@@ -119,38 +114,33 @@ class SvrgRule(UpdateRule):
         for group in optimizer.param_groups:
             group[DRAW] = int(group[DRAW]) + 1
 
-    def to_grid(self, p: Tensor, state: dict[str, Any]) -> None:
-        """Gives the tensor its fixed step, and rounds it to the nearest multiple."""
-        limit = 2 ** (self.bits - 1) - 1
-        span = p.detach().abs().amax() * 2 if self.span == 0 else p.new_tensor(self.span)
-        state[STEP_SIZE].copy_(torch.where(span > 0, span, torch.ones_like(span)) / limit)
-        rounded = torch.round(p.detach() / state[STEP_SIZE]).clamp_(-limit - 1, limit)
-        state[OFFSET].copy_(rounded)
-        p.detach().copy_(state[OFFSET].to(p.dtype) * state[STEP_SIZE])
-
 
 class SVRG(MasterOptimizer):
-    """w ← w − lr·(∇fᵢ(w) − ∇fᵢ(w̃) + ∇f(w̃)), and forms of it in low precision.
+    """Stochastic variance-reduced gradient; HALP if `bits` is given.
 
-    `form`:
-        svrg: as above.
-        halp: z ← Q(z − lr·(…)), w = w̃ + z, with z in `bits`-bit integers of step
-            ‖∇f(w̃)‖ / (μ·(2^(b−1) − 1)), with the norm over all tensors.
-        lp_svrg: w ← Q(w − lr·(…)), with w in integers of a fixed step `span` / (2^(b−1) − 1).
-        lp_sgd: w ← Q(w − lr·∇fᵢ(w)), likewise.
+    SVRG: w ← w − lr·d, where d = ∇fᵢ(w) − ∇fᵢ(w̃) + ∇f(w̃).
+    HALP: z ← Q(z − lr·d); w = w̃ + z, where z consists of b-bit integers of step
+    ‖∇f(w̃)‖ / (μ·(2^(b−1) − 1)), with the norm over all tensors.
 
-    `step` expects ∇fᵢ(w) − ∇fᵢ(w̃) in the gradients (`lp_sgd`: ∇fᵢ(w)). Weight decay is part of f. A
-    `span` of 0 takes twice the largest weight of each tensor. Random numbers depend on `seed` and the
-    group's `draw`, which `step` counts up. Parameters are fp32 or fp64, and are their own masters.
+    `step` expects ∇fᵢ(w) − ∇fᵢ(w̃) in the gradients. Weight decay is part of f. Random numbers depend on
+    `seed` and the group's `draw`, which `step` increments. Parameters are their own masters.
+
+    Args:
+        params: Parameters or groups in fp32 or fp64.
+        lr: Learning rate.
+        weight_decay: Weight decay.
+        bits: 8 or 16 for HALP, None for SVRG.
+        mu: Strong convexity μ.
+        seed: Seed of stochastic rounding.
 
     Example:
-        optimizer = SVRG([weight], lr=0.1, form="halp", bits=8, mu=0.5)
-        weight.grad = full_gradient(weight)
-        optimizer.center()
-        with optimizer.at_anchor():
-            there = gradient(weight, batch)
-        weight.grad = gradient(weight, batch) - there
-        optimizer.step()
+        >>> optimizer = SVRG([weight], lr=0.1, bits=8, mu=0.5)
+        >>> weight.grad = full_gradient(weight)
+        >>> optimizer.center()
+        >>> with optimizer.at_anchor():
+        ...     at_anchor = gradient(weight, batch)
+        >>> weight.grad = gradient(weight, batch) - at_anchor
+        >>> optimizer.step()
     """
 
     loads_into_state = True  # integers
@@ -161,59 +151,46 @@ class SVRG(MasterOptimizer):
         lr: float,
         weight_decay: float = 0.0,
         *,
-        form: str = "svrg",
-        bits: int = 8,
+        bits: int | None = None,
         mu: float = 0.1,
-        span: float = 0.0,
         seed: int = 0,
     ) -> None:
-        if form not in FORMS:
-            raise ValueError(f"form = {form!r}: must be one of {', '.join(FORMS)}")
-        if bits not in INTEGERS:
-            raise ValueError(f"bits = {bits}: must be 8 or 16")
-        if not 0 <= span < math.inf:
-            raise ValueError(f"span = {span}: must be 0 (automatic) or more")
+        if bits is not None and bits not in INTEGERS:
+            raise ValueError(f"bits = {bits}: must be 8, 16 or None")
         defaults = {**SvrgHyper(lr, weight_decay, mu)._asdict(), DRAW: 0}
-        super().__init__(params, defaults, partial(SvrgRule, form, bits, span, seed))
+        super().__init__(params, defaults, partial(SvrgRule, bits, seed))
 
     @property
-    def anchored(self) -> bool:
-        """Whether steps need a gradient at the anchor, and centerings."""
-        return self.svrg.anchored
-
-    @property
-    def svrg(self) -> SvrgRule:
+    def bits(self) -> int | None:
+        """Bits of the offset; None for SVRG."""
         assert isinstance(self.rule, SvrgRule)
-        return self.rule
+        return self.rule.bits
 
     def describe(self) -> str:
-        form, bits = self.svrg.form, self.svrg.bits
-        name = {"lp_sgd": "SGD", "lp_svrg": "SVRG"}.get(form, form.upper())
-        return f"{name}, foreach" if form == "svrg" else f"{name} in {bits} bits, foreach"
+        """Returns the method and the implementation."""
+        return f"HALP in {self.bits} bits, foreach" if self.bits else "SVRG, foreach"
 
     @torch.no_grad()
     def reset_masters(self) -> None:
-        """After weights were loaded into the model: anchors and integers begin with them."""
+        """Moves the anchors to weights that were loaded into the model."""
         self._ready()
         for p in self.parameters():
             state = self.state[p]
-            if self.anchored:
-                state[ANCHOR].copy_(p)
-                state[FULL].zero_()
-            if self.svrg.form == "halp":
+            state[ANCHOR].copy_(p)
+            state[FULL].zero_()
+            if self.bits:
                 state[OFFSET].zero_()
-            elif self.svrg.form != "svrg":
-                self.svrg.to_grid(p, state)
 
     @torch.no_grad()
     def center(self) -> None:
-        """w̃ ← w, with the gradients, divided by `grad_scale`, as the full gradient there; z begins again
-        at 0, in a new step. After one that is not finite every `step` is skipped until the next."""
+        """Sets w̃ ← w and z ← 0, and stores the gradients as the full gradient.
+
+        Divides them by `grad_scale`. After a full gradient that is not finite, every `step` is skipped
+        until the next centering.
+        """
         gates = self._gates(self._ready())
-        if not self.anchored:
-            return
         for group in self.param_groups:
-            decay = self.svrg.hyper(group).weight_decay
+            decay = self.rule.hyper(group).weight_decay
             for p in group["params"]:
                 state = self.state[p]
                 state[ANCHOR].copy_(p)
@@ -224,27 +201,28 @@ class SVRG(MasterOptimizer):
                 if gates.grad_scale is not None:
                     state[FULL].mul_(gates.grad_scale.reshape(()).float().reciprocal())
                 state[FULL].add_(p.detach(), alpha=decay)
-        if self.svrg.form == "halp":
-            self._set_steps()
+        if self.bits:
+            self._set_steps(self.bits)
 
-    def _set_steps(self) -> None:
-        """‖w* − w̃‖ ≤ ‖∇f(w̃)‖ / μ bounds the offset of all tensors together, so their step is the same:
-        a step per tensor would hold a tensor whose gradient is 0 at the anchor there."""
+    def _set_steps(self, bits: int) -> None:
+        """Sets one step size for all tensors: ‖w* − w̃‖ ≤ ‖∇f(w̃)‖ / μ bounds their offsets together.
+
+        With a step size per tensor, a tensor whose gradient is 0 at the anchor could not move.
+        """
         fulls = [self.state[p][FULL] for p in self.parameters()]
         norms = [torch.linalg.vector_norm(full, dtype=torch.float64) for full in fulls]
         norm = torch.linalg.vector_norm(torch.stack(norms))
-        # If one tensor is not finite, all are skipped, also if a step does not use that tensor.
+        # If one tensor is not finite, all are skipped, also in a step without that tensor.
         torch._foreach_mul_(fulls, torch.where(torch.isfinite(norm), 1.0, math.nan))
-        limit = 2 ** (self.svrg.bits - 1) - 1
         for group in self.param_groups:
-            step = norm / (self.svrg.hyper(group).mu * limit)
+            step = norm / (self.rule.hyper(group).mu * (2 ** (bits - 1) - 1))
             for p in group["params"]:
                 self.state[p][STEP_SIZE].copy_(step)
                 self.state[p][OFFSET].zero_()
 
     @contextmanager
     def at_anchor(self) -> Iterator[None]:
-        """Inside the context the parameters are w̃, in the same memory."""
+        """Replaces the values of the parameters by w̃ inside the context."""
         self._ready()
         parameters = self.parameters()
         with torch.no_grad():
@@ -257,13 +235,15 @@ class SVRG(MasterOptimizer):
                 torch._foreach_copy_(parameters, now)
 
     def _gradient(self, index: int, group: int, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """As it is, in fp64 too: there are no kernels that would read it."""
+        """Returns the gradient unchanged, also in fp64, because no kernel reads it."""
         return gradient
 
 
 def create(
     settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, context: Context
 ) -> SVRG:
+    """Creates SVRG or HALP from the settings; see `OptimizerSettings.CREATE`."""
     own = settings.own_optimizer
-    given = {name: getattr(own, name) for name in read_names(type(own)) & {"bits", "mu"}}
-    return SVRG(groups, lr, form=settings.name, seed=context.seed, **given)
+    if isinstance(own, HalpSettings):
+        return SVRG(groups, lr, bits=own.bits, mu=own.mu, seed=context.seed)
+    return SVRG(groups, lr, seed=context.seed)

@@ -1,4 +1,4 @@
-"""Settings of SVRG, HALP and their relatives in low precision, and what they are not defined with."""
+"""Settings of SVRG and HALP, and the settings that they exclude."""
 
 from __future__ import annotations
 
@@ -17,10 +17,17 @@ DRAW = "draw"
 _FP32 = ("{optim.name} computes in fp32", "use --amp-dtype fp32")
 _RANDOM = "{optim.name} needs the same gradient of a sample in every pass"
 
+
+def _fixed(name: str, allowed: object) -> Exclusion:
+    """Refuses other values of a setting that makes gradients random."""
+    shown = str(allowed).lower() if isinstance(allowed, bool) else allowed
+    return Exclusion(name, not_in(allowed), {}, _RANDOM, f"use {name}={shown}")
+
+
 EXCLUSIONS: tuple[Exclusion, ...] = (
     *(
         Exclusion(
-            f"optim.{name}", not_in(wanted), {}, "{optim.name} is not defined with it",
+            f"optim.{name}", not_in(wanted), {}, "is not defined for {optim.name}",
             f"set optim.{name} = {wanted!r}",
         )
         for name, wanted in (
@@ -30,25 +37,14 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
     Exclusion(
         "optim.cycle.momentum", not_in(()), {"optim.schedule": one_of("one_cycle", "triangular")},
-        "{optim.name} is not defined with momentum", "set it to []",
+        "is not defined for {optim.name}", "set it to []",
     ),
     Exclusion(
         "run.strategy", not_in(SYNCHRONOUS), {},
-        "{optim.name} has passes that only synchronous ranks make together", f"use {SYNCHRONOUS!r}",
+        "cannot compute the full gradients of {optim.name}", f"use {SYNCHRONOUS!r}",
     ),
     Exclusion("precision.amp_dtype", not_in("auto", "fp32"), {}, *_FP32),
     Exclusion("precision.amp_dtype", one_of("auto"), {"job.device": one_of("cuda")}, *_FP32),
-)  # fmt: skip
-
-
-def _fixed(name: str, allowed: object) -> Exclusion:
-    """A row for a setting that makes gradients random."""
-    shown = str(allowed).lower() if isinstance(allowed, bool) else allowed
-    return Exclusion(name, not_in(allowed), {}, _RANDOM, f"use {name}={shown}")
-
-
-ANCHORED_EXCLUSIONS: tuple[Exclusion, ...] = (
-    *EXCLUSIONS,
     _fixed("data.augment", "none"),
     _fixed("data.flip", False),
     _fixed("data.cutout", 0),
@@ -57,7 +53,7 @@ ANCHORED_EXCLUSIONS: tuple[Exclusion, ...] = (
     _fixed("run.cutmix", 0.0),
     Exclusion(
         "run.noise_scale", one_of(True), {},
-        "{optim.name} exchanges differences of gradients, whose noise it would measure", "use false",
+        "would measure the differences of gradients that {optim.name} exchanges", "use false",
     ),
     Exclusion("data.randaugment", lambda value: value[0] > 0, {}, _RANDOM, "use [0, 9]"),
     *(
@@ -69,29 +65,29 @@ ANCHORED_EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
     Exclusion(
         "comm.wire", not_in("auto", "float32", "bfloat16"), {},
-        "{optim.name} exchanges differences and full gradients, which others could overflow or mix",
-        "use 'auto' or 'bfloat16'",
+        "could overflow in the full gradients of {optim.name}", "use 'auto' or 'bfloat16'",
     ),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class LpSgdSettings(OptimizerSettings):
-    """SGD with weights of few bits."""
+class SvrgSettings(OptimizerSettings):
+    """Settings of `svrg` and `halp`."""
 
     TABLE: ClassVar[str] = "svrg"
     CREATE: ClassVar[str] = "alternatives.svrg.optimizer:create"
     RATES: ClassVar[str] = SGD
     READS: ClassVar[tuple[str, ...]] = MOMENTUM  # refused, not idle
-    UNREAD: ClassVar[tuple[str, ...]] = ("center_epochs", "mu")
+    GRADIENTS: ClassVar[str] = "svrg"
+    UNREAD: ClassVar[tuple[str, ...]] = ("bits", "mu")
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = EXCLUSIONS
 
     center_epochs: float = 1.0
-    """Epochs from one full gradient to the next, but for `lp_sgd`."""
+    """Epochs from one full gradient to the next."""
     bits: int = 8
-    """Bits of the integers that hold the weights or, with `halp`, the offset, 8 or 16."""
+    """Bits of the integers that hold the offset of `halp`: 8 or 16."""
     mu: float = 0.1
-    """Assumed strong convexity μ of `halp`; its offset reaches ‖full gradient‖ / μ."""
+    """Assumed strong convexity μ of `halp`. Its offset is at most ‖full gradient‖ / μ."""
 
     def __post_init__(self) -> None:
         if self.bits not in (8, 16):
@@ -101,36 +97,20 @@ class LpSgdSettings(OptimizerSettings):
             check.number(name, "above 0")
 
     def values(self, time: float, course: Course) -> Mapping[str, float]:
-        """The number of the step, for random numbers; the batch does not grow."""
+        """Returns the number of the step, for random numbers; the batch does not grow."""
         return {DRAW: time}
-
-
-@dataclass(frozen=True)
-class SvrgSettings(LpSgdSettings):
-    """Settings of `svrg` and its relatives `halp`, `lp_svrg` and `lp_sgd`."""
-
-    GRADIENTS: ClassVar[str] = "svrg"
-    UNREAD: ClassVar[tuple[str, ...]] = ("bits", "mu")
-    EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = ANCHORED_EXCLUSIONS
 
     def interval(self, steps_per_epoch: float) -> int:
         """Returns the steps from one full gradient to the next."""
         return max(1, round(self.center_epochs * steps_per_epoch))
 
     def passes(self, steps_per_epoch: float) -> float:
-        """At the weights, at the anchor, and for the full gradients."""
+        """Counts the passes at the weights, at the anchor, and for the full gradients."""
         return 2 + steps_per_epoch / self.interval(steps_per_epoch)
 
 
 @dataclass(frozen=True)
-class LpSvrgSettings(SvrgSettings):
-    """SVRG with weights of few bits."""
-
-    UNREAD: ClassVar[tuple[str, ...]] = ("mu",)
-
-
-@dataclass(frozen=True)
 class HalpSettings(SvrgSettings):
-    """SVRG with an offset of few bits."""
+    """SVRG with a low-precision offset."""
 
     UNREAD: ClassVar[tuple[str, ...]] = ()

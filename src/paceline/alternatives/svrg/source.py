@@ -1,4 +1,4 @@
-"""The gradients of SVRG and its relatives: full gradients, and differences of two passes."""
+"""Computes the gradients of SVRG and HALP: full gradients, and differences of two passes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from paceline.alternatives.svrg.optimizer import SVRG
 from paceline.alternatives.svrg.settings import SvrgSettings
 from paceline.comm.exchange import SIGNALS, Signals
 from paceline.config import RunConfig
-from paceline.core.errors import PacelineError
 from paceline.data import Batch, BatchPlan, TrainBatches
 from paceline.train.machine import seed_micro_batch
 from paceline.train.micro_step import Begun, GradientSource, MakeLoader
@@ -23,8 +22,13 @@ from paceline.train.strategy import MicroBatch
 
 @dataclass(frozen=True)
 class SvrgSource(GradientSource):
-    """Every `interval` steps a pass over all samples, in the micro-batches of `plan`, which `loader`
-    makes; for each micro-batch the gradient at the weights, less the one at the anchor."""
+    """Full gradients, and for each micro-batch the difference of gradients at weights and anchor.
+
+    Attributes:
+        interval: Steps from one full gradient to the next.
+        plan: Micro-batches of a pass over all samples.
+        loader: Creates the loader of such a pass.
+    """
 
     interval: int
     plan: BatchPlan
@@ -36,7 +40,7 @@ class SvrgSource(GradientSource):
     def create(cls, config: RunConfig, plan: BatchPlan, make_loader: MakeLoader) -> GradientSource:
         own = config.optim.own_optimizer
         assert isinstance(own, SvrgSettings)
-        # As many micro-batches to a step as there are ranks: only their sum counts.
+        # One micro-batch per rank and step: only their sum matters.
         whole = replace(plan, epochs=1, global_batch=plan.micro_batch * plan.world_size)
         return cls(own.interval(plan.steps_per_epoch), whole, lambda: make_loader(whole, 0))
 
@@ -45,10 +49,11 @@ class SvrgSource(GradientSource):
         return 1 + 1 / self.interval
 
     def begin(self, step: TrainStep, number: int) -> Begun:
-        """The gradient of all samples, through the loader and the exchange, and a new anchor, every
-        `interval` steps. An error on one rank is raised again in the step that follows, and reported
-        there. A rank that is asked to stop leaves the pass between two batches; a resumed run does it
-        again from its beginning."""
+        """Computes the gradient of all samples and moves the anchor, every `interval` steps.
+
+        The next step raises an error of one rank again and reports it. A rank that is asked to stop
+        leaves the pass between two batches; a resumed run repeats the pass.
+        """
         if number % self.interval:
             return Begun()
         with step.spans.span("full gradient"):
@@ -62,23 +67,24 @@ class SvrgSource(GradientSource):
         try:
             if fault is None:
                 abandoned = not self._add_all_samples(step, number)
-        except Exception as error:  # a defect of the program is raised again
-            fault = _fault(error, step, number)
+        except Exception as error:  # errors of the program itself are raised again
+            fault = step_error(
+                error, number, step.plan.micro_batch, foreign=step.foreign, advise=step.micro.advise
+            )
             if fault is None:
                 raise
         step.batch_norm.roll_back()
         step.reduce(Signals(fault=float(fault is not None), abandon=float(abandoned)))
-        # Read on the host: a full pass is rare, and long.
+        # The synchronization does not matter, because a full pass is rare and long.
         tail = step.exchange.tail[: len(SIGNALS)]
         sums = dict(zip(SIGNALS, step.group.watched("the full gradient", tail.tolist), strict=True))
-        # The sum of a pass that one rank has left is of no use to the others: none does the step.
+        # If one rank has left the pass, the sum is incomplete and no rank makes the step.
         if not sums["fault"] and not sums["abandon"]:
             _optimizer(step).center()
         return Begun(fault, sums["abandon"] > 0)
 
     def _add_all_samples(self, step: TrainStep, number: int) -> bool:
-        """Adds up this rank's part of the gradient of all samples; returns False if it was asked to stop
-        between two micro-batches."""
+        """Adds this rank's part of the gradient of all samples; returns False if asked to stop."""
         with self.loader() as batches:
             for place, batch in enumerate(batches):
                 if step.given_up or step.asked_to_stop():
@@ -91,8 +97,10 @@ class SvrgSource(GradientSource):
     def add(
         self, step: TrainStep, number: int, batch: Batch, part: MicroBatch, mix: Tensor | None
     ) -> None:
-        """Subtracts the gradients at the anchor, without a trace in batch norm and in the loss, and adds
-        those at the weights."""
+        """Subtracts the gradients at the anchor and adds those at the weights.
+
+        The pass at the anchor changes neither batch-norm statistics nor the loss.
+        """
         micro, norms = step.micro, step.batch_norm
         kept = micro.loss, norms.flat, norms.tracked
         values = [tensor.clone() for tensor in kept]
@@ -114,9 +122,3 @@ def _optimizer(step: TrainStep) -> SVRG:
     optimizer = step.optimizer
     assert isinstance(optimizer, SVRG)
     return optimizer
-
-
-def _fault(error: Exception, step: TrainStep, number: int) -> PacelineError | None:
-    return step_error(
-        error, number, step.plan.micro_batch, foreign=step.foreign, advise=step.micro.advise
-    )

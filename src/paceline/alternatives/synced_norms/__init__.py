@@ -1,1 +1,1 @@
-"""Batch norm over the micro-batches of several ranks: the strategy `synced_norms`."""
+"""The strategy `synced_norms`: batch-norm statistics over the micro-batches of several ranks."""

@@ -11,15 +11,15 @@ from paceline.core.settings import SettingChecks
 
 @dataclass(frozen=True)
 class SyncedNormsSettings:
-    """Batch norm takes its statistics over the micro-batches of several ranks."""
+    """Batch-norm statistics over the micro-batches of several ranks."""
 
     ranks: int = 2
-    """Ranks, one after the other, that share statistics."""
+    """Number of consecutive ranks that share statistics."""
 
     def __post_init__(self) -> None:
         SettingChecks("run.synced_norms", self).number("ranks", "at least 2")
 
-    # A norm has a collective inside, which fused kernels, compiled code and CUDA graphs cannot hold.
+    # A norm contains a collective, which fused kernels, compiled code and CUDA graphs cannot contain.
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = tuple(
         Exclusion(
             f"run.{name}", not_in("auto", "off"), {},

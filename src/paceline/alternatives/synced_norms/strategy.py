@@ -1,4 +1,4 @@
-"""`SyncedNorms`: synchronous training whose batch norms share statistics among groups of ranks."""
+"""Implements the strategy `synced_norms`: batch norms share statistics among groups of ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _settings(config: RunConfig) -> SyncedNormsSettings:
 
 
 class SyncedNorms(Synchronous):
-    """Ranks of a group wait for one another in each pass."""
+    """Synchronous training in which the ranks of a group exchange statistics in each pass."""
 
     name = "synced_norms"
     eager = True
@@ -40,12 +40,9 @@ class SyncedNorms(Synchronous):
         problem = "" if find_norms(model) else "this model has no batch norm"
         for norm in find_norms(model):
             if norm.momentum is None:
-                problem = (
-                    "this model averages batch-norm statistics over all steps (momentum None), which "
-                    "has no synchronized form"
-                )
+                problem = "batch norms with momentum None cannot be synchronized"
             elif isinstance(norm, nn.SyncBatchNorm):
-                problem = "this model has torch's SyncBatchNorm already"
+                problem = "this model already contains torch's SyncBatchNorm"
         if problem:
             raise ConfigError("run.strategy", cls.name, problem, "use 'synchronous'")
 
@@ -61,8 +58,10 @@ class SyncedNorms(Synchronous):
         return {"synced norms": text}
 
     def begin(self, step: int, plan: BatchPlan) -> None:
-        """In a short last step ranks may have different numbers of micro-batches. Each then uses its own
-        statistics, because some would wait for the others forever."""
+        """Switches the exchange off in steps with different numbers of micro-batches per rank.
+
+        In such a short last step some ranks would wait forever.
+        """
         first, last = plan.step_range(step)
         full = last - first == plan.batch_at(step)
         counts = {len(plan.micro_batches(step, rank)) for rank in range(self.group.world_size)}

@@ -1,1 +1,1 @@
-"""Shares of the global batch by the speed of ranks: the strategy `unequal`."""
+"""The strategy `unequal`: parts of the global batch in proportion to the speed of ranks."""

@@ -13,12 +13,12 @@ PROBED = "probe"
 
 @dataclass(frozen=True)
 class UnequalSettings:
-    """Each rank has a part of the global batch in proportion to its speed."""
+    """Parts of the global batch in proportion to the speed of ranks."""
 
     shares: str = PROBED
-    """`probe` (measured before the first step), or a number for each rank, as in `3:3:1`."""
+    """Relative speeds: `probe` (measured before the first step), or a number per rank as in `3:3:1`."""
     rebalance: bool = False
-    """Decide the shares again at every checkpoint, from the times of the steps."""
+    """Divide the batch again at every checkpoint, by the times of the steps."""
 
     def __post_init__(self) -> None:
         if self.shares == PROBED:
@@ -29,13 +29,13 @@ class UnequalSettings:
             speeds = []
         if len(speeds) < 2 or not all(0 < speed < 1e9 for speed in speeds):
             raise ConfigError(
-                "run.unequal.shares", self.shares, "must be 'probe', or a number for each rank",
+                "run.unequal.shares", self.shares, "must be 'probe', or a positive number for each rank",
                 "try 'probe', or 3:3:1 for three ranks",
             )  # fmt: skip
 
     @property
     def speeds(self) -> list[float]:
-        """The given numbers; none if shares are measured."""
+        """The given numbers; empty if speeds are measured."""
         return [] if self.shares == PROBED else [float(part) for part in self.shares.split(":")]
 
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = switched_off(

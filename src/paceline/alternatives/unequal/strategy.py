@@ -1,10 +1,9 @@
-"""Shares of the global batch in proportion to the speed of ranks.
+"""Implements the strategy `unequal`: parts of the global batch in proportion to the speed of ranks.
 
-A synchronous step takes as long as its slowest rank. Where ranks differ (a slow node, two kinds of GPU),
-`Unequal` gives each a part of every global batch in proportion to what it computes in a second: given as
-numbers, measured before the first step (`probe`), or measured again at checkpoints (`rebalance`). The
-loss of a rank is divided by the samples of all ranks, so the summed gradient is the mean over true
-samples whatever the shares are.
+A synchronous step takes as long as its slowest rank. If ranks differ (a slow node, two kinds of GPU),
+`Unequal` divides every global batch in proportion to their speeds, which are given, measured before the
+first step (`probe`), or measured again at checkpoints (`rebalance`). The loss of a rank is divided by the
+samples of all ranks, so the summed gradient is the mean over true samples for any division.
 """
 
 from __future__ import annotations
@@ -28,12 +27,15 @@ from paceline.train.strategy import Synchronous
 _WARM_UP, _SAMPLES = 2, 5
 # Batch norm needs two samples in a micro-batch.
 _LEAST = 2
-# A new division must shift more than this part of an equal share, or it is noise.
+# A new division must move more than this fraction of an equal part. Smaller changes are noise.
 _WORTHWHILE = 0.05
 
 
 class Unequal(Synchronous):
-    """A resumed run keeps the shares, to be bit-identical, where neither ranks nor settings differ."""
+    """Synchronous training with an unequal division of the batch.
+
+    A resumed run with the same ranks and settings keeps the division, to be bit-identical.
+    """
 
     name = "unequal"
     several_ranks = True
@@ -45,7 +47,7 @@ class Unequal(Synchronous):
         self._shares: tuple[int, ...] = ()
         self._saved: Mapping[str, Any] = {}
         self._note = ""
-        # Of the steps since the last division: seconds in which this rank did not wait for others.
+        # Seconds without waiting for other ranks, of each step since the last division.
         self._busy_s: list[float] = []
 
     @classmethod
@@ -55,7 +57,7 @@ class Unequal(Synchronous):
             raise ConfigError(
                 "run.unequal.shares", settings.shares,
                 f"has {len(settings.speeds)} numbers, but there are {ranks} ranks",
-                "give one for each rank, or use 'probe'",
+                "give one number per rank, or use 'probe'",
             )  # fmt: skip
 
     def load(self, saved: Mapping[str, Any]) -> None:
@@ -70,10 +72,10 @@ class Unequal(Synchronous):
         if fits and self._saved.get("asked") == self._settings.shares:
             self._shares, note = kept, "as in the checkpoint"
         elif self._settings.speeds:
-            self._shares, note = divided(plan, self._settings.speeds), "given"
+            self._shares, note = _divide(plan, self._settings.speeds), "given"
         else:
-            speeds = measure_speeds(self.group, compute, plan.micro_batch)
-            self._shares = divided(plan, speeds)
+            speeds = _measure_speeds(self.group, compute, plan.micro_batch)
+            self._shares = _divide(plan, speeds)
             note = "by speed: " + ", ".join(f"{speed:.0f}" for speed in speeds) + " images/s"
         self._note = f"{_shown(self._shares)} ({note})"
         return replace(plan, shares=self._shares)
@@ -86,62 +88,72 @@ class Unequal(Synchronous):
         return outcome.fields
 
     def replan(self, plan: BatchPlan) -> BatchPlan:
-        """The plan with new shares, or the same one where they would be about the same: all ranks have
-        done the same steps."""
+        """Returns the plan with a new division, or the same plan if it would be about the same."""
         if not self._settings.rebalance or len(self._busy_s) < _SAMPLES:
             return plan
         busy, self._busy_s = self._busy_s, []
-        speeds = gather_numbers(self.group, self._shares[self.group.rank] / median(busy))
-        found = divided(plan, speeds)
+        speeds = _gather_numbers(self.group, self._shares[self.group.rank] / median(busy))
+        shares = _divide(plan, speeds)
         equal = plan.global_batch / plan.world_size
-        moved = max(abs(new - old) for new, old in zip(found, self._shares, strict=True))
+        moved = max(abs(new - old) for new, old in zip(shares, self._shares, strict=True))
         if moved <= _WORTHWHILE * equal:
             return plan
-        self._shares = found
-        return replace(plan, shares=found)
+        self._shares = shares
+        return replace(plan, shares=shares)
 
 
 def apportion(
     total: int, speeds: Sequence[float], unit: int = 1, least: int = 1
 ) -> tuple[int, ...]:
-    """`total` in whole units, in proportion to `speeds`, at least `least` units for each: the largest
-    remainders (Hamilton's method) are rounded up; of equal ones the first."""
+    """Divides a number in proportion to speeds, by largest remainders (Hamilton's method).
+
+    Args:
+        total: The number.
+        speeds: Speed of each rank.
+        unit: Parts are multiples of it.
+        least: Minimum part of a rank, in units.
+
+    Returns:
+        The part of each rank. Of equal remainders the first is rounded up.
+    """
     units = total // unit
     least = min(least, units // len(speeds))
     spare, weight = units - least * len(speeds), sum(speeds)
     exact = [spare * speed / weight for speed in speeds]
-    # Whoever is entitled to no more than the least has it; the others share the rest by speed.
+    # Slow ranks have the minimum; the rest is divided among the other ranks by speed.
     goal = [max(units * speed / weight - least, 0.0) for speed in speeds]
     if sum(goal) > 0:
         exact = [spare * part / sum(goal) for part in goal]
-    found = [int(part) for part in exact]
-    order = sorted(range(len(speeds)), key=lambda rank: (found[rank] - exact[rank], rank))
-    for rank in order[: spare - sum(found)]:
-        found[rank] += 1
-    return tuple(unit * (least + part) for part in found)
+    parts = [int(part) for part in exact]
+    order = sorted(range(len(speeds)), key=lambda rank: (parts[rank] - exact[rank], rank))
+    for rank in order[: spare - sum(parts)]:
+        parts[rank] += 1
+    return tuple(unit * (least + part) for part in parts)
 
 
-def divided(plan: BatchPlan, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Each rank's samples of a full global batch: equal micro-batches within a rank."""
+def _divide(plan: BatchPlan, speeds: Sequence[float]) -> tuple[int, ...]:
+    """Returns each rank's samples of a full global batch, in equal micro-batches within a rank."""
     return apportion(plan.global_batch, speeds, plan.accumulation, _LEAST)
 
 
-def measure_speeds(group: Group, compute: Callable[[], None], samples: int) -> list[float]:
-    """Samples a second of every rank. All compute at the same time, as in training: ranks of a node
-    share its cores. A collective."""
+def _measure_speeds(group: Group, compute: Callable[[], None], samples: int) -> list[float]:
+    """Measures the samples per second of every rank. A collective.
+
+    All ranks compute at the same time, as in training, because ranks of a node share its cores.
+    """
     times = []
     for turn in range(_WARM_UP + _SAMPLES):
-        # A barrier, so that no rank measures while another has ended.
+        # A barrier, so that no rank measures while another is idle.
         group.all_reduce_sum(torch.zeros((), device=group.device))
         started = time.perf_counter()
         compute()
         if turn >= _WARM_UP:
             times.append(time.perf_counter() - started)
-    return gather_numbers(group, samples / median(times))
+    return _gather_numbers(group, samples / median(times))
 
 
-def gather_numbers(group: Group, own: float) -> list[float]:
-    """Every rank's number, on all ranks. A collective."""
+def _gather_numbers(group: Group, own: float) -> list[float]:
+    """Returns every rank's number, on all ranks. A collective."""
     row = torch.zeros(group.world_size, dtype=torch.float64, device=group.device)
     row[group.rank] = own
     group.all_reduce_sum(row)
@@ -149,7 +161,7 @@ def gather_numbers(group: Group, own: float) -> list[float]:
 
 
 def _shown(shares: Sequence[int]) -> str:
-    """`40:40:40:8 samples`; where ranks are many, the smallest and the largest."""
+    """Returns text such as `40:40:40:8 samples`; for many ranks the smallest and the largest."""
     if len(shares) > 8:
         return f"{min(shares)} to {max(shares)} samples a rank"
     return ":".join(str(share) for share in shares) + " samples"
