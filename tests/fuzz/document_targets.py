@@ -49,7 +49,7 @@ from paceline.report import RunFiles, render_run, summary_rows, verdict
 from paceline.report.compare_page import render_comparison
 from paceline.report.compare_runs import read_runs
 from paceline.report.comparison import Comparison
-from paceline.report.live_run import LiveRun, metrics_text
+from paceline.report.live_run import LiveRun
 from plan.made import made_cluster, made_workload
 from report.made_up_runs import CONFIG, SUMMARY, finished_events
 
@@ -71,7 +71,6 @@ def document_targets() -> Sequence[Target]:
         Target("jsonl metrics", _metrics(), _run_file, 6, form="jsonl"),
         Target("json summary", [_json("summary.json", SUMMARY)], _run_file, 4, form="json"),
         Target("toml run config", [_document("config.toml", CONFIG)], _run_file, 3, form="toml"),
-        Target("json trace", [_json("trace.json", _trace())], _run_file, 2, form="json"),
         Target("json evaluation", [_json("evaluation.json", _evaluation())], _run_file, 4, form="json"),
         Target("flags", _flags(), _flag, 8),
         Target("environment", _environments(), _environment, 6, form="json"),
@@ -241,11 +240,6 @@ def _metrics() -> list[Seed]:
     return [Seed("metrics.jsonl", text, rows), Seed("metrics.rank1.jsonl", text, rows)]
 
 
-def _trace() -> dict[str, Any]:
-    event = {"cat": "exchange", "ph": "X", "ts": 1.0, "dur": 2.0, "args": {"step": 1, "buffer": 0}}
-    return {"traceEvents": [event, {**event, "ts": 4.0, "args": {"step": 2, "buffer": 0}}]}
-
-
 def _evaluation() -> dict[str, Any]:
     mistake = {"label": 0, "predicted": 1, "confidence": 0.9, "image": "/9j/4AAQ"}
     counts = [[0, 0, 5], [0, 1, 2], [1, 1, 7]]
@@ -270,7 +264,6 @@ def _run_file(content: bytes, name: str, folder: Path) -> None:
         _SOUND["summary.json"] = json.dumps(SUMMARY).encode()
         _SOUND["config.toml"] = to_toml(CONFIG)
         _SOUND["plan.toml"] = _plans()[0].content
-        _SOUND["trace.json"] = json.dumps(_trace()).encode()
         _SOUND["evaluation.json"] = json.dumps(_evaluation()).encode()
     for run, files in (("sound", _SOUND), ("damaged", {**_SOUND, name: content})):
         shutil.rmtree(folder / run, ignore_errors=True)
@@ -281,7 +274,6 @@ def _run_file(content: bytes, name: str, folder: Path) -> None:
     live.refresh()
     if live.files is None and not live.problem.isprintable():
         raise AssertionError(f"not printable: {live.problem!r}")
-    metrics_text([("run", live.files)]).encode()
     found = RunFiles.read(folder / "damaged")
     rows = [("", verdict(found)), *summary_rows(found)]
     for text in (cell for row in rows for cell in row):

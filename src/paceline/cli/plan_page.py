@@ -85,7 +85,7 @@ def gantt_chart(label: str, unit: str, bars: Sequence[Bar]) -> str:
     foot, width = 8 + _ROW * len(rows), WIDTH - _NAMES - RIGHT
 
     def x(value: float) -> float:
-        return _NAMES + axis.share(value) * width
+        return _NAMES + axis.fraction(value) * width
 
     parts = []
     for tick, text in zip(axis.ticks, axis.labels(), strict=True):
