@@ -101,7 +101,7 @@ def test_fused_blocks_with_recomputed_norms_keep_what_others_keep(
 
     net = network("resnet50")
     again = net.recomputing_norms()
-    remade = 2 * BATCH * sum(layer.remade for layer in again.layers) / GIB
+    remade = 2 * BATCH * sum(layer.recomputed_elements for layer in again.layers) / GIB
     assert plain - kept == pytest.approx(remade, rel=1e-4)
     for planned, found in ((net, plain_most), (again, most)):
         assert step_memory(planned, BATCH).activations / GIB == pytest.approx(found, rel=0.02)

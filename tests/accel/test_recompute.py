@@ -258,7 +258,8 @@ def test_the_planner_counts_what_is_not_kept(name: str, size: int) -> None:
 
     net = network(name, size, CLASSES).recomputing_norms()
     assert (
-        kept(False) - kept(True) == sum(layer.remade for layer in net.layers) * x.element_size() * 2
+        kept(False) - kept(True)
+        == sum(layer.recomputed_elements for layer in net.layers) * x.element_size() * 2
     )
 
 

@@ -28,7 +28,6 @@ from paceline.plan.optimizer import (
     threshold_plan,
 )
 from paceline.plan.wires import wire_names
-from paceline.planner.answer import Question, advise
 from paceline.planner.prediction import exchanges, predict, score_plan, step_times
 from paceline.planner.workload import Affine, Workload
 from plan.made import made_cluster, made_workload, merged_plan
@@ -186,18 +185,6 @@ def test_signals_ride_in_fp32_or_follow() -> None:
     assert int(score.cost_s) == 2
     apart = FusionPlan(tuple(FusionBucket((name,), "ring") for name in names))
     assert [int(s.cost_s) for s in score_plan(apart, work, cluster, 1)] == [1, 1]
-
-
-def test_rounding_is_advised_where_32_bits_travel_and_it_was_not_allowed() -> None:
-    cluster = slow(nodes=8)
-    for half, wires, expected in (
-        (False, ("auto",), True), (False, BOTH, False), (True, ("auto",), False),
-    ):  # fmt: skip
-        ask = Question(made_workload((4_000_000,), half=half), 8, ("ring",), wires)
-        advice = {a.change: a.gain for a in advise(ask, cluster, ask.answer(cluster))}
-        rounding = [gain for change, gain in advice.items() if "16 bits" in change]
-        assert bool(rounding) == expected
-        assert not rounding or rounding[0] > 0.3
 
 
 @settings(max_examples=40, deadline=None)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -24,14 +22,10 @@ from paceline.planner.memory import (
     usable_bytes,
 )
 from paceline.planner.recommend import (
-    CORE_IMAGES_PER_S,
-    NVJPEG_IMAGES_PER_S,
     Job,
     Limits,
     candidate_batches,
     choose,
-    fed_by,
-    input_supply,
     largest_global_batch,
     limits_of,
     options,
@@ -308,50 +302,3 @@ def test_a_time_takes_the_cheapest_and_a_budget_the_fastest() -> None:
 def test_limits_that_cannot_be(values: dict[str, float], flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
         Limits(**values)  # type: ignore[arg-type]
-
-
-def test_what_the_input_of_a_node_delivers(tmp_path: Path) -> None:
-    assert input_supply(8) is None
-    cores = input_supply(8, cores=64)
-    assert cores is not None
-    assert cores.images_per_s == 64 * CORE_IMAGES_PER_S
-    packed = input_supply(8, cores=64, packed=True)
-    assert packed is not None
-    assert packed.images_per_s > cores.images_per_s
-    gpus = input_supply(8, nvjpeg=True)
-    assert gpus is not None
-    assert gpus.images_per_s == 8 * NVJPEG_IMAGES_PER_S
-    file = tmp_path / "input.json"
-    rows = [{"kind": "ours", "workers": 2, "images_per_s": 1648.0},
-            {"kind": "dataloader", "workers": 2, "images_per_s": 9000.0}]  # fmt: skip
-    file.write_text(json.dumps({"rows": rows}))
-    as_measured, scaled = input_supply(8, bench=file), input_supply(8, cores=16, bench=file)
-    assert as_measured is not None
-    assert scaled is not None
-    assert as_measured.images_per_s == 1648
-    assert scaled.images_per_s == 8 * 1648
-    assert fed_by(ASK.workload, scaled, 8).input.at(100) == pytest.approx(100 / 1648)
-
-
-def test_an_input_too_slow_for_any_step(tmp_path: Path) -> None:
-    file = tmp_path / "input.json"
-    file.write_text('{"rows": [{"kind": "ours", "workers": 2, "images_per_s": 1e-300}]}')
-    for cores in (0, 16):
-        with pytest.raises(ConfigError, match="--input-bench"):
-            input_supply(8, cores=cores, bench=file)
-    for count in (-1, 10**400):
-        with pytest.raises(ConfigError, match="--cores-per-node"):
-            input_supply(8, cores=count)
-
-
-NO_WORKERS = '{"rows": [{"kind": "ours", "workers": 0, "images_per_s": 1}]}'
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [1]}', '{"rows": []}', NO_WORKERS])
-def test_a_file_that_is_no_benchmark(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "input.json"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match="--input-bench"):
-        input_supply(8, bench=file)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        input_supply(8, bench=tmp_path / "none.json")

@@ -246,7 +246,7 @@ def test_the_tensors_are_the_models_own(name: str) -> None:
     found = network(name)
     assert {t.name: (t.elements, t.half) for t in found.tensors} == wanted
     known = network_of(model)
-    assert found.has_fused_form == (known is not None)
+    assert found.has_fused_kernels == (known is not None)
     assert found.pads_images == (
         known is not None and known.first is not None and pads_images(known.first)
     )
@@ -391,17 +391,17 @@ def test_an_own_accelerator_is_scaled_to_a_measured_training(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "tables = 0"),
-        (OWN + OWN.replace("Own", "Other"), "tables = 2"),
+        ("", "tables"),
+        (OWN + OWN.replace("Own", "Other"), "tables = 'Own GPU, Other GPU'"),
         ("x = 3", "x = 3: is not a table"),
         (OWN.replace("tflops = 989\n", ""), "Own GPU.tflops: is missing"),
         (OWN.replace("989", "nan"), "Own GPU.tflops"),
         (OWN.replace("3350", "0"), "Own GPU.memory_gb_per_s = 0"),
         (OWN + "tensor_cores = 5", "tensor_cores: unknown setting"),
-        (OWN + 'like = "H100"', "like = 'H100': is none of the catalog; use one of P40, H200"),
+        (OWN + 'like = "H100"', "like = 'H100': is not in the catalog; use one of P40, H200"),
         (OWN + 'family = "B"', "family = 'B'"),
-        (OWN + "reference_watts = 300", "Own GPU.reference_watts = 300.*from 350 to 1400"),
-        (OWN.replace("Own GPU", ""), "tables = '': the table has no name"),
+        (OWN + "reference_watts = 0", "Own GPU.reference_watts = 0"),
+        (OWN.replace("Own GPU", ""), "tables = '': there must be one table"),
         (OWN + "measured = { images_per_s = 9 }", "measured.batch: is missing"),
         (OWN + "network = { gbps = 0 }", "Own GPU.network.gbps = 0"),
     ],

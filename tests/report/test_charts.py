@@ -161,7 +161,6 @@ def test_the_bars_of_a_step_end_with_it(input_rate: float) -> None:
             now=now,
             curve=(),
             most_ranks=None,
-            advice=(),
             job=Job(1.0, 1000, gpu.watts),
         )
     )

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from paceline.core.units import format_duration, markup, plural
-from paceline.plan.noise import LEAST_SAVING
-from paceline.planner.answer import MOST_RANKS, Answer, format_gbps, node_gbps
+from paceline.planner.answer import MAX_RANKS, Answer, node_gbps
 from paceline.planner.prediction import BucketScore, Prediction
 from paceline.planner.recommend import CORE_IMAGES_PER_S, PACKED_IMAGES_PER_S, Option
 from paceline.report.chart import RIGHT, WIDTH, Axis, Chart, Line, tick_text
@@ -48,9 +47,8 @@ def answer_tables(answer: Answer) -> list[Table]:
     """What follows the facts, in the order of the terminal, which ends with what matters most."""
     cost = ("cost",) if answer.limits.price else ()
     energy = ("kWh",) if answer.job.watts else ()
-    same_loss = ("time to the same loss",) if answer.noise_scale else ()
     buckets = ("bucket", "tensors", "MiB", "algorithm", "ready ms", "start ms", "end ms")
-    scaling = ("ranks", "images/s", "efficiency", "exposed ms", *same_loss)
+    scaling = ("ranks", "images/s", "efficiency", "exposed ms")
     options = (
         "nodes", "batch", "time with start-up", "GPU-hours", *cost, *energy, "images/s",
         "efficiency", "global batch",
@@ -59,7 +57,6 @@ def answer_tables(answer: Answer) -> list[Table]:
         Table.of(f"Buckets, {FROM_BACKWARD}", buckets, bucket_rows(answer), {3}),
         Table.of("Scaling", scaling, curve_rows(answer), set()),
         Table.of("Nodes and batches", options, option_rows(answer), set()),
-        Table.of("What would help", ("change", "images/s", "price"), advice_rows(answer), {0, 2}),
     ]
 
 
@@ -213,7 +210,6 @@ def fact_rows(answer: Answer) -> list[Row]:
         *_profile_rows(answer),
         ("start-up", _start_up_words(answer)),
         ("ranks at 90 %", most + _or_more(answer)),
-        *_noise_rows(answer),
         *_memory_rows(answer),
         ("input", _input_words(answer)),
         *_cost_rows(answer),
@@ -267,20 +263,6 @@ def _start_up_words(answer: Answer) -> str:
     return f"{words}; process groups: {answer.start_up.describe_groups()}"
 
 
-def _noise_rows(answer: Answer) -> list[Row]:
-    """Up to where more ranks save time, where a noise scale is known."""
-    if answer.useful_ranks is None:
-        return []
-    batch, limits = answer.useful_ranks * answer.now.batch, answer.limits
-    over = batch > limits.global_batch
-    return [(
-        "useful ranks",
-        f"{answer.useful_ranks:,}, a batch of {batch:,}{', more than the batch limit' if over else ''}: "
-        f"beyond, twice the ranks with {answer.now.batch:,} images each save less than "
-        f"{LEAST_SAVING:.0%} of the time to the same loss (noise scale {answer.noise_scale:,.0f})",
-    )]  # fmt: skip
-
-
 def _memory_rows(answer: Answer) -> list[Row]:
     memory = answer.memory
     if memory is None:
@@ -296,17 +278,13 @@ def _memory_rows(answer: Answer) -> list[Row]:
 
 
 def _input_words(answer: Answer) -> str:
-    """What a node needs, and what it has or would take."""
+    """Describes the input rate that a node needs, and the cores for it."""
     need = answer.needed_images_per_s
-    words = f"{_few(need)} images/s a node needed"
-    if answer.supply is not None:
-        return f"{words}, {answer.supply.images_per_s:,.0f} there: {answer.supply.source}"
-    cores = math.ceil(need / CORE_IMAGES_PER_S)
-    return f"{words}: {plural(cores, 'core')} for full-size JPEGs, or {_packed(need):,} for packed shards"
-
-
-def _packed(need: float) -> int:
-    return math.ceil(need / PACKED_IMAGES_PER_S)
+    cores, packed = (math.ceil(need / rate) for rate in (CORE_IMAGES_PER_S, PACKED_IMAGES_PER_S))
+    return (
+        f"{_few(need)} images/s a node needed: {plural(cores, 'core')} for full-size JPEGs, or "
+        f"{packed:,} for packed shards"
+    )
 
 
 def _cost_rows(answer: Answer) -> list[Row]:
@@ -381,6 +359,15 @@ def _why_chosen(answer: Answer, chosen: Option) -> str:
     )
 
 
+def format_gbps(rate: float) -> str:
+    """Formats a rate in Gb/s.
+
+    >>> format_gbps(25600), format_gbps(0.016)
+    ('25,600 Gb/s', '0.016 Gb/s')
+    """
+    return f"{rate:,.0f} Gb/s" if rate >= 100 else f"{rate:.3g} Gb/s"
+
+
 def _slowed(now: Prediction) -> str:
     """Only where it was measured."""
     if not now.hidden_comm_s:
@@ -393,7 +380,7 @@ def _or_more(answer: Answer) -> str:
     if not answer.cluster.has_network:
         return ": more nodes are not known"
     step = answer.cluster.ranks_per_node
-    capped = answer.most_ranks is not None and answer.most_ranks + step > MOST_RANKS
+    capped = answer.most_ranks is not None and answer.most_ranks + step > MAX_RANKS
     return " or more" if capped else ""
 
 
@@ -436,14 +423,9 @@ def _way(score: BucketScore) -> str:
 def curve_rows(answer: Answer) -> list[Row]:
     return [
         (f"{p.ranks:,}", _few(p.images_per_s), f"{p.efficiency:.1%}",
-         f"{1e3 * p.exposed_comm_s:,.2f}",
-         *((f"{answer.same_loss(p):.1%}",) if answer.noise_scale else ()))
+         f"{1e3 * p.exposed_comm_s:,.2f}")
         for p in answer.curve
     ]  # fmt: skip
-
-
-def advice_rows(answer: Answer) -> list[Row]:
-    return [(advice.change, f"{advice.gain:+.1%}", advice.price) for advice in answer.advice]
 
 
 def option_rows(answer: Answer) -> list[Row]:
