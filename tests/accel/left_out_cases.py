@@ -15,15 +15,15 @@ import interpreted  # noqa: F401  (before any kernel)
 from accel.cudnn_cases import form  # noqa: F401  (a fixture)
 from accel.forms import Chain, use_forms
 from accel.live_bytes import LiveBytes
-from accel.norm_reference import as_map, norm_for, random_map
+from accel.norm_reference import channels_last, norm_for, random_map
 from accel.product_cases import SMALL, away, prefer, run, small_tiles  # noqa: F401  (a fixture)
 from paceline.accel import operands
 from paceline.accel.fused import statistics
-from paceline.accel.fused_blocks import Pending
+from paceline.accel.fused_blocks import DeferredOutput
+from paceline.accel.fused_convolutions import forward_convolution
+from paceline.accel.implementation_choice import CUDNN, SEPARATE, Choices
 from paceline.accel.operands import Operand
-from paceline.accel.product_choice import CUDNN, SEPARATE, Choices
-from paceline.accel.products import forward_product
-from paceline.accel.recompute import RecomputedMap
+from paceline.accel.recompute import RecomputedActivation
 from paceline.models.resnet import BasicBlock, Bottleneck
 
 FULL, HALF = torch.float32, torch.float16
@@ -76,7 +76,7 @@ def made(
 
 
 def images(kind: torch.dtype = FULL, channels: int = 24) -> Tensor:
-    return as_map(random_map((2, channels, 7, 5), kind, 0.3, 1))
+    return channels_last(random_map((2, channels, 7, 5), kind, 0.3, 1))
 
 
 def inputs_of(make: Callable[[], nn.Module], kind: torch.dtype = FULL) -> Tensor:
@@ -86,13 +86,13 @@ def inputs_of(make: Callable[[], nn.Module], kind: torch.dtype = FULL) -> Tensor
 @pytest.fixture
 def stored(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From its call on, blocks keep all of their outputs."""
-    reduced = Pending.reduced
+    reduced = DeferredOutput.reduced
 
-    def keeping(pending: Pending, *given: Any) -> Any:
+    def keeping(pending: DeferredOutput, *given: Any) -> Any:
         pending.recompute = False
         return reduced(pending, *given)
 
-    return lambda: monkeypatch.setattr(Pending, "reduced", keeping)
+    return lambda: monkeypatch.setattr(DeferredOutput, "reduced", keeping)
 
 
 def assert_same(once: dict[str, Tensor], again: dict[str, Tensor]) -> None:
@@ -135,14 +135,14 @@ def test_every_second_block_of_a_stage_leaves_its_output_out(
 ) -> None:
     """Those of whom the shortcut is stored; the last one is computed where no fused block follows."""
     found: list[bool] = []
-    reduced = Pending.reduced
+    reduced = DeferredOutput.reduced
 
-    def noted(pending: Pending, *given: Any) -> Any:
+    def noted(pending: DeferredOutput, *given: Any) -> Any:
         result = reduced(pending, *given)
-        found.append(isinstance(result[2], RecomputedMap))
+        found.append(isinstance(result[2], RecomputedActivation))
         return result
 
-    monkeypatch.setattr(Pending, "reduced", noted)
+    monkeypatch.setattr(DeferredOutput, "reduced", noted)
 
     def of(net: nn.Module, x: Tensor) -> list[bool]:
         found.clear()
@@ -256,7 +256,7 @@ def test_weights_that_change_between_forward_and_backward_are_found() -> None:
 def test_every_form_keeps_the_bits_of_the_stored_operand(
     kind: torch.dtype, projected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x, residual = (as_map(random_map((2, 24, 5, 4), kind, 0.3, seed)) for seed in (0, 1))
+    x, residual = (channels_last(random_map((2, 24, 5, 4), kind, 0.3, seed)) for seed in (0, 1))
     saved = statistics(x, norm_for(24))
     other = statistics(residual, norm_for(24)) if projected else None
     operand = Operand.joined(x, saved, residual, other)
@@ -264,7 +264,7 @@ def test_every_form_keeps_the_bits_of_the_stored_operand(
     assert 0 < int((wanted == 0).sum()) < wanted.numel()
     for how, tile in ((SEPARATE, 0), *(("fused", n) for n in range(len(SMALL)))):
         prefer(how, tile, monkeypatch)
-        _, _, y = forward_product(Choices("auto"), operand, weight, norm_for(6), keep=True)
+        _, _, y = forward_convolution(Choices("auto"), operand, weight, norm_for(6), keep=True)
         assert y is not None
         assert torch.equal(y, wanted), (how, tile)
 

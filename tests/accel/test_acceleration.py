@@ -12,7 +12,7 @@ from torch import nn
 from comm.exchanges import joined
 from paceline.accel.acceleration import ACCELERATION, AppliedAccel
 from paceline.accel.forward import CompiledBlocks
-from paceline.accel.product_choice import Choices
+from paceline.accel.implementation_choice import Choices
 from paceline.accel.settings import AccelSettings
 from paceline.comm import CommSettings, Group
 from paceline.config import RunConfig
@@ -128,27 +128,27 @@ def bottlenecks() -> nn.Module:
 
 def test_fused_convolutions_are_asked_for_and_need_bottlenecks_in_half_precision() -> None:
     model = bottlenecks()
-    assert choose(GPU, model).plan.products == "off"
+    assert choose(GPU, model).plan.fused_convolutions == "off"
     for value in ("auto", "on", "cudnn"):
-        assert choose(GPU, model, fused_convolutions=value).plan.products == value
+        assert choose(GPU, model, fused_convolutions=value).plan.fused_convolutions == value
     for off in (
         choose(GPU, model, fused_convolutions="auto", dtype=torch.float32),
         choose(GPU, SmallResNet(), fused_convolutions="auto"),
         choose(CPU, model, fused_convolutions="auto"),
         choose(GPU, model, fused_convolutions="auto", fused_norm="off"),
     ):
-        assert off.plan.products == "off"
+        assert off.plan.fused_convolutions == "off"
         assert "convolutions: off (" in off.describe()
     # Blocks of 3 × 3 convolutions have kernels of cuDNN, in fp16, and no others.
     basic = SmallResNet()
-    assert choose(GPU, basic, fused_convolutions="cudnn").plan.products == "cudnn"
+    assert choose(GPU, basic, fused_convolutions="cudnn").plan.fused_convolutions == "cudnn"
     for given, kind in (
         (basic, torch.bfloat16), (basic, torch.float32), (plain(), torch.float16)
     ):  # fmt: skip
         applied = choose(GPU, given, fused_convolutions="cudnn", dtype=kind)
-        assert applied.plan.products == "off"
+        assert applied.plan.fused_convolutions == "off"
     applied = choose(GPU, model, fused_convolutions="cudnn", dtype=torch.bfloat16)
-    assert applied.plan.products == "cudnn"
+    assert applied.plan.fused_convolutions == "cudnn"
     for given, other in (
         ((GPU, SmallResNet()), {}),
         ((CPU, model), {}),
@@ -330,6 +330,6 @@ def _chosen(rank: int) -> tuple[dict[str, str], int, str]:
 def test_ranks_with_one_kind_of_gpu_take_the_choices_of_the_first() -> None:
     first, second, other = run_ranks(len(OWN), _chosen)
     agreed = {"forward x": "a", "backward x": "separate", "forward y": "c"}
-    assert first == (agreed, 1, "1 of 2 kinds of products fused (cached)")
-    assert second == (agreed, 2, "2 of 2 kinds of products fused (cached)")
-    assert other == (OWN[2], 1, "1 of 1 kinds of products fused (cached)")
+    assert first == (agreed, 1, "1 of 2 kinds of convolutions fused (cached)")
+    assert second == (agreed, 2, "2 of 2 kinds of convolutions fused (cached)")
+    assert other == (OWN[2], 1, "1 of 1 kinds of convolutions fused (cached)")

@@ -15,7 +15,7 @@ from accel.forms import use_forms
 from accel.live_bytes import LiveBytes
 from interpreter_run import needs_triton
 from paceline.accel import stem
-from paceline.accel.product_choice import CUDNN, Choices
+from paceline.accel.implementation_choice import CUDNN, Choices
 from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings
 from paceline.planner.layers import network
@@ -90,7 +90,7 @@ def test_fused_blocks_with_recomputed_norms_keep_what_others_keep(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And what the planner counts."""
-    from paceline.accel.fused_blocks import Pending
+    from paceline.accel.fused_blocks import DeferredOutput
 
     kept, most = counted(fused=True, recompute=True)
     separate, separate_most = counted(fused=False, recompute=True)
@@ -107,13 +107,13 @@ def test_fused_blocks_with_recomputed_norms_keep_what_others_keep(
         assert step_memory(planned, BATCH).activations / GIB == pytest.approx(found, rel=0.02)
 
     # If blocks kept all of their outputs.
-    reduced = Pending.reduced
+    reduced = DeferredOutput.reduced
 
-    def keeping(pending: Pending, *given: Any) -> Any:
+    def keeping(pending: DeferredOutput, *given: Any) -> Any:
         pending.recompute = False
         return reduced(pending, *given)
 
-    monkeypatch.setattr(Pending, "reduced", keeping)
+    monkeypatch.setattr(DeferredOutput, "reduced", keeping)
     all_kept, all_most = counted(fused=True, recompute=True)
     # Of the stages' 3, 4, 6 and 3 outputs, 1, 2, 3 and 1.
     left_out = sum(

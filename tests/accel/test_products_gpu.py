@@ -19,7 +19,7 @@ from accel.graph_reference import (
     spread,
 )
 from full_products import full_products
-from paceline.accel.product_choice import SEPARATE, Choices
+from paceline.accel.implementation_choice import SEPARATE, Choices
 from paceline.models.resnet import BasicBlock, Bottleneck, ResNet
 
 pytestmark = [
@@ -346,10 +346,10 @@ def test_outputs_that_are_left_out_change_no_bit(form: str, graph: bool) -> None
 def test_products_store_the_bits_that_backward_computes_again(
     width: tuple[int, int], kind: str
 ) -> None:
-    from paceline.accel import products
+    from paceline.accel import fused_convolutions
+    from paceline.accel.convolution_launches import resident_programs
     from paceline.accel.fused import statistics
     from paceline.accel.operands import Epilogue, Operand
-    from paceline.accel.product_launches import resident_programs
 
     torch.manual_seed(0)
     narrow, channels = width[0], 4 * width[0]
@@ -363,12 +363,12 @@ def test_products_store_the_bits_that_backward_computes_again(
     weight = torch.randn(narrow, channels, 1, 1, device="cuda").to(HALF[kind])
     weight = weight.contiguous(memory_format=torch.channels_last)
     ran = 0
-    for tile in products.TILES:
-        fits = products.fits(tile, channels, narrow, reads=False, sums=True)
+    for tile in fused_convolutions.TILES:
+        fits = fused_convolutions.fits(tile, channels, narrow, reads=False, sums=True)
         if not fits or not resident_programs(tile, operand, Epilogue.plain(x)):
             continue
         try:
-            _, _, y = products._fused_forward(
+            _, _, y = fused_convolutions._fused_forward(
                 operand, weight, nn.BatchNorm2d(narrow).cuda(), tile, True
             )
         except Exception:  # the GPU cannot run it
@@ -392,7 +392,7 @@ def test_choices_are_timed_once_and_kept(mode: str, tmp_path: Path) -> None:
     assert choices.timed == len(chosen) > 0
     assert any("3/" in key for key in chosen) == (mode == "cudnn"), choices.describe()
     assert "no form of cuDNN" not in choices.describe()
-    choices.settle(chosen)
+    choices.adopt(chosen)
     choices = Choices.begin(mode, device)
     run(prepared(net, torch.float16, choices), x)
     assert choices.timed == 0
@@ -415,7 +415,7 @@ def test_basic_blocks_are_timed_and_name_what_cudnn_lacks(tmp_path: Path) -> Non
     assert all("3/2" in key and "merged" in key for key in lacking), choices.missing
     ends = [key for key in chosen if key.startswith(("forward", "backward"))]
     assert f" of {len(ends) + len(lacking)} kinds of products" in choices.describe()
-    choices.settle(chosen)
+    choices.adopt(chosen)
     choices = Choices.begin("cudnn", device)
     run(prepared(net, torch.float16, choices), x)
     assert choices.timed == 0

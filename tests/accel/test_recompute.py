@@ -15,7 +15,7 @@ from accel.forms import use_forms
 from accel.live_bytes import LiveBytes
 from paceline.accel.forward import Forward
 from paceline.accel.networks import network_of
-from paceline.accel.recompute import RecomputedMap
+from paceline.accel.recompute import RecomputedActivation
 from paceline.models import resnet
 from paceline.models.alexnet import NORM_NAMES, AlexNet
 from paceline.models.registry import create_model
@@ -221,7 +221,7 @@ def test_every_second_block_stores_its_output(monkeypatch: pytest.MonkeyPatch) -
 
     def noted(self: Forward, *given: Any) -> Any:
         out = block(self, *given)
-        kinds.append(isinstance(out, RecomputedMap))
+        kinds.append(isinstance(out, RecomputedActivation))
         return out
 
     monkeypatch.setattr(Forward, "block", noted)

@@ -84,8 +84,6 @@ def test_8_bit_wires_have_a_plan(tmp_path: Path, wires: tuple[str, ...]) -> None
     found = json.loads(ask(*flags, *allowed, "--plan-out", str(path)))
     assert {"int8", "float8_e4m3"} & {bucket["wire"] for bucket in found["buffers"]}
     assert "all_to_all" in {bucket["algorithm"] for bucket in found["buffers"]}
-    names = {group["name"] for group in found["start_up"]["groups"]}
-    assert names == {"all ranks"}
     scored = json.loads(ask(*flags, "--with-plan", str(path)))
     assert scored["step_s"] == pytest.approx(found["step_s"])
     assert scored["start_up"] == found["start_up"]

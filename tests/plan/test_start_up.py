@@ -12,7 +12,6 @@ from paceline.plan.steps import Groups
 from paceline.planner.start_up import (
     MOST_NCCL_S,
     PROCESS_S,
-    GroupCount,
     StartUp,
     communicator_s,
 )
@@ -36,14 +35,20 @@ def test_only_what_a_schedule_sums_in_is_made(algorithms: set[str], parts: set[s
     assert parts_used(algorithms, Groups.of_nodes([4, 4])) == set(), "messages need no sub-group"
 
 
-def test_groups_of_256_nodes_are_counted() -> None:
-    whole = GroupCount("all ranks", 2, 2048)
-    rows, masters = GroupCount("rows", 256, 8), GroupCount("masters", 1, 256)
-    assert StartUp.of(256, 8, {"ring"}).groups == (whole,)
-    assert StartUp.of(256, 8, {"hierarchical"}).groups == (whole, rows, masters)
-    columns = GroupCount("columns", 7, 256)
-    assert StartUp.of(256, 8, {"torus2d"}).groups == (whole, rows, masters, columns)
-    assert StartUp.of(256, 8, {"native"}, buckets=1).groups == (GroupCount("all ranks", 1, 2048),)
+@pytest.mark.parametrize(
+    ("algorithms", "buckets", "sizes"),
+    [
+        ({"ring"}, 2, [64, 64]),
+        ({"hierarchical"}, 2, [64, 64, 8, 8]),
+        ({"torus2d"}, 2, [64, 64, 8, 8]),
+        ({"native"}, 1, [64]),
+    ],
+)
+def test_a_rank_creates_the_communicators_of_the_plan(
+    algorithms: set[str], buckets: int, sizes: list[int]
+) -> None:
+    found = StartUp.of(8, 8, algorithms, buckets=buckets)
+    assert found.backend_s == pytest.approx(sum(map(communicator_s, sizes)))
     assert StartUp.of(1, 1, {"native"}).backend_s == 0.0
 
 

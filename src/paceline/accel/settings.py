@@ -8,7 +8,7 @@ from typing import ClassVar
 from paceline.core.exclusions import Exclusion, not_in, one_of
 from paceline.core.settings import SettingChecks
 
-# Default and new name of each setting that had another one.
+# Default and new name of each renamed setting.
 RENAMED: dict[str, tuple[object, str]] = {
     "run.compile": ("auto", "run.accel.compile"),
     "run.fused_convolutions": ("off", "run.accel.fused_convolutions"),
@@ -25,11 +25,11 @@ _COMPILED_BY = "cannot be compiled by run.accel.compile = {run.owned[accel].comp
 
 @dataclass(frozen=True)
 class AccelSettings:
-    """Faster forms of the model's parts in training; evaluation uses the plain model."""
+    """Faster implementations of the model's layers in training; evaluation uses the plain model."""
 
-    # They change how a step is computed: within rounding its results are the same.
+    # Results of a step are equal within rounding only.
     EXACT: ClassVar[bool] = False
-    # No other setting chooses them.
+    # No other setting selects these.
     UNCHOSEN: ClassVar[bool] = True
 
     fused_norm: str = "auto"

@@ -257,10 +257,8 @@ def _sure(spread: float) -> str:
 def _start_up_words(answer: Answer) -> str:
     took = format_duration(answer.option.startup_s)
     if answer.job.startup_s is not None:
-        words = f"{took} as given (--startup-s)"
-    else:
-        words = f"{took} (--startup-s sets it): {answer.start_up.describe()}"
-    return f"{words}; process groups: {answer.start_up.describe_groups()}"
+        return f"{took} as given (--startup-s)"
+    return f"{took} (--startup-s sets it): {answer.start_up.describe()}"
 
 
 def _memory_rows(answer: Answer) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Estimates the time before the first step: processes, rendezvous, agreement, process groups.
+"""Estimates the time before the first step: processes, rendezvous, agreement, communicators.
 
 The times of the store were measured (`records/2026-11-16_control-plane_2-core-cpu`,
 `records/2026-11-17_scale_2-core-cpu`). Those of processes and of NCCL are assumptions: Paceline has run
@@ -32,15 +32,6 @@ _NCCL_MEASURED_RANKS = 32
 MOST_NCCL_S = 150.0
 
 
-@dataclass(frozen=True)
-class GroupCount:
-    """A number of process groups of equal size."""
-
-    name: str
-    count: int
-    ranks: int
-
-
 def communicator_s(ranks: int) -> float:
     """Estimates the time to create one NCCL communicator."""
     return _NCCL_S + _NCCL_RANK_S * ranks
@@ -55,7 +46,6 @@ class StartUp:
         phases: The number of agreement phases.
         meet_s: The time of the rendezvous.
         agree_s: The time of all phases.
-        groups: The process groups.
         backend_s: The time in which the slowest rank creates its communicators; 0 for Gloo.
         process_s: The time to start the processes.
     """
@@ -64,7 +54,6 @@ class StartUp:
     phases: int
     meet_s: float
     agree_s: float
-    groups: tuple[GroupCount, ...]
     backend_s: float
     process_s: float
 
@@ -83,32 +72,22 @@ class StartUp:
             nccl: True if ranks communicate over NCCL, False for Gloo.
         """
         ranks = nodes * ranks_per_node
-        # One group for the run, and one for the exchange unless it is a single native all-reduce.
-        shared = set(algorithms) <= {NATIVE} and buckets == 1
-        everyone = 1 if shared or ranks == 1 else 2
-        counts = [GroupCount("all ranks", everyone, ranks)]
-        if nccl and ranks > 1:
-            # Two nodes use the same kinds of groups as many nodes, and are faster to examine.
-            small = Groups.of_nodes([ranks_per_node] * min(nodes, 2), nested=True)
-            used = parts_used(algorithms, small)
-            if "rows" in used:
-                counts.append(GroupCount("rows", nodes, ranks_per_node))
-            if "masters" in used:
-                counts.append(GroupCount("masters", 1, nodes))
-            if "columns" in used:
-                # The masters are the first column.
-                counts.append(GroupCount("columns", ranks_per_node - ("masters" in used), nodes))
         backend_s = 0.0
         if nccl and ranks > 1:
-            # A rank belongs to the groups of all ranks, to one row, and to one column or the masters.
-            across = {c.name for c in counts} & {"masters", "columns"}
-            sizes = [*[ranks] * everyone, *(c.ranks for c in counts if c.name == "rows")]
-            sizes += [nodes] if across else []
-            backend_s = min(sum(communicator_s(size) for size in sizes), MOST_NCCL_S)
-        return cls(
-            ranks, PHASES, MEET_S * ranks, PHASES * PHASE_S * ranks, tuple(counts), backend_s,
-            PROCESS_S,
-        )  # fmt: skip
+            # Two nodes use the same kinds of groups as many nodes, and are faster to examine.
+            example = Groups.of_nodes([ranks_per_node] * min(nodes, 2), nested=True)
+            used = parts_used(algorithms, example)
+            # One group for the run, and one for the exchange unless it is a single native all-reduce.
+            shared = set(algorithms) <= {NATIVE} and buckets == 1
+            sizes = [ranks] if shared else [ranks, ranks]
+            # A rank belongs to one row, and to one column or the masters.
+            if "rows" in used:
+                sizes.append(ranks_per_node)
+            if used & {"masters", "columns"}:
+                sizes.append(nodes)
+            backend_s = min(sum(map(communicator_s, sizes)), MOST_NCCL_S)
+        agree_s = PHASES * PHASE_S * ranks
+        return cls(ranks, PHASES, MEET_S * ranks, agree_s, backend_s, PROCESS_S)
 
     @property
     def total_s(self) -> float:
@@ -125,10 +104,6 @@ class StartUp:
             f"phases {self.agree_s:.2g} s{beyond}{nccl}"
         )
 
-    def describe_groups(self) -> str:
-        """Describes the process groups."""
-        return ", ".join(f"{g.count:,} × {g.ranks:,} ranks ({g.name})" for g in self.groups)
-
     def _basis(self) -> str:
         basis = "assumed from published figures for 8 and 32 ranks, not measured"
         if self.ranks > _NCCL_MEASURED_RANKS:
@@ -139,4 +114,4 @@ class StartUp:
         return basis
 
     def to_table(self) -> dict[str, Any]:
-        return {**asdict(self), "groups": [asdict(group) for group in self.groups]}
+        return asdict(self)

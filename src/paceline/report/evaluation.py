@@ -16,12 +16,9 @@ from typing import Any
 from paceline.core.files import read_regular
 from paceline.core.units import count, format_percent, markup, text_of
 from paceline.core.untrusted import ParseError, is_count, is_finite, parse_json
-from paceline.report.html import scrolled
 from paceline.report.tables import Table
 
 EVALUATION_NAME = "evaluation.json"
-# The cells of a larger matrix would be too small to read.
-_MATRIX_CLASSES = 30
 _MAX_CLASSES = 100_000
 _MAX_CONFUSIONS = 20
 _MAX_MISTAKES = 48
@@ -29,8 +26,6 @@ _CLASS_ROWS = 40
 # Bytes; a thumbnail has a few thousand.
 _LARGEST_FILE, _LARGEST_IMAGE = 64 << 20, 40_000
 _IMAGE = re.compile(r"[A-Za-z0-9+/]+={0,2}")
-# Height of a row of the confusion matrix, and a generous width of a letter.
-_CELL, _LETTER = 24, 6.8
 
 
 @dataclass(frozen=True)
@@ -122,60 +117,6 @@ class Evaluation:
         columns = ("class", "predicted as", "images", "of the class")
         return Table.of("Most frequent confusions", columns, rows, {0, 1})
 
-    def matrix(self) -> str:
-        """Draws the confusion matrix as SVG with a row for each class; empty for too many classes.
-
-        The text size is fixed: a matrix that is wider than the page scrolls.
-        """
-        size = len(self.classes)
-        if size > _MATRIX_CLASSES or not self.counts:
-            return ""
-        labels = [name if len(name) <= 16 else f"{name[:15]}…" for name in self.classes]
-        longest = _LETTER * max(map(len, labels))
-        left, top = max(longest, 12 * _LETTER) + 14, 0.75 * longest + 34
-        cell = max(26.0, _LETTER * len(f"{max(self.counts.values()):,}") + 8)
-        right, foot = left + size * cell, top + size * _CELL
-        lines = [f"M{left + n * cell:g} {top:g}V{foot:g}" for n in range(size + 1)]
-        lines += [f"M{left:g} {top + n * _CELL:g}H{right:g}" for n in range(size + 1)]
-        parts = [
-            f'<path class="grid" d="{"".join(lines)}"/>',
-            _end_text(left - 6, top - 24, "predicted as →"),
-            _end_text(left - 6, top - 8, "class ↓"),
-        ]
-        for n, label in enumerate(labels):
-            x, y = left + (n + 0.5) * cell, top - 6
-            parts.append(
-                f'<text transform="translate({x:g} {y:g}) rotate(-45)">{markup(label)}</text>'
-            )
-            parts.append(_end_text(left - 6, top + n * _CELL + 16, label))
-        for (row, column), n in sorted(self.counts.items()):
-            if n:
-                x, y = left + column * cell, top + row * _CELL
-                parts.append(self._cell(row, column, x, y, cell))
-        parts += _matrix_legend(left, foot + 14)
-        ends = (
-            left + (n + 0.5) * cell + 0.75 * _LETTER * len(name) for n, name in enumerate(labels)
-        )
-        width, height = max(left + 240, right, *ends), foot + 14 + 3 * _CELL
-        drawn = (
-            f'<svg class="chart matrix" width="{width:g}" height="{height:g}" role="img" '
-            f'aria-label="confusion matrix of {size} classes, a row for each class">'
-            f"{''.join(parts)}</svg>"
-        )
-        return scrolled(drawn, width)
-
-    def _cell(self, row: int, column: int, x: float, y: float, width: float) -> str:
-        n, total = self.counts[row, column], self.totals[row]
-        title = f"{self.classes[row]} predicted as {self.classes[column]}: {n:,} of {total:,}"
-        look = "right" if row == column else "wrong"
-        strong = " strong" * (n > total / 2)
-        return (
-            f'<g><title>{markup(title)}</title><rect class="cell {look}" x="{x + 0.5:g}" y="{y + 0.5:g}" '
-            f'width="{width - 1:g}" height="{_CELL - 1}" fill-opacity="{n / total:.3f}"/>'
-            f'<text class="count{strong}" x="{x + width / 2:g}" y="{y + 16:g}" text-anchor="middle">'
-            f"{n:,}</text></g>"
-        )
-
     def gallery(self) -> str:
         """Draws the most confident mistakes, with their images if available."""
         items = []
@@ -192,27 +133,6 @@ class Evaluation:
                 f"<span>is {markup(self.classes[mistake.label])}</span></li>"
             )
         return f'<ul class="gallery">{"".join(items)}</ul>' if items else ""
-
-
-def _end_text(x: float, y: float, text: str) -> str:
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="end">{markup(text)}</text>'
-
-
-def _matrix_legend(left: float, top: float) -> list[str]:
-    """Draws a color scale for right and wrong predictions."""
-    parts = []
-    for row, look in enumerate(("right", "wrong")):
-        y = top + row * _CELL
-        parts.append(_end_text(left - 6, y + 16, look))
-        parts += [
-            f'<rect class="cell {look}" x="{left + 30 * n:g}" y="{y + 4:g}" width="29" '
-            f'height="{_CELL - 8}" fill-opacity="{n / 4:g}"/>'
-            for n in range(5)
-        ]
-    y = top + 2 * _CELL + 12
-    parts.append(f'<text x="{left:g}" y="{y:g}">0 %</text>')
-    parts.append(f'<text x="{left + 118:g}" y="{y:g}">100 % of the class</text>')
-    return parts
 
 
 def _listed(value: Any) -> Sequence[Any]:

@@ -40,8 +40,6 @@ _UNIT_GAP = re.compile(r"(?<=\d) (?=(?:%|s|min|h|images/s|ranks?)(?!\w))")
 _NOTABLE_SHARE = 0.02
 # Style classes of `CAUSES` in the bar.
 _LOOKS = ("c1", "c2", "c4", "c8", "c5", "c6", "rest")
-# A larger confusion matrix takes the whole width.
-_HALF_PAGE_CLASSES = 10
 _PAGE_SUFFIXES = (".html", ".htm")
 _PAGE_BEGINS = b"<!doctype html>"
 # The files of a run folder, including those that the run writes later.
@@ -142,20 +140,12 @@ def _mistakes_section(run: RunFiles) -> str:
     evaluation = Evaluation.read(run.path)
     if evaluation is None:
         return ""
-    matrix, gallery = evaluation.matrix(), evaluation.gallery()
-    pictures = ""
-    if matrix:
-        caption = "Confusion matrix <span>images; a row for each class</span>"
-        whole = ' class="whole"' if len(evaluation.classes) > _HALF_PAGE_CLASSES else ""
-        pictures += f"<figure{whole}><figcaption>{caption}</figcaption>{matrix}</figure>"
-    if gallery:
-        pictures += f"<figure><figcaption>Most confident mistakes</figcaption>{gallery}</figure>"
     head = f"Classes, at step {count(evaluation.step)}"
-    charts = f'<section class="charts">{pictures}</section>' if pictures else ""
-    return (
-        section(head, [evaluation.class_table(), evaluation.confusion_table()], titled=True)
-        + charts
-    )
+    shown = section(head, [evaluation.class_table(), evaluation.confusion_table()], titled=True)
+    if gallery := evaluation.gallery():
+        figure = f"<figure><figcaption>Most confident mistakes</figcaption>{gallery}</figure>"
+        shown += f'<section class="charts">{figure}</section>'
+    return shown
 
 
 def _configuration(run: RunFiles) -> str:
