@@ -21,14 +21,12 @@ PHASES = 11
 # CPU time of the store's single thread per rank; measured with up to 1,024 ranks.
 MEET_S = 0.3e-3
 PHASE_S = 50e-6
-MEASURED_RANKS = 1024
 # An NCCL communicator of p ranks needs `_NCCL_S + p · _NCCL_RANK_S`. Users of V100 and InfiniBand
 # measured 16.3 s for 8 communicators of 8 ranks and 130 s for 32 of 32 ranks (NVIDIA/nccl issue 534,
 # 2021). The sum over the communicators of a rank is limited to the longest initialization that was
 # reported for thousands of GPUs, 2.5 minutes (issue 1156, 2024).
 _NCCL_S = 1.35
 _NCCL_RANK_S = 0.086
-_NCCL_MEASURED_RANKS = 32
 MOST_NCCL_S = 150.0
 
 
@@ -94,24 +92,12 @@ class StartUp:
         return self.process_s + self.meet_s + self.agree_s + self.backend_s
 
     def describe(self) -> str:
-        """Describes the parts, and which of them are not measured at this size."""
-        beyond = (
-            f" (in proportion from {MEASURED_RANKS:,} ranks)" if self.ranks > MEASURED_RANKS else ""
-        )
-        nccl = f", NCCL {self.backend_s:,.0f} s ({self._basis()})" if self.backend_s else ""
+        """Describes the parts and says which of them are assumed."""
+        nccl = f", NCCL {self.backend_s:,.0f} s (assumed)" if self.backend_s else ""
         return (
             f"processes {self.process_s:g} s (assumed), rendezvous {self.meet_s:.2g} s, {self.phases} "
-            f"phases {self.agree_s:.2g} s{beyond}{nccl}"
+            f"phases {self.agree_s:.2g} s{nccl}"
         )
-
-    def _basis(self) -> str:
-        basis = "assumed from published figures for 8 and 32 ranks, not measured"
-        if self.ranks > _NCCL_MEASURED_RANKS:
-            basis += (
-                f"; beyond 32 a line, at most {MOST_NCCL_S:g} s in all, as reported for "
-                "thousands of GPUs"
-            )
-        return basis
 
     def to_table(self) -> dict[str, Any]:
         return asdict(self)
