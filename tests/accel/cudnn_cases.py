@@ -69,8 +69,10 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @every_kind
 def test_blocks_compute_what_separate_operators_do(make: Make, form: str) -> None:
-    """Within what scale and shift in fp16 make of it, for images where that changes no sign at a ReLU:
-    of so few elements, a single one counts."""
+    """Results agree within the rounding of scale and shift in fp16.
+
+    The images are chosen so that rounding changes no ReLU mask: a single element would count.
+    """
     exact = run(exactly(made(False, make=make)), images(torch.float64, 3))
     ours = run(made(True, make=make, choices=of_cudnn()), images(torch.float32, 3))
     for name, value in exact.items():
@@ -152,7 +154,7 @@ def test_only_cudnn_gets_scale_and_shift_in_half_precision() -> None:
 
 @pytest.mark.parametrize("mode", ["off", "auto", "on"])
 def test_without_the_mode_cudnn_is_not_asked(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what has no kernels of Triton is not counted, timed or named."""
+    """Convolutions without Triton kernels are not counted, timed or named."""
     asked: list[str] = []
 
     def choose(_: Choices, key: str, forms: dict[str, Callable[[], object]], *rest: object) -> str:
@@ -258,7 +260,7 @@ def test_maps_and_weights_that_cudnn_would_misread_are_refused() -> None:
 
 
 def test_a_known_choice_builds_its_plan_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And where it is gone, there is a reason."""
+    """If the plan no longer exists, there is a reason."""
     built: list[str] = []
 
     def plans(graph: Graph, device: object, most: int, only: str = "") -> dict[str, ReferencePlan]:

@@ -45,8 +45,10 @@ POOLED = {
 
 @pytest.fixture(autouse=True)
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tiles, so that these maps make several programs of several tiles, the last ones partial;
-    `shipped` where a test asks for it."""
+    """Uses small tiles, so that there are several programs of several tiles, the last ones partial.
+
+    `shipped` keeps the tiles of the package.
+    """
     if getattr(request, "param", "small") == "small":
         for name in ("MOMENTS", "APPLY", "SUMS", "INPUT", "POOL_SUMS"):
             monkeypatch.setattr(fused, name, fused.Tile(32, 3, 4))
@@ -222,7 +224,7 @@ def test_the_gradient_of_a_gradient_is_refused() -> None:
 
 
 def test_the_pool_propagates_nan() -> None:
-    """With a finite scale, unlike where the statistics contain the NaN as well."""
+    """The scale is finite: the statistics do not contain the NaN."""
     maps = channels_last(torch.ones(1, 1, 3, 3))
     maps[0, 0, 0, 0] = torch.nan
     saved = torch.tensor([[0.0], [1.0], [1.0], [0.0]])
@@ -247,7 +249,7 @@ def blocks() -> Chain:
 def test_recomputed_norms_have_the_bits_of_stored_ones(
     kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And each is computed once, for all of its readers."""
+    """Each is computed once for all of its readers."""
     applied: list[Tensor] = []
 
     def counted(*given: Any) -> Tensor:

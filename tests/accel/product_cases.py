@@ -39,7 +39,7 @@ def bottlenecks(narrow: int = 6) -> list[ResidualBlock]:
 
 
 def basic(narrow: int = 6) -> list[ResidualBlock]:
-    """The pending maps: of a projected shortcut, of an identity to a convolution of stride 2."""
+    """Has deferred outputs of a projected shortcut, and of an identity before a stride of 2."""
     return [
         BasicBlock(20, narrow, 2), BasicBlock(narrow, narrow), BasicBlock(narrow, 2 * narrow, 2)
     ]  # fmt: skip
@@ -50,7 +50,7 @@ every_kind = pytest.mark.parametrize("make", [bottlenecks, basic])
 
 
 class Blocks(Chain):
-    """The first block takes a stored map, the others a pending map."""
+    """Residual blocks: the first reads a stored activation, the others a deferred output."""
 
     def __init__(self, make: Make = bottlenecks) -> None:
         super().__init__(*make())
@@ -132,13 +132,13 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def out_of_first(net: Any, x: Tensor) -> object:
-    """What the first block of a fused net passes on."""
+    """Returns the output of the first block of a fused net."""
     forward: FusedForward = net.forward
     return forward.block(forward.network.blocks()[0], x)
 
 
 def test_blocks_without_products_are_left_to_cudnn() -> None:
-    """Without it, their convolutions have the separate form only."""
+    """Without cuDNN, their convolutions have only the separate implementation."""
     for make, mode, fused in (
         (basic, CUDNN, True), (basic, "auto", False), (bottlenecks, "auto", True),
     ):  # fmt: skip
@@ -227,7 +227,7 @@ def test_a_first_convolution_without_a_gradient_gives_none(monkeypatch: pytest.M
 
 @every_kind
 def test_half_precision_is_as_near_as_that_of_separate_operators(make: Make) -> None:
-    """With the tiles that are used on GPUs."""
+    """Uses the tiles of the package."""
     half = torch.float16
     exact = run(exactly(made(False, half, make)), images(half).double())
     theirs = run(made(False, half, make), images(half))
@@ -256,7 +256,7 @@ def test_repetitions_are_bit_identical_and_gradients_accumulate(
 @every_kind
 @pytest.mark.usefixtures("small_tiles")
 def test_recomputed_maps_have_the_bits_of_stored_ones(make: Make) -> None:
-    """And are not stored: of a block's narrow maps, only the convolutions' outputs are."""
+    """Deferred outputs are not stored: only the outputs of convolutions are."""
 
     def stored(net: Blocks) -> int:
         sizes = []
@@ -363,7 +363,7 @@ def test_statistics_about_a_running_mean(
 @pytest.mark.parametrize("sums", ["lines", "fragments", "turned"])
 @pytest.mark.parametrize("channels", [24, 21], ids=["descriptors", "pointers"])
 def test_sums_are_those_of_the_stored_map(channels: int, sums: str) -> None:
-    """Of the rounded values, not of the product before: within the rounding of a sum in float32."""
+    """The sums are those of rounded values, within the rounding of a float32 sum."""
     tile = Tile(32, 16, 32, 8, 2, 2, sums=sums)
     x = channels_last(random_map((3, 40, 7, 5), torch.float16, 0.3, 1))
     weight = torch.randn(channels, 40, 1, 1).half()

@@ -1,4 +1,4 @@
-"""What a model gets of `[run.accel]` on a device: fused kernels, recomputed norms, torch.compile."""
+"""Choices of `[run.accel]` by model and device: fused kernels, recomputed norms, torch.compile."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Compiled = list[tuple[nn.Module, bool]]
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
-    """What was handed to the compiler, which is not called: `test_compile.py` does that."""
+    """Records the calls of torch.compile, which does not run: `test_compile.py` runs it."""
     seen: Compiled = []
 
     def note(model: nn.Module, *, dynamic: bool) -> Any:
@@ -44,7 +44,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
 
 
 def context(device: torch.device, problem: str = "", **values: Any) -> AccelerationContext:
-    """As where kernels run on GPUs, unless there is a `problem`; choosing runs none."""
+    """Builds a context in which kernels run on GPUs, unless there is a `problem`; no kernel runs."""
     problem = problem or ("" if device == GPU else "needs a GPU")
     values = {"dtype": torch.float16, "kernel_problem": problem} | values
     return AccelerationContext(device=device, **values)
@@ -70,7 +70,7 @@ def choose(
 
 
 def plain() -> nn.Module:
-    """Without residual blocks."""
+    """Returns a model without residual blocks."""
     return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
 
 

@@ -1,5 +1,7 @@
-"""What cuDNN is told of a graph, with a library in its place that remembers it. `cudnn_cases.py` computes
-the graphs, and `test_cudnn_gpu.py` and `test_products_gpu.py` run cuDNN."""
+"""Calls of cuDNN for a graph, recorded by a library that replaces it.
+
+`cudnn_cases.py` computes the graphs; `test_cudnn_gpu.py` and `test_products_gpu.py` run cuDNN.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 def masked_gradient() -> Graph:
-    """dz = (gradient of the input where x > 0), and its sums."""
+    """Builds dz, the gradient of the input masked by x > 0, and its sums."""
     graph = Graph()
     dx, x = graph.map("", (2, 8, 4, 6)), graph.map("x", (2, 8, 4, 6))
     gradient, weight = graph.map("gradient", (2, 16, 2, 3)), graph.map("weight", (16, 8, 3, 3))

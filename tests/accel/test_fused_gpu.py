@@ -72,7 +72,7 @@ def test_norm_relu_and_pool(
 
 
 def test_precision_with_a_mean_far_from_zero() -> None:
-    """Without ReLU, where the last digit would decide the side."""
+    """There is no ReLU, because its mask would depend on the last digit."""
     from paceline.accel.fused import norm_act
 
     wanted = Wanted((16, 64, 28, 28), torch.float32, mean=1000.0, relu=False, device="cuda")
@@ -118,7 +118,7 @@ def test_the_windows_of_images(name: str, size: tuple[int, int], kind: torch.dty
 
 
 def test_windows_of_more_than_32_bits_of_elements() -> None:
-    """Of images and of windows, in the last image."""
+    """Offsets of images and of windows, in the last image."""
     from paceline.accel.stem_kernels import image_windows
 
     form = form_of(convolution("alexnet"))
@@ -140,7 +140,7 @@ def test_windows_of_more_than_32_bits_of_elements() -> None:
 def test_a_first_convolution_on_windows(
     name: str, size: tuple[int, int], kind: torch.dtype
 ) -> None:
-    """As near to that in float64 as the plain one in the same format."""
+    """The result is as close to float64 as the plain one in the same format."""
     torch.manual_seed(0)
     layer = convolution(name, 64, bias=False).to("cuda", kind, memory_format=torch.channels_last)
     images = channels_last(torch.randn(16, 3, *size, device="cuda").to(kind))

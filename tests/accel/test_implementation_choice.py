@@ -1,4 +1,4 @@
-"""Which form of a product is taken: by time, once, and from a file of earlier choices."""
+"""The choice of an implementation: by time, once, and from a file of earlier choices."""
 
 from __future__ import annotations
 
@@ -293,8 +293,7 @@ def test_nothing_is_timed_in_a_capture_or_without_a_gpu(monkeypatch: pytest.Monk
 def test_after_the_trial_other_shapes_take_the_separate_form_untimed(
     mode: str, tmp_path: Path
 ) -> None:
-    """Also where the file has a choice for them: ranks on other hosts, and a resumed run, have other
-    files."""
+    """Choices of the file do not count: ranks on other hosts and resumed runs have other files."""
     (tmp_path / f"{mode}.json").write_text('{"forward short": "a"}')
     begin(mode, GPU)
     forms = Forms(a=1.0, separate=2.0)

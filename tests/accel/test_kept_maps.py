@@ -1,5 +1,7 @@
-"""What ResNets keep for backward at batch 256, and the most of a step, counted on tensors without
-data: maps, statistics and gradients, in the fused forms that a GPU runs."""
+"""Memory that ResNets keep for the backward pass at batch 256, and the peak of a step.
+
+Activations, statistics and gradients are counted on the meta device, with the implementations of a GPU.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ GIB = 2**30
 
 
 class _Unlaunched:
-    """In the place of a kernel."""
+    """Replaces a kernel and does nothing."""
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return lambda *given, **options: None
@@ -89,7 +91,7 @@ def counted(
 def test_fused_blocks_with_recomputed_norms_keep_what_others_keep(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And what the planner counts."""
+    """The planner counts the same."""
     from paceline.accel.fused_blocks import DeferredOutput
 
     kept, most = counted(fused=True, recompute=True)
@@ -130,7 +132,7 @@ def test_fused_blocks_with_recomputed_norms_keep_what_others_keep(
 def test_fused_basic_blocks_keep_what_others_keep(
     name: str, left_out: bool, recompute: bool, form: None
 ) -> None:
-    """And the output of the last block, which no fused block reads, where others leave it out."""
+    """They also keep the output of the last block, because no fused block reads it."""
     kept, _ = counted(True, recompute, name)
     separate, _ = counted(False, recompute, name)
     last = BATCH * 512 * 7**2 * 2 / GIB if recompute and left_out else 0
@@ -146,7 +148,7 @@ def test_fused_basic_blocks_keep_what_others_keep(
 def test_windows_of_images_are_kept(
     name: str, size: int, form: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the planner counts them."""
+    """The planner counts the same."""
     kept, _ = counted(False, False, name, size)
     monkeypatch.setattr(stem, "_MEASURED", {})
     without, _ = counted(False, False, name, size)

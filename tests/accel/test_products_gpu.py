@@ -50,8 +50,7 @@ class Blocks(Chain):
 
 
 class BasicBlocks(Chain):
-    """With as many ReLUs as `Blocks`. Behind an identity shortcut or a convolution, and then of stride
-    2."""
+    """Blocks with as many ReLUs as `Blocks`, after an identity shortcut or a convolution of stride 2."""
 
     def __init__(self, width: int, into: int) -> None:
         super().__init__(
@@ -73,7 +72,7 @@ def resnet18() -> nn.Module:
 def prepared(
     net: nn.Module, kind: torch.dtype, choices: Choices | None, recompute: bool = False
 ) -> nn.Module:
-    """With fused norms and, by `choices`, fused convolutions."""
+    """Returns a net with fused norms and, with `choices`, fused convolutions."""
     net = copy.deepcopy(net).cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     for module in net.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
@@ -182,7 +181,7 @@ def compared(
     kind: torch.dtype,
     choices: Choices,
 ) -> tuple[dict[str, Tensor], ...]:
-    """Of fused convolutions, of separate ones, and of the latter in float64."""
+    """Returns results of fused convolutions, of separate ones, and of separate ones in float64."""
     torch.manual_seed(0)
     net = make(*width)
     for norm in net.modules():
@@ -256,7 +255,7 @@ def losses(
     make: Callable[[], nn.Module], choices: Choices | None, kind: torch.dtype, steps: int,
     graph: bool = False, recompute: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Of SGD on the same few images."""
+    """Returns the losses of SGD on the same few images."""
     torch.manual_seed(0)
     net = make()
     masters = [p.detach().clone().cuda() for p in net.parameters()]
@@ -330,8 +329,8 @@ def test_a_captured_step_equals_an_eager_one(
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("form", ["fused", "both", *CUDNN])
 def test_outputs_that_are_left_out_change_no_bit(form: str, graph: bool) -> None:
-    """Of the losses of eight steps, but for cuDNN's forms, whose sums have no order, and which read the
-    scale of a norm in fp16."""
+    """The losses of eight steps are equal, except with cuDNN, whose sums have no fixed order and which
+    reads the scale of a norm in fp16."""
     choices = prefer(form, 0)
     stored, again = (losses(resnet50, choices, torch.float16, 8, graph, on) for on in (False, True))
     assert stored.isfinite().all()
@@ -423,8 +422,7 @@ def test_basic_blocks_are_timed_and_name_what_cudnn_lacks(tmp_path: Path) -> Non
 
 
 def test_a_whole_resnet18_is_as_near_to_float32() -> None:
-    """As with separate convolutions: over 17 ReLUs signs change everywhere, so gradients are compared on
-    the whole."""
+    """Signs change at 17 ReLUs, so gradients are compared as a whole."""
     for form in CUDNN:
         choices = prefer(form, 0)
         torch.manual_seed(0)

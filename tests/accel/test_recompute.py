@@ -115,7 +115,7 @@ def assert_same(stored: dict[str, Tensor], again: dict[str, Tensor]) -> None:
 
 
 def in_half(net: nn.Module) -> None:
-    """As `precision.policy`: norms stay in fp32."""
+    """Converts a net like `precision.policy`: norms stay in fp32."""
     for module in net.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             module.to(torch.bfloat16)
@@ -171,7 +171,7 @@ def test_frozen_layers() -> None:
 
 
 def test_norms_of_other_forms() -> None:
-    """Those over a group of ranks do not exchange anything again."""
+    """Synchronized norms exchange nothing when they are recomputed."""
     sums: list[Tensor] = []
 
     def share(net: nn.Module) -> None:

@@ -34,7 +34,7 @@ def test_an_exchange_waits_for_its_bucket_and_for_the_channel() -> None:
 
 
 def test_an_iteration_is_as_long_as_what_is_not_hidden() -> None:
-    """Of 0.3 s of exchanges 0.1 are exposed: 0.2 are hidden, and cost half as much."""
+    """Of 0.3 s of exchanges, 0.1 s are exposed; the hidden 0.2 s cost half as much."""
     times = StepTimes(0.0, 0.1, 0.4, 0.05, (0.2,), (0.3,), hidden_cost=0.5)
     assert times.slowed_s() == pytest.approx(0.1)
     assert times.overlapped() == pytest.approx(0.1 + 0.4 + 0.05 + 0.1 + 0.1)
@@ -54,8 +54,8 @@ def test_the_expected_slowest_is_that_of_many_draws() -> None:
 
 @pytest.mark.parametrize("name", [name for name in catalogue() if name != "CPU"])
 def test_large_clusters_and_small_batches_stay_sane(name: str) -> None:
-    """Up to 8,192 GPUs and from 4 images on: efficiency falls with the nodes, speed rises with the
-    batch, and a step never gets shorter with either."""
+    """From 4 images and up to 8,192 GPUs, efficiency falls with the nodes, speed rises with the batch,
+    and a step never becomes shorter with either."""
     gpu = accelerator(name)
     work = analytic_workload(network("resnet50"), gpu)
     curve = []

@@ -62,7 +62,7 @@ def test_measured_peaks_are_met(
 
 
 def test_windows_are_kept_in_place_of_images() -> None:
-    """Until the end of forward beside them, which is the peak of large batches."""
+    """Both exist until the end of the forward pass, which is the peak of large batches."""
     net = network("alexnet_bn")
     kept = 64 * 57**2
     assert net.layers[0].windows == kept
@@ -95,7 +95,7 @@ def test_recomputed_norms_need_a_fifth_less_and_take_longer(name: str) -> None:
 
 
 def test_small_batches_need_what_no_batch_changes() -> None:
-    """At batch 1 the peak is where backward has made the classifier's gradients, beside the flat ones."""
+    """At batch 1, the peak is in the backward pass, with the classifier's gradients and the flat ones."""
     net = network("alexnet_bn")
     one, two = (step_memory(net, batch) for batch in (1, 2))
     last_layers = sum(t.elements for t in net.tensors if t.name.startswith("classifier"))
@@ -240,8 +240,8 @@ def test_a_limit_as_given_holds_unless_an_epoch_is_smaller() -> None:
 
 
 def test_a_slow_input_does_not_change_the_recommended_batch() -> None:
-    """With it all batches are equally slow: the smallest would be chosen, which a faster input makes
-    wrong."""
+    """A slow input makes all batches equally slow, so the smallest would be chosen, which is wrong for a
+    faster input."""
     slow = replace(ASK, workload=ASK.workload.fed_at(100.0))
     assert recommended_batch(slow, PLACE, Limits()) == recommended_batch(ASK, PLACE, Limits()) > 8
 

@@ -1,4 +1,4 @@
-"""What a run needs before its first step: which process groups a plan uses, and what they cost."""
+"""The start-up of a run: which communicators a plan uses, and their cost."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_more_ranks_and_more_groups_take_longer() -> None:
 
 
 def test_the_line_of_nccl_ends_at_what_was_reported() -> None:
-    """From 8 and 32 ranks 8,192 would be 12 minutes for one communicator. What was reported is a whole
-    initialization, of all communicators together."""
+    """A line through 8 and 32 ranks would reach 12 minutes for one communicator of 8,192 ranks. The limit
+    is that of a whole initialization, with all communicators."""
     times = [communicator_s(ranks) for ranks in (8, 32)]
     assert times == pytest.approx([16.3 / 8, 130 / 32], rel=0.05)
     assert StartUp.of(100, 8, {"ring"}).backend_s == 2 * communicator_s(800) < MOST_NCCL_S

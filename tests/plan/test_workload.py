@@ -62,7 +62,7 @@ def test_the_small_batch_part_goes_through_the_file() -> None:
 
 
 def test_more_multiprocessors_need_larger_batches() -> None:
-    """As fast on paper, but on twice as many multiprocessors: only small batches are slower."""
+    """With equal peaks on twice as many multiprocessors, only small batches are slower."""
     gpu = accelerator("A100")
     wide = replace(gpu, processors=2 * gpu.processors)
     net = network("resnet50")
@@ -164,7 +164,7 @@ PROFILES = ((8, 128), (8, 32), (32, 128), (128,), (32,), (8, 32, 512))
 
 
 def test_stated_errors_cover_measured_steps() -> None:
-    """Of all profiles together; the record has them one by one."""
+    """Counts all profiles together; the record lists them one by one."""
     series: dict[tuple[str, str], dict[int, float]] = {}
     for line in H200_ROWS.read_text().splitlines():
         row = json.loads(line)

@@ -1,4 +1,4 @@
-"""What bounds a step: stragglers, exposed communication, input stalls, loaded hosts; and predictions."""
+"""Bottlenecks of a step: stragglers, exposed communication, input stalls, loaded hosts; predictions."""
 
 from __future__ import annotations
 

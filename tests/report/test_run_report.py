@@ -223,7 +223,7 @@ def test_a_report_is_written_beside_the_records_or_elsewhere(
     "name", ["summary.json", "config.toml", "metrics.jsonl", "weights.safetensors", "notes.txt"]
 )
 def test_files_that_are_no_pages_are_not_replaced(finished_run: Path, name: str) -> None:
-    """Also those that the run has yet to write; an empty file and an older page are."""
+    """Includes files that the run writes later. An empty file and an older page are replaced."""
     (finished_run / "notes.txt").write_text("mine", "utf-8")
     before = {file.name: file.read_bytes() for file in finished_run.iterdir()}
     with pytest.raises(DataError):

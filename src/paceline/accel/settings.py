@@ -38,9 +38,9 @@ class AccelSettings:
     fused_convolutions: str = "off"
     """1×1 convolutions fused with the batch norms around them, for ResNets with bottlenecks in half
     precision on a GPU: `on`, `off`, `auto` (if a timing at the first start shows that they are
-    faster; stored in `~/.cache/paceline/products`), or `cudnn` (like `auto`, with kernels of cuDNN's graph
-    API in fp16, also for other convolutions and for ResNets without bottlenecks; their sums have no
-    fixed order, so repetitions agree only within rounding)."""
+    faster; stored in `~/.cache/paceline/products`), or `cudnn` (like `auto`, with kernels of cuDNN's
+    graph API in fp16, also for other convolutions and for ResNets without bottlenecks; their sums have
+    no fixed order, so repetitions agree only within rounding)."""
     recompute_norms: bool = False
     """Recompute outputs of batch norm and ReLU that convolutions read in the backward pass instead of
     storing them. Less memory, a slower step, the same bits unless convolutions are fused. For ResNets and
