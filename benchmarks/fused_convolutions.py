@@ -34,9 +34,9 @@ from torch import Tensor, nn
 
 from benchmarks.step import measure_in_process
 from paceline.accel.fused import join_moments, moments
+from paceline.accel.fused_convolutions import backward_convolution, forward_convolution
+from paceline.accel.implementation_choice import CUDNN, SEPARATE, Choices
 from paceline.accel.operands import MERGED, PLAIN, Epilogue, Gradients, NormedMap, Operand
-from paceline.accel.product_choice import CUDNN, SEPARATE, Choices
-from paceline.accel.products import backward_product, forward_product
 from paceline.train.step import TrainStep
 from paceline.tune.step import StepRow, measure_ours
 
@@ -167,7 +167,7 @@ class Case:
         return made.normal_()
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        return forward_product(
+        return forward_convolution(
             self.choices,
             self.operand,
             self.weight,
@@ -200,7 +200,7 @@ class Case:
             self.end = Epilogue.plain(self.before)
 
     def backward(self) -> Gradients:
-        return backward_product(
+        return backward_convolution(
             self.choices,
             self.gradient,
             self.weight,
@@ -318,8 +318,8 @@ def measure_shapes(batch: int, dtype: torch.dtype, layers: list[Layer], choices:
         emit(layer=layer.name, saves_ms=round(saved_ms, 4))
         for key in choices.problems.keys() - problems:
             emit(form=key, problem=choices.problems[key])
-        # Kept layer by layer, for the steps that follow: `settle` ends the trial.
-        choices.settle(choices.own())
+        # Kept layer by layer, for the steps that follow: `adopt` ends the trial.
+        choices.adopt(choices.own())
         choices.open = True
         torch.cuda.empty_cache()
 

@@ -1,4 +1,4 @@
-"""Products of fp32 numbers in full precision on a GPU, for tests that compare with other arithmetic."""
+"""Full-precision fp32 products on a GPU, for tests that compare with other arithmetic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def full_products() -> Iterator[None]:
-    """Without TF32, and with algorithms that repeat. pytest's monkeypatch cannot put these back."""
+    """Disables TF32 and selects deterministic algorithms; pytest's monkeypatch cannot restore these."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic
     matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic = False, False, True

@@ -1,4 +1,4 @@
-"""Triton's interpreter on the CPU, for tests in a process of their own.
+"""Triton's interpreter on the CPU, for tests in separate processes.
 
 Import this before any module with kernels. They then run in Python, element by element, which checks
 their logic, but neither races nor rounding.

@@ -1,4 +1,4 @@
-"""Runs files of tests that need Triton's interpreter in a process of their own.
+"""Runs test files that need Triton's interpreter in separate processes.
 
 Triton reads TRITON_INTERPRET when it is imported, so the calling process cannot run them itself.
 """

@@ -14,13 +14,13 @@ from torch.nn.grad import conv2d_weight
 
 import interpreted  # noqa: F401  (before any kernel)
 from accel.graph_reference import ReferencePlan, assert_near_but_for_signs
-from accel.norm_reference import as_map, assert_near, norm_for, random_map
+from accel.norm_reference import assert_near, channels_last, norm_for, random_map
 from accel.product_cases import Make, away, basic, every_kind, exactly, images, made, run
-from paceline.accel import cudnn_forms, products
+from paceline.accel import cudnn_forms, fused_convolutions
 from paceline.accel.cudnn_graphs import CudnnError, Graph
 from paceline.accel.fused import Moments, apply, join_moments, moments
+from paceline.accel.implementation_choice import CUDNN, SEPARATE, Choices
 from paceline.accel.operands import Epilogue, Operand
-from paceline.accel.product_choice import CUDNN, SEPARATE, Choices
 
 
 def of_cudnn() -> Choices:
@@ -56,7 +56,9 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(cudnn_forms, "check", lambda *_, **__: None)
     # Maps of float32 stand for those of float16 here.
     with_halves = partial(join_moments, halves=True)
-    monkeypatch.setattr(products, "join_moments", lambda sums, norm, **_: with_halves(sums, norm))
+    monkeypatch.setattr(
+        fused_convolutions, "join_moments", lambda sums, norm, **_: with_halves(sums, norm)
+    )
     monkeypatch.setattr(cudnn_forms, "plans", lambda graph, *_: {"reference": ReferencePlan(graph)})
     for function in cached():
         function.cache_clear()  # type: ignore[attr-defined]
@@ -67,8 +69,10 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @every_kind
 def test_blocks_compute_what_separate_operators_do(make: Make, form: str) -> None:
-    """Within what scale and shift in fp16 make of it, for images where that changes no sign at a ReLU:
-    of so few elements, a single one counts."""
+    """Results agree within the rounding of scale and shift in fp16.
+
+    The images are chosen so that rounding changes no ReLU mask: a single element would count.
+    """
     exact = run(exactly(made(False, make=make)), images(torch.float64, 3))
     ours = run(made(True, make=make, choices=of_cudnn()), images(torch.float32, 3))
     for name, value in exact.items():
@@ -108,13 +112,13 @@ def test_recomputed_maps_and_frozen_weights(make: Make, form: str) -> None:
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("form", [WHOLE], indirect=True)
 def test_a_normalized_map_is_computed_again_for_the_weight(stride: int, form: str) -> None:
-    x, norm = as_map(random_map((2, 8, 6, 5), HALF)), norm_for(8)
+    x, norm = channels_last(random_map((2, 8, 6, 5), HALF)), norm_for(8)
     saved = join_moments(moments(x), norm, halves=True)
-    weight = as_map(torch.randn(16, 8, 3, 3).half())
-    dims = products.out_dims(tuple(x.shape), tuple(weight.shape), stride)
-    gradient = as_map(torch.randn(dims).half())
+    weight = channels_last(torch.randn(16, 8, 3, 3).half())
+    dims = fused_convolutions.out_dims(tuple(x.shape), tuple(weight.shape), stride)
+    gradient = channels_last(torch.randn(dims).half())
     inputs = Operand.normalized(x, saved)
-    found = products._stored_weight_gradient(of_cudnn(), gradient, weight, inputs, stride)
+    found = fused_convolutions._stored_weight_gradient(of_cudnn(), gradient, weight, inputs, stride)
     y = apply(x, saved, None, relu=True)
     wanted = conv2d_weight(y.double(), weight.shape, gradient.double(), stride, 1)
     assert away(found, wanted) < 3e-3
@@ -122,7 +126,7 @@ def test_a_normalized_map_is_computed_again_for_the_weight(stride: int, form: st
 
 @pytest.mark.parametrize("mean", [0.0, 3.0])
 def test_statistics_from_sums_about_zero(mean: float) -> None:
-    x = as_map(torch.randn(4, 16, 5, 5) + mean)
+    x = channels_last(torch.randn(4, 16, 5, 5) + mean)
     norm = norm_for(16)
     assert norm.running_mean is not None
     norm.running_mean.fill_(-7.0)  # is no centre of these sums
@@ -142,7 +146,7 @@ def test_statistics_from_sums_about_zero(mean: float) -> None:
 
 def test_only_cudnn_gets_scale_and_shift_in_half_precision() -> None:
     """The statistics of every other run, and their memory, are as without cuDNN."""
-    x = as_map(random_map((2, 8, 6, 5), HALF))
+    x = channels_last(random_map((2, 8, 6, 5), HALF))
     plain, more = (join_moments(moments(x), norm_for(8), halves=halves) for halves in (False, True))
     assert (plain.shape, more.shape) == ((4, 8), (5, 8))
     assert torch.equal(plain, more[:4])
@@ -150,7 +154,7 @@ def test_only_cudnn_gets_scale_and_shift_in_half_precision() -> None:
 
 @pytest.mark.parametrize("mode", ["off", "auto", "on"])
 def test_without_the_mode_cudnn_is_not_asked(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what has no kernels of Triton is not counted, timed or named."""
+    """Convolutions without Triton kernels are not counted, timed or named."""
     asked: list[str] = []
 
     def choose(_: Choices, key: str, forms: dict[str, Callable[[], object]], *rest: object) -> str:
@@ -237,8 +241,8 @@ def test_maps_and_weights_that_cudnn_would_misread_are_refused() -> None:
     def on_gpu(x: Tensor) -> Tensor:
         return x.as_subclass(OnGpu)
 
-    x = on_gpu(as_map(torch.zeros(2, 8, 4, 4).half()))
-    weight, gamma = as_map(torch.zeros(16, 8, 3, 3).half()), torch.ones(8)
+    x = on_gpu(channels_last(torch.zeros(2, 8, 4, 4).half()))
+    weight, gamma = channels_last(torch.zeros(16, 8, 3, 3).half()), torch.ones(8)
     cudnn_forms.check(weight, x, None, vectors=[gamma])
     flat = torch.zeros(weight.numel() + 1, dtype=HALF)
     shifted = flat[1:].view(16, 3, 3, 8).permute(0, 3, 1, 2)
@@ -256,7 +260,7 @@ def test_maps_and_weights_that_cudnn_would_misread_are_refused() -> None:
 
 
 def test_a_known_choice_builds_its_plan_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And where it is gone, there is a reason."""
+    """If the plan no longer exists, there is a reason."""
     built: list[str] = []
 
     def plans(graph: Graph, device: object, most: int, only: str = "") -> dict[str, ReferencePlan]:
@@ -268,9 +272,9 @@ def test_a_known_choice_builds_its_plan_only(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(cudnn_forms, "plans", plans)
     monkeypatch.setattr(cudnn_forms, "check", lambda *_, **__: None)
-    x, norm = as_map(random_map((2, 8, 10, 9), HALF)), norm_for(8)
+    x, norm = channels_last(random_map((2, 8, 10, 9), HALF)), norm_for(8)
     operand = Operand.normalized(x, join_moments(moments(x), norm, halves=True))
-    weight = as_map(torch.randn(16, 8, 1, 1).half())
+    weight = channels_last(torch.randn(16, 8, 1, 1).half())
     for name in ("cudnn engine4", "cudnn statistics engine2"):
         assert list(cudnn_forms.forward(operand, weight, 1, False, name)) == [name]
     assert built == ["engine4", "engine2"]

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from paceline.accel.forward import Forward
+from paceline.accel.implementation_choice import Choices
 from paceline.accel.networks import ConvNorm, Network, network_of, part_of
-from paceline.accel.product_choice import Choices
 
 
 def _identity(maps: Tensor) -> Tensor:

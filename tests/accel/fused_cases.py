@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import interpreted  # noqa: F401  (before any kernel)
 from accel.forms import Chain, use_forms
-from accel.norm_reference import Wanted, as_map, assert_near, norm_for, ours, random_map
+from accel.norm_reference import Wanted, assert_near, channels_last, norm_for, ours, random_map
 from paceline.accel import fused, kernels
 from paceline.accel.fused import can_fuse, norm_act, norm_act_pool, norm_act_twice
 from paceline.data.device.kernels import normalized
@@ -45,8 +45,10 @@ POOLED = {
 
 @pytest.fixture(autouse=True)
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tiles, so that these maps make several programs of several tiles, the last ones partial;
-    `shipped` where a test asks for it."""
+    """Uses small tiles, so that there are several programs of several tiles, the last ones partial.
+
+    `shipped` keeps the tiles of the package.
+    """
     if getattr(request, "param", "small") == "small":
         for name in ("MOMENTS", "APPLY", "SUMS", "INPUT", "POOL_SUMS"):
             monkeypatch.setattr(fused, name, fused.Tile(32, 3, 4))
@@ -133,7 +135,7 @@ def test_precision_with_a_mean_far_from_zero(mean: float, pooled: bool) -> None:
 
 def test_a_channel_that_is_constant_gives_its_bias() -> None:
     norm = norm_for(3)
-    y = norm_act(as_map(torch.full((2, 3, 4, 4), 7.0)), norm)
+    y = norm_act(channels_last(torch.full((2, 3, 4, 4), 7.0)), norm)
     assert_near(y, norm.bias.double().relu().view(1, 3, 1, 1).expand_as(y), 1e-4)
     assert norm.running_var.allclose(torch.full((3,), 0.9))
 
@@ -142,7 +144,7 @@ def test_a_channel_that_is_constant_gives_its_bias() -> None:
 @pytest.mark.parametrize("pooled", [False, True])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_non_finite_values_spread_over_their_channel_only(pooled: bool, value: float) -> None:
-    x = as_map(random_map((2, 3, 4, 4), torch.float32))
+    x = channels_last(random_map((2, 3, 4, 4), torch.float32))
     x[1, 2, 3, 3] = value
     x.requires_grad_()
     norm = norm_for(3)
@@ -159,7 +161,9 @@ def test_non_finite_values_spread_over_their_channel_only(pooled: bool, value: f
 def test_nan_in_a_residual_stays_in_place() -> None:
     residual = torch.zeros(2, 3, 4, 4)
     residual[0, 1, 2, 3] = torch.nan
-    y = norm_act(as_map(random_map((2, 3, 4, 4), torch.float32)), norm_for(3), as_map(residual))
+    y = norm_act(
+        channels_last(random_map((2, 3, 4, 4), torch.float32)), norm_for(3), channels_last(residual)
+    )
     assert torch.equal(y.isnan(), residual.isnan())
 
 
@@ -187,7 +191,7 @@ def test_repetitions_are_bit_identical() -> None:
 
 def test_frozen_parameters_and_inputs_get_no_gradient() -> None:
     norm = norm_for(3).requires_grad_(False)
-    x = as_map(random_map((2, 3, 4, 4), torch.float32)).requires_grad_()
+    x = channels_last(random_map((2, 3, 4, 4), torch.float32)).requires_grad_()
     norm_act(x, norm).sum().backward()
     assert x.grad is not None
     assert norm.weight.grad is None
@@ -206,7 +210,7 @@ def test_frozen_parameters_and_inputs_get_no_gradient() -> None:
     ids=["plain", "eval", "nchw", "cumulative", "untracked", "plain-scale"],
 )
 def test_what_the_kernels_accept(change, fusible: bool) -> None:  # type: ignore[no-untyped-def]
-    norm, x = norm_for(3), as_map(torch.zeros(2, 3, 4, 4))
+    norm, x = norm_for(3), channels_last(torch.zeros(2, 3, 4, 4))
     assert can_fuse(change(norm, x), norm) is fusible
 
 
@@ -220,8 +224,8 @@ def test_the_gradient_of_a_gradient_is_refused() -> None:
 
 
 def test_the_pool_propagates_nan() -> None:
-    """With a finite scale, unlike where the statistics contain the NaN as well."""
-    maps = as_map(torch.ones(1, 1, 3, 3))
+    """The scale is finite: the statistics do not contain the NaN."""
+    maps = channels_last(torch.ones(1, 1, 3, 3))
     maps[0, 0, 0, 0] = torch.nan
     saved = torch.tensor([[0.0], [1.0], [1.0], [0.0]])
     y, winner = torch.empty(1, 1, 1, 1), torch.empty(1, 1, 1, 1, dtype=torch.uint8)
@@ -245,7 +249,7 @@ def blocks() -> Chain:
 def test_recomputed_norms_have_the_bits_of_stored_ones(
     kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And each is computed once, for all of its readers."""
+    """Each is computed once for all of its readers."""
     applied: list[Tensor] = []
 
     def counted(*given: Any) -> Tensor:
@@ -262,7 +266,7 @@ def test_recomputed_norms_have_the_bits_of_stored_ones(
             if isinstance(module, nn.Conv2d):
                 module.to(kind)
         use_forms(net, fused=True, recompute=recompute)
-        x = as_map(random_map((2, 3, 5, 5), kind))
+        x = channels_last(random_map((2, 3, 5, 5), kind))
         y = net(x)
         applied.clear()
         y.backward(random_map(tuple(y.shape), kind))

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 import interpreted  # noqa: F401  (before any kernel)
 from accel.forms import use_forms
 from paceline.accel import fused_forward
-from paceline.accel.fused import as_map
-from paceline.accel.fused_blocks import Pending
+from paceline.accel.fused import channels_last
+from paceline.accel.fused_blocks import DeferredOutput
 from paceline.accel.fused_forward import FusedForward
+from paceline.accel.implementation_choice import CUDNN, Choices
 from paceline.accel.networks import Block, Network, part_of
-from paceline.accel.product_choice import CUDNN, Choices
-from paceline.accel.recompute import Uses, split_uses
+from paceline.accel.recompute import BlockInput, branch_and_shortcut
 from paceline.models.alexnet import NORM_NAMES, AlexNet
 from paceline.models.resnet import (
     BasicBlock,
@@ -118,7 +118,7 @@ def test_a_fused_net_learns_what_a_plain_one_learns(
     ran: list[nn.Module] = []
     fused_block = fused_forward.fused_block
 
-    def recorded(block: Block, x: Uses, *given: Any) -> Pending:
+    def recorded(block: Block, x: BlockInput, *given: Any) -> DeferredOutput:
         ran.append(block.module)
         return fused_block(block, x, *given)
 
@@ -151,7 +151,7 @@ def test_evaluation_uses_torchs_operators() -> None:
 def test_a_small_stem_takes_images_with_an_empty_channel(make: Callable[[], nn.Module]) -> None:
     x = images(16)
     plain, plain_grads = run(prepared(make, fused=True)[0], x)
-    padded, grads = run(prepared(make, fused=True)[0], as_map(F.pad(x, (0, 0, 0, 0, 0, 1))))
+    padded, grads = run(prepared(make, fused=True)[0], channels_last(F.pad(x, (0, 0, 0, 0, 0, 1))))
     assert away(padded, plain.double()) < 1e-4
     assert away(grads["conv1.weight"], plain_grads["conv1.weight"].double()) < 1e-3
 
@@ -168,7 +168,7 @@ def test_images_with_an_empty_channel_give_the_same() -> None:
         first = forward.network.parts[0]
         assert not isinstance(first, Block)
         x = given.contiguous(memory_format=torch.channels_last)
-        maps, _ = split_uses(forward.conv_norm(first, x))
+        maps, _ = branch_and_shortcut(forward.conv_norm(first, x))
         (maps * torch.linspace(-1, 1, maps.numel()).view_as(maps)).sum().backward()
         assert model.conv1.weight.grad is not None
         found.append((maps.detach().double(), model.conv1.weight.grad.double()))
@@ -192,7 +192,7 @@ def test_the_fused_features_of_alexnet(padded: bool, recompute: bool) -> None:
     exact, plain = copy.deepcopy(model).double(), copy.deepcopy(model)
     forward = use_forms(model, fused=True, recompute=recompute)
     x = images(87, batch=3)
-    ours_x = as_map(F.pad(x, (0, 0, 0, 0, 0, 1))) if padded else x
+    ours_x = channels_last(F.pad(x, (0, 0, 0, 0, 0, 1))) if padded else x
     found = []
     for net, given in ((exact, x.double()), (plain, x), (model, ours_x)):
         maps = fused_features(forward, given) if net is model else net.features(given)

@@ -81,7 +81,7 @@ def is_gradient(name: str) -> bool:
 
 
 def spread(distances: Mapping[str, float]) -> float:
-    """Of all gradients: the root of the mean square."""
+    """Returns the root mean square of all gradients."""
     gradients = [value for name, value in distances.items() if is_gradient(name)]
     return float((sum(value**2 for value in gradients) / len(gradients)) ** 0.5)
 

@@ -1,5 +1,4 @@
-"""Outputs of fused bottlenecks that backward computes again, in Triton's interpreter, which
-`test_fused.py` runs in its own process."""
+"""Recomputed outputs of fused bottlenecks, in Triton's interpreter; `test_fused.py` runs this file."""
 
 from __future__ import annotations
 
@@ -15,15 +14,15 @@ import interpreted  # noqa: F401  (before any kernel)
 from accel.cudnn_cases import form  # noqa: F401  (a fixture)
 from accel.forms import Chain, use_forms
 from accel.live_bytes import LiveBytes
-from accel.norm_reference import as_map, norm_for, random_map
+from accel.norm_reference import channels_last, norm_for, random_map
 from accel.product_cases import SMALL, away, prefer, run, small_tiles  # noqa: F401  (a fixture)
 from paceline.accel import operands
 from paceline.accel.fused import statistics
-from paceline.accel.fused_blocks import Pending
+from paceline.accel.fused_blocks import DeferredOutput
+from paceline.accel.fused_convolutions import forward_convolution
+from paceline.accel.implementation_choice import CUDNN, SEPARATE, Choices
 from paceline.accel.operands import Operand
-from paceline.accel.product_choice import CUDNN, SEPARATE, Choices
-from paceline.accel.products import forward_product
-from paceline.accel.recompute import RecomputedMap
+from paceline.accel.recompute import RecomputedActivation
 from paceline.models.resnet import BasicBlock, Bottleneck
 
 FULL, HALF = torch.float32, torch.float16
@@ -76,7 +75,7 @@ def made(
 
 
 def images(kind: torch.dtype = FULL, channels: int = 24) -> Tensor:
-    return as_map(random_map((2, channels, 7, 5), kind, 0.3, 1))
+    return channels_last(random_map((2, channels, 7, 5), kind, 0.3, 1))
 
 
 def inputs_of(make: Callable[[], nn.Module], kind: torch.dtype = FULL) -> Tensor:
@@ -85,14 +84,14 @@ def inputs_of(make: Callable[[], nn.Module], kind: torch.dtype = FULL) -> Tensor
 
 @pytest.fixture
 def stored(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From its call on, blocks keep all of their outputs."""
-    reduced = Pending.reduced
+    """Returns a function after whose call blocks store all of their outputs."""
+    reduced = DeferredOutput.reduced
 
-    def keeping(pending: Pending, *given: Any) -> Any:
+    def keeping(pending: DeferredOutput, *given: Any) -> Any:
         pending.recompute = False
         return reduced(pending, *given)
 
-    return lambda: monkeypatch.setattr(Pending, "reduced", keeping)
+    return lambda: monkeypatch.setattr(DeferredOutput, "reduced", keeping)
 
 
 def assert_same(once: dict[str, Tensor], again: dict[str, Tensor]) -> None:
@@ -133,16 +132,16 @@ def test_other_blocks_around_them(
 def test_every_second_block_of_a_stage_leaves_its_output_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those of whom the shortcut is stored; the last one is computed where no fused block follows."""
+    """Blocks with a stored shortcut do; the last output is computed because no fused block follows."""
     found: list[bool] = []
-    reduced = Pending.reduced
+    reduced = DeferredOutput.reduced
 
-    def noted(pending: Pending, *given: Any) -> Any:
+    def noted(pending: DeferredOutput, *given: Any) -> Any:
         result = reduced(pending, *given)
-        found.append(isinstance(result[2], RecomputedMap))
+        found.append(isinstance(result[2], RecomputedActivation))
         return result
 
-    monkeypatch.setattr(Pending, "reduced", noted)
+    monkeypatch.setattr(DeferredOutput, "reduced", noted)
 
     def of(net: nn.Module, x: Tensor) -> list[bool]:
         found.clear()
@@ -162,7 +161,7 @@ def test_every_second_block_of_a_stage_leaves_its_output_out(
 def test_each_is_computed_once_and_freed_after_its_last_reader(
     mode: str, monkeypatch: pytest.MonkeyPatch, stored: Callable[[], None]
 ) -> None:
-    """Whoever may read it: the forms of cuDNN read shortcuts in backward, too."""
+    """cuDNN's implementations also read shortcuts in the backward pass."""
     prefer("fused", 0, monkeypatch)
     made_again: list[weakref.ref[Tensor]] = []
     apply = operands.apply
@@ -199,19 +198,9 @@ def test_each_is_computed_once_and_freed_after_its_last_reader(
     assert most < most_before
 
 
-def test_a_graph_that_is_kept_can_be_walked_again() -> None:
-    once, twice = made(chain), made(chain)
-    for net, passes in ((once, 1), (twice, 2)):
-        y = net(inputs_of(chain)).sum()
-        for number in range(passes):
-            y.backward(retain_graph=number < passes - 1)
-    for name, parameter in once.named_parameters():
-        assert away(twice.get_parameter(name).grad, 2 * parameter.grad) < 1e-6, name
-
-
 @pytest.mark.usefixtures("small_tiles")
 def test_frozen_weights(stored: Callable[[], None]) -> None:
-    """Of the readers of an output that is left out, too."""
+    """Includes weights of the readers of a recomputed output."""
 
     def gradients() -> dict[str, Tensor]:
         net = made(chain)
@@ -241,22 +230,13 @@ def test_a_convolution_of_the_shortcut_that_is_not_fused(stored: Callable[[], No
     assert_same(run(net(), inputs_of(chain)), again)
 
 
-def test_weights_that_change_between_forward_and_backward_are_found() -> None:
-    net = made(chain)
-    y = net(inputs_of(chain)).sum()
-    with torch.no_grad():
-        net.blocks[2].conv1.weight.mul_(2)  # the reader of an output that is left out
-    with pytest.raises(RuntimeError, match="changed in place"):
-        y.backward()
-
-
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("kind", [FULL, HALF, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("projected", [False, True], ids=["joined", "projected"])
 def test_every_form_keeps_the_bits_of_the_stored_operand(
     kind: torch.dtype, projected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x, residual = (as_map(random_map((2, 24, 5, 4), kind, 0.3, seed)) for seed in (0, 1))
+    x, residual = (channels_last(random_map((2, 24, 5, 4), kind, 0.3, seed)) for seed in (0, 1))
     saved = statistics(x, norm_for(24))
     other = statistics(residual, norm_for(24)) if projected else None
     operand = Operand.joined(x, saved, residual, other)
@@ -264,7 +244,7 @@ def test_every_form_keeps_the_bits_of_the_stored_operand(
     assert 0 < int((wanted == 0).sum()) < wanted.numel()
     for how, tile in ((SEPARATE, 0), *(("fused", n) for n in range(len(SMALL)))):
         prefer(how, tile, monkeypatch)
-        _, _, y = forward_product(Choices("auto"), operand, weight, norm_for(6), keep=True)
+        _, _, y = forward_convolution(Choices("auto"), operand, weight, norm_for(6), keep=True)
         assert y is not None
         assert torch.equal(y, wanted), (how, tile)
 
@@ -273,7 +253,7 @@ def test_forms_of_cudnn_agree_within_rounding(
     form: str,  # noqa: F811  (the fixture)
     stored: Callable[[], None],
 ) -> None:
-    """Those that compute the output read the norm's scale in fp16."""
+    """Implementations that compute the output read the norm's scale in fp16."""
     of_cudnn = Choices(CUDNN, open=True)
     again = run(made(chain, choices=of_cudnn), inputs_of(chain))
     stored()

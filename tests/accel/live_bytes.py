@@ -36,7 +36,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def computed(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The result of an operator, without what it needs meanwhile."""
+        """Returns the result of an operator without counting its temporary tensors."""
         return func(*args, **kwargs)
 
     def _add(self, storage: torch.UntypedStorage) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 Fused = Callable[[Tensor, nn.BatchNorm2d, Tensor | None], tuple[Tensor, ...]]
 
 
-def as_map(x: Tensor) -> Tensor:
+def channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
@@ -57,8 +57,10 @@ class Wanted:
         pooled: bool = False, padding: int = 1, offset: bool = False, uses: tuple[int, ...] = (0,),
         mean: float = 0.3, device: str = "cpu",
     ) -> None:  # fmt: skip
-        self.x = as_map(random_map(shape, kind, mean)).to(device)
-        self.residual = as_map(random_map(shape, kind, 0.1, 1)).to(device) if residual else None
+        self.x = channels_last(random_map(shape, kind, mean)).to(device)
+        self.residual = (
+            channels_last(random_map(shape, kind, 0.1, 1)).to(device) if residual else None
+        )
         # The bias of a convolution in front of the norm.
         self.offset = torch.linspace(-2, 3, shape[1], device=device) if offset else None
         self.uses, self.device = uses, device

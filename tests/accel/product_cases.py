@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 import interpreted  # noqa: F401  (before any kernel)
 from accel.forms import Chain, use_forms
-from accel.norm_reference import as_map, assert_near, norm_for, random_map
-from paceline.accel import products
+from accel.norm_reference import assert_near, channels_last, norm_for, random_map
+from paceline.accel import fused_convolutions
+from paceline.accel.convolution_tiles import Tile
 from paceline.accel.fused import apply, norm_act, statistics
-from paceline.accel.fused_blocks import Link, Pending, _Convolve
+from paceline.accel.fused_blocks import DeferredOutput, Link, _Convolve
+from paceline.accel.fused_convolutions import backward_convolution, forward_convolution
 from paceline.accel.fused_forward import FusedForward
+from paceline.accel.implementation_choice import CUDNN, SEPARATE, Choices
 from paceline.accel.operands import Epilogue, NormedMap, Operand
-from paceline.accel.product_choice import CUDNN, SEPARATE, Choices
-from paceline.accel.product_tiles import Tile
-from paceline.accel.products import backward_product, forward_product
 from paceline.models.resnet import BasicBlock, Bottleneck
 
 FORMS = ("fused", "both", SEPARATE)
@@ -39,7 +39,7 @@ def bottlenecks(narrow: int = 6) -> list[nn.Module]:
 
 
 def basic(narrow: int = 6) -> list[nn.Module]:
-    """The pending maps: of a projected shortcut, of an identity to a convolution of stride 2."""
+    """Has deferred outputs of a projected shortcut, and of an identity before a stride of 2."""
     return [
         BasicBlock(20, narrow, 2), BasicBlock(narrow, narrow), BasicBlock(narrow, 2 * narrow, 2)
     ]  # fmt: skip
@@ -50,7 +50,7 @@ every_kind = pytest.mark.parametrize("make", [bottlenecks, basic])
 
 
 class Blocks(Chain):
-    """The first block takes a stored map, the others a pending map."""
+    """Residual blocks: the first reads a stored activation, the others a deferred output."""
 
     def __init__(self, make: Make = bottlenecks) -> None:
         super().__init__(*make())
@@ -122,32 +122,32 @@ def prefer(form: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "TILES", SMALL)
-    monkeypatch.setattr(products, "WEIGHT_TILES", SMALL)
+    monkeypatch.setattr(fused_convolutions, "TILES", SMALL)
+    monkeypatch.setattr(fused_convolutions, "WEIGHT_TILES", SMALL)
     both = [Tile(16, 64, 32, 4, 2, 1, sums=sums) for sums in ("lines", "fragments", "turned")]
-    monkeypatch.setattr(products, "BOTH_TILES", both)
-    monkeypatch.setattr(products, "both_fits", lambda *_, **__: True)
-    monkeypatch.setattr(products, "fits", lambda *_, **__: True)
-    monkeypatch.setattr(products, "weight_fits", lambda *_, **__: True)
+    monkeypatch.setattr(fused_convolutions, "BOTH_TILES", both)
+    monkeypatch.setattr(fused_convolutions, "both_fits", lambda *_, **__: True)
+    monkeypatch.setattr(fused_convolutions, "fits", lambda *_, **__: True)
+    monkeypatch.setattr(fused_convolutions, "weight_fits", lambda *_, **__: True)
 
 
 def out_of_first(net: Any, x: Tensor) -> object:
-    """What the first block of a fused net passes on."""
+    """Returns the output of the first block of a fused net."""
     forward: FusedForward = net.forward
     return forward.block(forward.network.blocks()[0], x)
 
 
 def test_blocks_without_products_are_left_to_cudnn() -> None:
-    """Without it, their convolutions have the separate form only."""
+    """Without cuDNN, their convolutions have only the separate implementation."""
     for make, mode, fused in (
         (basic, CUDNN, True), (basic, "auto", False), (bottlenecks, "auto", True),
     ):  # fmt: skip
         net = made(True, make=make, choices=Choices(mode))
-        assert isinstance(out_of_first(net, images(torch.float32)), Pending) == fused
+        assert isinstance(out_of_first(net, images(torch.float32)), DeferredOutput) == fused
 
 
 def images(kind: torch.dtype, seed: int = 1) -> Tensor:
-    return as_map(random_map((2, 20, 7, 5), kind, 0.3, seed))
+    return channels_last(random_map((2, 20, 7, 5), kind, 0.3, seed))
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -184,7 +184,7 @@ def test_convolutions_of_torch_may_answer_in_any_memory_format(
     """The kernels read rows × channels."""
     prefer(SEPARATE, 0, monkeypatch)
     expected = run(made(True), images(torch.float32))
-    convolve, backward = torch.nn.functional.conv2d, products._torch_backward
+    convolve, backward = torch.nn.functional.conv2d, fused_convolutions._torch_backward
 
     def transposed(*given: object) -> Tensor:
         return convolve(*given).contiguous()  # type: ignore[arg-type]
@@ -195,7 +195,7 @@ def test_convolutions_of_torch_may_answer_in_any_memory_format(
         return dx.contiguous(), weight
 
     monkeypatch.setattr(torch.nn.functional, "conv2d", transposed)
-    monkeypatch.setattr(products, "_torch_backward", transposed_backward)
+    monkeypatch.setattr(fused_convolutions, "_torch_backward", transposed_backward)
     found = run(made(True), images(torch.float32))
     for name, value in expected.items():
         assert away(found[name], value) < 1e-5, name
@@ -227,7 +227,7 @@ def test_a_first_convolution_without_a_gradient_gives_none(monkeypatch: pytest.M
 
 @every_kind
 def test_half_precision_is_as_near_as_that_of_separate_operators(make: Make) -> None:
-    """With the tiles that are used on GPUs."""
+    """Uses the tiles of the package."""
     half = torch.float16
     exact = run(exactly(made(False, half, make)), images(half).double())
     theirs = run(made(False, half, make), images(half))
@@ -256,7 +256,7 @@ def test_repetitions_are_bit_identical_and_gradients_accumulate(
 @every_kind
 @pytest.mark.usefixtures("small_tiles")
 def test_recomputed_maps_have_the_bits_of_stored_ones(make: Make) -> None:
-    """And are not stored: of a block's narrow maps, only the convolutions' outputs are."""
+    """Deferred outputs are not stored: only the outputs of convolutions are."""
 
     def stored(net: Blocks) -> int:
         sizes = []
@@ -296,14 +296,14 @@ def test_frozen_weights_get_no_gradient_and_the_others_theirs(make: Make) -> Non
 def test_a_pending_map_is_passed_from_block_to_block_in_training_only(make: Make) -> None:
     net = made(True, make=make)
     x = images(torch.float32)
-    assert isinstance(out_of_first(net, x), Pending)
+    assert isinstance(out_of_first(net, x), DeferredOutput)
     plain = made(False, make=make)
     out_of_first(plain, x)
     # A norm in evaluation mode has no fused form: its block takes the map as it comes.
     net.blocks[-1].bn2.eval()
     plain.blocks[-1].bn2.eval()
     last = net.forward.block(net.forward.network.blocks()[-1], net.blocks[:-1](x))
-    assert not isinstance(last, Pending)
+    assert not isinstance(last, DeferredOutput)
     assert away(net(x), plain(x)) < 1e-5
     assert torch.equal(net.eval()(x), net(x))
 
@@ -347,12 +347,12 @@ def test_statistics_about_a_running_mean(
     after an overflow would have statistics."""
     prefer("fused", tile, monkeypatch)
     mean = 1000.0 if running == 1000.0 else 0.0
-    x = as_map(torch.randn(2, 16, 5, 5) + mean)
+    x = channels_last(torch.randn(2, 16, 5, 5) + mean)
     weight = torch.eye(16).view(16, 16, 1, 1)
     norm = norm_for(16)
     assert norm.running_mean is not None
     norm.running_mean.fill_(running)
-    out, saved, _ = forward_product(Choices("auto"), Operand(x), weight, norm)
+    out, saved, _ = forward_convolution(Choices("auto"), Operand(x), weight, norm)
     assert torch.equal(out, x)
     exact = x.double().transpose(0, 1).flatten(1)
     assert_near(saved[0], exact.mean(1), 1e-6)
@@ -363,12 +363,12 @@ def test_statistics_about_a_running_mean(
 @pytest.mark.parametrize("sums", ["lines", "fragments", "turned"])
 @pytest.mark.parametrize("channels", [24, 21], ids=["descriptors", "pointers"])
 def test_sums_are_those_of_the_stored_map(channels: int, sums: str) -> None:
-    """Of the rounded values, not of the product before: within the rounding of a sum in float32."""
+    """The sums are those of rounded values, within the rounding of a float32 sum."""
     tile = Tile(32, 16, 32, 8, 2, 2, sums=sums)
-    x = as_map(random_map((3, 40, 7, 5), torch.float16, 0.3, 1))
+    x = channels_last(random_map((3, 40, 7, 5), torch.float16, 0.3, 1))
     weight = torch.randn(channels, 40, 1, 1).half()
     norm = norm_for(channels)
-    out, moments, _ = products._fused_forward(Operand(x), weight, norm, tile, False)
+    out, moments, _ = fused_convolutions._fused_forward(Operand(x), weight, norm, tile, False)
     assert norm.running_mean is not None
     parts = moments.parts
     assert parts.shape[1] > 1, "several programs"
@@ -377,7 +377,7 @@ def test_sums_are_those_of_the_stored_map(channels: int, sums: str) -> None:
     assert ((parts[1].double().sum(0) - scale).abs() < 1e-6 * scale).all()
     error = (parts[0].double().sum(0) - value.sum(1)).abs()
     assert (error < 1e-6 * value.abs().sum(1)).all()
-    again = products._fused_forward(Operand(x), weight, norm, tile, False)[1].parts
+    again = fused_convolutions._fused_forward(Operand(x), weight, norm, tile, False)[1].parts
     assert torch.equal(again, parts)
 
 
@@ -387,12 +387,12 @@ def test_nan_spreads_as_in_separate_kernels() -> None:
     """A gradient that overflows must be seen in the weights' gradients; NaN in a map, in its channel's
     statistics."""
     norm = norm_for(8)
-    x = as_map(random_map((2, 8, 4, 4), torch.float32))
+    x = channels_last(random_map((2, 8, 4, 4), torch.float32))
     saved = statistics(x, norm)
     weight = torch.randn(8, 8, 1, 1)
-    dz = as_map(torch.ones(2, 8, 4, 4))
+    dz = channels_last(torch.ones(2, 8, 4, 4))
     dz[1, 3, 2, 2] = torch.inf
-    found = backward_product(
+    found = backward_convolution(
         Choices("auto"), Operand(dz), weight, Operand.normalized(x, saved),
         Epilogue.masked(NormedMap(x, saved, norm.weight, norm.bias)), wants_weight=True,
     )  # fmt: skip
@@ -400,14 +400,18 @@ def test_nan_spreads_as_in_separate_kernels() -> None:
     assert not found.weight[3].isfinite().all()
     assert found.weight[[0, 1, 2, 4, 5, 6, 7]].isfinite().all()
     x[0, 2, 1, 1] = torch.nan
-    out, _, _ = forward_product(Choices("auto"), Operand.normalized(x, saved), weight, norm_for(8))
+    out, _, _ = forward_convolution(
+        Choices("auto"), Operand.normalized(x, saved), weight, norm_for(8)
+    )
     assert out[0, :, 1, 1].isnan().all()
     assert out[1].isfinite().all()
 
 
 def test_stored_operands_are_the_norms_own() -> None:
     norm = norm_for(5)
-    x, residual = (as_map(random_map((2, 5, 3, 3), torch.float32, 0.3, seed)) for seed in (0, 1))
+    x, residual = (
+        channels_last(random_map((2, 5, 3, 3), torch.float32, 0.3, seed)) for seed in (0, 1)
+    )
     wanted = norm_act(x, copy.deepcopy(norm), residual)
     saved = statistics(x, norm)
     assert torch.equal(Operand.joined(x, saved, residual).stored(), wanted)

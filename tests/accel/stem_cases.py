@@ -101,7 +101,7 @@ def test_images_that_the_kernel_does_not_fit_raise_torchs_error(made: list[Tenso
 
 
 def networks() -> list[tuple[nn.Module, int, tuple[int, ...]]]:
-    """With the size of their images and the shape of a window map."""
+    """Returns nets with the size of their images and the shape of their windows."""
     small = ResNet(BasicBlock, (1, 1, 1, 1), num_classes=3, stem="small")
     return [
         (AlexNet(num_classes=3, norms=NORM_NAMES), 67, (64, 18, 18)),

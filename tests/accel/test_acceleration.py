@@ -1,4 +1,4 @@
-"""What a model gets of `[run.accel]` on a device: fused kernels, recomputed norms, torch.compile."""
+"""Choices of `[run.accel]` by model and device: fused kernels, recomputed norms, torch.compile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from comm.exchanges import joined
 from paceline.accel.acceleration import ACCELERATION, AppliedAccel
 from paceline.accel.forward import CompiledBlocks
-from paceline.accel.product_choice import Choices
+from paceline.accel.implementation_choice import Choices
 from paceline.accel.settings import AccelSettings
 from paceline.comm import CommSettings, Group
 from paceline.config import RunConfig
@@ -31,7 +31,7 @@ Compiled = list[tuple[nn.Module, bool]]
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
-    """What was handed to the compiler, which is not called: `test_compile.py` does that."""
+    """Records the calls of torch.compile, which does not run: `test_compile.py` runs it."""
     seen: Compiled = []
 
     def note(model: nn.Module, *, dynamic: bool) -> Any:
@@ -44,7 +44,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
 
 
 def context(device: torch.device, problem: str = "", **values: Any) -> AccelerationContext:
-    """As where kernels run on GPUs, unless there is a `problem`; choosing runs none."""
+    """Builds a context in which kernels run on GPUs, unless there is a `problem`; no kernel runs."""
     problem = problem or ("" if device == GPU else "needs a GPU")
     values = {"dtype": torch.float16, "kernel_problem": problem} | values
     return AccelerationContext(device=device, **values)
@@ -70,7 +70,7 @@ def choose(
 
 
 def plain() -> nn.Module:
-    """Without residual blocks."""
+    """Returns a model without residual blocks."""
     return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
 
 
@@ -128,27 +128,27 @@ def bottlenecks() -> nn.Module:
 
 def test_fused_convolutions_are_asked_for_and_need_bottlenecks_in_half_precision() -> None:
     model = bottlenecks()
-    assert choose(GPU, model).plan.products == "off"
+    assert choose(GPU, model).plan.fused_convolutions == "off"
     for value in ("auto", "on", "cudnn"):
-        assert choose(GPU, model, fused_convolutions=value).plan.products == value
+        assert choose(GPU, model, fused_convolutions=value).plan.fused_convolutions == value
     for off in (
         choose(GPU, model, fused_convolutions="auto", dtype=torch.float32),
         choose(GPU, SmallResNet(), fused_convolutions="auto"),
         choose(CPU, model, fused_convolutions="auto"),
         choose(GPU, model, fused_convolutions="auto", fused_norm="off"),
     ):
-        assert off.plan.products == "off"
+        assert off.plan.fused_convolutions == "off"
         assert "convolutions: off (" in off.describe()
     # Blocks of 3 × 3 convolutions have kernels of cuDNN, in fp16, and no others.
     basic = SmallResNet()
-    assert choose(GPU, basic, fused_convolutions="cudnn").plan.products == "cudnn"
+    assert choose(GPU, basic, fused_convolutions="cudnn").plan.fused_convolutions == "cudnn"
     for given, kind in (
         (basic, torch.bfloat16), (basic, torch.float32), (plain(), torch.float16)
     ):  # fmt: skip
         applied = choose(GPU, given, fused_convolutions="cudnn", dtype=kind)
-        assert applied.plan.products == "off"
+        assert applied.plan.fused_convolutions == "off"
     applied = choose(GPU, model, fused_convolutions="cudnn", dtype=torch.bfloat16)
-    assert applied.plan.products == "cudnn"
+    assert applied.plan.fused_convolutions == "cudnn"
     for given, other in (
         ((GPU, SmallResNet()), {}),
         ((CPU, model), {}),
@@ -330,6 +330,6 @@ def _chosen(rank: int) -> tuple[dict[str, str], int, str]:
 def test_ranks_with_one_kind_of_gpu_take_the_choices_of_the_first() -> None:
     first, second, other = run_ranks(len(OWN), _chosen)
     agreed = {"forward x": "a", "backward x": "separate", "forward y": "c"}
-    assert first == (agreed, 1, "1 of 2 kinds of products fused (cached)")
-    assert second == (agreed, 2, "2 of 2 kinds of products fused (cached)")
-    assert other == (OWN[2], 1, "1 of 1 kinds of products fused (cached)")
+    assert first == (agreed, 1, "1 of 2 kinds of convolutions fused (cached)")
+    assert second == (agreed, 2, "2 of 2 kinds of convolutions fused (cached)")
+    assert other == (OWN[2], 1, "1 of 1 kinds of convolutions fused (cached)")

@@ -22,7 +22,7 @@ def test_graphs_of_cudnn_in_tritons_interpreter() -> None:
 
 
 def test_outputs_that_are_left_out_in_tritons_interpreter() -> None:
-    run_interpreted(HERE / "left_out_cases.py", at_least=22)
+    run_interpreted(HERE / "left_out_cases.py", at_least=20)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accel.forms import use_forms
-from accel.norm_reference import Wanted, as_map, norm_for, ours, random_map
+from accel.norm_reference import Wanted, channels_last, norm_for, ours, random_map
 from accel.window_reference import CASES, convolution, form_of, windows_of
 from full_products import full_products
 from paceline.accel.stem import convolve_images
@@ -72,7 +72,7 @@ def test_norm_relu_and_pool(
 
 
 def test_precision_with_a_mean_far_from_zero() -> None:
-    """Without ReLU, where the last digit would decide the side."""
+    """There is no ReLU, because its mask would depend on the last digit."""
     from paceline.accel.fused import norm_act
 
     wanted = Wanted((16, 64, 28, 28), torch.float32, mean=1000.0, relu=False, device="cuda")
@@ -85,7 +85,7 @@ def test_nan_propagates(pooled: bool) -> None:
     """The maximum of a GPU drops NaN, which the interpreter does not show."""
     from paceline.accel.fused import norm_act, norm_act_pool
 
-    x = as_map(random_map((2, 17, 6, 6), torch.float16)).cuda()
+    x = channels_last(random_map((2, 17, 6, 6), torch.float16)).cuda()
     x[1, 2, 3, 3] = torch.nan
     x.requires_grad_()
     norm = norm_for(17).cuda()
@@ -98,7 +98,7 @@ def test_nan_propagates(pooled: bool) -> None:
 
 
 def with_fourth_channel(images: Tensor) -> Tensor:
-    return as_map(F.pad(images, (0, 0, 0, 0, 0, 1)))
+    return channels_last(F.pad(images, (0, 0, 0, 0, 0, 1)))
 
 
 @pytest.mark.parametrize("kind", TOLERANCE, ids=str)
@@ -118,7 +118,7 @@ def test_the_windows_of_images(name: str, size: tuple[int, int], kind: torch.dty
 
 
 def test_windows_of_more_than_32_bits_of_elements() -> None:
-    """Of images and of windows, in the last image."""
+    """Offsets of images and of windows, in the last image."""
     from paceline.accel.stem_kernels import image_windows
 
     form = form_of(convolution("alexnet"))
@@ -140,13 +140,13 @@ def test_windows_of_more_than_32_bits_of_elements() -> None:
 def test_a_first_convolution_on_windows(
     name: str, size: tuple[int, int], kind: torch.dtype
 ) -> None:
-    """As near to that in float64 as the plain one in the same format."""
+    """The result is as close to float64 as the plain one in the same format."""
     torch.manual_seed(0)
     layer = convolution(name, 64, bias=False).to("cuda", kind, memory_format=torch.channels_last)
-    images = as_map(torch.randn(16, 3, *size, device="cuda").to(kind))
+    images = channels_last(torch.randn(16, 3, *size, device="cuda").to(kind))
     exact = copy.deepcopy(layer).double()
     wanted = exact(images.double())
-    slope = as_map(torch.randn_like(wanted).to(kind))
+    slope = channels_last(torch.randn_like(wanted).to(kind))
     wanted.backward(slope.double())
     assert exact.weight.grad is not None
     errors = []

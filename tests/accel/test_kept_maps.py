@@ -1,5 +1,7 @@
-"""What ResNets keep for backward at batch 256, and the most of a step, counted on tensors without
-data: maps, statistics and gradients, in the fused forms that a GPU runs."""
+"""Memory that ResNets keep for the backward pass at batch 256, and the peak of a step.
+
+Activations, statistics and gradients are counted on the meta device, with the implementations of a GPU.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from accel.forms import use_forms
 from accel.live_bytes import LiveBytes
 from interpreter_run import needs_triton
 from paceline.accel import stem
-from paceline.accel.product_choice import CUDNN, Choices
+from paceline.accel.implementation_choice import CUDNN, Choices
 from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings
 from paceline.planner.layers import network
@@ -28,7 +30,7 @@ GIB = 2**30
 
 
 class _Unlaunched:
-    """In the place of a kernel."""
+    """Replaces a kernel and does nothing."""
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return lambda *given, **options: None
@@ -89,8 +91,8 @@ def counted(
 def test_fused_blocks_with_recomputed_norms_keep_what_others_keep(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And what the planner counts."""
-    from paceline.accel.fused_blocks import Pending
+    """The planner counts the same."""
+    from paceline.accel.fused_blocks import DeferredOutput
 
     kept, most = counted(fused=True, recompute=True)
     separate, separate_most = counted(fused=False, recompute=True)
@@ -101,19 +103,19 @@ def test_fused_blocks_with_recomputed_norms_keep_what_others_keep(
 
     net = network("resnet50")
     again = net.recomputing_norms()
-    remade = 2 * BATCH * sum(layer.remade for layer in again.layers) / GIB
+    remade = 2 * BATCH * sum(layer.recomputed_elements for layer in again.layers) / GIB
     assert plain - kept == pytest.approx(remade, rel=1e-4)
     for planned, found in ((net, plain_most), (again, most)):
         assert step_memory(planned, BATCH).activations / GIB == pytest.approx(found, rel=0.02)
 
     # If blocks kept all of their outputs.
-    reduced = Pending.reduced
+    reduced = DeferredOutput.reduced
 
-    def keeping(pending: Pending, *given: Any) -> Any:
+    def keeping(pending: DeferredOutput, *given: Any) -> Any:
         pending.recompute = False
         return reduced(pending, *given)
 
-    monkeypatch.setattr(Pending, "reduced", keeping)
+    monkeypatch.setattr(DeferredOutput, "reduced", keeping)
     all_kept, all_most = counted(fused=True, recompute=True)
     # Of the stages' 3, 4, 6 and 3 outputs, 1, 2, 3 and 1.
     left_out = sum(
@@ -130,7 +132,7 @@ def test_fused_blocks_with_recomputed_norms_keep_what_others_keep(
 def test_fused_basic_blocks_keep_what_others_keep(
     name: str, left_out: bool, recompute: bool, form: None
 ) -> None:
-    """And the output of the last block, which no fused block reads, where others leave it out."""
+    """They also keep the output of the last block, because no fused block reads it."""
     kept, _ = counted(True, recompute, name)
     separate, _ = counted(False, recompute, name)
     last = BATCH * 512 * 7**2 * 2 / GIB if recompute and left_out else 0
@@ -146,7 +148,7 @@ def test_fused_basic_blocks_keep_what_others_keep(
 def test_windows_of_images_are_kept(
     name: str, size: int, form: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the planner counts them."""
+    """The planner counts the same."""
     kept, _ = counted(False, False, name, size)
     monkeypatch.setattr(stem, "_MEASURED", {})
     without, _ = counted(False, False, name, size)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from accel.forms import use_forms
 from accel.test_kept_maps import OnGpu
 from interpreter_run import needs_triton
-from paceline.accel.product_choice import CUDNN, Choices
+from paceline.accel.implementation_choice import CUDNN, Choices
 from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings
 

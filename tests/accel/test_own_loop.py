@@ -21,7 +21,7 @@ def convolution(into: int, out: int, size: int, stride: int = 1) -> nn.Conv2d:
 
 
 class Bottleneck(nn.Module):
-    """With the layout and names of torchvision's; `extra` is computed where no module shows it."""
+    """A block with torchvision's layout and names; `extra` is computed outside of any module."""
 
     def __init__(self, into: int, width: int, stride: int = 1, extra: float = 1.0) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class ResNet(nn.Module):
 
 
 class TimmResNet(ResNet):
-    """As timm's: other names of ReLUs, identities in between, and a head of its own."""
+    """A net like timm's: other names of ReLUs, identities in between, and another head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def test_another_packages_resnet_has_the_same_bits_in_less_memory(
 
 
 def test_what_only_looks_like_a_resnet_stays_as_it_is() -> None:
-    """Even if γ is 0 at the start, so that a branch has no effect."""
+    """This holds even if γ is 0 at the start, so that a branch has no effect."""
     for net in (ResNet(extra=0.5), nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))):
         handle = pl.accelerate(net)
         assert "forward" not in vars(net)

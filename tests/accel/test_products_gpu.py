@@ -19,7 +19,7 @@ from accel.graph_reference import (
     spread,
 )
 from full_products import full_products
-from paceline.accel.product_choice import SEPARATE, Choices
+from paceline.accel.implementation_choice import SEPARATE, Choices
 from paceline.models.resnet import BasicBlock, Bottleneck, ResNet
 
 pytestmark = [
@@ -50,8 +50,7 @@ class Blocks(Chain):
 
 
 class BasicBlocks(Chain):
-    """With as many ReLUs as `Blocks`. Behind an identity shortcut or a convolution, and then of stride
-    2."""
+    """Blocks with as many ReLUs as `Blocks`, after an identity shortcut or a convolution of stride 2."""
 
     def __init__(self, width: int, into: int) -> None:
         super().__init__(
@@ -73,7 +72,7 @@ def resnet18() -> nn.Module:
 def prepared(
     net: nn.Module, kind: torch.dtype, choices: Choices | None, recompute: bool = False
 ) -> nn.Module:
-    """With fused norms and, by `choices`, fused convolutions."""
+    """Returns a net with fused norms and, with `choices`, fused convolutions."""
     net = copy.deepcopy(net).cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     for module in net.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
@@ -182,7 +181,7 @@ def compared(
     kind: torch.dtype,
     choices: Choices,
 ) -> tuple[dict[str, Tensor], ...]:
-    """Of fused convolutions, of separate ones, and of the latter in float64."""
+    """Returns results of fused convolutions, of separate ones, and of separate ones in float64."""
     torch.manual_seed(0)
     net = make(*width)
     for norm in net.modules():
@@ -256,7 +255,7 @@ def losses(
     make: Callable[[], nn.Module], choices: Choices | None, kind: torch.dtype, steps: int,
     graph: bool = False, recompute: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Of SGD on the same few images."""
+    """Returns the losses of SGD on the same few images."""
     torch.manual_seed(0)
     net = make()
     masters = [p.detach().clone().cuda() for p in net.parameters()]
@@ -330,8 +329,8 @@ def test_a_captured_step_equals_an_eager_one(
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("form", ["fused", "both", *CUDNN])
 def test_outputs_that_are_left_out_change_no_bit(form: str, graph: bool) -> None:
-    """Of the losses of eight steps, but for cuDNN's forms, whose sums have no order, and which read the
-    scale of a norm in fp16."""
+    """The losses of eight steps are equal, except with cuDNN, whose sums have no fixed order and which
+    reads the scale of a norm in fp16."""
     choices = prefer(form, 0)
     stored, again = (losses(resnet50, choices, torch.float16, 8, graph, on) for on in (False, True))
     assert stored.isfinite().all()
@@ -346,10 +345,10 @@ def test_outputs_that_are_left_out_change_no_bit(form: str, graph: bool) -> None
 def test_products_store_the_bits_that_backward_computes_again(
     width: tuple[int, int], kind: str
 ) -> None:
-    from paceline.accel import products
+    from paceline.accel import fused_convolutions
+    from paceline.accel.convolution_launches import resident_programs
     from paceline.accel.fused import statistics
     from paceline.accel.operands import Epilogue, Operand
-    from paceline.accel.product_launches import resident_programs
 
     torch.manual_seed(0)
     narrow, channels = width[0], 4 * width[0]
@@ -363,12 +362,12 @@ def test_products_store_the_bits_that_backward_computes_again(
     weight = torch.randn(narrow, channels, 1, 1, device="cuda").to(HALF[kind])
     weight = weight.contiguous(memory_format=torch.channels_last)
     ran = 0
-    for tile in products.TILES:
-        fits = products.fits(tile, channels, narrow, reads=False, sums=True)
+    for tile in fused_convolutions.TILES:
+        fits = fused_convolutions.fits(tile, channels, narrow, reads=False, sums=True)
         if not fits or not resident_programs(tile, operand, Epilogue.plain(x)):
             continue
         try:
-            _, _, y = products._fused_forward(
+            _, _, y = fused_convolutions._fused_forward(
                 operand, weight, nn.BatchNorm2d(narrow).cuda(), tile, True
             )
         except Exception:  # the GPU cannot run it
@@ -392,7 +391,7 @@ def test_choices_are_timed_once_and_kept(mode: str, tmp_path: Path) -> None:
     assert choices.timed == len(chosen) > 0
     assert any("3/" in key for key in chosen) == (mode == "cudnn"), choices.describe()
     assert "no form of cuDNN" not in choices.describe()
-    choices.settle(chosen)
+    choices.adopt(chosen)
     choices = Choices.begin(mode, device)
     run(prepared(net, torch.float16, choices), x)
     assert choices.timed == 0
@@ -415,7 +414,7 @@ def test_basic_blocks_are_timed_and_name_what_cudnn_lacks(tmp_path: Path) -> Non
     assert all("3/2" in key and "merged" in key for key in lacking), choices.missing
     ends = [key for key in chosen if key.startswith(("forward", "backward"))]
     assert f" of {len(ends) + len(lacking)} kinds of products" in choices.describe()
-    choices.settle(chosen)
+    choices.adopt(chosen)
     choices = Choices.begin("cudnn", device)
     run(prepared(net, torch.float16, choices), x)
     assert choices.timed == 0
@@ -423,8 +422,7 @@ def test_basic_blocks_are_timed_and_name_what_cudnn_lacks(tmp_path: Path) -> Non
 
 
 def test_a_whole_resnet18_is_as_near_to_float32() -> None:
-    """As with separate convolutions: over 17 ReLUs signs change everywhere, so gradients are compared on
-    the whole."""
+    """Signs change at 17 ReLUs, so gradients are compared as a whole."""
     for form in CUDNN:
         choices = prefer(form, 0)
         torch.manual_seed(0)

@@ -15,7 +15,7 @@ from accel.forms import use_forms
 from accel.live_bytes import LiveBytes
 from paceline.accel.forward import Forward
 from paceline.accel.networks import network_of
-from paceline.accel.recompute import RecomputedMap
+from paceline.accel.recompute import RecomputedActivation
 from paceline.models import resnet
 from paceline.models.alexnet import NORM_NAMES, AlexNet
 from paceline.models.registry import create_model
@@ -115,7 +115,7 @@ def assert_same(stored: dict[str, Tensor], again: dict[str, Tensor]) -> None:
 
 
 def in_half(net: nn.Module) -> None:
-    """As `precision.policy`: norms stay in fp32."""
+    """Converts a net like `precision.policy`: norms stay in fp32."""
     for module in net.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             module.to(torch.bfloat16)
@@ -171,7 +171,7 @@ def test_frozen_layers() -> None:
 
 
 def test_norms_of_other_forms() -> None:
-    """Those over a group of ranks do not exchange anything again."""
+    """Synchronized norms exchange nothing when they are recomputed."""
     sums: list[Tensor] = []
 
     def share(net: nn.Module) -> None:
@@ -221,7 +221,7 @@ def test_every_second_block_stores_its_output(monkeypatch: pytest.MonkeyPatch) -
 
     def noted(self: Forward, *given: Any) -> Any:
         out = block(self, *given)
-        kinds.append(isinstance(out, RecomputedMap))
+        kinds.append(isinstance(out, RecomputedActivation))
         return out
 
     monkeypatch.setattr(Forward, "block", noted)
@@ -258,7 +258,8 @@ def test_the_planner_counts_what_is_not_kept(name: str, size: int) -> None:
 
     net = network(name, size, CLASSES).recomputing_norms()
     assert (
-        kept(False) - kept(True) == sum(layer.remade for layer in net.layers) * x.element_size() * 2
+        kept(False) - kept(True)
+        == sum(layer.recomputed_elements for layer in net.layers) * x.element_size() * 2
     )
 
 

@@ -92,7 +92,7 @@ def logits_and_gradient(net: AlexNet, images: Tensor) -> tuple[Tensor, Tensor]:
 def test_an_alexnet_takes_padded_images_where_its_norms_do_not_fuse(
     training: bool, recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in evaluation, where convolutions have their bias."""
+    """Also in evaluation mode, in which convolutions add their bias."""
     monkeypatch.setattr(alexnet, "HIDDEN_FEATURES", 16)
     torch.manual_seed(0)
     plain = AlexNet(num_classes=3, norms=NORM_NAMES, dropout=0.0).double().train(training)
@@ -123,7 +123,7 @@ def test_only_a_fused_alexnet_takes_padded_images(monkeypatch: pytest.MonkeyPatc
 
 
 def nets() -> list[tuple[nn.Module, nn.Module, str]]:
-    """With the module that holds the first convolution, and its name there."""
+    """Returns a net, the module that contains the first convolution, and its name there."""
     found: list[nn.Module] = [
         AlexNet(num_classes=3, norms=NORM_NAMES), FastResNet(num_classes=3),
         ResNet(BasicBlock, (1, 1, 1, 1), num_classes=3, stem="small"),

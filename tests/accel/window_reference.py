@@ -31,7 +31,7 @@ def form_of(layer: nn.Conv2d) -> WindowForm:
 
 
 def windows_of(images: Tensor, form: WindowForm) -> Tensor:
-    """Of images with as many channels as a pixel has in a window."""
+    """Returns the windows of images with as many channels as a pixel has in a window."""
     samples, channels = images.shape[:2]
     down, across = (form.windows(pixels) for pixels in images.shape[2:])
     before, after = form.padding, 2 * form.side + form.padding

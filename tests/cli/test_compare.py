@@ -25,7 +25,7 @@ def test_in_a_pipe_each_row_is_one_line(call: Call, home: Path) -> None:
     assert lines[1].split()[:3] == ["row", "n", "top-1"]
     assert lines[2].startswith("[bold]SGD[/bold]"), "labels are not markup"
     assert "93.10 ± 0.10  93.00–93.20  -1.10 ± 0.21" in lines[3]
-    assert lines[4].startswith("opt=lars batch=2500 lr_base=3 seed=3 *")
+    assert lines[4].startswith("opt=lars batch=2500 lr_base=3 run=runs/lars-3 *")
     assert "\x1b" not in done.out
     assert not list(home.glob("**/*.html"))
 

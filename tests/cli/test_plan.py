@@ -37,24 +37,6 @@ def ask(*flags: str) -> str:
     return found.output
 
 
-def test_a_noise_scale_says_which_ranks_save_time_not_only_images_per_s() -> None:
-    flags = ("--gpu", "H100", "--nodes", "4", "-b", "64", "--node-gbps", "100")
-    plain = json.loads(ask(*flags, "--json"))
-    found = json.loads(ask(*flags, "--noise-scale", "500", "--json"))
-    assert (plain["noise_scale"], plain["largest_ranks_that_save_time"]) == (None, None)
-    assert found["noise_scale"] == 500
-    times = []
-    for point in found["scaling"]:
-        batch = 64 * point["ranks"]
-        times.append((1 + 500 / batch) * batch / point["images_per_s"])
-    shares = [time / times[0] for time in times]
-    assert [p["time_to_same_loss"] for p in found["scaling"]] == pytest.approx(shares)
-    # Images/s grow with every doubling, and the loss is not reached sooner.
-    assert found["scaling"][2]["images_per_s"] > 1.5 * found["scaling"][1]["images_per_s"]
-    assert shares[2] > shares[1]
-    assert found["largest_ranks_that_save_time"] == 8
-
-
 def test_json_table_page_and_plan(tmp_path: Path) -> None:
     flags = ("--gpu", "V100", "--nodes", "4", "-b", "64")
     page, plan = tmp_path / "p.html", tmp_path / "p.toml"
@@ -102,29 +84,9 @@ def test_8_bit_wires_have_a_plan(tmp_path: Path, wires: tuple[str, ...]) -> None
     found = json.loads(ask(*flags, *allowed, "--plan-out", str(path)))
     assert {"int8", "float8_e4m3"} & {bucket["wire"] for bucket in found["buffers"]}
     assert "all_to_all" in {bucket["algorithm"] for bucket in found["buffers"]}
-    names = {group["name"] for group in found["start_up"]["groups"]}
-    assert names == {"all ranks"}
     scored = json.loads(ask(*flags, "--with-plan", str(path)))
     assert scored["step_s"] == pytest.approx(found["step_s"])
     assert scored["start_up"] == found["start_up"]
-
-
-def test_the_cores_of_a_node_can_be_the_verdict() -> None:
-    flags = ("--gpu", "H100", "-b", "256", "--json")
-    few = json.loads(ask(*flags, "--cores-per-node", "16"))
-    assert few["bound_by"] == "input"
-    assert few["advice"][0]["change"] == "an input that keeps up"
-    assert few["images_per_s"] == pytest.approx(few["input"]["images_per_s"])
-    assert json.loads(ask(*flags, "--nvjpeg"))["bound_by"] == "compute"
-
-
-def test_faster_gpus_are_named_only_if_the_batch_fits() -> None:
-    def named(batch: str) -> list[str]:
-        advice = json.loads(ask("--gpu", "P40", "-b", batch, "--json"))["advice"]
-        return [a["change"].split()[0] for a in advice if "instead of P40" in a["change"]]
-
-    assert named("64") == ["P100"]
-    assert named("450") == ["V100"]  # the P100 has less memory than the P40
 
 
 def profiled(path: Path, model: str = "resnet50", pixels: int = 224, device: str = "cuda") -> str:
@@ -239,7 +201,6 @@ def test_a_cluster_file_of_one_node_is_for_one_node(tmp_path: Path) -> None:
     assert {option["nodes"] for option in found["options"]} == {1}
     assert [point["ranks"] for point in found["scaling"]] == [2]
     assert found["largest_ranks_at_90_percent"] in (None, 2)
-    assert not any("nodes" in advice["change"] for advice in found["advice"])
     with pytest.raises(ConfigError) as caught:
         ask(*flags, "--nodes", "2")
     assert caught.value.field == "--nodes"
@@ -287,11 +248,7 @@ MISTAKES = {
     "--with-plan": ("--with-plan nowhere.toml", "--with-plan p.toml --wire float16"),
     "--budget": ("--budget 10",),
     "--software": ("--software v9",),
-    "--cores-per-node": ("--cores-per-node -1", "--nvjpeg --cores-per-node 8"),
-    "--input-bench": ("--input-bench nowhere.json",),
-    "--nvjpeg": ("--input-images-per-s 9 --nvjpeg",),
     "--input-images-per-s": ("--input-images-per-s nan",),
-    "--packed": ("--packed",),
     "--recompute-norms": ("--model alexnet --recompute-norms",),
     "--epochs": ("--epochs 0",),
     "--algorithm": ("--algorithm rign",),

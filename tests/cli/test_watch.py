@@ -32,7 +32,7 @@ def test_a_training_serves_its_report_and_the_server_ends_with_it(tmp_path: Path
         found = PAGE.search(process.output())
         assert found is not None
         process.wait_until(lambda: "T = S · N · e" in page(found[0]))
-        assert 'paceline_ranks{run="run"} 1.0' in page(found[0] + "metrics")
+
         process.send(signal.SIGKILL)
         process.wait()
         # The server learns of it from its standard input.

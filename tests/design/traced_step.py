@@ -1,6 +1,6 @@
-"""`install(output)`: writes the modules that execute during a few training steps of this process.
+"""`install(output)` writes the modules that execute during a few training steps of this process.
 
-Tracing covers all threads, because the input pipeline and the communication thread run beside the step.
+Tracing covers all threads, because input pipeline and communication thread run in parallel.
 The profile function is installed before any of these threads starts; it records only between two steps
 of the loop.
 """

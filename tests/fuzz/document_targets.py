@@ -14,7 +14,6 @@ from typing import Any
 from fuzz.mutate import to_toml
 from fuzz.target import Seed, Target
 from paceline.cli.plan_page import (
-    advice_rows,
     bucket_rows,
     curve_rows,
     fact_rows,
@@ -44,12 +43,12 @@ from paceline.planner.layers import network
 from paceline.planner.memory import step_memory
 from paceline.planner.plan_parts import planned_cluster, required_profile
 from paceline.planner.prediction import predict
-from paceline.planner.recommend import Job, Limits, input_supply, limits_of
+from paceline.planner.recommend import Job, Limits, limits_of
 from paceline.report import RunFiles, render_run, summary_rows, verdict
 from paceline.report.compare_page import render_comparison
 from paceline.report.compare_runs import read_runs
 from paceline.report.comparison import Comparison
-from paceline.report.live_run import LiveRun, metrics_text
+from paceline.report.live_run import LiveRun
 from plan.made import made_cluster, made_workload
 from report.made_up_runs import CONFIG, SUMMARY, finished_events
 
@@ -66,12 +65,10 @@ def document_targets() -> Sequence[Target]:
         Target("toml profile", [_document("p.toml", work.to_table())], _planner(made_cluster()), 6,
                form="toml"),
         Target("toml accelerator", _accelerators(), _accelerator, 3, form="toml"),
-        Target("json input", [_json("input.json", _INPUT)], _input, 2, form="json"),
         Target("toml sizes", _clusters(), _sizes, 8, form="toml"),
         Target("jsonl metrics", _metrics(), _run_file, 6, form="jsonl"),
         Target("json summary", [_json("summary.json", SUMMARY)], _run_file, 4, form="json"),
         Target("toml run config", [_document("config.toml", CONFIG)], _run_file, 3, form="toml"),
-        Target("json trace", [_json("trace.json", _trace())], _run_file, 2, form="json"),
         Target("json evaluation", [_json("evaluation.json", _evaluation())], _run_file, 4, form="json"),
         Target("flags", _flags(), _flag, 8),
         Target("environment", _environments(), _environment, 6, form="json"),
@@ -155,10 +152,9 @@ def _planner(cluster: Any) -> Callable[[bytes, str, Path], None]:
         plan = best_plan(work, place, 16, algorithms)
         limits = Limits(price=2.0, minutes=5.0)
         job = Job(90.0, 1000, 400.0, limits.price)
-        gpu = accelerator("A100")
-        answer = Answer.of(question, place, plan, job=job, limits=limits, gpu=gpu)
+        answer = Answer.of(question, place, plan, job=job, limits=limits)
         _strict_json(answer.to_json())
-        for rows in (fact_rows, bucket_rows, curve_rows, advice_rows, option_rows):
+        for rows in (fact_rows, bucket_rows, curve_rows, option_rows):
             assert all(isinstance(cell, str) for row in rows(answer) for cell in row)
         _check_page(plan_page(answer))
         model = ModelFacts.of((gradient.name, gradient.elements) for gradient in work.gradients)
@@ -190,24 +186,12 @@ def _accelerator(content: bytes, name: str, folder: Path) -> None:
     job = Job(90.0, 1000, chip.watts, limits.price)
     plan = best_plan(work, place, 1)
     answer = Answer.of(
-        Question(work, 1, algorithm_names()), place, plan, job=job, limits=limits, net=net, gpu=chip,
+        Question(work, 1, algorithm_names()), place, plan, job=job, limits=limits,
         memory=step_memory(net, 1, work.in_half),
     )  # fmt: skip
     assert answer.now.step_s > 0
     _strict_json(answer.to_json())
     _check_page(plan_page(answer))
-
-
-_INPUT = {"rows": [{"kind": "ours", "workers": 2, "images_per_s": 1648.4}]}
-
-
-def _input(content: bytes, name: str, folder: Path) -> None:
-    path = folder / name
-    path.write_bytes(content)
-    for cores in (0, 64):
-        supply = input_supply(8, cores, bench=path)
-        assert supply is not None
-        assert 0 < supply.images_per_s < float("inf")
 
 
 def _sizes(content: bytes, name: str, folder: Path) -> None:
@@ -241,11 +225,6 @@ def _metrics() -> list[Seed]:
     return [Seed("metrics.jsonl", text, rows), Seed("metrics.rank1.jsonl", text, rows)]
 
 
-def _trace() -> dict[str, Any]:
-    event = {"cat": "exchange", "ph": "X", "ts": 1.0, "dur": 2.0, "args": {"step": 1, "buffer": 0}}
-    return {"traceEvents": [event, {**event, "ts": 4.0, "args": {"step": 2, "buffer": 0}}]}
-
-
 def _evaluation() -> dict[str, Any]:
     mistake = {"label": 0, "predicted": 1, "confidence": 0.9, "image": "/9j/4AAQ"}
     counts = [[0, 0, 5], [0, 1, 2], [1, 1, 7]]
@@ -270,7 +249,6 @@ def _run_file(content: bytes, name: str, folder: Path) -> None:
         _SOUND["summary.json"] = json.dumps(SUMMARY).encode()
         _SOUND["config.toml"] = to_toml(CONFIG)
         _SOUND["plan.toml"] = _plans()[0].content
-        _SOUND["trace.json"] = json.dumps(_trace()).encode()
         _SOUND["evaluation.json"] = json.dumps(_evaluation()).encode()
     for run, files in (("sound", _SOUND), ("damaged", {**_SOUND, name: content})):
         shutil.rmtree(folder / run, ignore_errors=True)
@@ -281,7 +259,6 @@ def _run_file(content: bytes, name: str, folder: Path) -> None:
     live.refresh()
     if live.files is None and not live.problem.isprintable():
         raise AssertionError(f"not printable: {live.problem!r}")
-    metrics_text([("run", live.files)]).encode()
     found = RunFiles.read(folder / "damaged")
     rows = [("", verdict(found)), *summary_rows(found)]
     for text in (cell for row in rows for cell in row):

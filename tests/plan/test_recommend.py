@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -24,14 +22,10 @@ from paceline.planner.memory import (
     usable_bytes,
 )
 from paceline.planner.recommend import (
-    CORE_IMAGES_PER_S,
-    NVJPEG_IMAGES_PER_S,
     Job,
     Limits,
     candidate_batches,
     choose,
-    fed_by,
-    input_supply,
     largest_global_batch,
     limits_of,
     options,
@@ -68,7 +62,7 @@ def test_measured_peaks_are_met(
 
 
 def test_windows_are_kept_in_place_of_images() -> None:
-    """Until the end of forward beside them, which is the peak of large batches."""
+    """Both exist until the end of the forward pass, which is the peak of large batches."""
     net = network("alexnet_bn")
     kept = 64 * 57**2
     assert net.layers[0].windows == kept
@@ -101,7 +95,7 @@ def test_recomputed_norms_need_a_fifth_less_and_take_longer(name: str) -> None:
 
 
 def test_small_batches_need_what_no_batch_changes() -> None:
-    """At batch 1 the peak is where backward has made the classifier's gradients, beside the flat ones."""
+    """At batch 1, the peak is in the backward pass, with the classifier's gradients and the flat ones."""
     net = network("alexnet_bn")
     one, two = (step_memory(net, batch) for batch in (1, 2))
     last_layers = sum(t.elements for t in net.tensors if t.name.startswith("classifier"))
@@ -246,8 +240,8 @@ def test_a_limit_as_given_holds_unless_an_epoch_is_smaller() -> None:
 
 
 def test_a_slow_input_does_not_change_the_recommended_batch() -> None:
-    """With it all batches are equally slow: the smallest would be chosen, which a faster input makes
-    wrong."""
+    """A slow input makes all batches equally slow, so the smallest would be chosen, which is wrong for a
+    faster input."""
     slow = replace(ASK, workload=ASK.workload.fed_at(100.0))
     assert recommended_batch(slow, PLACE, Limits()) == recommended_batch(ASK, PLACE, Limits()) > 8
 
@@ -308,50 +302,3 @@ def test_a_time_takes_the_cheapest_and_a_budget_the_fastest() -> None:
 def test_limits_that_cannot_be(values: dict[str, float], flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
         Limits(**values)  # type: ignore[arg-type]
-
-
-def test_what_the_input_of_a_node_delivers(tmp_path: Path) -> None:
-    assert input_supply(8) is None
-    cores = input_supply(8, cores=64)
-    assert cores is not None
-    assert cores.images_per_s == 64 * CORE_IMAGES_PER_S
-    packed = input_supply(8, cores=64, packed=True)
-    assert packed is not None
-    assert packed.images_per_s > cores.images_per_s
-    gpus = input_supply(8, nvjpeg=True)
-    assert gpus is not None
-    assert gpus.images_per_s == 8 * NVJPEG_IMAGES_PER_S
-    file = tmp_path / "input.json"
-    rows = [{"kind": "ours", "workers": 2, "images_per_s": 1648.0},
-            {"kind": "dataloader", "workers": 2, "images_per_s": 9000.0}]  # fmt: skip
-    file.write_text(json.dumps({"rows": rows}))
-    as_measured, scaled = input_supply(8, bench=file), input_supply(8, cores=16, bench=file)
-    assert as_measured is not None
-    assert scaled is not None
-    assert as_measured.images_per_s == 1648
-    assert scaled.images_per_s == 8 * 1648
-    assert fed_by(ASK.workload, scaled, 8).input.at(100) == pytest.approx(100 / 1648)
-
-
-def test_an_input_too_slow_for_any_step(tmp_path: Path) -> None:
-    file = tmp_path / "input.json"
-    file.write_text('{"rows": [{"kind": "ours", "workers": 2, "images_per_s": 1e-300}]}')
-    for cores in (0, 16):
-        with pytest.raises(ConfigError, match="--input-bench"):
-            input_supply(8, cores=cores, bench=file)
-    for count in (-1, 10**400):
-        with pytest.raises(ConfigError, match="--cores-per-node"):
-            input_supply(8, cores=count)
-
-
-NO_WORKERS = '{"rows": [{"kind": "ours", "workers": 0, "images_per_s": 1}]}'
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [1]}', '{"rows": []}', NO_WORKERS])
-def test_a_file_that_is_no_benchmark(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "input.json"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match="--input-bench"):
-        input_supply(8, bench=file)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        input_supply(8, bench=tmp_path / "none.json")

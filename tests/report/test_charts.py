@@ -33,7 +33,7 @@ def charts_of(folder: Path) -> dict[str, Chart]:
 @given(st.lists(st.floats(-1e100, 1e100), min_size=1, max_size=20))
 def test_every_value_is_on_the_axis_and_labels_differ(values: list[float]) -> None:
     axis = Axis.fit(values)
-    assert all(-1e-6 <= axis.share(value) <= 1 + 1e-6 for value in values)
+    assert all(-1e-6 <= axis.fraction(value) <= 1 + 1e-6 for value in values)
     assert 2 <= len(axis.ticks) <= 13
     assert len(set(axis.labels())) == len(axis.ticks)
 
@@ -41,7 +41,7 @@ def test_every_value_is_on_the_axis_and_labels_differ(values: list[float]) -> No
 def test_a_logarithmic_axis_of_positive_values() -> None:
     axis = Axis.fit([0.2, 5000.0], log=True)
     assert axis.labels() == ["0.1", "1", "10", "100", "1,000", "10k"]
-    assert [axis.share(value) for value in (0.1, 10, 10000)] == pytest.approx([0, 0.4, 1])
+    assert [axis.fraction(value) for value in (0.1, 10, 10000)] == pytest.approx([0, 0.4, 1])
     assert len(Axis.fit([1e-12, 1e12], log=True).ticks) <= 7
     assert not Axis.fit([0.0, 10.0], log=True).log
 

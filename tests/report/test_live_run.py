@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.events import Event
-from paceline.report.live_run import LiveRun, distinct_names
+from paceline.report.live_run import LiveRun
 from report.conftest import MakeRun
 from report.made_up_runs import BEGAN, evaluation, start, step
 
@@ -109,7 +109,7 @@ def test_a_folder_that_appears_vanishes_and_returns(make_run: MakeRun, tmp_path:
     run.refresh()
     run.refresh()
     assert run.files is None
-    assert "is gone" in run.problem
+    assert "does not exist" in run.problem
     folder.mkdir()
     run.refresh()
     assert "no metrics.jsonl yet" in run.problem
@@ -141,9 +141,3 @@ def test_foreign_lines_are_named_and_the_run_comes_back(make_run: MakeRun, forei
     (folder / "metrics.jsonl").write_bytes(good)
     run.refresh()
     assert recorded(run) == [1]
-
-
-def test_runs_of_one_name_are_told_apart_by_their_parents(tmp_path: Path) -> None:
-    paths = [tmp_path / name for name in ("a/x/run", "b/x/run", "a/y/run", "other")]
-    assert distinct_names(paths) == ["a/x/run", "b/x/run", "y/run", "other"]
-    assert distinct_names(paths[:1]) == ["run"]

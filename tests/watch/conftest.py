@@ -63,7 +63,7 @@ class Browser:
         return found
 
     def problems(self) -> list[str]:
-        """What the browser complains of: errors in scripts, refused resources."""
+        """Returns errors in scripts and refused resources."""
         return [
             entry["message"] for entry in self.driver.get_log("browser")
             if entry["level"] == "SEVERE" and "favicon" not in entry["message"]

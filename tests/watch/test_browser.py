@@ -23,7 +23,6 @@ from paceline.report.comparison import Comparison
 from paceline.train.eval_details import thumbnail
 from report.conftest import MakeRun, make_run  # noqa: F401  (a fixture)
 from report.made_up_runs import (
-    CONFIG,
     SUMMARY,
     evaluation,
     finished_events,
@@ -132,10 +131,6 @@ def test_the_report(browser: Browser, whole_run: Path, size: str, scheme: str) -
     check(browser, scheme)
     assert "T = S · N · e" in browser.run("return document.body.innerText")
     assert browser.run("return document.querySelectorAll('.gallery image').length") == 12
-    letters = "getComputedStyle(document.querySelector('.matrix text')).fontSize"
-    assert browser.run(f"return {letters}") == "12px"
-    scale = "const m = document.querySelector('.matrix'); return m.getBoundingClientRect().width"
-    assert browser.run(f"{scale} / m.width.baseVal.value") == pytest.approx(1, abs=1e-3)
     browser.screenshot(f"report-{size}-{scheme}")
 
 
@@ -175,23 +170,11 @@ def test_several_runs(
     browser: Browser, whole_run: Path, make_run: MakeRun, serve: Serve, tmp_path: Path,  # noqa: F811
     size: str, scheme: str,
 ) -> None:  # fmt: skip
-    lower = {**CONFIG, "optim": {**CONFIG["optim"], "lr": 0.1}}
-    other = make_run(finished_events()[:500], name="lower-rate", config=lower)
+    other = make_run(finished_events()[:500], name="other")
     with serve([whole_run, other, tmp_path / "later"]) as url:
         browser.look(url, SIZES[size], scheme)
         check(browser, scheme)
         assert browser.run("return document.querySelectorAll('article').length") == 3
-        text = browser.run("return document.querySelector('.overview').innerText")
-        assert "lr=0.4" in text
-        assert "lr=0.1" in text
-        assert browser.run("return document.querySelector('figure').innerText").startswith(
-            "Validation top-1"
-        )
-        assert browser.run("return document.querySelectorAll('figure')[1]"
-                           ".querySelectorAll('polyline').length") == 2  # fmt: skip
-        assert browser.run("return getComputedStyle(document.querySelector('.hint')).display") == (
-            "block" if size == "phone" else "none"
-        )
         browser.screenshot(f"runs-{size}-{scheme}")
         shutil.copytree(other, tmp_path / "later")
         browser.wait_for("document.querySelectorAll('article .bar').length === 3")
@@ -199,75 +182,14 @@ def test_several_runs(
         browser.wait_for("document.body.innerText.includes('all runs')")
 
 
-SHOWN = (
-    "[...document.querySelectorAll('.overview tbody tr:not([hidden])')]"
-    ".map(row => row.querySelector('a').innerText)"
-)
-
-
-def test_runs_are_sorted_and_filtered(
-    browser: Browser, make_run: MakeRun, serve: Serve,  # noqa: F811
-) -> None:  # fmt: skip
-    runs = []
-    for name, top1 in (("a", 70.0), ("b", 90.0), ("c", 80.0)):
-        config = {"run": {"seed": 0}, "optim": {"name": f"opt-{name}"}}
-        events = [
-            start(),
-            *(step(n) for n in range(1, 9)),
-            evaluation(4, top1),
-            evaluation(8, top1),
-        ]
-        runs.append(make_run(events, name=name, config=config))
-
-    def click(head: str) -> None:
-        heads = "[...document.querySelectorAll('.overview th button')]"
-        browser.run(f"{heads}.find(e => e.innerText === '{head}').click()")
-
-    def type_text(text: str) -> None:
-        field = browser.driver.find_element("css selector", ".filter input")
-        field.clear()
-        field.send_keys(text)
-
-    with serve([*runs, runs[0].parent / "later"]) as url:
-        browser.look(url)
-        browser.wait_for("document.documentElement.dataset.live === 'on'")
-        assert browser.run(f"return {SHOWN}") == ["a", "b", "c", "later"]
-        click("top-1 %")
-        assert browser.run(f"return {SHOWN}") == ["b", "c", "a", "later"]
-        click("top-1 %")
-        assert browser.run(f"return {SHOWN}") == ["a", "c", "b", "later"], "unknown ones last"
-        type_text("opt=OPT-")
-        assert browser.run(f"return {SHOWN}") == ["a", "c", "b"]
-        type_text("opt-b opt-c")
-        assert browser.run(f"return {SHOWN}") == []
-        type_text("opt-b unfinished")
-        drawn = "[...document.querySelectorAll('polyline:not([hidden]), article:not([hidden])')]"
-        assert browser.run(f"return new Set({drawn}.map(e => e.dataset.run)).size") == 1
-        # A renewal keeps what the user has arranged, and the text field its focus.
-        append(runs[1], evaluation(9, 60.0))
-        browser.wait_for("document.querySelector('.overview').innerText.includes('60.00')")
-        assert browser.run(f"return {SHOWN}") == ["b"]
-        assert browser.run("return document.activeElement.value") == "opt-b unfinished"
-        type_text(" ")
-        assert browser.run(f"return {SHOWN}") == ["b", "a", "c", "later"]
-        assert browser.problems() == []
-
-
 @pytest.mark.parametrize(("size", "scheme"), LOOKS)
 def test_the_comparison(browser: Browser, tmp_path: Path, size: str, scheme: str) -> None:
-    runs = write_ablation(tmp_path)
-    write_page(render_run(RunFiles.read(runs[0])), runs[0] / "report.html", "report.html")
+    write_ablation(tmp_path)
     comparison = Comparison.of(read_runs([tmp_path]), [], None)
-    page = write_page(
-        render_comparison(comparison, tmp_path), tmp_path / "compare.html", "compare.html"
-    )
+    page = write_page(render_comparison(comparison), tmp_path / "compare.html", "compare.html")
     browser.look(page.as_uri(), SIZES[size], scheme)
     check(browser, scheme)
     browser.screenshot(f"compare-{size}-{scheme}")
-    links = browser.run("return [...document.querySelectorAll('td a')].map(a => a.href)")
-    assert len(links) == 1
-    browser.look(links[0])
-    assert "T = S · N · e" in browser.run("return document.body.innerText")
 
 
 @pytest.mark.parametrize(("size", "scheme"), LOOKS)

@@ -1,4 +1,4 @@
-"""Faster forms of parts of a model: fused norms and convolutions, recomputed norms, torch.compile."""
+"""Faster implementations of layers: fused norms and convolutions, recomputed norms, torch.compile."""
 
 from __future__ import annotations
 

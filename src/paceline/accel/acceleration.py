@@ -1,7 +1,7 @@
-"""`ACCELERATION`: chooses the form of a model's forward pass by `[run.accel]`, the model and the device.
+"""`ACCELERATION`: chooses the implementation of a model's forward pass by settings, model and device.
 
-A switch that cannot be obeyed is refused. What was chosen automatically and does not work with the model
-is left out on all ranks, and said.
+A switch that cannot be honored raises an error. An automatic choice that does not work with the model is
+dropped on all ranks, and a note says why.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from paceline.accel.implementation_choice import CUDNN, Choices, is_fatal
 from paceline.accel.networks import Network, network_of
-from paceline.accel.product_choice import CUDNN, Choices, is_fatal
 from paceline.accel.settings import AccelSettings
 from paceline.accel.stem import PADDED_CHANNELS, describe_stem, pads_images
 from paceline.core.errors import ConfigError, PacelineError, compile_reason, is_compile_error
@@ -26,12 +26,12 @@ _TABLE = "run.accel"
 
 @dataclass(frozen=True)
 class _Plan:
-    """The forms of one model. `notes` are for display, and say why a form is not there."""
+    """The implementations of one model. `notes` say why an implementation is missing."""
 
     network: Network | None = None
     fused: bool = False
-    # `run.accel.fused_convolutions` as it applies.
-    products: str = "off"
+    # The mode of fused convolutions that is in effect.
+    fused_convolutions: str = "off"
     recompute: bool = False
     compile: str = "off"
     notes: tuple[str, ...] = ()
@@ -84,28 +84,30 @@ def _plan(model: nn.Module, context: AccelerationContext) -> _Plan:
     if settings.recompute_norms and network is None:
         raise ConfigError(
             f"{_TABLE}.recompute_norms", True,
-            "this model has no norms that backward can compute again", "use false",
+            "this model has no norms that can be recomputed", "use false",
         )  # fmt: skip
     how = settings.compile
     if how == "auto":
-        # The compiler would not take part in what is computed again or exchanged.
+        # The compiler cannot handle recomputed or synchronized norms.
         plain = not (fused or settings.recompute_norms or context.collective_norms)
         how = "model" if plain and context.device.type == "cuda" else "off"
     if how == "blocks" and (network is None or not network.blocks()):
         raise ConfigError(
             f"{_TABLE}.compile", how, "this model has no residual blocks", "use 'model' or 'off'"
         )
-    products, problem = _products(settings, network, fused, context)
+    mode, problem = _fused_convolutions(settings, network, fused, context)
     if problem and settings.fused_convolutions != "off":
         notes.append(f"convolutions: off ({problem})")
-    return _Plan(network, fused, products, settings.recompute_norms, how, tuple(notes))
+    return _Plan(network, fused, mode, settings.recompute_norms, how, tuple(notes))
 
 
-def _products(
+def _fused_convolutions(
     settings: AccelSettings, network: Network | None, fused: bool, context: AccelerationContext
 ) -> tuple[str, str]:
-    """`run.accel.fused_convolutions` as it applies, and the reason if it does not: the model comes first,
-    then what the fused norms lack, which they need."""
+    """Returns the mode of fused convolutions that is in effect, and the reason if it is off.
+
+    Checks the model first, then the requirements of fused norms.
+    """
     cudnn = settings.fused_convolutions == CUDNN
     blocks = [] if network is None else network.blocks()
     bottlenecks = [block for block in blocks if len(block.branch) == 3]
@@ -131,7 +133,7 @@ def _products(
 
 @dataclass
 class AppliedAccel(Applied):
-    """The forms of one model, with its choices. See `models.acceleration.Applied`."""
+    """The implementations of one model, with its choices. See `models.acceleration.Applied`."""
 
     model: nn.Module
     plan: _Plan
@@ -155,8 +157,8 @@ class AppliedAccel(Applied):
     def _forward(self) -> Forward:
         plan = self.plan
         if plan.compile == "model":
-            # A model of its own name in the compiler's eyes: evaluation calls the plain one. Static
-            # shapes: only the usual micro-batch is compiled.
+            # A separate compiled function: evaluation calls the plain model. With static shapes, only
+            # full micro-batches are compiled.
             compiled: Forward = torch.compile(self.model, dynamic=False)
             return compiled
         if not plan.changes:
@@ -175,12 +177,12 @@ class AppliedAccel(Applied):
         return PlainForward(network, recompute=plan.recompute)
 
     def calibrate(self, ranks: Ranks, trial: TrialPass, *, foreign: bool) -> None:
-        if self.plan.products != "off":
-            self.choices = Choices.begin(self.plan.products, self.device)
+        if self.plan.fused_convolutions != "off":
+            self.choices = Choices.begin(self.plan.fused_convolutions, self.device)
             self.forward = self._forward()
             ranks.agree_on("trial of fused convolutions", lambda: trial(self.forward))
-            differs = self.choices.settle(_agreed_products(self.choices, ranks))
-            # What another rank has chosen is built here before the first step.
+            differs = self.choices.adopt(_agreed_choices(self.choices, ranks))
+            # Build the choices of other ranks before the first step.
             ranks.agree_on(
                 "agreed fused convolutions", lambda: trial(self.forward) if differs else None
             )
@@ -210,19 +212,21 @@ class AppliedAccel(Applied):
         if is_fatal(error):
             short = plan.network is not None and plan.compile == "off" and not plan.recompute
             return [f"--set {_TABLE}.recompute_norms=true needs less memory, too"] if short else []
-        found = [f"{use}.fused_convolutions=off"] if self.choices is not None else []
+        remedies = [f"{use}.fused_convolutions=off"] if self.choices is not None else []
         if is_compile_error(error):
             triton = type(error).__module__.startswith("triton")
-            found.append(f"{use}.fused_norm=off" if triton else "use --compile off")
-        return found
+            remedies.append(f"{use}.fused_norm=off" if triton else "use --compile off")
+        return remedies
 
     def undo(self) -> None:
         self.forward, self.choices = self.model, None
 
 
-def _agreed_products(choices: Choices, ranks: Ranks) -> dict[str, str]:
-    """The choices of the first rank with this kind of GPU; for shapes that only other ranks have, of
-    the first of those. They affect rounding, and ranks and resumed runs are to round alike."""
+def _agreed_choices(choices: Choices, ranks: Ranks) -> dict[str, str]:
+    """Returns the choices of the first rank with this kind of GPU that has them.
+
+    Choices affect rounding, and ranks and resumed runs must round equally.
+    """
     agreed: dict[str, str] = {}
     for kind, chosen in reversed(ranks.all_gather([choices.kind(), choices.own()])):
         if kind == choices.kind():
@@ -231,8 +235,11 @@ def _agreed_products(choices: Choices, ranks: Ranks) -> dict[str, str]:
 
 
 def _compile_problem(trial: TrialPass, forward: Forward, foreign: bool) -> str:
-    """Why a compiled pass fails. Any error of a user's model counts: the pass without the compiler,
-    which follows, raises the model's own."""
+    """Returns why a compiled pass fails; empty if it works.
+
+    With a user's model, any error counts: the following pass without the compiler raises the model's own
+    errors.
+    """
     try:
         trial(forward)
     except PacelineError as error:

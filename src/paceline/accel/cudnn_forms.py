@@ -1,13 +1,13 @@
 """Convolutions of fused blocks as kernels of cuDNN, in fp16 on a GPU.
 
-Forward, a kernel computes relu(norm(x)), relu(norm(x) + residual) or relu(norm(x) + norm(residual)) while
-it loads, and sums the statistics of the next norm. Backward, the gradient of an input goes through sum
-and ReLU, and the kernel sums the gradients of γ and β; that of a weight computes relu(norm(x)) again.
-cuDNN reads scale and shift of a norm in fp16, the fifth row of `fused.join_moments`, and sums about 0, in
-no fixed order.
+In the forward pass, a kernel computes relu(norm(x)), relu(norm(x) + residual) or relu(norm(x) +
+norm(residual)) while it loads its input, and sums the statistics of the next norm. In the backward pass,
+the kernel of the input's gradient applies sum and ReLU and sums the gradients of γ and β; that of the
+weight's gradient recomputes relu(norm(x)). cuDNN reads scale and shift of a norm in fp16, the fifth row
+of `fused.join_moments`, and sums about 0 in no fixed order.
 
-A function gives forms by name: all that are worth a timing, or the one that is `wanted`. It raises
-`CudnnError` where there is none.
+Functions return implementations by name: all that are worth timing, or the `wanted` one. They raise
+`CudnnError` if there is none.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PREFIX, _STATISTICS = "cudnn ", "cudnn statistics "
 
 
 def check(weight: Tensor, *maps: Tensor | None, vectors: Sequence[Tensor] = ()) -> None:
-    """Raises `CudnnError` where cuDNN has no kernels, or would misread what is given."""
+    """Raises `CudnnError` if cuDNN has no kernels for the tensors, or would misread them."""
     given = [each for each in maps if each is not None]
     kinds = {each.dtype for each in (weight, *given)}
     if kinds != {torch.float16}:
@@ -72,7 +72,7 @@ def _new_map(dims: Dims, like: Tensor) -> Tensor:
 
 
 class _Plans:
-    """Plans of a graph, built when they are asked for: a start with known choices builds one."""
+    """Plans of a graph, built lazily: a start with known choices builds one."""
 
     def __init__(self, graph: Graph, device: torch.device) -> None:
         self._graph, self._device = graph, device
@@ -80,7 +80,7 @@ class _Plans:
         self._complete = False
 
     def get(self, wanted: str) -> dict[str, Plan]:
-        """That of the name `wanted`, or, if empty, all that are worth a timing."""
+        """Returns the plan with the name `wanted` or, if it is empty, all that are worth timing."""
         if wanted:
             if wanted not in self._found:
                 self._found |= plans(self._graph, self._device, 1, wanted)
@@ -97,7 +97,7 @@ class _Plans:
 def forward(
     operand: Operand, weight: Tensor, stride: int, keep: bool, wanted: str = ""
 ) -> dict[str, Callable[[], tuple[Tensor, Moments, Tensor | None]]]:
-    """The forms of `products.forward_product`."""
+    """Returns implementations for `fused_convolutions.forward_convolution`."""
     dims = out_dims(tuple(operand.x.shape), tuple(weight.shape), stride)
     check(weight, operand.x, operand.other)
     if math.prod(dims) > _MOST_ELEMENTS:
@@ -196,7 +196,7 @@ def _input_plans(
 
 
 def input_graph(x: Dims, weight: Dims, stride: int, form: int, add: bool, project: bool) -> Graph:
-    """The order of operations and of their operands is the one that cuDNN knows."""
+    """Builds the graph with the order of operations and operands that cuDNN supports."""
     graph, into = Graph(), x[1]
     dx = graph.map("", x)
     gradient = graph.map("gradient", out_dims(x, weight, stride))
@@ -243,7 +243,7 @@ def _normed_tensors(norm: NormedMap, factors: Tensor, tag: str) -> dict[str, Ten
 def input_gradient(
     gradient: Tensor, weight: Tensor, end: Epilogue, stride: int, wanted: str = ""
 ) -> dict[str, Callable[[], tuple[Tensor, tuple[Tensor, ...]]]]:
-    """Forms that give the gradient behind `end`, which is not plain, and `Gradients.joined`."""
+    """Returns implementations of the input's gradient after `end`, and of `Gradients.joined`."""
     assert end.branch is not None
     norms = [norm for norm in (end.branch, end.shortcut) if norm is not None]
     vectors = [each for norm in norms for each in (norm.gamma.detach(), norm.beta.detach())]
@@ -282,7 +282,7 @@ def _input_gradient(
 def weight_gradient(
     gradient: Tensor, weight: Tensor, inputs: Operand, stride: int, wanted: str = ""
 ) -> dict[str, Callable[[], Tensor]]:
-    """Forms that compute the input, relu(norm(x)), while they load it."""
+    """Returns implementations that compute the input, relu(norm(x)), while they load it."""
     assert inputs.form == NORMALIZED
     check(weight, gradient, inputs.x)
     shapes = (tuple(inputs.x.shape), tuple(weight.shape), stride, gradient.device)

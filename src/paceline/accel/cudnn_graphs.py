@@ -1,12 +1,12 @@
-"""Graphs of cuDNN: a convolution in half precision with what is before and after it, as one kernel.
+"""cuDNN graphs: a convolution in half precision and the operations around it as one kernel.
 
-cuDNN's graph API through its C interface, by ctypes, on the library that torch has loaded: NVIDIA's
-Python package for it has no node for the gradients of γ and β. A `Graph` is plain data; `plans` gives
-what cuDNN has for it on a device, best guess first. Maps are in channels-last memory and fp16, with a
-multiple of 8 channels; vectors have one value a channel. Numbers of descriptors, attributes and types
-are those of cuDNN's header `cudnn_graph.h`, the same in all versions 9.
+Calls the C interface of cuDNN's graph API by ctypes in the library that torch has loaded, because
+NVIDIA's Python package has no node for the gradients of γ and β. A `Graph` is plain data; `plans` returns
+cuDNN's kernels for it on a device, best guess first. Activations are in channels-last memory and fp16,
+with a multiple of 8 channels; vectors have one value per channel. The numbers of descriptors, attributes
+and types are those of cuDNN's header `cudnn_graph.h` and are the same in all versions 9.
 
-cuDNN adds up statistics and gradients of γ and β in no fixed order: repetitions agree within rounding.
+cuDNN sums statistics and gradients of γ and β in no fixed order: repetitions agree within rounding.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ _FUNCTIONS: dict[str, list[Any]] = {
 
 
 class CudnnError(RuntimeError):
-    """There is no cuDNN, or it refused, with the reason in one line."""
+    """Raised if cuDNN is missing or reports an error; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of a graph. One without a name is not stored, and has float32's range."""
+    """A tensor of a graph. A tensor without a name is not stored and has the range of float32."""
 
     uid: int
     name: str
@@ -96,29 +96,37 @@ class Graph:
         return value
 
     def pointwise(self, operation: str, *inputs: Value, name: str = "") -> Value:
-        """Of a map, and another one or a vector. `relu_backward` takes the gradient and what went into
-        the ReLU."""
+        """Adds an operation on an activation, and another one or a vector.
+
+        `relu_backward` takes the gradient and the input of the ReLU.
+        """
         out = self.map(name, inputs[0].dims)
         self.nodes.append(Node(operation, inputs, (out,)))
         return out
 
     def convolution(self, kind: str, first: Value, second: Value, out: Value, stride: int) -> None:
-        """`forward` takes map and weight, `input` the gradient of the output and the weight, `weight` map
-        and gradient. The padding is half the size of the weight."""
+        """Adds a convolution with a padding of half its kernel size, or one of its gradients.
+
+        `forward` takes activation and weight, `input` the gradient of the output and the weight, `weight`
+        the activation and the gradient of the output.
+        """
         self.nodes.append(Node(kind, (first, second), (out,), stride))
 
     def statistics(self, x: Value, total: Value, squares: Value) -> None:
-        """Sums and sums of squares."""
+        """Adds sums and sums of squares."""
         self.nodes.append(Node("statistics", (x,), (total, squares)))
 
     def norm_weights(
         self, norm: tuple[Value, Value, Value], x: Value, dz: Value, found: Sequence[Value]
     ) -> None:
-        """`norm`: mean, 1/σ and γ. `found`: the rows of `fused.join_sums`."""
+        """Adds the gradients of γ and β.
+
+        `norm` has mean, 1/σ and γ. The outputs are the rows of `fused.join_sums`.
+        """
         self.nodes.append(Node("norm_weights", (*norm, x, dz), tuple(found)))
 
     def work(self) -> tuple[str, int]:
-        """The kind of its convolution, and the operations of that; a multiply-add counts as two."""
+        """Returns the kind of the convolution and its operations; a multiply-add counts as two."""
         (node,) = (each for each in self.nodes if each.operation in _CONVOLUTIONS)
         first, second, (result,) = *node.inputs, node.outputs
         behind, weight = {
@@ -128,7 +136,7 @@ class Graph:
 
 
 class _Library:
-    """Calls of the C interface that raise `CudnnError`."""
+    """Calls the C interface and raises `CudnnError` for errors."""
 
     def __init__(self) -> None:
         expected = _torch_version()
@@ -161,7 +169,7 @@ class _Library:
             raise CudnnError(f"{self._c.cudnnGetErrorString(status).decode()}: {text}")
 
     def handle(self, device: torch.device) -> c_void_p:
-        """That of `device`, which is torch's current one, on its current stream."""
+        """Returns the handle of `device`, torch's current device, set to its current stream."""
         index = torch.cuda.current_device()
         assert device.index in (None, index), device
         if index not in self._handles:
@@ -174,7 +182,7 @@ class _Library:
 
 
 def _torch_version() -> int:
-    """That of torch's cuDNN."""
+    """Returns the cuDNN library that torch has loaded."""
     try:
         version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
@@ -196,12 +204,12 @@ def _library() -> _Library:
 
 
 def version() -> int:
-    """Of cuDNN. Raises `CudnnError` where it cannot be used."""
+    """Returns the version of cuDNN. Raises `CudnnError` if cuDNN cannot be used."""
     return _library().version
 
 
 class _Descriptor:
-    """A descriptor of cuDNN and those it refers to, which live as long."""
+    """A cuDNN descriptor. It keeps the descriptors alive to which it refers."""
 
     def __init__(self, kind: int) -> None:
         self.at = c_void_p()
@@ -232,7 +240,7 @@ class _Descriptor:
         self.set(attribute, _DESCRIPTOR, array)
 
     def get(self, attribute: int, kind: int, array: Any) -> int:
-        """Fills `array`; returns how many there are."""
+        """Fills `array` and returns the number of elements."""
         count = c_int64()
         _library().call(
             "cudnnBackendGetAttribute", self.at, c_int(attribute), c_int(kind), c_int64(len(array)),
@@ -335,7 +343,7 @@ class Plan:
         self._workspace = size[0]
 
     def run(self, tensors: Mapping[str, Tensor]) -> None:
-        """Reads and writes `tensors`, by name, on torch's current stream. May be captured."""
+        """Runs the kernel on torch's current stream, with tensors by name. CUDA graphs can capture it."""
         for value in self._stored:
             _check(value, tensors[value.name])
         # Freed on this stream, so that only what is queued later can get it.
@@ -353,7 +361,7 @@ class Plan:
 
 
 def _check(value: Value, tensor: Tensor) -> None:
-    """cuDNN sees an address only."""
+    """Checks a tensor, because cuDNN receives only its address."""
     assert tensor.dtype == (torch.float16 if value.half else torch.float32), value
     assert tensor.data_ptr() % ALIGNMENT == 0, value
     if value.dims[2:] == (1, 1) and tensor.dim() == 1:
@@ -365,7 +373,7 @@ def _check(value: Value, tensor: Tensor) -> None:
 
 
 def _name(config: _Descriptor) -> str:
-    """Number of the engine and its settings, the same in every process with this version of cuDNN."""
+    """Returns engine number and settings, which are equal in all processes with this version of cuDNN."""
     engine, index = _Descriptor(2), (c_int64 * 1)()
     config.get(300, _DESCRIPTOR, (c_void_p * 1)(engine.at.value))
     engine.get(1301, _INT64, index)
@@ -381,8 +389,11 @@ def _name(config: _Descriptor) -> str:
 
 
 def plans(graph: Graph, device: torch.device, most: int, only: str = "") -> dict[str, Plan]:
-    """Up to `most` plans by name, in the order of cuDNN's heuristics, or that of the name `only`. Raises
-    `CudnnError` where there is none."""
+    """Builds up to `most` plans in the order of cuDNN's heuristics, or the one with the name `only`.
+
+    Raises:
+        CudnnError: If there is none.
+    """
     operations = _lowered(graph, device)
     heuristics = _Descriptor(4)
     heuristics.refer(201, operations)

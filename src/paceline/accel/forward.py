@@ -1,8 +1,8 @@
-"""The forward pass over the parts of a network, with torch's operators.
+"""The forward pass over the layers of a network, with torch's operators.
 
-`Forward` can leave out norms that backward computes again (`recompute`), and `CompiledBlocks` calls each
-residual block as compiled by torch.compile. `fused_forward` has the form with kernels. All share the
-parameters and buffers of the model, which stays as it is.
+`Forward` can leave the outputs of norms to be recomputed in the backward pass (`recompute`).
+`CompiledBlocks` calls residual blocks that torch.compile has compiled. `fused_forward` uses kernels. All
+share the parameters and buffers of the model and do not change it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 from paceline.accel.networks import Block, ConvNorm, Network
 from paceline.accel.recompute import (
-    RecomputedMap,
-    Uses,
+    BlockInput,
+    RecomputedActivation,
+    branch_and_shortcut,
     computed,
     not_stored,
     recomputed_norm,
-    split_uses,
 )
 
 
 class Forward:
-    """Computes what the model does; with `recompute`, without maps that backward can compute again."""
+    """Computes the model's output; `recompute` leaves activations to be recomputed."""
 
     def __init__(self, network: Network, *, recompute: bool = False) -> None:
         self.network = network
@@ -31,45 +31,45 @@ class Forward:
 
     @property
     def recomputes(self) -> bool:
-        """Returns True if this pass is to leave maps to backward."""
+        """True if this pass leaves activations to be recomputed in the backward pass."""
         return self.recompute and torch.is_grad_enabled()
 
     def __call__(self, images: Tensor) -> Tensor:
-        x: Uses = images
+        x: BlockInput = images
         for part in self.network.parts:
             x = self.block(part, x) if isinstance(part, Block) else self.conv_norm(part, x)
         if self.network.norm is not None:
-            x = self.normalized(split_uses(x)[0], self.network.norm)
-        maps, _ = split_uses(x)
+            x = self.normalized(branch_and_shortcut(x)[0], self.network.norm)
+        maps, _ = branch_and_shortcut(x)
         with not_stored(x):
             return self.network.head(maps)
 
-    def convolve(self, convolution: nn.Module, x: Uses, *, shortcut: bool = False) -> Tensor:
-        """The convolution of the branch, or that of the shortcut."""
-        maps = split_uses(x)[int(shortcut)]
+    def convolve(self, convolution: nn.Module, x: BlockInput, *, shortcut: bool = False) -> Tensor:
+        """Computes a convolution of the branch or, with `shortcut`, that of the shortcut."""
+        maps = branch_and_shortcut(x)[int(shortcut)]
         with not_stored(x):
             out: Tensor = convolution(maps)
             return out
 
-    def conv_norm(self, part: ConvNorm, x: Uses) -> Uses:
+    def conv_norm(self, part: ConvNorm, x: BlockInput) -> BlockInput:
         maps = self.convolve(part.convolution, x)
         if part.pool is None:
             return self.norm_relu(maps, part.norm, twice=True)
         pooled: Tensor = part.pool(F.relu(part.norm(maps), inplace=True))
         return pooled
 
-    def block(self, block: Block, x: Uses) -> Uses:
+    def block(self, block: Block, x: BlockInput) -> BlockInput:
         maps = x = computed(x)
         *inner, (last, last_norm) = block.branch
         for convolution, norm in inner:
             maps = self.norm_relu(self.convolve(convolution, maps), norm)
         out = self.convolve(last, maps)
-        stored = block.downsample is None and not isinstance(x, RecomputedMap)
+        stored = block.downsample is None and not isinstance(x, RecomputedActivation)
         return self.norm_relu(out, last_norm, self.shortcut(block, x), stored=stored, twice=True)
 
-    def shortcut(self, block: Block, x: Uses) -> Tensor:
+    def shortcut(self, block: Block, x: BlockInput) -> Tensor:
         if block.downsample is None:
-            return split_uses(x)[1]
+            return branch_and_shortcut(x)[1]
         convolution, norm = block.downsample
         return self.normalized(self.convolve(convolution, x, shortcut=True), norm)
 
@@ -80,9 +80,16 @@ class Forward:
     def norm_relu(
         self, x: Tensor, norm: nn.BatchNorm2d, shortcut: Tensor | None = None, *, stored: bool = True,
         twice: bool = False,
-    ) -> Uses:  # fmt: skip
-        """relu(norm(x) + shortcut). `stored`: so is the shortcut, as it has to be if the output is not.
-        `twice`: for branch and shortcut of a block."""
+    ) -> BlockInput:  # fmt: skip
+        """Computes relu(norm(x) + shortcut).
+
+        Args:
+            x: The output of a convolution.
+            norm: Its norm.
+            shortcut: The shortcut of a block.
+            stored: True if the shortcut is stored, which is required to recompute the output.
+            twice: True if the output is the input of a block, which reads it twice.
+        """
         if self.recomputes and stored:
             return recomputed_norm(x, norm, shortcut)
         out = self.normalized(x, norm)
@@ -90,15 +97,15 @@ class Forward:
 
 
 class CompiledBlocks(Forward):
-    """Each residual block under torch.compile, in a version for its own shapes."""
+    """Compiles each residual block with torch.compile for its shapes."""
 
     def __init__(self, network: Network) -> None:
         super().__init__(network)
         blocks = network.blocks()
-        # One code object serves blocks of many shapes; each gets a version.
+        # Blocks of many shapes share a code object, which needs a compiled version for each of them.
         torch._dynamo.config.recompile_limit = max(64, 4 * len(blocks))
         self._compiled = {block: torch.compile(block.module, dynamic=False) for block in blocks}
 
-    def block(self, block: Block, x: Uses) -> Uses:
-        out: Tensor = self._compiled[block](split_uses(x)[0])
+    def block(self, block: Block, x: BlockInput) -> BlockInput:
+        out: Tensor = self._compiled[block](branch_and_shortcut(x)[0])
         return out

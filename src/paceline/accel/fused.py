@@ -1,10 +1,10 @@
 """Batch norm fused with the residual sum, ReLU and max-pool that follow it, as autograd functions.
 
-Results equal those of the separate operators within rounding, at two thirds of the memory traffic.
-Inputs are maps in channels-last memory with their `nn.BatchNorm2d`, which keeps parameters,
-statistics and keys. Training mode only: evaluation uses torch's operators.
+Results equal those of the separate operators within rounding, with two thirds of the memory traffic.
+Inputs are activations in channels-last memory and their `nn.BatchNorm2d`, which owns parameters and
+statistics. Training mode only: evaluation uses torch's operators.
 
-Tile shapes depend on sizes alone, so equal runs on equal devices round alike.
+Tile shapes depend only on sizes, so equal runs on equal devices round equally.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from paceline.accel import kernels
-from paceline.accel.recompute import MapSource, RecomputedMap
+from paceline.accel.recompute import ActivationSource, RecomputedActivation
 from paceline.accel.stem import can_launch
 
 # Parts and channels per program of the kernels that join partial sums.
@@ -29,10 +29,9 @@ _JOIN_PARTS, _JOIN_CHANNELS = 64, 16
 
 @dataclass(frozen=True)
 class Tile:
-    """Elements per tile, target number of programs, warps per program; measured on an H200.
+    """Elements per tile, target number of programs and warps per program, measured on an H200.
 
-    Programs fill a GPU several times over; kernels that sum use fewer, so that joining the parts is
-    short.
+    The programs fill a GPU several times. Kernels that sum use fewer, so that joining the parts is fast.
     """
 
     elements: int
@@ -67,12 +66,12 @@ class Cut:
 
 
 def power_of_two(number: int) -> int:
-    """The smallest power of two that is at least `number`."""
+    """Returns the smallest power of two that is at least `number`."""
     return 1 << max(number - 1, 0).bit_length()
 
 
 def cut(rows: int, channels: int, tile: Tile) -> Cut:
-    """Tiles are up to 64 channels wide, which is 128 bytes of half precision."""
+    """Divides rows and channels into tiles of up to 64 channels (128 bytes in half precision)."""
     block_c = min(power_of_two(channels), 64)
     block_m = max(tile.elements // block_c, 1)
     blocks_c = -(-channels // block_c)
@@ -83,8 +82,7 @@ def cut(rows: int, channels: int, tile: Tile) -> Cut:
 
 
 def norm_can_fuse(norm: nn.Module) -> TypeGuard[nn.BatchNorm2d]:
-    """Returns True for a batch norm of the form that the kernels compute: training mode, running averages
-    of fixed momentum, γ and β."""
+    """Returns True if the kernels support the norm: training mode, fixed momentum, γ and β."""
     return (
         isinstance(norm, nn.BatchNorm2d)
         and norm.training
@@ -95,7 +93,7 @@ def norm_can_fuse(norm: nn.Module) -> TypeGuard[nn.BatchNorm2d]:
 
 
 def can_fuse(x: Tensor, norm: nn.Module) -> bool:
-    """Whether the fused kernels can compute `norm(x)`: see `norm_can_fuse`; NHWC memory, on a GPU."""
+    """Returns True if the kernels can compute `norm(x)`: see `norm_can_fuse`; NHWC memory, on a GPU."""
     return (
         norm_can_fuse(norm)
         and can_launch(x)
@@ -112,10 +110,17 @@ def norm_act(
     relu: bool = True,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """relu(norm(x + bias) + residual).
+    """Computes relu(norm(x + bias) + residual).
 
-    The `bias` of a convolution before batch norm affects the running mean only: the norm removes it
-    again, and its gradient is zero. It is therefore neither added nor differentiated here.
+    The `bias` of a convolution before batch norm affects only the running mean: the norm removes it, and
+    its gradient is zero. Therefore this function neither adds nor differentiates it.
+
+    Args:
+        x: The output of a convolution without its bias.
+        norm: The batch norm.
+        residual: The shortcut.
+        relu: Applies the ReLU.
+        bias: The bias of the convolution.
     """
     check_rows(x.shape)
     out: Tensor = _NormAct.apply(  # type: ignore[no-untyped-call]
@@ -127,10 +132,10 @@ def norm_act(
 def norm_act_twice(
     x: Tensor, norm: nn.BatchNorm2d, residual: Tensor | None = None, *, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`norm_act` for an output with two uses, returned twice.
+    """Computes `norm_act` for an output with two readers and returns it twice.
 
-    Autograd then passes the gradients of both uses separately, and the backward kernel adds them
-    instead of an extra pass over the largest maps.
+    Autograd then passes both gradients separately, and the backward kernel adds them, which saves a pass
+    over the largest activations.
     """
     check_rows(x.shape)
     out: tuple[Tensor, Tensor] = _NormAct.apply(  # type: ignore[no-untyped-call]
@@ -141,19 +146,19 @@ def norm_act_twice(
 
 def norm_act_recomputed(
     x: Tensor, norm: nn.BatchNorm2d, residual: Tensor | None = None, *, bias: Tensor | None = None
-) -> RecomputedMap:
-    """`norm_act_twice` for an output that no one stores. The residual is a stored map."""
+) -> RecomputedActivation:
+    """Computes `norm_act_twice` for an output that is not stored. The residual must be stored."""
     check_rows(x.shape)
-    source = MapSource()
+    source = ActivationSource()
     with source.not_stored():
         branch, shortcut = _NormAct.apply(  # type: ignore[no-untyped-call]
             x, norm.weight, norm.bias, residual, norm, True, True, bias, source
         )
-    return RecomputedMap(branch, shortcut, source)
+    return RecomputedActivation(branch, shortcut, source)
 
 
 def check_rows(shape: Sequence[int]) -> None:
-    """Raises the error of torch's batch norm, which callers may look for."""
+    """Raises the same error as torch's batch norm for a single value per channel."""
     if math.prod(shape) == shape[1]:
         raise ValueError(
             "Expected more than 1 value per channel when training, got input size "
@@ -161,8 +166,8 @@ def check_rows(shape: Sequence[int]) -> None:
         )
 
 
-def as_map(gradient: Tensor) -> Tensor:
-    """`gradient` in channels-last memory, which the kernels read."""
+def channels_last(gradient: Tensor) -> Tensor:
+    """Returns a tensor in channels-last memory, which the kernels need."""
     return gradient.contiguous(memory_format=torch.channels_last)
 
 
@@ -171,15 +176,15 @@ class _NormAct(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None,
         norm: nn.BatchNorm2d, relu: bool, twice: bool, offset: Tensor | None,
-        source: MapSource | None,
+        source: ActivationSource | None,
     ) -> Any:  # fmt: skip
         saved = statistics(x, norm, offset)
-        shortcut = None if residual is None else as_map(residual)
+        shortcut = None if residual is None else channels_last(residual)
         y = apply(x, saved, shortcut, relu)
         if source is not None:
             kept = None if shortcut is None else shortcut.detach()
             source.set(y, partial(apply, x.detach(), saved, kept, relu))
-        # Without a residual the sign at the ReLU follows from x; with one, only from y.
+        # Without a residual, the ReLU mask follows from x; with one, only from y.
         ctx.save_for_backward(x, weight, saved, *([] if residual is None else [y]))
         ctx.relu = relu
         ctx.set_materialize_grads(False)
@@ -189,7 +194,7 @@ class _NormAct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         x, weight, saved, *rest = ctx.saved_tensors
-        given = [as_map(g) for g in gradients if g is not None]
+        given = [channels_last(g) for g in gradients if g is not None]
         if not given:
             return (None,) * 9
         first, second = given[0], given[1] if len(given) > 1 else None
@@ -204,16 +209,21 @@ class _NormAct(torch.autograd.Function):
 
 
 def statistics(x: Tensor, norm: nn.BatchNorm2d, offset: Tensor | None = None) -> Tensor:
-    """Mean, 1/σ, scale and shift as four rows. Updates the running statistics, as torch does, with
-    those of x + `offset`."""
+    """Returns mean, 1/σ, scale and shift as four rows.
+
+    Updates the running statistics like torch, with those of x + `offset`.
+    """
     return join_moments(moments(x), norm, offset)
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Mean and sum of squared deviations of parts of `span` rows, [2, parts, channels]. Without a
-    `span`, the sums and sums of squares of differences to the running mean, as products leave them, or,
-    not `centred`, to 0, as cuDNN does."""
+    """Partial statistics of `rows` rows, [2, parts, channels].
+
+    With a `span`: mean and sum of squared deviations of parts of `span` rows. Without: sums and sums of
+    squares of the differences to the running mean, as fused convolutions compute them, or, if not
+    `centred`, to 0, as cuDNN does.
+    """
 
     parts: Tensor
     rows: int
@@ -222,6 +232,7 @@ class Moments:
 
 
 def moments(x: Tensor) -> Moments:
+    """Computes the partial statistics of an activation."""
     rows, channels = x.numel() // x.shape[1], x.shape[1]
     c = cut(rows, channels, MOMENTS)
     parts = x.new_empty((2, c.parts, channels), dtype=torch.float32)
@@ -235,8 +246,12 @@ def moments(x: Tensor) -> Moments:
 def join_moments(
     found: Moments, norm: nn.BatchNorm2d, offset: Tensor | None = None, *, halves: bool = False
 ) -> Tensor:
-    """The rows of `statistics`; updates the running statistics. `halves`: a fifth row has scale in fp16
-    and the shift that goes with it, as cuDNN reads them."""
+    """Joins partial statistics and updates the running ones.
+
+    Returns:
+        The rows of `statistics`. With `halves`, a fifth row has the scale in fp16 and the shift that
+        belongs to it, as cuDNN reads them.
+    """
     assert norm.running_mean is not None
     assert norm.running_var is not None
     assert norm.num_batches_tracked is not None
@@ -255,7 +270,7 @@ def join_moments(
 
 
 def apply(x: Tensor, saved: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
-    """relu(scale · x + shift + residual)."""
+    """Computes relu(scale · x + shift + residual)."""
     y = torch.empty_like(x)
     c = cut(x.numel() // x.shape[1], x.shape[1], APPLY)
     kernels.apply_kernel[c.grid](
@@ -267,22 +282,24 @@ def apply(x: Tensor, saved: Tensor, residual: Tensor | None, relu: bool) -> Tens
 
 
 def join_sums(parts: Tensor, weight: Tensor, saved: Tensor, rows: int) -> Tensor:
-    """Joins partial sums [2, parts, channels] into five rows: gradients of γ and β, and the three
-    factors of `backward_input`."""
+    """Joins partial sums [2, parts, channels] into five rows.
+
+    The rows are the gradients of γ and β, and the three factors of `backward_input`.
+    """
     channels = parts.shape[2]
-    found = parts.new_empty((5, channels))
+    factors = parts.new_empty((5, channels))
     kernels.backward_factors_kernel[(-(-channels // _JOIN_CHANNELS),)](
-        parts, weight, saved, found, rows, channels, parts.shape[1],
+        parts, weight, saved, factors, rows, channels, parts.shape[1],
         BLOCK_P=_JOIN_PARTS, BLOCK_C=_JOIN_CHANNELS,
     )  # fmt: skip
-    return found
+    return factors
 
 
 def backward_sums(
     dy: Tensor, dy2: Tensor | None, x: Tensor, y: Tensor | None, saved: Tensor, weight: Tensor,
     relu: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The rows of `join_sums`, and dz where the norm had a residual (`y` is given)."""
+    """Returns the rows of `join_sums`, and dz if the norm has a residual (`y` is given)."""
     parts, dz = gradient_sums(dy, dy2, x, y, saved, relu)
     return join_sums(parts, weight, saved, x.numel() // x.shape[1]), dz
 
@@ -290,7 +307,7 @@ def backward_sums(
 def gradient_sums(
     dy: Tensor, dy2: Tensor | None, x: Tensor, y: Tensor | None, saved: Tensor, relu: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Partial sums for `join_sums`, and dz where `y` is given."""
+    """Returns partial sums for `join_sums`, and dz if `y` is given."""
     rows, channels = x.numel() // x.shape[1], x.shape[1]
     c = cut(rows, channels, SUMS)
     parts = x.new_empty((2, c.parts, channels), dtype=torch.float32)
@@ -307,7 +324,7 @@ def gradient_sums(
 def backward_input(
     dz: Tensor, dz2: Tensor | None, x: Tensor, saved: Tensor, found: Tensor, relu: bool
 ) -> Tensor:
-    """The gradient of the norm's input."""
+    """Returns the gradient of the norm's input."""
     dx = torch.empty_like(x)
     c = cut(x.numel() // x.shape[1], x.shape[1], INPUT)
     kernels.backward_input_kernel[c.grid](
@@ -321,8 +338,14 @@ def backward_input(
 def norm_act_pool(
     x: Tensor, norm: nn.BatchNorm2d, *, padding: int = 1, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """max_pool2d(relu(norm(x + bias)), 3, 2, padding) for a padding of 0 or 1, returned twice (see
-    `norm_act_twice`). `bias` affects the running mean only (see `norm_act`)."""
+    """Computes max_pool2d(relu(norm(x + bias)), 3, 2, padding) and returns it twice.
+
+    Args:
+        x: The output of a convolution without its bias.
+        norm: The batch norm.
+        padding: 0 or 1.
+        bias: The bias of the convolution, which affects only the running mean (see `norm_act`).
+    """
     check_rows(x.shape)
     assert padding in (0, 1), padding
     out: tuple[Tensor, Tensor] = _NormActPool.apply(  # type: ignore[no-untyped-call]
@@ -332,7 +355,7 @@ def norm_act_pool(
 
 
 def _tiles(positions: int, channels: int, elements: int) -> tuple[tuple[int, int], dict[str, int]]:
-    """A grid of one tile per program, and the tile."""
+    """Returns a grid of one tile per program, and the tile."""
     block_c = min(power_of_two(channels), 64)
     block_m = max(elements // block_c, 1)
     grid = (-(-positions // block_m), -(-channels // block_c))
@@ -366,7 +389,7 @@ class _NormActPool(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         x, weight, saved, winner = ctx.saved_tensors
-        given = [as_map(g) for g in gradients if g is not None]
+        given = [channels_last(g) for g in gradients if g is not None]
         if not given:
             return (None,) * 6
         first, two = given[0], len(given) > 1

@@ -3,18 +3,18 @@
     conv1 → norm → ReLU → conv2 (3 × 3) → norm → ReLU → conv3 → norm → + shortcut → ReLU
     conv1 (3 × 3) → norm → ReLU → conv2 (3 × 3) → norm → + shortcut → ReLU
 
-The convolutions' outputs are stored, not the normalized maps, but for those that the shortcut and,
-unless `recompute` is on, a convolution of torch read. The last norm, sum and ReLU of a block are computed
-by the block that follows: a block returns a `Pending` map, and the product of the next conv1 computes
-and stores it while it loads it. In backward, the product that gives the gradient of a normalized map
-applies sum and ReLU and sums the gradients of γ and β.
+Outputs of convolutions are stored. Normalized activations are stored only if the shortcut reads them or,
+unless `recompute` is on, a convolution of torch does. A block returns a `DeferredOutput`: the fused
+convolution conv1 of the next block computes the last norm, sum and ReLU while it loads its input, and
+stores the result. In the backward pass, the convolution that produces the gradient of a normalized
+activation applies sum and ReLU and computes the sums of the gradients of γ and β.
 
-With `recompute`, autograd does not keep the output of a block whose shortcut is a stored map, as in
-`paceline.accel.recompute`: backward computes it again from the last norm's input and the shortcut.
+With `recompute`, autograd does not save the output of a block whose shortcut is stored: the backward pass
+recomputes it from the input of the last norm and the shortcut (see `paceline.accel.recompute`).
 
-The gradient of a convolution's output is a · dz + b · x + c (see `kernels.backward_factors_kernel`),
-where dz is that of the norm's output. Autograd passes dz in its place, and `Link` the factors, to the
-products of that convolution. So such a map has exactly one user, which this module ensures.
+The gradient of a convolution's output is a · dz + b · x + c (see `kernels.backward_factors_kernel`), and
+dz is the gradient of the norm's output. Autograd passes dz in its place, and `Link` passes the factors to
+the gradients of that convolution. Therefore each such activation must have exactly one reader.
 """
 
 from __future__ import annotations
@@ -26,12 +26,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from paceline.accel.fused import as_map, backward_sums, can_fuse, norm_can_fuse
+from paceline.accel.fused import backward_sums, can_fuse, channels_last, norm_can_fuse
+from paceline.accel.fused_convolutions import backward_convolution, forward_convolution
+from paceline.accel.implementation_choice import CUDNN, Choices
 from paceline.accel.networks import Block
 from paceline.accel.operands import Epilogue, NormedMap, Operand
-from paceline.accel.product_choice import CUDNN, Choices
-from paceline.accel.products import backward_product, forward_product
-from paceline.accel.recompute import MapSource, RecomputedMap, Uses, not_stored, split_uses
+from paceline.accel.recompute import (
+    ActivationSource,
+    BlockInput,
+    RecomputedActivation,
+    branch_and_shortcut,
+    not_stored,
+)
 from paceline.accel.stem import is_plain
 
 if TYPE_CHECKING:
@@ -41,25 +47,25 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Link:
-    """Passes the factors of a norm's gradient from the only user of its output to the convolution."""
+    """Passes the factors of a norm's gradient from the only reader of its output to the convolution."""
 
     def __init__(self) -> None:
-        self._given: tuple[int, Tensor] | None = None
+        self._passed: tuple[int, Tensor] | None = None
 
     def put(self, dz: Tensor, factors: Tensor) -> None:
-        self._given = (dz.data_ptr(), factors)
+        self._passed = (dz.data_ptr(), factors)
 
     def take(self, dz: Tensor) -> Tensor:
-        assert self._given is not None, "the user of a normalized map is fused too"
-        place, factors = self._given
-        assert place == dz.data_ptr(), "a normalized map has one user"
-        self._given = None
+        assert self._passed is not None, "the reader of a normalized activation must be fused"
+        address, factors = self._passed
+        assert address == dz.data_ptr(), "a normalized activation must have one reader"
+        self._passed = None
         return factors
 
 
 @dataclass
 class Normed:
-    """norm(x) of a convolution's output `x`, not stored."""
+    """norm(x) of the output `x` of a convolution, which is not stored."""
 
     x: Tensor
     saved: Tensor
@@ -71,18 +77,23 @@ class Normed:
 
 
 @dataclass
-class Pending:
-    """relu(norm(x) + shortcut), which its only user computes. The shortcut is `residual`, a map, or its
-    norm of a convolution's output. `saved`: see `fused.statistics`. `recompute`: its user does not keep
-    it for backward, for which the shortcut is a stored map."""
+class DeferredOutput:
+    """relu(norm(x) + shortcut) of a block, which its only reader computes.
+
+    Attributes:
+        branch: The norm of the branch.
+        residual: The shortcut: an activation, or the norm of a convolution's output.
+        choices: The chosen implementations.
+        recompute: True if the reader does not save it for the backward pass; the shortcut must be stored.
+    """
 
     branch: Normed
-    residual: Normed | Tensor | RecomputedMap
+    residual: Normed | Tensor | RecomputedActivation
     choices: Choices
     recompute: bool = False
 
     def output(self) -> tuple[Tensor, Tensor]:
-        """Twice, see `fused.norm_act_twice`."""
+        """Computes the output and returns it twice, see `fused.norm_act_twice`."""
         out: tuple[Tensor, Tensor] = _Join.apply(  # type: ignore[no-untyped-call]
             *self.tensors(), self.links()
         )
@@ -90,31 +101,38 @@ class Pending:
 
     def reduced(
         self, weight: Tensor, stride: int, norm: nn.BatchNorm2d, link: Link
-    ) -> tuple[Tensor, Tensor, Tensor | RecomputedMap]:
-        """Its convolution, the statistics of `norm` on it, and the map for the shortcut."""
-        source = MapSource() if self.recompute else None
-        # Either the map is not kept, or a shortcut that is not stored, never both.
+    ) -> tuple[Tensor, Tensor, Tensor | RecomputedActivation]:
+        """Computes the output and its convolution.
+
+        Returns:
+            The convolution's output, the statistics of `norm` on it, and the activation for the shortcut.
+        """
+        source = ActivationSource() if self.recompute else None
+        # Either the output or the shortcut is not stored, never both.
         with not_stored(self.residual) if source is None else source.not_stored():
             out, saved, y = _JoinReduce.apply(  # type: ignore[no-untyped-call]
                 *self.tensors(), weight, stride, norm, self.links(), link, source, self.choices
             )
-        return out, saved, y if source is None else RecomputedMap(y, y, source)
+        return out, saved, y if source is None else RecomputedActivation(y, y, source)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Map, statistics, γ and β of the branch and of the shortcut."""
+        """Returns activation, statistics, γ and β of the branch and of the shortcut."""
         if isinstance(self.residual, Normed):
             return *self.branch.tensors(), *self.residual.tensors()
-        _, residual = split_uses(self.residual)
+        _, residual = branch_and_shortcut(self.residual)
         return *self.branch.tensors(), residual, None, None, None
 
     def links(self) -> tuple[Link, Link | None]:
         return self.branch.link, self.residual.link if isinstance(self.residual, Normed) else None
 
 
-def can_fuse_block(block: Block, x: Uses) -> bool:
-    """Whether the kernels can compute the block: norms that `can_fuse`, weights of the map's type,
-    which is half precision on a GPU."""
-    maps = x.branch.x if isinstance(x, Pending) else split_uses(x)[0]
+def can_fuse_block(block: Block, x: BlockInput) -> bool:
+    """Returns True if the kernels support the block.
+
+    Its norms must pass `can_fuse`, and its weights must have the type of the activation, which is half
+    precision on a GPU.
+    """
+    maps = x.branch.x if isinstance(x, DeferredOutput) else branch_and_shortcut(x)[0]
     return (maps.dtype in _HALF or not maps.is_cuda) and all(
         can_fuse(maps, norm) and _is_plain(convolution, maps.dtype)
         for convolution, norm in block.branch
@@ -122,7 +140,7 @@ def can_fuse_block(block: Block, x: Uses) -> bool:
 
 
 def _is_plain(convolution: nn.Module, kind: torch.dtype) -> TypeGuard[nn.Conv2d]:
-    """As ResNets have them."""
+    """Returns True for a convolution as ResNets use it."""
     if not is_plain(convolution) or convolution.bias is not None:
         return False
     down, across = convolution.kernel_size
@@ -133,25 +151,33 @@ def _is_plain(convolution: nn.Module, kind: torch.dtype) -> TypeGuard[nn.Conv2d]
     )
 
 
-def fused_block(block: Block, x: Uses, forward: FusedForward, choices: Choices) -> Pending:
-    """Computes a block that `can_fuse_block`. `forward` computes what has no fused form, and says whether
-    norms are computed again."""
+def fused_block(
+    block: Block, x: BlockInput, forward: FusedForward, choices: Choices
+) -> DeferredOutput:
+    """Computes a block for which `can_fuse_block` is True.
+
+    Args:
+        block: The block.
+        x: Its input.
+        forward: Computes what cannot be fused, and knows if norms are recomputed.
+        choices: The chosen implementations.
+    """
     first, *others = (_given(*pair) for pair in block.branch)
     link = Link()
-    if isinstance(x, Pending):
+    if isinstance(x, DeferredOutput):
         raw, saved, x = x.reduced(*first, link)
     else:
         with not_stored(x):
             raw, saved = _Convolve.apply(  # type: ignore[no-untyped-call]
-                split_uses(x)[0], *first, link, True, choices
+                branch_and_shortcut(x)[0], *first, link, True, choices
             )
     branch = Normed(raw, saved, first[2], link)
     for given in others:
         relu = given[2] is not block.last_norm
         branch = _convolve_normed(forward, choices, branch, given, relu)
-    stored = block.downsample is None and not isinstance(x, RecomputedMap)
+    stored = block.downsample is None and not isinstance(x, RecomputedActivation)
     recompute = forward.recomputes and stored
-    return Pending(branch, _shortcut(block, x, forward, choices), choices, recompute)
+    return DeferredOutput(branch, _shortcut(block, x, forward, choices), choices, recompute)
 
 
 def _given(convolution: nn.Module, norm: nn.Module) -> tuple[Tensor, int, nn.BatchNorm2d]:
@@ -164,7 +190,7 @@ def _convolve_normed(
     forward: FusedForward, choices: Choices, x: Normed, given: tuple[Tensor, int, nn.BatchNorm2d],
     relu: bool,
 ) -> Normed:  # fmt: skip
-    """`relu`: follows the norm."""
+    """Computes a convolution of relu(norm(x)). With `relu`, a ReLU follows its own norm."""
     link = Link()
     out, saved = _ConvolveNormed.apply(  # type: ignore[no-untyped-call]
         *x.tensors(), *given, (x.link, link), relu, forward.recompute, choices
@@ -173,14 +199,14 @@ def _convolve_normed(
 
 
 def _shortcut(
-    block: Block, x: Uses, forward: FusedForward, choices: Choices
-) -> Normed | Tensor | RecomputedMap:
-    _, maps = split_uses(x)
+    block: Block, x: BlockInput, forward: FusedForward, choices: Choices
+) -> Normed | Tensor | RecomputedActivation:
+    _, maps = branch_and_shortcut(x)
     if block.downsample is None:
-        return x if isinstance(x, RecomputedMap) else as_map(maps)
+        return x if isinstance(x, RecomputedActivation) else channels_last(maps)
     convolution, norm = block.downsample
     if not norm_can_fuse(norm) or not _is_plain(convolution, maps.dtype):
-        return as_map(forward.shortcut(block, x))
+        return channels_last(forward.shortcut(block, x))
     link = Link()
     with not_stored(x):
         out, saved = _Convolve.apply(  # type: ignore[no-untyped-call]
@@ -190,15 +216,14 @@ def _shortcut(
 
 
 class _Convolve(torch.autograd.Function):
-    """The convolution of a stored map, and the statistics of its norm on it. `relu`: follows the
-    norm."""
+    """The convolution of a stored activation, and the statistics of its norm."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, stride: int, norm: nn.BatchNorm2d, link: Link,
         relu: bool, choices: Choices,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        out, saved, _ = forward_product(choices, Operand(x), weight, norm, stride)
+        out, saved, _ = forward_convolution(choices, Operand(x), weight, norm, stride)
         ctx.save_for_backward(x, weight, out, saved)
         ctx.stride, ctx.link, ctx.relu, ctx.choices = stride, link, relu, choices
         ctx.set_materialize_grads(False)
@@ -211,7 +236,7 @@ class _Convolve(torch.autograd.Function):
         if dz is None:
             return (None,) * 7
         x, weight, out, saved = ctx.saved_tensors
-        gradients = backward_product(
+        gradients = backward_convolution(
             ctx.choices, Operand.gradient(dz, out, saved, ctx.link.take(dz), relu=ctx.relu), weight,
             Operand(x), Epilogue.plain(x), ctx.stride, wants_weight=ctx.needs_input_grad[1],
         )  # fmt: skip
@@ -219,27 +244,29 @@ class _Convolve(torch.autograd.Function):
 
 
 class _JoinReduce(torch.autograd.Function):
-    """conv1(y), the statistics of its norm on it, and y = relu(norm_before(before) + shortcut), see
-    `Pending.tensors`. `source`: of y, where backward computes it again."""
+    """conv1(y), the statistics of its norm, and y = relu(norm_before(before) + shortcut).
+
+    See `DeferredOutput.tensors`. `source` is given if y is recomputed.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, before: Tensor, before_saved: Tensor, before_gamma: Tensor, before_beta: Tensor,
         residual: Tensor, residual_saved: Tensor | None, residual_gamma: Tensor | None,
         residual_beta: Tensor | None, weight: Tensor, stride: int, norm: nn.BatchNorm2d,
-        links: tuple[Link, Link | None], link: Link, source: MapSource | None, choices: Choices,
+        links: tuple[Link, Link | None], link: Link, source: ActivationSource | None, choices: Choices,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         joined = Operand.joined(before, before_saved, residual, residual_saved)
-        out, saved, y = forward_product(choices, joined, weight, norm, stride, keep=True)
+        out, saved, y = forward_convolution(choices, joined, weight, norm, stride, keep=True)
         assert y is not None
         projected = residual_saved is not None
         if source is not None:
-            # The bits of y: products round as `stored` does. Only forms of cuDNN that compute y read the
-            # norm's scale in fp16; theirs agrees within rounding. That is enough: their gradients take
-            # signs at ReLUs from scales in fp32, too, and their sums have no fixed order.
+            # Bit for bit y, because Triton's kernels round like `stored`. cuDNN reads the norm's scale in
+            # fp16, so its y agrees within rounding. That is enough: the ReLU mask in its backward pass
+            # uses fp32 scales, too, and its sums have no fixed order.
             again = Operand.joined(before.detach(), before_saved, residual.detach())
             source.set(y, again.stored)
-        # Only the forms of cuDNN read a stored residual again.
+        # Only cuDNN reads a stored residual in the backward pass.
         kept = residual if projected or choices.mode == CUDNN else None
         ctx.save_for_backward(
             before, before_saved, before_gamma, before_beta, y, weight, out, saved,
@@ -257,8 +284,8 @@ class _JoinReduce(torch.autograd.Function):
         residual, *norm = ctx.saved_tensors[8:]
         shortcut = residual if norm[0] is None else NormedMap(residual, *norm)
         assert dz is not None, "a block's branch is always used"
-        add = None if dy_shortcut is None else as_map(dy_shortcut)
-        gradients = backward_product(
+        add = None if dy_shortcut is None else channels_last(dy_shortcut)
+        gradients = backward_convolution(
             ctx.choices, Operand.gradient(dz, out, saved, ctx.link.take(dz), relu=True), weight,
             Operand(y), Epilogue.merged(branch, y, add, shortcut), ctx.stride,
             wants_weight=ctx.needs_input_grad[8],
@@ -279,8 +306,7 @@ class _JoinReduce(torch.autograd.Function):
 
 
 class _ConvolveNormed(torch.autograd.Function):
-    """The convolution of relu(norm(x)), and the statistics of its norm on it. `relu`: follows that
-    norm."""
+    """The convolution of relu(norm(x)), and the statistics of its norm."""
 
     @staticmethod
     def forward(
@@ -289,10 +315,10 @@ class _ConvolveNormed(torch.autograd.Function):
         choices: Choices,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         operand = Operand.normalized(x, saved)
-        out, next_saved, y = forward_product(
+        out, next_saved, y = forward_convolution(
             choices, operand, weight, next_norm, stride, recompute=recompute
         )
-        # A convolution of a stored input: kept for backward, it need not be made again.
+        # If the input was stored, save it, so that it need not be recomputed.
         kept = [] if y is None else [y]
         ctx.save_for_backward(x, saved, gamma, beta, weight, out, next_saved, *kept)
         ctx.stride, ctx.links, ctx.relu, ctx.choices = stride, links, relu, choices
@@ -306,13 +332,13 @@ class _ConvolveNormed(torch.autograd.Function):
         assert dz is not None, "a block's branch is always used"
         x, saved, gamma, beta, weight, out, next_saved, *kept = ctx.saved_tensors
         branch, (before, link) = NormedMap(x, saved, gamma, beta), ctx.links
-        gradients = backward_product(
+        gradients = backward_convolution(
             ctx.choices, Operand.gradient(dz, out, next_saved, link.take(dz), relu=ctx.relu), weight,
             Operand(kept[0]) if kept else Operand.normalized(x, saved),
             Epilogue.masked(branch), ctx.stride, wants_weight=ctx.needs_input_grad[4],
         )  # fmt: skip
         factors = gradients.factors(branch)
-        # Separate products leave the ReLU to those of the convolution before.
+        # With the separate implementation, the previous convolution's gradients apply the ReLU.
         before.put(gradients.dx, factors)
         return (
             gradients.dx, None, factors[0], factors[1], gradients.weight,
@@ -321,7 +347,7 @@ class _ConvolveNormed(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """relu(norm(x) + shortcut), stored, if no fused block follows; see `Pending.tensors`."""
+    """relu(norm(x) + shortcut), stored, if no fused block follows. See `DeferredOutput.tensors`."""
 
     @staticmethod
     def forward(
@@ -340,7 +366,7 @@ class _Join(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         x, saved, gamma, y, *projected = ctx.saved_tensors
-        given = [as_map(g) for g in gradients if g is not None]
+        given = [channels_last(g) for g in gradients if g is not None]
         if not given:
             return (None,) * 9
         found, dz = backward_sums(

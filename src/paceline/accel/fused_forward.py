@@ -1,8 +1,8 @@
-"""The forward pass over the parts of a network with fused kernels, in training mode on a GPU.
+"""The forward pass over the layers of a network with fused kernels, in training mode on a GPU.
 
 Norms are fused with ReLU, residual sum and pool (`fused`), the first convolution takes images with a
-fourth channel (`stem`), and with `choices` blocks have fused convolutions (`fused_blocks`). What a kernel
-cannot compute, such as a norm in evaluation mode, has the form with torch's operators.
+fourth channel (`stem`), and with `choices`, blocks have fused convolutions (`fused_blocks`). What the
+kernels do not support, such as a norm in evaluation mode, uses torch's operators.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from paceline.accel.forward import Forward
 from paceline.accel.fused import (
-    as_map,
     can_fuse,
+    channels_last,
     norm_act,
     norm_act_pool,
     norm_act_recomputed,
@@ -21,14 +21,14 @@ from paceline.accel.fused import (
     norm_can_fuse,
 )
 from paceline.accel.fused_blocks import can_fuse_block, fused_block
+from paceline.accel.implementation_choice import CUDNN, Choices
 from paceline.accel.networks import Block, ConvNorm, Network
-from paceline.accel.product_choice import CUDNN, Choices
-from paceline.accel.recompute import Uses, not_stored, split_uses
+from paceline.accel.recompute import BlockInput, branch_and_shortcut, not_stored
 from paceline.accel.stem import can_launch, convolve_images, is_plain, pads_images
 
 
 class FusedForward(Forward):
-    """As `Forward`, by kernels. `choices`: of the forms of fused convolutions, None without them."""
+    """A `Forward` with fused kernels, and with fused convolutions if `choices` is given."""
 
     def __init__(
         self, network: Network, *, recompute: bool = False, choices: Choices | None = None
@@ -37,12 +37,12 @@ class FusedForward(Forward):
         self.choices = choices
         self._plain = Forward(network, recompute=recompute)
 
-    def conv_norm(self, part: ConvNorm, x: Uses) -> Uses:
+    def conv_norm(self, part: ConvNorm, x: BlockInput) -> BlockInput:
         if not part.fusible:
             return self._plain.conv_norm(part, x)
-        given, _ = split_uses(x)
+        given, _ = branch_and_shortcut(x)
         convolution, norm, pool = part.convolution, part.norm, part.pool
-        # The norm removes the bias again (see `norm_act`).
+        # The norm removes the bias (see `norm_act`).
         bias = None
         if is_plain(convolution) and norm_can_fuse(norm) and can_launch(given):
             bias = convolution.bias
@@ -59,7 +59,7 @@ class FusedForward(Forward):
                     given, convolution.weight, None, convolution.stride, convolution.padding
                 )
         if bias is not None:
-            maps = as_map(maps)
+            maps = channels_last(maps)
         if pool is None:
             return self.norm_relu(maps, norm, twice=True, bias=bias)
         if can_fuse(maps, norm):
@@ -68,9 +68,9 @@ class FusedForward(Forward):
         pooled: Tensor = pool(F.relu(norm(maps), inplace=True))
         return pooled
 
-    def block(self, block: Block, x: Uses) -> Uses:
+    def block(self, block: Block, x: BlockInput) -> BlockInput:
         choices = self.choices
-        # Triton's kernels are for bottlenecks.
+        # Without cuDNN, only bottlenecks are supported.
         if (
             choices is not None
             and (choices.mode == CUDNN or len(block.branch) == 3)
@@ -85,7 +85,7 @@ class FusedForward(Forward):
     def norm_relu(
         self, x: Tensor, norm: nn.BatchNorm2d, shortcut: Tensor | None = None, *, stored: bool = True,
         twice: bool = False, bias: Tensor | None = None,
-    ) -> Uses:  # fmt: skip
+    ) -> BlockInput:  # fmt: skip
         if not can_fuse(x, norm):
             return super().norm_relu(x, norm, shortcut, stored=stored, twice=twice)
         if self.recomputes and stored:

@@ -1,16 +1,15 @@
-"""Triton kernels of batch norm with ReLU, residual sum and max-pool, over NHWC memory as rows ×
-channels.
+"""Triton kernels of batch norm with ReLU, residual sum and max-pool, on NHWC memory as rows × channels.
 
-Batch norm is memory-bound, so its cost is the number of passes over a map: forward reads it twice and
-writes it once, ReLU and residual sum included; backward reads it and its gradient twice and writes
-once. Sums over rows take two stages, tiles into `parts` and `parts` into the result, both in a fixed
-order without atomics, so repetitions are bit-identical. Variances are sums about each part's first
-row, joined by Chan's formula, which keeps their precision where the mean is far from zero.
+Batch norm is memory-bound, so its cost is the number of passes over an activation. The forward pass reads
+it twice and writes it once, including ReLU and residual sum. The backward pass reads it and its gradient
+twice and writes once. Sums over rows take two stages, tiles to `parts` and `parts` to the result, both in
+a fixed order without atomics, so repetitions are bit-identical. Variances are sums about the first row of
+each part, joined by Chan's formula, which is precise even if the mean is far from zero.
 
-The pooling kernels never store the normalized map in full size, which is the largest map of a ResNet:
-forward keeps the winner among the nine inputs of each pooled value (`NONE` where the ReLU gave 0),
-and backward looks the gradient up there. Positions are counted in 32 bits, because 64-bit division
-would take longer than the memory accesses; elements in 64.
+The pooling kernels never store the normalized activation at full size, which is the largest of a ResNet.
+The forward pass stores which of the nine inputs of a pooled value is the largest (`NONE` if the ReLU
+returns 0), and the backward pass reads the gradient of that input. Positions have 32 bits, because 64-bit
+division would take longer than the memory accesses; elements have 64.
 """
 
 from __future__ import annotations
@@ -24,8 +23,10 @@ FARTHEST_CENTRE = tl.constexpr(1e4)
 
 @triton.jit
 def moments_kernel(x, parts, rows, channels, span, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Mean and sum of squared deviations of `span` rows for a block of channels. `parts` holds the
-    means of all parts, then the sums."""
+    """Computes mean and sum of squared deviations of `span` rows for a block of channels.
+
+    `parts` receives the means of all parts, then the sums.
+    """
     part = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     col_ok = cols < channels
@@ -55,9 +56,11 @@ def store_statistics(
     mean, m2, weight, bias, running_mean, running_var, tracked, saved, offset,
     rows, channels, momentum, eps, cols, col_ok, halves, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """The four rows of `saved`, mean, 1/σ, scale, shift, from mean and sum of squared deviations of
-    `rows` rows, and the running statistics. Unless None, `halves` gets scale in fp16, and in fp16 the
-    shift that goes with that scale, so that the mean becomes β up to the shift's rounding."""
+    """Stores mean, 1/σ, scale and shift in the four rows of `saved`, and updates the running statistics.
+
+    The inputs are mean and sum of squared deviations of `rows` rows. If it is not None, `halves` receives
+    the scale in fp16 and the shift that belongs to it, so that the mean is mapped to β up to rounding.
+    """
     inverse = 1.0 / tl.sqrt(m2 / rows + eps)
     scale = tl.load(weight + cols, mask=col_ok, other=0.0) * inverse
     shift = tl.load(bias + cols, mask=col_ok, other=0.0) - mean * scale
@@ -87,7 +90,7 @@ def statistics_kernel(
     rows, channels, span, parts, momentum, eps, halves,
     OFFSET: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Joins the parts into the four rows of `saved`: mean, 1/σ, scale, shift; y = scale · x + shift."""
+    """Joins the parts to mean, 1/σ, scale and shift in `saved`, with y = scale · x + shift."""
     cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     col_ok = cols < channels
     lines = tl.arange(0, BLOCK_P)[:, None]
@@ -116,8 +119,10 @@ def statistics_kernel(
 
 @triton.jit
 def centre_of(running_mean, cols, col_ok):
-    """About which products sum: sums about a value near the mean keep their precision. An infinite
-    running mean or NaN, after an overflow, is none."""
+    """Returns the value about which convolutions sum: near the mean, sums keep their precision.
+
+    It is 0 if the running mean is infinite or NaN after an overflow.
+    """
     centre = tl.load(running_mean + cols, mask=col_ok, other=0.0)
     return tl.where(tl.abs(centre) < FARTHEST_CENTRE, centre, 0.0)
 
@@ -128,7 +133,7 @@ def centred_statistics_kernel(
     rows, channels, span, parts, momentum, eps, halves,
     OFFSET: tl.constexpr, CENTRED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """`statistics_kernel` for parts that are sums, and sums of squares, of y − centre, or of y."""
+    """Does the same as `statistics_kernel` for sums and sums of squares of y − centre, or of y."""
     cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     col_ok = cols < channels
     lines = tl.arange(0, BLOCK_P)[:, None]
@@ -157,7 +162,7 @@ def apply_kernel(
     x, residual, y, saved, rows, channels, span,
     RESIDUAL: tl.constexpr, RELU: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """y = relu(scale · x + shift + residual)."""
+    """Computes y = relu(scale · x + shift + residual)."""
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     col_ok = cols < channels
     scale = tl.load(saved + 2 * channels + cols, mask=col_ok, other=0.0)[None, :]
@@ -183,10 +188,10 @@ def backward_sums_kernel(
     TWO: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Per part Σ dz and Σ dz · (x − mean), where dz is the gradient before the ReLU.
+    """Computes Σ dz and Σ dz · (x − mean) for each part; dz is the gradient before the ReLU.
 
-    With a residual, dz is also the residual's gradient and is written; without one, the second pass
-    computes it again. `TWO`: the output has two uses, whose gradients are added here.
+    With a residual, dz is also the residual's gradient and is stored; otherwise the second pass
+    recomputes it. With `TWO`, the output has two readers, whose gradients are added here.
     """
     part = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -227,7 +232,7 @@ def backward_factors_kernel(
     sums, weight, saved, found, rows, channels, parts,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Five rows: gradients of γ and β, and the factors with which dx = a · dz + b · x + c."""
+    """Computes five rows: gradients of γ and β, and the factors of dx = a · dz + b · x + c."""
     cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     col_ok = cols < channels
     lines = tl.arange(0, BLOCK_P)[:, None]
@@ -256,7 +261,7 @@ def backward_input_kernel(
     dz, dz2, x, dx, saved, found, rows, channels, span,
     TWO: tl.constexpr, RELU: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """dx = a · dz + b · x + c; with `RELU`, dz is the gradient after the ReLU."""
+    """Computes dx = a · dz + b · x + c; with `RELU`, dz is the gradient after the ReLU."""
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     col_ok = cols < channels
     a = tl.load(found + 2 * channels + cols, mask=col_ok, other=0.0)[None, :]
@@ -285,7 +290,7 @@ def pool_kernel(
     x, y, winner, saved, positions, height, width, out_height, out_width, channels,
     PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M pooled positions of all images, BLOCK_C channels."""
+    """Pools BLOCK_M positions of all images and BLOCK_C channels per program."""
     at = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     col_ok = cols < channels
@@ -321,7 +326,7 @@ def pool_sums_kernel(
     positions, height, width, out_height, out_width, channels, span,
     TWO: tl.constexpr, PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Per part Σ dz and Σ dz · (x − mean), over pooled rows: only winners have a gradient."""
+    """Computes Σ dz and Σ dz · (x − mean) for each part over pooled rows: only maxima have a gradient."""
     part = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     col_ok = cols < channels
@@ -360,7 +365,7 @@ def pool_input_kernel(
     dy, dy2, x, winner, dx, found, quads, height, width, out_height, out_width, channels,
     TWO: tl.constexpr, PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """dx = a · dz + b · x + c over the full map, four positions at a time.
+    """Computes dx = a · dz + b · x + c for the full activation, four positions at a time.
 
     With a padding of 1 the positions (2i, 2j) … (2i + 1, 2j + 1) lie in the windows (i, j) … (i + 1,
     j + 1) only, so each window is read once for four positions. Without padding, positions and

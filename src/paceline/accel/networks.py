@@ -1,8 +1,8 @@
-"""Reads networks as parts that have faster forms: convolution with norm, residual block.
+"""Splits models into parts with faster implementations: convolution with norm, residual block.
 
-`network_of` knows Paceline's residual nets and AlexNet with norms, and residual nets with the layout of
-torchvision's and timm's. Those of others are read by their structure, and a pass over noise has to
-confirm that the parts compute what the model computes.
+`network_of` supports Paceline's residual nets, AlexNet with norms, and residual nets with the layout of
+torchvision's and timm's. The latter are read by their structure, and a pass over noise must confirm that
+the parts compute the same as the model.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from paceline.models.alexnet import CONVOLUTIONS, AlexNet
 from paceline.models.registry import is_own
 from paceline.models.resnet import FastResNet, PooledConv, ResNet, SmallResNet
 
-# Pixels and images of the pass that confirms the structure of a model.
+# Image size and batch of the pass that confirms the structure of a model.
 _SIDE, _IMAGES = 64, 2
 
-# Norms over several ranks are no `BatchNorm2d`, but have its attributes.
+# Synchronized norms are not a `BatchNorm2d` but have its attributes.
 Pair = tuple[nn.Module, nn.BatchNorm2d]
 
 
 @dataclass(frozen=True)
 class ConvNorm:
-    """A convolution, its norm, ReLU and perhaps a pool. Without `fusible`, it has no fused form."""
+    """A convolution, its norm, ReLU and an optional pool. If `fusible` is False, it cannot be fused."""
 
     convolution: nn.Module
     norm: nn.BatchNorm2d
@@ -41,7 +41,7 @@ class ConvNorm:
 
 @dataclass(frozen=True)
 class Block:
-    """A residual block: convolutions with norms, a ReLU behind each norm and behind the sum."""
+    """A residual block: convolutions with norms, a ReLU after each norm and after the sum."""
 
     module: nn.Module
     branch: tuple[Pair, ...]
@@ -59,7 +59,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Network:
-    """Parts in their order; `head` is what follows the last one, behind `norm` if there is one."""
+    """The parts of a model in their order, an optional `norm` after them, and the `head`."""
 
     parts: tuple[ConvNorm | Block, ...]
     head: Callable[[Tensor], Tensor]
@@ -67,7 +67,7 @@ class Network:
 
     @property
     def first(self) -> nn.Module | None:
-        """The convolution that takes images, if it has a fused form."""
+        """The convolution of the images, if it can be fused."""
         part = self.parts[0]
         return part.convolution if isinstance(part, ConvNorm) and part.fusible else None
 
@@ -75,12 +75,12 @@ class Network:
         return [part for part in self.parts if isinstance(part, Block)]
 
     def can_fuse(self) -> bool:
-        """Returns True if its norms are batch norms of a rank's own batch."""
+        """Returns True if all norms are batch norms that are not synchronized between ranks."""
         return all(isinstance(n, nn.BatchNorm2d) for part in self.parts for _, n in part.pairs())
 
 
 def network_of(model: nn.Module) -> Network | None:
-    """Returns the parts of a model, None for a model without such parts. Changes nothing."""
+    """Returns the parts of a model, or None if it has another structure. Does not change the model."""
     if type(model) is AlexNet:
         return _alexnet(model)
     try:
@@ -94,7 +94,7 @@ _OWN = (ResNet, FastResNet, SmallResNet)
 
 
 class _UnknownLayerError(Exception):
-    """A module is not what the structure of a residual net has in its place."""
+    """Raised if a module does not fit into the structure of a residual net."""
 
 
 def _alexnet(model: AlexNet) -> Network | None:
@@ -111,7 +111,7 @@ def _alexnet(model: AlexNet) -> Network | None:
 
 
 def _residual(model: nn.Module) -> Network:
-    """Reads conv1, bn1, ReLU, perhaps a pool, layer1, layer2, … and a head."""
+    """Reads conv1, bn1, ReLU, an optional pool, layer1, layer2, … and a head."""
     children = _children(model)
     stages = [children.pop(name) for name in list(children) if name.startswith("layer")]
     pool = children.pop("maxpool", None)
@@ -126,14 +126,13 @@ def _residual(model: nn.Module) -> Network:
 
 
 def _is_norm(module: nn.Module | None) -> TypeGuard[nn.BatchNorm2d]:
-    """Returns True for torch's own batch norm, and for those that Paceline makes of it. A subclass of a
-    user may compute anything."""
+    """Returns True for torch's batch norm and Paceline's subclasses, but not for those of users."""
     own = isinstance(module, _BatchNorm) and type(module).__module__.startswith("paceline.")
     return own or type(module) is nn.BatchNorm2d
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:
-    """Returns the children that compute something, but ReLUs."""
+    """Returns the children except ReLUs and identities."""
     return {
         name: child
         for name, child in module.named_children()
@@ -166,11 +165,11 @@ def part_of(module: nn.Module) -> ConvNorm | Block:
 
 
 def _head(model: nn.Module, children: dict[str, nn.Module]) -> Callable[[Tensor], Tensor]:
-    """What follows the blocks: of ours, of timm's models, or of torchvision's."""
+    """Returns the head of one of our models, or of timm's or torchvision's."""
     for name in ("head", "forward_head"):
         if (name == "forward_head" or is_own(model)) and callable(getattr(model, name, None)):
-            found: Callable[[Tensor], Tensor] = getattr(model, name)
-            return found
+            head: Callable[[Tensor], Tensor] = getattr(model, name)
+            return head
     if children.keys() != {"avgpool", "fc"}:
         raise _UnknownLayerError
     pool, linear = children["avgpool"], children["fc"]
@@ -178,8 +177,11 @@ def _head(model: nn.Module, children: dict[str, nn.Module]) -> Callable[[Tensor]
 
 
 def _confirmed(model: nn.Module, network: Network) -> bool:
-    """Compares a pass of the parts with one of the model, with noise in place of images and weights, such
-    as zeros in γ, in the model's own mode. Its tensors and the random generators stay as they are."""
+    """Compares the output of the parts with that of the model for noise.
+
+    Noise is added to weights, too, because zeros in γ would hide differences. The model, its mode and the
+    random generators do not change.
+    """
     from paceline.accel.forward import Forward
 
     first = network.first
@@ -201,18 +203,18 @@ def _confirmed(model: nn.Module, network: Network) -> bool:
             torch.manual_seed(1)
             wanted = torch.func.functional_call(both, values, (images, True), strict=True)
             torch.manual_seed(1)
-            found = torch.func.functional_call(both, values, (images, False), strict=True)
+            computed = torch.func.functional_call(both, values, (images, False), strict=True)
         except Exception:  # noqa: BLE001  (a user's code; the first step reports what is wrong with it)
             return False
     return (
         isinstance(wanted, Tensor)
-        and wanted.shape == found.shape
-        and bool((wanted - found).norm() <= 1e-3 * wanted.norm())
+        and wanted.shape == computed.shape
+        and bool((wanted - computed).norm() <= 1e-3 * wanted.norm())
     )
 
 
 class _Both(nn.Module):
-    """A model, or its parts, with the weights of a functional call."""
+    """Calls a model or its parts with the weights of a functional call."""
 
     def __init__(self, model: nn.Module, parts: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""What a convolution of a fused block reads, and where a gradient goes behind it.
+"""Inputs of the convolutions of a fused block, and what follows their gradients.
 
-Maps are in channels-last memory, in half precision on a GPU. An `Operand` is a map that a fused product
-computes while it loads it, and `Operand.stored` the same map in memory; an `Epilogue` is what a product
-that gives a gradient does to its result before it stores it.
+Activations are in channels-last memory, in half precision on a GPU. An `Operand` is an activation that a
+fused convolution computes while it loads it, and `Operand.stored` returns it in memory. An `Epilogue` is
+applied to the gradient of an input before it is stored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Dims = tuple[int, ...]
 
 
 def out_dims(x: Dims, weight: Dims, stride: int) -> Dims:
-    """Of a convolution whose padding is half the size of its weight."""
+    """Returns the output shape of a convolution whose padding is half the size of its kernel."""
     sides = (
         (side + 2 * (size // 2) - size) // stride + 1
         for side, size in zip(x[2:], weight[2:], strict=True)
@@ -32,7 +32,7 @@ def out_dims(x: Dims, weight: Dims, stride: int) -> Dims:
 
 @dataclass(frozen=True)
 class Operand:
-    """A map as stored, or what `form` computes from `x`, `other` and statistics."""
+    """A stored activation, or one that is computed from `x`, `other` and statistics as `form` says."""
 
     x: Tensor
     form: int = PLAIN
@@ -43,14 +43,14 @@ class Operand:
 
     @classmethod
     def normalized(cls, x: Tensor, saved: Tensor) -> Operand:
-        """relu(norm(x))."""
+        """Returns the operand relu(norm(x))."""
         return cls(x, NORMALIZED, saved=saved)
 
     @classmethod
     def joined(
         cls, x: Tensor, saved: Tensor, residual: Tensor, residual_saved: Tensor | None = None
     ) -> Operand:
-        """relu(norm(x) + residual), or + norm(residual) where its statistics are given."""
+        """Returns relu(norm(x) + residual), or + norm(residual) if its statistics are given."""
         form = JOINED if residual_saved is None else PROJECTED
         return cls(x, form, residual, saved, residual_saved)
 
@@ -58,7 +58,7 @@ class Operand:
     def gradient(
         cls, dz: Tensor, x: Tensor, saved: Tensor, found: Tensor, *, relu: bool
     ) -> Operand:
-        """The gradient of a norm's input `x`; with `relu`, `dz` is the one behind its ReLU."""
+        """Returns the gradient of a norm's input `x`, with `dz` after its ReLU if `relu`."""
         return cls(dz, GRADIENT, x, saved, found, relu)
 
     @property
@@ -66,11 +66,12 @@ class Operand:
         return self.x.numel() // self.x.shape[1]
 
     def tensors(self) -> list[Tensor]:
-        """What it is computed from."""
-        given = (self.x, self.other, self.saved, self.found)
-        return [each for each in given if each is not None]
+        """Returns the tensors from which it is computed."""
+        tensors = (self.x, self.other, self.saved, self.found)
+        return [tensor for tensor in tensors if tensor is not None]
 
     def stored(self) -> Tensor:
+        """Returns the activation in memory."""
         if self.form == PLAIN:
             return self.x
         assert self.saved is not None
@@ -88,7 +89,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class NormedMap:
-    """The input of a norm with its statistics, γ and β."""
+    """The input of a norm, its statistics, γ and β."""
 
     x: Tensor
     saved: Tensor
@@ -98,10 +99,13 @@ class NormedMap:
 
 @dataclass(frozen=True)
 class Epilogue:
-    """`MASKED`: through the ReLU of the norm of `branch`. `MERGED`: through sum and ReLU of a block with
-    output `y`, `add` being the gradient of the output's other use; the sum is that of the norm of
-    `branch` and of `residual`, which only cuDNN reads, or of `shortcut`'s norm. `PLAIN`: nothing; the
-    result has the shape of `like`."""
+    """What is applied to the gradient of a convolution's input.
+
+    `PLAIN` applies nothing; the result has the shape of `like`. `MASKED` applies the ReLU after the norm
+    of `branch`. `MERGED` applies sum and ReLU of a block with output `y` after adding `add`, the gradient
+    of the output's other reader. The terms of the sum are the norm of `branch`, and `residual`, which
+    only cuDNN reads, or the norm of `shortcut`.
+    """
 
     form: int
     like: Tensor
@@ -128,9 +132,9 @@ class Epilogue:
         return cls(MERGED, branch.x, branch, y, add, shortcut)
 
     def maps(self) -> list[Tensor]:
-        """What a product of `product_kernels` reads behind it."""
-        given = (self.like, self.y, self.add, None if self.shortcut is None else self.shortcut.x)
-        return [] if self.form == PLAIN else [each for each in given if each is not None]
+        """Returns the activations that a kernel of `product_kernels` reads for it."""
+        maps = (self.like, self.y, self.add, None if self.shortcut is None else self.shortcut.x)
+        return [] if self.form == PLAIN else [tensor for tensor in maps if tensor is not None]
 
     def describe(self) -> str:
         return FORMS[self.form] + ("" if self.shortcut is None else " projected")
@@ -138,8 +142,14 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class Gradients:
-    """`dx` behind the epilogue, its partial sums, two rows for each norm, and the weight's gradient where
-    it is wanted. `joined`: what cuDNN makes of the sums itself."""
+    """Both gradients of a convolution.
+
+    Attributes:
+        dx: The gradient of the input after the epilogue.
+        parts: Partial sums of the epilogue, two rows for each norm.
+        weight: The gradient of the weight, if requested.
+        joined: The rows of `fused.join_sums` for each norm, if cuDNN computed them.
+    """
 
     dx: Tensor
     parts: Tensor | None
@@ -147,7 +157,7 @@ class Gradients:
     joined: tuple[Tensor, ...] = ()
 
     def factors(self, norm: NormedMap, *, other: bool = False) -> Tensor:
-        """The rows of `fused.join_sums`, for the norm of the branch, or that of the shortcut."""
+        """Returns the rows of `fused.join_sums` for the branch, or for the shortcut if `other`."""
         if self.joined:
             return self.joined[int(other)]
         assert self.parts is not None

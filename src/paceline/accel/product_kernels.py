@@ -1,20 +1,19 @@
-"""Triton kernels of 1 × 1 convolutions, as products of rows × channels in NHWC memory, fused with the
-batch norms around them.
+"""Triton kernels of 1 × 1 convolutions fused with the batch norms around them.
 
-A product reads its map as stored, or computes it from what is stored while it loads (`FORM`):
-`NORMALIZED` relu(scale · x + shift); `JOINED` relu(scale · x + shift + residual), the output of a
-residual block; `PROJECTED` the same with a residual that is normalized too; `GRADIENT` a · dz + b · x +
-c, the gradient of a norm's input (see `backward_factors_kernel`). What follows the product happens to
-its tile in registers (`EPILOGUE`): `MOMENTS` sums the statistics of the next norm; `MASKED` takes the
-gradient through the ReLU of the norm before, and `MERGED` through the sum and ReLU of a block, and sum
-the gradients of γ and β.
+A convolution is a product of matrices of rows × channels in NHWC memory. It reads its input from memory,
+or computes it while it loads (`FORM`): `NORMALIZED` relu(scale · x + shift); `JOINED` relu(scale · x +
+shift + residual), the output of a residual block; `PROJECTED` the same with a residual that is
+normalized, too; `GRADIENT` a · dz + b · x + c, the gradient of a norm's input (see
+`backward_factors_kernel`). The epilogue is applied to each tile in registers (`EPILOGUE`): `MOMENTS` sums
+the statistics of the next norm; `MASKED` applies the ReLU of the previous norm to the gradient, `MERGED`
+the sum and ReLU of a block, and both sum the gradients of γ and β.
 
 A program computes one block of columns of `span` rows, tile by tile, and keeps its sums in registers.
-Threads add theirs together after the last tile only: for each tile, that took more instructions than
-all else. Most tiles are computed as their transpose (`TURNED`): tensor cores leave a thread two rows of
-many columns, and so many rows of two columns of a transposed tile. Parts are joined in a fixed order, so
-repetitions are bit-identical. Values are rounded to the map's type where the separate operators store
-them.
+Threads combine their sums only after the last tile: doing so for each tile took more instructions than
+all else. Most tiles are computed as their transpose (`TURNED`), because tensor cores return two rows of
+many columns to a thread, hence many rows of two columns of a transposed tile. Parts are joined in a fixed
+order, so repetitions are bit-identical. Values are rounded to the type of the activations wherever the
+separate operators store them.
 """
 
 from __future__ import annotations
@@ -39,9 +38,11 @@ def _operand(
     x, other, saved, found, at, ok, cols, col_ok, channels,
     FORM: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the map that the product takes, in the type of `x`. `RELU`: `x` is the gradient
-    behind the ReLU of the norm whose input is `other`. `found` has the factors of `GRADIENT`, or the
-    statistics of `other` for `PROJECTED`."""
+    """Returns a tile of the operand in the type of `x`.
+
+    With `RELU`, `x` is the gradient after the ReLU of the norm whose input is `other`. `found` contains
+    the factors of `GRADIENT`, or the statistics of `other` for `PROJECTED`.
+    """
     value = tl.load(x + at, mask=ok, other=0.0)
     if FORM == NORMALIZED or FORM == JOINED or FORM == PROJECTED:  # noqa: SIM109
         scale = tl.load(saved + 2 * channels + cols, mask=col_ok, other=0.0)[None, :]
@@ -76,8 +77,11 @@ def _columns(
     out_saved, out_other_saved, centre, cols, col_ok, n,
     EPILOGUE: tl.constexpr, PROJECT: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """What an epilogue takes of each column: the value that it sums about, scale and shift of the norm,
-    and the mean of the residual's norm."""
+    """Loads the column values of an epilogue.
+
+    These are the value about which it sums, scale and shift of the norm, and the mean of the residual's
+    norm.
+    """
     middle = tl.zeros(cols.shape, tl.float32)
     scale, shift, other_middle = middle, middle, middle
     if EPILOGUE == MOMENTS:
@@ -97,7 +101,7 @@ def _columns(
 
 @triton.jit
 def _along(vector, FIRST: tl.constexpr):
-    """Along the first axis of a tile, or the second. The first one of a turned tile has columns."""
+    """Expands a vector along the first or second axis of a tile; a turned tile has columns first."""
     return vector[:, None] if FIRST else vector[None, :]
 
 
@@ -112,7 +116,7 @@ def _product(tile, factors, result, TURNED: tl.constexpr):
 
 @triton.jit
 def _part_of(maps, elements, DESCRIBED: tl.constexpr):
-    """The map from the part of this program on; a descriptor counts from the first row."""
+    """Offsets an activation to the part of this program; descriptors count from the first row."""
     return maps if DESCRIBED else maps + elements
 
 
@@ -133,8 +137,10 @@ def _finish(
     EPILOGUE: tl.constexpr, ADD: tl.constexpr, PROJECT: tl.constexpr, LOADED: tl.constexpr,
     TURNED: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """The epilogue of a tile of a product: stores it in `TYPE`, and returns what is to be summed over
-    rows. `LOADED`: `y_tile` is the tile of `out_y`."""
+    """Applies the epilogue to a tile, stores it in `TYPE`, and returns the values to sum over rows.
+
+    With `LOADED`, `y_tile` is the tile of `out_y`.
+    """
     value, second, third = result, result, result
     if EPILOGUE == MASKED or EPILOGUE == MERGED:  # noqa: SIM109
         before = _tile_of(out_x, at, ok, line, col, TURNED, DESCRIBED)
@@ -170,9 +176,11 @@ def _fold(
     value, TURNED: tl.constexpr, GROUPS: tl.constexpr, LINES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the rows of a tile that a thread has, or for a turned tile a quarter of a warp: threads and
-    warps add theirs to each other's once, after the last tile. Rows are in `GROUPS`; of a group, a thread
-    has those that are `LINES` apart."""
+    """Sums the rows of a tile that a thread owns, or a quarter of a warp for a turned tile.
+
+    Threads and warps combine their sums once, after the last tile. Rows are divided into `GROUPS`; a
+    thread owns the rows of a group that are `LINES` apart.
+    """
     if TURNED:
         folded = tl.sum(tl.reshape(value, (BLOCK_N, GROUPS, BLOCK_M // GROUPS)), 2)
     else:
@@ -185,7 +193,7 @@ def _fold(
 def _no_sums(
     TURNED: tl.constexpr, GROUPS: tl.constexpr, LINES: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """As `_fold` gives them."""
+    """Returns zeros in the shape of `_fold`."""
     if TURNED:
         sums = tl.zeros((BLOCK_N, GROUPS), tl.float32)
     else:
@@ -222,14 +230,14 @@ def product_kernel(
     EVEN_M: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, n] = operand [rows, k] · weight, stored [n, k] if `FORWARD`, else [k, n].
+    """Computes out [rows, n] = operand [rows, k] · weight, stored [n, k] if `FORWARD`, else [k, n].
 
-    `SIDE` also stores the operand. `SINGLE`: k ≤ BLOCK_K, so that the weights are read once; else
-    the compiler makes one loop of two. `parts` [2, parts, n] gets two sums a part: Σ (y − centre) and
-    Σ (y − centre)² for `MOMENTS`, else Σ dz and Σ dz · (x − mean) with the norm of `out_x` and
-    `out_saved`. `PROJECT`: [4, parts, n], and the same with the norm of `out_other`. `TURNED`: a tile
-    is computed as its transpose. `DESCRIBED`: the maps of the epilogue come as descriptors. `GROUPS` and
-    `LINES`: see `_fold`.
+    `SIDE` also stores the operand. `SINGLE` means k ≤ BLOCK_K, so that the weights are read once;
+    otherwise the compiler fuses two loops. `parts` [2, parts, n] receives two sums per part: Σ (y −
+    centre) and Σ (y − centre)² for `MOMENTS`, otherwise Σ dz and Σ dz · (x − mean) for the norm of
+    `out_x` and `out_saved`. With `PROJECT` it is [4, parts, n] and includes the norm of `out_other`.
+    `TURNED` computes a tile as its transpose. `DESCRIBED` passes the activations of the epilogue as
+    descriptors. `GROUPS` and `LINES`: see `_fold`.
     """
     blocks = tl.cdiv(n, BLOCK_N)
     block = tl.program_id(0) % blocks
@@ -320,7 +328,7 @@ def weight_gradient_kernel(
     FORM: tl.constexpr, RELU: tl.constexpr, INPUT_FORM: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """partial [part, n, k] = Σ gradientᵀ · input over the `span` rows of a part."""
+    """Computes partial [part, n, k] = Σ gradientᵀ · input over the `span` rows of a part."""
     tiles_k = tl.cdiv(k, BLOCK_K)
     tiles = tl.cdiv(n, BLOCK_N) * tiles_k
     tile = tl.program_id(0) % tiles
@@ -364,9 +372,12 @@ def both_gradients_kernel(
     EVEN_M: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """`product_kernel` for the gradient of the input and `weight_gradient_kernel` in one: both read the
-    same maps. For few channels, n ≤ BLOCK_N and k ≤ BLOCK_K, whose products fit the registers. With
-    `MERGED`, `inputs` is the block's output, `out_y`."""
+    """Computes both gradients, which read the same activations.
+
+    Combines `product_kernel` for the gradient of the input and `weight_gradient_kernel`. For few
+    channels: n ≤ BLOCK_N and k ≤ BLOCK_K, so that the results fit into registers. With `MERGED`, `inputs`
+    is the block's output, `out_y`.
+    """
     part = tl.program_id(0)
     outs = tl.arange(0, BLOCK_N)
     ins = tl.arange(0, BLOCK_K)
@@ -437,7 +448,7 @@ def both_gradients_kernel(
 def join_products_kernel(
     partial, out, elements, parts, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr
 ):
-    """out = Σ partial over its parts."""
+    """Computes out = Σ partial over its parts."""
     at = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     at_ok = at < elements
     lines = tl.arange(0, BLOCK_P)

@@ -1,15 +1,15 @@
-"""Outputs of batch norm and ReLU that backward computes again, so that they are not stored.
+"""Outputs of batch norm and ReLU that are recomputed in the backward pass instead of stored.
 
-A convolution keeps its input for backward. Where that is relu(norm(x)), the norm keeps x as well, and one
-pass over x gives its output again, to the bit. `MapSource` is how: the readers of the map run inside
-`not_stored`, and autograd then keeps a reference to the source in place of the map. Backward computes the
-map for the first reader that needs it and frees it after the last.
+A convolution saves its input for the backward pass. If that input is relu(norm(x)), the norm saves x,
+too, and one pass over x reproduces it bit for bit. The readers of the activation run in
+`ActivationSource.not_stored`, so that autograd saves a reference to the source instead. The backward pass
+computes the activation for its first reader and frees it after the last.
 
-A block's output, relu(norm(x) + shortcut), is not stored where the shortcut is a stored map. So every
-second of consecutive blocks stores its output, and computing one again never needs another one again.
+The output of a block, relu(norm(x) + shortcut), is not stored if the shortcut is. So every second of
+consecutive blocks stores its output, and a recomputation never needs another one.
 
-Torch's operators and the fused kernels (`paceline.accel.fused`, `fused_blocks`) can both do this,
-torch.compile cannot.
+torch's operators and the fused kernels (`paceline.accel.fused`, `fused_blocks`) support this,
+torch.compile does not.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from torch import Tensor, nn
 from paceline.models.synced_norm import normalized
 
 if TYPE_CHECKING:
-    from paceline.accel.fused_blocks import Pending
+    from paceline.accel.fused_blocks import DeferredOutput
 
 
-class MapSource:
-    """Computes a map of the forward pass again.
+class ActivationSource:
+    """Recomputes an activation of the forward pass.
 
-    Saved tensors of autograd refer to it. Autograd drops these one by one during backward, as soon as
-    their gradients are computed, and with the last of them go the map and what it is computed from.
+    Autograd's saved tensors refer to it. Autograd releases them one by one during the backward pass, and
+    with the last of them the activation and its inputs.
     """
 
     def __init__(self) -> None:
-        self._place, self._shape = 0, torch.Size()
+        self._storage, self._shape = 0, torch.Size()
         self._compute: Callable[[], Tensor] | None = None
         self._made: Tensor | None = None
 
     def set(self, y: Tensor, compute: Callable[[], Tensor]) -> None:
-        """`compute` gives the bits of `y`. It holds no map that would not be stored anyway."""
-        self._place, self._shape, self._compute = _storage(y), y.shape, compute
+        """Sets the activation `y` and the function that recomputes it bit for bit from stored tensors."""
+        self._storage, self._shape, self._compute = _storage(y), y.shape, compute
 
     def get(self) -> Tensor:
         if self._made is None:
@@ -53,18 +53,21 @@ class MapSource:
         return self._made
 
     def not_stored(self) -> AbstractContextManager[None]:
-        """Operators inside do not keep the map. The caller has it, so that no other tensor takes its
-        place. Hooks of a caller do not see what is kept inside."""
+        """Returns a context in which operators do not save the activation.
 
-        def pack(kept: Tensor) -> tuple[Tensor, int] | MapSource:
-            whole = _storage(kept) == self._place and kept.shape == self._shape
+        The caller must keep a reference to it, so that no other tensor reuses its memory. Outer hooks do
+        not see tensors that are saved in this context.
+        """
+
+        def pack(kept: Tensor) -> tuple[Tensor, int] | ActivationSource:
+            whole = _storage(kept) == self._storage and kept.shape == self._shape
             return self if whole else (kept.detach(), kept._version)
 
-        def unpack(kept: tuple[Tensor, int] | MapSource) -> Tensor:
-            if isinstance(kept, MapSource):
+        def unpack(kept: tuple[Tensor, int] | ActivationSource) -> Tensor:
+            if isinstance(kept, ActivationSource):
                 return kept.get()
             tensor, version = kept
-            if tensor._version != version:  # torch's own check does not see what hooks keep
+            if tensor._version != version:  # torch's check does not include tensors saved by hooks
                 raise RuntimeError(
                     f"a tensor of shape {tuple(tensor.shape)} that backward needs has been changed in "
                     "place since forward"
@@ -75,45 +78,44 @@ class MapSource:
 
 
 @dataclass(frozen=True)
-class RecomputedMap:
-    """A map as its readers take it in forward: for the branch and for the shortcut of a block (see
-    `fused.norm_act_twice`)."""
+class RecomputedActivation:
+    """An activation that is recomputed, for branch and shortcut of a block (see `norm_act_twice`)."""
 
     branch: Tensor
     shortcut: Tensor
-    source: MapSource
+    source: ActivationSource
 
 
-# A feature map, or the same map twice: for the branch and for the shortcut (see `fused.norm_act_twice`),
-# or one that is not stored, or one that its user computes.
-Uses: TypeAlias = "Tensor | tuple[Tensor, Tensor] | RecomputedMap | Pending"
+# An activation; the same activation twice, for branch and shortcut (see `fused.norm_act_twice`); one that
+# is not stored; or one that its reader computes.
+BlockInput: TypeAlias = "Tensor | tuple[Tensor, Tensor] | RecomputedActivation | DeferredOutput"
 
 
-def split_uses(x: Uses) -> tuple[Tensor, Tensor]:
-    """Returns the map for the branch and for the shortcut of a block."""
+def branch_and_shortcut(x: BlockInput) -> tuple[Tensor, Tensor]:
+    """Returns the activation for the branch and for the shortcut of a block."""
     if isinstance(x, Tensor):
         return x, x
-    if isinstance(x, RecomputedMap):
+    if isinstance(x, RecomputedActivation):
         return x.branch, x.shortcut
     return x if isinstance(x, tuple) else x.output()
 
 
-def computed(x: Uses) -> Uses:
-    """Returns a map that was left to its user, or `x` itself."""
-    return x if isinstance(x, Tensor | RecomputedMap) else split_uses(x)
+def computed(x: BlockInput) -> BlockInput:
+    """Computes a deferred activation; returns any other `x` unchanged."""
+    return x if isinstance(x, Tensor | RecomputedActivation) else branch_and_shortcut(x)
 
 
 def not_stored(x: object) -> AbstractContextManager[None]:
-    """Around an operator that reads `x`."""
-    return x.source.not_stored() if isinstance(x, RecomputedMap) else nullcontext()
+    """Returns the context of an operator that reads `x`."""
+    return x.source.not_stored() if isinstance(x, RecomputedActivation) else nullcontext()
 
 
 def recomputed_norm(
     x: Tensor, norm: nn.BatchNorm2d, shortcut: Tensor | None = None
-) -> RecomputedMap:
-    """relu(norm(x) + shortcut) with torch's operators. The shortcut is a stored map."""
+) -> RecomputedActivation:
+    """Computes relu(norm(x) + shortcut) with torch's operators, for a stored shortcut."""
     out, again = normalized(x, norm)
-    source = MapSource()
+    source = ActivationSource()
     if shortcut is not None:
         out = out + shortcut
         shortcut = shortcut.detach()
@@ -125,9 +127,9 @@ def recomputed_norm(
     source.set(out, compute)
     with source.not_stored():
         y = F.relu(out, inplace=True)
-    return RecomputedMap(y, y, source)
+    return RecomputedActivation(y, y, source)
 
 
 def _storage(tensor: Tensor) -> Any:
-    """Of one tensor at a time, on every device; tensors of the meta device have no address."""
+    """Identifies the storage of a tensor on any device; tensors on the meta device have no address."""
     return tensor.untyped_storage()._cdata

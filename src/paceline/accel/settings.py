@@ -18,11 +18,11 @@ _COMPILED_BY = "cannot be compiled by run.accel.compile = {run.owned[accel].comp
 
 @dataclass(frozen=True)
 class AccelSettings:
-    """Faster forms of the model's parts in training; evaluation uses the plain model."""
+    """Faster implementations of the model's layers in training; evaluation uses the plain model."""
 
-    # They change how a step is computed: within rounding its results are the same.
+    # Results of a step are equal within rounding only.
     EXACT: ClassVar[bool] = False
-    # No other setting chooses them.
+    # No other setting selects these.
     UNCHOSEN: ClassVar[bool] = True
 
     fused_norm: str = "auto"
@@ -31,17 +31,17 @@ class AccelSettings:
     fused_convolutions: str = "off"
     """1×1 convolutions fused with the batch norms around them, for ResNets with bottlenecks in half
     precision on a GPU: `on`, `off`, `auto` (if a timing at the first start shows that they are
-    faster; kept in `~/.cache/paceline/products`), or `cudnn` (as `auto`, with kernels of cuDNN's graph
-    API in fp16, also for other convolutions and for ResNets without bottlenecks; their sums have no
-    fixed order, so that repetitions agree within rounding only)."""
+    faster; stored in `~/.cache/paceline/products`), or `cudnn` (like `auto`, with kernels of cuDNN's
+    graph API in fp16, also for other convolutions and for ResNets without bottlenecks; their sums have
+    no fixed order, so repetitions agree only within rounding)."""
     recompute_norms: bool = False
-    """Do not store outputs of batch norm and ReLU that convolutions read: backward computes them again.
-    Less memory, a slower step, the same bits unless convolutions are fused. For ResNets and
+    """Recompute outputs of batch norm and ReLU that convolutions read in the backward pass instead of
+    storing them. Less memory, a slower step, the same bits unless convolutions are fused. For ResNets and
     `alexnet_bn`, without torch.compile."""
     compile: str = "auto"
     """torch.compile: `off`, `blocks` (each residual block), `model`, or `auto` (`model` on a GPU
-    for models without fused kernels). Batches of another size than the usual one, such as a run's last,
-    are not compiled."""
+    for models without fused kernels). Batches of another size, such as the last one of a run, are not
+    compiled."""
 
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = (
         Exclusion(

@@ -1,9 +1,9 @@
-"""The first convolution of a network, on a GPU in a form that tensor cores compute faster.
+"""The first convolution of a network, in an implementation that tensor cores compute faster.
 
-In: normalized images, on the fused path with a fourth channel of zeros, and the convolution. Out: its
-maps. Few channels keep most of a tensor core idle, so `convolve_images` makes windows of pixels into
-channels and convolves those with the rearranged weight: the same products, summed in another order. The
-weight stays as it is in the state dict.
+The input is normalized images, with a fourth channel of zeros on the fused path. With few channels, most
+of a tensor core is idle, so `convolve_images` converts windows of pixels to channels and convolves these
+with the rearranged weight: the same products, summed in another order. The weight in the state dict does
+not change.
 """
 
 from __future__ import annotations
@@ -15,22 +15,21 @@ from typing import TypeGuard
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Of images on the fused path: GPUs convolve four channels faster than three.
+# Channels of images on the fused path: GPUs convolve four channels faster than three.
 PADDED_CHANNELS = 4
 
 
 def can_launch(x: Tensor) -> bool:
-    """Whether Triton kernels can run on `x`: on a GPU, or in Triton's interpreter."""
+    """Returns True if Triton kernels can run on `x`: on a GPU, or in Triton's interpreter."""
     return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def is_plain(module: nn.Module) -> TypeGuard[nn.Conv2d]:
-    """Whether it does nothing but a convolution of one group without dilation, on zeros as padding, and
-    perhaps add a bias; someone may have put another module in its place. Hooks may come and go."""
+    """Returns True for a plain convolution: one group, no dilation, zero padding, own `forward`."""
     return (
         type(module) is nn.Conv2d
         and "forward" not in vars(module)
-        # Else a hook computes it, as torch's `spectral_norm` does.
+        # Otherwise a hook computes the weight, as torch's `spectral_norm` does.
         and "weight" in module._parameters
         and not isinstance(module.padding, str)
         and module.padding_mode == "zeros"
@@ -40,15 +39,18 @@ def is_plain(module: nn.Module) -> TypeGuard[nn.Conv2d]:
 
 
 def pads_images(first: nn.Module) -> bool:
-    """Returns True if a fused form with this convolution takes images with a fourth channel of zeros."""
+    """Returns True if the fused path takes images with a fourth channel for this convolution."""
     return is_plain(first) and first.in_channels == 3
 
 
 @dataclass(frozen=True)
 class WindowForm:
-    """Images as windows of `side` × `side` pixels, one every `stride` pixels, whose values are channels:
+    """An implementation of a convolution on windows of pixels.
+
+    A window has `side` × `side` pixels, one window every `stride` pixels. Its values become channels:
     `channels` of each pixel, then zeros up to `width`. A convolution of `kernel` × `kernel` pixels
-    becomes one of `taps` × `taps` windows, with stride 1 and without padding."""
+    becomes one of `taps` × `taps` windows with stride 1 and without padding.
+    """
 
     kernel: int
     stride: int
@@ -62,11 +64,11 @@ class WindowForm:
         return -(-self.kernel // self.side)
 
     def windows(self, pixels: int) -> int:
-        """Windows along a side of that many pixels; less than `taps` where the kernel does not fit."""
+        """Returns the windows along a side; fewer than `taps` if the kernel does not fit."""
         return (pixels + 2 * self.padding - self.kernel) // self.stride + self.taps
 
     def weight(self, weight: Tensor) -> Tensor:
-        """The weight of the convolution of windows, differentiable, in channels-last memory."""
+        """Returns the weight of the convolution of windows, differentiable, in channels-last memory."""
         filters, channels = weight.shape[:2]
         taps, side = self.taps, self.side
         more = taps * side - self.kernel
@@ -76,39 +78,46 @@ class WindowForm:
         return F.pad(blocks, (0, self.width - blocks.shape[3])).permute(0, 3, 1, 2)
 
 
-# Side of a window, channels of a pixel and width, by kernel and stride: where an H200 was faster. The
-# 7 × 7 convolution of stride 2 gained nothing by such forms.
+# Side of a window, channels of a pixel and width, by kernel and stride, if an H200 was faster. The 7 × 7
+# convolution of stride 2 was not.
 _MEASURED = {(11, 4): (4, 4, 64), (3, 1): (3, 3, 32)}
 
 
 def describe_stem(first: nn.Module) -> str:
-    """Returns how the fused form convolves images, "" if as they are."""
+    """Describes the implementation of the first convolution on the fused path; empty if unchanged."""
     form = window_form(first) if pads_images(first) else None
     return "" if form is None else f"first convolution on windows of {form.width} channels"
 
 
 def window_form(convolution: nn.Module) -> WindowForm | None:
-    """The form of a convolution of three channels, or None where it has none."""
+    """Returns the window implementation of a convolution of three channels, if there is one."""
     if not is_plain(convolution):
         return None
     (kernel, *kernels), (stride, *strides) = convolution.kernel_size, convolution.stride
     padding = convolution.padding
-    found = _MEASURED.get((kernel, stride))
+    measured = _MEASURED.get((kernel, stride))
     if (
-        found is None
+        measured is None
         or isinstance(padding, str)
         or (kernels, strides, padding[1]) != ([kernel], [stride], padding[0])
         or convolution.in_channels != 3
     ):
         return None
-    return WindowForm(kernel, stride, padding[0], *found)
+    return WindowForm(kernel, stride, padding[0], *measured)
 
 
 def convolve_images(
     convolution: nn.Conv2d, x: Tensor, *, padded: bool, biased: bool = True
 ) -> Tensor:
-    """The first convolution, without its bias where it is not `biased`. If `padded`, images may have a
-    fourth channel of zeros; these take the form of windows where there is one."""
+    """Computes the first convolution.
+
+    Args:
+        convolution: The convolution.
+        x: Normalized images.
+        padded: True if images may have a fourth channel of zeros; these are convolved by windows if
+            possible.
+        biased: False to leave out the bias.
+    """
     if not padded or x.shape[1] != PADDED_CHANNELS:
         if biased or convolution.bias is None:
             maps: Tensor = convolution(x)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,11 +39,8 @@ from paceline.planner.layers import (
 )
 from paceline.planner.memory import MemoryEstimate, check_memory, step_memory
 from paceline.planner.recommend import (
-    InputSupply,
     Job,
     Limits,
-    fed_by,
-    input_supply,
     largest_global_batch,
     limits_of,
     recommended_batch,
@@ -110,48 +106,12 @@ def _cluster_flags(
     )
 
 
-# Adds the input to a workload; also returns the supply of a node.
-Feed = Callable[[Workload, Cluster], tuple[Workload, InputSupply | None]]
-
-
-def _input_flags(
-    input_images_per_s: float = typer.Option(0.0, help="Input of a rank; 0: enough."),
-    cores_per_node: int = typer.Option(0, help="Cores of a node that decode images."),
-    packed: bool = typer.Option(False, "--packed", help="Those cores decode packed shards."),
-    nvjpeg: bool = typer.Option(False, "--nvjpeg", help="The GPUs decode the images."),
-    input_bench: Path | None = typer.Option(
-        None, help="A file of paceline bench input --json, as the speed of the input of a node."
-    ),
-) -> Feed:
-    """Makes the function that adds the input, whose speed only one of the flags may give.
-
-    `--cores-per-node` scales a benchmark, and may decode packed shards.
-    """
-    check_input_rate(input_images_per_s)
-    ways = {
-        "--input-images-per-s": bool(input_images_per_s), "--nvjpeg": nvjpeg,
-        "--input-bench": input_bench is not None,
-        "--cores-per-node": bool(cores_per_node) and input_bench is None,
-    }  # fmt: skip
-    given = [flag for flag, is_given in ways.items() if is_given]
-    if len(given) > 1:
-        problem = f"gives the speed of the input, as {given[0]} does"
-        raise ConfigError(given[1], None, problem, "leave out one of them")
-    if packed and given != ["--cores-per-node"]:
-        problem = "needs --cores-per-node, without --input-bench"
-        raise ConfigError("--packed", None, problem, "add --cores-per-node N")
-
-    def feed(work: Workload, place: Cluster) -> tuple[Workload, InputSupply | None]:
-        ranks = place.ranks_per_node
-        supply = input_supply(ranks, cores_per_node, packed, nvjpeg, input_bench)
-        return fed_by(work, supply, ranks).fed_at(input_images_per_s), supply
-
-    return feed
-
-
-@flags_of(step=_step_flags, where=_cluster_flags, feed=_input_flags)
+@flags_of(step=_step_flags, where=_cluster_flags)
 def plan(
-    step: _Step, where: ClusterRequest, feed: Feed,
+    step: _Step, where: ClusterRequest,
+    input_images_per_s: float = typer.Option(
+        0.0, help="Images/s that the input of a rank delivers; 0: enough."
+    ),
     batch_size: int | None = typer.Option(
         None, "--batch-size", "-b", help="Of one GPU; by default one is recommended."
     ),
@@ -163,7 +123,7 @@ def plan(
     ),
     noise_scale: float = typer.Option(
         0.0,
-        help="Noise scale of a run with run.noise_scale: bounds the useful batch and ranks.",
+        help="Noise scale that a run with run.noise_scale measured; limits the recommended batch.",
     ),
     target_minutes: float = typer.Option(0.0, help="Recommend nodes that train in this time."),
     price_per_gpu_hour: float = typer.Option(0.0, help="In any currency; none is built in."),
@@ -196,8 +156,9 @@ def plan(
     net = _network(step, profiled)
     if recompute_norms:
         net = _recomputing_norms(net, profiled)
-    work, place = step.workload(net, profiled), where.place(step.chip, file)
-    work, supply = feed(work, place)
+    check_input_rate(input_images_per_s)
+    work = step.workload(net, profiled).fed_at(input_images_per_s)
+    place = where.place(step.chip, file)
     question = question_about(work, place, algorithm, wire)
     most = largest_global_batch(max_global_batch, noise_scale, dataset_size, epochs)
     # The number format of a profile may differ from the default of the GPU.
@@ -212,9 +173,9 @@ def plan(
     question = replace(question, batch=batch)
     chosen = _fusion_plan(with_plan, question, place, restricted=bool(algorithm or wire))
     answer = Answer.of(
-        question, place, chosen, job=job, limits=limits, net=net, gpu=step.chip, memory=memory,
-        supply=supply, recommended=batch_size is None, noise_scale=noise_scale,
-        assumed=where.assumed(step.chip),
+        question, place, chosen, job=job, limits=limits, memory=memory,
+        memory_bytes=step.chip.memory_bytes if step.chip else 0.0,
+        recommended=batch_size is None, assumed=where.assumed(step.chip),
     )  # fmt: skip
     if plan_out is not None:
         _write_plan(plan_out, file, chosen, answer)

@@ -9,8 +9,7 @@ import math
 from dataclasses import asdict
 
 from paceline.core.units import format_duration, markup, plural
-from paceline.plan.noise import LEAST_SAVING
-from paceline.planner.answer import Answer, format_gbps, node_gbps
+from paceline.planner.answer import MAX_RANKS, Answer, node_gbps
 from paceline.planner.prediction import BucketScore, Prediction
 from paceline.planner.recommend import CORE_IMAGES_PER_S, PACKED_IMAGES_PER_S
 from paceline.report.chart import Chart, Line
@@ -45,9 +44,8 @@ def answer_tables(answer: Answer) -> list[Table]:
     """Returns the tables after the facts, in the order of the terminal: the most important one last."""
     cost = ("cost",) if answer.limits.price else ()
     energy = ("kWh",) if answer.job.watts else ()
-    same_loss = ("time to the same loss",) if answer.noise_scale else ()
     buckets = ("bucket", "tensors", "MiB", "algorithm", "ready ms", "start ms", "end ms")
-    scaling = ("ranks", "images/s", "efficiency", "exposed ms", *same_loss)
+    scaling = ("ranks", "images/s", "efficiency", "exposed ms")
     options = (
         "nodes", "batch", "time with start-up", "GPU-hours", *cost, *energy, "images/s",
         "efficiency", "global batch",
@@ -56,7 +54,6 @@ def answer_tables(answer: Answer) -> list[Table]:
         Table.of(f"Buckets, {FROM_BACKWARD}", buckets, bucket_rows(answer), {3}),
         Table.of("Scaling", scaling, curve_rows(answer), set()),
         Table.of("Nodes and batches", options, option_rows(answer), set()),
-        Table.of("What would help", ("change", "images/s", "price"), advice_rows(answer), {0, 2}),
     ]
 
 
@@ -103,8 +100,7 @@ def fact_rows(answer: Answer) -> list[Row]:
                  f"{now.steps(answer.job.epochs, answer.job.samples):,} steps, in "
                  f"{format_duration(answer.train_s)} {sure}, without start-up and evaluation"),
         ("start-up", _start_up_words(answer)),
-        ("ranks at 90 %", most),
-        *_noise_rows(answer),
+        ("ranks at 90 %", most + _or_more(answer)),
         *_memory_rows(answer),
         ("input", _input_words(answer)),
         *_cost_rows(answer),
@@ -134,24 +130,8 @@ def _sure(spread: float) -> str:
 def _start_up_words(answer: Answer) -> str:
     took = format_duration(answer.option.startup_s)
     if answer.job.startup_s is not None:
-        words = f"{took} as given (--startup-s)"
-    else:
-        words = f"{took} (--startup-s sets it): {answer.start_up.describe()}"
-    return f"{words}; process groups: {answer.start_up.describe_groups()}"
-
-
-def _noise_rows(answer: Answer) -> list[Row]:
-    """Returns a row with the largest useful number of ranks if the noise scale is known."""
-    if answer.useful_ranks is None:
-        return []
-    batch, limits = answer.useful_ranks * answer.now.batch, answer.limits
-    over = batch > limits.global_batch
-    return [(
-        "useful ranks",
-        f"{answer.useful_ranks:,}, a batch of {batch:,}{', more than the batch limit' if over else ''}: "
-        f"with more ranks, doubling them saves less than {LEAST_SAVING:.0%} of the time to the same "
-        f"loss (noise scale {answer.noise_scale:,.0f})",
-    )]  # fmt: skip
+        return f"{took} as given (--startup-s)"
+    return f"{took} (--startup-s sets it): {answer.start_up.describe()}"
 
 
 def _memory_rows(answer: Answer) -> list[Row]:
@@ -169,13 +149,13 @@ def _memory_rows(answer: Answer) -> list[Row]:
 
 
 def _input_words(answer: Answer) -> str:
-    """Describes the input that a node needs, and its supply or the cores for it."""
+    """Describes the input rate that a node needs, and the cores for it."""
     need = answer.needed_images_per_s
-    words = f"{_few(need)} images/s a node needed"
-    if answer.supply is not None:
-        return f"{words}, {answer.supply.images_per_s:,.0f} available: {answer.supply.source}"
-    cores, packed = math.ceil(need / CORE_IMAGES_PER_S), math.ceil(need / PACKED_IMAGES_PER_S)
-    return f"{words}: {plural(cores, 'core')} for full-size JPEGs, or {packed:,} for packed shards"
+    cores, packed = (math.ceil(need / rate) for rate in (CORE_IMAGES_PER_S, PACKED_IMAGES_PER_S))
+    return (
+        f"{_few(need)} images/s a node needed: {plural(cores, 'core')} for full-size JPEGs, or "
+        f"{packed:,} for packed shards"
+    )
 
 
 def _cost_rows(answer: Answer) -> list[Row]:
@@ -227,11 +207,29 @@ def _chosen_words(answer: Answer) -> str:
     )
 
 
-def _slowdown(now: Prediction) -> str:
-    """Describes how hidden communication slows compute, if it was measured."""
+def format_gbps(rate: float) -> str:
+    """Formats a rate in Gb/s.
+
+    >>> format_gbps(25600), format_gbps(0.016)
+    ('25,600 Gb/s', '0.016 Gb/s')
+    """
+    return f"{rate:,.0f} Gb/s" if rate >= 100 else f"{rate:.3g} Gb/s"
+
+
+def _slowed(now: Prediction) -> str:
+    """Only where it was measured."""
     if not now.hidden_comm_s:
         return ""
     return f", compute slowed by hidden communication {1e3 * now.hidden_comm_s:,.2f}"
+
+
+def _or_more(answer: Answer) -> str:
+    """More than 65,536 ranks are not looked at, nor more nodes without links between them."""
+    if not answer.cluster.has_network:
+        return ": more nodes are not known"
+    step = answer.cluster.ranks_per_node
+    capped = answer.most_ranks is not None and answer.most_ranks + step > MAX_RANKS
+    return " or more" if capped else ""
 
 
 def _cluster_words(answer: Answer) -> str:
@@ -273,14 +271,9 @@ def _exchange(score: BucketScore) -> str:
 def curve_rows(answer: Answer) -> list[Row]:
     return [
         (f"{p.ranks:,}", _few(p.images_per_s), f"{p.efficiency:.1%}",
-         f"{1e3 * p.exposed_comm_s:,.2f}",
-         *((f"{answer.same_loss(p):.1%}",) if answer.noise_scale else ()))
+         f"{1e3 * p.exposed_comm_s:,.2f}")
         for p in answer.curve
     ]  # fmt: skip
-
-
-def advice_rows(answer: Answer) -> list[Row]:
-    return [(advice.change, f"{advice.gain:+.1%}", advice.price) for advice in answer.advice]
 
 
 def option_rows(answer: Answer) -> list[Row]:

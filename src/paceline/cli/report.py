@@ -27,7 +27,7 @@ from paceline.report.comparison import Comparison
 from paceline.report.live_run import run_folders
 from paceline.report.server import (
     LOOPBACK,
-    MOST_RUNS,
+    MAX_RUNS,
     PORT,
     WatchServer,
     is_loopback,
@@ -67,8 +67,7 @@ def compare_runs(
     comparison = Comparison.of(read_runs(runs, left_out), label, baseline, left_out)
     page = None
     if html is not None:
-        folder = html if html.is_dir() else html.parent
-        page = write_page(render_comparison(comparison, folder), html, "compare.html")
+        page = write_page(render_comparison(comparison), html, "compare.html")
     if as_json:
         typer.echo(json.dumps(compare_json(comparison), default=str))
     elif as_markdown:
@@ -102,7 +101,7 @@ def watch_runs(
         f"{TOKEN_VARIABLE}, or a random one that is printed.",
     ),
 ) -> int:  # fmt: skip
-    """Serve live reports of runs, finished or not, and their metrics for Prometheus."""
+    """Serve live reports of runs, finished or not."""
     token = os.environ.get(TOKEN_VARIABLE, "")
     if token and (len(token) < _SHORTEST_TOKEN or not token.isascii() or not token.isalnum()):
         raise ConfigError(
@@ -129,7 +128,7 @@ def find_runs(given: Iterable[Path]) -> list[Path]:
         if path.exists() and not path.is_dir():
             raise DataError(f"{path} is not a folder", "give a run folder")
     folders = run_folders(given)
-    if len(folders) > MOST_RUNS:
-        problem = f"are more than {MOST_RUNS} runs"
+    if len(folders) > MAX_RUNS:
+        problem = f"are more than {MAX_RUNS} runs"
         raise ConfigError("RUN", len(folders), problem, "name some of them")
     return folders

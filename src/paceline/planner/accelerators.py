@@ -1,7 +1,7 @@
-"""Accelerators and the clusters they form: the catalog, and `gpu_cluster`.
+"""Accelerators, and the clusters that they form.
 
-In: flags and a GPU of the catalog. Out: a `Cluster` (`paceline.plan.cluster`). The catalog is
-`accelerators.toml` in this folder, with a source for each figure; a user's file has the same form.
+The catalog is `accelerators.toml` in this folder; each figure has a source. A user's file has the same
+form.
 """
 
 from __future__ import annotations
@@ -23,12 +23,19 @@ from paceline.plan.cluster import Cluster, Link
 
 @dataclass(frozen=True)
 class StepConstants:
-    """What a step takes beside the peaks of the chip and of the links: the constants that
-    `tools/fit_planner.py` fits to measured systems. `matrix_share` and `memory_share` are of the peaks;
-    `layer_cycles` is the latency of one layer's pass in cycles of the chip; clocks go with the
-    `power_exponent`-th power of the board's watts; `hidden_cost` and `depth_cost` are those of `Cluster`.
-    `residual` is the relative standard error that is left. `software` has, for a chip and a round of
-    MLPerf Training, how many times as long a product took with the libraries of that round."""
+    """Constants that `tools/fit_planner.py` fits to measured systems.
+
+    Attributes:
+        matrix_share: The share of the peak of matrix products that a step reaches.
+        memory_share: The share of the memory bandwidth that a step reaches.
+        layer_cycles: The latency of one pass of a layer in cycles of the chip.
+        power_exponent: Clocks are proportional to the power limit of the board to this exponent.
+        hidden_cost: See `Cluster`.
+        depth_cost: See `Cluster`.
+        residual: The relative standard error that remains.
+        software: How many times as long a matrix product takes with the libraries of a round of MLPerf
+            Training, by chip and round.
+    """
 
     matrix_share: float
     memory_share: float
@@ -42,13 +49,14 @@ class StepConstants:
 
 @cache
 def step_constants() -> StepConstants:
+    """Reads the fitted constants."""
     text = files("paceline.planner").joinpath("step_constants.toml").read_text(encoding="utf-8")
     return StepConstants(**tomllib.loads(text))
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One whole training: images/s of one accelerator at `batch`, among `ranks` of one node."""
+    """One measured training: images/s of one accelerator at `batch`, with `ranks` in one node."""
 
     images_per_s: float
     batch: int
@@ -58,15 +66,15 @@ class Measured:
 
 @dataclass(frozen=True)
 class NodeNetwork:
-    """The links that connect a node to others: `gbps` of all `links` together. `system` is the reference
-    system that has them."""
+    """The links between nodes: `gbps` of all `links` of a node, as in the reference system `system`."""
 
     gbps: float = 100.0
     links: int = 1
     system: str = ""
 
     def describe(self, *, with_links: bool = True) -> str:
-        """
+        """Describes the links of a node.
+
         >>> NodeNetwork(3200, 8, "DGX H100").describe(), NodeNetwork().describe(with_links=False)
         ('8 × 400 Gb/s a node as in DGX H100', '100 Gb/s a node')
         """
@@ -74,7 +82,7 @@ class NodeNetwork:
         return f"{rate} Gb/s a node" + (f" as in {one_line(self.system)}" if self.system else "")
 
 
-# Triton has no back end for earlier chips.
+# Triton does not support earlier chips.
 TRITON_CAPABILITY = 7.0
 
 
@@ -100,10 +108,10 @@ class Specification:
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator(Specification):
-    """A specification and its name. Peaks hold at `reference_watts` of the board. `measured` corrects the
-    law of the step; `like` names a sister chip whose measurement counts. `family` is the chip whose
-    software it shares. `compute_capability` is CUDA's, 0 for a CPU. `network` is that of its
-    reference system. `is_own`: from a user's file, so that the law of the step was not fitted to it."""
+    """A specification with defaults filled in, and its name.
+
+    `is_own` is True for an accelerator from a user's file, to which the constants were not fitted.
+    """
 
     name: str
     reference_watts: float
@@ -111,11 +119,11 @@ class Accelerator(Specification):
 
     @classmethod
     def of(cls, name: str, table: Specification, *, is_own: bool = False) -> Accelerator:
-        usual = {
+        defaults = {
             "reference_watts": table.reference_watts or table.watts,
             "family": table.family or name,
         }
-        return cls(name=name, is_own=is_own, **{**vars(table), **usual})
+        return cls(name=name, is_own=is_own, **{**vars(table), **defaults})
 
     @property
     def flops_per_s(self) -> float:
@@ -124,10 +132,6 @@ class Accelerator(Specification):
     @property
     def memory_bytes_per_s(self) -> float:
         return self.memory_gb_per_s * 1e9
-
-    @property
-    def node_bytes_per_s(self) -> float:
-        return self.node_gb_per_s * 1e9
 
     @property
     def clock_hz(self) -> float:
@@ -143,17 +147,18 @@ class Accelerator(Specification):
 
     @property
     def in_half(self) -> bool:
-        """Whether its steps are in half precision, as `precision.amp_dtype = "auto"` chooses."""
+        """True if `precision.amp_dtype = "auto"` chooses half precision."""
         return self.is_gpu
 
     @property
     def runs_triton(self) -> bool:
-        """Whether our fused kernels can be built for it."""
+        """True if our fused kernels can be compiled for it."""
         return self.compute_capability >= TRITON_CAPABILITY
 
 
 @cache
 def catalogue() -> dict[str, Accelerator]:
+    """Reads the catalog."""
     text = files("paceline.planner").joinpath("accelerators.toml").read_text(encoding="utf-8")
     return {
         name: Accelerator.of(name, from_table(Specification, name, table))
@@ -162,63 +167,68 @@ def catalogue() -> dict[str, Accelerator]:
 
 
 def accelerator(name: str) -> Accelerator:
-    """Of the catalogue, or of a file in its form where `name` ends in `.toml`. ConfigError, with the
-    nearest name, for one that is unknown."""
+    """Returns an accelerator of the catalog, or that of a user's file if `name` ends in `.toml`.
+
+    Raises:
+        ConfigError: If the name is unknown, or the file is invalid.
+    """
     if name.lower().endswith(".toml"):
         return own_accelerator(Path(name))
-    known = catalogue()
-    for key, found in known.items():
+    catalog = catalogue()
+    for key, entry in catalog.items():
         if key.lower() == name.lower():
-            return found
+            return entry
     raise ConfigError(
         "--gpu", name, "unknown accelerator",
-        f"{nearest(name.upper(), tuple(known))} (or describe it in a TOML file, "
+        f"{nearest(name.upper(), tuple(catalog))} (or describe it in a TOML file, "
         "docs/planner.md#own-accelerators, or give --profile)",
     )  # fmt: skip
 
 
-# Far outside of what chips have; within them no time of a step overflows.
+# Wider than the range of real chips; within it no time of a step overflows.
 _RANGES = {
     "tflops": (1e-3, 1e6), "memory_gb_per_s": (0.1, 1e7), "memory_gb": (0.1, 1e6),
     "node_gb_per_s": (1e-3, 1e6), "processors": (1, 1e6), "clock_ghz": (0.01, 100), "watts": (1, 1e6),
     "reference_watts": (1, 1e6), "compute_capability": (0, 100),
 }  # fmt: skip
 _MEASURED_RANGES = {"images_per_s": (1e-3, 1e9), "batch": (1, 1 << 20), "ranks": (1, RANKS_LIMIT)}
-# Slower and faster links than there are; within them no time of a step overflows.
 _NODE_GBPS_RANGE = (1e-6, 1e9)
 _LATENCY_US_RANGE = (1e-6, 1e9)
 _NETWORK_RANGES = {"gbps": _NODE_GBPS_RANGE, "links": (1, RANKS_LIMIT)}
 _LONGEST_NAME = 60
-# Boards of one chip; the law of clocks by watts is not known to hold further out.
-_WATTS_RATIOS = (0.5, 2.0)
 
 
 def own_accelerator(path: Path) -> Accelerator:
-    """The one accelerator of a user's file. ConfigError for a file that cannot be read, or that has
-    figures which no chip has."""
-    remedy = "docs/planner.md#own-accelerators has an example"
-    with errors_of_file("--gpu", path, "fix it", remedy):
+    """Reads the accelerator of a user's file.
+
+    Raises:
+        ConfigError: If the file cannot be read, or a figure is missing or out of range.
+    """
+    with errors_of_file("--gpu", path, "fix it", "docs/planner.md#own-accelerators has an example"):
         tables = parse_toml(read_regular(path))
-        if len(tables) != 1:
+        if len(tables) != 1 or not next(iter(tables)).strip():
             raise ConfigError(
-                "tables", len(tables), "there must be one, named after the accelerator",
+                "tables", ", ".join(tables), "there must be one table, named after the accelerator",
                 'write it as ["My GPU"]',
             )  # fmt: skip
         ((key, table),) = tables.items()
         name = one_line(key)[:_LONGEST_NAME]
-        if not name.strip():
-            raise ConfigError(
-                "tables", key, "the table has no name; it is the accelerator's",
-                'write it as ["My GPU"]',
-            )  # fmt: skip
-        found = from_table(Specification, name, table)
-        _check_ranges(name, found, _RANGES)
-        _check_watts(name, found)
-        if found.measured is not None:
-            _check_ranges(f"{name}.measured", found.measured, _MEASURED_RANGES)
-        _check_ranges(f"{name}.network", found.network, _NETWORK_RANGES)
-        _check_sisters(name, found)
-        return Accelerator.of(name, found, is_own=True)
+        chip = from_table(Specification, name, table)
+        _check_ranges(name, chip, _RANGES)
+        _check_ranges(f"{name}.network", chip.network, _NETWORK_RANGES)
+        if chip.measured is not None:
+            _check_ranges(f"{name}.measured", chip.measured, _MEASURED_RANGES)
+        known = catalogue()
+        measured = [other for other, entry in known.items() if entry.measured is not None]
+        for field_name, value, names in (
+            ("like", chip.like, measured), ("family", chip.family, list(known)),
+        ):  # fmt: skip
+            if value and value not in names:
+                raise ConfigError(
+                    f"{name}.{field_name}", value, "is not in the catalog",
+                    f"use one of {', '.join(names)}",
+                )  # fmt: skip
+        return Accelerator.of(name, chip, is_own=True)
 
 
 def _check_ranges(
@@ -230,39 +240,14 @@ def _check_ranges(
             raise ConfigError(f"{section}.{key}", value, f"must be from {least:g} to {most:g}")
 
 
-def _check_watts(name: str, table: Specification) -> None:
-    least, most = (ratio * table.watts for ratio in _WATTS_RATIOS)
-    if table.reference_watts is not None and not least <= table.reference_watts <= most:
-        raise ConfigError(
-            f"{name}.reference_watts", table.reference_watts,
-            f"must be from {least:g} to {most:g}, half to twice the watts of the board",
-            "give tflops as they are at a power in that range, or leave it out",
-        )  # fmt: skip
-
-
-def _check_sisters(name: str, table: Specification) -> None:
-    """`like` and `family` are of the catalogue."""
-    known = catalogue()
-    measured = [key for key, chip in known.items() if chip.measured is not None]
-    for key, value, names in (
-        ("like", table.like, measured),
-        ("family", table.family, list(known)),
-    ):
-        if value and value not in names:
-            raise ConfigError(
-                f"{name}.{key}", value, "is none of the catalog", f"use one of {', '.join(names)}"
-            )
-
-
-# Of a link's signalling rate, what an all-reduce's payload gets.
+# The share of a link's signalling rate that the payload of an all-reduce reaches.
 PAYLOAD_SHARE = 0.8
 INTRA_LATENCY_US = 3.0
 INTER_LATENCY_US = 10.0
-# Of a cluster of which nothing else is said.
 GPUS_PER_NODE = 8
-# Start of a collective: kernel launch and the ranks' handshake.
+# Start of a collective: kernel launch and the handshake of the ranks.
 LAUNCH_US = 20.0
-# A cast reads one format and writes the other, there and back: 2 · (4 + 2) bytes an element.
+# A cast reads one format and writes the other, twice: 2 · (4 + 2) bytes an element.
 CAST_BYTES = 12
 
 
@@ -271,38 +256,52 @@ def gpu_cluster(
     latency_us: float = INTER_LATENCY_US, links: int | None = None, oversubscription: float = 1.0,
     constants: StepConstants | None = None,
 ) -> Cluster:  # fmt: skip
-    """`node_gbps` is the sum over a node's links; without it, that of the GPU's reference system. `links`
-    of a given `node_gbps` is 1 by default."""
+    """Builds a cluster of accelerators.
+
+    Args:
+        gpu: The accelerator.
+        nodes: The number of nodes.
+        gpus_per_node: The number of accelerators of a node.
+        node_gbps: The rate of all links of a node in Gb/s; that of the reference system by default.
+        latency_us: The start-up time of a message between nodes.
+        links: The number of links of a node. The default is 1 if `node_gbps` is given, otherwise that of
+            the reference system.
+        oversubscription: The oversubscription of the network between nodes.
+        constants: The constants of the step; those of the package by default.
+
+    Raises:
+        ConfigError: If a figure is out of range.
+    """
     constants = constants or step_constants()
     if links is None:
         links = gpu.network.links if node_gbps is None else 1
     if node_gbps is None:
         node_gbps = gpu.network.gbps
-    for flag, value, least, most, usual in (
+    for flag, value, least, most, hint in (
         ("--node-gbps", node_gbps, *_NODE_GBPS_RANGE, "100 Gb/s is usual for one link"),
         ("--latency-us", latency_us, *_LATENCY_US_RANGE, "10 us is usual between nodes"),
     ):
         if not least <= value <= most:
-            raise ConfigError(flag, value, f"must be from {least:g} to {most:g}", usual)
+            raise ConfigError(flag, value, f"must be from {least:g} to {most:g}", hint)
     if not 1 <= links <= RANKS_LIMIT:
         raise ConfigError("--links", links, f"must be from 1 to {RANKS_LIMIT:,}")
     return Cluster(
         nodes=nodes,
         ranks_per_node=gpus_per_node,
-        intra=Link.of(INTRA_LATENCY_US, PAYLOAD_SHARE * gpu.node_bytes_per_s / 1e9),
+        intra=Link.of(INTRA_LATENCY_US, PAYLOAD_SHARE * gpu.node_gb_per_s),
         inter=Link.of(latency_us, PAYLOAD_SHARE * node_gbps / links / 8),
         links=links,
         oversubscription=oversubscription,
         launch_s=LAUNCH_US * 1e-6,
         cast_s=CAST_BYTES / gpu.memory_bytes_per_s,
-        # Fitted to GPUs; on CPU ranks `paceline tune` measures what hidden exchanges cost.
+        # Fitted to GPUs; on CPUs, `paceline tune` measures the cost of hidden exchanges.
         hidden_cost=constants.hidden_cost if gpu.is_gpu else 0.0,
         depth_cost=constants.depth_cost,
     )
 
 
 def assumed(gpu: Accelerator, given: Collection[str]) -> dict[str, str]:
-    """Returns what `gpu_cluster` assumes for the arguments that are not `given`, by argument."""
+    """Describes what `gpu_cluster` assumes for the arguments that are not `given`, by argument."""
     network = gpu.network
     words = {
         "gpus_per_node": f"{GPUS_PER_NODE} GPUs a node",

@@ -1,11 +1,10 @@
-"""`analytic_workload`: the step of a network on hardware that is not here, from its layers and the chip.
+"""`analytic_workload`: predicts the step of a network from its layers and the figures of a chip.
 
-A layer takes as long as the slower of its products and its memory traffic, and a latency that no batch
-hides. Products are computed in tiles; a batch too small to give every multiprocessor one takes as long as
-one that does. What share of the peaks a real step reaches, and the latency in cycles, are fitted to
-measured systems (`step_constants.toml`, `tools/fit_planner.py`) and are the same for all chips with
-tensor cores. For other chips one measured training of ResNet-50 says how many times as long as that it
-takes.
+The time of a layer is the larger of its matrix products and its memory traffic, plus a latency that no
+batch hides. Products are computed in tiles: a batch too small to give each multiprocessor a tile takes as
+long as one that does. The shares of the peaks that a step reaches and the latency in cycles are fitted to
+measured systems (`step_constants.toml`, `tools/fit_planner.py`) and hold for all chips with tensor cores.
+For other chips, the times are scaled to one measured training of ResNet-50.
 """
 
 from __future__ import annotations
@@ -29,34 +28,44 @@ from paceline.planner.workload import Affine, Workload
 
 # Outputs of one tile of a matrix product, the unit of work of a multiprocessor.
 _TILE = 128 * 128
-# Per weight: half gradient, fp32 master and momentum read and written, half weight written; in fp32
-# the gradient has twice the bytes, and there is no half weight.
+# Bytes per weight of an update: half-precision gradient and weight, fp32 master and momentum read and
+# written. In fp32, the gradient has twice the bytes, and there is no half-precision weight.
 _UPDATE_BYTES = 20
-# Per weight and step: read forward, read backward, its gradient written.
+# Each step reads a weight in the forward and the backward pass, and writes its gradient.
 _WEIGHT_PASSES = 3
 # The batch at which the decay of the small-batch part is fitted.
 _FILL_AT = 16
-# Relative standard errors of times that one training on the chip, or on a sister, scales; and of the law
-# on a chip that it was not fitted to: it was 9 % too fast for the only one that could be compared (H200).
+# Relative standard errors by basis: scaled to a training on the chip or on a similar chip, from the peaks
+# of a user's chip (9 % too fast for the H200, the only comparison), and from rough peaks.
 _SPREAD = {"measured": 0.05, "like": 0.20, "own": 0.10, "rough": 0.30}
-# How many times as long as by its peaks a step can take; beyond it a figure is mistaken.
+# A measured training outside of this range of scales must be a mistake.
 _SCALES = (0.2, 20.0)
 
 
 def analytic_workload(
     net: Network, gpu: Accelerator, software: str = "", constants: StepConstants | None = None
 ) -> Workload:
-    """Compute only: input is taken to keep up. `software` is a round of MLPerf Training, such as `v0.7`,
-    whose libraries were slower on the chip; the newest by default."""
+    """Predicts the compute time of a step, with an input that keeps up.
+
+    Args:
+        net: The layers of the model.
+        gpu: The accelerator.
+        software: A round of MLPerf Training, such as `v0.7`, whose libraries are used; the newest by
+            default.
+        constants: The constants of the step; those of the package by default.
+
+    Raises:
+        ConfigError: If `software` is unknown, or the accelerator's measured training cannot be right.
+    """
     law = constants or step_constants()
     scale, basis = _scale(gpu, law)
     scale *= _software(gpu, law, software)
     forward = [_forward(layer, gpu, law) for layer in net.layers]
-    # The gradients of the input and of the weights cost what the forward pass does; the first layer's
-    # input needs none.
+    # The gradients of the input and of the weights each cost as much as the forward pass; the first layer
+    # needs no gradient of its input.
     memory = gpu.memory_bytes_per_s * law.memory_share
     backward = [
-        t * (2 if number else 1) + layer.moved_again * _width(gpu) / memory
+        t * (2 if number else 1) + layer.recompute_traffic * _width(gpu) / memory
         for number, (t, layer) in enumerate(zip(forward, net.layers, strict=True))
     ]
     total = sum(backward)
@@ -70,8 +79,8 @@ def analytic_workload(
     latency = law.layer_cycles / gpu.clock_hz * len(net.layers)
     weights = _width(gpu) * net.elements / memory
     fill_s, fill_batch = _filling(net.layers, gpu, law)
-    # The sums behind a weight's gradient are as long as the batch, and can be cut: only the input's
-    # gradient leaves part of the chip idle.
+    # The sums of a weight's gradient run over the batch and can be split, so only the gradient of the
+    # input leaves a part of the chip idle.
     fill = {"fill_s": scale * fill_s, "fill_batch": fill_batch}
     return Workload(
         model=net.name,
@@ -91,26 +100,27 @@ def _matrix_rate(gpu: Accelerator, law: StepConstants) -> float:
 
 
 def _width(gpu: Accelerator) -> int:
-    """Bytes of an activation and of a weight that is computed with."""
+    """Returns the bytes of an activation and of a weight."""
     return 2 if gpu.in_half else 4
 
 
 def _forward(layer: Layer, gpu: Accelerator, law: StepConstants) -> float:
-    """Seconds for one image, forward, in a batch that fills the chip."""
+    """Returns the forward seconds of one image in a batch that fills the chip."""
     memory = layer.moved * _width(gpu) / (gpu.memory_bytes_per_s * law.memory_share)
     return max(layer.flops / _matrix_rate(gpu, law) if layer.depth else 0.0, memory)
 
 
 def _filling(layers: Sequence[Layer], gpu: Accelerator, law: StepConstants) -> tuple[float, float]:
-    """Of one pass: the time of products with one tile for every multiprocessor, and over which batch the
-    part of it that is idle decays. A layer adds floor · max(0, 1 − batch/full); the sum over a network's
-    layers falls as an exponential does."""
+    """Returns time and decay batch of the part of a pass in which small batches leave the chip idle.
+
+    A layer adds floor · max(0, 1 − batch/full); the sum over a network is close to an exponential.
+    """
     floors = []
     for layer in layers:
         if layer.depth and layer.flops:
             floor = 2 * _TILE * layer.depth * gpu.processors / _matrix_rate(gpu, law)
             floors.append((floor, floor / _forward(layer, gpu, law)))
-    # A product over few outputs, such as a classifier, is cut along its sums instead.
+    # A product with few outputs, such as a classifier, is split along its sums instead.
     floors = [(floor, full) for floor, full in floors if full <= 8 * _FILL_AT]
     start = sum(floor for floor, _ in floors)
     left = sum(floor * max(0.0, 1 - _FILL_AT / full) for floor, full in floors)
@@ -127,21 +137,20 @@ def _software(gpu: Accelerator, law: StepConstants, software: str) -> float:
     }
     if software not in known:
         raise ConfigError(
-            "--software", software, "is no round of MLPerf Training with ResNet-50",
+            "--software", software, "is not a round of MLPerf Training with ResNet-50",
             nearest(software, known),
         )  # fmt: skip
     return law.software.get(gpu.family, {}).get(software, 1.0)
 
 
 def _scale(gpu: Accelerator, law: StepConstants) -> tuple[float, str]:
-    """How many times as long as the law says a real step's work takes."""
+    """Returns the factor by which a step takes longer than predicted, and the basis of that factor."""
     if gpu.measured is not None:
         return _measured_scale(gpu, gpu.measured, law), "measured"
     if gpu.like:
-        sister = accelerator(gpu.like)
-        if sister.measured is None:
-            raise ConfigError("accelerators.toml", gpu.like, "has no measured training")
-        return _measured_scale(sister, sister.measured, law), "like"
+        similar = accelerator(gpu.like)
+        assert similar.measured is not None
+        return _measured_scale(similar, similar.measured, law), "like"
     if not gpu.is_gpu:
         return 1.0, "rough"
     return 1.0, "own" if gpu.is_own else "law"
@@ -149,7 +158,7 @@ def _scale(gpu: Accelerator, law: StepConstants) -> tuple[float, str]:
 
 def _measured_scale(gpu: Accelerator, seen: Measured, law: StepConstants) -> float:
     plain = analytic_workload(network("resnet50"), replace(gpu, measured=None, like=""), "", law)
-    # The step was as long as that of the slowest rank.
+    # A step takes as long as that of the slowest rank.
     step = seen.batch / seen.images_per_s / slowest_of(seen.ranks)
     fixed = plain.forward.fixed_s + plain.backward.fixed_s + plain.update_s
     scale = (step - fixed) / (plain.compute_s(seen.batch) - fixed)

@@ -1,10 +1,9 @@
-"""Networks without the framework: what each layer does to one image.
+"""Layers of networks, without torch.
 
-`network` gives, for a model's name and an image size, each layer's multiply-adds, the activations that
-it reads, writes and keeps for the backward pass, and its trained tensors under the names that the model
-itself gives them. `paceline.planner.analytic_workload` makes the times of a step of it,
-`paceline.planner.memory` its memory. A model that is not here is counted from a trace
-(`paceline.rehearsal.layer_count`).
+For a model's name and an image size, `network` returns the multiply-adds of each layer, the activations
+that it reads, writes and keeps for the backward pass, and its trained tensors, named as in the model.
+`paceline.planner.analytic_workload` computes the times of a step from them, `paceline.planner.memory` its
+memory. `paceline.rehearsal.layer_count` counts the layers of other models from a trace.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from functools import partial
 
 from paceline.core.errors import ConfigError, nearest
 
-# By channels, kernel and stride of a first convolution, kernel and channels of its form on windows of
-# pixels (`accel.stem`).
+# Kernel and channels of the window implementation of a first convolution (`accel.stem`), by its channels,
+# kernel and stride.
 _WINDOWS = {(3, 11, 4): (3, 64), (3, 3, 1): (1, 32)}
-# A place of a maximum as torch keeps it; our fused kernels keep a byte.
+# torch stores the index of a maximum in 8 bytes, our fused kernels in one.
 INDEX_BYTES = 8
 
 
 @dataclass(frozen=True)
 class NetTensor:
-    """A trained tensor. Biases and what belongs to normalisation stay fp32 in half precision."""
+    """A trained tensor. `half` is False for biases and norms, which stay fp32 in half precision."""
 
     name: str
     elements: int
@@ -32,9 +31,8 @@ class NetTensor:
 
 
 @dataclass(frozen=True)
-class Again:
-    """A norm's output that can be computed again: its elements, and how many maps of its size that
-    reads."""
+class Recomputable:
+    """An activation that can be recomputed from `inputs` activations of the same size."""
 
     elements: float
     inputs: int
@@ -42,14 +40,25 @@ class Again:
 
 @dataclass(frozen=True)
 class Layer:
-    """`flops` counts a multiply-add as two, `moved` the elements read and written, both for one image
-    in the forward pass. `depth` is the length of the sums of a matrix product (input channels times
-    kernel area), 0 for other layers. For the backward pass stay `kept` elements, `unfused` ones more
-    where our fused kernels do not run, and the places of the maxima of a pool, `indices`. Of those kept,
-    the norm's output in `again` can be computed again, which reads `again.inputs` maps of its size. Half
-    precision keeps `half_kept` elements of two bytes where that is another number: autocast keeps inputs
-    of some operations in fp32, and copies. Where our fused kernels run, a first convolution may keep
-    `windows` elements in place of the images: windows of pixels as channels."""
+    """What a layer does to one image.
+
+    Attributes:
+        name: The name of the layer.
+        flops: Operations of the forward pass; a multiply-add counts as two.
+        moved: Elements that the forward pass reads and writes.
+        tensors: Its trained tensors.
+        depth: The length of the sums of a matrix product (input channels times kernel area), 0 for other
+            layers.
+        kept: Elements that are kept for the backward pass.
+        unfused: Elements that are kept in addition if our fused kernels do not run.
+        indices: The number of maxima of a pool, whose indices are kept.
+        recomputable: The part of `kept` that can be recomputed.
+        recomputed: True if that part is recomputed.
+        half_kept: Elements of two bytes that half precision keeps, if that differs from `kept`: autocast
+            keeps copies, and inputs of some operations in fp32.
+        windows: Elements that a first convolution keeps instead of the images if our fused kernels run
+            (windows of pixels as channels).
+    """
 
     name: str
     flops: float
@@ -59,25 +68,31 @@ class Layer:
     kept: float = 0.0
     unfused: float = 0.0
     indices: float = 0.0
-    again: Again | None = None
+    recomputable: Recomputable | None = None
     recomputed: bool = False
     half_kept: float | None = None
     windows: float = 0.0
 
     @property
-    def remade(self) -> float:
-        """Elements that the backward pass computes again."""
-        return self.again.elements if self.again is not None and self.recomputed else 0.0
+    def recomputed_elements(self) -> float:
+        """Elements that the backward pass recomputes."""
+        return self.recomputable.elements if self.recomputable and self.recomputed else 0.0
 
     @property
-    def moved_again(self) -> float:
-        """Elements that this reads and writes."""
-        return 0.0 if self.again is None else self.remade * (self.again.inputs + 1)
+    def recompute_traffic(self) -> float:
+        """Elements that the recomputation reads and writes."""
+        inputs = self.recomputable.inputs if self.recomputable else 0
+        return self.recomputed_elements * (inputs + 1)
 
     def kept_bytes(self, width: int, fused: bool) -> float:
-        """Of one image, with elements of `width` bytes."""
+        """Returns the bytes that one image keeps for the backward pass.
+
+        Args:
+            width: Bytes of an element.
+            fused: True if our fused kernels run.
+        """
         kept = self.kept if width > 2 or self.half_kept is None else self.half_kept
-        kept -= self.remade
+        kept -= self.recomputed_elements
         if fused:
             return width * kept + self.indices
         return width * (kept + self.unfused) + INDEX_BYTES * self.indices
@@ -85,8 +100,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Network:
-    """Layers in the order of the forward pass; `traced` where they were counted from a trace. `channels`:
-    of the images."""
+    """The layers of a model.
+
+    Attributes:
+        name: The name of the model.
+        image_size: The edge of the images in pixels.
+        layers: The layers in the order of the forward pass.
+        traced: True if the layers were counted from a trace.
+        channels: The channels of an image.
+    """
 
     name: str
     image_size: int
@@ -99,27 +121,27 @@ class Network:
         return tuple(tensor for layer in self.layers for tensor in layer.tensors)
 
     @property
-    def has_fused_form(self) -> bool:
-        """Whether training has fused kernels for it; other models keep what torch's operators keep."""
+    def has_fused_kernels(self) -> bool:
+        """True if there are fused kernels for the model; others keep what torch's operators keep."""
         return not self.traced and self.name != "alexnet"
 
     def recomputing_norms(self) -> Network:
-        """The same with `run.accel.recompute_norms`, where the model has norms for it."""
+        """Returns the network with `run.accel.recompute_norms`."""
         layers = (replace(layer, recomputed=True) for layer in self.layers)
         return replace(self, layers=tuple(layers))
 
     @property
     def can_recompute_norms(self) -> bool:
-        return any(layer.again for layer in self.layers)
+        return any(layer.recomputable for layer in self.layers)
 
     @property
     def pads_images(self) -> bool:
-        """Whether the fused form takes images with a fourth channel."""
-        return self.has_fused_form and self.channels == 3
+        """True if the fused kernels take images with a fourth channel."""
+        return self.has_fused_kernels and self.channels == 3
 
     @property
     def flops(self) -> float:
-        """Of one image, forward."""
+        """Operations of the forward pass for one image."""
         return sum(layer.flops for layer in self.layers)
 
     @property
@@ -127,17 +149,18 @@ class Network:
         return sum(tensor.elements for tensor in self.tensors)
 
 
-class Tracer:
-    """Follows one image through the layers, and writes down what each does."""
+class _Builder:
+    """Follows one image through a network and records its layers."""
 
     def __init__(self, channels: int, size: int) -> None:
         self.channels, self.size = channels, size
         self.layers: list[Layer] = []
-        # Whether the map at hand can be computed again.
-        self.again = False
+        # True if the current activation can be recomputed.
+        self.recomputable = False
 
     @property
-    def map_elements(self) -> float:
+    def elements(self) -> float:
+        """The size of the current activation."""
         return self.channels * self.size**2
 
     def conv(
@@ -145,7 +168,7 @@ class Tracer:
         bias: bool = False,
     ) -> None:  # fmt: skip
         padding = kernel // 2 if padding is None else padding
-        read = self.map_elements
+        read = self.elements
         size = self._shrunk(kernel, stride, padding)
         taps, width = _WINDOWS.get((self.channels, kernel, stride), (0, 0))
         windows = 0.0 if self.layers else float(width * (size - 1 + taps) ** 2)
@@ -155,32 +178,34 @@ class Tracer:
         flops = 2.0 * weights * size**2
         tensors = [NetTensor(f"{name}.weight", weights, half=True)]
         tensors += [NetTensor(f"{name}.bias", out, half=False)] if bias else []
-        moved, kept = read + self.map_elements, self.map_elements
+        moved, kept = read + self.elements, self.elements
         self.layers.append(Layer(name, flops, moved, tuple(tensors), depth, kept, windows=windows))
-        self.again = False
+        self.recomputable = False
 
     def norm(self, name: str, before: str = "product") -> None:
-        """The product before it gives the statistics, the norm reads and writes the map. Its output is
-        kept before a `product` and before the classifier's `average`, not before a `sum`, and before a
-        `pool` not by our fused kernels."""
+        """Records a norm, whose statistics are computed by the product before it.
+
+        Its output is kept before a `product` and before the classifier's `average`, not before a `sum`.
+        Our fused kernels do not keep it before a `pool`.
+        """
         tensors = tuple(
             NetTensor(f"{name}.{part}", self.channels, half=False) for part in ("weight", "bias")
         )
-        size = self.map_elements
+        size = self.elements
         kept = size if before in ("product", "average") else 0.0
         unfused = size if before == "pool" else 0.0
-        self.again = before == "product"
-        again = Again(size, 1) if self.again else None
+        self.recomputable = before == "product"
+        part = Recomputable(size, 1) if self.recomputable else None
         self.layers.append(
-            Layer(name, 4 * size, 2 * size, tensors, kept=kept, unfused=unfused, again=again)
+            Layer(name, 4 * size, 2 * size, tensors, kept=kept, unfused=unfused, recomputable=part)
         )
 
     def pool(self, name: str, kernel: int, stride: int, padding: int) -> None:
-        read = self.map_elements
+        read = self.elements
         self.size = self._shrunk(kernel, stride, padding)
-        size = self.map_elements
+        size = self.elements
         self.layers.append(Layer(name, 0.0, read + size, kept=size, indices=size))
-        self.again = False
+        self.recomputable = False
 
     def _shrunk(self, kernel: int, stride: int, padding: int) -> int:
         size = (self.size + 2 * padding - kernel) // stride + 1
@@ -188,27 +213,27 @@ class Tracer:
             raise ConfigError("--image-size", None, "too small for this model", "224 is usual")
         return size
 
-    def spread(self, name: str, times: float, kept: bool = True) -> None:
-        """Elementwise work over the whole map, whose result is kept unless it takes the map's place."""
-        size = self.map_elements
-        self.layers.append(Layer(name, 0.0, times * size, kept=size if kept else 0.0))
+    def in_place_relu(self, name: str) -> None:
+        """Records a ReLU that replaces its input."""
+        self.layers.append(Layer(name, 0.0, 2.0 * self.elements))
 
-    def residual_sum(self, name: str, again: bool) -> None:
-        """Fused with the norm before it: one map more is read. `again`: from the norm's input and a
-        shortcut that is stored."""
-        size = self.map_elements
-        self.again = again
-        self.layers.append(
-            Layer(name, 0.0, size, kept=size, again=Again(size, 2) if again else None)
-        )
+    def residual_sum(self, name: str, recomputable: bool) -> None:
+        """Records a sum that is fused with the norm before it and reads one activation more.
+
+        It can be recomputed from the input of the norm and a stored shortcut.
+        """
+        size = self.elements
+        self.recomputable = recomputable
+        part = Recomputable(size, 2) if recomputable else None
+        self.layers.append(Layer(name, 0.0, size, kept=size, recomputable=part))
 
     def average(self, name: str, size: int = 1) -> None:
-        read = self.map_elements
+        read = self.elements
         self.size = size
-        self.layers.append(Layer(name, 0.0, read + self.map_elements))
+        self.layers.append(Layer(name, 0.0, read + self.elements))
 
     def linear(self, name: str, out: int) -> None:
-        features = int(self.map_elements)
+        features = int(self.elements)
         self.channels, self.size = out, 1
         tensors = (
             NetTensor(f"{name}.weight", features * out, half=True),
@@ -218,18 +243,18 @@ class Tracer:
         self.layers.append(Layer(name, 2.0 * features * out, moved, tensors, features, kept))
 
 
-# Of image size, classes, stem and channels of an image.
+# Arguments: image size, classes, stem and channels of an image.
 Build = Callable[[int, int, str, int], list[Layer]]
-# Residual nets have the small stem (3 × 3, no pool) for images up to this size, as in `ModelSettings`.
+# For images up to this size, residual nets have the small stem (3 × 3, no pool), as in `ModelSettings`.
 SMALL_STEM_MAX_PIXELS = 64
 _LEAST_PIXELS = 32
-# Far more than images have; within it no time of a step overflows.
+# Larger than any image; up to this size no time of a step overflows.
 MOST_PIXELS = 1 << 16
 _MOST_CLASSES = 10_000_000
 _MOST_CHANNELS = 1024
 
 
-# Our other models, whose layers are counted from a trace.
+# Built-in models whose layers are counted from a trace.
 TRACED = ("resnet_tiny",)
 
 
@@ -240,7 +265,7 @@ def is_network(name: str) -> bool:
 def known_network(
     name: str, image_size: int, num_classes: int = 1000, stem: str = "auto", channels: int = 3
 ) -> Network | None:
-    """As `network`; None where the model is not known, or its images are too small or of unknown size."""
+    """Returns the result of `network`, or None if the model is unknown or the image size unusable."""
     known = is_network(name) and _LEAST_PIXELS <= image_size <= MOST_PIXELS
     return network(name, image_size, num_classes, stem, channels) if known else None
 
@@ -248,8 +273,18 @@ def known_network(
 def network(
     name: str, image_size: int = 224, num_classes: int = 1000, stem: str = "auto", channels: int = 3
 ) -> Network:
-    """ConfigError where the model has no analytic form. `stem` is that of a residual net: `imagenet`,
-    `small`, or `auto` (by the image size, as in training)."""
+    """Returns the layers of a built-in model.
+
+    Args:
+        name: The name of the model.
+        image_size: The edge of the images in pixels.
+        num_classes: The outputs of the model.
+        stem: The stem of a residual net: `imagenet`, `small`, or `auto` for the choice of a training.
+        channels: The channels of an image.
+
+    Raises:
+        ConfigError: If the planner does not know the model, or a number is out of range.
+    """
     if stem == "auto":
         stem = "small" if image_size <= SMALL_STEM_MAX_PIXELS else "imagenet"
     known: dict[str, Build] = {**RESNETS, **ALEXNETS}
@@ -264,13 +299,14 @@ def network(
 
 
 def check_image_size(pixels: int, least: int = 1) -> None:
+    """Raises ConfigError if the image size is out of range."""
     if not least <= pixels <= MOST_PIXELS:
         problem = f"must be from {least} to {MOST_PIXELS:,}"
         raise ConfigError("--image-size", pixels, problem, "224 is usual")
 
 
 def check_ends(classes: int, channels: int) -> None:
-    """Of a model: its outputs, and the channels of its images."""
+    """Raises ConfigError if the outputs of a model or the channels of its images are out of range."""
     for flag, value, most in (
         ("--classes", classes, _MOST_CLASSES),
         ("--channels", channels, _MOST_CHANNELS),
@@ -289,10 +325,10 @@ _DEPTHS = {
 _WIDE = ("resnet50", "resnet101", "resnet152")
 
 
-def _layers(
+def _resnet(
     name: str, image_size: int, num_classes: int, stem: str, image_channels: int
 ) -> list[Layer]:
-    trace = Tracer(image_channels, image_size)
+    trace = _Builder(image_channels, image_size)
     if stem == "small":
         trace.conv("conv1", 64, 3)
         trace.norm("bn1")
@@ -309,8 +345,8 @@ def _layers(
     return trace.layers
 
 
-def _block(trace: Tracer, name: str, channels: int, stride: int, wide: bool) -> None:
-    entry, stored = (trace.channels, trace.size), not trace.again
+def _block(trace: _Builder, name: str, channels: int, stride: int, wide: bool) -> None:
+    entry, is_stored = (trace.channels, trace.size), not trace.recomputable
     kernels = ((1, 1), (3, stride), (1, 1)) if wide else ((3, stride), (3, 1))
     for number, (kernel, step) in enumerate(kernels, 1):
         out = channels * 4 if wide and number == 3 else channels
@@ -322,14 +358,14 @@ def _block(trace: Tracer, name: str, channels: int, stride: int, wide: bool) -> 
         trace.conv(f"{name}.downsample.0", leaving[0], 1, stride, 0)
         trace.norm(f"{name}.downsample.1", before="sum")
     trace.channels, trace.size = leaving
-    trace.residual_sum(f"{name}.sum", again=stored and entry == leaving)
+    trace.residual_sum(f"{name}.sum", recomputable=is_stored and entry == leaving)
 
 
 _FAST_CHANNELS = (64, 64, 256, 256)
 
 
-def _layers_fast(image_size: int, num_classes: int, _stem: str, image_channels: int) -> list[Layer]:
-    trace = Tracer(image_channels, image_size)
+def _resnet_fast(image_size: int, num_classes: int, _stem: str, image_channels: int) -> list[Layer]:
+    trace = _Builder(image_channels, image_size)
     trace.conv("conv1", _FAST_CHANNELS[0], 3)
     trace.norm("bn1")
     for number, channels in enumerate(_FAST_CHANNELS[1:], 1):
@@ -343,12 +379,12 @@ def _layers_fast(image_size: int, num_classes: int, _stem: str, image_channels: 
 
 
 RESNETS: dict[str, Build] = {
-    **{name: partial(_layers, name) for name in _DEPTHS},
-    "resnet_fast": _layers_fast,
+    **{name: partial(_resnet, name) for name in _DEPTHS},
+    "resnet_fast": _resnet_fast,
 }
 
 
-# Number in `features`, channels, kernel, stride, padding, and whether a pool follows.
+# Number in `features`, channels, kernel, stride, padding; True if a pool follows.
 _CONVOLUTIONS = (
     (0, 64, 11, 4, 2, True),
     (3, 192, 5, 1, 2, True),
@@ -359,17 +395,16 @@ _CONVOLUTIONS = (
 _HIDDEN, _POOLED = 4096, 6
 
 
-def _layers_network_alexnet(
+def _alexnet(
     norms: bool, image_size: int, num_classes: int, _stem: str, image_channels: int
 ) -> list[Layer]:
-    trace = Tracer(image_channels, image_size)
+    trace = _Builder(image_channels, image_size)
     for number, channels, kernel, stride, padding, pooled in _CONVOLUTIONS:
         trace.conv(f"features.{number}", channels, kernel, stride, padding, bias=True)
         if norms:
             trace.norm(f"features.bn{number}", before="pool" if pooled else "product")
         else:
-            # ReLU in place of the convolution's output.
-            trace.spread(f"features.{number + 1}", 2.0, kept=False)
+            trace.in_place_relu(f"features.{number + 1}")
         if pooled:
             trace.pool(f"features.{number + 2}", 3, 2, 0)
     if norms:
@@ -382,6 +417,6 @@ def _layers_network_alexnet(
 
 
 ALEXNETS: dict[str, Build] = {
-    "alexnet": partial(_layers_network_alexnet, False),
-    "alexnet_bn": partial(_layers_network_alexnet, True),
+    "alexnet": partial(_alexnet, False),
+    "alexnet_bn": partial(_alexnet, True),
 }

@@ -1,9 +1,6 @@
-"""How fast a job will be with a plan, where the time goes, and how sure that is.
+"""Predicts the step of a job with a plan: its parts, its speed, its efficiency and its uncertainty.
 
-In: a workload, a cluster, a plan and the batch of a rank. Out: step time and its parts, images/s,
-efficiency against one rank alone, each bucket, and the relative standard error that the uncertain figures
-behind it amount to. The same plan is what the communication module executes, so that prediction and run
-can be compared, bucket by bucket.
+The gradient exchange executes the same plan, so a prediction can be compared with a run.
 """
 
 from __future__ import annotations
@@ -21,13 +18,17 @@ from paceline.plan.plan_file import Expected
 from paceline.plan.wires import keeps_float32, travelling, wide_is_bulk, wire_format
 from paceline.planner.workload import Workload
 
-# What an input delivers is given by hand, or measured elsewhere.
+# The relative standard error of the input rate.
 _INPUT_SPREAD = 0.1
 
 
 @dataclass(frozen=True)
 class BucketScore:
-    """`ready_s` is from the start of the backward pass; `beside` is the algorithm of small messages."""
+    """The exchange of one bucket.
+
+    `ready_s` counts from the start of the backward pass. `small_algorithm` is the algorithm of messages
+    that are exchanged in addition to the bulk of the bucket.
+    """
 
     tensors: int
     bytes: int
@@ -35,13 +36,17 @@ class BucketScore:
     wire: str
     ready_s: float
     cost_s: float
-    beside: str
+    small_algorithm: str
 
 
 def score_plan(
     plan: FusionPlan, workload: Workload, cluster: Cluster, batch: int
 ) -> list[BucketScore]:
-    """ConfigError where the plan is for another model."""
+    """Computes ready time and cost of each bucket.
+
+    Raises:
+        ConfigError: If the plan is for another model.
+    """
     gradients = {gradient.name: gradient for gradient in workload.gradients}
     plan.check(tuple(gradients))
     backward = workload.backward.at(batch)
@@ -71,8 +76,8 @@ def _score(
         small, large = large, small
     own_cost = wire_format(bucket.wire).cost
     cost = float(all_reduce_s(bucket.algorithm, cluster, large, own_cost))
-    for beside in (small, signals - rides):
-        cost += float(all_reduce_s(bucket.beside_algorithm, cluster, beside))
+    for elements in (small, signals - rides):
+        cost += float(all_reduce_s(bucket.beside_algorithm, cluster, elements))
     if cluster.ranks > 1:
         cost += cast * cluster.cast_s
     ready = max((g.ready for g in gradients), default=0.0) * backward_s
@@ -84,7 +89,7 @@ def _score(
 
 @dataclass(frozen=True)
 class Exchange:
-    """Of one bucket; `start_s` is from the start of the backward pass."""
+    """When the exchange of one bucket starts and ends, from the start of the backward pass."""
 
     ready_s: float
     start_s: float
@@ -92,26 +97,28 @@ class Exchange:
 
 
 def exchanges(ready_s: Sequence[float], cost_s: Sequence[float]) -> list[Exchange]:
-    """One after the other, in order, each once its bucket is ready."""
-    found: list[Exchange] = []
+    """Schedules exchanges: each starts when its bucket is ready and the previous one has ended."""
+    schedule: list[Exchange] = []
     free = 0.0
     for ready, cost in zip(ready_s, cost_s, strict=True):
         start = max(free, ready)
         free = start + cost
-        found.append(Exchange(ready, start, free))
-    return found
+        schedule.append(Exchange(ready, start, free))
+    return schedule
 
 
 def exposed_s(ready_s: Sequence[float], cost_s: Sequence[float], backward_s: float) -> float:
-    """What is left of the exchanges once backward is over."""
-    made = exchanges(ready_s, cost_s)
-    return max(0.0, made[-1].end_s - backward_s) if made else 0.0
+    """Returns the time of the exchanges after the end of the backward pass."""
+    schedule = exchanges(ready_s, cost_s)
+    return max(0.0, schedule[-1].end_s - backward_s) if schedule else 0.0
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The parts of one rank's iteration, all in seconds; but `hidden_cost`, what a second of an exchange
-    costs the compute that hides it."""
+    """The parts of one rank's step in seconds.
+
+    `hidden_cost` is the time by which one second of a hidden exchange slows the compute that hides it.
+    """
 
     input_s: float
     forward_s: float
@@ -122,13 +129,15 @@ class StepTimes:
     hidden_cost: float = 0.0
 
     def overlapped(self) -> float:
-        """Input and exchanges both hidden as far as they can be."""
+        """Returns the step time if input and exchanges are hidden as far as possible."""
         exposed = exposed_s(self.ready_s, self.cost_s, self.backward_s)
         return max(self.input_s, self.compute_s() + exposed + self.slowed_s())
 
     def slowed_s(self) -> float:
-        """By how much the exchanges that backward hides make it longer. They are taken to be slowed as
-        much, so that what is exposed stays."""
+        """Returns by how much hidden exchanges slow the backward pass.
+
+        Exchanges are assumed to be slowed as much, so the exposed part stays the same.
+        """
         exposed = exposed_s(self.ready_s, self.cost_s, self.backward_s)
         return self.hidden_cost * max(0.0, sum(self.cost_s) - exposed)
 
@@ -138,8 +147,21 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Prediction:
-    """All for one step of the whole job; `hidden_comm_s` is by how much hidden exchanges slow the
-    compute; `uncertainty` is relative, one standard error."""
+    """The prediction for one step of the whole job.
+
+    Attributes:
+        ranks: The number of ranks.
+        batch: The batch of one rank.
+        step_s: The step time.
+        compute_s: Forward, backward and update of the slowest rank.
+        exposed_comm_s: The part of the exchanges that compute does not hide.
+        hidden_comm_s: By how much hidden exchanges slow the compute.
+        input_stall_s: The wait for the input.
+        efficiency: The step time of one rank alone, divided by `step_s`.
+        uncertainty: The relative standard error of `step_s`.
+        scores: The buckets.
+        exchanges: When the exchange of each bucket starts and ends.
+    """
 
     ranks: int
     batch: int
@@ -162,11 +184,11 @@ class Prediction:
         return self.batch / self.step_s
 
     def expected(self) -> Expected:
-        """What a plan file says of it, to be compared with a run."""
+        """Returns the values of a plan file that are compared with a run."""
         return Expected(
             batch=self.batch,
             step_s=self.step_s,
-            # A run sees its compute as it is, slowed by what it hides.
+            # A run measures its compute including the slowdown by hidden exchanges.
             compute_s=self.compute_s + self.hidden_comm_s,
             exposed_comm_s=self.exposed_comm_s,
             input_stall_s=self.input_stall_s,
@@ -178,7 +200,7 @@ class Prediction:
         return math.ceil(epochs * samples / (self.ranks * self.batch))
 
     def epochs_s(self, epochs: float, samples: int) -> float:
-        """Training alone, without start and evaluation."""
+        """Returns the time of the steps alone, without start-up and evaluation."""
         return self.steps(epochs, samples) * self.step_s
 
 
@@ -186,7 +208,18 @@ def step_times(
     workload: Workload, cluster: Cluster, plan: FusionPlan, batch: int,
     spread: float = RANK_SPREAD,
 ) -> tuple[StepTimes, list[BucketScore]]:  # fmt: skip
-    """Of the slowest rank, for which the others wait."""
+    """Computes the parts of a step of the slowest rank, for which all others wait.
+
+    Args:
+        workload: The step of one rank without communication.
+        cluster: The cluster.
+        plan: The plan of the gradient exchange.
+        batch: The batch of one rank.
+        spread: The relative standard deviation of the ranks' compute times.
+
+    Raises:
+        ConfigError: If `batch` is not positive, or the plan is for another model.
+    """
     if batch < 1:
         raise ConfigError("--batch-size", batch, "must be at least 1")
     slow = slowest_of(cluster.ranks, spread)
@@ -204,6 +237,7 @@ def step_times(
 
 
 def predict(workload: Workload, cluster: Cluster, plan: FusionPlan, batch: int) -> Prediction:
+    """Predicts the step of a job. Arguments and errors: see `step_times`."""
     times, scores = step_times(workload, cluster, plan, batch)
     step = times.overlapped()
     compute = times.compute_s()
@@ -217,7 +251,7 @@ def predict(workload: Workload, cluster: Cluster, plan: FusionPlan, batch: int) 
         compute_s=compute,
         exposed_comm_s=exposed,
         hidden_comm_s=times.slowed_s(),
-        # What rounding leaves of the difference is no stall.
+        # A difference within rounding is not a stall.
         input_stall_s=step - busy if step > busy * (1 + 1e-12) else 0.0,
         efficiency=alone / step,
         uncertainty=_uncertainty(workload, cluster, plan, batch),
@@ -227,7 +261,7 @@ def predict(workload: Workload, cluster: Cluster, plan: FusionPlan, batch: int) 
 
 
 def _uncertainty(workload: Workload, cluster: Cluster, plan: FusionPlan, batch: int) -> float:
-    """Each uncertain figure one standard error up; what that changes, added as squares."""
+    """Changes each uncertain figure by one standard error and adds the effects in quadrature."""
 
     def step(
         work: Workload = workload, there: Cluster = cluster, spread: float = RANK_SPREAD

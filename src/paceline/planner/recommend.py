@@ -1,18 +1,13 @@
-"""Which batch, how many nodes, for how long and at what price: the choices behind `paceline plan`.
+"""Recommendations of `paceline plan`: the batch, and the number of nodes for a time or a budget.
 
-In: a question without a batch, a cluster, limits (memory, the largest global batch, minutes, money).
-Out: a recommended batch and a table of nodes × batch with time, GPU-hours, cost, energy and efficiency;
-time is the start-up of the ranks and the training. Energy counts the boards at their power limit and
-nothing else; it is an estimate from above for the GPUs and leaves hosts and cooling out. No price is
-built in.
+Time is start-up and training. Energy assumes that every board draws its power limit and leaves out hosts
+and cooling. There are no built-in prices.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.batch_range import (
@@ -21,10 +16,6 @@ from paceline.core.batch_range import (
     largest_batch_in_range,
 )
 from paceline.core.errors import ConfigError
-from paceline.core.files import read_regular
-from paceline.core.settings import check_input_rate
-from paceline.core.topology import RANKS_LIMIT
-from paceline.core.untrusted import ParseError, parse_json
 from paceline.plan.cluster import Cluster
 from paceline.plan.noise import LEAST_SAVING, useful_batch
 from paceline.planner.accelerators import Accelerator
@@ -37,32 +28,39 @@ from paceline.planner.workload import LARGEST_BATCH, Workload
 if TYPE_CHECKING:
     from paceline.planner.answer import Question
 
-# The batch of the paper that Paceline re-creates (ResNet-50 and AlexNet on ImageNet, LARS).
+# The batch of the paper that Paceline implements (ResNet-50 and AlexNet on ImageNet, LARS).
 PUBLISHED_GLOBAL_BATCH = 65_536
 _PUBLISHED_WHY = (
     "that of Jia et al. 2018 for ResNet-50 and AlexNet on ImageNet; its accuracy has not been "
     "reproduced with Paceline"
 )
 _EPOCH_WHY = "the images of an epoch"
-# Larger figures cannot be meant; within it no time and no price overflows.
-_MOST = 1e12
-# Of two batches the smaller is recommended where the larger gains less than this share of the speed.
+# Larger values are mistakes; up to this value neither times nor prices overflow.
+_MAX_VALUE = 1e12
+# The smallest batch is recommended whose speed is within this share of the fastest.
 _WORTH = 0.03
-# Times the largest batch of a profile, which is recommended at the most without a limit of memory.
+# Without a limit of memory, at most this multiple of the largest profiled batch is recommended.
 _TIMED_TIMES = 2
-# Images/s that one core decodes beside a training (16 threads, records/input-pipeline): full-size
-# ImageNet JPEGs, and shards packed to 256 pixels; and nvJPEG on one H200.
+# Images/s that one core decodes during a training (16 threads, records/input-pipeline): full-size
+# ImageNet JPEGs, and shards packed to 256 pixels.
 CORE_IMAGES_PER_S = 368.0
 PACKED_IMAGES_PER_S = 833.0
-NVJPEG_IMAGES_PER_S = 13_766.0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """`memory_batch` is the largest batch of one GPU that fits, None where the model's layers are not
-    known; `minutes` and `budget` are what the job may take, 0 for no limit; `price` is that of a GPU for
-    an hour, 0 where it is not known. `why` is the reason for `global_batch`, and `set_by` the flag behind
-    it with its value. `timed_batch`: the largest batch of one GPU that is recommended from a profile."""
+    """Limits on batch, time and cost.
+
+    Attributes:
+        memory_batch: The largest batch that fits one GPU, None if the model's layers are unknown.
+        global_batch: The largest batch of all GPUs.
+        minutes: The longest time of the job, 0 for no limit.
+        budget: The highest cost of the job, 0 for no limit.
+        price: The price of a GPU for an hour, 0 if unknown.
+        why: The reason for `global_batch`.
+        set_by: The flag behind `global_batch` and its value.
+        timed_batch: The largest batch of one GPU that is recommended from a profile.
+    """
 
     memory_batch: int | None = None
     global_batch: int = PUBLISHED_GLOBAL_BATCH
@@ -79,8 +77,8 @@ class Limits:
             ("--budget", self.budget),
             ("--price-per-gpu-hour", self.price),
         ):
-            if not 0 <= value <= _MOST:
-                raise ConfigError(flag, value, f"must be from 0 to {_MOST:g}")
+            if not 0 <= value <= _MAX_VALUE:
+                raise ConfigError(flag, value, f"must be from 0 to {_MAX_VALUE:g}")
         if self.budget and not self.price:
             raise ConfigError(
                 "--budget", self.budget, "needs a price", "give --price-per-gpu-hour, too"
@@ -90,17 +88,16 @@ class Limits:
 
     @property
     def is_an_epoch(self) -> bool:
-        """Whether no flag but --dataset-size allows a larger batch."""
+        """True if only --dataset-size allows a larger batch."""
         return self.why == _EPOCH_WHY
 
     def largest(self, ranks: int) -> int:
-        """Of one GPU; 0 where so many ranks exceed the global batch with one image each."""
+        """Returns the largest batch of one GPU; 0 if even one image each exceeds the global batch."""
         known = (self.memory_batch, self.timed_batch)
         return min([self.global_batch // ranks, *(size for size in known if size is not None)])
 
     def near_timed(self, work: Workload) -> Limits:
-        """For a recommended batch: where nothing is known of the memory, a profile speaks for no more
-        than twice the largest batch that it timed, which fitted."""
+        """Limits the recommended batch to twice the largest profiled one if the memory is unknown."""
         if self.memory_batch is not None or not work.batches:
             return self
         return replace(self, timed_batch=_TIMED_TIMES * max(work.batches))
@@ -108,8 +105,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Option:
-    """One row of the table: a number of nodes and a batch. GPU-hours, cost and energy are of `total_s`:
-    start-up and training. `cost` is 0 where no price was given."""
+    """A number of nodes and a batch, with time and cost of the job.
+
+    GPU-hours, cost and energy include the start-up. `cost` is 0 if the price is unknown.
+    """
 
     nodes: int
     ranks: int
@@ -134,6 +133,7 @@ class Option:
         return {**asdict(self), "total_s": self.total_s}
 
     def within(self, limits: Limits) -> bool:
+        """Returns True if the job meets the limits on time and cost."""
         return (not limits.minutes or self.total_s <= 60 * limits.minutes) and (
             not limits.budget or self.cost <= limits.budget
         )
@@ -141,9 +141,16 @@ class Option:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, on which board, and for how long; `watts` is 0 where the board is not known.
-    `nccl`: whether ranks talk over NCCL, whose start takes time. `startup_s`: until the first step, where
-    it is given."""
+    """What is trained, and for how long.
+
+    Attributes:
+        epochs: The number of epochs.
+        samples: The number of training images.
+        watts: The power limit of a board, 0 if unknown.
+        price: The price of a GPU for an hour, 0 if unknown.
+        nccl: True if ranks communicate over NCCL, whose start takes time.
+        startup_s: Seconds until the first step; an estimate if None.
+    """
 
     epochs: float
     samples: int
@@ -153,43 +160,59 @@ class Job:
     startup_s: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.epochs <= _MOST:
-            raise ConfigError("--epochs", self.epochs, f"must be above 0, at most {_MOST:g}")
-        if not 1 <= self.samples <= _MOST:
-            raise ConfigError("--dataset-size", self.samples, f"must be from 1 to {_MOST:g}")
-        if self.startup_s is not None and not 0 <= self.startup_s <= _MOST:
-            raise ConfigError("--startup-s", self.startup_s, f"must be from 0 to {_MOST:g}")
+        if not 0 < self.epochs <= _MAX_VALUE:
+            raise ConfigError("--epochs", self.epochs, f"must be above 0, at most {_MAX_VALUE:g}")
+        if not 1 <= self.samples <= _MAX_VALUE:
+            raise ConfigError("--dataset-size", self.samples, f"must be from 1 to {_MAX_VALUE:g}")
+        if self.startup_s is not None and not 0 <= self.startup_s <= _MAX_VALUE:
+            raise ConfigError("--startup-s", self.startup_s, f"must be from 0 to {_MAX_VALUE:g}")
 
-    def option(self, found: Prediction, nodes: int) -> Option:
-        train_s = found.epochs_s(self.epochs, self.samples)
+    def option(self, prediction: Prediction, nodes: int) -> Option:
+        """Computes time and cost of the job for a predicted step."""
+        train_s = prediction.epochs_s(self.epochs, self.samples)
         startup_s = self.startup_s
         if startup_s is None:
-            startup_s = start_up(found, nodes, nccl=self.nccl).total_s
-        hours = found.ranks * (startup_s + train_s) / 3600
+            startup_s = start_up(prediction, nodes, nccl=self.nccl).total_s
+        hours = prediction.ranks * (startup_s + train_s) / 3600
         return Option(
-            nodes=nodes, ranks=found.ranks, batch=found.batch, images_per_s=found.images_per_s,
-            efficiency=found.efficiency, train_s=train_s, startup_s=startup_s, gpu_hours=hours,
-            cost=hours * self.price, energy_kwh=hours * self.watts / 1000,
-        )  # fmt: skip
+            nodes=nodes,
+            ranks=prediction.ranks,
+            batch=prediction.batch,
+            images_per_s=prediction.images_per_s,
+            efficiency=prediction.efficiency,
+            train_s=train_s,
+            startup_s=startup_s,
+            gpu_hours=hours,
+            cost=hours * self.price,
+            energy_kwh=hours * self.watts / 1000,
+        )
 
 
-def start_up(found: Prediction, nodes: int, *, nccl: bool) -> StartUp:
-    """Until the first step."""
-    algorithms = {name for score in found.scores for name in (score.algorithm, score.beside)}
-    return StartUp.of(nodes, found.ranks // nodes, algorithms, buckets=len(found.scores), nccl=nccl)
+def start_up(prediction: Prediction, nodes: int, *, nccl: bool) -> StartUp:
+    """Estimates the time until the first step."""
+    scores = prediction.scores
+    algorithms = {name for score in scores for name in (score.algorithm, score.small_algorithm)}
+    ranks_per_node = prediction.ranks // nodes
+    return StartUp.of(nodes, ranks_per_node, algorithms, buckets=len(scores), nccl=nccl)
 
 
 def candidate_batches(most: int) -> list[int]:
-    """Powers of two and one and a half times those up to `most`, from 8 images on; and `most`."""
-    found = {most}
+    """Returns 8, 12, 16, 24, 32, … up to `most`, and `most`."""
+    sizes = {most}
     for power in range(3, most.bit_length()):
-        found |= {size for size in (1 << power, 3 << (power - 1)) if size <= most}
-    return sorted(found)
+        sizes |= {size for size in (1 << power, 3 << (power - 1)) if size <= most}
+    return sorted(sizes)
 
 
 def recommended_batch(question: Question, cluster: Cluster, limits: Limits) -> int:
-    """The smallest batch that is within 3 % of the fastest within the limits. The input is taken
-    to keep up: one that caps the speed of every batch says nothing about which is best."""
+    """Finds the smallest batch whose speed is within 3 % of the fastest.
+
+    The input is assumed to keep up: an input that caps the speed of every batch does not tell which batch
+    is best.
+
+    Raises:
+        ConfigError: If the limits allow no batch.
+    """
     most = limits.largest(cluster.ranks)
     if most < 1:
         if limits.memory_batch == 0:
@@ -201,7 +224,7 @@ def recommended_batch(question: Question, cluster: Cluster, limits: Limits) -> i
         remedy = "give another limit with --max-global-batch"
         if limits.is_an_epoch:
             remedy = "give another --dataset-size"
-        elif flag == "--noise-scale":  # which another limit does not lift
+        elif flag == "--noise-scale":  # --max-global-batch does not lift this limit
             remedy = "leave out --noise-scale"
         raise ConfigError(
             flag, value,
@@ -219,35 +242,33 @@ def recommended_batch(question: Question, cluster: Cluster, limits: Limits) -> i
 
 
 def options(question: Question, cluster: Cluster, limits: Limits, job: Job) -> list[Option]:
-    """Nodes from a quarter to four times those asked for, each with up to three batches."""
-    counts = sorted({max(1, round(cluster.nodes * factor)) for factor in (0.25, 0.5, 1, 2, 4)})
+    """Predicts a quarter to four times the nodes, each with up to three batches.
+
+    With a limit on time or cost, powers of two up to 1,024 nodes are added.
+    """
+    counts = {max(1, round(cluster.nodes * factor)) for factor in (0.25, 0.5, 1, 2, 4)}
     if limits.minutes or limits.budget:
-        counts = sorted({*counts, *(1 << power for power in range(11))})
-    found = []
-    for nodes in counts:
-        place = _resized(cluster, nodes)
-        if place is None or not question.reaches(place):
+        counts |= {1 << power for power in range(11)}
+    rows = []
+    for nodes in sorted(counts):
+        try:
+            place = cluster.with_nodes(nodes)
+        except ConfigError:  # more ranks than are supported, or no links between nodes
+            continue
+        if not question.is_priced(place):
             continue
         most = limits.largest(place.ranks)
         batches = {
             min(size, most) for size in (question.batch, 2 * question.batch, question.batch // 2)
         }
         for batch in sorted(size for size in batches if size >= 1):
-            answer = replace(question, batch=batch).answer(place)
-            found.append(job.option(answer, nodes))
-    return found
+            rows.append(job.option(replace(question, batch=batch).answer(place), nodes))
+    return rows
 
 
-def _resized(cluster: Cluster, nodes: int) -> Cluster | None:
-    try:
-        return cluster.with_nodes(nodes)
-    except ConfigError:
-        return None
-
-
-def choose(found: Sequence[Option], limits: Limits) -> Option | None:
-    """With a time, the fewest GPU-hours that meet it; with a budget alone, the fastest within it."""
-    fitting = [option for option in found if option.within(limits)]
+def choose(rows: Sequence[Option], limits: Limits) -> Option | None:
+    """Chooses the option with the fewest GPU-hours within a time, or the fastest within a budget."""
+    fitting = [option for option in rows if option.within(limits)]
     if not fitting:
         return None
     if limits.minutes:
@@ -266,34 +287,46 @@ class BatchLimit(NamedTuple):
 def largest_global_batch(
     most: int | None, noise_scale: float, samples: int, epochs: float
 ) -> BatchLimit:
-    """Returns the largest global batch: as given, or the smaller of the paper's and the largest that the
-    large-batch rule covers for so many images and epochs. Less if a measured noise scale says that a
-    doubling saves less than a tenth of the time. No batch is larger than an epoch."""
+    """Finds the largest global batch that is recommended.
+
+    By default, this is the smaller of the paper's batch and the largest for which the large-batch rule
+    holds. It never exceeds an epoch.
+
+    Args:
+        most: The limit that the user gave, if any.
+        noise_scale: A measured noise scale, 0 if unknown. It lowers the limit to the batch from which on
+            doubling the batch saves less than a tenth of the time.
+        samples: The number of training images.
+        epochs: The number of epochs.
+
+    Raises:
+        ConfigError: If `most` or `noise_scale` is out of range.
+    """
     if most is not None:
-        if not 1 <= most <= _MOST:
-            raise ConfigError("--max-global-batch", most, f"must be from 1 to {_MOST:g}")
-        found = BatchLimit(most, "as given", ("--max-global-batch", most))
+        if not 1 <= most <= _MAX_VALUE:
+            raise ConfigError("--max-global-batch", most, f"must be from 1 to {_MAX_VALUE:g}")
+        limit = BatchLimit(most, "as given", ("--max-global-batch", most))
     else:
-        found = BatchLimit(PUBLISHED_GLOBAL_BATCH)
+        limit = BatchLimit(PUBLISHED_GLOBAL_BATCH)
         in_range = largest_batch_in_range(samples, epochs)
-        if in_range < found.images:
-            few = epochs * LEAST_STEPS_PER_EPOCH > LEAST_STEPS
-            found = BatchLimit(
+        if in_range < limit.images:
+            is_per_epoch = epochs * LEAST_STEPS_PER_EPOCH > LEAST_STEPS
+            limit = BatchLimit(
                 in_range,
                 f"the large-batch rule has been tried with at least {LEAST_STEPS_PER_EPOCH:g} steps an "
                 f"epoch and {LEAST_STEPS} in all; few steps cost accuracy before that",
-                ("--dataset-size", samples) if few else ("--epochs", epochs),
+                ("--dataset-size", samples) if is_per_epoch else ("--epochs", epochs),
             )  # fmt: skip
     if noise_scale:
-        found = min(found, _noise_limit(noise_scale), key=lambda limit: limit.images)
-    if samples < found.images:
+        limit = min(limit, _noise_limit(noise_scale), key=lambda limit: limit.images)
+    if samples < limit.images:
         return BatchLimit(samples, _EPOCH_WHY, ("--dataset-size", samples))
-    return found
+    return limit
 
 
 def _noise_limit(noise_scale: float) -> BatchLimit:
-    if not 0 < noise_scale <= _MOST:
-        raise ConfigError("--noise-scale", noise_scale, f"must be above 0, at most {_MOST:g}")
+    if not 0 < noise_scale <= _MAX_VALUE:
+        raise ConfigError("--noise-scale", noise_scale, f"must be above 0, at most {_MAX_VALUE:g}")
     images = max(1, min(LARGEST_BATCH, int(useful_batch(noise_scale))))
     why = (
         f"with a noise scale of {noise_scale:g}, doubling it from here on saves less than "
@@ -306,70 +339,17 @@ def limits_of(
     net: Network | None, gpu: Accelerator | None, limit: BatchLimit | None = None,
     minutes: float = 0.0, budget: float = 0.0, price: float = 0.0, half: bool | None = None,
 ) -> Limits:  # fmt: skip
-    """`half`: the number format of the step, where it is not the accelerator's usual one."""
+    """Builds limits, with the largest batch that fits the memory of the accelerator.
+
+    Args:
+        net: The layers of the model, if known.
+        gpu: The accelerator, if known.
+        limit: The largest global batch.
+        minutes: The longest time of the job, 0 for no limit.
+        budget: The highest cost of the job, 0 for no limit.
+        price: The price of a GPU for an hour, 0 if unknown.
+        half: True for half precision; the accelerator's default if None.
+    """
     memory = None if net is None or gpu is None else largest_batch(net, gpu, half)
     images, why, set_by = limit or BatchLimit(PUBLISHED_GLOBAL_BATCH)
     return Limits(memory, images, minutes, budget, price, why, set_by)
-
-
-@dataclass(frozen=True)
-class InputSupply:
-    """What the input of a node delivers, in images/s, and by what."""
-
-    images_per_s: float
-    source: str
-
-
-def input_supply(
-    gpus_per_node: int, cores: int = 0, packed: bool = False, nvjpeg: bool = False,
-    bench: Path | None = None,
-) -> InputSupply | None:  # fmt: skip
-    """None where nothing is said of it: the input is taken to keep up."""
-    if not 0 <= cores <= RANKS_LIMIT:
-        raise ConfigError("--cores-per-node", cores, f"must be from 0 to {RANKS_LIMIT:,}")
-    if bench is not None:
-        workers, rate = _bench_rate(bench)
-        what = f"{cores} cores" if cores else f"{workers} workers"
-        rate *= cores / workers if cores else 1.0
-        # Each rank has a share of it.
-        check_input_rate(rate / gpus_per_node, "--input-bench")
-        return InputSupply(rate, f"{what} as measured ({bench.name})")
-    if nvjpeg:
-        rate = NVJPEG_IMAGES_PER_S * gpus_per_node
-        return InputSupply(rate, f"nvJPEG at {NVJPEG_IMAGES_PER_S:,.0f} images/s a GPU")
-    if cores:
-        each = PACKED_IMAGES_PER_S if packed else CORE_IMAGES_PER_S
-        what = "packed shards" if packed else "full-size JPEGs"
-        return InputSupply(cores * each, f"{cores} cores at {each:,.0f} images/s, {what}")
-    return None
-
-
-def _bench_rate(path: Path) -> tuple[int, float]:
-    """Workers and images/s of the fastest of our own rows in a file of `paceline bench input --json`."""
-    try:
-        rows = parse_json(read_regular(path))["rows"]
-        found = [
-            (float(row["images_per_s"]), int(row["workers"]))
-            for row in rows
-            if row["kind"] == "ours"
-        ]
-        rate, workers = max(found)
-    except OSError as error:
-        raise ConfigError(
-            "--input-bench", str(path), f"cannot be read ({error.strerror})", "check the path"
-        ) from None
-    except (ParseError, ValueError, KeyError, TypeError, OverflowError):
-        rate, workers = 0.0, 0
-    if not (0 < rate < math.inf and 0 < workers < 1 << 20):
-        raise ConfigError(
-            "--input-bench", str(path), "is no output of paceline bench input",
-            "write it with paceline bench input --json",
-        )  # fmt: skip
-    return workers, rate
-
-
-def fed_by(work: Workload, supply: InputSupply | None, gpus_per_node: int) -> Workload:
-    """The workload with an input of that speed, shared by the GPUs of a node."""
-    if supply is None:
-        return work
-    return work.fed_at(supply.images_per_s / gpus_per_node)

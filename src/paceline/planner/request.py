@@ -1,6 +1,6 @@
-"""What a user asks of the planner, by `paceline plan` or `predict_scaling`: a step and a cluster.
+"""The step and the cluster that a user gives to `paceline plan` or `predict_scaling`.
 
-Errors name the flags of the command; `predict_scaling` turns them into its arguments.
+Errors name the flags of the command; `predict_scaling` converts them to its arguments.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from paceline.planner.workload import Workload
 
 @dataclass(frozen=True)
 class StepRequest:
-    """The step of a model on an accelerator, or that of a profile. None and "" are not given."""
+    """The step of a model on an accelerator, or that of a profile. None and "" mean not given."""
 
     model: str = ""
     gpu: str = ""
@@ -45,24 +45,31 @@ class StepRequest:
 
     @cached_property
     def chip(self) -> Accelerator | None:
-        """The accelerator that is named."""
+        """The named accelerator."""
         return accelerator(self.gpu) if self.gpu else None
 
     @property
     def images(self) -> tuple[int, int, int]:
         """Edge, classes and channels of the images."""
-        given = zip((self.image_size, self.classes, self.channels), (224, 1000, 3), strict=True)
-        size, classes, channels = (usual if value is None else value for value, usual in given)
-        return size, classes, channels
+        return (
+            224 if self.image_size is None else self.image_size,
+            1000 if self.classes is None else self.classes,
+            3 if self.channels is None else self.channels,
+        )
 
     def network(self, name: str) -> Network:
-        """The layers of a model of which the planner knows them, for these images."""
+        """Returns the layers of a built-in model for these images."""
         size, classes, channels = self.images
         return network(name, size, classes, channels=channels)
 
     def read(self, where: ClusterRequest) -> tuple[PlanFile, Workload | None]:
-        """The cluster's file with the profile that counts: that of `profile`; of the catalogue if a GPU
-        is named; else the one that tune has left in the cluster's file."""
+        """Reads the cluster's file and the profile.
+
+        The profile is that of `profile` or, if no GPU is named, that in the cluster's file.
+
+        Raises:
+            ConfigError: If a file is invalid, or the request contradicts the profile.
+        """
         file = where.read()
         if self.profile is not None:
             self._refuse_own()
@@ -72,7 +79,15 @@ class StepRequest:
         return file, profile_of(file)
 
     def workload(self, net: Network | None, profiled: Workload | None) -> Workload:
-        """The times of the step. Raises ConfigError for what contradicts a profile."""
+        """Returns the times of the step.
+
+        Args:
+            net: The layers of the model, if known.
+            profiled: The profile, if there is one.
+
+        Raises:
+            ConfigError: If neither GPU nor profile is given, or the request contradicts the profile.
+        """
         if profiled is None:
             if self.chip is None or net is None:
                 raise ConfigError(
@@ -89,7 +104,7 @@ class StepRequest:
         return profiled
 
     def _refuse_own(self) -> None:
-        """Raises ConfigError for what a profile says itself."""
+        """Raises ConfigError if an argument is given that a profile contains."""
         for flag, value in (
             ("--image-size", self.image_size), ("--classes", self.classes),
             ("--channels", self.channels), ("--software", self.software or None),
@@ -112,44 +127,44 @@ class ClusterRequest:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The arguments of `gpu_cluster` that are given, which a cluster file excludes."""
+        """The given arguments of `gpu_cluster`, which cannot be combined with a cluster file."""
         names = ("gpus_per_node", "node_gbps", "latency_us", "links", "oversubscription")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def read(self) -> PlanFile:
-        """The cluster's file; an empty one if none is given."""
+        """Reads the cluster's file; returns an empty one if none is given."""
         if self.cluster is None:
             return PlanFile()
         for name, value in self.given.items():
             flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                flag, value, "is in the cluster file already", "leave out one of them"
-            )
+            raise ConfigError(flag, value, "is also in the cluster file", "leave out one of them")
         return PlanFile.read(self.cluster, "--cluster")
 
     def place(self, chip: Accelerator | None, file: PlanFile) -> Cluster:
-        """The cluster: as measured, or of accelerators and links."""
+        """Returns the measured cluster, or builds one of accelerators and links."""
         if self.cluster is not None:
             measured = planned_cluster(file)
             return measured if self.nodes is None else measured.with_nodes(self.nodes)
         given = self.given
         if chip is None and given.get("gpus_per_node", GPUS_PER_NODE) > 1:
             raise ConfigError(
-                "--gpu", None, "the links inside a node are not known",
+                "--gpu", None, "the links inside a node are unknown",
                 "name the GPU, or give --cluster, or --gpus-per-node 1",
             )  # fmt: skip
         nodes = 1 if self.nodes is None else self.nodes
         return gpu_cluster(chip or accelerator("CPU"), nodes, **given)
 
     def assumed(self, chip: Accelerator | None) -> dict[str, str]:
-        """What `place` assumes, by argument."""
+        """Describes what `place` assumes, by argument."""
         return {} if self.cluster else assumed(chip or accelerator("CPU"), self.given)
 
 
 def question_about(
     work: Workload, place: Cluster, algorithms: Sequence[str], wires: Sequence[str]
 ) -> Question:
-    """A question without a batch. No algorithms: those measured on the cluster, or all if it was not
-    probed."""
+    """Builds a question whose batch is not set yet.
+
+    Without `algorithms`, those measured on the cluster are allowed, or all if it was not measured.
+    """
     known = place.probed.algorithms if place.probed else algorithm_names()
     return Question(work, 1, tuple(algorithms) or known, wire_names(wires or ("auto",)))

@@ -1,4 +1,4 @@
-"""`predict_scaling`: the planner in one call, without torch."""
+"""`predict_scaling`: the planner as one function, without torch."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from paceline.planner.recommend import (
 )
 from paceline.planner.request import ClusterRequest, StepRequest, question_about
 
-# Names of the command line, which the planner's errors have, and ours; likewise in remedies.
+# The planner's errors contain flags of the command line; these are the arguments.
 _ARGUMENTS = {"--gpu": "accelerator", "--wire": "wires", "--algorithm": "algorithms"}
 _REMEDIES = {
     "--gpu": "accelerator=", "--profile": "profile=", "--max-global-batch": "max_global_batch=",
     ", or leave --model out": "",
 }  # fmt: skip
-# The data set is not said: it limits no batch.
+# The size of the data is not an argument, so it limits no batch.
 _ANY_SAMPLES = 10**12
 
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """The prediction for one number of nodes; `uncertainty` is relative, one standard error."""
+    """The prediction for one number of nodes; `uncertainty` is the relative standard error."""
 
     nodes: int
     ranks: int
@@ -49,12 +49,18 @@ class ScalingRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingPrediction(ScalingRow):
-    """Throughput in images/s, efficiency against one rank alone, time of a step, and the part of the
-    exchange that compute does not hide; `rows` has the same for other numbers of nodes. `assumed` has
-    what was assumed of the cluster, by argument.
+    """The result of `predict_scaling`.
 
-    >>> predict_scaling(nodes=2).describe().splitlines()[1].split()
-    ['nodes', 'ranks', 'images/s', 'efficiency', 'step', 'ms', 'exposed', 'ms']
+    Attributes:
+        model: The name of the model.
+        source: The origin of the step's times.
+        batch_size: The batch of one rank.
+        rows: The predictions for 1, 2, 4, … nodes.
+        assumed: What is assumed about the cluster, by argument.
+
+    Example:
+        >>> predict_scaling(nodes=2).describe().splitlines()[1].split()
+        ['nodes', 'ranks', 'images/s', 'efficiency', 'step', 'ms', 'exposed', 'ms']
     """
 
     model: str
@@ -64,7 +70,7 @@ class ScalingPrediction(ScalingRow):
     assumed: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
-        """A table for the terminal."""
+        """Returns a table for the terminal."""
         lines = [
             f"{self.model}, batch {self.batch_size} a rank; {self.source}",
             f"{'nodes':>6} {'ranks':>7} {'images/s':>11} {'efficiency':>11} {'step ms':>9} "
@@ -105,32 +111,41 @@ def predict_scaling(
     """Predicts how fast data-parallel training runs on a cluster, with the best plan for each size.
 
     Args:
-        model: a built-in model; with `profile`, the model that was profiled. For `resnet_tiny`,
-            `timm:NAME` and `module:factory` without a profile there is `paceline plan
-            --model`, which needs torch.
-        accelerator: a name of the catalogue, such as `h100`, `a100` or `cpu`, or a TOML file that
-            describes another (docs/planner.md).
-        nodes: 1, or as in the cluster file; the rows double from one node to at least twice as many.
-        gpus_per_node: ranks of a node; 8.
-        batch_size: of one rank; None recommends one: the smallest that is nearly as fast as the fastest
-            within the accelerator's memory and the largest global batch. For a profiled model without
-            known layers it is at most twice the largest batch that was timed.
-        software: a round of MLPerf Training whose libraries are used, such as `v0.7`; the newest.
-        image_size: edge of the images in pixels; 224. A profile has its own, also of the next two and
-            of `software`.
-        classes: outputs of the model; 1,000.
-        channels: of an image; 3.
-        max_global_batch: largest batch of all ranks that is recommended; 65,536.
-        node_gbps: all links of a node, in Gb/s; those of the accelerator's reference system.
-        latency_us: start of a message between nodes; 10.
-        links: links of a node; 1 with `node_gbps`, otherwise those of the reference system.
-        oversubscription: of the network between nodes; 1.
-        input_images_per_s: what the input of a rank delivers; 0 means enough.
-        algorithms: allowed all-reduce algorithms; empty means all.
-        wires: allowed wire formats: `auto` (as held), `fp32`, `fp16`, `bf16`, and in 8 bits `int8`,
-            `e4m3`, `e5m2`.
-        profile: a file of `paceline profile` or `paceline tune`, instead of the analytic workload.
-        cluster: a file of `paceline tune`, instead of `gpus_per_node` and the network's arguments.
+        model: A built-in model or, with `profile`, the profiled model. For `resnet_tiny`,
+            `timm:NAME` and `module:factory` without a profile, use `paceline plan --model`, which needs
+            torch.
+        accelerator: A name of the catalog, such as `h100`, `a100` or `cpu`, or a TOML file that describes
+            another accelerator (docs/planner.md).
+        nodes: The number of nodes. Default: 1, or that of the cluster file.
+        gpus_per_node: The ranks of a node. Default: 8.
+        batch_size: The batch of one rank. None recommends the smallest batch that is nearly as fast as
+            the fastest within the accelerator's memory and the largest global batch. For a profiled
+            model without known layers it is at most twice the largest profiled batch.
+        software: A round of MLPerf Training, such as `v0.7`, whose libraries are used. Default: the
+            newest.
+        image_size: The edge of the images in pixels. Default: 224. A profile contains image size,
+            classes, channels and software, so they cannot be given with it.
+        classes: The outputs of the model. Default: 1,000.
+        channels: The channels of an image. Default: 3.
+        max_global_batch: The largest recommended batch of all ranks. Default: 65,536.
+        node_gbps: The rate of all links of a node in Gb/s. Default: that of the accelerator's reference
+            system.
+        latency_us: The start-up time of a message between nodes. Default: 10.
+        links: The number of links of a node. Default: 1 with `node_gbps`, otherwise that of the reference
+            system.
+        oversubscription: The oversubscription of the network between nodes. Default: 1.
+        input_images_per_s: The input rate of a rank; 0 means that the input keeps up.
+        algorithms: Allowed all-reduce algorithms. Default: all.
+        wires: Allowed wire formats: `auto` (the format of the gradients), `fp32`, `fp16`, `bf16`, and in
+            8 bits `int8`, `e4m3`, `e5m2`.
+        profile: A file of `paceline profile` or `paceline tune`, instead of the analytic workload.
+        cluster: A file of `paceline tune`, instead of `gpus_per_node` and the network's arguments.
+
+    Returns:
+        The prediction for the cluster and for 1, 2, 4, … nodes.
+
+    Raises:
+        ConfigError: If an argument is invalid.
 
     Example:
         >>> prediction = predict_scaling("resnet50", accelerator="h100", nodes=4)
@@ -174,7 +189,7 @@ def _predicted(
     place, chip = where.place(step.chip, file), step.chip
     question = question_about(work, place, algorithms, wires)
     if batch is None:
-        # A profile may be of another format than is usual on the accelerator.
+        # A profile may have another number format than the accelerator's default.
         half = None if profiled is None else work.in_half
         net = net or known_network(step.model, work.image_size)
         limits = limits_of(net, chip, limit, half=half)
@@ -200,7 +215,7 @@ def _row(found: Prediction, place: Cluster) -> ScalingRow:
 
 @contextmanager
 def _python_names() -> Iterator[None]:
-    """Names arguments, not flags, in errors."""
+    """Replaces flags by arguments in errors."""
     try:
         yield
     except ConfigError as error:

@@ -1,9 +1,8 @@
 """`Workload`: one rank's step without communication, as a function of its batch.
 
-In: a measured step (`fit_workload`); `analytic_workload` makes one of a network and a chip. Out: forward,
-backward, update and input times, and for each gradient its size and the share of the backward pass after
-which it is ready. Times are affine in the batch: a fixed part for launches and latency, and a part for
-each image; small batches take longer where layers leave part of the chip idle.
+`fit_workload` builds one from measured steps, `analytic_workload` from a network and a chip. Times are
+affine in the batch: a fixed part for launches and latency, and a part for each image. Small batches take
+longer if layers leave a part of the chip idle.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from paceline.core.untrusted import LONGEST_S, SHORTEST_S
 from paceline.plan.optimizer import Gradient
 from paceline.planner.layers import MOST_PIXELS
 
-# The planner prices every run of neighbouring gradients: its tables grow with the square of their number.
+# The tables of the planner grow with the square of the number of gradients.
 _MOST_GRADIENTS = 4096
-# So that sums over all gradients and their bytes stay exact in 64-bit integers and in doubles.
+# Up to this number, sums of bytes are exact in 64-bit integers and in doubles.
 _MOST_ELEMENTS = 2**48
-# Of one rank; far more than there is.
+# The largest batch of one rank; larger than any in use.
 LARGEST_BATCH = 1 << 20
-# How far steps lie from a line, in relative standard errors: between the batches that were timed, and
-# more for every doubling above and below them. With one batch alone, by which factor a step may be off
-# for every doubling. From 15 series of steps of six models on an H200: about 68 and 95 % lie within
-# one and two of what comes out (records/planner, coverage).
+# Deviation of steps from a line as a relative standard error: between profiled batches, and for every
+# doubling above and below them. With a single profiled batch: the factor by which a step may be off for
+# every doubling. From 15 series of steps of six models on an H200, of which about 68 and 95 % are within
+# one and two standard errors (records/planner, coverage).
 _LINE = 0.04
 _LINE_ABOVE = 0.04
 _LINE_BELOW = 0.07
@@ -42,9 +41,11 @@ _ONE_BELOW = 1.17
 
 @dataclass(frozen=True)
 class Affine:
-    """`fixed_s` + `per_image_s` · batch. With `fill_s`, small batches take longer: products whose tiles
-    do not fill all multiprocessors take as long as if they did, which adds `fill_s` · exp(−batch /
-    `fill_batch`)."""
+    """The time `fixed_s` + `per_image_s` · batch + `fill_s` · exp(−batch / `fill_batch`).
+
+    The last term exists because matrix products whose tiles do not fill all multiprocessors take as long
+    as if they did.
+    """
 
     fixed_s: float
     per_image_s: float
@@ -64,8 +65,21 @@ class Affine:
 
 @dataclass(frozen=True)
 class Workload:
-    """Gradients in the order in which backward makes them ready. `spread` is the relative standard
-    error of the times, `source` where they come from."""
+    """One rank's step without communication.
+
+    Attributes:
+        model: The name of the model.
+        gradients: The gradients in the order in which the backward pass produces them.
+        forward: The time of the forward pass.
+        backward: The time of the backward pass.
+        update_s: The time of the weight update.
+        input: The time in which the input delivers a batch.
+        spread: The relative standard error of the times.
+        source: The origin of the times.
+        image_size: The edge of the images, 0 if unknown.
+        batches: The profiled batches, empty if nothing was profiled.
+        device: "cpu" or "cuda" for a profile, otherwise empty.
+    """
 
     model: str
     gradients: tuple[Gradient, ...]
@@ -75,9 +89,7 @@ class Workload:
     input: Affine = Affine(0.0, 0.0)
     spread: float = 0.1
     source: str = ""
-    # Edge of the images; 0 where it is not known, as in profiles of earlier versions.
     image_size: int = 0
-    # Of a profile: the batches that were timed, and "cpu" or "cuda". Empty in those of earlier versions.
     batches: tuple[int, ...] = ()
     device: str = ""
 
@@ -128,22 +140,24 @@ class Workload:
             last = gradient.ready
 
     def fed_at(self, images_per_s: float) -> Workload:
-        """With an input that delivers so many images to a rank; 0: unchanged."""
+        """Returns the workload with an input of this rate; unchanged for 0."""
         return replace(self, input=Affine(0.0, 1 / images_per_s)) if images_per_s else self
 
     def well_fed(self) -> Workload:
-        """With an input that always keeps up."""
+        """Returns the workload with an input that always keeps up."""
         return replace(self, input=Affine(0.0, 0.0))
 
     def is_extrapolated(self, batch: int) -> bool:
-        """Whether the step of `batch` lies outside of those that were timed."""
+        """Returns True if `batch` is outside of the range of profiled batches."""
         return bool(self.batches) and not min(self.batches) <= batch <= max(self.batches)
 
     def spread_at(self, batch: int) -> float:
-        """The relative standard error at this batch: the step takes so much longer, or is faster by that
-        factor. Between batches that were timed steps are not quite on a line. Outside they are less so
-        with every doubling, and the line through the outermost two, each off by `spread`, is less
-        certain. One batch alone leaves the part of a step open that no batch changes."""
+        """Returns the relative standard error of a step with this batch.
+
+        Between profiled batches, steps deviate slightly from a line. Outside of them, they deviate more
+        with every doubling, and the line through the smallest and the largest batch is less certain. With
+        a single profiled batch, the fixed part of a step is unknown.
+        """
         if not self.batches or batch in self.batches:
             return self.spread
         low, high = min(self.batches), max(self.batches)
@@ -159,8 +173,11 @@ class Workload:
         return math.hypot(line, _LINE, (_LINE_ABOVE if batch > high else _LINE_BELOW) * doublings)
 
     def with_tensors(self, tensors: Mapping[str, tuple[int, bool]]) -> Workload:
-        """With the elements that are trained, and whether in half precision, by name: what travels is
-        what the run sends, whatever step was timed. Tensors that are not trained are not sent."""
+        """Returns the workload with the gradients that a run exchanges, whatever step was profiled.
+
+        Args:
+            tensors: The number of elements of each trained tensor, and True for half precision.
+        """
         gradients = tuple(
             replace(g, elements=tensors[g.name][0], half=tensors[g.name][1])
             for g in self.gradients
@@ -170,18 +187,18 @@ class Workload:
 
     @property
     def in_half(self) -> bool:
-        """Whether the step was one in half precision."""
+        """True if the step runs in half precision."""
         return any(gradient.half for gradient in self.gradients)
 
     def compute_s(self, batch: int) -> float:
-        """Forward, backward and update."""
+        """Returns the time of forward, backward and update."""
         return self.forward.at(batch) + self.backward.at(batch) + self.update_s
 
     def backward_s(self, batch: int) -> float:
         return self.backward.at(batch)
 
     def ready_s(self, batch: int) -> list[float]:
-        """When each gradient is there, from the start of the backward pass."""
+        """Returns when each gradient is ready, from the start of the backward pass."""
         backward = self.backward.at(batch)
         return [gradient.ready * backward for gradient in self.gradients]
 
@@ -193,7 +210,7 @@ class Workload:
         return {"workload": self.to_section()}
 
     def to_section(self) -> dict[str, Any]:
-        """The section of a plan file that `paceline.planner.plan_parts.profile_of` reads."""
+        """Returns the section of a plan file that `paceline.planner.plan_parts.profile_of` reads."""
         table = asdict(self)
         table["gradients"] = [asdict(gradient) for gradient in self.gradients]
         table["batches"] = list(self.batches)
@@ -204,7 +221,11 @@ class Workload:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Workload:
-        """ConfigError for a table that is none, naming the field that is missing or of another type."""
+        """Builds a workload from the table of a file.
+
+        Raises:
+            ConfigError: If a field is missing, unknown, out of range or of another type.
+        """
         work = table.get("workload")
         if not isinstance(work, Mapping) or not isinstance(work.get("gradients"), list):
             problem = "has no [workload] with gradients"
@@ -226,8 +247,11 @@ def _error(field: str, value: object, problem: str, remedy: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class StepAnatomy:
-    """Seconds of the parts of one step, and for each gradient when it was ready, from the start of the
-    backward pass, in order of readiness."""
+    """The parts of one measured step in seconds.
+
+    `gradients` has name, elements, half precision and ready time of each gradient, in order of readiness
+    from the start of the backward pass.
+    """
 
     forward_s: float
     backward_s: float
@@ -239,7 +263,19 @@ def fit_workload(
     model: str, steps: Sequence[tuple[int, float]], anatomy: StepAnatomy, source: str,
     image_size: int = 0, device: str = "",
 ) -> Workload:  # fmt: skip
-    """`steps` are (batch, seconds) with images of `image_size` on `device`."""
+    """Fits a workload to measured steps.
+
+    Args:
+        model: The name of the model.
+        steps: The batch and the seconds of each step.
+        anatomy: The parts of one step.
+        source: The origin of the times.
+        image_size: The edge of the images in pixels.
+        device: "cpu" or "cuda".
+
+    Raises:
+        ConfigError: If a larger batch took less time than a smaller one.
+    """
     points = sorted(steps)
     for (small, faster), (large, slower) in itertools.pairwise(points):
         if large > small and slower <= faster:
@@ -248,8 +284,8 @@ def fit_workload(
                 f"a step of {large} took {1e3 * slower:.3g} ms, one of {small} {1e3 * faster:.3g}",
                 "profile on a quiet machine, or with batches further apart",
             )  # fmt: skip
-    # The update does not depend on the batch. Of several batches it is part of the line's intercept: a
-    # step that is taken apart runs eagerly, and its update can take longer than within a graph.
+    # The update does not depend on the batch. With several batches it is a part of the line's intercept:
+    # a step that is measured in parts runs eagerly, and its update may take longer than in a CUDA graph.
     if len(points) > 1:
         fixed, per_image, spread = _line(points)
         update = min(anatomy.update_s, fixed)
@@ -279,12 +315,16 @@ def fit_workload(
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
-    """Intercept, slope (neither negative) and relative residual; through the origin for one point."""
+    """Fits a line with non-negative intercept and slope, through the origin for a single point.
+
+    Returns:
+        Intercept, slope and relative residual.
+    """
     batches = np.array([batch for batch, _ in points], dtype=np.float64)
     seconds = np.array([step for _, step in points])
     if len(points) == 1:
         return 0.0, float(seconds[0] / batches[0]), 0.1
-    # Weighted by 1/t: every batch counts by its relative error.
+    # Weights of 1/t minimize relative errors.
     design = np.stack([np.ones_like(batches), batches], axis=1) / seconds[:, None]
     (fixed, slope), *_ = np.linalg.lstsq(design, np.ones_like(seconds), rcond=None)
     if fixed < 0 or slope < 0:

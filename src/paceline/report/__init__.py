@@ -1,7 +1,7 @@
-"""Run folders as tables, charts and HTML pages; comparisons. Starts without torch.
+"""Tables, charts and HTML pages of run folders, without torch.
 
-The package itself has what the end of a training needs. Comparisons (`compare_page`, `comparison`,
-`compare_runs`) and live pages (`server`, `live_run`, `runs_page`) are modules that their commands load.
+The package exports what the end of a training needs. Commands import the modules of comparisons
+(`compare_page`, `comparison`, `compare_runs`) and live pages (`server`, `live_run`).
 """
 
 from paceline.report.bottleneck import bound_by

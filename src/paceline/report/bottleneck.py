@@ -1,34 +1,35 @@
-"""What bounds a step (compute, exposed communication, input, a straggler, an overloaded host), and how
-the measured step compares with the planner's prediction."""
+"""The bottleneck of a step: compute, exposed communication, input, a straggler or an overloaded host."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 
-from paceline.core.errors import ConfigError
-from paceline.core.files import read_regular
 from paceline.core.host import NOTABLE_WAIT
 from paceline.core.units import format_duration, format_percent, text_of
-from paceline.core.untrusted import ParseError, is_count, is_finite, parse_json
-from paceline.plan.plan_file import Expected, PlanFile
+from paceline.core.untrusted import is_count
 from paceline.report.records import CAUSES, Bools, Floats, Ints, Record, finite, middle
 from paceline.report.run_files import RunFiles, computed_once, finite_values
 
-# A part of a step below this share is no bottleneck.
+# A smaller share of a step is not a bottleneck.
 _NOTABLE = 0.05
-# Ranks of equal speed take turns in being last, and noise makes one of them lose slightly more often.
+# Ranks of equal speed take turns in arriving last, and noise lets one of them lose slightly more often.
 _STRAGGLER_SHARE = 2 / 3
 _STRAGGLER_MIN_STEPS = 5
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """`lost_s`: how long the other ranks wait for it in a step (median)."""
+    """The rank that nearly always arrives last.
+
+    Attributes:
+        rank: Its number.
+        share_last: The share of steps in which it arrives last.
+        lost_s: The median time per step that other ranks wait for it.
+    """
 
     rank: int
     share_last: float
@@ -44,60 +45,65 @@ class Straggler:
 
 @dataclass(frozen=True)
 class ExposedWaits:
-    """Seconds that ranks waited for the exchange after their own backward pass, by step: the `last` rank
-    to arrive and its wait (`least_s`), and the median wait of the others. `complete`: all ranks are
-    known.
+    """Seconds that ranks wait for the gradient exchange after their own backward pass, by step.
 
-    The rank that arrives last waits only for the exchange itself; whatever the others wait longer, they
-    wait for that rank.
+    The rank that arrives last waits only for the exchange. All others also wait for that rank.
+
+    Attributes:
+        step: Step numbers.
+        last: The rank that arrived last.
+        least_s: The wait of that rank.
+        other_ranks_s: The median wait of the other ranks.
+        complete: True if the waits of all ranks are known.
+        step_s: The median step time of rank 0.
     """
 
     step: Ints
     last: Ints
     least_s: Floats
-    others_s: Floats
+    other_ranks_s: Floats
     complete: Bools
     step_s: float
 
     @classmethod
     @computed_once
     def of(cls, run: RunFiles) -> ExposedWaits:
-        """Empty for a run of one rank, and for records without the field `exposed_comm_s`."""
+        """Computes the waits; empty for one rank and for records without `exposed_comm_s`."""
         step_s = middle(run.steps()["step_s"]) or 0.0
         none = np.zeros(0)
         if (finite(run.start, "world_size") or 1) <= 1:
             return cls(none.astype(int), none.astype(int), none, none, none.astype(bool), step_s)
         parts = [_waits_of_ranks(run), _waits_of_records(run.of_kind("ranks"))]
-        step, last, least_s, others_s, complete = map(np.concatenate, zip(*parts, strict=True))
-        # What rank 0 has recorded about all ranks comes last, and counts.
+        step, last, least_s, other_ranks_s, complete = map(np.concatenate, zip(*parts, strict=True))
+        # Keep the last row of each step: rank 0's records about all ranks take precedence.
         order = np.argsort(step, kind="stable")
         is_last = np.ones(len(order), bool)
         is_last[:-1] = np.diff(step[order]) > 0
         order = order[is_last]
         return cls(
-            step[order], last[order], least_s[order], others_s[order], complete[order], step_s
+            step[order], last[order], least_s[order], other_ranks_s[order], complete[order], step_s
         )
 
     @property
     def exposed_s(self) -> float | None:
-        """The median over steps of the wait of the rank that arrived last; None where none waited."""
+        """The median wait of the rank that arrived last, or None if no rank ever waited."""
         return middle(self.least_s) if self.least_s.any() else None
 
     def describe(self) -> str:
-        """`12.3 ms a step (8 %)`."""
+        """Returns text such as `12.3 ms a step (8 %)`."""
         if self.exposed_s is None:
             return ""
         share = 100 * self.exposed_s / self.step_s if self.step_s > 0 else None
         return f"{format_duration(self.exposed_s)} a step ({format_percent(share, 0)})"
 
     def straggler(self) -> Straggler | None:
-        """The rank that is nearly always last, and late enough to matter."""
+        """Returns the rank that is nearly always last and late enough to matter, if there is one."""
         last = self.last[self.complete]
         if len(last) < _STRAGGLER_MIN_STEPS:
             return None
         ranks, times = np.unique(last, return_counts=True)
         rank, share = int(ranks[times.argmax()]), float(times.max() / len(last))
-        late_s = (self.others_s - self.least_s)[self.complete]
+        late_s = (self.other_ranks_s - self.least_s)[self.complete]
         lost_s = float(np.median(np.where(last == rank, late_s, 0.0)))
         if share < _STRAGGLER_SHARE or lost_s < _NOTABLE * self.step_s:
             return None
@@ -108,7 +114,7 @@ _Waits = tuple[Ints, Ints, Floats, Floats, Bools]
 
 
 def _waits_of_ranks(run: RunFiles) -> _Waits:
-    """From the records of each rank."""
+    """Computes the waits from the step records of each rank."""
     step = np.unique(np.concatenate([run.steps(rank).number for rank in run.ranks]))
     waits = np.full((len(run.ranks), len(step)), np.nan)
     for row, rank in enumerate(run.ranks):
@@ -122,41 +128,46 @@ def _waits_of_ranks(run: RunFiles) -> _Waits:
     columns, ranks = np.arange(len(step)), np.array(list(run.ranks))
     row = np.nanargmin(waits, axis=0)
     least_s = waits[row, columns]
-    # The median of the others: those that are absent, and the last rank, are sorted to the end.
+    # Sorting moves NaN to the end: missing ranks, and the last rank, which is excluded from the median.
     waits[row, columns] = np.nan
     waits.sort(axis=0)
     counts = present.sum(axis=0)
     others = np.maximum(counts - 1, 1)
     middle_s = (waits[(others - 1) // 2, columns] + waits[others // 2, columns]) / 2
-    others_s = np.where(counts > 1, middle_s, least_s)
+    other_ranks_s = np.where(counts > 1, middle_s, least_s)
     complete = (counts == counts.max()) & (counts > 1)
-    return step, ranks[row], least_s, others_s, complete
+    return step, ranks[row], least_s, other_ranks_s, complete
 
 
 def _waits_of_records(records: list[Record]) -> _Waits:
-    """From what rank 0 has recorded about all ranks; damaged records are left out."""
-    found = []
+    """Reads the waits from rank 0's records about all ranks, without damaged ones."""
+    rows = []
     for record in records:
         exposed = record.get("exposed_comm_s")
         if isinstance(exposed, dict) and is_count(exposed.get("rank")):
-            least_s, others_s = finite(exposed, "min"), finite(exposed, "others")
-            if least_s is not None and others_s is not None:
-                found.append((record["step"], exposed["rank"], least_s, others_s))
-    step, rank, least, others = zip(*found, strict=True) if found else ((), (), (), ())
+            least_s, other_ranks_s = finite(exposed, "min"), finite(exposed, "others")
+            if least_s is not None and other_ranks_s is not None:
+                rows.append((record["step"], exposed["rank"], least_s, other_ranks_s))
+    step, rank, least, other = zip(*rows, strict=True) if rows else ((), (), (), ())
     ints = np.array(step, np.int64), np.array(rank, np.int64)
-    return (*ints, np.array(least, float), np.array(others, float), np.ones(len(found), np.bool_))
+    return (*ints, np.array(least, float), np.array(other, float), np.ones(len(rows), np.bool_))
 
 
 def first_after_start(run: RunFiles, rank: int = 0) -> Bools:
-    """The first step after each start: it fills the pipeline, compiles and captures graphs."""
+    """Marks the first step after each start, which fills the pipeline, compiles and captures graphs."""
     first = [record["step"] + 1 for record in run.of_kind("start", rank)]
     return np.isin(run.steps(rank).number, first)
 
 
 @dataclass(frozen=True)
 class InputStall:
-    """Seconds by cause, largest first, over `steps` steps that took `step_s` in all. Records without the
-    field `input_stall_s` have no steps here."""
+    """Time that the device waits for its input.
+
+    Attributes:
+        steps: The number of steps with a measured stall.
+        step_s: The total time of these steps.
+        causes: The stalled seconds of each cause, largest first.
+    """
 
     steps: int
     step_s: float
@@ -165,7 +176,7 @@ class InputStall:
     @classmethod
     @computed_once
     def of(cls, run: RunFiles, rank: int = 0) -> InputStall:
-        """Without the first step after each start, which waits for the pipeline to fill."""
+        """Sums the stalls of a rank, without the first step after each start."""
         steps = run.steps(rank)
         measured = ~np.isnan(steps["input_stall_s"]) & ~np.isnan(steps["step_s"])
         measured &= ~first_after_start(run, rank)
@@ -182,16 +193,16 @@ class InputStall:
 
     @property
     def share(self) -> float:
-        """Of the time of all steps."""
+        """The share of the step time."""
         return self.stall_s / self.step_s if self.step_s > 0 else 0.0
 
     @property
     def main_cause(self) -> str:
-        """Empty where the input hardly matters."""
+        """The largest cause; empty if the input hardly matters."""
         return next(iter(self.causes), "") if self.share >= _NOTABLE else ""
 
     def describe(self) -> str:
-        """`12.3 ms a step (8 %), most of it decode`; empty where nothing was measured."""
+        """Returns text such as `12.3 ms a step (8 %), most of it decode`; empty without measurements."""
         if not self.steps:
             return ""
         mean = format_duration(self.stall_s / self.steps)
@@ -201,8 +212,10 @@ class InputStall:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """Medians over the steps, in seconds; `input_s` is a mean, because a median hides stalls in
-    bursts."""
+    """The parts of a typical step in seconds.
+
+    All are medians except `input_s`, which is a mean: a median hides stalls that come in bursts.
+    """
 
     step_s: float
     input_s: float
@@ -215,23 +228,21 @@ class MeasuredStep:
 
     @classmethod
     def of(cls, run: RunFiles) -> MeasuredStep | None:
-        """None before the first step."""
+        """Returns the parts, or None before the first step."""
         step_s = middle(run.steps()["step_s"])
         if step_s is None:
             return None
-        stall, waits = InputStall.of(run), ExposedWaits.of(run)
-        # Where the device's own stall was not measured, the wait of the host stands in for it.
-        host_wait_s = middle(run.steps()["data_s"]) or 0.0
-        input_s = stall.share * step_s if stall.steps else host_wait_s
+        waits = ExposedWaits.of(run)
+        input_s = InputStall.of(run).share * step_s
         return cls(step_s, input_s, waits.exposed_s or 0.0, waits.straggler())
 
 
 def bound_by(run: RunFiles) -> str | None:
-    """`exposed communication, 31 % of a step`; None before the first step."""
+    """Returns text such as `exposed communication, 31 % of a step`; None before the first step."""
     measured = MeasuredStep.of(run)
     if measured is None:
         return None
-    # Threads that wait for cores slow compute, input and exchange alike, so this comes first.
+    # Threads that wait for cores slow compute, input and exchange alike, so check them first.
     if overload := overloaded_host(run):
         return overload
     if measured.straggler:
@@ -248,14 +259,14 @@ def bound_by(run: RunFiles) -> str | None:
 
 
 def overloaded_host(run: RunFiles) -> str | None:
-    """Names the rank whose threads waited longest for cores, where that slows its steps."""
+    """Describes the rank whose threads wait longest for cores, if that slows its steps."""
     waits = {
         rank: middle(run.steps(rank)["core_wait_share"]) or 0.0
         for rank in run.ranks
-        # The steps of a GPU depend on the host's threads only where it waits for its input.
+        # Host threads slow the steps of a GPU only if the GPU waits for its input.
         if _on_cpu(run, rank) or InputStall.of(run, rank).main_cause
     }
-    # Where ranks are many, rank 0 has recorded which one waited longest.
+    # If there are many ranks, only rank 0 writes records: also about the rank that waited longest.
     of_all = [
         record["core_wait_share"]
         for record in run.of_kind("ranks")
@@ -282,38 +293,3 @@ def _on_cpu(run: RunFiles, rank: int) -> bool:
     start = (run.of_kind("start", rank) or [{}])[-1]
     hardware = start.get("hardware")
     return isinstance(hardware, dict) and hardware.get("device") == "cpu"
-
-
-def expected_step(run: RunFiles) -> Expected | None:
-    """The planner's prediction, which a plan of `paceline tune` or `paceline plan` holds."""
-    try:
-        return PlanFile.read(run.path / "plan.toml").expected
-    except ConfigError:
-        return None
-
-
-def traced_buckets(path: Path) -> dict[int, float]:
-    """Seconds of each bucket's exchange, from a trace: the median over steps of the time from the last
-    rank's begin to the end. A rank that begins earlier only waits."""
-    try:
-        events = parse_json(read_regular(path))["traceEvents"]
-    except (OSError, ParseError, KeyError, TypeError):
-        return {}
-    begun: dict[tuple[int, int], float] = {}
-    ended: dict[tuple[int, int], float] = {}
-    for event in events if isinstance(events, list) else ():
-        if not isinstance(event, dict) or event.get("cat") != "exchange" or event.get("ph") != "X":
-            continue
-        details = event.get("args")
-        if not isinstance(details, dict) or not all(is_finite(event.get(n)) for n in ("ts", "dur")):
-            continue
-        step, bucket = details.get("step"), details.get("bucket", details.get("buffer"))
-        if not is_count(step) or not is_count(bucket):
-            continue
-        key = step, bucket
-        begun[key] = max(begun.get(key, 0.0), event["ts"])
-        ended[key] = max(ended.get(key, 0.0), event["ts"] + event["dur"])
-    seconds: dict[int, list[float]] = {}
-    for key, start in begun.items():
-        seconds.setdefault(key[1], []).append((ended[key] - start) / 1e6)
-    return {bucket: median(times) for bucket, times in seconds.items()}

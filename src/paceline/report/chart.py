@@ -1,6 +1,6 @@
 """Line charts as inline SVG: axes, grid, lines, dots, markers, legend, and values on hover.
 
-Colours come from the page's style sheet, so a chart follows light and dark mode. It needs no script.
+Colours come from the page's style sheet, so charts follow light and dark mode. They need no script.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ WIDTH, HEIGHT = 520, 290
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 34, 42
 PLOT_WIDTH, PLOT_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 FOOT = TOP + PLOT_HEIGHT
-# The series colours of style.css.
+# The number of series colours in style.css.
 SERIES_COLOURS = 8
-# A line of more points has no dots: its values show when the pointer is over one of the hover strips.
+# A line of more points has no dots; hover strips show its values.
 _MAX_DOTS = 60
 _STRIPS = 75
 
@@ -26,10 +26,14 @@ XY = tuple[float, float]
 
 @dataclass(frozen=True)
 class Line:
-    """One series. `colour` is the number of a series colour, from 1; a `faint` line is in the background.
+    """One series of a chart.
 
-    A line without a name has neither a legend nor values on hover. `run` is its run's number on a page of
-    several.
+    Attributes:
+        name: Shown in the legend and on hover; a line without a name has neither.
+        points: The (x, y) pairs.
+        colour: The number of a series colour, from 1.
+        faint: Draws the line thin, behind all others.
+        dashed: Draws the line dashed.
     """
 
     name: str
@@ -37,11 +41,6 @@ class Line:
     colour: int = 1
     faint: bool = False
     dashed: bool = False
-    run: int | None = None
-
-    @property
-    def attributes(self) -> str:
-        return "" if self.run is None else f' data-run="{self.run}"'
 
     @property
     def css_class(self) -> str:
@@ -50,7 +49,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Marker:
-    """An event on the x axis: `resume` is a dashed vertical line, `skip` a notch on the axis."""
+    """An event on the x axis. A `resume` is a dashed vertical line, a `skip` a notch on the axis."""
 
     x: float
     text: str
@@ -59,8 +58,21 @@ class Marker:
 
 @dataclass(frozen=True)
 class Chart:
-    """`x_range` aligns the charts of one run. Without a `legend` the page names the lines elsewhere.
-    `log` and `log_x` make an axis logarithmic."""
+    """The contents of a line chart.
+
+    Attributes:
+        title: The caption of the figure.
+        x_label: The label of the x axis.
+        lines: The series.
+        x_range: Ends of the x axis, which align the charts of one run; fitted to the lines by default.
+        log: Makes the y axis logarithmic.
+        from_zero: Lets the y axis include zero.
+        markers: Events on the x axis.
+        show_value: Formats y values.
+        note: A remark next to the title.
+        legend: Draws a legend; without it, the page names the lines elsewhere.
+        log_x: Makes the x axis logarithmic.
+    """
 
     title: str
     x_label: str
@@ -76,7 +88,7 @@ class Chart:
 
 
 def line_chart(chart: Chart) -> str:
-    """One `<svg>` element; without any point, an empty frame that says so."""
+    """Draws a chart as one `<svg>` element."""
     xs = [x for line in chart.lines for x, _ in line.points]
     ys = [y for line in chart.lines for _, y in line.points]
     x_axis = Axis.fit(chart.x_range or xs, tight=True, log=chart.log_x, target_ticks=6)
@@ -100,16 +112,15 @@ def line_chart(chart: Chart) -> str:
 
 
 def _x(axis: Axis, value: float) -> float:
-    return LEFT + axis.share(value) * PLOT_WIDTH
+    return LEFT + axis.fraction(value) * PLOT_WIDTH
 
 
 def _y(axis: Axis, value: float) -> float:
-    """SVG counts downwards."""
-    return FOOT - axis.share(value) * PLOT_HEIGHT
+    return FOOT - axis.fraction(value) * PLOT_HEIGHT
 
 
 def _aria_label(chart: Chart) -> str:
-    """For screen readers: each line's first and last value."""
+    """Describes the first and last value of each line for screen readers."""
     parts = [
         f"{text_of(line.name)} from {chart.show_value(line.points[0][1])} "
         f"to {chart.show_value(line.points[-1][1])}"
@@ -120,7 +131,7 @@ def _aria_label(chart: Chart) -> str:
 
 
 def tick_text(x: float, y: float, label: str) -> str:
-    """Below its tick; at the right edge it ends there, because a phone's larger letters would be cut."""
+    """Draws a label below its tick, right-aligned at the right edge so that phones do not cut it off."""
     at_edge = x > WIDTH - RIGHT - 1 and len(label) > 2
     anchor, x = ("end", WIDTH - 1.0) if at_edge else ("middle", x)
     return f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}">{label}</text>'
@@ -161,29 +172,29 @@ def _line(chart: Chart, line: Line, x_axis: Axis, y_axis: Axis) -> list[str]:
         return []
     places = [(_x(x_axis, x), _y(y_axis, y)) for x, y in line.points]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    parts = [f'<polyline class="{line.css_class}"{line.attributes} points="{path}"/>']
+    parts = [f'<polyline class="{line.css_class}" points="{path}"/>']
     if line.faint or len(places) > _MAX_DOTS:
         return parts
     for (x, y), (x_value, y_value) in zip(places, line.points, strict=True):
         text = f"{chart.x_label} {number(x_value)}: {line.name} {chart.show_value(y_value)}"
         parts.append(
-            f'<circle class="c{line.colour}"{line.attributes} cx="{x:.1f}" cy="{y:.1f}" r="3">'
+            f'<circle class="c{line.colour}" cx="{x:.1f}" cy="{y:.1f}" r="3">'
             f"<title>{markup(text)}</title></circle>"
         )
     return parts
 
 
 def _strips(chart: Chart, x_axis: Axis) -> list[str]:
-    """Invisible columns over the plot; the title of each, shown on hover, lists the values in it."""
-    found: dict[int, tuple[float, dict[str, str]]] = {}
+    """Draws invisible columns over the plot, whose titles list the values in them on hover."""
+    columns: dict[int, tuple[float, dict[str, str]]] = {}
     for line in filter(lambda line: line.name, chart.lines):
         for x, y in line.points:
-            strip = min(_STRIPS - 1, max(0, int(x_axis.share(x) * _STRIPS)))
-            _, values = found.setdefault(strip, (x, {}))
+            strip = min(_STRIPS - 1, max(0, int(x_axis.fraction(x) * _STRIPS)))
+            _, values = columns.setdefault(strip, (x, {}))
             values[line.name] = chart.show_value(y)
     width = PLOT_WIDTH / _STRIPS
     parts = []
-    for strip, (x, values) in sorted(found.items()):
+    for strip, (x, values) in sorted(columns.items()):
         text = "\n".join(
             [f"{chart.x_label} {number(x)}", *(f"{name} {value}" for name, value in values.items())]
         )
@@ -195,7 +206,7 @@ def _strips(chart: Chart, x_axis: Axis) -> list[str]:
 
 
 def _legend(chart: Chart) -> list[str]:
-    """Name and last value of each line, from left to right above the plot."""
+    """Draws name and last value of each line, from left to right above the plot."""
     parts, x = [], float(LEFT)
     for line in chart.lines:
         if not line.points or not line.name:
@@ -206,7 +217,7 @@ def _legend(chart: Chart) -> list[str]:
             f'<text class="legend" x="{x + 19:.1f}" y="18">{markup(line.name)}'
             f'<tspan class="last">{markup(last)}</tspan></text>'
         )
-        # Text cannot be measured here: 6.6 units per letter is a generous estimate for the font.
+        # The width of text is unknown here: 6.6 units per letter is a generous estimate for the font.
         x += 19 + 6.6 * (len(line.name) + len(last)) + 16
     return parts
 
@@ -215,8 +226,12 @@ _BAR_WIDTH, _BAR_HEIGHT = 1000.0, 26.0
 
 
 def share_bar(title: str, parts: Sequence[tuple[str, float, str]]) -> str:
-    """One `<svg>` bar of (name, share, style class), and a legend with the shares. Shares add up to one;
-    parts of zero are left out."""
+    """Draws a bar of shares as one `<svg>` element, and a legend.
+
+    Args:
+        title: A title for screen readers.
+        parts: Name, share and style class of each part; shares sum to one, empty parts are left out.
+    """
     drawn, items, x = [], [], 0.0
     shown = [part for part in parts if part[1] > 0]
     for name, share, css_class in shown:
@@ -243,7 +258,7 @@ _ZERO = 1e-100
 
 @dataclass(frozen=True)
 class Axis:
-    """A linear or logarithmic scale from `low` to `high`, with ticks at round values."""
+    """A linear or logarithmic scale from `low` to `high` with ticks at round values."""
 
     low: float
     high: float
@@ -260,7 +275,15 @@ class Axis:
         log: bool = False,
         target_ticks: int = 5,
     ) -> Axis:
-        """An axis for `values` that ends on ticks or, if `tight`, at the smallest and largest value."""
+        """Builds an axis that includes all values.
+
+        Args:
+            values: The values on the axis.
+            tight: Ends the axis at the smallest and largest value instead of at ticks.
+            from_zero: Includes zero.
+            log: Makes the axis logarithmic if all values are positive.
+            target_ticks: The approximate number of ticks.
+        """
         known = list(values) or [0.0, 1.0]
         low, high = min(known), max(known)
         if log and low > 0:
@@ -285,22 +308,22 @@ class Axis:
         ticks = tuple(10.0**power for power in range(first, last + 1, every))
         return cls(10.0**first, 10.0**last, ticks, log=True)
 
-    def share(self, value: float) -> float:
-        """0 at the low end, 1 at the high end."""
+    def fraction(self, value: float) -> float:
+        """Returns the position of a value: 0 at the low end, 1 at the high end."""
         if self.log:
             span = math.log10(self.high / self.low)
             return math.log10(max(value, self.low) / self.low) / span
         return (value - self.low) / (self.high - self.low)
 
     def labels(self) -> list[str]:
-        """The ticks as text, all with the same number of decimals."""
+        """Formats the ticks with the same number of decimals."""
         if self.log:
             return [f"{tick:,g}" if 1e-3 <= tick < 1e4 else _power(tick) for tick in self.ticks]
         return tick_labels(self.ticks)
 
 
 def nice_spacing(low: float, high: float, target_ticks: int = 5) -> float:
-    """1, 2 or 5 times a power of ten, for about `target_ticks` intervals."""
+    """Returns 1, 2 or 5 times a power of ten that makes about `target_ticks` intervals."""
     rough = (high - low) / target_ticks
     scale = 10.0 ** math.floor(math.log10(rough))
     return min(
@@ -309,7 +332,7 @@ def nice_spacing(low: float, high: float, target_ticks: int = 5) -> float:
 
 
 def multiples(low: float, high: float, spacing: float) -> list[float]:
-    """Multiples of `spacing` from `low` to `high`, without rounding errors in the last digits."""
+    """Returns the multiples of `spacing` from `low` to `high` without rounding errors."""
     decimals = max(0, 2 - math.floor(math.log10(spacing)))
     first = math.ceil(low / spacing - 1e-9)
     last = math.floor(high / spacing + 1e-9)
@@ -318,7 +341,7 @@ def multiples(low: float, high: float, spacing: float) -> list[float]:
 
 
 def tick_labels(ticks: Iterable[float]) -> list[str]:
-    """`0, 20000, 40000` → `0, 20k, 40k`; `0, 0.5, 1` → `0.0, 0.5, 1.0`."""
+    """Formats `0, 20000, 40000` as `0, 20k, 40k` and `0, 0.5, 1` as `0.0, 0.5, 1.0`."""
     values = list(ticks)
     largest = max((abs(value) for value in values), default=0.0)
     if 0 < largest < 1e-3 or largest >= 1e12:
@@ -342,7 +365,7 @@ def tick_labels(ticks: Iterable[float]) -> list[str]:
 
 
 def _power(value: float) -> str:
-    """A power of ten: `10k`, `1M`, otherwise scientific."""
+    """Formats a power of ten as `10k` or `1M`, otherwise in scientific notation."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if size <= value < 1e3 * size:
             return f"{value / size:g}{unit}"
@@ -350,6 +373,6 @@ def _power(value: float) -> str:
 
 
 def _scientific(value: float, digits: int = 2) -> str:
-    """`0.00025` → `2.5e-4`."""
+    """Formats `0.00025` as `2.5e-4`."""
     mantissa, _, exponent = f"{value:.{digits}e}".partition("e")
     return "0" if value == 0 else f"{float(mantissa):.{digits + 1}g}e{int(exponent)}"

@@ -1,7 +1,7 @@
-"""`ComparedRun`: one run of a comparison, and the search for runs in folders.
+"""`ComparedRun`: one run of a comparison. `read_runs`: finds and reads the runs to compare.
 
-A run that cannot be compared is a `CompareError` that names it; leaving it out silently would falsify the
-table. Runs below a folder of runs that have no evaluation yet are left out with a note.
+A run that cannot be compared raises an error: leaving it out silently would falsify the table. Runs in a
+folder of runs that have no evaluation yet are left out with a note.
 """
 
 from __future__ import annotations
@@ -18,26 +18,25 @@ from paceline.report.run_files import EVENTS_NAME, RunFiles
 from paceline.report.tables import flat
 
 # Settings in which the runs of one row may differ.
-SEED = "run.seed"
-_NAMES_AND_PATHS = frozenset({"run.name", "run.output", "run.resume"})
-# Not a setting, but it changes speed and, through batch norm, the result.
+_NOT_COMPARED = frozenset({"run.seed", "run.name", "run.output", "run.resume"})
+# Not a setting, but it changes the speed and, through batch norm, the result.
 RANKS = "ranks"
 GLOBAL_BATCH = "run.global_batch_size"
 
 
 class CompareError(DataError):
-    """Runs that cannot be compared."""
+    """Raised if runs cannot be compared."""
 
     exit_code = 2
 
 
 class NoEvaluationError(CompareError):
-    """A run that has started, but has no evaluation yet."""
+    """Raised if a run has started but has no evaluation yet."""
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """`top1` and `val_loss` are those of the last evaluation, not of the best."""
+    """One run of a comparison. `top1` and `val_loss` are those of the last evaluation, not the best."""
 
     path: Path
     files: RunFiles
@@ -50,11 +49,17 @@ class ComparedRun:
 
     @property
     def complete(self) -> bool:
-        """Whether it did all its epochs, or reached its target."""
+        """True if the run finished all epochs or reached its target."""
         return self.outcome.state == "finished"
 
     @classmethod
     def read(cls, path: Path) -> ComparedRun:
+        """Reads a run folder.
+
+        Raises:
+            NoEvaluationError: If the run has no evaluation yet.
+            CompareError: If the folder cannot be read or has no configuration.
+        """
         try:
             files = RunFiles.read(path, first_rank_only=True)
         except DataError as error:
@@ -71,38 +76,39 @@ class ComparedRun:
                 "restore the file, or leave that run out",
             )
         assert outcome.top1 is not None
-        given = dict(flat(files.config))
-        planned = finite(given, "run.epochs")
+        settings = dict(flat(files.config))
+        seed, epochs = integer(settings, "run.seed"), finite(settings, "run.epochs")
+        used = {GLOBAL_BATCH: outcome.global_batch_size, RANKS: outcome.world_size}
+        settings |= {name: value for name, value in used.items() if value is not None}
         return cls(
             path=path,
             files=files,
             outcome=outcome,
-            settings=settings_of(files, outcome),
-            seed=integer(given, SEED),
+            settings={k: v for k, v in settings.items() if k not in _NOT_COMPARED},
+            seed=seed,
             top1=outcome.top1,
             val_loss=_last_loss(files),
-            epochs_planned=planned if planned is not None else _epochs_of_start(files),
+            epochs_planned=_epochs_of_start(files) if epochs is None else epochs,
         )
 
 
-def settings_of(files: RunFiles, outcome: Outcome) -> dict[str, Any]:
-    """What can make a row of its own: all settings but seed, name and paths."""
-    settings = dict(flat(files.config))
-    known = {GLOBAL_BATCH: outcome.global_batch_size, RANKS: outcome.world_size}
-    settings |= {name: value for name, value in known.items() if value is not None}
-    return {k: v for k, v in settings.items() if k not in _NAMES_AND_PATHS | {SEED}}
-
-
 def read_runs(paths: Sequence[Path], notes: list[str] | None = None) -> list[ComparedRun]:
-    """The runs at `paths` (run folders, or folders of them), each once, in this order; at least two.
+    """Reads the runs to compare, each once.
 
-    `notes` receives a line for each run below a folder of runs that has no evaluation yet. Without
-    `notes`, and for a run given by its own path, such a run is an error.
+    Args:
+        paths: Run folders, or folders of run folders.
+        notes: Receives a line for each run that is left out because it has no evaluation yet.
+
+    Returns:
+        At least two runs, in the order of `paths`.
+
+    Raises:
+        CompareError: If a run cannot be compared, or if there are fewer than two.
     """
     folders: dict[Path, Path] = {}
     for path in paths:
         for folder in _run_folders(path):
-            # A run given twice, by itself and by its parent, must not be averaged with itself.
+            # A run that is given twice, directly and by its parent, must not count twice.
             folders.setdefault(folder.resolve(), folder)
     given = {path.resolve() for path in paths}
     runs, left_out = [], []
@@ -110,7 +116,7 @@ def read_runs(paths: Sequence[Path], notes: list[str] | None = None) -> list[Com
         try:
             runs.append(ComparedRun.read(folder))
         except NoEvaluationError as error:
-            if notes is None or resolved in given:
+            if resolved in given:
                 raise
             left_out.append(f"left out: {error.cause}")
     if len(runs) < 2:
@@ -126,25 +132,26 @@ def read_runs(paths: Sequence[Path], notes: list[str] | None = None) -> list[Com
 
 
 def _run_folders(path: Path) -> list[Path]:
-    """`path` itself, or the runs directly below it."""
+    """Returns `path` if it is a run folder, otherwise the run folders directly below it."""
     try:
         if not path.is_dir() or (path / EVENTS_NAME).is_file():
             return [path]
-        inside = sorted(child for child in path.iterdir() if (child / EVENTS_NAME).is_file())
+        runs = sorted(child for child in path.iterdir() if (child / EVENTS_NAME).is_file())
     except OSError as error:
         raise CompareError(
             f"{error.filename or path} cannot be read: {error.strerror}", "check its permissions"
         ) from error
-    if not inside:
+    if not runs:
         raise CompareError(
-            f"{path} is no run folder and holds none: no {EVENTS_NAME} in it or directly below it",
+            f"{path} is not a run folder and contains none: there is no {EVENTS_NAME} in it or "
+            "directly below it",
             "give folders that `paceline train --output` wrote",
         )
-    return inside
+    return runs
 
 
 def _last_loss(files: RunFiles) -> float | None:
-    """None where the last loss is not finite: an earlier one must not replace it."""
+    """Returns the last validation loss, or None if it is not finite, whatever earlier ones are."""
     evaluations = files.of_kind("eval")
     if not evaluations:
         return finite(files.summary or {}, "val_loss")

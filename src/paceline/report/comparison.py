@@ -1,7 +1,7 @@
-"""`Comparison`: runs grouped into rows by their settings, with names and differences to a baseline.
+"""`Comparison`: runs grouped into rows by their settings, with labels and differences to a baseline.
 
-The runs of a row differ in their seed alone. A row is named by the settings in which rows differ, as
-few as distinguish them and say what each row switches on.
+The runs of a row differ only in their seed. The label of a row contains the settings that distinguish it
+from other rows.
 """
 
 from __future__ import annotations
@@ -20,37 +20,28 @@ from paceline.core.errors import ConfigError, nearest
 from paceline.core.units import plural, text_of
 from paceline.report.bottleneck import ExposedWaits
 from paceline.report.compare_runs import GLOBAL_BATCH, RANKS, ComparedRun
-from paceline.report.outcome import ExtraFigure, Outcome
+from paceline.report.outcome import ExtraFigure
 
 Settings = Mapping[str, Any]
 _UNSET = "unset"
-# The settings that best describe a row, first to last, and those that follow from others or matter for
-# speed alone. The rest comes between them, by section.
+# Settings that describe a row best, and those that describe it least; all others are in between.
 _DESCRIPTIVE = (
     "optim.name", "model.name", GLOBAL_BATCH, "run.epochs", "optim.schedule", "optim.batch_schedule",
-    "run.strategy", "comm.wire", "comm.algorithm",
+    "run.strategy", "comm.wire", "comm.algorithm", "optim.lr", "optim.lr_base",
 )  # fmt: skip
-_SECTIONS = (
-    "optim", "precision", "model", "data", "run", "comm", RANKS, "checkpoint",
+_LEAST_DESCRIPTIVE = (
+    "run.batch_size", "run.threads", "data.workers", "data.dir", "data.cache_dir", "run.pretrained",
+    "comm.plan", "comm.hybrid.sizes",
 )  # fmt: skip
-_MINOR = (
-    "run.batch_size", "run.threads", "data.workers",
-)  # fmt: skip
-# Every label has those of these in which rows differ.
+_SECTIONS = ("optim", "precision", "model", "data", "run", "comm", RANKS, "checkpoint")
+# If rows differ in these, every label shows them.
 _ALWAYS = ("optim.name", GLOBAL_BATCH, "optim.lr", "optim.lr_base")
-_WORDS = {"optim.name": "opt", "model.name": "model", GLOBAL_BATCH: "batch"}
-# Where files are says little about a run.
-_PATHS = (
-    "data.dir", "data.cache_dir", "run.pretrained", "run.output", "run.resume", "comm.plan",
-    "comm.hybrid.sizes",
-)  # fmt: skip
-# Values with which a setting switches nothing on, beside what is false, empty or unset.
-_OFF = ("auto", "none", "off", "synchronous")
+_SHORT_NAMES = {"optim.name": "opt", "model.name": "model", GLOBAL_BATCH: "batch"}
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean, sample standard deviation (None for a single value) and range."""
+    """Number, mean, sample standard deviation (None for a single value) and range of values."""
 
     n: int
     mean: float
@@ -66,7 +57,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class Difference:
-    """To the baseline, in percentage points; the standard error where both have two seeds or more."""
+    """The difference to the baseline in percentage points.
+
+    Its standard error is known if both rows have at least two runs.
+    """
 
     points: float
     standard_error: float | None
@@ -81,20 +75,20 @@ class Difference:
 
 @dataclass(frozen=True)
 class CompareRow:
-    """Times and speeds are medians over the runs, skipped steps their sum."""
+    """Runs that differ only in their seed. Times and speeds are medians over the runs."""
 
     label: str
     runs: tuple[ComparedRun, ...]
-    auto_label: str = ""
     difference: Difference | None = None
 
     @property
-    def settings(self) -> dict[str, Any]:
-        return self.runs[0].settings
+    def first(self) -> ComparedRun:
+        """The first run, for properties that all runs share."""
+        return self.runs[0]
 
     @property
     def complete(self) -> bool:
-        return self.runs[0].complete
+        return self.first.complete
 
     @cached_property
     def top1(self) -> Spread:
@@ -102,67 +96,40 @@ class CompareRow:
 
     @property
     def val_loss(self) -> float | None:
-        """The mean; None where one run has no finite loss, because the mean of the others would
-        mislead."""
-        known = [run.val_loss for run in self.runs if run.val_loss is not None]
-        return fmean(known) if len(known) == len(self.runs) else None
+        """The mean loss, or None if the loss of any run is unknown: a partial mean would mislead."""
+        losses = [run.val_loss for run in self.runs if run.val_loss is not None]
+        return fmean(losses) if len(losses) == len(self.runs) else None
 
     def median(self, name: str) -> float | None:
-        """The median of a figure of `Outcome` over the runs that have it."""
+        """Returns the median of a figure of `Outcome` over the runs in which it is known."""
         return _median(getattr(run.outcome, name) for run in self.runs)
 
     @property
-    def steps(self) -> float | None:
-        """Updates."""
-        return _median(run.outcome.steps or None for run in self.runs)
-
-    @property
     def exposed_s(self) -> float | None:
-        """Of a step; None for runs of one rank."""
+        """The exposed communication of a step; None for runs of one rank."""
         return _median(ExposedWaits.of(run.files).exposed_s for run in self.runs)
 
     @property
     def figures(self) -> dict[str, ExtraFigure]:
-        """The medians of figures of extensions that have a column, by name."""
-        every = [own for run in self.runs for own in run.outcome.figures if own.column]
+        """The medians of extension figures that have a column, by name."""
+        shown = [figure for run in self.runs for figure in run.outcome.figures if figure.column]
         return {
-            own.name: replace(own, value=_median(x.value for x in every if x.name == own.name))
-            for own in every
+            figure.name: replace(
+                figure, value=_median(x.value for x in shown if x.name == figure.name)
+            )
+            for figure in shown
         }
 
     @property
     def skipped_steps(self) -> int:
+        """The total over all runs."""
         return sum(run.outcome.skipped_steps for run in self.runs)
 
     @property
     def epochs_done(self) -> tuple[float, float]:
-        """The fewest and the most of any run: one that reaches its target ends early."""
+        """The fewest and the most epochs of any run: a run that reaches its target ends early."""
         done = [run.outcome.epochs or 0.0 for run in self.runs]
         return min(done), max(done)
-
-    @property
-    def epochs_planned(self) -> float | None:
-        return self.runs[0].epochs_planned
-
-    @property
-    def outcome(self) -> Outcome:
-        """Of the first run, for what is equal in all runs."""
-        return self.runs[0].outcome
-
-    @property
-    def repeated_seeds(self) -> str:
-        """`seed 0 in 2 runs`: repeats of a seed do not show how much the seed matters."""
-        seeds = Counter(run.seed for run in self.runs)
-        return ", ".join(f"seed {seed} in {plural(n, 'run')}" for seed, n in seeds.items() if n > 1)
-
-
-def group_runs(runs: Iterable[ComparedRun]) -> list[CompareRow]:
-    """Rows in the order of their first run, without labels. An incomplete run is a row of its own,
-    because averages of complete and incomplete runs mean nothing."""
-    groups: dict[object, list[ComparedRun]] = {}
-    for run in runs:
-        groups.setdefault(identity(run.settings) if run.complete else run.path, []).append(run)
-    return [CompareRow("", tuple(group)) for group in groups.values()]
 
 
 def _median(values: Iterable[float | None]) -> float | None:
@@ -172,13 +139,22 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`differing` has all settings in which rows differ, `naming` those in the labels. `left_out` has a
-    note for each run that is not in the table."""
+    """Rows of runs.
+
+    Attributes:
+        rows: The rows in the order of their first runs.
+        baseline: The row to which differences are computed.
+        differing: All settings in which rows differ, the most descriptive first.
+        naming: The settings in the labels.
+        renamed: True if the user named rows.
+        left_out: A note for each run that is not in the table.
+    """
 
     rows: tuple[CompareRow, ...]
     baseline: CompareRow
     differing: tuple[str, ...]
     naming: tuple[str, ...]
+    renamed: bool = False
     left_out: tuple[str, ...] = ()
 
     @classmethod
@@ -189,12 +165,22 @@ class Comparison:
         baseline: str | None = None,
         left_out: Sequence[str] = (),
     ) -> Comparison:
-        """`labels` have the form RUN=NAME; the default baseline is the first complete row."""
+        """Groups runs into rows.
+
+        Args:
+            runs: The runs.
+            labels: Names of rows in the form RUN=NAME.
+            baseline: A label or a run of the baseline; the first complete row by default.
+            left_out: Notes about runs that are not in the table.
+
+        Raises:
+            ConfigError: If a label or the baseline is invalid.
+        """
         rows = group_runs(runs)
-        settings = [row.settings for row in rows]
+        settings = [row.first.settings for row in rows]
         different = differing_settings(settings)
         names = naming_settings(settings, different)
-        rows = _relabelled(_labelled(rows, names), labels)
+        rows = _renamed(_labelled(rows, names), labels)
         if baseline is not None:
             chosen = rows[_find(rows, baseline, "--baseline", baseline)]
         else:
@@ -205,11 +191,11 @@ class Comparison:
             else row
             for row in rows
         )
-        return cls(compared, chosen, tuple(different), tuple(names), tuple(left_out))
+        return cls(compared, chosen, tuple(different), tuple(names), bool(labels), tuple(left_out))
 
     @property
     def notes(self) -> list[str]:
-        """What the table alone does not say."""
+        """Remarks on the table."""
         notes = []
         if any(not row.complete for row in self.rows):
             notes.append("* not complete: the last evaluation so far, without a difference")
@@ -218,181 +204,126 @@ class Comparison:
         unnamed = [name for name in self.differing if name not in self.naming]
         if unnamed:
             notes.append(f"the rows also differ in {', '.join(unnamed)}")
-        notes += [
-            f"{row.label}: {row.repeated_seeds}, so the spread is not that of seeds alone"
-            for row in self.rows
-            if row.repeated_seeds
-        ]
+        for row in self.rows:
+            seeds = Counter(run.seed for run in row.runs)
+            repeated = [f"seed {seed} in {plural(n, 'run')}" for seed, n in seeds.items() if n > 1]
+            if repeated:
+                notes.append(
+                    f"{row.label}: {', '.join(repeated)}, so the spread is not only that of seeds"
+                )
         return [*notes, *self.left_out]
 
 
+def group_runs(runs: Iterable[ComparedRun]) -> list[CompareRow]:
+    """Groups runs by settings into rows without labels.
+
+    An incomplete run has a row for itself: its average with complete runs would be meaningless.
+    """
+    groups: dict[object, list[ComparedRun]] = {}
+    for run in runs:
+        groups.setdefault(identity(run.settings) if run.complete else run.path, []).append(run)
+    return [CompareRow("", tuple(group)) for group in groups.values()]
+
+
 def _labelled(rows: Sequence[CompareRow], names: Sequence[str]) -> list[CompareRow]:
-    """Incomplete rows of equal settings are distinguished by seed, else by folder."""
-    # `run.name` is no setting of a row, but makes a plain `name` ambiguous.
-    short = short_names([*(name for row in rows for name in row.settings), "run.name"])
-
-    def label_of(row: CompareRow, shown: Sequence[str]) -> str:
-        text = " ".join(f"{short[name]}={value_text(row.settings, name)}" for name in shown)
-        return text or row.runs[0].outcome.name
-
-    whole = [label_of(row, names) for row in rows]
-    # What a row leaves off is said where the rest does not distinguish it from rows of other settings.
-    brief = [label_of(row, [n for n in names if _acts(row.settings, n)] or names) for row in rows]
-    others: dict[str, set[str]] = {}
-    for text, full in zip(brief, whole, strict=True):
-        others.setdefault(text, set()).add(full)
-    plain = [
-        text if len(others[text]) == 1 else full for text, full in zip(brief, whole, strict=True)
-    ]
-    by_seed = [
-        text if row.complete else f"{text} seed={row.runs[0].seed}"
-        for text, row in zip(plain, rows, strict=True)
-    ]
+    """Labels rows by settings, and incomplete runs also by their folder."""
+    short = _short_names(name for row in rows for name in row.first.settings)
     labelled = []
-    for row, text, seeded in zip(rows, plain, by_seed, strict=True):
-        label = text
-        if not row.complete and plain.count(text) > 1:
-            unique = by_seed.count(seeded) == 1
-            label = seeded if unique else f"{text} run={text_of(row.runs[0].path)}"
-        labelled.append(replace(row, label=label, auto_label=label))
+    for row in rows:
+        words = [f"{short[name]}={value_text(row.first.settings, name)}" for name in names]
+        words = words or [row.first.outcome.name]
+        if not row.complete:
+            words.append(f"run={text_of(row.first.path)}")
+        labelled.append(replace(row, label=" ".join(words)))
     return labelled
 
 
-def _relabelled(rows: Sequence[CompareRow], labels: Sequence[str]) -> list[CompareRow]:
-    named = list(rows)
+def _renamed(rows: Sequence[CompareRow], labels: Sequence[str]) -> list[CompareRow]:
+    """Applies labels of the form RUN=NAME."""
+    renamed = list(rows)
     for text in labels:
-        # An automatic label holds `=` too, so the last one separates the new name.
-        key, equals, name = text.rpartition("=")
+        key, equals, name = text.rpartition("=")  # a path may contain `=`, too
         if not equals or not key.strip() or not name.strip():
             raise ConfigError("--label", text, "is not of the form RUN=NAME")
         i = _find(rows, key, "--label", text)
-        named[i] = replace(named[i], label=text_of(name))
-        if sum(row.label == named[i].label for row in named) > 1:
+        if text_of(name) in [row.label for row in renamed]:
             raise ConfigError("--label", text, "is the name of another row", "choose another name")
-    return named
+        renamed[i] = replace(renamed[i], label=text_of(name))
+    return renamed
 
 
 def _find(rows: Sequence[CompareRow], key: str, option: str, given: str) -> int:
-    """The row with the label `key`, or of the run with that path or folder name."""
-    for i, row in enumerate(rows):
-        if key in (row.label, row.auto_label):
-            return i
+    """Returns the number of the row with the label `key`, or with a run of that path or folder name."""
     path = Path(key).resolve()
-    by_path = [i for i, row in enumerate(rows) for run in row.runs if run.path.resolve() == path]
-    by_name = [i for i, row in enumerate(rows) for run in row.runs if run.path.name == key]
-    found = set(by_path or by_name)
-    if len(found) > 1:
+    runs = [(i, run.path) for i, row in enumerate(rows) for run in row.runs]
+    matches = {i for i, row in enumerate(rows) if row.label == key}
+    matches = matches or {i for i, run in runs if run.resolve() == path}
+    matches = matches or {i for i, run in runs if run.name == key}
+    if len(matches) > 1:
         raise ConfigError(option, given, "is a run of several rows", "give the path of the run")
-    if not found:
-        known = [row.label for row in rows] + [run.path.name for row in rows for run in row.runs]
+    if not matches:
+        known = [*(row.label for row in rows), *(run.name for _, run in runs)]
         raise ConfigError(option, given, "names no row and no run", nearest(key, known))
-    return found.pop()
+    return matches.pop()
 
 
 def identity(settings: Settings) -> str:
-    """Equal for equal settings, whatever their order; 1 and 1.0 are equal."""
+    """Returns equal text for equal settings in any order; 1 and 1.0 are equal."""
     return json.dumps({key: _plain(value) for key, value in settings.items()}, sort_keys=True)
 
 
 def differing_settings(rows: Sequence[Settings]) -> list[str]:
-    """The settings that are not equal in all rows, the most descriptive first."""
+    """Returns the settings that are not equal in all rows, the most descriptive first."""
     names = {name: None for settings in rows for name in settings}
     return sorted((name for name in names if _distinct(rows, [name]) > 1), key=_priority)
 
 
 def naming_settings(rows: Sequence[Settings], different: Sequence[str]) -> list[str]:
-    """Optimizer, batch and rate, if rows differ in them, and as few others of `different`, the most
-    descriptive first, as distinguish the rows as well as all of them, and say what is switched on in
-    each row. No other setting replaces a descriptive one, and paths are used where nothing else
-    distinguishes the rows."""
-    acting = {name for name in different if any(_acts(settings, name) for settings in rows)}
-    described = [name for name in different if name in _DESCRIPTIVE and name in acting]
-    switches = [name for name in different if _is_switch(rows, name)]
-    first = _fewest(rows, described, _droppable(reversed(described)), switches)
-    # A text such as an optimizer's name says as much of its row as a switch.
-    texts = [name for name in first if not _has_number(rows, name)]
-    others = [name for name in different if name not in described]
-    useful = [name for name in others if name in acting and name not in _PATHS]
-    droppable = [*(name for name in others if name not in useful), *reversed(useful)]
-    return _fewest(rows, [*first, *others], _droppable(droppable), [*switches, *texts])
+    """Chooses the settings of the labels.
+
+    Args:
+        rows: The settings of each row.
+        different: The result of `differing_settings`.
+
+    Returns:
+        Optimizer, batch and rate if rows differ in them, and each further setting, the most descriptive
+        first, that distinguishes more rows.
+    """
+    names = [name for name in different if name in _ALWAYS]
+    for name in different:
+        if _distinct(rows, [*names, name]) > _distinct(rows, names):
+            names.append(name)
+    return [name for name in different if name in names]
 
 
-def _droppable(names: Iterable[str]) -> list[str]:
-    return [name for name in names if name not in _ALWAYS]
-
-
-def _fewest(
-    rows: Sequence[Settings], names: Sequence[str], droppable: Iterable[str], telling: Sequence[str]
-) -> list[str]:
-    """`names` without those of `droppable`, in this order, that neither distinguish rows nor are the last
-    of `telling` to be on in a row."""
-
-    def count_told(shown: Sequence[str]) -> int:
-        kept = [name for name in telling if name in shown]
-        return sum(any(_acts(settings, name) for name in kept) for settings in rows)
-
-    chosen = list(names)
-    distinct, told = _distinct(rows, names), count_told(names)
-    for name in droppable:
-        fewer = [other for other in chosen if other != name]
-        if _distinct(rows, fewer) == distinct and count_told(fewer) == told:
-            chosen = fewer
-    return chosen
-
-
-def _is_switch(rows: Sequence[Settings], name: str) -> bool:
-    """Whether the setting is on in some rows, and off or without effect in others. A name or a path that
-    every row has, and a number, switch nothing on."""
-    if name in _PATHS or _has_number(rows, name):
-        return False
-    return len({_acts(settings, name) for settings in rows}) == 2
-
-
-def _has_number(rows: Sequence[Settings], name: str) -> bool:
-    return any(_is_number(settings.get(name)) for settings in rows)
-
-
-def _acts(settings: Settings, name: str) -> bool:
-    """Whether the setting is a number, or switched on, and has an effect in this run."""
-    section, value = name.partition(".")[0], settings.get(name)
-    if settings.get(RANKS) == 1 and (section == "comm" or name == "run.strategy"):
-        return False
-    return _is_number(value) or (bool(value) and value not in _OFF)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def short_names(names: Iterable[str]) -> dict[str, str]:
-    """`optim.name` → `opt`; `optim.momentum` → `momentum`, unless another section has one of its name."""
-    known = list(dict.fromkeys(names))
+def _short_names(names: Iterable[str]) -> dict[str, str]:
+    """Returns `opt` for `optim.name`, and `momentum` for `optim.momentum` if no other section has it."""
+    # `run.name` is not compared, but makes a plain `name` ambiguous.
+    known = {*names, "run.name"}
     sections = Counter(name.rpartition(".")[2] for name in known)
     short = {name: key if sections[key := name.rpartition(".")[2]] == 1 else name for name in known}
-    return short | {name: word for name, word in _WORDS.items() if name in short}
+    return short | _SHORT_NAMES
 
 
 def value_text(settings: Settings, name: str) -> str:
-    """A value without spaces; TOML leaves out what is unset."""
+    """Formats a setting without spaces; TOML omits settings that are unset."""
     if name not in settings:
         return _UNSET
     value = settings[name]
     if isinstance(value, list | tuple):
         return f"[{','.join(text_of(item) for item in value)}]"
-    if isinstance(value, float):  # in full: two rows that differ must not look equal
+    if isinstance(value, float):  # all digits: rows that differ must not look equal
         return f"{value:g}" if float(f"{value:g}") == value else repr(value)
     return '""' if value == "" else text_of(value)
 
 
 def _distinct(rows: Sequence[Settings], names: Sequence[str]) -> int:
-    def value(settings: Settings, name: str) -> str:
-        return json.dumps(_plain(settings[name])) if name in settings else _UNSET
-
-    return len({tuple(value(settings, name) for name in names) for settings in rows})
+    """Counts the rows that these settings distinguish."""
+    return len({identity({name: row[name] for name in names if name in row}) for row in rows})
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON can hold: dates of TOML as text, whole numbers as floats."""
+    """Converts a TOML value to JSON: dates to text, integers to floats."""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, bool) or value is None:
@@ -403,7 +334,7 @@ def _plain(value: Any) -> Any:
 def _priority(name: str) -> tuple[int, int, str]:
     if name in _DESCRIPTIVE:
         return 0, _DESCRIPTIVE.index(name), name
-    if name in _MINOR:
-        return 2, _MINOR.index(name), name
+    if name in _LEAST_DESCRIPTIVE:
+        return 2, _LEAST_DESCRIPTIVE.index(name), name
     section = name.partition(".")[0]
     return 1, _SECTIONS.index(section) if section in _SECTIONS else len(_SECTIONS), name

@@ -1,5 +1,4 @@
-"""The curves of a run: accuracy, loss, learning rate, throughput, exposed communication. Many points are
-thinned and smoothed."""
+"""The curves of a run: accuracy, loss, learning rate, throughput and others, thinned and smoothed."""
 
 from __future__ import annotations
 
@@ -18,18 +17,19 @@ from paceline.report.outcome import Outcome
 from paceline.report.records import Floats, finite
 from paceline.report.run_files import Curve, RunFiles
 
-# More points than this are closer than a pixel in a chart of one column.
+# With more points than this, neighbors are closer than a pixel in a chart of one column.
 MAX_POINTS = 600
-# A shorter curve is not smoothed.
+# Shorter curves are not smoothed.
 _MIN_SMOOTHED = 40
-# A loss that spans more than this has a logarithmic axis: else one spike flattens the rest.
+# A curve with a larger ratio of maximum to minimum gets a logarithmic axis, because one spike would
+# flatten the rest.
 _LOG_SPAN = 100.0
 _MAX_SKIP_MARKERS = 200
 _MAX_LOGGED_CHARTS = 24
 
 
 def run_charts(run: RunFiles) -> list[Chart]:
-    """The last one, exposed communication, only for runs of several ranks."""
+    """Returns the charts of a run, without those that do not apply to it."""
     axis = _XAxis(run)
     losses, speeds = run.step_curve("loss"), run.step_curve("images_per_s")
     loss_lines = [
@@ -82,11 +82,11 @@ def run_charts(run: RunFiles) -> list[Chart]:
 
 
 def logged_charts(run: RunFiles) -> list[Chart]:
-    """A chart for each metric of the user's callbacks, with a line for each rank."""
+    """Returns a chart of each metric that callbacks logged, with a line for each rank."""
     axis, charts = _XAxis(run), []
-    for name, of_ranks in list(run.logged().items())[:_MAX_LOGGED_CHARTS]:
+    for name, by_rank in list(run.logged().items())[:_MAX_LOGGED_CHARTS]:
         lines: list[Line] = []
-        for rank, entries in list(of_ranks.items())[:SERIES_COLOURS]:
+        for rank, entries in list(by_rank.items())[:SERIES_COLOURS]:
             steps, values = zip(*entries, strict=True)
             points = Curve(np.array(steps), axis.epochs(steps), np.array(values))
             lines.append(axis.line(f"rank {rank}", points, len(lines) + 1))
@@ -95,40 +95,40 @@ def logged_charts(run: RunFiles) -> list[Chart]:
 
 
 def charts_over_figures(run: RunFiles) -> list[Chart]:
-    """Accuracy over each figure of an extension that wants to be an axis."""
+    """Returns charts of accuracy over each extension figure that is declared as an axis."""
     charts = []
-    for own in Outcome.of(run).figures:
-        top1, top5 = (over_figure(run, name, own.name) for name in ("top1", "top5"))
-        if own.axis and top1:
+    for figure in Outcome.of(run).figures:
+        top1, top5 = (over_figure(run, name, figure.name) for name in ("top1", "top5"))
+        if figure.axis and top1:
             lines = [Line("top-1", top1, 1), Line("top-5", top5, 2)][: 1 + run.shows_top5]
-            title, span = f"Accuracy over the {own.label} (%)", (0.0, top1[-1][0])
-            charts.append(Chart(title, own.axis, lines, span, show_value=format_percent))
+            title, span = f"Accuracy over the {figure.label} (%)", (0.0, top1[-1][0])
+            charts.append(Chart(title, figure.axis, lines, span, show_value=format_percent))
     return charts
 
 
-def over_figure(run: RunFiles, field: str, axis: str) -> list[XY]:
-    """A field of the evaluations by another one, a time that becomes minutes."""
+def over_figure(run: RunFiles, name: str, time_name: str) -> list[XY]:
+    """Returns a field of the evaluations over a time field, converted to minutes."""
     return sorted(
         (time / 60, value)
         for record in run.of_kind("eval")
-        if (time := finite(record, axis)) is not None
-        and (value := finite(record, field)) is not None
+        if (time := finite(record, time_name)) is not None
+        and (value := finite(record, name)) is not None
     )
 
 
 def _scheduled(run: RunFiles, axis: _XAxis) -> list[Chart]:
-    """Charts of batch and momentum, where a schedule changes them."""
-    found = []
+    """Returns charts of batch size and momentum if a schedule changes them."""
+    charts = []
     if len(batches := run.step_curve("batch_size")):
         line = axis.line("samples a step", batches, 1)
-        found.append(axis.chart("Global batch", [line], from_zero=True, show_value=rate))
+        charts.append(axis.chart("Global batch", [line], from_zero=True, show_value=rate))
     if len(momenta := run.step_curve("momentum")):
-        found.append(axis.chart("Momentum", [axis.line("momentum", momenta, 1)]))
-    return found
+        charts.append(axis.chart("Momentum", [axis.line("momentum", momenta, 1)]))
+    return charts
 
 
 class _XAxis:
-    """Epochs, or steps where the run is shorter than an epoch."""
+    """The x axis of a run's charts: epochs, or steps if the run is shorter than an epoch."""
 
     def __init__(self, run: RunFiles) -> None:
         self._run = run
@@ -150,7 +150,7 @@ class _XAxis:
         return Line(name, list(zip(x.tolist(), shown.value.tolist(), strict=True)), colour, faint)
 
     def smoothed(self, name: str, points: Curve) -> list[Line]:
-        """The smoothed curve, with the measured values behind it."""
+        """Returns the smoothed curve and, behind it, the single steps."""
         if len(points) < _MIN_SMOOTHED:
             return [self.line(name, points, 1)]
         return [
@@ -190,17 +190,16 @@ class _XAxis:
         ]
 
     def _x(self, step: int) -> float:
-        """A step on the axis."""
         return float(self.epochs([step])[0]) if self._by_epoch else float(step)
 
     def epochs(self, steps: Sequence[int]) -> Floats:
-        """The epoch of each step is that of the last record up to it."""
+        """Returns the epoch of each step: that of the last record up to it."""
         before = np.searchsorted(self._steps, steps, side="right")
         return np.concatenate([[0.0], self._epochs])[before]
 
 
 def spans_decades(lines: Sequence[Line]) -> bool:
-    """Whether only a logarithmic axis shows all values."""
+    """Returns True if values differ so much that only a logarithmic axis shows all of them."""
     values = [value for line in lines for _, value in line.points]
     return bool(values) and min(values) > 0 and max(values) / min(values) > _LOG_SPAN
 
@@ -212,7 +211,7 @@ def _smoothing(points: Curve) -> str:
 
 
 def thin(points: Curve, limit: int = MAX_POINTS) -> Curve:
-    """At most `limit` points: the first, the last, and between them the median of each group."""
+    """Reduces a curve to `limit` points: the first, the last, and medians of groups between them."""
     assert limit >= 3
     length = len(points)
     if length <= limit:
@@ -228,15 +227,19 @@ def thin(points: Curve, limit: int = MAX_POINTS) -> Curve:
 
 
 def smoothing_window(length: int) -> int:
-    """An odd number of points, about 4 % of the curve."""
+    """Returns an odd number of points, about 4 % of the curve."""
     return max(9, min(501, length // 25)) | 1
 
 
 def moving_median(values: Floats, window: int | None = None) -> Floats:
-    """Each value replaced by the median of those around it: a spike in the loss does not bend the curve.
+    """Replaces each value by the median of its neighbors, so that a spike does not bend the curve.
 
-    At the start the window grows with the curve, which keeps a steep start; at the end it shrinks on one
-    side, so that the last value is not a single measurement.
+    At the start, the window grows symmetrically, which keeps a steep start. At the end, it shrinks on the
+    right side only, so that the last value is not a single measurement.
+
+    Args:
+        values: The curve.
+        window: The number of points of a window; chosen by the length of the curve by default.
     """
     length, half = len(values), (window or smoothing_window(len(values))) // 2
     given, ordered, smooth, entered = values.tolist(), list[float](), list[float](), 0

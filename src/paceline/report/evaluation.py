@@ -1,7 +1,7 @@
-"""What an evaluation got wrong: accuracy of each class, confusions, and the most confident mistakes.
+"""Details of an evaluation: accuracy of each class, confusions and the most confident mistakes.
 
-A run writes these to `evaluation.json` (`run.eval_details`). The file is untrusted: what does not fit is
-left out.
+A run writes them to `evaluation.json` (`run.eval_details`). The file is untrusted: invalid parts are
+ignored.
 """
 
 from __future__ import annotations
@@ -16,26 +16,21 @@ from typing import Any
 from paceline.core.files import read_regular
 from paceline.core.units import count, format_percent, markup, text_of
 from paceline.core.untrusted import ParseError, is_count, is_finite, parse_json
-from paceline.report.html import scrolled
 from paceline.report.tables import Table
 
 EVALUATION_NAME = "evaluation.json"
-# A larger matrix has cells too small to read; a table of the most frequent confusions stays.
-_MATRIX_CLASSES = 30
-_MOST_CLASSES = 100_000
-_MOST_CONFUSIONS = 20
-_MOST_MISTAKES = 48
+_MAX_CLASSES = 100_000
+_MAX_CONFUSIONS = 20
+_MAX_MISTAKES = 48
 _CLASS_ROWS = 40
 # Bytes; a thumbnail has a few thousand.
 _LARGEST_FILE, _LARGEST_IMAGE = 64 << 20, 40_000
 _IMAGE = re.compile(r"[A-Za-z0-9+/]+={0,2}")
-# Of the confusion matrix: the height of a row, and a generous width of a letter.
-_CELL, _LETTER = 24, 6.8
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """`image` is a JPEG in base64; empty where there is none."""
+    """A wrong prediction. `image` is a JPEG in base64, empty if there is none."""
 
     label: int
     predicted: int
@@ -45,7 +40,14 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`counts` has the number of samples by (class, prediction)."""
+    """The contents of `evaluation.json`.
+
+    Attributes:
+        step: The step of the evaluation.
+        classes: The names of the classes.
+        counts: The number of samples by (class, prediction).
+        mistakes: The most confident mistakes.
+    """
 
     step: int
     classes: list[str]
@@ -55,46 +57,43 @@ class Evaluation:
     @cached_property
     def totals(self) -> dict[int, int]:
         """The number of samples of each class."""
-        found: dict[int, int] = {}
+        totals: dict[int, int] = {}
         for (label, _), samples in self.counts.items():
-            found[label] = found.get(label, 0) + samples
-        return found
+            totals[label] = totals.get(label, 0) + samples
+        return totals
 
     @classmethod
     def read(cls, folder: Path) -> Evaluation | None:
-        """None where there is no such file, or none that can be used."""
-        file = folder / EVALUATION_NAME
+        """Reads the details of a run; None if the file is missing or invalid."""
         try:
-            found = parse_json(read_regular(file, _LARGEST_FILE))
+            table = parse_json(read_regular(folder / EVALUATION_NAME, _LARGEST_FILE))
         except (OSError, ParseError):
             return None
-        if not isinstance(found, dict) or not is_count(found.get("step")):
+        if not isinstance(table, dict) or not is_count(table.get("step")):
             return None
-        names = found.get("classes")
-        if not isinstance(names, list) or not 0 < len(names) <= _MOST_CLASSES:
+        names = table.get("classes")
+        if not isinstance(names, list) or not 0 < len(names) <= _MAX_CLASSES:
             return None
         size = len(names)
         counts = {
             (entry[0], entry[1]): entry[2]
-            for entry in _listed(found.get("counts"))
+            for entry in _listed(table.get("counts"))
             if isinstance(entry, list)
             and len(entry) == 3
             and all(is_count(part) for part in entry)
             and max(entry[:2]) < size
         }
-        given = _listed(found.get("mistakes"))[:_MOST_MISTAKES]
-        mistakes = [m for m in (_mistake(entry, size) for entry in given) if m]
-        return cls(found["step"], [text_of(name) for name in names], counts, mistakes)
+        entries = _listed(table.get("mistakes"))[:_MAX_MISTAKES]
+        mistakes = [m for m in (_mistake(entry, size) for entry in entries) if m]
+        return cls(table["step"], [text_of(name) for name in names], counts, mistakes)
 
     def class_table(self) -> Table:
-        """The classes with the lowest accuracy first."""
-        rows = []
-        for number, name in enumerate(self.classes):
-            total = self.totals.get(number, 0)
-            if total:
-                right = self.counts.get((number, number), 0)
-                rows.append((right / total, name, total))
-        rows.sort()
+        """Returns a table of the classes, lowest accuracy first."""
+        rows = sorted(
+            (self.counts.get((number, number), 0) / total, name, total)
+            for number, name in enumerate(self.classes)
+            if (total := self.totals.get(number, 0))
+        )
         cells = [
             (name, format_percent(100 * accuracy, 1), count(total))
             for accuracy, name, total in rows
@@ -103,6 +102,7 @@ class Evaluation:
         return Table.of("Accuracy by class, lowest first", columns, cells, {0}, _CLASS_ROWS)
 
     def confusion_table(self) -> Table:
+        """Returns a table of the most frequent confusions."""
         wrong = [(n, pair) for pair, n in self.counts.items() if pair[0] != pair[1] and n]
         wrong.sort(key=lambda item: (-item[0], item[1]))
         rows = [
@@ -112,67 +112,13 @@ class Evaluation:
                 count(n),
                 format_percent(100 * n / self.totals[label], 1),
             )
-            for n, (label, predicted) in wrong[:_MOST_CONFUSIONS]
+            for n, (label, predicted) in wrong[:_MAX_CONFUSIONS]
         ]
         columns = ("class", "predicted as", "images", "of the class")
         return Table.of("Most frequent confusions", columns, rows, {0, 1})
 
-    def matrix(self) -> str:
-        """The confusion matrix as SVG, a row for each class; empty for too many classes.
-
-        Letters keep their size: a matrix that is wider than the page scrolls.
-        """
-        size = len(self.classes)
-        if size > _MATRIX_CLASSES or not self.counts:
-            return ""
-        labels = [name if len(name) <= 16 else f"{name[:15]}…" for name in self.classes]
-        longest = _LETTER * max(map(len, labels))
-        left, top = max(longest, 12 * _LETTER) + 14, 0.75 * longest + 34
-        cell = max(26.0, _LETTER * len(f"{max(self.counts.values()):,}") + 8)
-        right, foot = left + size * cell, top + size * _CELL
-        lines = [f"M{left + n * cell:g} {top:g}V{foot:g}" for n in range(size + 1)]
-        lines += [f"M{left:g} {top + n * _CELL:g}H{right:g}" for n in range(size + 1)]
-        parts = [
-            f'<path class="grid" d="{"".join(lines)}"/>',
-            _end_text(left - 6, top - 24, "predicted as →"),
-            _end_text(left - 6, top - 8, "class ↓"),
-        ]
-        for n, label in enumerate(labels):
-            x, y = left + (n + 0.5) * cell, top - 6
-            parts.append(
-                f'<text transform="translate({x:g} {y:g}) rotate(-45)">{markup(label)}</text>'
-            )
-            parts.append(_end_text(left - 6, top + n * _CELL + 16, label))
-        for (row, column), n in sorted(self.counts.items()):
-            if n:
-                x, y = left + column * cell, top + row * _CELL
-                parts.append(self._cell(row, column, x, y, cell))
-        parts += _matrix_legend(left, foot + 14)
-        ends = (
-            left + (n + 0.5) * cell + 0.75 * _LETTER * len(name) for n, name in enumerate(labels)
-        )
-        width, height = max(left + 240, right, *ends), foot + 14 + 3 * _CELL
-        drawn = (
-            f'<svg class="chart matrix" width="{width:g}" height="{height:g}" role="img" '
-            f'aria-label="confusion matrix of {size} classes, a row for each class">'
-            f"{''.join(parts)}</svg>"
-        )
-        return scrolled(drawn, width)
-
-    def _cell(self, row: int, column: int, x: float, y: float, width: float) -> str:
-        n, total = self.counts[row, column], self.totals[row]
-        title = f"{self.classes[row]} predicted as {self.classes[column]}: {n:,} of {total:,}"
-        look = "right" if row == column else "wrong"
-        strong = " strong" * (n > total / 2)
-        return (
-            f'<g><title>{markup(title)}</title><rect class="cell {look}" x="{x + 0.5:g}" y="{y + 0.5:g}" '
-            f'width="{width - 1:g}" height="{_CELL - 1}" fill-opacity="{n / total:.3f}"/>'
-            f'<text class="count{strong}" x="{x + width / 2:g}" y="{y + 16:g}" text-anchor="middle">'
-            f"{n:,}</text></g>"
-        )
-
     def gallery(self) -> str:
-        """The most confident mistakes, each with its image if there is one."""
+        """Draws the most confident mistakes, with their images if available."""
         items = []
         for mistake in self.mistakes:
             image = (
@@ -181,33 +127,12 @@ class Evaluation:
                 if mistake.image
                 else ""
             )
-            share = format_percent(100 * mistake.confidence, 0)
+            confidence = format_percent(100 * mistake.confidence, 0)
             items.append(
-                f"<li>{image}<span>{markup(self.classes[mistake.predicted])} {share}</span>"
+                f"<li>{image}<span>{markup(self.classes[mistake.predicted])} {confidence}</span>"
                 f"<span>is {markup(self.classes[mistake.label])}</span></li>"
             )
         return f'<ul class="gallery">{"".join(items)}</ul>' if items else ""
-
-
-def _end_text(x: float, y: float, text: str) -> str:
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="end">{markup(text)}</text>'
-
-
-def _matrix_legend(left: float, top: float) -> list[str]:
-    """What the colours mean."""
-    parts = []
-    for row, look in enumerate(("right", "wrong")):
-        y = top + row * _CELL
-        parts.append(_end_text(left - 6, y + 16, look))
-        parts += [
-            f'<rect class="cell {look}" x="{left + 30 * n:g}" y="{y + 4:g}" width="29" '
-            f'height="{_CELL - 8}" fill-opacity="{n / 4:g}"/>'
-            for n in range(5)
-        ]
-    y = top + 2 * _CELL + 12
-    parts.append(f'<text x="{left:g}" y="{y:g}">0 %</text>')
-    parts.append(f'<text x="{left + 118:g}" y="{y:g}">100 % of the class</text>')
-    return parts
 
 
 def _listed(value: Any) -> Sequence[Any]:
@@ -215,6 +140,7 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 def _mistake(entry: Any, classes: int) -> Mistake | None:
+    """Returns a valid entry of the file as a mistake, otherwise None."""
     if not isinstance(entry, dict):
         return None
     label, predicted = entry.get("label"), entry.get("predicted")
@@ -223,5 +149,6 @@ def _mistake(entry: Any, classes: int) -> Mistake | None:
     confidence, image = entry.get("confidence"), entry.get("image")
     if not is_finite(confidence) or not 0 <= confidence <= 1:
         return None
-    fits = isinstance(image, str) and len(image) <= _LARGEST_IMAGE and _IMAGE.fullmatch(image)
-    return Mistake(label, predicted, confidence, image if fits and isinstance(image, str) else "")
+    if not (isinstance(image, str) and len(image) <= _LARGEST_IMAGE and _IMAGE.fullmatch(image)):
+        image = ""
+    return Mistake(label, predicted, confidence, image)

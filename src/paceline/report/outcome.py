@@ -1,9 +1,8 @@
-"""`Outcome`: the figures of a run, final or so far; `Efficiency`: its T = S · N · e.
+"""`Outcome`: the figures of a run, final or so far. `Efficiency`: its throughput T = S · N · e.
 
-The figures come from the summary where there is one, else from the records. T is the number of images
-that an update has used, over the whole time of the training. S is what one rank computes in the time in
-which it computes. Every second between them has one cause, so that e and the shares of the causes add up
-to one.
+Figures come from the summary if there is one, otherwise from the records. T is the number of images that
+contributed to updates, divided by the time of the whole training. S is the throughput of one rank while
+it computes. All other time is attributed to one cause, so e and the shares of the causes sum to one.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from paceline.core.units import (
     text_of,
 )
 from paceline.report.bottleneck import ExposedWaits, first_after_start
-from paceline.report.records import Record, finite, integer, known, middle
+from paceline.report.records import finite, integer, known, middle
 from paceline.report.run_files import RunFiles, computed_once, finite_values
 
 # Reasons to leave the training loop that mean success.
 _DONE = frozenset({"finished", "target"})
-
-
-# How the figures of extensions are written, by unit.
+# Formats of extension figures, by unit.
 _UNITS = {"duration": format_duration, "rate": rate}
-_MOST_FIGURES = 20
+_MAX_FIGURES = 20
 
 
 @dataclass(frozen=True)
 class ExtraFigure:
-    """A figure of an extension, as the first record of the run declares it (`core.events.ShownField`).
-    Its value is in the extension's part of the summary or, before the end, in the latest evaluation."""
+    """A figure of an extension, declared in the run's start record (`core.events.ShownField`).
+
+    Its value is in the extension's part of the summary or, before the end, in the latest evaluation.
+    """
 
     name: str
     label: str
@@ -50,19 +49,20 @@ class ExtraFigure:
 
     @classmethod
     def of(cls, run: RunFiles) -> tuple[ExtraFigure, ...]:
-        declared, found = run.start.get("shown"), []
-        for one in declared[:_MOST_FIGURES] if isinstance(declared, list) else ():
-            if isinstance(one, dict):
+        """Returns all valid figures that a run declares."""
+        declared, figures = run.start.get("shown"), []
+        for entry in declared[:_MAX_FIGURES] if isinstance(declared, list) else ():
+            if isinstance(entry, dict):
                 name, label, unit, column, axis, part = (
-                    text_of(one.get(key, ""))
+                    text_of(entry.get(key, ""))
                     for key in ("name", "label", "unit", "column", "axis", "part")
                 )
-                ended = (run.summary or {}).get(part)
-                value = finite(ended, name) if isinstance(ended, dict) else None
+                summary = (run.summary or {}).get(part)
+                value = finite(summary, name) if isinstance(summary, dict) else None
                 if run.summary is None:
                     value = max(finite_values(run.of_kind("eval"), name), default=None)
-                found.append(cls(name, label, unit, column, axis, value))
-        return tuple(found)
+                figures.append(cls(name, label, unit, column, axis, value))
+        return tuple(figures)
 
     @property
     def text(self) -> str:
@@ -71,7 +71,7 @@ class ExtraFigure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """None where a figure is unknown. `state` is finished, stopped or unfinished."""
+    """The figures of a run; None if unknown. `state` is finished, stopped or unfinished."""
 
     name: str
     state: str
@@ -87,6 +87,8 @@ class Outcome:
     total_steps: int | None
     world_size: int | None
     global_batch_size: int | None
+    # The largest batch of any step so far, if a schedule changes it.
+    grown_batch: int | None
     corrupt_samples: int
     corrupt_val_samples: int
     skipped_steps: int
@@ -94,20 +96,17 @@ class Outcome:
     resumes: int
     read_retries: int
     damaged_cache_entries: int
-    # The largest of any step so far.
-    grown_batch: int | None = None
-    noise_scale: float | None = None
-    state_bytes_per_parameter: float | None = None
-    exchange_state_bytes: float | None = None
-    exchange_state_bytes_per_parameter: float | None = None
-    exchange_bytes_per_step: float | None = None
-    # Fewer than ranks if a process computes several of them.
-    processes: int | None = None
-    figures: tuple[ExtraFigure, ...] = ()
+    noise_scale: float | None
+    state_bytes_per_parameter: float | None
+    exchange_state_bytes_per_parameter: float | None
+    exchange_bytes_per_step: float | None
+    # Fewer than ranks if each process computes several of them.
+    processes: int | None
+    figures: tuple[ExtraFigure, ...]
 
     @property
     def is_virtual(self) -> bool:
-        """Returns True if processes compute several ranks each."""
+        """True if processes compute several ranks each."""
         return bool(self.processes) and (self.processes or 0) < (self.world_size or 0)
 
     @property
@@ -117,6 +116,7 @@ class Outcome:
     @classmethod
     @computed_once
     def of(cls, run: RunFiles) -> Outcome:
+        """Computes the figures of a run."""
         summary, start, steps = run.summary or {}, run.start, run.steps()
         top1, top5 = run.eval_curve("top1").value, run.eval_curve("top5").value
         noise, batches = steps.known("noise_scale"), steps.known("batch_size")
@@ -127,9 +127,9 @@ class Outcome:
         if len(steps) and int(steps.number[-1]) >= last.get("step", 0):
             last = {"step": int(steps.number[-1]), "epoch": steps.last("epoch")}
 
-        def first(name: str, otherwise: float | None) -> float | None:
-            known = finite(summary, name)
-            return otherwise if known is None else known
+        def first(name: str, fallback: float | None) -> float | None:
+            value = finite(summary, name)
+            return fallback if value is None else value
 
         return cls(
             name=_name(run),
@@ -147,6 +147,7 @@ class Outcome:
             world_size=integer(summary, "world_size") or integer(start, "world_size"),
             global_batch_size=integer(summary, "global_batch_size")
             or integer(start, "global_batch_size"),
+            grown_batch=int(batches.max()) if len(batches) else None,
             corrupt_samples=_corrupt_count(run, "corrupt_samples", "train"),
             corrupt_val_samples=_corrupt_count(run, "corrupt_val_samples", "val"),
             skipped_steps=int(steps.skipped.sum()),
@@ -154,10 +155,8 @@ class Outcome:
             resumes=len(run.resumes),
             read_retries=integer(counters, "read_retries") or 0,
             damaged_cache_entries=integer(counters, "cache_damaged") or 0,
-            grown_batch=int(batches.max()) if len(batches) else None,
             noise_scale=first("noise_scale", float(noise[-1]) if len(noise) else None),
             state_bytes_per_parameter=finite(summary, "state_bytes_per_parameter"),
-            exchange_state_bytes=finite(summary, "exchange_state_bytes"),
             exchange_state_bytes_per_parameter=finite(
                 summary, "exchange_state_bytes_per_parameter"
             ),
@@ -168,29 +167,32 @@ class Outcome:
 
 
 def verdict(run: RunFiles) -> str:
-    """One line: `quickstart: 90.3 % top-1 in 101 s, 1,430 images/s on 1 rank`, or the progress so far."""
+    """Summarizes a run in one line.
+
+    Returns:
+        Text such as `quickstart: 90.3 % top-1 in 101 s, 1,430 images/s on 1 rank`, or the progress.
+    """
     outcome = Outcome.of(run)
     result = _result(outcome)
     if outcome.state == "finished":
         target = "target reached, " if outcome.stopped_by == "target" else ""
-        bad = "; its last loss is not finite" if ends_without_loss(run) else ""
+        bad = "; its last loss is not finite" if _ends_without_loss(run) else ""
         return f"{outcome.name}: {target}{result or 'finished without an evaluation'}{bad}"
-    where = f"at step {count(outcome.steps)}"
+    position = f"at step {count(outcome.steps)}"
     if outcome.total_steps:
         share = 100 * outcome.steps / outcome.total_steps
-        where += f" of {count(outcome.total_steps)} ({format_percent(share, 0)})"
+        position += f" of {count(outcome.total_steps)} ({format_percent(share, 0)})"
     if outcome.state == "stopped":
-        state = f"stopped by {outcome.stopped_by} {where}"
+        state = f"stopped by {outcome.stopped_by} {position}"
     elif outcome.steps:
-        state = f"unfinished, {where}"
+        state = f"unfinished, {position}"
     else:
         state = "unfinished, no step recorded yet"
     return f"{outcome.name}: {state}" + (f"; so far {result}" if result else "")
 
 
-def ends_without_loss(run: RunFiles) -> bool:
-    """Whether the loss of the last step is absent or not finite, or that of the last evaluation not
-    finite."""
+def _ends_without_loss(run: RunFiles) -> bool:
+    """Returns True if the loss of the last step or of the last evaluation is not finite."""
     if len(run.steps()) and run.steps().last("loss") is None:
         return True
     last = max(run.of_kind("eval"), key=lambda record: int(record["step"]), default=None)
@@ -198,7 +200,7 @@ def ends_without_loss(run: RunFiles) -> bool:
 
 
 def _result(outcome: Outcome) -> str:
-    """Accuracy, time, speed and ranks, as far as they are known."""
+    """Lists accuracy, time, speed and ranks as far as they are known."""
     accuracy = "" if outcome.top1 is None else f"{format_percent(outcome.top1, 1)} top-1"
     timed = outcome.train_s is not None and outcome.steps
     parts = [
@@ -206,7 +208,8 @@ def _result(outcome: Outcome) -> str:
     ]
     if outcome.is_virtual:
         parts.append(f"{count(outcome.world_size)} virtual ranks")
-        parts += [f"{own.label} {own.text}" for own in outcome.figures if own.axis and own.text]
+        parts += [f"{figure.label} {figure.text}" for figure in outcome.figures
+                  if figure.axis and figure.text]  # fmt: skip
     elif outcome.images_per_s is not None:
         ranks = f" on {plural(outcome.world_size, 'rank')}" if outcome.world_size else ""
         parts.append(f"{rate(outcome.images_per_s)} images/s{ranks}")
@@ -214,10 +217,10 @@ def _result(outcome: Outcome) -> str:
 
 
 def _corrupt_count(run: RunFiles, field: str, split: str) -> int:
-    """The summary's exact count; before there is one, the distinct names that ranks have reported."""
-    known = integer(run.summary or {}, field)
-    if known is not None:
-        return known
+    """Returns the summary's exact count or, before the end, the number of distinct names so far."""
+    exact = integer(run.summary or {}, field)
+    if exact is not None:
+        return exact
     return len(
         {
             text_of(record.get("name"))
@@ -229,7 +232,7 @@ def _corrupt_count(run: RunFiles, field: str, split: str) -> int:
 
 
 def _stopped_by(run: RunFiles) -> str | None:
-    """Why the last process left the loop; None while it is in it, or was killed there."""
+    """Returns why the last process left the loop; None if it has not left it, or was killed."""
     reason = (run.summary or {}).get("stopped_by")
     if reason is None:
         ends = [record for record in run.events if record["event"] in ("start", "stop")]
@@ -245,7 +248,7 @@ def _state(run: RunFiles, stopped_by: str | None) -> str:
 
 
 def _name(run: RunFiles) -> str:
-    """The recipe's name, without folder and suffix where it is a file; else the folder's name."""
+    """Returns the recipe's name, without folder and suffix if it is a file, or the folder's name."""
     settings = run.config.get("run")
     configured = settings.get("name") if isinstance(settings, dict) else None
     for recipe in ((run.summary or {}).get("recipe"), configured):
@@ -258,14 +261,20 @@ def _name(run: RunFiles) -> str:
 COMMUNICATION, INPUT, STRAGGLER = "exposed communication", "input", "waiting for the slowest rank"
 SKIPPED, EVALUATION, SAVING, OTHER = "skipped steps", "evaluation", "saving", "start-up and other"
 CAUSES = (COMMUNICATION, INPUT, STRAGGLER, SKIPPED, EVALUATION, SAVING, OTHER)
-# A smaller share is not named.
+# A smaller share is not mentioned.
 _NOTABLE = 0.005
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Images per second of all ranks (`total`, T) and of one rank alone (`alone`, S); `ranks` (N);
-    `lost` has the share of the time that went to each of `CAUSES`."""
+    """The factors of T = S · N · e.
+
+    Attributes:
+        total: T, images per second of all ranks over the whole training.
+        alone: S, images per second of one rank while it computes.
+        ranks: N.
+        lost: The share of the training time lost to each of `CAUSES`.
+    """
 
     total: float
     alone: float
@@ -274,71 +283,64 @@ class Efficiency:
 
     @property
     def e(self) -> float:
-        """Scaling efficiency over the whole training, evaluations and checkpoints included."""
+        """The scaling efficiency, including evaluations and checkpoints."""
         return max(0.0, 1.0 - sum(self.lost.values()))
 
     @classmethod
     @computed_once
     def of(cls, run: RunFiles) -> Efficiency | None:
-        """None before the first step, where its records lack the times, and if a process does the work of
-        several ranks."""
+        """Computes the factors; None without timed steps, or if processes compute several ranks."""
         steps = run.steps()
         timed = steps.or_zero("step_s") > 0
         lengths, first = steps["step_s"][timed], first_after_start(run)[timed]
         images = steps.or_zero("images_per_s")[timed] * lengths
         all_images = float(images.sum())
-        if all_images <= 0:
-            return None
         outcome = Outcome.of(run)
-        if outcome.is_virtual:
+        if all_images <= 0 or outcome.is_virtual:
             return None
         ranks = outcome.world_size or 1
-        # What the first step after each start took longer than the others.
+        # By how much the first step after each start is longer than a typical one.
         startup_s = float(np.maximum(lengths[first] - np.median(lengths), 0.0).sum())
         steps_s = float(lengths.sum())
         stepping_s = steps_s - startup_s
         shares = _shares_of_a_step(run, ranks)
-        # All skipped steps together, of which the parts of a step are not told apart.
-        of_skipped = float(images[steps.skipped[timed]].sum()) / all_images
+        # Skipped steps are counted as a whole: their parts are not distinguished.
+        skipped_share = float(images[steps.skipped[timed]].sum()) / all_images
         seconds = {cause: share * stepping_s for cause, share in shares.items()}
         computing_s = max(stepping_s - sum(seconds.values()), 1e-9)
-        seconds[SKIPPED] = of_skipped * computing_s
+        seconds[SKIPPED] = skipped_share * computing_s
         seconds[EVALUATION] = sum(finite_values(run.of_kind("eval"), "eval_s"))
-        seconds[SAVING] = sum(_stall_s(record) for record in run.of_kind("checkpoint"))
+        seconds[SAVING] = sum(finite_values(run.of_kind("checkpoint"), "stall_s"))
         known_s = steps_s + seconds[EVALUATION] + seconds[SAVING]
         whole_s = max(known_s, outcome.train_s or 0.0)
         seconds[OTHER] = whole_s - known_s + startup_s
         lost = {cause: max(0.0, seconds.get(cause, 0.0)) / whole_s for cause in CAUSES}
         alone = all_images / computing_s / ranks
-        return cls((1 - of_skipped) * all_images / whole_s, alone, ranks, lost)
+        return cls((1 - skipped_share) * all_images / whole_s, alone, ranks, lost)
 
     @property
     def largest_loss(self) -> str:
-        """The cause of most of the lost time; empty where hardly any was lost."""
+        """The cause of most of the lost time; empty if hardly any time was lost."""
         cause = max(self.lost, key=lambda cause: self.lost[cause])
         return cause if self.lost[cause] >= _NOTABLE else ""
 
-    def notable(self) -> list[tuple[str, float]]:
-        """The causes that matter, in the order of the bar."""
-        return [(cause, share) for cause, share in self.lost.items() if share >= _NOTABLE]
-
     def describe(self) -> str:
-        """`1,400 = 800 · 2 · 0.875 images/s; lost to: input 10 %, saving 2 %`."""
+        """Returns `1,400 = 800 · 2 · 0.875 images/s; lost to: input 10 %, saving 2 %`."""
         formula = f"{rate(self.total)} = {rate(self.alone)} · {self.ranks} · {self.e:.3f} images/s"
-        lost = sorted(self.notable(), key=lambda item: -item[1])
-        named = ", ".join(f"{cause} {format_percent(100 * share, 0)}" for cause, share in lost)
+        lost = sorted(self.lost.items(), key=lambda item: -item[1])
+        named = ", ".join(
+            f"{cause} {format_percent(100 * share, 0)}"
+            for cause, share in lost
+            if share >= _NOTABLE
+        )
         return f"{formula}; lost to: {named}" if named else formula
 
 
-def _stall_s(record: Record) -> float:
-    """Records from before the background writer have no `stall_s`: all of the save was a stall."""
-    stall_s = finite(record, "stall_s")
-    return (finite(record, "save_s") or 0.0) if stall_s is None else stall_s
-
-
 def _shares_of_a_step(run: RunFiles, ranks: int) -> dict[str, float]:
-    """What a mean rank waits for in a step: the exchange itself, the slowest rank, and its input. Without
-    the first step after each start."""
+    """Returns which share of a step the mean rank waits for the exchange, the slowest rank and its input.
+
+    The first step after each start is left out.
+    """
     waits, steps = ExposedWaits.of(run), run.steps()
     shares = {COMMUNICATION: 0.0, STRAGGLER: 0.0, INPUT: _input_share(run)}
     usable = (steps.or_zero("step_s") > 0) & ~first_after_start(run)
@@ -346,27 +348,18 @@ def _shares_of_a_step(run: RunFiles, ranks: int) -> dict[str, float]:
         waits.step, steps.number[usable], assume_unique=True, return_indices=True
     )
     if total := float(steps["step_s"][usable][stepped].sum()):
-        # The last rank waits for the exchange alone, the others for that rank as well.
-        late = np.maximum(waits.others_s - waits.least_s, 0.0)[waited]
+        # The last rank waits only for the exchange, all others also for that rank.
+        late = np.maximum(waits.other_ranks_s - waits.least_s, 0.0)[waited]
         late_s = float(late[waits.complete[waited]].sum())
         shares[COMMUNICATION] = float(waits.least_s[waited].sum()) / total
         shares[STRAGGLER] = late_s * (ranks - 1) / ranks / total
-    # Measured on different ranks, they may add up to more than a step.
+    # The sum may exceed a step because the shares are measured on different ranks.
     scale = max(1.0, sum(shares.values()) / 0.98)
     return {cause: share / scale for cause, share in shares.items()}
 
 
 def _input_share(run: RunFiles) -> float:
-    """Of the mean rank; of many ranks rank 0 has recorded the median."""
-    shares = []
-    for rank in run.ranks:
-        steps, later = run.steps(rank), ~first_after_start(run, rank)
-        total = float(known(steps["step_s"][later]).sum())
-        if total > 0:
-            # Before stalls were measured, the wait of the host stands in for them.
-            stalls = known(steps["input_stall_s"][later])
-            stalls = stalls if len(stalls) else known(steps["data_s"][later])
-            shares.append(float(stalls.sum()) / total)
+    """Returns the input stall of the mean rank, as a share of the step."""
     of_all = [
         (finite(record["input_stall_s"], "median"), finite(record["step_s"], "median"))
         for record in run.of_kind("ranks")
@@ -375,4 +368,10 @@ def _input_share(run: RunFiles) -> float:
     measured = [(stall, length) for stall, length in of_all if stall is not None and length]
     if measured:
         return sum(stall for stall, _ in measured) / sum(length for _, length in measured)
+    shares = []
+    for rank in run.ranks:
+        steps, later = run.steps(rank), ~first_after_start(run, rank)
+        total = float(known(steps["step_s"][later]).sum())
+        if total > 0:
+            shares.append(float(known(steps["input_stall_s"][later]).sum()) / total)
     return fmean(shares) if shares else 0.0

@@ -1,9 +1,9 @@
-"""The server of `paceline watch`: live reports of run folders over HTTP, and Prometheus' text.
+"""The server of `paceline watch`: live reports of run folders over HTTP.
 
-It only reads, and answers GET and HEAD only. It listens on the loopback interface, where it answers
-requests for that host alone; on any other address every request needs a token. Pages load nothing from
-elsewhere. `python -m paceline.report.server FD RUN` serves for `paceline train --watch`: on a socket that
-the training has opened, until the training ends.
+The server is read-only and answers only GET and HEAD. On the loopback interface it answers only requests
+for that host; on any other address every request needs a token. Pages load nothing from other servers.
+`python -m paceline.report.server FD RUN` serves for `paceline train --watch` until the training ends, on
+a socket that the training has opened.
 """
 
 from __future__ import annotations
@@ -29,31 +29,24 @@ from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
 from paceline.core.errors import ConfigError
-from paceline.core.units import markup
+from paceline.core.units import markup, plural
 from paceline.core.untrusted import one_line
 from paceline.report.html import document, joined, list_section
-from paceline.report.live_run import (
-    CONTENT_TYPE,
-    LiveRun,
-    distinct_names,
-    metrics_text,
-    run_folders,
-)
-from paceline.report.outcome import verdict
-from paceline.report.run_page import run_parts
-from paceline.report.runs_page import overview
+from paceline.report.live_run import LiveRun, run_folders
+from paceline.report.outcome import Outcome, verdict
+from paceline.report.run_page import efficiency_section, run_parts
 
 LOOPBACK, PORT = "127.0.0.1", 8970
-# A folder of many runs would be a page that no browser shows at once.
-MOST_RUNS = 64
-# A folder is looked at no more often, however many pages are open.
-_LOOK_S = 1.0
-# After each look and each rendering of a page the server rests for so many times its length, so that the
-# pages of long runs do not take a core from the training.
+# A browser cannot show more runs at once.
+MAX_RUNS = 64
+# The minimum time between two reads of the folders, however many pages are open.
+_REFRESH_S = 1.0
+# After a read or a rendering, the server rests for this multiple of its duration, so that the pages of
+# long runs do not take a core from the training.
 _REST = 8.0
-# Open connections, each of which has a thread. Further clients get an error.
-_MOST_CLIENTS = 32
-# The time from the connection to the end of the answer, however fast the client sends and reads.
+# Maximum number of connections, each of which has a thread. Further clients get an error.
+_MAX_CLIENTS = 32
+# Maximum time from the connection to the end of the answer.
 _REQUEST_S = 30.0
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:/@\s]+))(?::\d*)?")
 _COOKIE = "paceline_token"
@@ -63,7 +56,7 @@ _POLICY = (
 )
 _HEADERS = {
     "Content-Type": "text/plain; charset=utf-8",
-    # A page asks every two seconds; an idle connection would hold a thread.
+    # A page sends a request every two seconds; an idle connection would occupy a thread.
     "Connection": "close",
     "Cache-Control": "no-store",
     "Content-Security-Policy": _POLICY,
@@ -80,89 +73,102 @@ _BUSY = "".join(
 
 
 class Content:
-    """What is shown of the runs. Rendered once for each version, for all clients together.
+    """Pages of the runs, rendered once per version for all clients.
 
-    `given` are run folders and folders of run folders. These are searched again with every look; a run
-    keeps its number, which is its address.
+    Folders of run folders are searched again at every refresh. A run keeps its number, which is part of
+    its address.
     """
 
     def __init__(self, given: Sequence[Path]) -> None:
         self._given = given
         self.runs: list[LiveRun] = []
-        self._names: list[str] = []
         self._left_out = 0
-        # How often the list of runs has changed; a part of every version.
+        # Counts changes of the list of runs; part of every version.
         self._changes = 0
         self._find()
         self._lock = threading.Lock()
-        self._looked = self._rest_until = 0.0
-        self._pages: dict[int, tuple[str, str, str]] = {}
+        self._refreshed = self._rest_until = 0.0
+        # Title, version and content by run number; None is the page of all runs.
+        self._pages: dict[int | None, tuple[str, str, str]] = {}
 
     def page(self, number: int | None) -> tuple[str, str, str]:
-        """Title, version and content of the overview (None) or of a run."""
+        """Returns title, version and content of the page of a run, or of all runs (None)."""
         with self._lock:
-            self._look()
-            key = -1 if number is None else number
+            self._refresh()
             shown = self.runs if number is None else [self.runs[number]]
-            version = "-".join(
-                str(number) for number in (self._changes, *(r.version for r in shown))
-            )
-            known = self._pages.get(key)
-            if known is None or (known[1] != version and time.monotonic() >= self._rest_until):
-                began = time.monotonic()
-                title, parts = (
-                    overview(self._names, self.runs, self._left_out)
-                    if number is None
-                    else _live_parts(shown[0])
-                )
-                if number is not None and len(self.runs) > 1:
-                    parts.insert(0, '<p class="note"><a href="/">all runs</a></p>')
-                known = (title, version, joined(parts))
-                self._pages[key] = known
+            version = "-".join(str(n) for n in (self._changes, *(run.version for run in shown)))
+            page = self._pages.get(number)
+            if page is None or (page[1] != version and time.monotonic() >= self._rest_until):
+                started = time.monotonic()
+                if number is None:
+                    title, parts = _all_runs(self.runs, self._left_out)
+                else:
+                    title, parts = _one_run(self.runs[number])
+                    if len(self.runs) > 1:
+                        parts.insert(0, '<p class="note"><a href="/">all runs</a></p>')
+                page = self._pages[number] = (title, version, joined(parts))
                 now = time.monotonic()
-                self._rest_until = now + _REST * (now - began)
-            return known
-
-    def metrics(self) -> str:
-        with self._lock:
-            self._look()
-            named = zip(self._names, self.runs, strict=True)
-            return metrics_text((name, run.files) for name, run in named)
+                self._rest_until = now + _REST * (now - started)
+            return page
 
     def _find(self) -> None:
-        """Adds new runs at the end. The first one in a folder that had none takes its place."""
-        found = run_folders(self._given)
+        """Appends new runs. The first run in a folder that had none takes the number of the folder."""
+        folders = run_folders(self._given)
         known = {run.path for run in self.runs}
-        new = [path for path in found if path not in known]
+        new = [path for path in folders if path not in known]
         changed = False
         for number, run in enumerate(self.runs):
-            inside = next((path for path in new if path.parent == run.path), None)
-            if inside is not None and run.files is None and run.path not in found:
-                self.runs[number], changed = LiveRun(inside), True
-                new.remove(inside)
-        added = new[: MOST_RUNS - len(self.runs)]
+            child = next((path for path in new if path.parent == run.path), None)
+            if child is not None and run.files is None and run.path not in folders:
+                self.runs[number], changed = LiveRun(child), True
+                new.remove(child)
+        added = new[: MAX_RUNS - len(self.runs)]
         left_out = len(new) - len(added)
         if changed or added or left_out != self._left_out:
             self.runs += map(LiveRun, added)
             self._left_out = left_out
-            self._names = distinct_names([run.path for run in self.runs])
             self._changes += 1
 
-    def _look(self) -> None:
-        began = time.monotonic()
-        if began - self._looked >= _LOOK_S:
+    def _refresh(self) -> None:
+        started = time.monotonic()
+        if started - self._refreshed >= _REFRESH_S:
             self._find()
             for run in self.runs:
                 run.refresh()
             now = time.monotonic()
-            self._looked = now + _REST * (now - began)
+            self._refreshed = now + _REST * (now - started)
 
 
-def _live_parts(run: LiveRun) -> tuple[str, list[str]]:
+def _one_run(run: LiveRun) -> tuple[str, list[str]]:
+    """Returns title and parts of the page of a run."""
     if run.files is None:
-        head = f"<header><p>{markup(run.name)}</p>\n<h1>Nothing to show</h1></header>"
-        return run.name, [head, list_section("Problem", [run.problem])]
+        name = one_line(run.path.resolve().name)
+        head = f"<header><p>{markup(name)}</p>\n<h1>Nothing to show</h1></header>"
+        return name, [head, list_section("Problem", [run.problem])]
     return verdict(run.files), run_parts(run.files)
+
+
+def _all_runs(runs: Sequence[LiveRun], left_out: int) -> tuple[str, list[str]]:
+    """Returns title and parts of the page of all runs: a card for each, with a link to its page."""
+    title = plural(len(runs), "run")
+    cards = []
+    for number, run in enumerate(runs):
+        if run.files is None:
+            body = f'<p class="note">{markup(run.problem)}</p>'
+        else:
+            state = Outcome.of(run.files).state
+            body = (
+                f'<p><span class="state {state}">{state}</span>{markup(verdict(run.files))}</p>'
+                f"{efficiency_section(run.files, heading=False)}"
+            )
+        link = f'<h2><a href="/run/{number}">{markup(one_line(str(run.path)))}</a></h2>'
+        cards.append(f'<article class="card">{link}{body}</article>')
+    more = f"{plural(left_out, 'more run')} not shown; name the runs to watch"
+    return title, [
+        f"<header><p>Paceline watch</p>\n<h1>{markup(title)}</h1></header>",
+        f'<p class="note">{markup(more)}</p>' if left_out else "",
+        f'<section class="runs">{"".join(cards)}</section>',
+    ]
 
 
 @cache
@@ -195,13 +201,11 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815  (http.server's name)
 
     def _answer(self, path: str, query: dict[str, list[str]]) -> None:
-        content, page = self.server.content, path.removesuffix("/content").rstrip("/")
-        if path == "/metrics":
-            self._send(HTTPStatus.OK, content.metrics().encode(), {"Content-Type": CONTENT_TYPE})
-        elif path == "/watch.js":
+        page = path.removesuffix("/content").rstrip("/")
+        if path == "/watch.js":
             self._send(HTTPStatus.OK, _script(), {"Content-Type": "text/javascript; charset=utf-8"})
         elif (number := self._run_number(page)) is not False:
-            title, version, parts = content.page(number)
+            title, version, parts = self.server.content.page(number)
             headers = {"X-Version": version, "X-Title": quote(title)}
             if path.endswith("/content"):
                 if query.get("have") == [version]:
@@ -216,8 +220,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.NOT_FOUND, b"no such page\n")
 
     def _run_number(self, page: str) -> int | bool | None:
-        """A run's number, None for the overview, False where there is no such page. A single run is
-        the first page."""
+        """Returns a run's number, None for the page of all runs, or False if the page does not exist.
+
+        The first page shows all runs, or the only run.
+        """
         runs = len(self.server.content.runs)
         if page == "":
             return None if runs > 1 else 0
@@ -227,8 +233,11 @@ class _Handler(BaseHTTPRequestHandler):
         return False
 
     def _host_is_ours(self) -> bool:
-        """Without a token, a page of another site must not reach this server by a name that it has
-        pointed to the loopback address."""
+        """Checks the host of the request.
+
+        Without a token, a page of another site must not reach this server by a name that resolves to the
+        loopback address (DNS rebinding).
+        """
         if self.server.token:
             return True
         named = _HOST.fullmatch(self.headers.get("Host", ""))
@@ -251,14 +260,14 @@ class _Handler(BaseHTTPRequestHandler):
         return any(hmac.compare_digest(text.encode(), token.encode()) for text in given)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answers a request that http.server refuses, with the headers of every page."""
+        """Answers a request that http.server refuses with the headers of all pages."""
         status = HTTPStatus(code)
         self._send(status, f"{status.phrase.lower()}\n".encode())
 
     def _send(self, status: HTTPStatus, body: bytes, headers: dict[str, str] | None = None) -> None:
         sent = {**_HEADERS, "Content-Length": str(len(body)), **(headers or {})}
         if self.server.token and status == HTTPStatus.OK:
-            # From the address of the first request, so that links need no token.
+            # The first request has the token in its address; with the cookie, links need no token.
             sent["Set-Cookie"] = f"{_COOKIE}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
         self.send_response(status)
         for name, value in sent.items():
@@ -268,22 +277,28 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Requests are not logged: they hold the token."""
+        """Logs nothing: requests contain the token."""
 
 
 class WatchServer(ThreadingHTTPServer):
-    """Serves `runs`, folders of runs among them, on the listening socket `opened`."""
+    """An HTTP server of live reports.
+
+    Args:
+        runs: Run folders and folders of run folders.
+        listening: The listening socket.
+        token: If not empty, every request needs it.
+    """
 
     daemon_threads = True
 
-    def __init__(self, runs: Sequence[Path], opened: socket.socket, token: str = "") -> None:
+    def __init__(self, runs: Sequence[Path], listening: socket.socket, token: str = "") -> None:
         # The deadline of each open connection.
         self._deadlines: dict[Any, float] = {}
         self._lock = threading.Lock()
-        self.host, port = opened.getsockname()[:2]
+        self.host, port = listening.getsockname()[:2]
         super().__init__((self.host, port), _Handler, bind_and_activate=False)
         self.socket.close()
-        self.socket = opened
+        self.socket = listening
         self.content = Content(runs)
         self.token = token
 
@@ -293,7 +308,7 @@ class WatchServer(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            is_full = len(self._deadlines) >= _MOST_CLIENTS
+            is_full = len(self._deadlines) >= _MAX_CLIENTS
             if not is_full:
                 self._deadlines[request] = time.monotonic() + _REQUEST_S
         if is_full:
@@ -310,7 +325,7 @@ class WatchServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Ends the connections whose time is over: their threads read the end of the stream."""
+        """Shuts down expired connections, so that their threads read the end of the stream."""
         now = time.monotonic()
         with self._lock:
             for request, deadline in self._deadlines.items():
@@ -319,7 +334,7 @@ class WatchServer(ThreadingHTTPServer):
                         request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away in the middle of an answer is no error; anything else is one line."""
+        """Prints errors in one line, except that a client has disconnected."""
         error = sys.exc_info()[1]
         if not isinstance(error, ConnectionError | TimeoutError):
             sys.stderr.write(
@@ -335,7 +350,15 @@ def is_loopback(host: str) -> bool:
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 is any free one. A ConfigError names the port where it cannot be had."""
+    """Opens a listening socket.
+
+    Args:
+        host: A host name or address.
+        port: A port number; 0 chooses a free one.
+
+    Raises:
+        ConfigError: If host or port cannot be used.
+    """
     if not 0 <= port < 65536:
         raise ConfigError("--port", port, "must be 0 to 65535")
     try:
@@ -360,6 +383,7 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def url_of(opened: socket.socket, token: str = "") -> str:
+    """Returns the address of the server on a listening socket."""
     host, port = opened.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     if host in ("0.0.0.0", "::"):
@@ -368,8 +392,8 @@ def url_of(opened: socket.socket, token: str = "") -> str:
 
 
 def _serve_for_training(descriptor: int, folder: Path) -> None:
-    """Until standard input, which the training holds open, ends with it."""
-    # Ctrl-C is meant for the training.
+    """Serves until standard input ends, which the training holds open."""
+    # Ctrl-C is for the training.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(5)
     server = WatchServer([folder], socket.socket(fileno=descriptor))

@@ -1,7 +1,7 @@
-"""`Table`, and the tables of a run: result, evaluations, incidents, configuration, environment.
+"""`Table`, and the tables of a run: results, evaluations, incidents, configuration, environment.
 
-Cells are plain text, for the terminal and the page alike. A long table shows its first rows and the
-number of the others.
+Cells are plain text, for the terminal and for pages. A long table shows its first rows and the number of
+those left out.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.core.errors import ConfigError
 from paceline.core.units import (
     UNKNOWN,
     count,
@@ -26,16 +27,11 @@ from paceline.core.units import (
     text_of,
 )
 from paceline.plan.noise import describe_noise
-from paceline.report.bottleneck import (
-    ExposedWaits,
-    InputStall,
-    MeasuredStep,
-    expected_step,
-    traced_buckets,
-)
+from paceline.plan.plan_file import PlanFile
+from paceline.report.bottleneck import ExposedWaits, InputStall, MeasuredStep
 from paceline.report.outcome import Outcome
 from paceline.report.records import Record, declared_counts, finite, middle
-from paceline.report.run_files import RunFiles, checkpoint_files
+from paceline.report.run_files import RunFiles
 
 Row = tuple[str, ...]
 MAX_ROWS = 200
@@ -43,16 +39,13 @@ MAX_ROWS = 200
 
 @dataclass(frozen=True)
 class Table:
-    """`text_columns` are aligned to the left, the others to the right. `links` has an address for the
-    `link_column` of each row on a page, empty for none."""
+    """A table of text. `text_columns` are aligned to the left, all others to the right."""
 
     title: str
     columns: Row
     rows: tuple[Row, ...]
     text_columns: frozenset[int] = frozenset({0})
     note: str = ""
-    links: tuple[str, ...] = ()
-    link_column: int = 0
 
     @classmethod
     def of(
@@ -62,22 +55,21 @@ class Table:
         rows: Sequence[Row],
         text_columns: set[int],
         max_rows: int = MAX_ROWS,
-        total: int = 0,
     ) -> Table:
-        """`total`: the number of rows, where `rows` has only the first of them."""
-        left_out = max(total, len(rows)) - max_rows
+        """Builds a table of at most `max_rows` rows, with a note about those left out."""
+        left_out = len(rows) - max_rows
         note = f"{count(left_out)} more not shown" if left_out > 0 else ""
         return cls(title, columns, tuple(rows[:max_rows]), frozenset(text_columns), note)
 
     @classmethod
     def of_pairs(cls, title: str, values: Record) -> Table:
-        """Two columns without headings, nested tables as dotted keys."""
+        """Builds a table of two columns without headings, with nested tables as dotted keys."""
         rows = tuple((key, text_of(value)) for key, value in flat(values))
         return cls(title, ("", ""), rows, frozenset({0, 1}))
 
 
 def result_rows(run: RunFiles) -> list[tuple[str, str]]:
-    """The figures of the run; those that do not apply are left out."""
+    """Returns label and value of each figure of the run that applies to it."""
     outcome, waits = Outcome.of(run), ExposedWaits.of(run)
     rows = [("top-1", format_percent(outcome.top1))]
     if outcome.best_top1 is not None and outcome.best_top1 > (outcome.top1 or 0.0) + 0.005:
@@ -90,26 +82,25 @@ def result_rows(run: RunFiles) -> list[tuple[str, str]]:
     ]
     if outcome.time_to_target_s is not None:
         rows.append(("time to target", format_duration(outcome.time_to_target_s)))
-    steps = count(outcome.steps)
+    steps, batch = count(outcome.steps), count(outcome.global_batch_size)
     if outcome.total_steps and outcome.total_steps != outcome.steps:
         steps += f" of {count(outcome.total_steps)}"
+    if outcome.global_batch_size != outcome.largest_batch:
+        batch += f", at most {count(outcome.largest_batch)}"
     rows += [
         ("epochs", number(outcome.epochs)),
         ("steps", steps),
-        ("global batch", _batches(outcome)),
-        ("ranks", count(outcome.world_size)),
+        ("global batch", batch),
+        ("ranks (virtual)" if outcome.is_virtual else "ranks", count(outcome.world_size)),
     ]
-    if outcome.is_virtual:
-        rows[-1] = ("ranks (virtual)", count(outcome.world_size))
-    rows += [(own.label, own.text) for own in outcome.figures if own.text]
-    noise, batch = outcome.noise_scale or 0.0, outcome.largest_batch or 0
-    if noise > 0 and batch > 0:
-        described = describe_noise(noise, batch)
-        rows.append(("gradient noise scale", described))
+    rows += [(figure.label, figure.text) for figure in outcome.figures if figure.text]
+    noise, largest = outcome.noise_scale or 0.0, outcome.largest_batch or 0
+    if noise > 0 and largest > 0:
+        rows.append(("gradient noise scale", describe_noise(noise, largest)))
     if outcome.state_bytes_per_parameter is not None:
         rows.append(("optimizer state", f"{outcome.state_bytes_per_parameter:.3g} bytes/parameter"))
-    if each := outcome.exchange_state_bytes_per_parameter:
-        rows.append(("exchange state", f"{each:.3g} bytes/parameter"))
+    if exchange_state := outcome.exchange_state_bytes_per_parameter:
+        rows.append(("exchange state", f"{exchange_state:.3g} bytes/parameter"))
     if outcome.exchange_bytes_per_step is not None:
         rows.append(("exchanged in a step", format_bytes(outcome.exchange_bytes_per_step)))
     if waits.exposed_s is not None:
@@ -130,35 +121,30 @@ def result_rows(run: RunFiles) -> list[tuple[str, str]]:
     return rows + [(label, count(amount)) for label, amount in incidents.items() if amount]
 
 
-def _batches(outcome: Outcome) -> str:
-    first, largest = outcome.global_batch_size, outcome.largest_batch
-    return count(first) if first == largest else f"{count(first)}, at most {count(largest)}"
-
-
 def expectation_table(run: RunFiles) -> Table:
-    """Predicted and measured times; without rows where the plan holds no prediction."""
-    expected, measured = expected_step(run), MeasuredStep.of(run)
+    """Compares measured times with those that the plan predicts; no rows without a prediction."""
+    try:
+        expected = PlanFile.read(run.path / "plan.toml").expected
+    except ConfigError:
+        expected = None
+    measured = MeasuredStep.of(run)
     rows: list[Row] = []
     if expected is not None and measured is not None:
-        parts = [
+        for name, predicted_s, measured_s in (
             ("step", expected.step_s, measured.step_s),
             ("compute", expected.compute_s, measured.compute_s),
             ("exposed communication", expected.exposed_comm_s, measured.exposed_s),
             ("input", expected.input_stall_s, measured.input_s),
-        ]
-        traced = traced_buckets(run.path / "trace.json")
-        for bucket, seconds in enumerate(expected.buffers_s):
-            if bucket in traced:
-                parts.append((f"bucket {bucket + 1}", seconds, traced[bucket]))
-        for name, predicted, found in parts:
-            apart = f"{predicted / found - 1:+.0%}" if found > 0 and predicted > 0 else UNKNOWN
-            rows.append((name, f"{1e3 * predicted:.2f}", f"{1e3 * found:.2f}", apart))
+        ):
+            is_positive = measured_s > 0 and predicted_s > 0
+            difference = f"{predicted_s / measured_s - 1:+.0%}" if is_positive else UNKNOWN
+            rows.append((name, f"{1e3 * predicted_s:.2f}", f"{1e3 * measured_s:.2f}", difference))
     columns = ("part", "predicted ms", "measured ms", "difference")
     return Table.of("Predicted and measured", columns, rows, {0})
 
 
 def stall_table(run: RunFiles) -> Table:
-    """A row per rank and cause; without rows where no step waited for its input."""
+    """Lists input stalls by rank and cause; no rows if no step waited for its input."""
     rows = []
     for rank in run.ranks:
         stall = InputStall.of(run, rank)
@@ -170,26 +156,24 @@ def stall_table(run: RunFiles) -> Table:
 
 
 def count_tables(run: RunFiles) -> list[Table]:
-    """What the strategy of the run has counted by number, over all steps."""
-    starts = run.of_kind("start")
-    declared = declared_counts(starts[-1]) if starts else {}
-    return [_count_table(run, name, *words) for name, words in declared.items()]
-
-
-def _count_table(run: RunFiles, name: str, title: str, numbered: str, counted: str) -> Table:
-    counts: dict[int, int] = {}
-    for number_text, times in run.steps().sums(name).items():
-        counts[int(number_text)] = counts.get(int(number_text), 0) + round(times)
-    total = sum(counts.values())
-    rows = [
-        (count(at), count(times), format_percent(100 * times / total, 1))
-        for at, times in sorted(counts.items())
-    ]
-    return Table.of(title, (numbered, counted, "share"), rows, set())
+    """Returns a table of each count that the run's strategy declares, over all steps."""
+    declared = declared_counts(run.start) if run.start else {}
+    tables = []
+    for name, (title, numbered, counted) in declared.items():
+        counts: dict[int, int] = {}
+        for number_text, times in run.steps().sums(name).items():
+            counts[int(number_text)] = counts.get(int(number_text), 0) + round(times)
+        total = sum(counts.values())
+        rows = [
+            (count(at), count(times), format_percent(100 * times / total, 1))
+            for at, times in sorted(counts.items())
+        ]
+        tables.append(Table.of(title, (numbered, counted, "share"), rows, set()))
+    return tables
 
 
 def epoch_table(run: RunFiles) -> Table:
-    """A row per evaluation, latest first, with the training since the previous one."""
+    """Lists evaluations, latest first, with the training since the previous one."""
     rows, done, steps = [], 0, run.steps()
     for record in sorted(run.of_kind("eval"), key=lambda record: record["step"]):
         first, done = done, int(np.searchsorted(steps.number, record["step"], side="right"))
@@ -217,10 +201,10 @@ def epoch_table(run: RunFiles) -> Table:
 
 
 def logged_table(run: RunFiles) -> Table:
-    """Metrics of the user's callbacks: their latest, lowest and highest value on each rank."""
+    """Lists latest, lowest and highest value of the metrics that callbacks logged, by rank."""
     rows = []
-    for name, of_ranks in run.logged().items():
-        for rank, entries in of_ranks.items():
+    for name, by_rank in run.logged().items():
+        for rank, entries in by_rank.items():
             values = [value for _, value in entries]
             shown = map(number, (values[-1], min(values), max(values)))
             rows.append((name, str(rank), *shown, count(entries[-1][0]), count(len(entries))))
@@ -229,34 +213,23 @@ def logged_table(run: RunFiles) -> Table:
 
 
 def corrupt_table(run: RunFiles) -> Table:
-    """Samples that could not be decoded, each once, with the step that met it first."""
-    found: dict[str, tuple[int, int, str]] = {}
+    """Lists the samples that could not be decoded, with the first step that needed each of them."""
+    first: dict[str, tuple[int, int, str]] = {}
     for rank in run.ranks:
         for record in run.of_kind("corrupt", rank):
             name = text_of(record.get("name"))
-            met = (record["step"], rank, text_of(record.get("reason")))
-            found[name] = min(met, found.get(name, met))
+            occurrence = record["step"], rank, text_of(record.get("reason"))
+            first[name] = min(first.get(name, occurrence), occurrence)
     rows = [
         (name, reason, count(step), str(rank))
-        for name, (step, rank, reason) in sorted(found.items(), key=lambda item: item[1])
+        for name, (step, rank, reason) in sorted(first.items(), key=lambda item: item[1])
     ]
     columns = ("sample", "reason", "first at step", "on rank")
     return Table.of("Corrupt samples", columns, rows, {0, 1})
 
 
-def checkpoint_table(run: RunFiles) -> Table:
-    """The checkpoints that exist, the latest first, and `best.pt` with the step whose file it is."""
-    # The file of the best step may be gone, while `best.pt` stays.
-    best = [r["step"] for r in run.of_kind("checkpoint") if r.get("best") is True]
-    rows = []
-    for file in checkpoint_files(run.path):
-        step = best[-1] if file.step is None and best else file.step
-        rows.append((file.name, count(step), format_bytes(file.bytes), file.note))
-    return Table.of("Checkpoints", ("file", "step", "size", ""), rows, {0, 3}, max_rows=20)
-
-
 def save_table(run: RunFiles) -> Table:
-    """Every save, the latest first, with the time in which no step could run."""
+    """Lists checkpoints, latest first, with the time in which no step could run."""
     rows = [
         (
             text_of(record.get("path")).replace("\\", "/").rpartition("/")[2],
@@ -272,19 +245,18 @@ def save_table(run: RunFiles) -> Table:
 
 
 def skipped_table(run: RunFiles) -> Table:
-    """Steps that all ranks skipped, because a gradient was not finite on one of them."""
+    """Lists the steps that all ranks skipped because a gradient was not finite on one of them."""
     steps = run.steps()
-    skipped = np.flatnonzero(steps.skipped)
     rows = [
         (count(steps.number[i]), number(middle(epoch)), loss(middle(value)))
-        for i in skipped[:MAX_ROWS]
+        for i in np.flatnonzero(steps.skipped)
         for epoch, value in [(steps["epoch"][i : i + 1], steps["loss"][i : i + 1])]
     ]
-    columns = ("step", "epoch", "loss")
-    return Table.of("Skipped steps", columns, rows, set(), total=len(skipped))
+    return Table.of("Skipped steps", ("step", "epoch", "loss"), rows, set())
 
 
 def resume_table(run: RunFiles) -> Table:
+    """Lists the starts that continued the run."""
     rows = [
         (
             date(finite(record, "time")),
@@ -298,7 +270,7 @@ def resume_table(run: RunFiles) -> Table:
 
 
 def rank_table(run: RunFiles) -> Table:
-    """The speed of each rank, which reveals a slow disk or device; without rows for a single rank."""
+    """Lists the speed of each rank, which reveals a slow disk or device; no rows for a single rank."""
     rows = [
         (
             str(rank),
@@ -314,7 +286,7 @@ def rank_table(run: RunFiles) -> Table:
 
 
 def changed_table(run: RunFiles) -> Table:
-    """The settings that differ from their defaults; without rows where the run has not recorded which."""
+    """Lists the settings that differ from their defaults, if the run recorded which."""
     changed = run.start.get("changed")
     names = set(map(text_of, changed)) if isinstance(changed, list) else set()
     rows = [(name, text_of(value)) for name, value in flat(run.config) if name in names]
@@ -322,7 +294,7 @@ def changed_table(run: RunFiles) -> Table:
 
 
 def configuration_tables(run: RunFiles) -> list[Table]:
-    """A table per section of `config.toml`."""
+    """Returns a table for each section of `config.toml`."""
     general = {key: value for key, value in run.config.items() if not isinstance(value, dict)}
     sections = {text_of(k): table for k, table in run.config.items() if isinstance(table, dict)}
     tables = {"general": general, **sections} if general else sections
@@ -330,7 +302,7 @@ def configuration_tables(run: RunFiles) -> list[Table]:
 
 
 def environment_tables(run: RunFiles) -> list[Table]:
-    """Versions, hardware and automatic choices; of a killed run, which has no summary, from its start."""
+    """Returns versions, hardware and automatic choices, from the start record if there is no summary."""
     known = run.start | (run.summary or {})
     contents = {
         "Versions": known.get("versions"),
@@ -345,7 +317,7 @@ def environment_tables(run: RunFiles) -> list[Table]:
 
 
 def flat(table: Record, prefix: str = "") -> list[tuple[str, Any]]:
-    """Nested tables as dotted keys."""
+    """Returns nested tables as pairs of dotted key and value."""
     rows: list[tuple[str, Any]] = []
     for key, value in table.items():
         name = f"{prefix}{text_of(key)}"

@@ -1,11 +1,11 @@
-"""Which form of a product is fastest on this device: timed once for each shape, and kept on disk.
+"""Chooses the fastest implementation of each fused convolution on this device.
 
-A form is timed on the very maps of its first call, between `begin` and `settle`, in the trial pass at
-the start of a run. Afterwards nothing is timed: shapes that the trial did not have, such as those of a
-short last micro-batch, take the separate form. `settle` gets the choices that ranks have agreed on and
-keeps them in `$XDG_CACHE_HOME/paceline/products` or `~/.cache`, one file for each kind of GPU, version
-of torch, Triton and, where it takes part, cuDNN, so that later runs choose alike without timing. Next to
-it lies what was timed, and when (`.times.json`), for people to read.
+Implementations are timed with the activations of the first call, between `begin` and `adopt`, in the
+trial pass at the start of a run. After that, nothing is timed: shapes that the trial did not have, such
+as those of a short last micro-batch, use the separate implementation. `adopt` receives the choices on
+which ranks have agreed and writes them to `$XDG_CACHE_HOME/paceline/products` or `~/.cache`, one file for
+each type of GPU and version of torch, Triton and, if it is used, cuDNN, so that later runs make the same
+choices without timing. A second file contains the times (`.times.json`), for people to read.
 """
 
 from __future__ import annotations
@@ -31,33 +31,42 @@ from paceline.core.files import read_regular, whole_file
 from paceline.core.untrusted import parse_json
 
 SEPARATE = "separate"
-# How the names of cuDNN's forms begin.
+# Prefix of the names of cuDNN's implementations.
 CUDNN = "cudnn"
 MODES = ("off", "auto", "on", CUDNN)
-# Calls that are timed together, and how often; the fastest time counts.
+# Calls that are timed together, and repetitions; the fastest time counts.
 _CALLS, _REPEATS = 4, 3
-# Cycles of a kernel that waits, so that the host launches all calls before the first one starts.
+# Cycles of a waiting kernel, so that the host launches all calls before the first one starts.
 _WAIT_CYCLES = 3_000_000
 _VERSION = 2
-# Keys of whole products; others are parts of them.
+# Prefixes of the keys of whole convolutions; others are parts of them.
 _OUTER = ("forward", "backward")
-# Of cuDNN that are printed.
-_MOST_REASONS = 3
-# Threads that build kernels; the compiler holds Python's lock for part of the time.
+_MAX_REASONS = 3
+# Threads that compile kernels; the compiler holds the GIL for a part of the time.
 _BUILDERS = 4
 
 
-# Inside, a form builds its kernels, and does not run them.
+# If True, implementations compile their kernels but do not run them.
 building: ContextVar[bool] = ContextVar("building", default=False)
 
 
 @dataclass
 class Choices:
-    """Of one model. `mode` is `off`, where no product is fused, `auto`, which times the separate form
-    too, `on`, which takes it only where no other works, or `cudnn`, which is `auto` with the forms of
-    cuDNN. `open`: products are timed. `used`: keys that were asked for. `times` has the milliseconds of
-    all forms that were timed by this process, `problems` the reasons of those that failed, and `missing`
-    why cuDNN has none for a key; `without_cudnn`, why it cannot be used at all."""
+    """The chosen implementations of one model.
+
+    Attributes:
+        mode: `off`; `auto`; `on`, which uses the separate implementation only if no other works; or
+            `cudnn`, which is `auto` with the implementations of cuDNN.
+        open: True during the trial, in which implementations are timed.
+        chosen: The name of the chosen implementation by key.
+        used: The keys of this model.
+        times: The milliseconds of all implementations that this process timed.
+        problems: Why implementations failed.
+        missing: Why cuDNN has no implementation, by key.
+        without_cudnn: Why cuDNN cannot be used at all.
+        timed: The number of keys that this process timed.
+        path: The file of choices; None if there is no cache.
+    """
 
     mode: str = "off"
     open: bool = False
@@ -71,11 +80,11 @@ class Choices:
     path: Path | None = None
 
     def own(self) -> dict[str, str]:
-        """Those of the trial, without what the file has for other shapes."""
+        """Returns the choices of this model, without those of the file for other shapes."""
         return {key: name for key, name in self.chosen.items() if key in self.used}
 
     def describe(self) -> str:
-        """The number of products and of fused ones, of forms that failed, and why cuDNN has none."""
+        """Describes how many convolutions are fused, and which implementations failed or are missing."""
         ends = {key: name for key, name in self.own().items() if key.startswith(_OUTER)}
         missing = {key: why for key, why in self.missing.items() if key.startswith(_OUTER)}
         fused = sum(name != SEPARATE for name in ends.values())
@@ -83,17 +92,21 @@ class Choices:
         by_cudnn = f", {cudnn} by cuDNN" if self.mode == CUDNN else ""
         by_cudnn += ", whose sums have no fixed order" if cudnn else ""
         source = f"{self.timed} timed" if self.timed else "cached" if ends else "none to choose"
-        failed = f", {len(self.problems)} forms failed" if self.problems else ""
-        without = f"; no form of cuDNN: {self.without_cudnn}" if self.without_cudnn else ""
-        for reason, count in Counter(missing.values()).most_common(_MOST_REASONS):
-            without += f"; no form of cuDNN for {count} of them: {reason}"
-        # Where only cuDNN could have a fused form, and has none, there was nothing to choose.
+        failed = f", {len(self.problems)} implementations failed" if self.problems else ""
+        without = f"; cuDNN cannot be used: {self.without_cudnn}" if self.without_cudnn else ""
+        for reason, count in Counter(missing.values()).most_common(_MAX_REASONS):
+            without += f"; cuDNN has no kernel for {count} of them: {reason}"
+        # If only cuDNN supports a convolution and has no kernel, there was nothing to choose.
         kinds = len(ends.keys() | missing.keys())
-        return f"{fused} of {kinds} kinds of products fused{by_cudnn} ({source}{failed}){without}"
+        return (
+            f"{fused} of {kinds} kinds of convolutions fused{by_cudnn} ({source}{failed}){without}"
+        )
 
     def wanted_of_cudnn(self, key: str) -> str | None:
-        """The form of cuDNN that was chosen for `key`; empty where all of them are to be timed, None
-        where none is used."""
+        """Returns the chosen implementation of cuDNN for `key`.
+
+        The result is empty if all of them are timed, and None if none is used.
+        """
         name = self.chosen.get(key)
         if self.mode != CUDNN or self.without_cudnn or (name is None and not self.open):
             return None
@@ -101,7 +114,7 @@ class Choices:
 
     @classmethod
     def begin(cls, mode: str, device: torch.device) -> Choices:
-        """Reads those of the disk for `device`, and lets products be timed."""
+        """Starts the trial with the choices on disk for `device`."""
         assert mode in MODES, mode
         choices = cls(mode, open=mode != "off")
         if mode == CUDNN:
@@ -112,13 +125,18 @@ class Choices:
         if device.type == "cuda" and mode != "off":
             choices.path = _file(device, mode, choices.without_cudnn)
         if choices.path is not None:
-            found = _read(choices.path)
-            choices.chosen.update((k, v) for k, v in found.items() if isinstance(v, str))
+            stored = _read(choices.path)
+            choices.chosen.update((k, v) for k, v in stored.items() if isinstance(v, str))
         return choices
 
-    def settle(self, agreed: Mapping[str, str]) -> bool:
-        """From now on `agreed` holds, and no other choice: a run does not depend on what the file has for
-        other shapes. Keeps it on disk. Returns whether this process had chosen otherwise."""
+    def adopt(self, agreed: Mapping[str, str]) -> bool:
+        """Ends the trial, replaces all choices by those of all ranks, and writes them to disk.
+
+        Choices of the file for other shapes are dropped, so that a run does not depend on them.
+
+        Returns:
+            True if this process had chosen otherwise.
+        """
         differs = any(agreed.get(key) != name for key, name in self.own().items())
         self.open = False
         self.chosen = dict(agreed)
@@ -126,58 +144,70 @@ class Choices:
             _write(self.path, self.chosen)
             if self.times:
                 now = datetime.now(UTC).isoformat(timespec="seconds")
-                times = {key: {"at": now, "ms": found} for key, found in self.times.items()}
+                times = {key: {"at": now, "ms": ms} for key, ms in self.times.items()}
                 _write(_times_file(self.path), times)
         return differs
 
     def kind(self) -> str:
-        """What GPU, versions and mode choices are for; those of another kind may not work here."""
+        """Returns the GPU, versions and mode to which choices apply; others may not work here."""
         return self.path.name if self.path is not None else ""
 
     def choose(
-        self, key: str, forms: Mapping[str, Callable[[], object]], device: torch.device,
+        self, key: str, implementations: Mapping[str, Callable[[], object]], device: torch.device,
         then: Callable[[Any], object] | None = None,
     ) -> str:  # fmt: skip
-        """The name of the fastest of `forms`, which must have no effect but their result; with what
-        `then` does with that result, where later work depends on the form."""
+        """Returns the name of the fastest implementation.
+
+        Args:
+            key: The convolution and its shapes.
+            implementations: Functions by name, without side effects.
+            device: The device.
+            then: Later work on the result whose time depends on the implementation; it is timed, too.
+        """
         timing = self.open and device.type == "cuda" and not building.get()
         timing = timing and not torch.cuda.is_current_stream_capturing()
         if timing:
             self.used.add(key)
-        found = self.chosen.get(key)
-        if found in forms:
-            return str(found)
-        names = list(forms)
+        chosen = self.chosen.get(key)
+        if chosen in implementations:
+            return str(chosen)
+        names = list(implementations)
         if self.mode == "on" and names != [SEPARATE]:
             names = [name for name in names if name != SEPARATE]
         if building.get():
             return names[0]
         if not timing:
-            return SEPARATE if device.type == "cuda" and SEPARATE in forms else names[0]
-        times = self._times(key, {name: forms[name] for name in names}, then)
+            return SEPARATE if device.type == "cuda" and SEPARATE in implementations else names[0]
+        times = self._times(key, {name: implementations[name] for name in names}, then)
         if times:
             best = min(times, key=lambda name: times[name])
             self.times[key] = times
             self.timed += 1
-        elif SEPARATE in forms:
+        elif SEPARATE in implementations:
             best = SEPARATE
         else:
-            return names[0]  # raises its error for the product that is made of this one
+            return names[0]  # its error belongs to the convolution of which this is a part
         self.chosen[key] = best
         return best
 
     def _times(
-        self, key: str, forms: Mapping[str, Callable[[], object]],
+        self, key: str, implementations: Mapping[str, Callable[[], object]],
         then: Callable[[Any], object] | None,
     ) -> dict[str, float]:  # fmt: skip
-        """Milliseconds of those that work; the problems of the others are noted."""
-        # Those of cuDNN and torch have nothing to build, and would run.
-        _build([forms[name] for name in forms if not name.startswith((SEPARATE, CUDNN))])
+        """Returns the milliseconds of implementations that work, and records why others fail."""
+        # cuDNN's and torch's have nothing to compile and would run.
+        _build(
+            [
+                implementations[name]
+                for name in implementations
+                if not name.startswith((SEPARATE, CUDNN))
+            ]
+        )
         times = {}
-        for name, form in forms.items():
+        for name, call in implementations.items():
             try:
-                times[name] = _milliseconds(_followed(form, then))
-            except Exception as error:  # compilers raise what they like
+                times[name] = _milliseconds(_followed(call, then))
+            except Exception as error:  # compilers raise various exceptions
                 if is_fatal(error):
                     raise
                 lines = str(error).splitlines()
@@ -192,8 +222,7 @@ def _followed(
 
 
 def _build(calls: Sequence[Callable[[], object]]) -> None:
-    """Builds the kernels of all forms of a product by several threads; they are timed one by one.
-    Errors are left to the form's own call."""
+    """Compiles the kernels of all implementations with several threads. Timing reports their errors."""
     import triton
 
     if not calls:
@@ -210,7 +239,7 @@ def _build(calls: Sequence[Callable[[], object]]) -> None:
 
 
 def is_fatal(error: Exception) -> bool:
-    """Whether it says nothing about the form: the device is lost, or memory is short now."""
+    """Returns True for an error that the implementation does not cause: a lost device, or no memory."""
     return (
         isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError | MemoryError)
         or "out of memory" in str(error).lower()
@@ -237,7 +266,7 @@ def _milliseconds(call: Callable[[], object]) -> float:
 
 
 def _file(device: torch.device, mode: str, without_cudnn: str = "") -> Path | None:
-    """None where there is no home."""
+    """Returns the file of choices; None if there is no home directory."""
     import triton
 
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
@@ -247,7 +276,7 @@ def _file(device: torch.device, mode: str, without_cudnn: str = "") -> Path | No
         except RuntimeError:
             return None
     names = [torch.cuda.get_device_name(device), torch.__version__, triton.__version__, mode]
-    if mode == CUDNN:  # whose numbers of kernels are those of a version
+    if mode == CUDNN:  # kernel numbers depend on the version
         names.append("none" if without_cudnn else str(cudnn_graphs.version()))
     name = re.sub(r"[^A-Za-z0-9.]+", "-", "-".join((*names, f"v{_VERSION}")))
     return base / "paceline" / "products" / f"{name}.json"
@@ -258,16 +287,16 @@ def _times_file(path: Path) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What can be read: choices that are lost are made again."""
+    """Reads a file; empty if it cannot be read, because lost choices are timed again."""
     try:
-        found = parse_json(read_regular(path))
+        table = parse_json(read_regular(path))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return table if isinstance(table, dict) else {}
 
 
 def _write(path: Path, added: Mapping[str, object]) -> None:
-    """With what other processes have chosen meanwhile. A cache that cannot be written is none."""
+    """Adds entries to a file, keeping those of other processes. Ignores write errors."""
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         text = json.dumps({**_read(path), **added}, indent=1, sort_keys=True)

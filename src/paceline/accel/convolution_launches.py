@@ -1,9 +1,8 @@
-"""Launches of the kernels of `product_kernels`: 1 × 1 convolutions of stride 1 and their gradients.
+"""Launches the kernels of `product_kernels`: 1 × 1 convolutions of stride 1 and their gradients.
 
-In: operands, a weight and a `Tile` that fits (`product_tiles`). Out: the product or the gradients, and
-partial sums of the epilogue. A launch divides the rows into parts, about as many as programs run on the
-GPU at a time, and allocates what the kernel writes. `products` chooses the tile; while it has kernels
-only compiled (`product_choice.building`), none runs.
+A launch divides the rows into parts, about as many as programs run on the GPU at a time, and allocates
+the outputs. `fused_convolutions` chooses the tile. While kernels are only compiled
+(`implementation_choice.building`), none runs.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paceline.accel import product_kernels as kernels
+from paceline.accel.convolution_tiles import Tile
+from paceline.accel.implementation_choice import building
 from paceline.accel.operands import MERGED, PLAIN, Epilogue, Gradients, Operand
-from paceline.accel.product_choice import building
-from paceline.accel.product_tiles import Tile
 
 # Offsets inside a part are counted in 32 bits.
 _MOST_ELEMENTS = 2**31 - 1
-# Parts and elements per program that adds up partial products.
+# Parts and elements per program that sums partial fused_convolutions.
 _JOIN_PARTS, _JOIN_ELEMENTS = 32, 64
 # Without a GPU, in Triton's interpreter.
 _INTERPRETED_PROCESSORS = 3
@@ -36,14 +35,14 @@ def _processors(device: torch.device) -> int:
 
 
 def _span(rows: int, widest: int, block: int, programs: int) -> int:
-    """Rows of a part: about `programs` parts of whole tiles."""
+    """Returns the rows of a part, so that there are about `programs` parts of whole tiles."""
     tiles = -(-rows // block)
     span = -(-tiles // max(min(programs, tiles), 1)) * block
     return max(min(span, _MOST_ELEMENTS // widest // block * block), block)
 
 
 def resident_programs(tile: Tile, operand: Operand, end: Epilogue) -> int:
-    """Programs of `launch_product` that run on a multiprocessor at a time; 0 if the tile does not fit."""
+    """Returns how many programs a multiprocessor can run at a time; 0 if the tile does not fit."""
     k, maps = operand.x.shape[1], 1 if operand.other is None else 2
     return tile.resident(k, inputs=maps, computed=operand.form != PLAIN, ends=len(end.maps()))
 
@@ -55,11 +54,15 @@ def _run(kernel: Any, programs: int, *given: object, **options: object) -> None:
         kernel[(programs,)](*given, **options)
 
 
-def launch_product(
+def launch_convolution(
     operand: Operand, weight: Tensor, tile: Tile, *, forward: bool, epilogue: int, side: bool,
     centre: Tensor | None = None, end: Epilogue | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """The product, sums of its epilogue, and the operand if `side`."""
+    """Computes a convolution, or the gradient of its input if not `forward`.
+
+    Returns:
+        The result, the sums of its epilogue, and the operand if `side`.
+    """
     x, rows = operand.x, operand.rows
     images, k, height, width = x.shape
     n = weight.shape[0] if forward else weight.shape[1]
@@ -96,8 +99,10 @@ def launch_product(
 def _maps(
     tile: Tile, block: int, out: Tensor, end: Epilogue
 ) -> tuple[list[Tensor | TensorDescriptor], bool]:
-    """What an epilogue stores and reads, `block` columns at a time, and whether as descriptors: those of
-    Hopper's copy engine, which need rows of whole 16 bytes."""
+    """Returns what an epilogue writes and reads, and True if as descriptors of `block` columns.
+
+    Descriptors are those of Hopper's copy engine, which needs rows of a multiple of 16 bytes.
+    """
     n = out.shape[1]
     other = None if end.shortcut is None else end.shortcut.x
     maps = (out, end.like, end.y, end.add, other)
@@ -114,7 +119,7 @@ def _maps(
 
 
 def _saved(end: Epilogue, unused: Tensor) -> tuple[Tensor, Tensor]:
-    """Statistics of the norms of an epilogue."""
+    """Returns the statistics of the norms of an epilogue."""
     return (
         unused if end.branch is None else end.branch.saved,
         unused if end.shortcut is None else end.shortcut.saved,
@@ -122,7 +127,7 @@ def _saved(end: Epilogue, unused: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _or(tensor: Tensor | None, unused: Tensor) -> Tensor:
-    """A kernel takes some pointer also where it reads nothing."""
+    """Returns `unused` for None: a kernel needs a pointer for every argument."""
     return unused if tensor is None else tensor
 
 
@@ -161,7 +166,7 @@ def _join_products(partial_products: Tensor, weight: Tensor) -> Tensor:
 def launch_both_gradients(
     gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, tile: Tile
 ) -> Gradients:
-    """Both gradients by one kernel, for few channels."""
+    """Computes both gradients with one kernel, for few channels."""
     (out, into), rows = weight.shape[:2], gradient.rows
     span = _span(rows, max(out, into), tile.block_m, tile.programs * _processors(weight.device))
     parts = -(-rows // span)

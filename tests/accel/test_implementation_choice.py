@@ -1,4 +1,4 @@
-"""Which form of a product is taken: by time, once, and from a file of earlier choices."""
+"""The choice of an implementation: by time, once, and from a file of earlier choices."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.accel import cudnn_graphs, product_choice
-from paceline.accel.product_choice import CUDNN, SEPARATE, Choices, building
-from paceline.accel.products import _fastest
+from paceline.accel import cudnn_graphs, implementation_choice
+from paceline.accel.fused_convolutions import _fastest
+from paceline.accel.implementation_choice import CUDNN, SEPARATE, Choices, building
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
-FILE = product_choice._file
+FILE = implementation_choice._file
 
 
 class Model:
@@ -52,9 +52,11 @@ class Forms:
 
 @pytest.fixture(autouse=True)
 def _on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product_choice, "_file", lambda _, mode, *more: tmp_path / f"{mode}.json")
-    monkeypatch.setattr(product_choice, "_milliseconds", lambda call: call())
-    monkeypatch.setattr(product_choice, "_build", lambda calls: None)
+    monkeypatch.setattr(
+        implementation_choice, "_file", lambda _, mode, *more: tmp_path / f"{mode}.json"
+    )
+    monkeypatch.setattr(implementation_choice, "_milliseconds", lambda call: call())
+    monkeypatch.setattr(implementation_choice, "_build", lambda calls: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     begin("auto", GPU)
 
@@ -84,7 +86,7 @@ def test_cudnn_takes_part_in_its_mode_and_is_counted(monkeypatch: pytest.MonkeyP
     Model.choices.missing |= {"backward x": "needs fp16", "cudnn weight": "is part of another"}
     assert Model.choices.wanted_of_cudnn("forward x") == "cudnn engine1"
     assert Model.choices.wanted_of_cudnn("backward x") is None
-    Model.choices.settle(Model.choices.own())
+    Model.choices.adopt(Model.choices.own())
     # Shapes that the trial did not have are not asked for.
     assert Model.choices.wanted_of_cudnn("forward y") is None
     begin(CUDNN, GPU)
@@ -128,7 +130,7 @@ def test_the_fastest_form_is_taken_and_timed_once() -> None:
     assert Model.choices.choose("forward x", forms(), GPU) == "b"
     assert forms.calls == 3
     assert Model.choices.times["forward x"] == {"a": 3.0, "b": 1.0, SEPARATE: 2.0}
-    assert Model.choices.describe() == "1 of 1 kinds of products fused (1 timed)"
+    assert Model.choices.describe() == "1 of 1 kinds of convolutions fused (1 timed)"
 
 
 def test_all_forms_but_the_separate_one_are_built_before_one_is_timed(
@@ -151,7 +153,7 @@ def test_all_forms_but_the_separate_one_are_built_before_one_is_timed(
 
         return call
 
-    monkeypatch.setattr(product_choice, "_milliseconds", lambda call: len(str(call())))
+    monkeypatch.setattr(implementation_choice, "_milliseconds", lambda call: len(str(call())))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     Model.choices.path = None
     assert (
@@ -167,7 +169,7 @@ def test_all_forms_but_the_separate_one_are_built_before_one_is_timed(
 def test_a_slower_fused_form_is_not_taken_unless_it_must() -> None:
     forms = Forms(a=3.0, separate=2.0)
     assert Model.choices.choose("backward x", forms(), GPU) == SEPARATE
-    assert Model.choices.describe() == "0 of 1 kinds of products fused (1 timed)"
+    assert Model.choices.describe() == "0 of 1 kinds of convolutions fused (1 timed)"
     begin("on", GPU)
     assert Model.choices.choose("backward x", forms(), GPU) == "a"
 
@@ -178,7 +180,10 @@ def test_a_form_that_fails_is_left_out_with_its_reason() -> None:
     assert Model.choices.problems == {"input x: a": "out of resource: shared memory"}
     assert Model.choices.choose("z", Forms(a="no")(), GPU) == "a", "raises for its user"
     assert Model.choices.choose("forward x", Forms(a="no", b=1.0, separate=2.0)(), GPU) == "b"
-    assert Model.choices.describe() == "1 of 1 kinds of products fused (2 timed, 3 forms failed)"
+    assert (
+        Model.choices.describe()
+        == "1 of 1 kinds of convolutions fused (2 timed, 3 implementations failed)"
+    )
 
 
 @pytest.mark.parametrize("mode", ["auto", "on"])
@@ -193,7 +198,7 @@ def test_where_nothing_works_the_separate_form_is_recorded(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert Model.choices.choose("forward y", forms(), GPU) == SEPARATE
     assert forms.calls == calls, "not tried again"
-    Model.choices.settle(Model.choices.own())
+    Model.choices.adopt(Model.choices.own())
     begin(mode, GPU)
     assert Model.choices.chosen == {"forward y": SEPARATE}
 
@@ -218,18 +223,20 @@ def test_what_says_nothing_about_a_form_is_neither_recorded_nor_kept(
 
 def test_later_runs_choose_alike_without_timing(tmp_path: Path) -> None:
     assert Model.choices.choose("forward x", Forms(a=1.0, separate=2.0)(), GPU) == "a"
-    Model.choices.settle(Model.choices.own())
+    Model.choices.adopt(Model.choices.own())
     begin("auto", GPU)
     now_slower = Forms(a=9.0, separate=2.0)
     assert Model.choices.choose("forward x", now_slower(), GPU) == "a"
     assert now_slower.calls == 0
-    assert Model.choices.describe() == "1 of 1 kinds of products fused (cached)"
+    assert Model.choices.describe() == "1 of 1 kinds of convolutions fused (cached)"
     # A form that is gone is chosen anew, and what another process has written is kept.
     (tmp_path / "auto.json").write_text('{"forward x": "old", "other": "b"}')
     begin("auto", GPU)
-    assert Model.choices.describe() == "0 of 0 kinds of products fused (none to choose)", "or used"
+    assert Model.choices.describe() == "0 of 0 kinds of convolutions fused (none to choose)", (
+        "or used"
+    )
     assert Model.choices.choose("forward x", now_slower(), GPU) == SEPARATE
-    Model.choices.settle(Model.choices.own())
+    Model.choices.adopt(Model.choices.own())
     begin("auto", GPU)
     assert Model.choices.chosen == {"forward x": SEPARATE, "other": "b"}
 
@@ -253,7 +260,7 @@ def test_a_damaged_file_does_no_harm(tmp_path: Path) -> None:
         begin("auto", GPU)
         assert all(isinstance(text, str) for pair in Model.choices.chosen.items() for text in pair)
         assert Model.choices.choose("forward x", Forms(a=1.0)(), GPU) == "a", content
-        Model.choices.settle(Model.choices.own())
+        Model.choices.adopt(Model.choices.own())
         begin("auto", GPU)
         assert Model.choices.chosen["forward x"] == "a", content
     (tmp_path / "auto.json").unlink()
@@ -266,10 +273,10 @@ def test_a_cache_that_cannot_be_written_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(product_choice, "_file", lambda *_: tmp_path / "file" / "a.json")
+    monkeypatch.setattr(implementation_choice, "_file", lambda *_: tmp_path / "file" / "a.json")
     begin("auto", GPU)
     assert Model.choices.choose("forward x", Forms(a=1.0)(), GPU) == "a"
-    Model.choices.settle(Model.choices.own())
+    Model.choices.adopt(Model.choices.own())
     assert Model.choices.chosen == {"forward x": "a"}
 
 
@@ -286,27 +293,26 @@ def test_nothing_is_timed_in_a_capture_or_without_a_gpu(monkeypatch: pytest.Monk
 def test_after_the_trial_other_shapes_take_the_separate_form_untimed(
     mode: str, tmp_path: Path
 ) -> None:
-    """Also where the file has a choice for them: ranks on other hosts, and a resumed run, have other
-    files."""
+    """Choices of the file do not count: ranks on other hosts and resumed runs have other files."""
     (tmp_path / f"{mode}.json").write_text('{"forward short": "a"}')
     begin(mode, GPU)
     forms = Forms(a=1.0, separate=2.0)
     assert Model.choices.choose("forward x", forms(), GPU) == "a"
     calls = forms.calls
-    assert not Model.choices.settle(Model.choices.own())
+    assert not Model.choices.adopt(Model.choices.own())
     assert Model.choices.choose("forward x", forms(), GPU) == "a"
     assert Model.choices.choose("forward short", forms(), GPU) == SEPARATE
     assert Model.choices.choose("forward new", forms(), GPU) == SEPARATE
     assert forms.calls == calls
-    assert Model.choices.describe() == "1 of 1 kinds of products fused (1 timed)"
+    assert Model.choices.describe() == "1 of 1 kinds of convolutions fused (1 timed)"
 
 
 def test_what_ranks_have_agreed_on_holds_and_is_kept() -> None:
     forms = Forms(a=1.0, b=2.0, separate=3.0)
     assert Model.choices.choose("forward x", forms(), GPU) == "a"
-    assert Model.choices.settle({"forward x": "b", "forward of another rank": "a"})
+    assert Model.choices.adopt({"forward x": "b", "forward of another rank": "a"})
     assert Model.choices.choose("forward x", forms(), GPU) == "b"
-    assert Model.choices.describe() == "1 of 1 kinds of products fused (1 timed)"
+    assert Model.choices.describe() == "1 of 1 kinds of convolutions fused (1 timed)"
     begin("auto", GPU)
     assert Model.choices.choose("forward x", forms(), GPU) == "b"
-    assert not Model.choices.settle(Model.choices.own())
+    assert not Model.choices.adopt(Model.choices.own())

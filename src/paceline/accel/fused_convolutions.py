@@ -1,9 +1,9 @@
-"""Convolutions of a fused block with what is around them: forward, and both gradients.
+"""Convolutions of a fused block with the operations around them: forward, and both gradients.
 
-Each has several forms: the kernels of `product_launches`, one for each tile, for 1 × 1 convolutions of
-stride 1; where asked for, kernels of cuDNN (`cudnn_forms`), in fp16; and the separate one, the norm's
-kernels around a convolution of torch. All give the same values within rounding; `product_choice` times
-them and keeps the fastest one for each shape and device.
+Each has several implementations: the kernels of `convolution_launches`, one for each tile, for 1 × 1
+convolutions of stride 1; if requested, kernels of cuDNN in fp16 (`cudnn_forms`); and the separate one, a
+convolution of torch and kernels of norms. All have equal results within rounding. `implementation_choice`
+times them and keeps the fastest for each shape and device.
 """
 
 from __future__ import annotations
@@ -17,15 +17,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.accel import cudnn_forms
+from paceline.accel.convolution_launches import (
+    launch_both_gradients,
+    launch_convolution,
+    launch_weight_gradient,
+    resident_programs,
+)
+from paceline.accel.convolution_tiles import (
+    BOTH_TILES,
+    TILES,
+    WEIGHT_TILES,
+    Tile,
+    both_fits,
+    fits,
+    weight_fits,
+)
 from paceline.accel.cudnn_graphs import CudnnError
 from paceline.accel.fused import (
     Moments,
-    as_map,
+    channels_last,
     check_rows,
     gradient_sums,
     join_moments,
     moments,
 )
+from paceline.accel.implementation_choice import CUDNN, SEPARATE, Choices
 from paceline.accel.operands import (
     FORMS,
     MOMENTS,
@@ -36,25 +52,10 @@ from paceline.accel.operands import (
     Operand,
     out_dims,
 )
-from paceline.accel.product_choice import CUDNN, SEPARATE, Choices
-from paceline.accel.product_launches import (
-    launch_both_gradients,
-    launch_product,
-    launch_weight_gradient,
-    resident_programs,
-)
-from paceline.accel.product_tiles import (
-    BOTH_TILES,
-    TILES,
-    WEIGHT_TILES,
-    Tile,
-    both_fits,
-    fits,
-    weight_fits,
-)
 
 
 def _key(what: str, operand: Operand, weight: Tensor, stride: int, *more: object) -> str:
+    """Returns the key of a choice, which contains everything that the times depend on."""
     out, into, size, _ = weight.shape
     form = FORMS[operand.form] + (" relu" if operand.relu else "")
     kind = str(weight.dtype).removeprefix("torch.")
@@ -64,43 +65,55 @@ def _key(what: str, operand: Operand, weight: Tensor, stride: int, *more: object
     return " ".join(filter(None, words))
 
 
-def is_product(weight: Tensor, stride: int) -> bool:
-    """Whether the convolution is a product of matrices of rows × channels."""
+def is_matrix_product(weight: Tensor, stride: int) -> bool:
+    """Returns True if the convolution is a product of matrices of rows × channels."""
     return stride == 1 and tuple(weight.shape[2:]) == (1, 1)
 
 
-def forward_product(
+def forward_convolution(
     choices: Choices, operand: Operand, weight: Tensor, norm: nn.BatchNorm2d, stride: int = 1, *,
     keep: bool = False, recompute: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """The convolution, the statistics of `norm` on it (see `fused.statistics`), which updates the
-    running ones, and the stored operand if `keep`, else where there is one and not `recompute`. The
-    padding is half the size of the weight."""
+    """Computes a convolution with a padding of half its kernel size, and the statistics of its norm.
+
+    Args:
+        choices: The chosen implementations.
+        operand: The input.
+        weight: The weight of the convolution.
+        norm: Its norm, whose running statistics are updated.
+        stride: The stride of the convolution.
+        keep: Stores the input.
+        recompute: The input is recomputed in the backward pass.
+
+    Returns:
+        The output, its statistics (see `fused.statistics`), and the stored input if `keep`, or if the
+        implementation stored it and `recompute` is False.
+    """
     check_rows(out_dims(tuple(operand.x.shape), tuple(weight.shape), stride))
     out, into = weight.shape[:2]
-    forms: dict[str, Callable[[], tuple[Tensor, Moments, Tensor | None]]] = {
+    implementations: dict[str, Callable[[], tuple[Tensor, Moments, Tensor | None]]] = {
         tile.name: partial(_fused_forward, operand, weight, norm, tile, keep)
-        for tile in (TILES if is_product(weight, stride) else ())
+        for tile in (TILES if is_matrix_product(weight, stride) else ())
         if fits(tile, into, out, reads=False, sums=True)
         and resident_programs(tile, operand, Epilogue.plain(operand.x))
     }
     cudnn = choices.mode == CUDNN
-    # Only cuDNN's times depend on what is kept for backward.
+    # Only cuDNN's times depend on what is saved for the backward pass.
     how = "kept" if keep else "recomputed" if recompute and cudnn else ""
     key = _key("forward", operand, weight, stride, how)
-    forms.update(
+    implementations.update(
         _of_cudnn(choices, key, partial(cudnn_forms.forward, operand, weight, stride, keep))
     )
     then = None
     if cudnn and operand.form == NORMALIZED:
-        # A form that does not store the operand leaves more to the weight's gradient.
+        # If the input is not stored, the weight's gradient takes longer.
         then = partial(_weight_gradient_after, choices, operand, weight, stride, recompute)
-    forms[SEPARATE] = partial(_separate_forward, operand, weight, stride)
-    found, sums, kept = _fastest(
-        choices, key, forms, is_product(weight, stride), operand.x.device, then
+    implementations[SEPARATE] = partial(_separate_forward, operand, weight, stride)
+    result, sums, kept = _fastest(
+        choices, key, implementations, is_matrix_product(weight, stride), operand.x.device, then
     )
     halves = cudnn and weight.dtype == torch.float16
-    return found, join_moments(sums, norm, halves=halves), None if recompute else kept
+    return result, join_moments(sums, norm, halves=halves), None if recompute else kept
 
 
 Result = TypeVar("Result")
@@ -109,7 +122,7 @@ Result = TypeVar("Result")
 def _of_cudnn(
     choices: Choices, key: str, make: Callable[[str], dict[str, Callable[[], Result]]]
 ) -> dict[str, Callable[[], Result]]:
-    """Forms of cuDNN where the run asks for them. Why there are none is part of `Choices.describe`."""
+    """Returns cuDNN's implementations if requested; records why if there are none."""
     wanted = choices.wanted_of_cudnn(key)
     if wanted is None:
         return {}
@@ -121,22 +134,25 @@ def _of_cudnn(
 
 
 def _fastest(
-    choices: Choices, key: str, forms: dict[str, Callable[[], Result]], product: bool,
+    choices: Choices, key: str, implementations: dict[str, Callable[[], Result]], product: bool,
     device: torch.device, then: Callable[[Result], object] | None = None,
 ) -> Result:  # fmt: skip
-    """The result of the fastest form. Where only cuDNN could have others, and has none, there is nothing
-    to choose; a choice of an earlier run counts as used."""
-    if not product and len(forms) == 1 and key not in choices.chosen:
-        return forms[SEPARATE]()
-    return forms[choices.choose(key, forms, device, then)]()
+    """Returns the result of the fastest implementation.
+
+    If the separate one is the only implementation, there is nothing to choose, unless an earlier run has
+    recorded a choice.
+    """
+    if not product and len(implementations) == 1 and key not in choices.chosen:
+        return implementations[SEPARATE]()
+    return implementations[choices.choose(key, implementations, device, then)]()
 
 
 def _weight_gradient_after(
     choices: Choices, operand: Operand, weight: Tensor, stride: int, recompute: bool,
-    found: tuple[Tensor, Moments, Tensor | None],
+    result: tuple[Tensor, Moments, Tensor | None],
 ) -> Tensor:  # fmt: skip
-    """For its time: the output is in the place of its gradient."""
-    out, _, kept = found
+    """Computes a weight gradient for its time only; the output stands in for its gradient."""
+    out, _, kept = result
     inputs = operand if kept is None or recompute else Operand(kept)
     return _stored_weight_gradient(choices, out, weight, inputs, stride)
 
@@ -144,7 +160,7 @@ def _weight_gradient_after(
 def _fused_forward(
     operand: Operand, weight: Tensor, norm: nn.BatchNorm2d, tile: Tile, keep: bool
 ) -> tuple[Tensor, Moments, Tensor | None]:
-    out, sums, kept = launch_product(
+    out, sums, kept = launch_convolution(
         operand, weight, tile, forward=True, epilogue=MOMENTS, side=keep, centre=norm.running_mean
     )
     assert sums is not None
@@ -155,7 +171,7 @@ def _separate_forward(
     operand: Operand, weight: Tensor, stride: int
 ) -> tuple[Tensor, Moments, Tensor | None]:
     stored = operand.stored()
-    out = as_map(F.conv2d(stored, weight, None, stride, _padding(weight)))
+    out = channels_last(F.conv2d(stored, weight, None, stride, _padding(weight)))
     return out, moments(out), stored
 
 
@@ -163,33 +179,45 @@ def _padding(weight: Tensor) -> tuple[int, int]:
     return weight.shape[2] // 2, weight.shape[3] // 2
 
 
-def backward_product(
+def backward_convolution(
     choices: Choices, gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue,
     stride: int = 1, *, wants_weight: bool,
 ) -> Gradients:  # fmt: skip
-    """Both gradients of a convolution of `inputs`.
+    """Computes both gradients of a convolution.
 
-    Either each product computes the gradient of the convolution's output for itself, or, with few
-    channels, one kernel gives both, or that gradient is stored for kernels of cuDNN or of torch. (That
-    the first product stores it for the second was slower than all of these.)
+    Either two kernels each compute the gradient of the convolution's output while they load it, or one
+    kernel computes both gradients (for few channels), or the gradient of the output is stored for kernels
+    of cuDNN or torch. A first kernel that stores it for the second was slower than all of these.
+
+    Args:
+        choices: The chosen implementations.
+        gradient: The gradient of the convolution's output.
+        weight: The weight of the convolution.
+        inputs: The input of the convolution.
+        end: What is applied to the gradient of the input.
+        stride: The stride of the convolution.
+        wants_weight: Whether the gradient of the weight is needed.
     """
-    forms: dict[str, Callable[[], Gradients]] = {}
-    given = (gradient, weight, inputs, end, stride, wants_weight)
-    if is_product(weight, stride):
-        forms["fused"] = partial(_fused_backward, choices, *given)
-    forms[SEPARATE] = partial(_separate_backward, *given)
-    if wants_weight and is_product(weight, stride):
+    implementations: dict[str, Callable[[], Gradients]] = {}
+    arguments = (gradient, weight, inputs, end, stride, wants_weight)
+    if is_matrix_product(weight, stride):
+        implementations["fused"] = partial(_fused_backward, choices, *arguments)
+    implementations[SEPARATE] = partial(_separate_backward, *arguments)
+    if wants_weight and is_matrix_product(weight, stride):
         for tile in BOTH_TILES:
             if both_fits(tile, weight.shape[1], weight.shape[0]):
-                forms[f"both {tile.name}"] = partial(
+                implementations[f"both {tile.name}"] = partial(
                     launch_both_gradients, gradient, weight, inputs, end, tile
                 )
     key = _key(
         "backward", gradient, weight, stride, end.describe(), FORMS[inputs.form], wants_weight
     )
     if end.form != PLAIN:
-        forms.update(_of_cudnn(choices, key, partial(_cudnn_backward_forms, choices, *given)))
-    return _fastest(choices, key, forms, is_product(weight, stride), gradient.x.device)
+        make = partial(_cudnn_backward_implementations, choices, *arguments)
+        implementations.update(_of_cudnn(choices, key, make))
+    return _fastest(
+        choices, key, implementations, is_matrix_product(weight, stride), gradient.x.device
+    )
 
 
 def _fused_backward(
@@ -197,49 +225,49 @@ def _fused_backward(
     wants_weight: bool,
 ) -> Gradients:  # fmt: skip
     dx, parts = input_gradient(choices, gradient, weight, end)
-    found = weight_gradient(choices, gradient, weight, inputs) if wants_weight else None
-    return Gradients(dx, parts, found)
+    dw = weight_gradient(choices, gradient, weight, inputs) if wants_weight else None
+    return Gradients(dx, parts, dw)
 
 
 def input_gradient(
     choices: Choices, gradient: Operand, weight: Tensor, end: Epilogue
 ) -> tuple[Tensor, Tensor | None]:
-    """gradient · weight behind `end`, and its partial sums."""
+    """Computes gradient · weight, applies `end`, and returns the result with its partial sums."""
     out, into = weight.shape[:2]
-    launch = partial(launch_product, forward=False, epilogue=end.form, side=False, end=end)
-    forms: dict[str, Callable[[], tuple[Tensor, Tensor | None, Tensor | None]]] = {
+    launch = partial(launch_convolution, forward=False, epilogue=end.form, side=False, end=end)
+    implementations: dict[str, Callable[[], tuple[Tensor, Tensor | None, Tensor | None]]] = {
         tile.name: partial(launch, gradient, weight, tile)
         for tile in TILES
         if fits(tile, out, into, reads=bool(end.maps()), sums=end.form != PLAIN)
         and resident_programs(tile, gradient, end)
     }
     key = _key("input", gradient, weight, 1, end.describe())
-    dx, parts, _ = forms[choices.choose(key, forms, gradient.x.device)]()
+    dx, parts, _ = implementations[choices.choose(key, implementations, gradient.x.device)]()
     return dx, parts
 
 
 def weight_gradient(choices: Choices, gradient: Operand, weight: Tensor, inputs: Operand) -> Tensor:
-    """gradientᵀ · inputs, in the shape of `weight`."""
+    """Computes gradientᵀ · inputs in the shape of `weight`."""
     out, into = weight.shape[:2]
-    forms: dict[str, Callable[[], Tensor]] = {
+    implementations: dict[str, Callable[[], Tensor]] = {
         tile.name: partial(launch_weight_gradient, gradient, weight, inputs, tile)
         for tile in WEIGHT_TILES
         if weight_fits(tile, into, out)
     }
     key = _key("weight", gradient, weight, 1, FORMS[inputs.form])
-    return forms[choices.choose(key, forms, gradient.x.device)]()
+    return implementations[choices.choose(key, implementations, gradient.x.device)]()
 
 
 def _torch_backward(
     gradient: Tensor, inputs: Tensor, weight: Tensor, stride: int, wanted: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    found: tuple[Tensor | None, Tensor | None, Tensor | None] = (
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None] = (
         torch.ops.aten.convolution_backward(
             gradient, inputs, weight, None, [stride, stride], [*_padding(weight)], [1, 1], False,
             [0, 0], 1, [*wanted, False],
         )
     )  # fmt: skip
-    return found[0], found[1]
+    return gradients[0], gradients[1]
 
 
 def _separate_backward(
@@ -249,25 +277,25 @@ def _separate_backward(
     stored = gradient.stored()
     # The gradient of the input needs only the shape of the input.
     source = inputs.stored() if wants_weight else end.like
-    dx, found = _torch_backward(stored, source, weight, stride, (True, wants_weight))
+    dx, dw = _torch_backward(stored, source, weight, stride, (True, wants_weight))
     assert dx is not None
-    dx = as_map(dx)
+    dx = channels_last(dx)
     if end.branch is None:
-        return Gradients(dx, None, found)
+        return Gradients(dx, None, dw)
     parts, dz = gradient_sums(dx, end.add, end.branch.x, end.y, end.branch.saved, relu=True)
     dz = dx if dz is None else dz
     if end.shortcut is not None:
         more, _ = gradient_sums(dz, None, end.shortcut.x, None, end.shortcut.saved, relu=False)
         parts = torch.cat((parts, more))
-    return Gradients(dz, parts, found)
+    return Gradients(dz, parts, dw)
 
 
-def _cudnn_backward_forms(
+def _cudnn_backward_implementations(
     choices: Choices, gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, stride: int,
     wants_weight: bool, wanted: str,
 ) -> dict[str, Callable[[], Gradients]]:  # fmt: skip
-    """One form; its two gradients have several each."""
-    # In the place of the gradient's map, which is not stored yet: the same shape and memory.
+    """Returns a single implementation; its two gradients have several each."""
+    # `gradient.x` stands in for the gradient, which is not stored yet: it has the same shape and layout.
     key, chosen = _cudnn_input_key(gradient, weight, end, stride), ""
     if wanted:
         chosen = choices.wanted_of_cudnn(key) or ""
@@ -288,12 +316,12 @@ def _cudnn_backward(
     stored = gradient.stored()
     key = _cudnn_input_key(gradient, weight, end, stride)
     wanted = choices.wanted_of_cudnn(key) or ""
-    forms = cudnn_forms.input_gradient(stored, weight, end, stride, wanted)
-    dz, factors = forms[choices.choose(key, forms, stored.device)]()
-    found = None
+    implementations = cudnn_forms.input_gradient(stored, weight, end, stride, wanted)
+    dz, factors = implementations[choices.choose(key, implementations, stored.device)]()
+    dw = None
     if wants_weight:
-        found = _stored_weight_gradient(choices, stored, weight, inputs, stride)
-    return Gradients(dz, None, found, factors)
+        dw = _stored_weight_gradient(choices, stored, weight, inputs, stride)
+    return Gradients(dz, None, dw, factors)
 
 
 def _stored_weight_gradient(
@@ -303,16 +331,16 @@ def _stored_weight_gradient(
     if inputs.form != NORMALIZED:
         return separate()
     key = _key(f"{CUDNN} weight", inputs, weight, stride)
-    forms = _of_cudnn(
+    implementations = _of_cudnn(
         choices, key, partial(cudnn_forms.weight_gradient, gradient, weight, inputs, stride)
     )
-    forms[SEPARATE] = separate
-    return _fastest(choices, key, forms, False, gradient.device)
+    implementations[SEPARATE] = separate
+    return _fastest(choices, key, implementations, False, gradient.device)
 
 
 def _torch_weight_gradient(
     gradient: Tensor, weight: Tensor, inputs: Operand, stride: int
 ) -> Tensor:
-    _, found = _torch_backward(gradient, inputs.stored(), weight, stride, (False, True))
-    assert found is not None
-    return found
+    _, dw = _torch_backward(gradient, inputs.stored(), weight, stride, (False, True))
+    assert dw is not None
+    return dw
