@@ -23,9 +23,11 @@ from paceline.core.events import (
     StepEvent,
     read_events,
 )
+from paceline.core.host import LoadReading
 from paceline.models import SmallResNet
 from paceline.planner.start_up import PHASES
 from paceline.precision import LossScale, PrecisionSettings, choose_policy
+from paceline.report import RunFiles, bound_by
 from paceline.train import (
     Checkpoint,
     TrainStep,
@@ -156,8 +158,10 @@ def test_an_overloaded_host_is_noted_once_and_recorded(
 ) -> None:
     monkeypatch.setattr(step_records, "HostLoad", BusyLoad)
     run_small(tmp_path / "run", data__synthetic_samples=16)
-    assert len([text for text in notes_of(tmp_path / "run") if "overloaded" in text]) == 1
-    steps = [e for e in read_events(tmp_path / "run/metrics.jsonl") if e["event"] == "step"]
+    events = list(read_events(tmp_path / "run/metrics.jsonl"))
+    notes = [e["text"] for e in events if e["event"] == "note"]
+    assert len([text for text in notes if "overloaded" in text]) == 1
+    steps = [e for e in events if e["event"] == "step"]
     assert {step["core_wait_share"] for step in steps} == {0.7}
     assert "overloaded host" in str(bound_by(RunFiles.read(tmp_path / "run")))
 

@@ -249,9 +249,7 @@ def report_progress(text: str) -> None:
 @bench.command("allreduce")
 def allreduce(
     ranks: options.Ranks = 0,
-    algorithms: str = typer.Option(
-        "all", help="Names, separated by commas (docs/distributed.md)."
-    ),
+    algorithms: str = typer.Option("all", help="Names, separated by commas (docs/distributed.md)."),
     byte_list: str = typer.Option("", "--bytes", help="Sizes, with commas: 4096,64KiB,16MiB."),
     min_bytes: str = typer.Option("1KiB", help="First size, without --bytes."),
     max_bytes: str = typer.Option("16MiB", help="Last size."),

@@ -216,7 +216,7 @@ def format_gbps(rate: float) -> str:
     return f"{rate:,.0f} Gb/s" if rate >= 100 else f"{rate:.3g} Gb/s"
 
 
-def _slowed(now: Prediction) -> str:
+def _slowdown(now: Prediction) -> str:
     """Only where it was measured."""
     if not now.hidden_comm_s:
         return ""
