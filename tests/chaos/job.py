@@ -21,8 +21,8 @@ from fork_server import NAME, STACKS_SIGNAL, ForkServer, Request
 from ranks import free_port
 
 TIMEOUT_S, RENDEZVOUS_TIMEOUT_S = 20.0, 10.0
-# By docs/checkpoints.md and docs/distributed.md all are gone before one of the two time-outs and 10 s to leave,
-# or 30 s after the launcher; a loaded host may take a few seconds more.
+# All ranks end within one of the two time-outs and 10 s, or 30 s after the launcher
+# (docs/checkpoints.md, docs/distributed.md); a loaded host may take a few seconds more.
 GONE_S = 40.0
 INTERVAL_STEPS = 3
 IMAGES = [

@@ -1,4 +1,4 @@
-"""The range of global batches in which the large-batch rule was tested (docs/optimizers.md#the-scaling-rule).
+"""The range of global batches in which the large-batch rule was tested (docs/optimizers.md).
 
 `paceline.optim.scaling` refuses a batch outside of this range, and `paceline.planner.recommend` does not
 recommend one. The range is in `core` because these packages do not import each other.
