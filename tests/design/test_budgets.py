@@ -26,9 +26,9 @@ SOURCE = ROOT / "src" / "paceline"
 
 # The number of modules that a training step executes is in test_call_path.py.
 LIMITS = {
-    "lines of code in src/paceline": 46_200,
+    "lines of code in src/paceline": 42_100,
     "lines of code that a training imports": 22_400,
-    "lines of code in tests": 44_200,
+    "lines of code in tests": 41_200,
     "settings": 150,
     "lines of the longest function": 80,
     "lines of the longest module": 485,
