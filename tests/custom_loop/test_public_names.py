@@ -43,7 +43,7 @@ def _run(code: str) -> str:
 def test_the_page_runs_as_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = Path(__file__).parents[2] / "docs" / "own-loop.md"
+    page = Path(__file__).parents[2] / "docs" / "custom-loops.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     for block in blocks:

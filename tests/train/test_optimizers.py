@@ -180,7 +180,7 @@ def test_layers_of_a_model_and_their_rates(monkeypatch: pytest.MonkeyPatch) -> N
     assert [p for group in groups for p in group["params"]] == weights
     own = [{"params": weights}]
     assert with_layer_decay(own, model, 1.0) == own
-    with pytest.raises(ConfigError, match="one layer only"):
+    with pytest.raises(ConfigError):
         with_layer_decay(own, nn.Linear(2, 2), 0.5)
 
     def matcher(coarse: bool = False) -> dict[str, str]:

@@ -84,20 +84,6 @@ def test_auto_finds_a_run_that_another_kernel_computed(change: dict[str, Any]) -
     assert choose(run__resume="auto", optim__lr=0.7, **change).resume_from is None
 
 
-def test_auto_finds_a_run_of_a_version_with_other_settings() -> None:
-    folder = choose()
-    started(folder, step=5)
-    config = folder.path / "config.toml"
-    lines = config.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if not line.startswith(("mixup", "cutmix"))]
-    config.write_text("".join(kept).replace("[run]\n", "[run]\ntensorboard = false\n"))
-    found = choose(run__resume="auto")
-    assert found.resume_from == folder.path / "checkpoints/step-00000005.pt"
-    assert choose(run__resume="auto", run__mixup=0.2).resume_from is None
-    config.write_text(config.read_text().replace("tensorboard = false", "tensorboard = true"))
-    assert choose(run__resume="auto").resume_from is None
-
-
 @pytest.mark.parametrize(
     "content",
     [b"run = 3\n", b"[run\n", b"\xff", b"[run.mine]\na = 1\n", b"[other.mine]\na = 1\n",

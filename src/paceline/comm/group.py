@@ -80,6 +80,7 @@ class Group(Collectives):
         self._release_graphs: list[Callable[[], None]] = []
         self._last_actions: list[Callable[[], None]] = []
         self._left = self._device_lost = False
+        self._share_gpus = settings.share_gpus
         # The process groups have been aborted and must not be closed any more.
         self.aborted = False
         # On rank 0: the launcher has restarted the ranks of this job.
@@ -110,6 +111,13 @@ class Group(Collectives):
         self._hosts, self._lost = members.hosts, members.lost
         self.restarted = members.restarted
         self.watched("joining the process group", lambda: members.connect(device))
+
+    def lost_client(self) -> str:
+        """Describes the lost rank after this rank's device failed; empty unless ranks share a GPU.
+
+        Under MPS, a killed process can break the GPU for all others.
+        """
+        return self._lost.silent() if self._share_gpus and self._lost is not None else ""
 
     @property
     def host_leader(self) -> int:

@@ -180,8 +180,9 @@ def _device_errors(group: Group) -> Iterator[None]:
         reason = str(failure).strip().splitlines()[0].removeprefix("CUDA error: ")
         if not any(sign in reason for sign in _LOST_CONTEXT):
             raise
+        gone = group.lost_client()
         raise DeviceError(
-            f"rank {group.rank}: {group.device} failed ({reason})",
+            f"rank {group.rank}: {group.device} failed ({reason}){gone and ': '}{gone}",
             "check the kernel log (dmesg) for Xid errors; find a faulty kernel with "
             "CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer; continue with --resume auto",
         ) from failure

@@ -169,9 +169,8 @@ def create_parts(
     if (memory := exchange.memory) is not None:
         memory.scale = scale.step_value
     average = create_average(
-        config.run.average_epochs, steps_per_epoch, model, optimizer, batch_norm,
-        settings.schedule_free,
-    )  # fmt: skip
+        config.run.average_epochs, steps_per_epoch, model, optimizer, batch_norm
+    )
     return StepParts(
         model=model, policy=policy, optimizer=optimizer, batch_norm=batch_norm, scale=scale,
         strategy=strategy, exchange=exchange, fast=fast, normalize=dry.normalize, plan_file=planned.file,

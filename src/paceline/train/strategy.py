@@ -297,8 +297,6 @@ class Synchronous(Strategy):
     def finish(self, rate: float, hyperparameters: Mapping[str, float] | None) -> Pending:
         """Queues the update, and after it the copy of the outcome to host memory."""
         set_rate(self.optimizer, rate, hyperparameters)
-        if self.average is not None:
-            self.average.set_rate(rate)
         self.optimizer.upload()
         if self._waits:
             self.group.watched("the update", self._captured)
