@@ -323,7 +323,9 @@ class LostRanks:
         ranks = set() if self.watchdog is None else self.watchdog.silent_ranks()
         if not ranks:
             return ""
-        return f"{self.hosts.describe(ranks)} {'gives' if len(ranks) == 1 else 'give'} no sign of life"
+        return (
+            f"{self.hosts.describe(ranks)} {'gives' if len(ranks) == 1 else 'give'} no sign of life"
+        )
 
     def broken(self, what: str, error: RuntimeError) -> PeerError:
         """Returns the error for a broken collective of the backend: who failed and why, if known."""
