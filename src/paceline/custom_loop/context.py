@@ -312,41 +312,6 @@ def release_on_close(holder: Holder) -> None:
     _holders.add(holder)
 
 
-def agree(
-    error: PacelineError | None = None,
-    facts: Mapping[str, Any] | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """Raises the same error on all ranks of a group if any rank has one. A collective.
-
-    Args:
-        error: The error of this rank.
-        facts: Facts that must be equal on all ranks.
-        group: The ranks.
-
-    Raises:
-        PacelineError: The error of the first rank that has one, or a difference of facts.
-    """
-    if not several_ranks(group):
-        if error is not None:
-            raise error
-        return
-    mine = {
-        "error": str(error) if error else "", "code": error.exit_code if error else 0,
-        "kind": error_kind(error) if error else "",
-    }  # fmt: skip
-    reports = all_gather_json({**mine, "facts": dict(facts or {})}, group)
-    for rank, report in enumerate(reports):
-        if report["error"]:
-            if error is not None and rank == dist.get_rank(group):
-                raise error
-            raise AgreedError.of_kind(
-                report["kind"], f"rank {rank}: {report['error']}", report["code"]
-            )
-    facts_of_all = [report["facts"] for report in reports]
-    compare_reports(facts_of_all, "give every rank the same model and arguments")
-
-
 @contextmanager
 def agreed(
     facts: Callable[[], Mapping[str, Any]] = dict, group: dist.ProcessGroup | None = None
@@ -356,10 +321,30 @@ def agreed(
     Args:
         facts: Returns facts at the end of the block that must be equal on all ranks.
         group: The ranks.
+
+    Raises:
+        PacelineError: The error of the first rank that has one, or a difference of facts.
     """
-    own = None
+    error = None
     try:
         yield
-    except PacelineError as error:
-        own = error
-    agree(own, facts() if own is None else None, group)
+    except PacelineError as caught:
+        if not several_ranks(group):
+            raise
+        error = caught
+    if not several_ranks(group):
+        return
+    mine: dict[str, Any] = {"error": "", "facts": {}}
+    if error is None:
+        mine["facts"] = dict(facts())
+    else:
+        mine |= {"error": str(error), "code": error.exit_code, "kind": error_kind(error)}
+    reports = all_gather_json(mine, group)
+    for rank, report in enumerate(reports):
+        if report["error"]:
+            if error is not None and rank == dist.get_rank(group):
+                raise error
+            text = f"rank {rank}: {report['error']}"
+            raise AgreedError.of_kind(report["kind"], text, report["code"])
+    facts_of_all = [report["facts"] for report in reports]
+    compare_reports(facts_of_all, "give every rank the same model and arguments")

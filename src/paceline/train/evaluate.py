@@ -49,7 +49,7 @@ from paceline.train.fast_path import triton_problem
 from paceline.train.inputs import common_settings, labels_digest, shared_versions
 from paceline.train.loss import LOSSES, CrossEntropy, OwnLoss, TrainingLoss, create_loss
 from paceline.train.machine import choose_device, out_of_memory, run_eagerly
-from paceline.train.model_checks import find_logits, forward_error, make_model
+from paceline.train.model_checks import explained_forward, find_logits, make_model
 from paceline.train.stop_signals import StopSignals, agreed_stop
 from paceline.train.weights import checkpoint_weights
 
@@ -270,17 +270,10 @@ def takes_evaluation(
 
 
 def _outputs(model: nn.Module, images: Tensor) -> object:
-    try:
-        outputs: object = model(images)
-    except Exception as error:
-        known = None if is_own(model) else forward_error(error, images.shape, _FORWARD)
-        if known is None:
-            raise
-        raise known from error
-    return outputs
-
-
-_FORWARD = "the model's forward in evaluation mode"
+    if is_own(model):
+        return model(images)
+    with explained_forward(images.shape, "the model's forward in evaluation mode"):
+        return model(images)
 
 
 def _check_counts(samples: float, bad: float, corrupt_limit: int | None) -> None:

@@ -95,10 +95,15 @@ def agree_on_inputs(config: RunConfig, group: Group, components: Components) -> 
     claimed: tuple[RunFolder, RunLock] | None = None
     with contextlib.ExitStack() as undo:
         with group.phase("inputs"):
-            if group.rank == group.host_leader or not _is_on_disk(config, components):
+            leads = group.rank == group.host_leader
+            in_memory = config.data.source in ("synthetic", "embedded")
+            if leads or in_memory or components.train_data is not None:
                 opened = OpenedFiles(config.data)
                 sources = _open_data(config, components, opened)
-                _post_to_host(opened, group, undo)
+                # For the other ranks of this host.
+                if leads and group.shares_host and (file := opened.write()) is not None:
+                    undo.callback(file.unlink, missing_ok=True)
+                    group.post_to_host("data", str(file))
             if group.rank == 0:
                 claimed = claim_run_folder(config, restarted=group.restarted)
                 undo.enter_context(claimed[0].discarded_on_error())
@@ -123,20 +128,6 @@ def agree_on_inputs(config: RunConfig, group: Group, components: Components) -> 
             same.compare(facts, "use the same data")
         folder = _broadcast_folder(claimed[0] if claimed else None, group)
     return RunInputs(source, validation, labels, folder, claimed[1] if claimed else None)
-
-
-def _is_on_disk(config: RunConfig, components: Components) -> bool:
-    given = components.train_data is not None
-    return not given and config.data.source not in ("synthetic", "embedded")
-
-
-def _post_to_host(opened: OpenedFiles, group: Group, undo: contextlib.ExitStack) -> None:
-    """Writes information about the data files for the other ranks of this host; `undo` removes it."""
-    leads = group.shares_host and group.rank == group.host_leader
-    path = opened.write() if leads else None
-    if path is not None:
-        undo.callback(path.unlink, missing_ok=True)
-        group.post_to_host("data", str(path))
 
 
 def labels_digest(values: npt.NDArray[np.int64]) -> str:

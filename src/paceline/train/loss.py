@@ -221,15 +221,6 @@ def create_loss(
     return OwnLoss(function, settings.loss, classes)
 
 
-def check_gradient(total: Tensor, loss: TrainingLoss) -> None:
-    """Raises a RunError unless the loss depends on the model's parameters."""
-    if not total.requires_grad:
-        raise RunError(
-            f"the loss {loss.name} has no gradient: it does not depend on the outputs, or detaches them",
-            "compute it from the outputs with differentiable operations",
-        )
-
-
 class Mixing:
     """Mixes each image of a micro-batch, and its label, with another one.
 

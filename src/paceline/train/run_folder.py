@@ -13,10 +13,9 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from paceline.config import DEFAULTS, SECTIONS, RunConfig, with_defaults
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError
@@ -183,15 +182,13 @@ def _holder(file: Path) -> str:
 
 
 # Settings that a resumed run may change while it remains the same run.
-LOCAL_SETTINGS = frozenset(
-    {"run.output", "run.resume", "run.log_interval", "run.threads"}
-    | {"run.traced_steps", "run.trackers", "run.report_port"}
-    | {"run.eval_details"}
-    | {"checkpoint.on_sigusr1", "checkpoint.on_sigusr2", "checkpoint.background"}
-    | {"checkpoint.keep", "data.workers"}
+LOCAL_SETTINGS = frozenset({
+    "run.output", "run.resume", "run.log_interval", "run.threads", "run.traced_steps", "run.trackers",
+    "run.report_port", "run.eval_details", "checkpoint.on_sigusr1", "checkpoint.on_sigusr2",
+    "checkpoint.background", "checkpoint.keep", "data.workers",
     # Caches do not change batches.
-    | {"data.cache", "data.cache_mib", "data.cache_dir", "data.cache_form"}
-)
+    "data.cache", "data.cache_mib", "data.cache_dir", "data.cache_form",
+})  # fmt: skip
 # Settings that affect the results of a run only by rounding, if at all: a finished run may be resumed
 # with other values.
 _NEUTRAL_SETTINGS = LOCAL_SETTINGS | {
@@ -384,7 +381,9 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
         The folder and ""; or None and a note that names settings in which the newest unfinished one
         differs.
     """
-    wanted = _identity(config.in_use())
+    wanted = flatten(config.in_use())
+    # A folder records the global batch. A command need not give it.
+    ignored = LOCAL_SETTINGS | ({"run.global_batch_size"} - wanted.keys())
     note = f"no unfinished run of this configuration in {ROOT}/; a new one starts"
     difference = ""
     for folder in sorted(ROOT.glob(f"{config.run.name}-[0-9]*"), reverse=True):
@@ -396,27 +395,15 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
                 continue
             if not all(isinstance(table, dict) for table in there.values()):
                 continue
-            different = _differences(_identity(with_defaults(there)), wanted)
+            found = flatten(with_defaults(there))
         except (OSError, ParseError, ConfigError):
             continue
+        names = (found.keys() | wanted.keys()) - ignored
+        different = sorted(name for name in names if found.get(name) != wanted.get(name))
         if all(map(_is_of_kernels, different)):
             return folder, ""
         difference = difference or f" ({folder} differs in {', '.join(different[:3])})"
     return None, note + difference
-
-
-def _identity(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {name: value for name, value in flatten(tables).items() if name not in LOCAL_SETTINGS}
-
-
-def _differences(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Returns the names of settings that differ.
-
-    A folder records the global batch. A command need not give it.
-    """
-    left_open = {"run.global_batch_size"} - wanted.keys()
-    names = (there.keys() | wanted.keys()) - left_open
-    return sorted(name for name in names if there.get(name) != wanted.get(name))
 
 
 def _new_folder(name: str) -> Path:
