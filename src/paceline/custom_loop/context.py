@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -35,17 +35,8 @@ from paceline.core.topology import Topology
 from paceline.train.machine import choose_gpu
 
 _current: Context | None = None
-# Objects that use process groups, and must release them before the context destroys them.
-_holders: WeakSet[Holder] = WeakSet()
-
-
-class Holder(Protocol):
-    """An object that uses process groups."""
-
-    def release(self) -> None:
-        """Releases all process groups. A second call does nothing."""
-
-    def __hash__(self) -> int: ...
+# Objects that use process groups. Their `release` runs before the context destroys the groups.
+_holders: WeakSet[Any] = WeakSet()
 
 
 @dataclass(eq=False)
@@ -201,15 +192,12 @@ def init(
         topology, existing = topology_here(), str(dist.get_backend())
         if existing != "nccl":  # ranks may then share a GPU
             settings = replace(settings, backend="gloo")
-        _current = Context(
-            topology, _choose_device(device, topology, settings), existing, timeout_s
-        )
-        return _current
-    topology = Topology.from_env(os.environ)
-    if topology.launcher == "single":
-        _current = Context(topology, _choose_device(device, topology, settings), "none", timeout_s)
-        return _current
-    _current = _join(topology, device, settings)
+    else:
+        topology, existing = Topology.from_env(os.environ), "none"
+        if topology.launcher != "single":
+            _current = _join(topology, device, settings)
+            return _current
+    _current = Context(topology, _choose_device(device, topology, settings), existing, timeout_s)
     return _current
 
 
@@ -307,7 +295,7 @@ def several_ranks(group: dist.ProcessGroup | None = None) -> bool:
     return dist.is_initialized() and dist.get_world_size(group) > 1
 
 
-def release_on_close(holder: Holder) -> None:
+def release_on_close(holder: Any) -> None:
     """Calls `release` before the context destroys the process groups."""
     _holders.add(holder)
 

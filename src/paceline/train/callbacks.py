@@ -190,18 +190,14 @@ class CallbackRunner:
                     self._fail(callback, "state_dict", error)
                 continue
             if state:
-                states[self._key(number, callback)] = state
+                states[f"{number}:{type(callback).__name__}"] = state
         return states
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restores the states. Callbacks without a saved state start afresh."""
         for number, callback in enumerate(self._callbacks):
-            if (key := self._key(number, callback)) in saved:
+            if (key := f"{number}:{type(callback).__name__}") in saved:
                 callback.load_state_dict(dict(saved[key]))
-
-    @staticmethod
-    def _key(number: int, callback: Callback) -> str:
-        return f"{number}:{type(callback).__name__}"
 
     def close(self) -> None:
         """Does nothing."""

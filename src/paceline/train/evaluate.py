@@ -399,7 +399,14 @@ def _open_validation(
         source, note = open_other(config.data, checkpoint.classes, is_training_data)
     else:
         source = open_source(config.data, "val", checkpoint.classes)
-    _check_classes(source.classes, checkpoint.classes, path)
+    here, trained = list(source.classes), list(checkpoint.classes)
+    if here != trained:
+        names = sorted(set(here) ^ set(trained))
+        difference = ", ".join(map(repr, names[:3])) or "the order"
+        raise CheckpointError(
+            f"the data has {len(here)} classes, {path} {len(trained)}; they differ in {difference}",
+            "evaluate on the classes of its training",
+        )
     return source, note
 
 
@@ -436,14 +443,3 @@ def restore_model(
     if config.run.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model
-
-
-def _check_classes(here: Sequence[str], trained: Sequence[str], path: Path) -> None:
-    """Raises a CheckpointError unless the classes of data and checkpoint are equal."""
-    if list(here) != list(trained):
-        names = sorted(set(here) ^ set(trained))
-        difference = ", ".join(map(repr, names[:3])) or "the order"
-        raise CheckpointError(
-            f"the data has {len(here)} classes, {path} {len(trained)}; they differ in {difference}",
-            "evaluate on the classes of its training",
-        )

@@ -110,10 +110,11 @@ def changes(checkpoint: Checkpoint, config: RunConfig, ignored: Callable[[str], 
 
 def _compare(path: Path, name: str, before: object, now: object) -> None:
     if before != now:
+        folder = path.parent.parent
         raise CheckpointError(
             f"{path} has {name} = {before!r}, this run {now!r}",
-            f"continue that run with {path.parent.parent / 'config.toml'} and --resume auto, or start a "
-            "new one with --pretrained",
+            f"continue that run with paceline train {folder / 'config.toml'} --output {folder} --resume "
+            "auto, or start a new one with --pretrained",
         )
 
 

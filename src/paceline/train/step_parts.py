@@ -143,7 +143,7 @@ def create_parts(
         )
         loss = create_loss(config.run, components.loss, classes)
         if optimizer.rule.has_products or optimizer.path == "torch":
-            remedy = "use one kind of device and as many threads everywhere, or choose lars"
+            remedy = "run on one kind of device with as many threads everywhere, or use lars"
             same.compare({"the computing device": _computing_device(group.device)}, remedy)
         batch_norm = strategy.batch_norm(model)
         shared = config.comm.share_gpus and group.world_size > 1
