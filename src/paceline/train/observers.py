@@ -333,6 +333,7 @@ def _rank_events(
                 label = bucket.label(span.bucket + 1)
                 event["name"] = f"sent {label}" if span.name == "sent" else label
                 event["args"] |= {
+                    "buffer": span.bucket,
                     "bytes": bucket.bytes, "algorithm": bucket.algorithm, "wire": bucket.wire,
                     "tensors": len(bucket.tensors), "first": bucket.tensors[0],
                 }  # fmt: skip
