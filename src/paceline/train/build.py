@@ -41,6 +41,7 @@ from paceline.train.model_checks import (
 )
 from paceline.train.observers import RunTrace
 from paceline.train.resolve import Facts, Resolved, refuse, resolve
+from paceline.train.run_folder import undone_on_error
 from paceline.train.run_state import PinnedPlan, Progress, RunState, check_pinned
 from paceline.train.step_parts import StepParts, create_parts, create_step
 from paceline.train.stop_signals import StopSignals
@@ -74,7 +75,7 @@ def build(
         refuse(config, job, components)
     check_trackers(config)
     inputs = agree_on_inputs(config, group, components)
-    with inputs.discarded_on_error():
+    with undone_on_error(inputs.folder, inputs.lock):
         checkpoint, folder = read_checkpoint(config, inputs.folder, group)
         startup.end("data")
         # All ranks agree on settings, data and checkpoint, so all of them raise the same errors here.

@@ -145,15 +145,6 @@ class RunLock:
         os.close(self._descriptor)
         self._descriptor = -1
 
-    @contextlib.contextmanager
-    def released_on_error(self) -> Iterator[None]:
-        """Releases the lock if an error leaves the context."""
-        try:
-            yield
-        except BaseException:
-            self.release()
-            raise
-
 
 def _is_same(file: Path, descriptor: int) -> bool:
     """Returns True if the path `file` still names the open file."""
@@ -250,15 +241,10 @@ class RunFolder:
         file = self.resume_from
         return file is not None and file.resolve().parent == self.checkpoints.resolve()
 
-    @contextlib.contextmanager
-    def discarded_on_error(self) -> Iterator[None]:
-        """Removes the folder if it is empty and an error leaves the context."""
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(OSError):  # not empty
-                self.path.rmdir()
-            raise
+    def discard(self) -> None:
+        """Removes the folder if it is empty."""
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
 
     def metrics(self, rank: int) -> Path:
         """Returns the file of a rank's events."""
@@ -272,6 +258,18 @@ class RunFolder:
     def write_config(self, config: RunConfig) -> None:
         """Writes `config.toml`."""
         write_atomically(self.path / "config.toml", config.to_toml().encode())
+
+
+@contextlib.contextmanager
+def undone_on_error(folder: RunFolder, lock: RunLock | None) -> Iterator[None]:
+    """Releases the lock and removes an empty folder if an error leaves the context."""
+    try:
+        yield
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        folder.discard()
+        raise
 
 
 def claim_run_folder(config: RunConfig, *, restarted: bool) -> tuple[RunFolder, RunLock]:
@@ -298,7 +296,7 @@ def claim_run_folder(config: RunConfig, *, restarted: bool) -> tuple[RunFolder, 
         first = _choose(config, restarted, output)
         wait_s = _RESTART_WAIT_S if restarted else _PROBE_S
         lock = RunLock.acquire(first.path, wait_s=wait_s)
-    with first.discarded_on_error(), lock.released_on_error(), _explained(config):
+    with undone_on_error(first, lock), _explained(config):
         # Another process may have changed the folder before it was locked.
         again = _choose(config, restarted, first.path)
     note = "; ".join(filter(None, (first.note or again.note, lock.note)))

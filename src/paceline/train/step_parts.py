@@ -143,17 +143,16 @@ def create_parts(
         )
         loss = create_loss(config.run, components.loss, classes)
         if optimizer.rule.has_products or optimizer.path == "torch":
-            remedy = "run on one kind of device with as many threads everywhere, or use lars"
-            same.compare({"the computing device": _computing_device(group.device)}, remedy)
+            here = {"the computing device": _computing_device(group.device)}
+            same.compare(here, "use one kind of device and as many threads everywhere, or use lars")
         batch_norm = strategy.batch_norm(model)
-        shared = config.comm.share_gpus and group.world_size > 1
         fast = choose_fast_path(
-            config.run, model, group.device, problem, shared_gpu=shared, dtype=policy.dtype,
-            limits=limits,
+            config.run, model, group.device, problem, dtype=policy.dtype, limits=limits,
+            shared_gpu=config.comm.share_gpus and group.world_size > 1,
         )  # fmt: skip
         if group.world_size > 1:  # 0.1 s for the weights of a ResNet-50
-            start = {"initial weights": fingerprint(model)}
-            same.compare(start, "use the same --pretrained file and versions")
+            remedy = "use the same --pretrained file and versions"
+            same.compare({"initial weights": fingerprint(model)}, remedy)
         chosen = ChosenPlan.of(config.comm, model, cluster, pinned)
         same.compare(chosen.facts(), "build the same model on every rank")
     dry = _create_dry(config, model, policy, batch_norm, loss, fast, problem, micro_batch)

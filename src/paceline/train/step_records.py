@@ -265,23 +265,22 @@ class RankTimes:
 
     def __init__(self, group: Group, emit: Callable[[Event], None]) -> None:
         self._group, self._emit = group, emit
-        self._steps: deque[int] = deque(maxlen=_GATHERED_STEPS)
-        self._rows: deque[list[float]] = deque(maxlen=_GATHERED_STEPS)
+        # The step and its times.
+        self._rows: deque[tuple[int, list[float]]] = deque(maxlen=_GATHERED_STEPS)
 
     def note(self, event: StepEvent) -> None:
         """Adds the times of a step on this rank."""
         waited = math.nan if event.core_wait_share is None else event.core_wait_share
-        self._steps.append(event.step)
-        self._rows.append([event.step_s, event.exposed_comm_s, event.input_stall_s, waited])
+        times = [event.step_s, event.exposed_comm_s, event.input_stall_s, waited]
+        self._rows.append((event.step, times))
 
     def gather(self) -> None:
         """Emits a `RanksEvent` for each step. A collective: all ranks call it after the same step."""
         if not self._rows:
             return
-        rows = torch.tensor(list(self._rows), dtype=torch.float64, device=self._group.device)
-        steps = list(self._steps)
+        steps, rows_here = zip(*self._rows, strict=True)
         self._rows.clear()
-        self._steps.clear()
+        rows = torch.tensor(rows_here, dtype=torch.float64, device=self._group.device)
         of_all = self._group.gather(rows)
         if of_all is None:
             return
