@@ -238,15 +238,13 @@ def _join(topology: Topology, wanted: str | torch.device | None, settings: CommS
 
 
 def _same(context: Context, backend: str | None, device: str | torch.device | None) -> Context:
-    if backend not in (None, "auto", context.backend):
-        raise ConfigError(
-            "backend", backend, f"init has already chosen {context.backend!r}", "close() it first"
-        )
-    if device is not None and _parse_device(device).type != context.device.type:
-        raise ConfigError(
-            "device", str(device), f"init has already chosen {str(context.device)!r}",
-            "close() it first",
-        )  # fmt: skip
+    kind = None if device is None else _parse_device(device).type
+    for name, wanted, chosen in (
+        ("backend", backend, context.backend), ("device", kind, context.device.type),
+    ):  # fmt: skip
+        if wanted not in (None, "auto", chosen):
+            problem = f"init has already chosen {chosen!r}"
+            raise ConfigError(name, wanted, problem, "close() it first")
     return context
 
 
