@@ -147,28 +147,23 @@ def checkpoint_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     Raises:
         CheckpointError: If the statistics do not fit the model.
     """
+    saved, average = checkpoint.batch_norm, checkpoint.average
     try:
-        return _pooled_weights(checkpoint)
+        state = {**checkpoint.model, **average.get("weights", {})}
+        pooled = pool(average.get("rows", saved["rows"]))
+        means, variances = (row.split(saved["widths"]) for row in pooled)
+        for name, mean, variance, tracked in zip(
+            saved["names"], means, variances, saved["tracked"], strict=True
+        ):
+            state[f"{name}.running_mean"] = mean
+            state[f"{name}.running_var"] = variance
+            state[f"{name}.num_batches_tracked"] = tracked
+        return state
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
         raise CheckpointError(
             f"the checkpoint's batch-norm statistics do not fit its model ({error})",
             "use another checkpoint",
         ) from None
-
-
-def _pooled_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    average = checkpoint.average
-    state = {**checkpoint.model, **average.get("weights", {})}
-    pooled = pool(average.get("rows", checkpoint.batch_norm["rows"]))
-    saved = checkpoint.batch_norm
-    means, variances = (row.split(saved["widths"]) for row in pooled)
-    for name, mean, variance, tracked in zip(
-        saved["names"], means, variances, saved["tracked"], strict=True
-    ):
-        state[f"{name}.running_mean"] = mean
-        state[f"{name}.running_var"] = variance
-        state[f"{name}.num_batches_tracked"] = tracked
-    return state
 
 
 def fingerprint(weights: nn.Module | Mapping[str, Tensor]) -> str:
@@ -241,10 +236,6 @@ class WeightAverage:
     def full_state(self) -> dict[str, Tensor]:
         """Returns the model's state dict with the average instead of its weights."""
         return full_state(self._model, self._optimizer, self.weights)
-
-    def named(self) -> dict[str, Tensor]:
-        """Returns the average of each parameter by name, as `master_weights` does."""
-        return master_weights(self._model, self._optimizer, self.weights)
 
     def capture(self, group: Group, *, average: bool = False) -> dict[str, Any]:
         """Returns the state for the checkpoint, on rank 0. A collective; see `gather_rows`."""
