@@ -156,11 +156,15 @@ def test_other_formats_are_refused(tmp_path: Path) -> None:
         both(tmp_path)
 
 
-@pytest.mark.parametrize("split", [True, False])
-def test_a_directory_above_the_data_set_names_it(tmp_path: Path, split: bool) -> None:
+@pytest.mark.parametrize("content", ["train/cat", "cat", "train-0.tar"])
+def test_a_directory_above_the_data_set_names_it(tmp_path: Path, content: str) -> None:
     root = tmp_path / "dataset"
-    images(root / "train" / "cat" if split else root / "cat", "1.png")
-    images(root / "train" / "dog" if split else root / "dog", "1.png")
+    if content.endswith(".tar"):
+        root.mkdir()
+        (root / content).touch()
+    else:
+        images(root / content, "1.png")
+        images((root / content).with_name("dog"), "1.png")
     with pytest.raises(DataError, match=f"use --data-dir {root}$"):
         open_source(DataSettings(dir=str(tmp_path)), "train")
 

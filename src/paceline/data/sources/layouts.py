@@ -184,11 +184,11 @@ def _check_unsplit(directory: Path) -> None:
             "name shards train-0000.tar and val-0000.tar, or put them into folders train/ and val/",
         )
     classes = [name for name in class_directories(directory) if has_images(directory, name)]
-    for name in classes:
-        if _has_split_folder(directory / name) or is_unsplit(directory / name):
+    for below in (directory / name for name in class_directories(directory)):
+        has_splits = below.name in classes and (_has_split_folder(below) or is_unsplit(below))
+        if has_splits or shard_paths(below, "train"):
             raise DataError(
-                f"{directory}: the data set is in a folder below it",
-                f"use --data-dir {directory / name}",
+                f"{directory}: the data set is in a folder below it", f"use --data-dir {below}"
             )
     if len(classes) == 1:
         raise DataError(
