@@ -84,6 +84,17 @@ def test_auto_finds_a_run_that_another_kernel_computed(change: dict[str, Any]) -
     assert choose(run__resume="auto", optim__lr=0.7, **change).resume_from is None
 
 
+def test_auto_prefers_the_run_that_the_same_kernels_computed() -> None:
+    plain = choose()
+    started(plain, step=5)
+    fused = choose(run__accel__fused_convolutions="auto")
+    started(fused, step=3)
+    fused.write_config(small_config("", run__accel__fused_convolutions="auto"))
+    assert choose(run__resume="auto").path == plain.path, "though the other one is newer"
+    assert choose(run__resume="auto", run__accel__fused_convolutions="auto").path == fused.path
+    assert choose(run__resume="auto", run__cuda_graphs="off").path == fused.path, "the newest"
+
+
 def test_auto_finds_a_run_of_a_version_with_other_settings() -> None:
     folder = choose()
     started(folder, step=5)
