@@ -45,6 +45,15 @@ def test_fp32_on_a_cpu_is_plain_sgd() -> None:
     assert (prepared.precision, prepared.loss_scale, prepared.skipped_steps) == ("fp32", 1.0, 0)
 
 
+def test_layers_have_their_share_of_the_rate() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    prepared = pl.prepare(net, "sgd", lr=0.1, layer_decay=0.5)
+    for rate in (0.1, 0.4):
+        prepared.lr = prepared.lr if rate == 0.1 else rate
+        rates = {group["lr"] for group in prepared.optimizer.param_groups}
+        assert (prepared.lr, sorted(rates)) == (rate, [rate / 4, rate / 2, rate])
+
+
 @pytest.mark.parametrize("name", ["sgd", "lars", "muon"])
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_half_precision_follows_fp32(name: str, precision: str) -> None:
