@@ -47,7 +47,7 @@ def test_settings_load_without_torch() -> None:
 def test_the_promised_recipes_are_shipped_and_valid() -> None:
     promised = {"quickstart", "cifar10-resnet18", "imagenet-resnet50", "imagenet-alexnet"}
     assert promised <= set(recipe_names())
-    described = (ROOT / "docs" / "training.md").read_text().partition("## Recipes")[2]
+    described = (ROOT / "docs" / "optimizers.md").read_text().partition("## Recipes")[2]
     for name in recipe_names():
         # A row may shorten a name to its end, as in `imagenet-resnet50-3k`, `-13k`.
         short = any(f"`{name[at:]}`" in described for at, sign in enumerate(name) if sign == "-")

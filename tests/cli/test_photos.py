@@ -56,7 +56,11 @@ def test_photos_in_one_command(call: Call, tmp_path: Path) -> None:
     assert (done.code, done.err) == (0, ""), done.err
     found = summary(tmp_path / "run")
     assert found["chosen"]["data"] == "ImageFolder, 19 training and 6 validation images, 3 classes"
-    for note in ("photos/: no image in later", "1 .db", "1 .txt", "data.val_split = 0.2: 6 of 25"):
+    for note in (
+        "photos/: no image in later",
+        "skipped 2 files that are not images",
+        "data.val_split = 0.2: 6 of 25",
+    ):
         assert note in found["chosen"]["input"], note
     assert found["corrupt_samples"] + found["corrupt_val_samples"] == 1
     again = call("eval", "run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Iterator
@@ -16,9 +17,12 @@ import pytest
 from torch.distributed import TCPStore
 
 from comm.conftest import RANK0, RANK1, check_shared, meet_all
-from paceline.comm.job import JobIdentity
+from paceline.comm.agreement import ActiveClock
+from paceline.comm.coordinator import GREETINGS, LOBBY, Coordinator
+from paceline.comm.job import JobIdentity, RankHost
 from paceline.comm.rendezvous import explain, meet
 from paceline.core.errors import CommError
+from paceline.core.host import DeferredEnd
 from paceline.core.topology import Topology
 from ranks import free_port
 
@@ -42,6 +46,19 @@ def test_the_greeting_of_a_dead_rank_is_no_rank(agent: TCPStore) -> None:
     with pytest.raises(CommError, match=r"rank 1 of 2 did not come to 127\.0\.0\.1:\d+ within 1 s"):
         meet(replace(RANK0, master_port=agent.port), timeout_s=1)
     check_shared(*meet_all(agent.port))
+
+
+def test_a_rank_that_ends_as_the_last_one_comes_is_not_taken_for_present(agent: TCPStore) -> None:
+    job, here = JobIdentity.from_env({}, RANK0), RankHost("here", "127.0.0.1")
+    coordinator = Coordinator(agent, RANK0, job, here, True, DeferredEnd(active=False))
+    greeting = {
+        "token": "0" * 32, "rank": 1, "restarts": 0, "at": list(here), "job": job.to_table(),
+        "leaves": "SIGTERM",
+    }  # fmt: skip
+    agent.queue_push(GREETINGS, json.dumps(greeting))
+    agent.set(f"{LOBBY}/in/{coordinator._name}/all", "")
+    with pytest.raises(CommError, match="rank 1 was ended by SIGTERM before all ranks had met"):
+        coordinator.admit_all(5, ActiveClock())
 
 
 def test_one_agent_that_counts_a_restart_is_enough(

@@ -40,16 +40,13 @@ def _run(code: str) -> str:
     return done.stdout
 
 
-def test_the_page_runs_as_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = Path(__file__).parents[2] / "docs" / "own-loop.md"
+def test_the_page_runs_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(__file__).parents[2] / "docs" / "custom-loops.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     for block in blocks:
         exec(block, {})
     assert (tmp_path / "checkpoints/step-00000010/manifest.json").is_file()
-    assert "resnet50" in capsys.readouterr().out
 
 
 def test_predictions_need_no_torch_and_importing_every_part_starts_no_cuda() -> None:

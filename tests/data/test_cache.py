@@ -318,6 +318,22 @@ def test_a_damaged_file_is_a_miss_and_written_anew(tmp_path: Path) -> None:
     store.close()
 
 
+def test_what_a_killed_run_left_is_corrected(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.put(1, bytes(500))
+    part = files(tmp_path)[0].with_name(".1.77.88.tmp")
+    part.write_bytes(bytes(300))
+    store._reserve(3000)  # and never written
+    other = open_store(tmp_path)  # not alone: the first one may still be writing
+    assert other.used_bytes == size(tmp_path) - 300 + 3000
+    other.close()
+    store.close()
+    alone = open_store(tmp_path)
+    assert not part.exists()
+    assert alone.used_bytes == size(tmp_path)
+    alone.close()
+
+
 def test_a_full_disk_ends_the_caching_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -134,6 +134,14 @@ def test_the_identity_tells_a_changed_file(root: Path, tmp_path: Path) -> None:
         listed(root, "dog/b.png").identity()
 
 
+def test_the_identity_does_not_depend_on_the_pieces(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = ImageFolder(root).identity()
+    monkeypatch.setattr("paceline.data.sources.folders._STATS", 2)
+    assert ImageFolder(root).identity() == whole
+
+
 def listed(root: Path, *names: str) -> ImageFiles:
     return ImageFiles(root, names, [0] * len(names), ["dog"])
 

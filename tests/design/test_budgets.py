@@ -29,7 +29,7 @@ LIMITS = {
     "lines of code in src/paceline": 42_100,
     "lines of code that a training imports": 22_400,
     "lines of code in tests": 41_200,
-    "settings": 150,
+    "settings": 149,
     "lines of the longest function": 80,
     "lines of the longest module": 485,
     "words in docs, README and DESIGN": 28_000,

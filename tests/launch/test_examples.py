@@ -148,9 +148,9 @@ class TestPyTorchJob:
 
 
 def test_the_page_names_only_variables_that_are_read() -> None:
-    page = (ROOT / "docs" / "launching.md").read_text()
+    page = (ROOT / "docs" / "distributed.md").read_text()
     sources = "".join(path.read_text() for path in (ROOT / "src/paceline").rglob("*.py"))
-    table = page[page.index("| launcher |") : page.index("## Signals")]
+    table = page[page.index("| launcher |") : page.index("## Gradient exchange")]
     named = set(re.findall(r"`([A-Z][A-Z0-9_]+)`", table))
-    assert len(named) > 15
+    assert len(named) > 5
     assert {name for name in named if name not in sources} == set()

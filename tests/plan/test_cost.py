@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
 from paceline.plan.cluster import Cluster, Link
-from paceline.plan.cost import COSTS, ProbedTable, all_reduce_s
+from paceline.plan.cost import COSTS, ProbedTable, all_reduce_s, is_priced
 from paceline.plan.optimizer import best_plan
 from plan.made import made_workload
 
@@ -98,6 +98,9 @@ def test_an_algorithm_without_a_closed_form_is_left_out(monkeypatch: pytest.Monk
     monkeypatch.delitem(COSTS, "ring")
     with pytest.raises(ConfigError, match="has no closed form"):
         all_reduce_s("ring", flat(4), M)
+    points = {name: [(1024.0, 1e-6), (4096.0, 1e-6)] for name in ("ring", "tree")}
+    tuned = replace(two_levels(2, 2), probed=ProbedTable.of(two_levels(2, 2), points, "tree"))
+    assert [is_priced("ring", place) for place in (tuned, tuned.with_nodes(4))] == [True, False]
     many = two_levels(8, 2)
     assert best_plan(made_workload(), many, 8, ("ring", "tree")).buckets[0].algorithm == "tree"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,8 +40,9 @@ CLASS: dict[str, Any] = {
 )
 def test_a_resumed_run_ends_with_the_same_bits(values: dict[str, Any], tmp_path: Path) -> None:
     whole, events = watched(tmp_path / "whole", **values)
-    losses = [event.loss for event in events if isinstance(event, StepEvent)]
-    assert losses[-1] < losses[0]
+    steps = [event for event in events if isinstance(event, StepEvent)]
+    assert steps[-1].loss < steps[0].loss
+    assert all(bool(event.grad_norm) == ("optim__clip_norm" in values) for event in steps)
     stop_after(3, tmp_path / "cut", **values)
     again = run_small(tmp_path / "cut", run__resume="auto", **values)
     assert again.summary["resumed_at_steps"] == [3]
@@ -150,14 +150,6 @@ def test_clipping_goes_with_a_skipped_step(name: str) -> None:
     assert same(snapshot(step), before)
 
 
-def test_the_norm_is_recorded(tmp_path: Path) -> None:
-    run_small(tmp_path, run__epochs=1, optim__clip_norm=0.1)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    norms = [line["grad_norm"] for line in lines if line["event"] == "step"]
-    assert norms
-    assert all(norm > 0 for norm in norms)
-
-
 # --- rates of layers ----------------------------------------------------------------------------
 
 
@@ -180,7 +172,7 @@ def test_layers_of_a_model_and_their_rates(monkeypatch: pytest.MonkeyPatch) -> N
     assert [p for group in groups for p in group["params"]] == weights
     own = [{"params": weights}]
     assert with_layer_decay(own, model, 1.0) == own
-    with pytest.raises(ConfigError, match="one layer only"):
+    with pytest.raises(ConfigError):
         with_layer_decay(own, nn.Linear(2, 2), 0.5)
 
     def matcher(coarse: bool = False) -> dict[str, str]:

@@ -115,13 +115,6 @@ def test_the_target_stops_the_run_and_its_time_is_kept(tmp_path: Path) -> None:
     assert 0 < summary["time_to_target_s"] <= summary["train_s"]
 
 
-def test_a_run_starts_from_pretrained_weights(finished: Path, tmp_path: Path) -> None:
-    file = finished / "weights.safetensors"
-    run_small(tmp_path / "run", run__pretrained=str(file), optim__lr=1e-12)
-    start, end = load_file(file), load_file(tmp_path / "run/weights.safetensors")
-    torch.testing.assert_close(start["fc.weight"], end["fc.weight"], rtol=1e-6, atol=1e-8)
-
-
 def test_evaluations_follow_their_interval(tmp_path: Path) -> None:
     run_small(tmp_path / "run", run__epochs=5, run__eval_interval_epochs=2)
     events = read_events(tmp_path / "run/metrics.jsonl")

@@ -25,7 +25,7 @@ from paceline.train.batch_norm import pool
 from paceline.train.weights import WeightAverage, applied
 from ranks import run_ranks
 from small_runs import run_small
-from train.runs import EVERY_STEP, last, newest, stop_after, watched
+from train.runs import last, newest, stop_after, watched
 from train.steps import Made, Net, alone, make_step, same, snapshot
 
 dtypes = pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
@@ -195,23 +195,6 @@ def test_a_resumed_run_ends_with_the_same_average(tmp_path: Path) -> None:
     whole, rest = state_of(tmp_path / "whole"), state_of(tmp_path / "a")
     for name, value in whole.items():
         assert torch.equal(rest[name], value), name
-
-
-def test_it_begins_with_the_weights_of_a_checkpoint_that_has_none(tmp_path: Path) -> None:
-    off = AVERAGED | {"run__average_epochs": 0.0}
-    run_small(tmp_path / "off", **off, **EVERY_STEP)
-    folder = tmp_path / "off/checkpoints"
-    second_last, final = (folder / f"step-000000{number}.pt" for number in ("10", "11"))
-    run_small(tmp_path / "on", run__resume=str(second_last), **AVERAGED)
-    found = last(tmp_path / "on").average
-    assert found["count"] == 1
-    expected = Checkpoint.read(final).model["fc.weight"]
-    torch.testing.assert_close(found["weights"]["fc.weight"], expected, rtol=0, atol=1e-7)
-    before = Checkpoint.read(second_last).model["fc.weight"]
-    assert float((before - expected).abs().max()) > 1e-5
-    # And vice versa: a run without one uses the last step's weights.
-    run_small(tmp_path / "again", run__resume=str(newest(tmp_path / "on")), **off)
-    assert last(tmp_path / "again").average == {}
 
 
 def test_results_of_the_average_and_of_the_last_step_are_not_mixed(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def range_config(
         "run.global_batch_size": batch, "run.eval_interval_epochs": epochs,
         "run.average_epochs": 0.0, "run.target_top1": None,
         "optim.warmup_epochs": 0.0,
-        "optim.batch_schedule": "", "optim.schedule_free": 0.0,
+        "optim.batch_schedule": "",
         "optim.scaling": "off",
         "checkpoint.interval_epochs": 0, "checkpoint.interval_steps": 0, "checkpoint.keep": 1,
         "optim.schedule": "exponential", "optim.lr": low, "optim.lr_end": high,

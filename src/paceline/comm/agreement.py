@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 from torch.distributed import DistNetworkError
@@ -230,7 +231,9 @@ class Agreement:
         if not is_count(peer, 0, _MOST_RANKS) or not isinstance(theirs, dict):
             raise ParseError("is no list of facts")
         # In the order in which the phase compares them: later differences may follow from the first.
-        name = next((n for n in (own | theirs) if own.get(n) != theirs.get(n)), None)
+        # As text, because NaN is not equal to itself.
+        text = partial(json.dumps, sort_keys=True)
+        name = next((n for n in (own | theirs) if text(own.get(n)) != text(theirs.get(n))), None)
         if name is None:
             return None
         values = sorted([(rank, own.get(name)), (peer, theirs.get(name))], key=lambda pair: pair[0])
@@ -302,18 +305,6 @@ class Agreement:
             f"look into the log of rank {missing[0]}; comm.rendezvous_timeout_s sets the wait",
         )
         return Report.of(0, error)
-
-    def post(self, name: str, text: str) -> None:
-        """Publishes a text for `read` after a later phase. A name is used once in a run."""
-        with suppress(RuntimeError):  # the store is gone with its host: the next phase reports it
-            self._store.set(f"paceline/post/{self.run}{name}", text)
-
-    def read(self, name: str) -> str:
-        """Returns the text of this name, or "" if there is none."""
-        try:
-            return peek(self._store, f"paceline/post/{self.run}{name}")
-        except RuntimeError:
-            return ""
 
     def post_fault(self, error: PacelineError) -> None:
         """Publishes this rank's error unless another rank has published one.

@@ -112,8 +112,6 @@ class Coordinator:
         # Only rank 0 polls: it waits for greetings and for the last place at once.
         while not self._store.check([all_in]):
             self._answer_all(clock)
-            for rank, name in self._leaving.items():
-                raise ended_early(name, rank)
             if self._end.received is not None:
                 raise ended_early(self._end.received.name)
             if clock.now_s() > timeout_s:
@@ -168,7 +166,11 @@ class Coordinator:
         self._store.set(JOB, json.dumps(job))
 
     def _answer_all(self, clock: ActiveClock) -> None:
-        """Answers the greetings that have come since the last call."""
+        """Answers the greetings that have come since the last call.
+
+        Raises:
+            EndedEarlyError: If a rank was asked to end.
+        """
         answers: dict[str, str] = {}
         # A stranger may fill or empty the queue. Ranks without an answer greet again.
         waiting = min(self._store.queue_len(GREETINGS), 2 * self._topology.world_size + 64)
@@ -179,6 +181,10 @@ class Coordinator:
                     answers[f"{LOBBY}/answer/{greeting.token}"] = json.dumps(answer)
         if answers:
             self._store.multi_set(list(answers), list(answers.values()))  # type: ignore[attr-defined]
+        if not self._failure:
+            # Also a rank that had its place already: the last place may be taken just now.
+            for rank, name in self._leaving.items():
+                raise ended_early(name, rank)
 
     def _answer(self, greeting: Greeting, clock: ActiveClock) -> dict[str, Any] | None:
         rank = greeting.rank

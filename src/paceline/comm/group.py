@@ -78,8 +78,8 @@ class Group(Collectives):
         self._stop_heard = False
         # Functions that destroy CUDA graphs with collectives; see `abort`.
         self._release_graphs: list[Callable[[], None]] = []
-        self._last_actions: list[Callable[[], None]] = []
         self._left = self._device_lost = False
+        self._share_gpus = settings.share_gpus
         # The process groups have been aborted and must not be closed any more.
         self.aborted = False
         # On rank 0: the launcher has restarted the ranks of this job.
@@ -104,33 +104,24 @@ class Group(Collectives):
         join = load_part("comm.membership:Membership", "comm.backend", self.backend)
         members: Membership = join(
             topology, settings, self.backend, self.board, shared or {}, facts.values, facts.remedies,
-            show_error, self._forced_exit,
+            show_error, self.abort,
         )  # fmt: skip
         self._agreement, self._watchdog = members.agreement, members.watchdog
         self._hosts, self._lost = members.hosts, members.lost
         self.restarted = members.restarted
         self.watched("joining the process group", lambda: members.connect(device))
 
+    def lost_client(self) -> str:
+        """Describes the lost rank after this rank's device failed; empty unless ranks share a GPU.
+
+        Under MPS, a killed process can break the GPU for all others.
+        """
+        return self._lost.silent() if self._share_gpus and self._lost is not None else ""
+
     @property
     def host_leader(self) -> int:
         """Returns the lowest rank on this rank's host."""
         return self.rank if self._hosts is None else self._hosts.leader(self.rank)
-
-    @property
-    def shares_host(self) -> bool:
-        """Returns True if another rank runs on this rank's host."""
-        return self._hosts is not None and self._hosts.count(self.rank) > 1
-
-    def post_to_host(self, name: str, text: str) -> None:
-        """Publishes a text for the other ranks of this host. Its leader calls this before a phase."""
-        if self._agreement is not None:
-            self._agreement.post(f"host/{self.rank}/{name}", text)
-
-    def read_of_host(self, name: str) -> str:
-        """Returns the text that the leader of this host posted before the last phase, or ""."""
-        if self._agreement is None:
-            return ""
-        return self._agreement.read(f"host/{self.host_leader}/{name}")
 
     def agree(
         self,
@@ -246,15 +237,6 @@ class Group(Collectives):
         if self.backend == "nccl":
             self.aborted = True
             abort_process_groups(list(self._release_graphs))
-
-    def before_forced_exit(self, action: Callable[[], None]) -> None:
-        """Registers an action that runs before the watchdog ends this process. It takes a few seconds."""
-        self._last_actions.append(action)
-
-    def _forced_exit(self) -> None:
-        self.abort()
-        for action in self._last_actions:
-            action()
 
     def __enter__(self) -> Group:
         return self

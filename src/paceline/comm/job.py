@@ -211,10 +211,6 @@ class RankHosts:
         """Returns the lowest rank on the host of `rank`, or the rank itself if hosts are unknown."""
         return self._hosts.index(self._hosts[rank]) if rank < len(self._hosts) else rank
 
-    def count(self, rank: int) -> int:
-        """Returns the number of ranks on the host of `rank`."""
-        return self._hosts.count(self._hosts[rank]) if rank < len(self._hosts) else 1
-
     def rank_label(self, rank: int) -> str:
         """Returns `rank 3`, or `rank 3 on node7 (10.0.0.7)`."""
         host = self.of(rank)

@@ -318,6 +318,15 @@ class LostRanks:
         """Returns the error that a failed rank has posted, or posts within seconds."""
         return self.agreement.read_fault(_FAULT_WAIT_S)
 
+    def silent(self) -> str:
+        """Describes the ranks that do not answer; empty if all do. Waits some seconds for answers."""
+        ranks = set() if self.watchdog is None else self.watchdog.silent_ranks()
+        if not ranks:
+            return ""
+        return (
+            f"{self.hosts.describe(ranks)} {'gives' if len(ranks) == 1 else 'give'} no sign of life"
+        )
+
     def broken(self, what: str, error: RuntimeError) -> PeerError:
         """Returns the error for a broken collective of the backend: who failed and why, if known."""
         return self._explained(
@@ -338,9 +347,8 @@ class LostRanks:
         """Returns the posted error, else the one that `make` makes of a text about the lost ranks."""
         fault = self.posted_fault()
         if fault is None and self.watchdog is not None:
-            if ranks := self.watchdog.silent_ranks():
-                verb = "gives" if len(ranks) == 1 else "give"
-                error = make(f"{self.hosts.describe(ranks)} {verb} no sign of life")
+            if gone := self.silent():
+                error = make(gone)
                 # So that the other ranks end with the same line.
                 self.agreement.post_fault(error)
                 fault = self.agreement.read_fault()

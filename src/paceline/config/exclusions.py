@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.core.exclusions import Exclusion, above, not_in, one_of
+from paceline.core.exclusions import Exclusion, not_in, one_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +25,6 @@ class Job:
 
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
-    Exclusion(
-        "run.average_epochs", not_in(0.0), {"optim.schedule_free": above(0)},
-        "schedule-free training averages the weights itself", "use 0 with optim.schedule_free",
-    ),
     Exclusion(
         "optim.scaling", one_of("auto"), {"program.optimizer": not_in(None)},
         "the rule does not support an optimizer given in Python",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from paceline.custom_loop.context import agreed, several_ranks
 from paceline.models.acceleration import AccelerationContext, Applied, Forward, Result
 from paceline.train.fast_path import accelerate as apply_first
 from paceline.train.fast_path import triton_problem
+from paceline.train.model_checks import restored_buffers
 
 
 class _AcceleratedForward:
@@ -133,7 +134,7 @@ def accelerate(
     with agreed():
         applied, reason = apply_first(own, model, context)
     if applied is not None and example is not None:
-        applied.calibrate(_Ranks(), _Trial(model, example), foreign=True)
+        applied.calibrate(_Ranks(), partial(_trial, model, example), foreign=True)
     return Accelerated(model, applied, reason)
 
 
@@ -148,21 +149,10 @@ class _Ranks:
         return all_gather_json(value) if several_ranks() else [value]
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """A pass over the example that changes no gradients, buffers and random generators."""
-
-    model: nn.Module
-    example: Tensor
-
-    def __call__(self, forward: Forward) -> None:
-        kept = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        device = self.example.device
-        devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
-            total = forward(self.example).float().sum()
-            torch.autograd.grad(total, trained, allow_unused=True)
-        with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(kept[name])
+def _trial(model: nn.Module, example: Tensor, forward: Forward) -> None:
+    """Runs a pass over the example that changes no gradients, buffers and random generators."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    devices = [example.device] if example.is_cuda else []
+    with restored_buffers(model), torch.random.fork_rng(devices):
+        total = forward(example).float().sum()
+        torch.autograd.grad(total, trained, allow_unused=True)

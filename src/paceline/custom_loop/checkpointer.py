@@ -33,13 +33,7 @@ from paceline.core.errors import CheckpointError, ConfigError, PacelineError
 from paceline.core.files import open_part, part_path, read_regular, sync_directory
 from paceline.core.untrusted import ParseError, is_count, parse_json
 from paceline.custom_loop.context import agreed, several_ranks
-from paceline.custom_loop.state_tree import (
-    decoded,
-    encoded,
-    map_tensors,
-    reference,
-    tensors_of,
-)
+from paceline.custom_loop.state_tree import decoded, encoded, map_tensors, reference, tensors_of
 from paceline.models import load_tensors
 from paceline.train.checkpoint import content_hash, set_aside
 

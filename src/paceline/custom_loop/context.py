@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -35,17 +35,8 @@ from paceline.core.topology import Topology
 from paceline.train.machine import choose_gpu
 
 _current: Context | None = None
-# Objects that use process groups, and must release them before the context destroys them.
-_holders: WeakSet[Holder] = WeakSet()
-
-
-class Holder(Protocol):
-    """An object that uses process groups."""
-
-    def release(self) -> None:
-        """Releases all process groups. A second call does nothing."""
-
-    def __hash__(self) -> int: ...
+# Objects that use process groups. Their `release` runs before the context destroys the groups.
+_holders: WeakSet[Any] = WeakSet()
 
 
 @dataclass(eq=False)
@@ -201,15 +192,12 @@ def init(
         topology, existing = topology_here(), str(dist.get_backend())
         if existing != "nccl":  # ranks may then share a GPU
             settings = replace(settings, backend="gloo")
-        _current = Context(
-            topology, _choose_device(device, topology, settings), existing, timeout_s
-        )
-        return _current
-    topology = Topology.from_env(os.environ)
-    if topology.launcher == "single":
-        _current = Context(topology, _choose_device(device, topology, settings), "none", timeout_s)
-        return _current
-    _current = _join(topology, device, settings)
+    else:
+        topology, existing = Topology.from_env(os.environ), "none"
+        if topology.launcher != "single":
+            _current = _join(topology, device, settings)
+            return _current
+    _current = Context(topology, _choose_device(device, topology, settings), existing, timeout_s)
     return _current
 
 
@@ -250,15 +238,13 @@ def _join(topology: Topology, wanted: str | torch.device | None, settings: CommS
 
 
 def _same(context: Context, backend: str | None, device: str | torch.device | None) -> Context:
-    if backend not in (None, "auto", context.backend):
-        raise ConfigError(
-            "backend", backend, f"init has already chosen {context.backend!r}", "close() it first"
-        )
-    if device is not None and _parse_device(device).type != context.device.type:
-        raise ConfigError(
-            "device", str(device), f"init has already chosen {str(context.device)!r}",
-            "close() it first",
-        )  # fmt: skip
+    kind = None if device is None else _parse_device(device).type
+    for name, wanted, chosen in (
+        ("backend", backend, context.backend), ("device", kind, context.device.type),
+    ):  # fmt: skip
+        if wanted not in (None, "auto", chosen):
+            problem = f"init has already chosen {chosen!r}"
+            raise ConfigError(name, wanted, problem, "close() it first")
     return context
 
 
@@ -307,44 +293,9 @@ def several_ranks(group: dist.ProcessGroup | None = None) -> bool:
     return dist.is_initialized() and dist.get_world_size(group) > 1
 
 
-def release_on_close(holder: Holder) -> None:
+def release_on_close(holder: Any) -> None:
     """Calls `release` before the context destroys the process groups."""
     _holders.add(holder)
-
-
-def agree(
-    error: PacelineError | None = None,
-    facts: Mapping[str, Any] | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """Raises the same error on all ranks of a group if any rank has one. A collective.
-
-    Args:
-        error: The error of this rank.
-        facts: Facts that must be equal on all ranks.
-        group: The ranks.
-
-    Raises:
-        PacelineError: The error of the first rank that has one, or a difference of facts.
-    """
-    if not several_ranks(group):
-        if error is not None:
-            raise error
-        return
-    mine = {
-        "error": str(error) if error else "", "code": error.exit_code if error else 0,
-        "kind": error_kind(error) if error else "",
-    }  # fmt: skip
-    reports = all_gather_json({**mine, "facts": dict(facts or {})}, group)
-    for rank, report in enumerate(reports):
-        if report["error"]:
-            if error is not None and rank == dist.get_rank(group):
-                raise error
-            raise AgreedError.of_kind(
-                report["kind"], f"rank {rank}: {report['error']}", report["code"]
-            )
-    facts_of_all = [report["facts"] for report in reports]
-    compare_reports(facts_of_all, "give every rank the same model and arguments")
 
 
 @contextmanager
@@ -356,10 +307,30 @@ def agreed(
     Args:
         facts: Returns facts at the end of the block that must be equal on all ranks.
         group: The ranks.
+
+    Raises:
+        PacelineError: The error of the first rank that has one, or a difference of facts.
     """
-    own = None
+    error = None
     try:
         yield
-    except PacelineError as error:
-        own = error
-    agree(own, facts() if own is None else None, group)
+    except PacelineError as caught:
+        if not several_ranks(group):
+            raise
+        error = caught
+    if not several_ranks(group):
+        return
+    mine: dict[str, Any] = {"error": "", "facts": {}}
+    if error is None:
+        mine["facts"] = dict(facts())
+    else:
+        mine |= {"error": str(error), "code": error.exit_code, "kind": error_kind(error)}
+    reports = all_gather_json(mine, group)
+    for rank, report in enumerate(reports):
+        if report["error"]:
+            if error is not None and rank == dist.get_rank(group):
+                raise error
+            text = f"rank {rank}: {report['error']}"
+            raise AgreedError.of_kind(report["kind"], text, report["code"])
+    facts_of_all = [report["facts"] for report in reports]
+    compare_reports(facts_of_all, "give every rank the same model and arguments")

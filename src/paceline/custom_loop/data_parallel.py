@@ -348,12 +348,9 @@ def _check(exchange: Exchange, given: Mapping[str, Any], group: dist.ProcessGrou
         if given.get("mixed_precision") is not None:
             raise ConfigError("mixed_precision", None, "needs a process group",
                               "call paceline.init() under a launcher, or use torch.autocast")  # fmt: skip
-    if not exchange.is_native:
-        _check_hook(given, group)
-
-
-def _check_hook(given: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Refuses arguments that do not work with the communication hook of an exchange."""
+    if exchange.is_native:
+        return
+    # These arguments do not work with the communication hook of an exchange.
     for argument, reason in _NO_HOOK.items():
         if given.get(argument) is not None:
             raise ConfigError(argument, None, reason, "leave out plan, wire and algorithm")

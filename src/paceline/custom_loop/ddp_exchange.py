@@ -65,7 +65,13 @@ class Exchange:
         """Creates the exchange. A collective."""
         groups = ProcessGroups(topology_here(), timeout_s=timeout_here())
         try:
-            problem = self._problem(ClusterFacts(groups.world_size, len(groups.layout.groups)))
+            problem = None
+            if self.file is not None and self.file.sizes is not None:
+                here = ClusterFacts(groups.world_size, len(groups.layout.groups))
+                try:
+                    checked_table(self.file, here, "plan")
+                except PacelineError as error:
+                    problem = error
             # On all ranks, because none may close its connections while another still opens them.
             groups.check_same({"the plan": str(problem or "fits")})
             if problem is not None:
@@ -74,15 +80,6 @@ class Exchange:
         except PacelineError:
             groups.close()
             raise
-
-    def _problem(self, here: ClusterFacts) -> PacelineError | None:
-        """Returns the reason why the plan does not fit this cluster, if any."""
-        if self.file is not None and self.file.sizes is not None:
-            try:
-                checked_table(self.file, here, "plan")
-            except PacelineError as error:
-                return error
-        return None
 
 
 def _named_wire(wire: str) -> str:

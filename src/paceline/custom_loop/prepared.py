@@ -56,13 +56,9 @@ class Prepared:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Any,
-        policy: Policy,
-        settings: PrecisionSettings,
+        self, model: nn.Module, optimizer: Any, policy: Policy, settings: PrecisionSettings,
         clip_norm: float = 0.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model = model
         self.optimizer: Optimizer = optimizer
         # The same object, typed for access to its masters and flags.
@@ -274,19 +270,15 @@ def _prepare(
     device = _device(module)
     if not 0 <= clip_norm < float("inf"):
         raise ConfigError("clip_norm", clip_norm, "must be 0 or more", "0 clips nothing")
-    own = (
-        settings_class(OptimSettings, optimizer, "optimizer")
-        if isinstance(optimizer, str)
-        else None
-    )
-    own_fields = read_names(own) if own is not None else set()
-    known = _SCALE_FIELDS | _SHARED_FIELDS | own_fields
+    known = _SCALE_FIELDS | _SHARED_FIELDS
+    if isinstance(optimizer, str):
+        own = settings_class(OptimSettings, optimizer, "optimizer")
+        known = known | (read_names(own) if own is not None else set())
     for name in arguments:
         if name not in known:
             raise ConfigError(name, None, "unknown", nearest(name, known))
     scale = {name: value for name, value in arguments.items() if name in _SCALE_FIELDS}
-    settings = _precision(precision, scale)
-    policy = _policy(settings, device)
+    settings, policy = _precision(precision, scale, device)
     update = {name: value for name, value in arguments.items() if name not in _SCALE_FIELDS}
     if not isinstance(optimizer, str):
         given = {"lr": lr, "weight_decay": weight_decay, **update}
@@ -306,23 +298,18 @@ def _prepare(
     return Prepared(module, made, policy, settings, clip_norm)
 
 
-def _precision(name: str, scale: dict[str, Any]) -> PrecisionSettings:
+def _precision(
+    name: str, scale: dict[str, Any], device: torch.device
+) -> tuple[PrecisionSettings, Policy]:
     try:
-        return PrecisionSettings(amp_dtype=name, **scale)
+        settings = PrecisionSettings(amp_dtype=name, **scale)
+        return settings, choose_policy(settings, device)
     except ConfigError as error:
         if error.field != "precision.amp_dtype":
             raise
-        raise ConfigError("precision", name, "unknown", error.remedy) from None
-
-
-def _policy(settings: PrecisionSettings, device: torch.device) -> Policy:
-    try:
-        return choose_policy(settings, device)
-    except ConfigError as error:
         _, _, problem = error.cause.partition(": ")
-        raise ConfigError(
-            "precision", settings.amp_dtype, problem, "use precision='fp32'"
-        ) from None
+        remedy = error.remedy.replace("--amp-dtype fp32", "precision='fp32'")
+        raise ConfigError("precision", name, problem, remedy) from None
 
 
 def _device(module: nn.Module) -> torch.device:

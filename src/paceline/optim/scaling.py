@@ -440,7 +440,7 @@ class _Rule:
 
     def average(self) -> None:
         """Averages weights if steps are few, over four steps at least."""
-        if not self.recipe.averages or self.recipe.optim.schedule_free:
+        if not self.recipe.averages:
             return
         steps, epochs = self.target.steps_per_epoch, self.recipe.average_epochs
         if epochs:

@@ -91,9 +91,6 @@ class OptimSettings(Section):
     schedule: str = "cosine"
     """Decay after warm-up: `constant`, `cosine`, `poly`, `exponential`, `step`, `piecewise`, a name that
     docs/optimizers.md lists, or a registered name."""
-    schedule_free: float = 0.0
-    """Schedule-free training: weight of the average in the point at which gradients are computed. 0 is
-    off, 0.9 is common. Needs `schedule = "constant"`."""
     lr_end: float = 0.0
     """Final learning rate of schedules that have one, such as `cosine` and `poly`."""
     decay_over_epochs: float | None = None
@@ -207,7 +204,6 @@ def _check(optim: OptimSettings) -> None:
             "leave it unset to decay over the whole run",
         )
     check.number("layer_decay", "in (0, 1]", "try 0.75, or 1 (off)")
-    check.number("schedule_free", "in [0, 1)", "try 0.9")
     check.known("scaling", SCALINGS)
     check.number("known_good_batch", "at least 1")
     check.known("batch_rate", BATCH_RATES)
@@ -238,10 +234,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion(
         "optim.nesterov", one_of(True), {"optim.momentum": one_of(0)},
         "needs momentum", "set optim.momentum = 0.9",
-    ),
-    Exclusion(
-        "optim.schedule", not_in("constant"), {"optim.schedule_free": not_in(0)},
-        "is not supported with optim.schedule_free", "use optim.schedule = 'constant'",
     ),
     Exclusion(
         "optim.batch_schedule", not_in(""), {"optim.scaling": one_of("auto")},

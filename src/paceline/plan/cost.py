@@ -59,11 +59,16 @@ def all_reduce_s(
 
 
 def is_priced(name: str, cluster: Cluster) -> bool:
-    """Returns True if there is a closed form, or if `paceline tune` has measured the algorithm."""
+    """Returns True if there is a closed form, or if the algorithm was measured on this cluster."""
     check_name(name, "--algorithm")
-    if cluster.probed is not None and name in cluster.probed.algorithms:
+    probed = cluster.probed
+    if probed is not None and name in probed.algorithms and _unprobed(cluster) == probed.base:
         return True
     return closed_form(name) is not None
+
+
+def _unprobed(cluster: Cluster) -> Cluster:
+    return replace(cluster, probed=None)
 
 
 def closed_form(name: str) -> Cost | None:
@@ -215,7 +220,7 @@ class ProbedTable:
         # Below the smallest a message costs its start; above the largest every byte costs the same.
         beyond = np.maximum(wanted - known[-1], 0.0)
         measured = np.exp(logarithms + beyond)
-        there = replace(cluster, probed=None)
+        there = _unprobed(cluster)
         if there == self.base:
             return np.asarray(measured)
         formula = self.native if algorithm == "native" else algorithm

@@ -6,9 +6,9 @@ fail on one rank alone before the next stage begins, so that all ranks fail with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,17 +22,12 @@ from paceline.data import BatchPlan, Source, TrainBatches, create_train_loader
 from paceline.models.pretrained import load_pretrained
 from paceline.models.registry import is_own
 from paceline.models.synced_norm import keep_last_statistics
-from paceline.train.callbacks import Callback, CallbackRunner
+from paceline.train.callbacks import CallbackRunner
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
 from paceline.train.checkpoint_writer import CheckpointWriter
 from paceline.train.components import Components
 from paceline.train.fast_path import ModelLimits, check_model_norms
-from paceline.train.inputs import (
-    RunInputs,
-    agree_on_inputs,
-    check_trackers,
-    read_checkpoint,
-)
+from paceline.train.inputs import RunInputs, agree_on_inputs, check_trackers, read_checkpoint
 from paceline.train.loss import LOSSES
 from paceline.train.machine import choose_threads, explain_out_of_memory, seed_initial_weights
 from paceline.train.micro_step import source_class
@@ -46,9 +41,8 @@ from paceline.train.model_checks import (
 )
 from paceline.train.observers import RunTrace
 from paceline.train.resolve import Facts, Resolved, refuse, resolve
-from paceline.train.run_folder import RunFolder
+from paceline.train.run_folder import undone_on_error
 from paceline.train.run_state import PinnedPlan, Progress, RunState, check_pinned
-from paceline.train.step import TrainStep
 from paceline.train.step_parts import StepParts, create_parts, create_step
 from paceline.train.stop_signals import StopSignals
 from paceline.train.strategy import Strategy, create_strategy
@@ -81,7 +75,7 @@ def build(
         refuse(config, job, components)
     check_trackers(config)
     inputs = agree_on_inputs(config, group, components)
-    with inputs.discarded_on_error():
+    with undone_on_error(inputs.folder, inputs.lock):
         checkpoint, folder = read_checkpoint(config, inputs.folder, group)
         startup.end("data")
         # All ranks agree on settings, data and checkpoint, so all of them raise the same errors here.
@@ -98,24 +92,19 @@ def build(
 
 
 def _assemble(
-    resolved: Resolved,
-    group: Group,
-    stop: StopSignals,
-    inputs: RunInputs,
-    checkpoint: Checkpoint | None,
-    components: Components,
-    startup: StartUp,
-) -> Training:
+    resolved: Resolved, group: Group, stop: StopSignals, inputs: RunInputs,
+    checkpoint: Checkpoint | None, components: Components, startup: StartUp,
+) -> Training:  # fmt: skip
     config, plan, schedule = resolved.config, resolved.batches, resolved.schedule
     source, folder = inputs.source, inputs.folder
     threads = _set_threads(config, plan.world_size, group, checkpoint)
     strategy = create_strategy(config, group)
     if checkpoint is not None:
         strategy.load(checkpoint.strategy.get(strategy.name, {}))
-    built = _build_model(
+    parts, model_notes, pretrained = _build_model(
         config, strategy, inputs, plan, schedule.rate(0), checkpoint, components, startup
     )
-    model, parts = built.model, built.parts
+    model = parts.model
     plan = strategy.divide(plan, parts.probe)
     startup.end("step")
 
@@ -127,12 +116,18 @@ def _assemble(
     )  # fmt: skip
     make_loader = _loader_factory(config, source, parts, group, components)
     with group.phase("loader"):
-        progress = _restored(state, checkpoint, folder)
+        progress = Progress()
+        if checkpoint is not None and folder.resume_from is not None:
+            elsewhere = not folder.holds_its_checkpoint
+            progress = state.restore(checkpoint, folder.resume_from, elsewhere=elsewhere)
         loader = make_loader(plan, progress.step)
     gradients = source_class(config).create(config, plan, make_loader)
     startup.end("loader")
     step = create_step(config, parts, loader, plan, group, stop, components, gradients)
-    trace = _create_trace(config, group, parts, step, folder, progress.step)
+    buckets = parts.exchange.bucket_info()
+    group.name_buckets(buckets)
+    trace = RunTrace(config.run, group, buckets, folder.path, progress.step)
+    parts.exchange.observer, step.spans = trace.observe_with(group.board), trace.spans
     training = Training(
         config=config, written=resolved.written, group=group, folder=folder, lock=inputs.lock,
         sizes=resolved.sizes, plan=plan, schedule=schedule, model=model, state=state, step=step,
@@ -143,11 +138,14 @@ def _assemble(
     )  # fmt: skip
     training.chosen = describe_run(
         training, inputs, components, checkpoint, parts, threads=threads,
-        scaling=resolved.scaling, model_notes=built.notes, pretrained=built.pretrained,
+        scaling=resolved.scaling, model_notes=model_notes, pretrained=pretrained,
     )  # fmt: skip
     training.keeps_final_state = isinstance(components.model, nn.Module)
     if components.callbacks:
-        _add_callbacks(training, components.callbacks, checkpoint)
+        training.callbacks = CallbackRunner(components.callbacks, training)
+        training.state = replace(training.state, callbacks=training.callbacks.state)
+        if checkpoint is not None:
+            training.callbacks.restore(checkpoint.callbacks)
     return training
 
 
@@ -165,50 +163,11 @@ def _loader_factory(
     return make_loader
 
 
-def _restored(state: RunState, checkpoint: Checkpoint | None, folder: RunFolder) -> Progress:
-    """Restores the state of a resumed run and returns the progress of any run."""
-    if checkpoint is None or folder.resume_from is None:
-        return Progress()
-    elsewhere = not folder.holds_its_checkpoint
-    return state.restore(checkpoint, folder.resume_from, elsewhere=elsewhere)
-
-
-def _create_trace(
-    config: RunConfig, group: Group, parts: StepParts, step: TrainStep, folder: RunFolder,
-    first_step: int,
-) -> RunTrace:  # fmt: skip
-    """Attaches the trace to the exchange and the step, and names the buckets for messages."""
-    buckets = parts.exchange.bucket_info()
-    group.name_buckets(buckets)
-    trace = RunTrace(config.run, group, buckets, folder.path, first_step)
-    parts.exchange.observer, step.spans = trace.observe_with(group.board), trace.spans
-    return trace
-
-
-def _add_callbacks(
-    training: Training, callbacks: Sequence[Callback], checkpoint: Checkpoint | None
-) -> None:
-    """Adds the callbacks of the program and restores their state."""
-    training.callbacks = CallbackRunner(callbacks, training)
-    training.state = replace(training.state, callbacks=training.callbacks.state)
-    if checkpoint is not None:
-        training.callbacks.restore(checkpoint.callbacks)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _BuiltModel:
-    """The model and the parts of its step, with notes for display."""
-
-    model: nn.Module
-    parts: StepParts
-    pretrained: list[str]
-    notes: list[str]
-
-
 def _build_model(
     config: RunConfig, strategy: Strategy, inputs: RunInputs, plan: BatchPlan, rate: float,
     checkpoint: Checkpoint | None, components: Components, startup: StartUp,
-) -> _BuiltModel:  # fmt: skip
+) -> tuple[StepParts, list[str], list[str]]:  # fmt: skip
+    """Returns the parts of the step, notes on the model, and notes on the pretrained weights."""
     group, source = strategy.group, inputs.source
     with group.phase("model"):
         model, pretrained = _create_model(config, source, group, components)
@@ -231,7 +190,7 @@ def _build_model(
         steps_per_epoch=plan.samples / plan.last_batch, components=components,
         classes=config.model.num_classes or len(source.classes), limits=limits, strategy=strategy,
     )  # fmt: skip
-    return _BuiltModel(model=model, parts=parts, pretrained=pretrained, notes=notes)
+    return parts, notes, pretrained
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from paceline.core.events import (
     StepEvent,
     StopEvent,
 )
+from paceline.core.imports import first_line
 
 if TYPE_CHECKING:
     from paceline.train.training import Training
@@ -166,11 +167,9 @@ class CallbackRunner:
                 self._fail(callback, str(hook), error)
 
     def _fail(self, callback: Callback, hook: str, error: Exception) -> None:
-        reason = str(error).splitlines()[0] if str(error) else ""
-        name = f"{type(callback).__name__}.{hook}"
         saved = "; the run was saved and continues with resume='auto'"
         self.error = RunError(
-            f"the callback {name} failed: {type(error).__name__}{reason and ': '}{reason}",
+            f"the callback {type(callback).__name__}.{hook} failed: {first_line(error)}",
             f"fix it, or leave it out{'' if hook == 'on_start' else saved}",
         )
         self.error.__cause__ = error
@@ -191,18 +190,14 @@ class CallbackRunner:
                     self._fail(callback, "state_dict", error)
                 continue
             if state:
-                states[self._key(number, callback)] = state
+                states[f"{number}:{type(callback).__name__}"] = state
         return states
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restores the states. Callbacks without a saved state start afresh."""
         for number, callback in enumerate(self._callbacks):
-            if (key := self._key(number, callback)) in saved:
+            if (key := f"{number}:{type(callback).__name__}") in saved:
                 callback.load_state_dict(dict(saved[key]))
-
-    @staticmethod
-    def _key(number: int, callback: Callback) -> str:
-        return f"{number}:{type(callback).__name__}"
 
     def close(self) -> None:
         """Does nothing."""

@@ -23,13 +23,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import CheckpointError
-from paceline.core.files import (
-    LEFTOVERS,
-    part_path,
-    read_regular,
-    sync_directory,
-    whole_file,
-)
+from paceline.core.files import LEFTOVERS, part_path, read_regular, sync_directory, whole_file
 from paceline.core.untrusted import is_count
 from paceline.models import TensorFileError, load_tensors
 from paceline.version import __version__
@@ -324,7 +318,13 @@ class CheckpointStore:
         """
         path = self.path(checkpoint.step)
         try:
-            self._write(checkpoint, path, best=best)
+            if best:
+                # The best one first: after a kill between the two writes, the resumed run repeats the
+                # step and finds it best again. In the other order, the best one would be missing.
+                checkpoint.write(self.best)
+                link_atomically(self.best, path)
+            else:
+                checkpoint.write(path)
         except CheckpointError as error:
             last, remedy = self.newest(), error.remedy
             if last:
@@ -354,15 +354,6 @@ class CheckpointStore:
                     file.unlink(missing_ok=True)
         for leftover in self.folder.glob(LEFTOVERS):
             leftover.unlink(missing_ok=True)
-
-    def _write(self, checkpoint: Checkpoint, path: Path, *, best: bool) -> None:
-        if best:
-            # The best one first: after a kill between the two writes, the resumed run repeats the step
-            # and finds it best again. In the other order, the best checkpoint would be missing.
-            checkpoint.write(self.best)
-            link_atomically(self.best, path)
-        else:
-            checkpoint.write(path)
 
 
 def set_aside(file: Path, reason: str) -> Path:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,8 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import CheckpointError, PacelineError
-from paceline.core.host import available_cores
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.machine import out_of_memory
-
-# More threads do not copy faster: memory is the limit.
-_COPY_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -101,7 +96,11 @@ class HostCopy:
             copies.clear()
             _free_pinned_memory()
             return None
-        _copy_all(copies)
+        # The copies from a GPU are queued, and complete together.
+        for place, source in copies:
+            place.copy_(source, non_blocking=source.is_cuda)
+        for device in {source.device for _, source in copies if source.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
         return copy
 
 
@@ -122,27 +121,6 @@ def _free_pinned_memory() -> None:
     free = getattr(torch._C, "_host_emptyCache", None)
     if free is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         free()
-
-
-def _copy_all(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copies tensors of a GPU in one go, and tensors of the CPU on several cores."""
-    from_gpu = [pair for pair in copies if pair[1].is_cuda]
-    for place, source in from_gpu:
-        place.copy_(source, non_blocking=True)
-    largest_first = sorted(
-        (pair for pair in copies if not pair[1].is_cuda), key=lambda pair: -pair[1].numel()
-    )
-    threads = min(_COPY_THREADS, available_cores())
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(_copy_part, (largest_first[n::threads] for n in range(threads))))
-    for device in {source.device for _, source in from_gpu}:
-        torch.cuda.current_stream(device).synchronize()
-
-
-@torch.no_grad()
-def _copy_part(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for place, source in copies:
-        place.copy_(source)
 
 
 def _fits(place: Tensor, source: Tensor) -> bool:
@@ -184,9 +162,8 @@ class CheckpointWriter:
         assert self._written is None
         copy = self._copy.take(checkpoint) if self._background else None
         if copy is None:
-            self._write(checkpoint.on_host(), write, best, started, None)
-            if self._background:
-                self._note_no_copy()
+            note = self._note_no_copy(checkpoint.step) if self._background else ""
+            self._write(checkpoint.on_host(), write, best, started, None, note)
             return
         stall_s = time.perf_counter() - started
         self._thread = threading.Thread(
@@ -198,26 +175,21 @@ class CheckpointWriter:
         )
         self._thread.start()
 
-    def _note_no_copy(self) -> None:
-        """Adds a note to the first save without a copy."""
-        assert self._written is not None
-        if not self._noted:
-            self._noted = True
-            text = (
-                f"training waited for the checkpoint of step {self._written.step}: the host has no "
-                f"memory for a copy of it ({self._copy.problem}); free some, raise the limit of pinned "
-                "memory (ulimit -l), or use checkpoint.background=false"
-            )
-            self._written = replace(self._written, note=text)
+    def _note_no_copy(self, step: int) -> str:
+        """Returns a note for the first save without a copy; "" for later ones."""
+        if self._noted:
+            return ""
+        self._noted = True
+        return (
+            f"training waits for the checkpoint of step {step}: the host has no memory for a copy of it "
+            f"({self._copy.problem}); free some, raise the limit of pinned memory (ulimit -l), or use "
+            "checkpoint.background=false"
+        )
 
     def _write(
-        self,
-        checkpoint: Checkpoint,
-        write: Callable[[Checkpoint], Path],
-        best: bool,
-        started: float,
-        stall_s: float | None,
-    ) -> None:
+        self, checkpoint: Checkpoint, write: Callable[[Checkpoint], Path], best: bool,
+        started: float, stall_s: float | None, note: str = "",
+    ) -> None:  # fmt: skip
         path, error = None, None
         try:
             path = write(checkpoint)
@@ -232,7 +204,7 @@ class CheckpointWriter:
             error.__cause__ = caught
         save_s = time.perf_counter() - started
         stall_s = save_s if stall_s is None else stall_s
-        self._written = Written(checkpoint.step, best, save_s, stall_s, path, error)
+        self._written = Written(checkpoint.step, best, save_s, stall_s, path, error, note)
 
     def take_written(self, *, wait: bool) -> Written | None:
         """Returns the result of the last save, once.

@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from paceline.comm.group import Group
@@ -109,11 +109,7 @@ def thumbnail(image: Tensor) -> str:
         return ""
     pixels = image.numpy()
     picture = Image.fromarray(pixels[..., 0] if channels == 1 else pixels)
-    width, height = picture.size
-    scale = _EDGE / max(width, height)
-    size = (max(1, round(width * scale)), max(1, round(height * scale)))
+    small = ImageOps.contain(picture, (_EDGE, _EDGE), Image.Resampling.BILINEAR)
     buffer = io.BytesIO()
-    picture.resize(size, Image.Resampling.BILINEAR).convert("RGB").save(
-        buffer, "JPEG", quality=_QUALITY
-    )
+    small.convert("RGB").save(buffer, "JPEG", quality=_QUALITY)
     return base64.b64encode(buffer.getvalue()).decode()

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ from paceline.train.fast_path import triton_problem
 from paceline.train.inputs import common_settings, labels_digest, shared_versions
 from paceline.train.loss import LOSSES, CrossEntropy, OwnLoss, TrainingLoss, create_loss
 from paceline.train.machine import choose_device, out_of_memory, run_eagerly
-from paceline.train.model_checks import find_logits, forward_error, make_model
+from paceline.train.model_checks import explained_forward, find_logits, make_model
 from paceline.train.stop_signals import StopSignals, agreed_stop
 from paceline.train.weights import checkpoint_weights
 
@@ -113,13 +113,18 @@ def evaluate(
         DataError: On all ranks, if too many images are corrupt.
     """
     started = time.perf_counter()
-    forward = _Forward(
-        model, normalize, group.device, loss_function or CrossEntropy(), classes, flip
-    )
-    sums, failed = _Sums(group.device), False
+    loss_function = loss_function or CrossEntropy()
+    sums, failed = _Sums(model, normalize, group.device, loss_function, classes, flip), False
     try:
         with _evaluation_mode(model), policy.compute():
-            _add_batches(batches, forward, sums, details, stop, group)
+            for batch in batches:
+                if stop.received is not None:
+                    group.announce_stop()
+                if stop.received is not None or group.stop_announced():
+                    break
+                logits, labels = sums.add(batch)
+                if details is not None:
+                    details.add(logits, labels, batch.images)
     except (PacelineError, RuntimeError, MemoryError) as error:
         # The other ranks wait in the sum below, which reports the error to them.
         where = f"evaluating {sums.batch_size} images at a time"
@@ -154,26 +159,12 @@ def evaluate(
     )
 
 
-def _add_batches(
-    batches: Iterable[Batch], forward: _Forward, sums: _Sums, details: EvalDetails | None,
-    stop: StopSignals, group: Group,
-) -> None:  # fmt: skip
-    """Evaluates the batches of this rank, until a rank is asked to stop."""
-    for batch in batches:
-        if stop.received is not None:
-            group.announce_stop()
-        if stop.received is not None or group.stop_announced():
-            return
-        sums.batch_size = len(batch)
-        logits, labels, loss = forward(batch)
-        sums.add(logits, labels, loss, batch.corrupt)
-        if details is not None:
-            details.add(logits, labels, batch.images)
+@dataclass
+class _Sums:
+    """Evaluates batches; with `flip`, each image and its mirror image.
 
-
-@dataclass(frozen=True)
-class _Forward:
-    """Evaluates one batch; with `flip`, each image and its mirror image."""
+    The sums of this rank stay on the device until the end.
+    """
 
     model: nn.Module
     normalize: Normalizer
@@ -181,9 +172,18 @@ class _Forward:
     loss_function: TrainingLoss
     classes: int | None
     flip: bool
+    corrupt: list[CorruptSample] = field(default_factory=list)
+    # Size of the current batch.
+    batch_size: int = 0
 
-    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns logits, labels on the device, and the sum of the losses."""
+    def __post_init__(self) -> None:
+        self._right1 = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._right5, self._loss = self._right1.clone(), self._right1.clone()
+        self._samples = 0
+
+    def add(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Evaluates one batch; returns logits and labels on the device."""
+        self.batch_size = len(batch)
         images = self.normalize(batch.images, self.device)
         views = [_outputs(self.model, images)]
         if self.flip:
@@ -193,30 +193,15 @@ class _Forward:
         own = isinstance(self.loss_function, OwnLoss) and self.loss_function.in_evaluation
         # A user's loss accepts all outputs, which have no mean. The losses of the views have one.
         outputs = views if own else [logits]
-        loss = torch.stack([self.loss_function.evaluated(v, labels) for v in outputs]).mean(0)
-        return logits, labels, loss
-
-
-class _Sums:
-    """Sums of this rank. They stay on the device until the end."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._right1 = torch.zeros((), dtype=torch.float64, device=device)
-        self._right5, self._loss = self._right1.clone(), self._right1.clone()
-        self._samples = 0
-        self.corrupt: list[CorruptSample] = []
-        # Size of the current batch.
-        self.batch_size = 0
-
-    def add(
-        self, outputs: Tensor, labels: Tensor, loss: Tensor, corrupt: Sequence[CorruptSample]
-    ) -> None:
-        ranked = outputs.topk(min(5, outputs.shape[1]), dim=1).indices == labels[:, None]
+        self._loss += torch.stack([self.loss_function.evaluated(v, labels) for v in outputs]).mean(
+            0
+        )
+        ranked = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
         self._right1 += ranked[:, 0].sum()
         self._right5 += ranked.sum()
-        self._loss += loss
         self._samples += len(labels)
-        self.corrupt += corrupt
+        self.corrupt += batch.corrupt
+        return logits, labels
 
     def to_tensor(self, *flags: float) -> Tensor:
         counts = torch.tensor([self._samples, len(self.corrupt), *flags], dtype=torch.float64)
@@ -270,17 +255,10 @@ def takes_evaluation(
 
 
 def _outputs(model: nn.Module, images: Tensor) -> object:
-    try:
-        outputs: object = model(images)
-    except Exception as error:
-        known = None if is_own(model) else forward_error(error, images.shape, _FORWARD)
-        if known is None:
-            raise
-        raise known from error
-    return outputs
-
-
-_FORWARD = "the model's forward in evaluation mode"
+    if is_own(model):
+        return model(images)
+    with explained_forward(images.shape, "the model's forward in evaluation mode"):
+        return model(images)
 
 
 def _check_counts(samples: float, bad: float, corrupt_limit: int | None) -> None:
@@ -406,7 +384,14 @@ def _open_validation(
         source, note = open_other(config.data, checkpoint.classes, is_training_data)
     else:
         source = open_source(config.data, "val", checkpoint.classes)
-    _check_classes(source.classes, checkpoint.classes, path)
+    here, trained = list(source.classes), list(checkpoint.classes)
+    if here != trained:
+        names = sorted(set(here) ^ set(trained))
+        difference = ", ".join(map(repr, names[:3])) or "the order"
+        raise CheckpointError(
+            f"the data has {len(here)} classes, {path} {len(trained)}; they differ in {difference}",
+            "evaluate on the classes of its training",
+        )
     return source, note
 
 
@@ -443,14 +428,3 @@ def restore_model(
     if config.run.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model
-
-
-def _check_classes(here: Sequence[str], trained: Sequence[str], path: Path) -> None:
-    """Raises a CheckpointError unless the classes of data and checkpoint are equal."""
-    if list(here) != list(trained):
-        names = sorted(set(here) ^ set(trained))
-        difference = ", ".join(map(repr, names[:3])) or "the order"
-        raise CheckpointError(
-            f"the data has {len(here)} classes, {path} {len(trained)}; they differ in {difference}",
-            "evaluate on the classes of its training",
-        )

@@ -34,7 +34,7 @@ from paceline.precision.policy import Policy
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.evaluate import takes_evaluation
 from paceline.train.fast_path import FastPath
-from paceline.train.loss import CrossEntropy, OwnLoss, TrainingLoss, check_gradient
+from paceline.train.loss import CrossEntropy, OwnLoss, TrainingLoss
 from paceline.train.machine import explain_out_of_memory
 from paceline.train.micro_step import Advise, no_advice
 from paceline.train.model_checks import restored_buffers
@@ -134,8 +134,13 @@ class ChosenPlan:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         tensors = tuple(tensor_spec(name, p) for name, p in trained.items())
         facts = ModelFacts.of((spec.name, spec.length) for spec in tensors)
-        if pinned is not None:
-            _check_pinned(pinned, trained)
+        different = sorted(set(pinned.plan.tensors) ^ set(trained)) if pinned is not None else []
+        if different:
+            raise CheckpointError(
+                f"the checkpoint trains other tensors: {', '.join(different[:3])} "
+                f"({len(different)} in all)",
+                "resume with the settings of [model] that the run was started with",
+            )
         choice, plan, origin = None, None, "as in the checkpoint"
         if pinned is not None and pinned.whole:
             plan = pinned.plan
@@ -190,15 +195,6 @@ def _expected(settings: CommSettings, plan: FusionPlan) -> Expected | None:
         return None
     # A file of `tune` without a model has a table of sizes instead of a plan.
     return file.expected if file.fusion == plan else None
-
-
-def _check_pinned(pinned: PinnedPlan, trained: dict[str, nn.Parameter]) -> None:
-    different = sorted(set(pinned.plan.tensors) ^ set(trained))
-    if different:
-        raise CheckpointError(
-            f"the checkpoint trains other tensors: {', '.join(different[:3])} ({len(different)} in all)",
-            "resume with the settings of [model] that the run was started with",
-        )
 
 
 def check_wires(config: RunConfig, plan: FusionPlan, origin: str) -> None:
@@ -359,7 +355,13 @@ class DryBackward:
         trained = [p for p in model.parameters() if p.requires_grad]
         with self._as_first_step():
             total = self._total(self._outputs(), mixes=mixes)
-            check_gradient(total, self.loss)
+            remedy = "compute it from the outputs with differentiable operations"
+            if not total.requires_grad:
+                raise RunError(
+                    f"the loss {self.loss.name} has no gradient: it does not depend on the outputs, or "
+                    "detaches them",
+                    remedy,
+                )
             try:
                 torch.autograd.grad(total, trained, allow_unused=True)
             except RuntimeError as error:
@@ -367,7 +369,7 @@ class DryBackward:
                     raise
                 raise RunError(
                     f"the backward pass of the loss {self.loss.name} failed ({first_line(error)})",
-                    "compute it from the outputs with differentiable operations",
+                    remedy,
                 ) from error
             if isinstance(self.loss, OwnLoss):
                 self.loss.in_evaluation = takes_evaluation(

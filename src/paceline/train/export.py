@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from paceline.config import stored_config
 from paceline.core.errors import ConfigError, PacelineError, RunError
+from paceline.core.imports import first_line
 from paceline.train.checkpoint import Checkpoint, find_checkpoint, write_atomically
 from paceline.train.model_checks import find_logits
 from paceline.train.weights import as_metadata, checkpoint_weights, preprocessing, write_weights
@@ -86,12 +87,11 @@ def _exported(predictor: Predictor) -> tuple[Tensor, torch.export.ExportedProgra
     try:
         with torch.no_grad():
             program = torch.export.export(model, (images,), dynamic_shapes=({0: batch},))
+    except PacelineError:
+        raise
     except Exception as error:  # the model's code can raise anything in the exporter
-        if isinstance(error, PacelineError):
-            raise
-        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise RunError(
-            f"the model cannot be exported as a program ({reason})",
+            f"the model cannot be exported as a program ({first_line(error)})",
             "export its weights as .safetensors",
         ) from error
     return images, program

@@ -1,9 +1,7 @@
 """`FastPath`: an acceleration of the forward pass, memory format and CUDA graphs.
 
 `choose_fast_path` asks the accelerations (`models.acceleration`) for a faster forward pass and decides
-about CUDA graphs. It refuses settings that cannot be obeyed. `try_fast_path` runs the trials of the
-acceleration. If an automatic choice fails with this model, all ranks drop it, and the description of the
-run says so.
+about CUDA graphs. It refuses settings that cannot be obeyed.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from paceline.models.acceleration import (
     Applied,
     Forward,
     Result,
-    TrialPass,
     accelerations,
 )
 from paceline.models.synced_norm import find_norms, use_torch_norms
@@ -224,24 +221,6 @@ class AllRanks:
         sent = self.group.broadcast_bytes(None if rows is None else json.dumps(rows).encode())
         values: list[Any] = json.loads(sent)
         return values
-
-
-def try_fast_path(fast: FastPath, group: Group, trial: TrialPass, *, foreign: bool) -> FastPath:
-    """Runs the trials of the acceleration, if there is one. A collective.
-
-    Args:
-        fast: The choices so far.
-        group: The ranks.
-        trial: Runs a forward and backward pass.
-        foreign: True for a model that is not Paceline's.
-
-    Returns:
-        The choices, equal on all ranks.
-    """
-    if fast.applied is None:
-        return fast
-    fast.applied.calibrate(AllRanks(group), trial, foreign=foreign)
-    return replace(fast, forward=fast.applied.forward)
 
 
 @functools.cache

@@ -31,8 +31,8 @@ from paceline.train.components import Components
 from paceline.train.evaluate import restore_model
 from paceline.train.export import check_export, export_onnx, export_program
 from paceline.train.fast_path import triton_problem
-from paceline.train.machine import choose_device, out_of_memory
-from paceline.train.model_checks import find_logits, forward_error
+from paceline.train.machine import choose_device, explain_out_of_memory
+from paceline.train.model_checks import explained_forward, find_logits
 from paceline.train.weights import as_metadata, preprocessing, write_weights
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
@@ -247,42 +247,27 @@ class Predictor:
         loader = create_eval_loader(
             source, data, rank=0, world_size=1, batch_size=batch_size, device=device
         )
-        try:
-            with loader, torch.inference_mode(), self.policy.compute():
-                for batch in loader:
-                    outputs = self._outputs(normalize(batch.images, device))
-                    places = batch.labels.cpu()
-                    scores[places] = self._probabilities(outputs.float()).cpu()
-                    seen[places] = True
-                corrupt = {sample.name: sample.reason for sample in loader.corrupt}
-        except (RuntimeError, MemoryError) as error:
-            fault = out_of_memory(error, f"classifying {batch_size} images at a time",
-                                  "use a smaller --batch-size")  # fmt: skip
-            raise fault or error from error
+        where, remedy = f"classifying {batch_size} images at a time", "use a smaller --batch-size"
+        # Binary cross-entropy trains one binary decision per class.
+        binary = self.config.run.loss == "bce"
+        with (
+            explain_out_of_memory(where, remedy), loader, torch.inference_mode(), self.policy.compute(),
+        ):  # fmt: skip
+            for batch in loader:
+                inputs, places = normalize(batch.images, device), batch.labels.cpu()
+                with explained_forward(inputs.shape):
+                    outputs = find_logits(self.model(inputs), self.width).float()
+                scores[places] = (outputs.sigmoid() if binary else outputs.softmax(1)).cpu()
+                seen[places] = True
+            corrupt = {sample.name: sample.reason for sample in loader.corrupt}
         missing = torch.nonzero(~seen).flatten().tolist()
         errors = {i: corrupt.get(source.name(i), "cannot be decoded") for i in missing}
         return scores, errors
-
-    def _outputs(self, images: Tensor) -> Tensor:
-        """Returns the logits; raises an exception of a user's model as an error of one line."""
-        try:
-            return find_logits(self.model(images), self.width)
-        except Exception as error:
-            fault = forward_error(error, images.shape)
-            if fault is None:
-                raise
-            raise fault from error
 
     @property
     def width(self) -> int:
         """Number of outputs of the model: its classes, or more (`model.num_classes`)."""
         return self.config.model.num_classes or len(self.classes)
-
-    def _probabilities(self, outputs: Tensor) -> Tensor:
-        # Binary cross-entropy trains one binary decision per class.
-        if self.config.run.loss == "bce":
-            return outputs.sigmoid()
-        return outputs.softmax(dim=1)
 
     def export(self, out: Path, opset: int | None = None) -> str:
         """Writes the model with classes, sizes, mean and std.
@@ -320,11 +305,11 @@ def _check_image(name: str, image: object) -> None:
     if isinstance(image, str | Path | Image.Image):
         return
     if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim not in (2, 3):
-        kind = (
-            f"{image.dtype} array of shape {image.shape}" if isinstance(image, np.ndarray) else ""
-        )
+        kind = type(image).__name__
+        if isinstance(image, np.ndarray):
+            kind = f"{image.dtype} array of shape {image.shape}"
         raise DataError(
-            f"{name} is a {kind or type(image).__name__}",
+            f"{name} is a {kind}",
             "give file names, PIL images, or uint8 arrays of height × width × channels",
         )
 

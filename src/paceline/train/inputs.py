@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,13 @@ from paceline.train.checkpoint import (
 from paceline.train.components import Components
 from paceline.train.machine import versions
 from paceline.train.resolve import check_num_classes
-from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder, RunLock, claim_run_folder
+from paceline.train.run_folder import (
+    LOCAL_SETTINGS,
+    RunFolder,
+    RunLock,
+    claim_run_folder,
+    undone_on_error,
+)
 from paceline.train.run_state import check_pinned
 
 
@@ -69,13 +75,6 @@ class RunInputs:
     folder: RunFolder
     lock: RunLock | None
 
-    @contextlib.contextmanager
-    def discarded_on_error(self) -> Iterator[None]:
-        """Releases the lock and removes an empty folder if an error leaves the context."""
-        lock = self.lock.released_on_error() if self.lock else contextlib.nullcontext()
-        with self.folder.discarded_on_error(), lock:
-            yield
-
 
 def agree_on_inputs(config: RunConfig, group: Group, components: Components) -> RunInputs:
     """Opens the data and the run folder together with all ranks. A collective.
@@ -94,8 +93,7 @@ def agree_on_inputs(config: RunConfig, group: Group, components: Components) -> 
             source, validation = _open_data(config, components)
             if group.rank == 0:
                 claimed = claim_run_folder(config, restarted=group.restarted)
-                undo.enter_context(claimed[0].discarded_on_error())
-                undo.enter_context(claimed[1].released_on_error())
+                undo.enter_context(undone_on_error(*claimed))
         with group.phase("data set") as same:
             labels = labels_digest(source.labels)
             if config.data.shuffle_window:

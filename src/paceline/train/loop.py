@@ -14,11 +14,7 @@ from pathlib import Path
 
 from paceline.config import changed_settings
 from paceline.core.errors import CheckpointError, PacelineError
-from paceline.core.events import (
-    EvalEvent,
-    NoteEvent,
-    StartEvent,
-)
+from paceline.core.events import EvalEvent, NoteEvent, StartEvent
 from paceline.data import allowed_corrupt, create_eval_loader
 from paceline.train.batch_sizes import eval_batch
 from paceline.train.checkpoint import Checkpoint, write_atomically
@@ -26,7 +22,6 @@ from paceline.train.eval_details import EvalDetails, wants_details
 from paceline.train.evaluate import evaluate
 from paceline.train.machine import command_line, hardware, versions
 from paceline.train.observers import InputReport
-from paceline.train.run_folder import RunFolderGoneError, RunFolderInUseError
 from paceline.train.step import StepOutcome
 from paceline.train.step_records import StepRecords, check_divergence
 from paceline.train.strategy import strategy_fields
@@ -56,12 +51,9 @@ class TrainingLoop:
         self._started = time.perf_counter()
         if training.folder.holds_its_checkpoint:
             training.saved_step = training.progress.step
+        share = training.config.data.max_corrupt_share
         self._input = InputReport(
-            training.progress,
-            training.plan.samples,
-            training.config.data.max_corrupt_share,
-            training.group,
-            training.emit,
+            training.progress, training.plan.samples, share, training.group, training.emit
         )
         self._records = StepRecords(training)
         self._save_owed = False
@@ -125,14 +117,9 @@ class TrainingLoop:
         """Emits a note if the last training or validation loss is not finite."""
         progress = self._t.progress
         evaluated = progress.evaluated_step == progress.step and progress.val_loss is not None
-        what = "" if progress.loss_finite else "training"
-        if evaluated and not math.isfinite(progress.val_loss or 0.0):
-            what = "validation"
-        if what:
-            best = f"; the best checkpoint is of step {progress.best_step}"
-            remedy = "lower --lr or lengthen --warmup-epochs"
-            text = f"the run ended with a {what} loss that is not finite: {remedy}"
-            self._t.emit(NoteEvent(text + best * (progress.best_step > 0)))
+        if not progress.loss_finite or (evaluated and not math.isfinite(progress.val_loss or 0.0)):
+            text = "the run ended with a loss that is not finite: lower --lr or lengthen --warmup-epochs"
+            self._t.emit(NoteEvent(text))
 
     def _save_before(self, error: PacelineError) -> None:
         """Saves the last completed step after an error of the user's model or data.
@@ -151,10 +138,10 @@ class TrainingLoop:
         for number in range(progress.step, t.plan.total_steps):
             t.step.launch(number, t.schedule.rate(number), t.schedule.others(number))
             pause = self._evaluation_is_due(number + 1) or self._save_is_due(number + 1)
-            stop = self._collect(0 if pause else t.step.lag)
+            stop = self.collect(0 if pause else t.step.lag)
             if stop is None and self._save_owed and not pause:
                 # A signal requested a save. Steps in flight complete first.
-                stop, pause = self._collect(0), True
+                stop, pause = self.collect(), True
             if stop is not None:
                 return stop
             if t.trace.is_due(progress.step):
@@ -167,9 +154,9 @@ class TrainingLoop:
                 return result
             if self._save_is_due(number + 1):
                 self._save_if_sound()
-        return self._collect(0) or RunResult("finished", None)
+        return self.collect() or RunResult("finished", None)
 
-    def _collect(self, left: int) -> RunResult | None:
+    def collect(self, left: int = 0) -> RunResult | None:
         """Accounts for steps until `left` are in flight, or for all if one requests a stop."""
         stop: signal.Signals | None = None
         requested = False
@@ -184,10 +171,6 @@ class TrainingLoop:
         if stop is not None:
             return RunResult(stop.name, stop)
         return RunResult("callback", None) if requested else None
-
-    def account_for_launched_steps(self) -> None:
-        """Accounts for all steps in flight."""
-        self._collect(0)
 
     def _catch_up(self) -> RunResult | None:
         """Runs an evaluation that is due after a resume, and ends a run that has reached its target."""
@@ -230,13 +213,9 @@ class TrainingLoop:
         t, progress = self._t, self._t.progress
         t.step.strategy.pause()
         loader = create_eval_loader(
-            t.validation,
-            t.config.data,
-            rank=t.group.rank,
-            world_size=t.group.world_size,
-            batch_size=eval_batch(t.sizes.micro_batch),
-            device=t.group.device,
-        )
+            t.validation, t.config.data, rank=t.group.rank, world_size=t.group.world_size,
+            batch_size=eval_batch(t.sizes.micro_batch), device=t.group.device,
+        )  # fmt: skip
         limit = allowed_corrupt(t.config.data.max_corrupt_share, len(t.validation))
         classes = t.config.model.num_classes or len(t.source.classes)
         details = None
@@ -294,10 +273,8 @@ class TrainingLoop:
         try:
             t.check_folder()
             write_atomically(t.folder.path / "evaluation.json", content)
-        except CheckpointError as error:
+        except PacelineError as error:
             self._input.note(str(error))
-        except (RunFolderGoneError, RunFolderInUseError):
-            return  # the next save reports it
 
     def _save_is_due(self, step: int) -> bool:
         t = self._t

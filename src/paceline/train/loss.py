@@ -88,17 +88,11 @@ class BinaryCrossEntropy(TrainingLoss):
         probabilities = class_probabilities(targets, outputs.shape[1], own)
         # The class of the label gets 1 − s + s / classes, any other class s / classes.
         smooth = probabilities * (1 - self._smoothing) + self._smoothing / outputs.shape[1]
-        return self._sum(outputs, smooth)
+        losses = F.binary_cross_entropy_with_logits(outputs.float(), smooth, reduction="none")
+        return losses.mean(dim=1).sum()
 
     def evaluated(self, outputs: Any, targets: Tensor) -> Tensor:
-        return self._sum(outputs, class_probabilities(targets, outputs.shape[1]))
-
-    @staticmethod
-    def _sum(outputs: Tensor, probabilities: Tensor) -> Tensor:
-        losses = F.binary_cross_entropy_with_logits(
-            outputs.float(), probabilities, reduction="none"
-        )
-        return losses.mean(dim=1).sum()
+        return BinaryCrossEntropy().total(outputs, targets)
 
     def describe(self) -> str:
         return "bce, mean over classes"
@@ -221,15 +215,6 @@ def create_loss(
     return OwnLoss(function, settings.loss, classes)
 
 
-def check_gradient(total: Tensor, loss: TrainingLoss) -> None:
-    """Raises a RunError unless the loss depends on the model's parameters."""
-    if not total.requires_grad:
-        raise RunError(
-            f"the loss {loss.name} has no gradient: it does not depend on the outputs, or detaches them",
-            "compute it from the outputs with differentiable operations",
-        )
-
-
 class Mixing:
     """Mixes each image of a micro-batch, and its label, with another one.
 
@@ -269,10 +254,8 @@ class Mixing:
         table[:, 0] = chance.beta(self._mixup, self._mixup, samples) if self._mixup else 1
         if self._cutmix:
             boxes = self._boxes(chance, samples)
-            boxed = np.zeros_like(table)
-            boxed[:, 0], boxed[:, 1:] = 1, boxes
             takes = chance.random(samples) < (0.5 if self._mixup else 1)
-            table[takes] = boxed[takes]
+            table[takes, 0], table[takes, 1:] = 1, boxes[takes]
         return torch.from_numpy(table)
 
     def _boxes(self, chance: np.random.Generator, samples: int) -> npt.NDArray[np.int64]:

@@ -117,7 +117,7 @@ def hardware(device: torch.device) -> dict[str, str]:
         "device": str(device),
         "cpu": _cpu_name(),
         "cores": str(available_cores()),
-        "memory_gib": f"{_memory_gib():.0f}",
+        "memory_gib": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f}",
         "system": f"{platform.system()} {platform.machine()}",
     }
     if device.type == "cuda":
@@ -136,10 +136,6 @@ def _cpu_name() -> str:
         return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def _memory_gib() -> float:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
 def out_of_memory(error: Exception, where: str, remedy: str) -> RunError | None:

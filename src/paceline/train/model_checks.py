@@ -88,11 +88,12 @@ def only_output(outputs: object) -> Tensor:
     """Returns the only tensor of a model's outputs; raises a RunError if there are several."""
     tensors = tensors_in(outputs)
     if len(tensors) != 1:
-        raise RunError(f"the model returns {_kind(outputs)}", _ONE_OUTPUT)
+        raise RunError(
+            f"the model returns {_kind(outputs)} in training mode",
+            "return only the logits (in torchvision with model.arguments={aux_logits=false}), or give "
+            "the run a loss that accepts all outputs",
+        )
     return tensors[0]
-
-
-_ONE_OUTPUT = "return only the logits, or give the run a loss that accepts all outputs"
 
 
 def with_one_output(forward: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
@@ -164,6 +165,18 @@ def forward_error(
     )
 
 
+@contextmanager
+def explained_forward(images: Any, what: str = "the model's forward") -> Iterator[None]:
+    """Replaces exceptions of a user's model by the error of `forward_error`."""
+    try:
+        yield
+    except Exception as error:
+        fault = forward_error(error, images, what)
+        if fault is None or fault is error:
+            raise
+        raise fault from error
+
+
 def check_placed(model: nn.Module, device: torch.device) -> None:
     """Raises a RunError if a tensor of the model is not on `device`."""
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
@@ -214,7 +227,8 @@ def check_model(
         first = _outputs(model, shape, nhwc)
         _check_parameters(model, before)
         notes = _check_state(model, state, ranks)
-        _check_outputs(first, shape[0], classes, model, own_loss=own_loss)
+        if not own_loss:
+            _check_shape(only_output(first), shape[0], classes, "")
         if not notes and not _alike(first, _outputs(model, shape, nhwc)):
             notes.append(
                 f"{VARIES}: it keeps state outside of its buffers or draws numbers outside of torch's "
@@ -230,35 +244,15 @@ def _outputs(
     model: nn.Module, shape: Images, nhwc: bool, what: str = "the model's forward"
 ) -> object:
     device = next(model.parameters()).device
-    on_gpu = device.type == "cuda"
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[device] if on_gpu else []):
-            torch.manual_seed(0)
-            images = torch.randn(shape, device=device)
-            layout = torch.channels_last if nhwc else torch.contiguous_format
-            outputs: object = model(images.contiguous(memory_format=layout))
-            if on_gpu:
-                torch.cuda.synchronize(device)
-            return outputs
-    except Exception as error:
-        fault = forward_error(error, shape, what)
-        if fault is None:
-            raise
-        raise fault from error
-
-
-def _check_outputs(
-    outputs: object, samples: int, classes: int, model: nn.Module, *, own_loss: bool
-) -> None:
-    if own_loss:
-        return
-    if len(tensors_in(outputs)) != 1:
-        auxiliary = getattr(model, "aux_logits", False)
-        raise RunError(
-            f"the model returns {_kind(outputs)} in training mode",
-            "use --set model.arguments={aux_logits=false}" if auxiliary else _ONE_OUTPUT,
-        )
-    _check_shape(only_output(outputs), samples, classes, "")
+    devices = [device] if device.type == "cuda" else []
+    layout = torch.channels_last if nhwc else torch.contiguous_format
+    with explained_forward(shape, what), torch.no_grad(), torch.random.fork_rng(devices):
+        torch.manual_seed(0)
+        images = torch.randn(shape, device=device)
+        outputs: object = model(images.contiguous(memory_format=layout))
+        if devices:
+            torch.cuda.synchronize(device)
+        return outputs
 
 
 def _check_shape(logits: Tensor, samples: int, classes: int, mode: str) -> None:

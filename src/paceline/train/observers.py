@@ -213,29 +213,12 @@ class RunTrace:
         ranks = []
         for rank, (data, offset) in enumerate(zip(gathered, offsets, strict=True)):
             sent = json.loads(data)
-            traced = [self._traced(TimelineSpan(*span)) for span in sent["spans"]]
-            ranks.append(TracedRank(rank, sent["host"], *offset, traced))
-        document = trace_document(ranks)
+            spans = [TimelineSpan(*span) for span in sent["spans"]]
+            ranks.append(TracedRank(rank, sent["host"], *offset, spans))
+        document = trace_document(ranks, self._buffers)
         write_atomically(self.path, json.dumps(document).encode())
         worst_us = max(offset.residual_s for offset in offsets) * 1e6
         return f"trace of {len(ranks)} ranks in {self.path}, clocks aligned to ± {worst_us:.0f} µs"
-
-    def _traced(self, span: TimelineSpan) -> TracedSpan:
-        details: dict[str, Any] = {"step": span.step}
-        name = span.name
-        if 0 <= span.bucket < len(self._buffers):
-            buffer = self._buffers[span.bucket]
-            name = buffer.label(span.bucket + 1)
-            details |= {
-                "buffer": span.bucket,
-                "bytes": buffer.bytes,
-                "algorithm": buffer.algorithm,
-                "wire": buffer.wire,
-                "tensors": len(buffer.tensors),
-                "first": buffer.tensors[0],
-            }
-            name = f"sent {name}" if span.name == "sent" else name
-        return TracedSpan(name, span.track, span.start_s, span.stop_s, details)
 
 
 class WatchProcess:
@@ -303,17 +286,6 @@ _TIDS_PER_TRACK = 100
 
 
 @dataclass(frozen=True)
-class TracedSpan:
-    """A span. `start_s` equals `stop_s` for an instant event, such as sending a bucket."""
-
-    name: str
-    track: str
-    start_s: float
-    stop_s: float
-    details: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class TracedRank:
     """Spans of a rank on its own clock, which is `offset_s` ahead of rank 0's, ± `residual_s`."""
 
@@ -321,22 +293,26 @@ class TracedRank:
     host: str
     offset_s: float
     residual_s: float
-    spans: Sequence[TracedSpan]
+    spans: Sequence[TimelineSpan]
 
 
-def trace_document(ranks: Sequence[TracedRank]) -> dict[str, Any]:
+def trace_document(
+    ranks: Sequence[TracedRank], buckets: Sequence[BucketInfo] = ()
+) -> dict[str, Any]:
     """Returns the content of the trace file."""
     starts = [span.start_s - rank.offset_s for rank in ranks for span in rank.spans]
     zero_s = min(starts, default=0.0)
     residuals = {str(rank.rank): round(rank.residual_s * 1e6, 3) for rank in ranks}
     return {
-        "traceEvents": [event for rank in ranks for event in _rank_events(rank, zero_s)],
+        "traceEvents": [event for rank in ranks for event in _rank_events(rank, zero_s, buckets)],
         "displayTimeUnit": "ms",
         "otherData": {"clock": "rank 0's", "clock_residual_us_by_rank": residuals},
     }
 
 
-def _rank_events(rank: TracedRank, zero_s: float) -> list[dict[str, Any]]:
+def _rank_events(
+    rank: TracedRank, zero_s: float, buckets: Sequence[BucketInfo]
+) -> list[dict[str, Any]]:
     process = f"rank {rank.rank} on {rank.host} (clock ± {rank.residual_s * 1e6:.0f} µs)"
     events = [_metadata(rank.rank, "process_name", 0, process)]
     known = [track for track in _TRACKS if any(span.track == track for span in rank.spans)]
@@ -344,14 +320,24 @@ def _rank_events(rank: TracedRank, zero_s: float) -> list[dict[str, Any]]:
         spans = [span for span in rank.spans if span.track == track]
         lanes: list[float] = []
         for span in sorted(spans, key=lambda span: (span.start_s, -span.stop_s)):
-            event = {
+            event: dict[str, Any] = {
                 "name": span.name,
                 "cat": track,
                 "pid": rank.rank,
                 "tid": number * _TIDS_PER_TRACK + _lane(span, lanes),
                 "ts": round((span.start_s - rank.offset_s - zero_s) * 1e6, 3),
-                "args": dict(span.details),
+                "args": {"step": span.step},
             }
+            if 0 <= span.bucket < len(buckets):
+                bucket = buckets[span.bucket]
+                label = bucket.label(span.bucket + 1)
+                event["name"] = f"sent {label}" if span.name == "sent" else label
+                event["args"] |= {
+                    "buffer": span.bucket,
+                    "bytes": bucket.bytes, "algorithm": bucket.algorithm, "wire": bucket.wire,
+                    "tensors": len(bucket.tensors), "first": bucket.tensors[0],
+                }  # fmt: skip
+            # An instant event, such as sending a bucket.
             if span.start_s == span.stop_s:
                 event |= {"ph": "i", "s": "t"}
             else:
@@ -365,7 +351,7 @@ def _rank_events(rank: TracedRank, zero_s: float) -> list[dict[str, Any]]:
     return events
 
 
-def _lane(span: TracedSpan, lanes: list[float]) -> int:
+def _lane(span: TimelineSpan, lanes: list[float]) -> int:
     """Returns the first free lane. `lanes` has the end of the last span on each lane."""
     if span.start_s == span.stop_s:
         return 0

@@ -169,12 +169,14 @@ def _scaled(config: RunConfig, facts: Facts, ranks: int) -> tuple[RunConfig, str
         )  # fmt: skip
     sizes = resolve_batch_sizes(*requested_batch(config, ranks), samples=samples)
     strategy = strategy_class(config)
+    before = flatten(resumed.config) if resumed else {}
     recipe = Recipe(
         optim, known, optim.known_good.optimizer or optim.name, config.run.batch_size,
         config.run.average_epochs, kept=frozenset(optim.known_good.keeps),
         mixing=tuple(f"run.{name}" for name in ("mixup", "cutmix") if getattr(config.run, name)),
         averages=strategy.same_weights, one_batch=strategy.one_batch,
-        pretrained=_pretrained(config, resumed),
+        # This run or the resumed one started from pretrained weights.
+        pretrained=bool(config.run.pretrained or before.get("run.pretrained")),
     )  # fmt: skip
     target = Target(sizes.global_batch, samples, config.run.epochs, ranks)
     scaling = scale_recipe(recipe, target if resumed is None else _as_before(target, resumed))
@@ -192,9 +194,3 @@ def _as_before(target: Target, resumed: Checkpoint) -> Target:
     if last != target.batch:
         return target
     return replace(target, first_batch=first, grows_at=stages[0][0] if stages else None)
-
-
-def _pretrained(config: RunConfig, resumed: Checkpoint | None) -> bool:
-    """Returns True if this run or the resumed one started from pretrained weights."""
-    before = flatten(resumed.config).get("run.pretrained") if resumed else ""
-    return bool(config.run.pretrained or before)

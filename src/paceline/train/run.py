@@ -33,12 +33,7 @@ from paceline.plan.noise import NoiseScale
 from paceline.train.build import build
 from paceline.train.checkpoint import Checkpoint, set_aside, write_atomically
 from paceline.train.components import Components
-from paceline.train.inputs import (
-    common_settings,
-    load_trackers,
-    shared_versions,
-    tracker_names,
-)
+from paceline.train.inputs import common_settings, load_trackers, shared_versions, tracker_names
 from paceline.train.loop import RunResult, TrainingLoop
 from paceline.train.machine import choose_device, hardware, versions
 from paceline.train.observers import watch_run
@@ -137,11 +132,11 @@ def _train(
             outcome = _finished_before(training) or _run_loop(training, display)
     except DeviceError:
         # Nothing can be closed in a lost context. A checkpoint that is being written is in host memory.
-        training.finish_last_save()
+        training.finish_save(run_fails=True)
         raise
     except BaseException as error:
         group.leaving(error)
-        training.finish_last_save()
+        training.finish_save(run_fails=True)
         training.close()
         _finish_given_module(training, components)
         raise
@@ -180,8 +175,9 @@ def _device_errors(group: Group) -> Iterator[None]:
         reason = str(failure).strip().splitlines()[0].removeprefix("CUDA error: ")
         if not any(sign in reason for sign in _LOST_CONTEXT):
             raise
+        gone = group.lost_client()
         raise DeviceError(
-            f"rank {group.rank}: {group.device} failed ({reason})",
+            f"rank {group.rank}: {group.device} failed ({reason}){gone and ': '}{gone}",
             "check the kernel log (dmesg) for Xid errors; find a faulty kernel with "
             "CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer; continue with --resume auto",
         ) from failure
@@ -233,7 +229,9 @@ def _open_records(training: Training, display: Callable[[], Observer]) -> None:
                     names, folder.path, training.progress.step, config.flat(),
                     lambda text: training.emit(NoteEvent(text)),
                 )  # fmt: skip
-        training.observers.append(_records(training))
+        path, rank = folder.metrics(training.group.rank), training.group.rank
+        writes_all = rank == 0 or each_rank_writes(config.run, training.group.world_size)
+        training.observers.append(JsonlWriter(path) if writes_all else RareEvents(path))
         if training.is_main:
             training.observers.append(display())
             for damaged in folder.damaged:
@@ -259,14 +257,6 @@ def _open_records(training: Training, display: Callable[[], Observer]) -> None:
     training.group.agree("records", error)
 
 
-def _records(training: Training) -> Observer:
-    rank, settings = training.group.rank, training.config.run
-    path = training.folder.metrics(rank)
-    if rank == 0 or each_rank_writes(settings, training.group.world_size):
-        return JsonlWriter(path)
-    return RareEvents(path)
-
-
 def _conclude(training: Training, result: RunResult) -> RunOutcome:
     """Checks that all ranks have the same weights; rank 0 writes weights, summary and report."""
     group, folder = training.group, training.folder.path
@@ -275,7 +265,8 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
     weights = fingerprint(master_weights(training.model, optimizer))
     facts = {"the final weights": weights}
     if average is not None:
-        facts["their average"] = fingerprint(average.named())
+        named = master_weights(training.model, optimizer, average.weights)
+        facts["their average"] = fingerprint(named)
     # A callback that failed is reported here, after the save, so that no step is lost.
     failed = training.step.fault or (training.callbacks and training.callbacks.error)
     group.agree("weights", failed or None, facts, "this is a defect: please report it")
@@ -404,7 +395,7 @@ def _last_completed_step(training: Training, loop: TrainingLoop) -> Checkpoint |
         return None
     if not _device_answers(training.group.device):
         return None
-    loop.account_for_launched_steps()
+    loop.collect()
     step.roll_back()
     # `_write_salvaged` checks under the lock if this step is on disk: rank 0 may have died in a save.
     if progress.step == 0 or progress.skipped_in_a_row:
@@ -444,19 +435,14 @@ def _write_salvaged(training: Training, checkpoint: Checkpoint) -> None:
         return  # this node does not share the folder with rank 0
     try:
         path = store.salvaged_path(checkpoint.step)
-        if max(store.steps(), default=-1) >= checkpoint.step:
-            return
-        if max(store.salvaged_steps(), default=-1) > checkpoint.step:
+        newest = max(store.steps(), default=-1)
+        if newest >= checkpoint.step or max(store.salvaged_steps(), default=-1) > checkpoint.step:
             return
         if path.is_file() and (Checkpoint.read(path).salvaged_by or 0) < rank:
             return
         checkpoint.write(path)
-        training.emit(
-            NoteEvent(
-                f"salvaged step {checkpoint.step} after the loss of another rank: {path} "
-                f"(batch-norm statistics of rank {rank} only)"
-            )
-        )
+        text = f"salvaged step {checkpoint.step} after the loss of another rank: {path} "
+        training.emit(NoteEvent(f"{text}(batch-norm statistics of rank {rank} only)"))
     finally:
         if lock is not None:
             lock.release()

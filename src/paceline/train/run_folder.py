@@ -13,10 +13,9 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from paceline.config import DEFAULTS, SECTIONS, RunConfig, with_defaults
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError
@@ -146,15 +145,6 @@ class RunLock:
         os.close(self._descriptor)
         self._descriptor = -1
 
-    @contextlib.contextmanager
-    def released_on_error(self) -> Iterator[None]:
-        """Releases the lock if an error leaves the context."""
-        try:
-            yield
-        except BaseException:
-            self.release()
-            raise
-
 
 def _is_same(file: Path, descriptor: int) -> bool:
     """Returns True if the path `file` still names the open file."""
@@ -183,15 +173,13 @@ def _holder(file: Path) -> str:
 
 
 # Settings that a resumed run may change while it remains the same run.
-LOCAL_SETTINGS = frozenset(
-    {"run.output", "run.resume", "run.log_interval", "run.threads"}
-    | {"run.traced_steps", "run.trackers", "run.report_port"}
-    | {"run.eval_details"}
-    | {"checkpoint.on_sigusr1", "checkpoint.on_sigusr2", "checkpoint.background"}
-    | {"checkpoint.keep", "data.workers"}
+LOCAL_SETTINGS = frozenset({
+    "run.output", "run.resume", "run.log_interval", "run.threads", "run.traced_steps", "run.trackers",
+    "run.report_port", "run.eval_details", "checkpoint.on_sigusr1", "checkpoint.on_sigusr2",
+    "checkpoint.background", "checkpoint.keep", "data.workers",
     # Caches do not change batches.
-    | {"data.cache", "data.cache_mib", "data.cache_dir", "data.cache_form"}
-)
+    "data.cache", "data.cache_mib", "data.cache_dir", "data.cache_form",
+})  # fmt: skip
 # Settings that affect the results of a run only by rounding, if at all: a finished run may be resumed
 # with other values.
 _NEUTRAL_SETTINGS = LOCAL_SETTINGS | {
@@ -253,15 +241,10 @@ class RunFolder:
         file = self.resume_from
         return file is not None and file.resolve().parent == self.checkpoints.resolve()
 
-    @contextlib.contextmanager
-    def discarded_on_error(self) -> Iterator[None]:
-        """Removes the folder if it is empty and an error leaves the context."""
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(OSError):  # not empty
-                self.path.rmdir()
-            raise
+    def discard(self) -> None:
+        """Removes the folder if it is empty."""
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
 
     def metrics(self, rank: int) -> Path:
         """Returns the file of a rank's events."""
@@ -275,6 +258,18 @@ class RunFolder:
     def write_config(self, config: RunConfig) -> None:
         """Writes `config.toml`."""
         write_atomically(self.path / "config.toml", config.to_toml().encode())
+
+
+@contextlib.contextmanager
+def undone_on_error(folder: RunFolder, lock: RunLock | None) -> Iterator[None]:
+    """Releases the lock and removes an empty folder if an error leaves the context."""
+    try:
+        yield
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        folder.discard()
+        raise
 
 
 def claim_run_folder(config: RunConfig, *, restarted: bool) -> tuple[RunFolder, RunLock]:
@@ -301,7 +296,7 @@ def claim_run_folder(config: RunConfig, *, restarted: bool) -> tuple[RunFolder, 
         first = _choose(config, restarted, output)
         wait_s = _RESTART_WAIT_S if restarted else _PROBE_S
         lock = RunLock.acquire(first.path, wait_s=wait_s)
-    with first.discarded_on_error(), lock.released_on_error(), _explained(config):
+    with undone_on_error(first, lock), _explained(config):
         # Another process may have changed the folder before it was locked.
         again = _choose(config, restarted, first.path)
     note = "; ".join(filter(None, (first.note or again.note, lock.note)))
@@ -386,7 +381,9 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
         The folder and ""; or None and a note that names settings in which the newest unfinished one
         differs.
     """
-    wanted = _identity(config.in_use())
+    wanted = flatten(config.in_use())
+    # A folder records the global batch. A command need not give it.
+    ignored = LOCAL_SETTINGS | ({"run.global_batch_size"} - wanted.keys())
     note = f"no unfinished run of this configuration in {ROOT}/; a new one starts"
     difference, other_kernels = "", None
     for folder in sorted(ROOT.glob(f"{config.run.name}-[0-9]*"), reverse=True):
@@ -398,29 +395,17 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
                 continue
             if not all(isinstance(table, dict) for table in there.values()):
                 continue
-            different = _differences(_identity(with_defaults(there)), wanted)
+            found = flatten(with_defaults(there))
         except (OSError, ParseError, ConfigError):
             continue
+        names = (found.keys() | wanted.keys()) - ignored
+        different = sorted(name for name in names if found.get(name) != wanted.get(name))
         if not different:
             return folder, ""
         if all(map(_is_of_kernels, different)):
             other_kernels = other_kernels or folder
         difference = difference or f" ({folder} differs in {', '.join(different[:3])})"
     return other_kernels, "" if other_kernels else note + difference
-
-
-def _identity(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {name: value for name, value in flatten(tables).items() if name not in LOCAL_SETTINGS}
-
-
-def _differences(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Returns the names of settings that differ.
-
-    A folder records the global batch. A command need not give it.
-    """
-    left_open = {"run.global_batch_size"} - wanted.keys()
-    names = (there.keys() | wanted.keys()) - left_open
-    return sorted(name for name in names if there.get(name) != wanted.get(name))
 
 
 def _new_folder(name: str) -> Path:

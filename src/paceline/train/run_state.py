@@ -109,18 +109,12 @@ def changes(checkpoint: Checkpoint, config: RunConfig, ignored: Callable[[str], 
 
 def _compare(path: Path, name: str, before: object, now: object) -> None:
     if before != now:
+        folder = path.parent.parent
         raise CheckpointError(
             f"{path} has {name} = {before!r}, this run {now!r}",
-            f"continue that run with {_resume_command(path)}, or start a new one with --pretrained",
+            f"continue that run with paceline train {folder / 'config.toml'} --output {folder} --resume "
+            "auto, or start a new one with --pretrained",
         )
-
-
-def _resume_command(path: Path) -> str:
-    """Returns the command that continues the run of a checkpoint with its own settings."""
-    folder = path.parent.parent
-    if (folder / "config.toml").is_file():
-        return f"paceline train {folder / 'config.toml'} --output {folder} --resume auto"
-    return "the recipe and flags that it was started with"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,8 +220,7 @@ class RunState:
         elif self.memory is not None:
             try:
                 own = saved["ranks"][self.group.rank]
-                content = io.BytesIO(own.numpy().tobytes())
-                self.memory.load_state(load_tensors(content))
+                self.memory.load_state(load_tensors(io.BytesIO(own.numpy().tobytes())))
             except CheckpointError as error:
                 raise CheckpointError(f"{path}: {error.cause}", error.remedy) from None
             except Exception as error:  # noqa: BLE001  (damaged bytes can raise anything)
@@ -340,13 +333,9 @@ class RunState:
         return self._checkpoint(progress, rows, average, only_rank=self.group.rank).on_host()
 
     def _checkpoint(
-        self,
-        progress: Progress,
-        rows: Tensor,
-        average: dict[str, Any],
-        only_rank: int | None = None,
-        exchange: dict[str, Any] | None = None,
-    ) -> Checkpoint:
+        self, progress: Progress, rows: Tensor, average: dict[str, Any],
+        only_rank: int | None = None, exchange: dict[str, Any] | None = None,
+    ) -> Checkpoint:  # fmt: skip
         batches, statistics = self.batches, self.batch_norm.keys()
         return Checkpoint(
             progress=asdict(progress),

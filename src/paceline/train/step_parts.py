@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from paceline.comm.exchange import GradientExchange
-from paceline.comm.group import Group, SharedFacts
+from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.data import BatchAugment, BatchPlan, Normalizer, TrainBatches
@@ -38,11 +38,11 @@ from paceline.train.exchange_plan import (
     plan_exchange,
 )
 from paceline.train.fast_path import (
+    AllRanks,
     FastPath,
     ModelLimits,
     choose_fast_path,
     triton_problem,
-    try_fast_path,
 )
 from paceline.train.loss import CrossEntropy, Mixing, OwnLoss, TrainingLoss, create_loss
 from paceline.train.micro_step import GradientSource, MicroStep
@@ -142,16 +142,17 @@ def create_parts(
             settings, model, policy, rate, components.optimizer, config.run.seed
         )
         loss = create_loss(config.run, components.loss, classes)
-        _compare_devices(optimizer, group.device, same)
+        if optimizer.rule.has_products or optimizer.path == "torch":
+            here = {"the computing device": _computing_device(group.device)}
+            same.compare(here, "use one kind of device and as many threads everywhere, or use lars")
         batch_norm = strategy.batch_norm(model)
-        shared = config.comm.share_gpus and group.world_size > 1
         fast = choose_fast_path(
-            config.run, model, group.device, problem, shared_gpu=shared, dtype=policy.dtype,
-            limits=limits,
+            config.run, model, group.device, problem, dtype=policy.dtype, limits=limits,
+            shared_gpu=config.comm.share_gpus and group.world_size > 1,
         )  # fmt: skip
         if group.world_size > 1:  # 0.1 s for the weights of a ResNet-50
-            start = {"initial weights": fingerprint(model)}
-            same.compare(start, "use the same --pretrained file and versions")
+            remedy = "use the same --pretrained file and versions"
+            same.compare({"initial weights": fingerprint(model)}, remedy)
         chosen = ChosenPlan.of(config.comm, model, cluster, pinned)
         same.compare(chosen.facts(), "build the same model on every rank")
     dry = _create_dry(config, model, policy, batch_norm, loss, fast, problem, micro_batch)
@@ -169,9 +170,8 @@ def create_parts(
     if (memory := exchange.memory) is not None:
         memory.scale = scale.step_value
     average = create_average(
-        config.run.average_epochs, steps_per_epoch, model, optimizer, batch_norm,
-        settings.schedule_free,
-    )  # fmt: skip
+        config.run.average_epochs, steps_per_epoch, model, optimizer, batch_norm
+    )
     return StepParts(
         model=model, policy=policy, optimizer=optimizer, batch_norm=batch_norm, scale=scale,
         strategy=strategy, exchange=exchange, fast=fast, normalize=dry.normalize, plan_file=planned.file,
@@ -196,15 +196,6 @@ def _create_dry(
     )  # fmt: skip
 
 
-def _compare_devices(optimizer: MasterOptimizer, device: torch.device, same: SharedFacts) -> None:
-    """Compares the devices of all ranks if the optimizer's arithmetic depends on the kind of device."""
-    if optimizer.rule.has_products or optimizer.path == "torch":
-        remedy = (
-            "this optimizer needs one kind of device and as many threads everywhere; or use lars"
-        )
-        same.compare({"the computing device": _computing_device(device)}, remedy)
-
-
 def _try_model(
     config: RunConfig, model: nn.Module, group: Group, fast: FastPath, dry: DryBackward
 ) -> FastPath:
@@ -227,7 +218,10 @@ def _try_model(
             normalize=dry.normalize.without_padding(),
         )  # fmt: skip
         group.agree_on("loss on a batch", lambda: eager.check_loss(model, mixes=mixes))
-    fast = try_fast_path(fast, group, trial, foreign=foreign)
+    if fast.applied is not None:
+        # If an automatic choice fails with this model, all ranks drop it, and the description shows it.
+        fast.applied.calibrate(AllRanks(group), trial, foreign=foreign)
+        fast = replace(fast, forward=fast.applied.forward)
     if foreign:
         # Needed even if the order of the gradients is known: the backward pass may fail.
         group.agree_on("first pass", lambda: trial(fast.forward))
@@ -236,7 +230,7 @@ def _try_model(
 
 def share_products(
     config: RunConfig, optimizer: MasterOptimizer, group: Group, graphs: bool
-) -> bool:
+) -> None:
     """Divides the optimizer's matrix products among the ranks if `share_products` allows it.
 
     On CPUs the results have the same bits.
@@ -247,15 +241,12 @@ def share_products(
         group: The ranks.
         graphs: True if the update is captured as a CUDA graph.
 
-    Returns:
-        True if the ranks share the products.
-
     Raises:
         ConfigError: If the setting is `on` and the backend cannot be captured.
     """
     wanted = config.optim.own_optimizer.share_products
     if not optimizer.rule.has_products or group.world_size == 1 or wanted == "off":
-        return False
+        return
     cuda = group.device.type == "cuda"
     if cuda and group.backend != "nccl" and graphs:
         if wanted == "on":
@@ -264,11 +255,10 @@ def share_products(
                 f"{group.backend} cannot be captured in the CUDA graph of the update",
                 "use comm.backend = 'nccl', or --set run.cuda_graphs=off",
             )  # fmt: skip
-        return False
+        return
     if wanted == "auto" and cuda and (group.backend != "nccl" or config.comm.share_gpus):
-        return False  # ranks of one GPU have nothing to share
+        return  # ranks of one GPU have nothing to share
     optimizer.shared = SharedProducts(group.rank, group.world_size, group.gather_rows)
-    return True
 
 
 def _computing_device(device: torch.device) -> str:

@@ -13,6 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -177,21 +178,15 @@ def check_divergence(training: Training, outcome: StepOutcome) -> None:
         data = training.config.data
         shape = (_IMAGES, data.channels, data.image_size, data.image_size)
         place = find_bad_layer(training.model, training.step.policy, shape)
-    place = place or _bad_gradient(training, outcome)
+    names = training.step.exchange.names  # in the order of the backward pass
+    if not place and outcome.bad:
+        first = next(name for name in names if name in outcome.bad)
+        place = f"first in the gradient of {first} ({len(outcome.bad)} of {len(names)} tensors)"
     kept = "; the last good checkpoint is kept" if training.saved_step >= 0 else ""
     raise DivergedError(
-        f"diverged at step {began}: {cause}; {place}",
+        f"diverged at step {began}: {cause}{place and '; '}{place}",
         f"lower --lr (now {training.schedule.peak:g} at its peak) or lengthen --warmup-epochs{kept}",
     )
-
-
-def _bad_gradient(training: Training, outcome: StepOutcome) -> str:
-    """Describes the first non-finite gradient in the order of the backward pass."""
-    names = training.step.exchange.names
-    first = next((name for name in names if name in outcome.bad), None)
-    if first is None:
-        return "no gradient identifies the layer"
-    return f"first in the gradient of {first} ({len(outcome.bad)} of {len(names)} tensors)"
 
 
 def find_bad_layer(model: nn.Module, policy: Policy, images: tuple[int, ...]) -> str:
@@ -212,15 +207,12 @@ def find_bad_layer(model: nn.Module, policy: Policy, images: tuple[int, ...]) ->
             return f"the weight {name} is not finite"
     bad: list[str] = []
 
-    def look(name: str) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and not bool(torch.isfinite(output).all()):
-                bad.append(name)
-
-        return hook
+    def check(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and not bool(torch.isfinite(output).all()):
+            bad.append(name)
 
     leaves = [(name, m) for name, m in model.named_modules() if not list(m.children())]
-    handles = [module.register_forward_hook(look(name)) for name, module in leaves]
+    handles = [module.register_forward_hook(partial(check, name)) for name, module in leaves]
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(images, generator=generator).to(policy.device, policy.dtype)
     try:
@@ -273,23 +265,22 @@ class RankTimes:
 
     def __init__(self, group: Group, emit: Callable[[Event], None]) -> None:
         self._group, self._emit = group, emit
-        self._steps: deque[int] = deque(maxlen=_GATHERED_STEPS)
-        self._rows: deque[list[float]] = deque(maxlen=_GATHERED_STEPS)
+        # The step and its times.
+        self._rows: deque[tuple[int, list[float]]] = deque(maxlen=_GATHERED_STEPS)
 
     def note(self, event: StepEvent) -> None:
         """Adds the times of a step on this rank."""
         waited = math.nan if event.core_wait_share is None else event.core_wait_share
-        self._steps.append(event.step)
-        self._rows.append([event.step_s, event.exposed_comm_s, event.input_stall_s, waited])
+        times = [event.step_s, event.exposed_comm_s, event.input_stall_s, waited]
+        self._rows.append((event.step, times))
 
     def gather(self) -> None:
         """Emits a `RanksEvent` for each step. A collective: all ranks call it after the same step."""
         if not self._rows:
             return
-        rows = torch.tensor(list(self._rows), dtype=torch.float64, device=self._group.device)
-        steps = list(self._steps)
+        steps, rows_here = zip(*self._rows, strict=True)
         self._rows.clear()
-        self._steps.clear()
+        rows = torch.tensor(rows_here, dtype=torch.float64, device=self._group.device)
         of_all = self._group.gather(rows)
         if of_all is None:
             return

@@ -11,9 +11,12 @@ import signal
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from paceline.core.host import SignalContext, is_held_back, release
+
+if TYPE_CHECKING:
+    from paceline.config import CheckpointSettings
 
 # Field of the exchange's signals for each stop request. If ranks received different signals, the
 # first in this order counts.
@@ -28,18 +31,8 @@ STOP_FIELDS = {
 STOPS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
 
-class SignalSettings(Protocol):
-    """The meaning of SIGUSR1 and SIGUSR2: `save` and continue, or `stop` after a save."""
-
-    @property
-    def on_sigusr1(self) -> str: ...
-
-    @property
-    def on_sigusr2(self) -> str: ...
-
-
-def user_signals(settings: SignalSettings, meaning: str) -> tuple[signal.Signals, ...]:
-    """Returns which of SIGUSR1 and SIGUSR2 have the given meaning."""
+def user_signals(settings: CheckpointSettings, meaning: str) -> tuple[signal.Signals, ...]:
+    """Returns which of SIGUSR1 and SIGUSR2 mean `save` (and continue) or `stop` (after a save)."""
     known = {signal.SIGUSR1: settings.on_sigusr1, signal.SIGUSR2: settings.on_sigusr2}
     return tuple(number for number, set_to in known.items() if set_to == meaning)
 
@@ -48,9 +41,7 @@ class StopSignals(SignalContext):
     """A context in which signals set flags instead of ending the process."""
 
     def __init__(
-        self,
-        stops: Collection[signal.Signals] = STOPS,
-        saves: Collection[signal.Signals] = (),
+        self, stops: Collection[signal.Signals] = STOPS, saves: Collection[signal.Signals] = ()
     ) -> None:
         """Creates the context. A SIGHUP that is ignored, as under nohup, stays ignored.
 
@@ -68,7 +59,7 @@ class StopSignals(SignalContext):
         self.requested = False
 
     @classmethod
-    def of(cls, settings: SignalSettings) -> StopSignals:
+    def of(cls, settings: CheckpointSettings) -> StopSignals:
         """Creates the context for all signals of a training run."""
         stops = [*user_signals(settings, "stop"), *STOPS]
         return cls(stops, user_signals(settings, "save"))
@@ -110,7 +101,7 @@ def interrupted_at_once() -> Iterator[None]:
 
 
 @contextmanager
-def without_save_requests(settings: SignalSettings) -> Iterator[None]:
+def without_save_requests(settings: CheckpointSettings) -> Iterator[None]:
     """Ignores signals that request a save inside the context.
 
     By default they end the process, and before the first and after the last step there is nothing to

@@ -297,8 +297,6 @@ class Synchronous(Strategy):
     def finish(self, rate: float, hyperparameters: Mapping[str, float] | None) -> Pending:
         """Queues the update, and after it the copy of the outcome to host memory."""
         set_rate(self.optimizer, rate, hyperparameters)
-        if self.average is not None:
-            self.average.set_rate(rate)
         self.optimizer.upload()
         if self._waits:
             self.group.watched("the update", self._captured)
@@ -354,16 +352,10 @@ class Synchronous(Strategy):
         if (parts := self._exchange.squares) is not None:
             self._squares.copy_(torch.stack([norm.square(), parts.double() / scale.square()]))
         if self._clip_norm:
-            self._clip(norm, scale)
-
-    def _clip(self, norm: Tensor, scale: Tensor) -> None:
-        """Sets the divisor of the gradients.
-
-        If their norm is not finite, they must stay as they are, so that the optimizer skips the step.
-        """
-        self._grad_norm.copy_(norm)
-        over = (norm / self._clip_norm).clamp(min=1.0)
-        self._divisor.copy_(scale * torch.where(torch.isfinite(over), over, 1.0))
+            self._grad_norm.copy_(norm)
+            over = (norm / self._clip_norm).clamp(min=1.0)
+            # Gradients whose norm is not finite must stay as they are, so that the step is skipped.
+            self._divisor.copy_(scale * torch.where(torch.isfinite(over), over, 1.0))
 
 
 def gradient_norms(gradients: list[Tensor]) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.comm.group import Group
 from paceline.config import RunConfig
-from paceline.core.errors import CheckpointError, PacelineError
+from paceline.core.errors import CheckpointError
 from paceline.core.events import CheckpointEvent, Event, JsonlWriter, NoteEvent, Observer
 from paceline.core.host import StartUp
 from paceline.data import BatchPlan, Source, TrainBatches
@@ -113,37 +113,25 @@ class Training:
         if self.lock is not None:
             self.lock.check()
 
-    def finish_save(self, *, wait: bool = True) -> None:
+    def finish_save(self, *, wait: bool = True, run_fails: bool = False) -> None:
         """Reports a checkpoint that was written since the last call.
-
-        A write error fails the run at the next step.
 
         Args:
             wait: Waits for the checkpoint that is being written.
+            run_fails: Emits a write error as a note. Otherwise it fails the run at the next step.
         """
-        error = self._report_save(wait=wait)
-        if error is not None:
-            self.step.fault = error
-
-    def finish_last_save(self) -> None:
-        """Reports the last checkpoint of a run that fails. A write error becomes a note."""
-        error = self._report_save(wait=True)
-        if error is not None:
-            self.emit(NoteEvent(str(error)))
-
-    def _report_save(self, *, wait: bool) -> PacelineError | None:
         written = self.writer.take_written(wait=wait)
         if written is None:
-            return None
+            return
         if written.note:
             self.emit(NoteEvent(written.note))
         if written.error is None:
-            self.emit(
-                CheckpointEvent(
-                    written.step, str(written.path), written.save_s, written.best, written.stall_s
-                )
-            )
-        return written.error
+            file, seconds = str(written.path), written.save_s
+            self.emit(CheckpointEvent(written.step, file, seconds, written.best, written.stall_s))
+        elif run_fails:
+            self.emit(NoteEvent(str(written.error)))
+        else:
+            self.step.fault = written.error
 
     def write_trace(self) -> None:
         """Writes the spans of all ranks on rank 0, or emits a note. A collective."""
@@ -200,18 +188,22 @@ def describe_run(
         One line per choice, without those that do not apply.
     """
     config, group, plan, step = training.config, training.group, training.plan, training.step
-    loader = step.loader.describe()
+    source, loader = inputs.source, step.loader.describe()
     last_norms = config.model.norm_statistics == "last"
     chosen = {
         "device": str(group.device),
         "backend": group.backend,
         "launcher": group.topology.launcher,
         "threads": threads,
-        "data": _describe_data(inputs),
+        "data": f"{source.kind}, {len(source):,} training and {len(inputs.validation):,} validation "
+        f"images, {len(source.classes)} classes",
         "input": loader,
         "model": _describe_model(config, training.model, components),
         "model notes": "; ".join(model_notes),
-        **_describe_input(config, inputs, components, loader),
+        # Notes that the loader's line does not have.
+        "data notes": "; ".join(
+            dict.fromkeys(s.note for s in (source, inputs.validation) if s.note not in loader)
+        ),
         **parts.describe(),
         "batch": training.sizes.describe(plan.world_size),
         "no effect": describe_idle(config, plan.world_size),
@@ -246,39 +238,15 @@ def _describe_objects(components: Components) -> str:
     )
 
 
-def _describe_data(inputs: RunInputs) -> str:
-    source = inputs.source
-    return (
-        f"{source.kind}, {len(source):,} training and {len(inputs.validation):,} "
-        f"validation images, {len(source.classes)} classes"
-    )
-
-
-def _describe_input(
-    config: RunConfig, inputs: RunInputs, components: Components, described: str
-) -> dict[str, str]:
-    """Returns lines about the data, without notes that are already in `described`."""
-    sources = (inputs.source, inputs.validation)
-    notes = [s.note for s in sources if s.note and s.note not in described]
-    own = {"augment": components.augment, "device_augment": components.device_augment}
-    return {
-        "data notes": "; ".join(dict.fromkeys(notes)),
-        "augmentation": ", ".join(f"own {n}" for n, value in own.items() if value is not None),
-    }
-
-
 def _describe_model(config: RunConfig, model: nn.Module, components: Components) -> str:
     weights = sum(parameter.numel() for parameter in model.parameters())
-    stem = config.model.stem_for(config.data.image_size)
-    has_stems = len(STEMS_OF_MODEL.get(config.model.name, ())) > 1
-    with_stem = f" with the {stem} stem" if has_stems else ""
-    frozen = count_frozen(model)
-    with_frozen = f", {frozen:,} of them frozen" if frozen else ""
+    name = config.model.name
     if components.model is not None:
-        return (
-            f"{given_name(components.model)} (given in Python), {weights:,} parameters{with_frozen}"
-        )
-    return f"{config.model.name}{with_stem}, {weights:,} parameters{with_frozen}"
+        name = f"{given_name(components.model)} (given in Python)"
+    elif len(STEMS_OF_MODEL.get(name, ())) > 1:
+        name += f" with the {config.model.stem_for(config.data.image_size)} stem"
+    frozen = count_frozen(model)
+    return f"{name}, {weights:,} parameters" + (f", {frozen:,} of them frozen" if frozen else "")
 
 
 def _describe_resume(folder: RunFolder, checkpoint: Checkpoint | None) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager as Context
 from contextlib import contextmanager, nullcontext
@@ -148,28 +147,23 @@ def checkpoint_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     Raises:
         CheckpointError: If the statistics do not fit the model.
     """
+    saved, average = checkpoint.batch_norm, checkpoint.average
     try:
-        return _pooled_weights(checkpoint)
+        state = {**checkpoint.model, **average.get("weights", {})}
+        pooled = pool(average.get("rows", saved["rows"]))
+        means, variances = (row.split(saved["widths"]) for row in pooled)
+        for name, mean, variance, tracked in zip(
+            saved["names"], means, variances, saved["tracked"], strict=True
+        ):
+            state[f"{name}.running_mean"] = mean
+            state[f"{name}.running_var"] = variance
+            state[f"{name}.num_batches_tracked"] = tracked
+        return state
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
         raise CheckpointError(
             f"the checkpoint's batch-norm statistics do not fit its model ({error})",
             "use another checkpoint",
         ) from None
-
-
-def _pooled_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    average = checkpoint.average
-    state = {**checkpoint.model, **average.get("weights", {})}
-    pooled = pool(average.get("rows", checkpoint.batch_norm["rows"]))
-    saved = checkpoint.batch_norm
-    means, variances = (row.split(saved["widths"]) for row in pooled)
-    for name, mean, variance, tracked in zip(
-        saved["names"], means, variances, saved["tracked"], strict=True
-    ):
-        state[f"{name}.running_mean"] = mean
-        state[f"{name}.running_var"] = variance
-        state[f"{name}.num_batches_tracked"] = tracked
-    return state
 
 
 def fingerprint(weights: nn.Module | Mapping[str, Tensor]) -> str:
@@ -209,23 +203,17 @@ class WeightAverage:
         # counts.
         self._count = torch.zeros((), dtype=torch.float64, device=self.statistics.device)
 
-    def set_rate(self, rate: float) -> None:
-        """The rate of the next step, which `ScheduleFree` needs."""
-
     def add(self, discard: Tensor) -> None:
         """Adds the current step, unless the flag on the device is set."""
         counts = 1 - discard.double()
         share = (counts * (1 / (self._count + 1)).clamp(min=1 / self.steps)).float()
-        self._approach([m.detach().float() for m in self._optimizer.masters()], share)
-        self._count.add_(counts)
-
-    def _approach(self, weights: list[Tensor], share: Tensor) -> None:
-        """Moves the average towards `weights` and the current statistics by `share` of the way."""
-        places = [*self.weights, self.statistics]
+        current = [*(m.detach().float() for m in self._optimizer.masters()), self._batch_norm.kept]
+        average = [*self.weights, self.statistics]
         with explain_out_of_memory("in the update", _REMEDY):
-            apart = torch._foreach_sub([*weights, self._batch_norm.kept], places)
-        torch._foreach_mul_(apart, share)
-        torch._foreach_add_(places, apart)
+            difference = torch._foreach_sub(current, average)
+        torch._foreach_mul_(difference, share)
+        torch._foreach_add_(average, difference)
+        self._count.add_(counts)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -248,10 +236,6 @@ class WeightAverage:
     def full_state(self) -> dict[str, Tensor]:
         """Returns the model's state dict with the average instead of its weights."""
         return full_state(self._model, self._optimizer, self.weights)
-
-    def named(self) -> dict[str, Tensor]:
-        """Returns the average of each parameter by name, as `master_weights` does."""
-        return master_weights(self._model, self._optimizer, self.weights)
 
     def capture(self, group: Group, *, average: bool = False) -> dict[str, Any]:
         """Returns the state for the checkpoint, on rank 0. A collective; see `gather_rows`."""
@@ -291,71 +275,11 @@ class WeightAverage:
         return f"over about {self.steps:,.0f} steps ({epochs:g} epochs), for evaluation and export"
 
 
-class ScheduleFree(WeightAverage):
-    """Schedule-free training (Defazio et al. 2024) around any optimizer's step Δ.
-
-    Gradients are computed at y = z + β·(x − z). Then z ← z + Δ(y) and x ← x + c·(z − x), with
-    c = r² / Σ r² over the rates r so far. Evaluation and export use x, and the learning rate does not
-    need to decay. Masters hold y, `weights` x and `base` z. A skipped step changes none of them.
-    """
-
-    def __init__(
-        self, model: nn.Module, optimizer: MasterOptimizer, batch_norm: BatchNormState, beta: float
-    ) -> None:
-        super().__init__(model, optimizer, batch_norm, math.inf)
-        self._beta = beta
-        self.base = [weight.clone() for weight in self.weights]
-        self._rate = torch.zeros((), dtype=torch.float64, device=self._count.device)
-
-    def set_rate(self, rate: float) -> None:
-        self._rate.fill_(rate)
-
-    def add(self, discard: Tensor) -> None:
-        """Computes the three updates from the optimizer's step of y. `_count` is the sum of r²."""
-        masters = [m.detach() for m in self._optimizer.masters()]
-        squared = (1 - discard.double()) * self._rate.square()
-        share = (squared / (self._count + squared).clamp(min=1e-300)).float()
-        moves = torch._foreach_sub([m.float() for m in masters], self._evaluated())
-        torch._foreach_add_(self.base, moves)
-        self._approach(self.base, share)
-        self._count.add_(squared)
-        torch._foreach_copy_(masters, self._evaluated())
-        halves = [
-            (p.detach(), m)
-            for p, m in zip(self._parameters, masters, strict=True)
-            if p.data_ptr() != m.data_ptr()
-        ]
-        if halves:
-            torch._foreach_copy_([p for p, _ in halves], [m for _, m in halves])
-
-    def _evaluated(self) -> list[Tensor]:
-        """Returns y as a function of x and z alone, so that a skipped step reproduces the masters."""
-        return list(torch._foreach_lerp(self.base, self.weights, self._beta))
-
-    def _captured(self, rows: Tensor) -> dict[str, Any]:
-        return super()._captured(rows) | {"base": list(self.base)}
-
-    def restore(self, saved: dict[str, Any], group: Group) -> None:
-        super().restore(saved, group)
-        base = saved.get("base")
-        if not saved:
-            base = self.weights
-        elif base is None:
-            raise CheckpointError(
-                "the checkpoint was written without optim.schedule_free",
-                "resume with the checkpoint's settings, or start a new run with --pretrained",
-            )
-        torch._foreach_copy_(self.base, [weight.to(self._count.device) for weight in base])
-
-    def describe(self, steps_per_epoch: float) -> str:
-        return f"schedule-free, gradients {self._beta:g} of the way to the average"
-
-
 def create_average(
     epochs: float, steps_per_epoch: float, model: nn.Module, optimizer: MasterOptimizer,
-    batch_norm: BatchNormState, schedule_free: float = 0.0,
+    batch_norm: BatchNormState,
 ) -> WeightAverage | None:  # fmt: skip
-    """Creates the average of `run.average_epochs` or `optim.schedule_free`.
+    """Creates the average of `run.average_epochs`.
 
     Args:
         epochs: Epochs over which to average; 0 is off.
@@ -363,26 +287,23 @@ def create_average(
         model: The model.
         optimizer: Its optimizer.
         batch_norm: Its batch-norm statistics.
-        schedule_free: β of schedule-free training; 0 is off.
 
     Returns:
-        The average, or None if both are off.
+        The average, or None if it is off.
 
     Raises:
         ConfigError: If the average covers less than two steps.
     """
-    if not schedule_free and epochs == 0:
+    if epochs == 0:
         return None
     steps = epochs * steps_per_epoch
-    if not schedule_free and steps < 2:
+    if steps < 2:
         raise ConfigError(
             "run.average_epochs", epochs,
             f"is less than two steps ({steps_per_epoch:g} in an epoch here)",
             f"use 0 (off), or at least {2 / steps_per_epoch:.3g}",
         )  # fmt: skip
     with explain_out_of_memory("while copying the weights for their average", _REMEDY):
-        if schedule_free:
-            return ScheduleFree(model, optimizer, batch_norm, schedule_free)
         return WeightAverage(model, optimizer, batch_norm, steps)
 
 

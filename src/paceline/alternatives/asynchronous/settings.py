@@ -36,8 +36,7 @@ class AsynchronousSettings:
             _NO_ALL_REDUCE,
         ),
         *switched_off(
-            {"run.average_epochs": 0.0, "run.noise_scale": False, "optim.schedule_free": 0.0,
-             "optim.clip_norm": 0.0},
+            {"run.average_epochs": 0.0, "run.noise_scale": False, "optim.clip_norm": 0.0},
             _NO_AVERAGE,
         ),
         *switched_off(

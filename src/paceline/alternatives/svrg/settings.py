@@ -32,7 +32,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         )
         for name, wanted in (
             ("momentum", 0.0), ("nesterov", False), ("clip_norm", 0.0), ("batch_schedule", ""),
-            ("schedule_free", 0.0), ("scaling", "off"),
+            ("scaling", "off"),
         )
     ),
     Exclusion(

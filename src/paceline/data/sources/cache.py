@@ -29,6 +29,7 @@ from paceline.data.sources.storage import unwritable
 
 _MIB = 2**20
 _USED_FILE = "used"
+_USERS_FILE = "users"
 _FOLDERS = 1024
 _MAGIC = b"plc1"
 # Magic number, checksum, index, length; height, width and channels, which are 0 for encoded bytes.
@@ -203,8 +204,24 @@ class DiskStore:
             self._root.mkdir(parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             self._used = os.open(self._root / _USED_FILE, flags, 0o666)
+            self._users = os.open(self._root / _USERS_FILE, flags, 0o666)
         except OSError as error:
             raise unwritable(self._root, error) from None
+        self._count_if_alone()
+
+    def _count_if_alone(self) -> None:
+        """Corrects what a killed run left, if no other process has the store open."""
+        with suppress(OSError):
+            fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            total = 0
+            for path in self._root.glob("*/*"):
+                if path.name.startswith("."):
+                    path.unlink(missing_ok=True)
+                else:
+                    total += path.stat().st_size
+            os.pwrite(self._used, total.to_bytes(8, "little"), 0)
+        with suppress(OSError):
+            fcntl.flock(self._users, fcntl.LOCK_SH)
 
     def get(self, i: int) -> Stored | None:
         try:
@@ -278,6 +295,7 @@ class DiskStore:
         """Closes the counter. The files remain."""
         with suppress(OSError):
             os.close(self._used)
+            os.close(self._users)
 
     def _path(self, i: int) -> Path:
         return self._root / f"{i % _FOLDERS:03x}" / str(i)
