@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import paceline as pl
 from custom_loop.nets import batch, flat, make_net
@@ -43,6 +43,15 @@ def test_fp32_on_a_cpu_is_plain_sgd() -> None:
         optimizer.step()
     torch.testing.assert_close(flat(net), flat(plain), rtol=1e-6, atol=1e-7)
     assert (prepared.precision, prepared.loss_scale, prepared.skipped_steps) == ("fp32", 1.0, 0)
+
+
+def test_layers_have_their_share_of_the_rate() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    prepared = pl.prepare(net, "sgd", lr=0.1, layer_decay=0.5)
+    for rate in (0.1, 0.4):
+        prepared.lr = prepared.lr if rate == 0.1 else rate
+        rates = {group["lr"] for group in prepared.optimizer.param_groups}
+        assert (prepared.lr, sorted(rates)) == (rate, [rate / 4, rate / 2, rate])
 
 
 @pytest.mark.parametrize("name", ["sgd", "lars", "muon"])

@@ -89,6 +89,15 @@ def test_the_name_of_the_network_in_another_program(tmp_path: Path, prefix: str)
     assert same(copy_of(source), copy_of(model))
 
 
+def test_counters_of_another_integer_format_are_taken(tmp_path: Path) -> None:
+    state = trained().state_dict()
+    state = {k: v if v.is_floating_point() else v.to(torch.int32) + 7 for k, v in state.items()}
+    model = fresh()
+    load_pretrained(model, saved(state, tmp_path))
+    assert model.get_buffer("bn1.num_batches_tracked").dtype == torch.int64
+    assert model.get_buffer("bn1.num_batches_tracked") >= 7
+
+
 def test_timm_s_average_is_preferred_and_noted(tmp_path: Path) -> None:
     source, model = trained(), fresh()
     content = {"state_dict": fresh().state_dict(), "state_dict_ema": source.state_dict()}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import paceline as pl
+from paceline.core.errors import PacelineError
 from paceline.optim import LAMB, LARS, SGD, AdamW, MasterOptimizer, Muon
 from ranks import run_ranks
 
@@ -45,6 +46,17 @@ def test_named_parameters(of: type[MasterOptimizer]) -> None:
         assert all(
             by_name[n] is p for n, p in zip(group["param_names"], group["params"], strict=True)
         )
+
+
+def test_maximize_is_refused_in_groups_and_states_of_torch() -> None:
+    model = net()
+    groups = [{"params": list(model.parameters()), "maximize": True}]
+    with pytest.raises(PacelineError, match="maximize = True"):
+        train(model, AdamW(groups))
+    optimizer = AdamW(model.parameters())
+    optimizer.load_state_dict(torch.optim.AdamW(model.parameters(), maximize=True).state_dict())
+    with pytest.raises(PacelineError, match="maximize = True"):
+        train(model, optimizer)
 
 
 @pytest.mark.parametrize("of", [AdamW, LAMB, Muon])

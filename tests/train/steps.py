@@ -105,7 +105,9 @@ def make_step(
         dry = DryBackward(model, policy, normalize, norms, (made.micro, 12, 12, 1))
         planned = plan_exchange(chosen, group, dry)
         exchange = planned.create(group, accumulate=accumulate, graphs=made.graphs)
-    micro_step = MicroStep(model, policy, normalize, exchange, scale, 0.1, graphs=made.graphs)
+    micro_step = MicroStep(
+        model, policy, normalize, exchange, scale, 0.1, graphs=made.graphs, model=model
+    )
     average = create_average(made.average, 1, model, optimizer, norms)
     strategy = Synchronous(RunConfig(), group)
     parts = SimpleNamespace(

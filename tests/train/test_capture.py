@@ -126,11 +126,13 @@ def test_the_last_micro_step_is_captured_where_its_transport_can_be(
 
 
 class Uncapturable(Net):
-    """Waits for the device, which no capture allows."""
+    """Waits for the device, which no capture allows, after it has replaced a buffer."""
 
     capturing = False
+    seen: Tensor
 
     def forward(self, images: Tensor) -> Tensor:
+        self.seen = self.seen + 1
         if self.capturing:
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
         return super().forward(images)
@@ -140,6 +142,7 @@ class Uncapturable(Net):
 def failing(monkeypatch: pytest.MonkeyPatch) -> Uncapturable:
     torch.manual_seed(3)
     net = Uncapturable(dropout=0.3)
+    net.register_buffer("seen", torch.zeros(()))
 
     @contextmanager
     def capture(graph: Graph, **settings: object) -> Iterator[None]:
@@ -176,7 +179,7 @@ def test_what_cannot_be_captured_goes_on_uncaptured_with_the_same_bits(
             assert not outcome.skipped
         assert bool(step.micro.uncaptured) is graphs
         assert "not permitted when stream is capturing)" in step.micro.uncaptured or not graphs
-        found.append(weights(step))
+        found.append(torch.cat([weights(step), step.model.get_buffer("seen")[None]]))
         step.exchange.close()
     assert torch.equal(*found)
 

@@ -11,10 +11,11 @@ import torch
 from paceline.comm import CommSettings, Group
 from paceline.core.topology import Topology
 from paceline.report import RunFiles
-from paceline.train.eval_details import MISTAKES, EvalDetails, thumbnail
+from paceline.train.eval_details import MISTAKES, EvalDetails, thumbnail, wants_details
+from paceline.train.inputs import common_settings
 from ranks import run_ranks
 from report.html_reader import run_page
-from small_runs import run_small
+from small_runs import run_small, small_config
 
 
 def test_counts_and_the_most_confident_mistakes() -> None:
@@ -66,3 +67,17 @@ def test_two_ranks_find_the_same_counts_as_one(tmp_path: Path) -> None:
     evaluations = RunFiles.read(tmp_path / "two").of_kind("eval")
     right = sum(count for label, guess, count in two["counts"] if label == guess)
     assert 100 * right / evaluations[-1]["samples"] == pytest.approx(evaluations[-1]["top1"])
+
+
+def test_off_for_large_sets_unless_asked_for(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    assert wants_details(config, 20_000, 1_000)
+    assert not wants_details(config, 50_000, 1_000)
+    assert not wants_details(config, 100, 1_001)
+    assert wants_details(config.with_values({"run.eval_details": "on"}), 50_000, 1_000)
+
+
+def test_ranks_compare_the_setting_because_gathering_is_a_collective(tmp_path: Path) -> None:
+    compared = common_settings(small_config(tmp_path, run__eval_details="off"))
+    assert compared["run.eval_details"] == "off"
+    assert "run.trackers" not in compared, "rank 0's own"

@@ -161,6 +161,20 @@ def test_a_finished_run_is_left_unchanged(tmp_path: Path, target: float | None) 
     assert content(tmp_path / "a") == before
 
 
+def test_the_end_of_a_run_accepts_no_other_settings(copied: Path, tmp_path: Path) -> None:
+    end = str(copied / "checkpoints/step-00000007.pt")
+    with pytest.raises(CheckpointError, match=r"optim\.lr 0\.05 → 0\.3"):
+        run_small(tmp_path / "b", run__resume=end, optim__lr=0.3)
+    assert not (tmp_path / "b").exists()
+    assert not run_small(tmp_path / "b", run__resume=end).already_finished
+    before = summary(copied)
+    (copied / "summary.json").unlink()  # killed before its summary was written
+    with pytest.raises(CheckpointError, match=r"optim\.lr"):
+        run_small(copied, run__resume="auto", optim__lr=0.3)
+    assert not run_small(copied, run__resume="auto").already_finished
+    assert summary(copied)["weights_sha256"] == before["weights_sha256"]
+
+
 def _resume_on_rank(rank: int, output: str, lr: float) -> tuple[bool, str]:
     try:
         outcome = run_small(output, run__resume="auto", optim__lr=lr)

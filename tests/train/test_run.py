@@ -41,7 +41,7 @@ from paceline.train.step import StepOutcome
 from paceline.train.step_records import find_bad_layer
 from ranks import run_ranks
 from small_runs import Silent, run_small, small_config
-from train.runs import EVERY_STEP
+from train.runs import EVERY_STEP, watched
 
 
 def test_the_files_of_a_run(tmp_path: Path) -> None:
@@ -252,6 +252,17 @@ def test_an_overflow_at_the_lowest_loss_scale(
     assert [step.loss_scale for step in steps] == [2.0**28, 2.0**27, 2.0**26]
 
 
+def test_gradients_that_stay_non_finite(
+    tmp_path: Path, large_scales: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_records, "_SKIPPED_STEPS", 3)
+    values = {**FP16, "precision__loss_scale_init": 2.0**40}
+    line, steps = diverge(tmp_path / "a", **values)
+    assert line.startswith("diverged at step 1: gradients were not finite in 3 steps in a row")
+    assert re.search(r"fc\.bias \(\d+ of 38 tensors\)", line)
+    assert [step.skipped for step in steps] == [True] * 3
+
+
 def test_skipped_steps_count_only_in_a_row(
     tmp_path: Path, large_scales: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,6 +294,16 @@ def test_the_last_good_checkpoint_is_kept_and_resumed(
     assert not (tmp_path / "a/summary.json").exists()
     resumed = run_small(tmp_path / "a", run__resume=str(saved[0]), run__epochs=4)
     assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+def test_a_postponed_save_comes_with_the_next_good_step(tmp_path: Path) -> None:
+    """The loss scale overflows at first, so the saves of the first steps wait."""
+    values = {**FP16, **EVERY_STEP, "precision__loss_scale_init": 2.0**22}
+    _, events = watched(tmp_path / "a", **values)
+    skipped = [e.step for e in events if isinstance(e, StepEvent) and e.skipped]
+    first_good = next(step for step in range(1, 8) if step not in skipped)
+    assert first_good > 1
+    assert min((tmp_path / "a/checkpoints").glob("step-*")).stem == f"step-{first_good:08d}"
 
 
 def test_the_bad_layer_is_named() -> None:

@@ -84,6 +84,31 @@ def test_auto_finds_a_run_that_another_kernel_computed(change: dict[str, Any]) -
     assert choose(run__resume="auto", optim__lr=0.7, **change).resume_from is None
 
 
+def test_auto_prefers_the_run_that_the_same_kernels_computed() -> None:
+    plain = choose()
+    started(plain, step=5)
+    fused = choose(run__accel__fused_convolutions="auto")
+    started(fused, step=3)
+    fused.write_config(small_config("", run__accel__fused_convolutions="auto"))
+    assert choose(run__resume="auto").path == plain.path, "though the other one is newer"
+    assert choose(run__resume="auto", run__accel__fused_convolutions="auto").path == fused.path
+    assert choose(run__resume="auto", run__cuda_graphs="off").path == fused.path, "the newest"
+
+
+def test_auto_finds_a_run_of_a_version_with_other_settings() -> None:
+    folder = choose()
+    started(folder, step=5)
+    config = folder.path / "config.toml"
+    lines = config.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if not line.startswith(("mixup", "cutmix"))]
+    config.write_text("".join(kept))
+    found = choose(run__resume="auto")
+    assert found.resume_from == folder.path / "checkpoints/step-00000005.pt"
+    assert choose(run__resume="auto", run__mixup=0.2).resume_from is None
+    config.write_text("".join(kept).replace("[run]\n", "[run]\ntensorboard = false\n"))
+    assert choose(run__resume="auto").resume_from is None
+
+
 @pytest.mark.parametrize(
     "content",
     [b"run = 3\n", b"[run\n", b"\xff", b"[run.mine]\na = 1\n", b"[other.mine]\na = 1\n",

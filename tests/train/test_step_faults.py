@@ -17,14 +17,16 @@ from paceline.comm import CommSettings, Group, Signals
 from paceline.comm.settings import HybridSettings
 from paceline.core.errors import PacelineError
 from paceline.core.topology import Topology
+from paceline.optim.rule_settings import MuonSettings
 from paceline.precision.settings import PrecisionSettings
 from paceline.train.step import StepOutcome
 from ranks import run_ranks
-from train.steps import CPU, Made, Net, joined, make_step, same, snapshot, weights
+from train.steps import CPU, OPTIM, Made, Net, joined, make_step, same, snapshot, weights
 
 HYBRID = CommSettings(algorithm="hybrid", owned={"hybrid": HybridSettings("1")}, fusion_mib=0.0)
 RING16 = CommSettings(algorithm="ring", wire="float16", fusion_mib=0.0)
 SCALE = PrecisionSettings(loss_scale_init=1024.0)
+MUON = replace(OPTIM, name="muon", owned={"muon": MuonSettings(trust_coefficient=0.05)})
 
 
 def _poisoned(
@@ -58,8 +60,10 @@ def _poisoned(
         # The gradients leave fp16's range; the loss stays an ordinary number.
         (Made(3, dtype="fp16", precision=SCALE), 5000.0),
         (Made(6, dtype="fp16", precision=SCALE), 5000.0),
+        (Made(6, optim=MUON), math.inf),
+        (Made(6, dtype="fp16", precision=SCALE, optim=MUON), 5000.0),
     ],
-    ids=["nan", "inf", "hybrid", "fp16 wire", "fp16, accumulated", "fp16"],
+    ids=["nan", "inf", "hybrid", "fp16 wire", "fp16, accumulated", "fp16", "muon", "muon in fp16"],
 )
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(
     made: Made, value: float

@@ -322,6 +322,23 @@ def test_parameters_that_change_after_the_start_are_noticed(
     assert Checkpoint.read(newest(tmp_path / "run")).step == 2
 
 
+class LazyHead(Linear):
+    """Replaces its layer in a forward pass that trains: the dry one before the first step."""
+
+    lazy = True
+
+    def forward(self, images: Tensor) -> Any:
+        if self.lazy and len(images) == 16:
+            self.lazy = False
+            new_layer(self)
+        return super().forward(images)
+
+
+def test_parameters_replaced_before_the_first_step_are_noticed(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="head.weight was "):
+        train(tmp_path / "run", Components(model=LazyHead()))
+
+
 def _on_two_ranks(rank: int, folder: str, what: str) -> tuple[str, str]:
     """The error, or notes and weights."""
     torch.manual_seed(rank)  # each rank draws weights of its own

@@ -7,6 +7,7 @@ import json
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from paceline.cli.app import app
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.events import EvalEvent
 from paceline.precision import PrecisionSettings
 from paceline.train import Checkpoint, TrainStep, checkpoint_weights, fingerprint
@@ -258,6 +259,23 @@ def test_as_many_ranks_go_on_exactly_and_others_with_what_they_have_in_common(
     again = Checkpoint.read(tmp_path / "again/checkpoints/step-00000005.pt").average
     assert torch.equal(again["rows"], torch.stack([pooled, pooled]))
     assert again["count"] == Checkpoint.read(fifth).average["count"] == 5
+
+
+def _drifted(rank: int, output: str) -> str:
+    add = WeightAverage.add
+
+    def drift(self: WeightAverage, discard: Tensor) -> None:
+        add(self, discard)
+        self.weights[0].add_(1e-3 * rank)
+
+    with patch.object(WeightAverage, "add", drift), pytest.raises(PacelineError) as caught:
+        _run(rank, output)
+    return str(caught.value)
+
+
+def test_ranks_whose_averages_differ_fail(tmp_path: Path) -> None:
+    for error in run_ranks(2, _drifted, str(tmp_path / "a")):
+        assert "their average" in error
 
 
 @pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan"), 0.5])

@@ -62,7 +62,7 @@ def load_pretrained(model: nn.Module, path: Path) -> list[str]:
     misfits = [
         f"{key} {_shape(stored[key])} for {_shape(own[key])}"
         for key in own
-        if key in stored and key not in kept and _shape(own[key]) != _shape(stored[key])
+        if key in stored and key not in kept and not _fits(own[key], stored[key])
     ]
     if missing or unexpected or misfits:
         findings = [
@@ -209,6 +209,10 @@ def _replaced_head(
         f"classes, this model {model_classes.pop()}"
     )
     return frozenset(keys)
+
+
+def _fits(own: Tensor, stored: Tensor) -> bool:
+    return (own.shape, own.is_floating_point()) == (stored.shape, stored.is_floating_point())
 
 
 def _shape(tensor: Tensor) -> str:

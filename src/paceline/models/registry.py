@@ -215,4 +215,6 @@ def _similar(pattern: str, model: nn.Module) -> str:
     names |= {name for name, module in model.named_modules() if name and list(module.parameters())}
     children = [name for name, child in model.named_children() if list(child.parameters())]
     hint = nearest(plain, names)
-    return hint if hint.startswith("did you mean") else f"use parts of {', '.join(children)}"
+    if hint.startswith("did you mean") or not children:
+        return hint
+    return f"use parts of {', '.join(children)}"

@@ -202,7 +202,10 @@ class MasterOptimizer(_PlainOptimizer):
         """Creates state and results of the current groups: once, and again after add_param_group."""
         if self._outcome is not None and self._ready_for == len(self.param_groups):
             return self._outcome
-        device, fused = self._device(), self.path == "triton"
+        device, path = self._device(), self.path
+        fused = path == "triton"
+        if path != "torch" and any(group.get("maximize") for group in self.param_groups):
+            raise PacelineError("maximize = True is not supported", "minimize the negative loss")
         for p in self.parameters():
             create_state(p, self.state[p], self.rule.buffers)
         if self._outcome is None or self._outcome.bad.numel() != len(self.parameters()):

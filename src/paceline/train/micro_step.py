@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.comm.exchange import GradientExchange
 from paceline.config import RunConfig
@@ -196,6 +196,7 @@ class MicroStep:
         loss: TrainingLoss | None = None,
         augment: Callable[[Tensor], Tensor] | None = None,
         advise: Advise = no_advice,
+        model: nn.Module | None = None,
     ) -> None:
         """Creates the micro-step.
 
@@ -211,9 +212,11 @@ class MicroStep:
             loss: The loss.
             augment: Changes the normalized images.
             advise: Returns remedies for errors; see `Applied.advise`.
+            model: The model of `forward`, which may replace its buffers.
         """
         self.forward = forward
         self.advise = advise
+        self._model = model
         self._policy = policy
         self._normalize = normalize
         self._exchange = exchange
@@ -268,7 +271,7 @@ class MicroStep:
             self._normalize.prepare(device)
             self._captured = _CapturedMicroSteps(self._compute_to_end, inputs, device)
         try:
-            self._captured.run(inputs, self._exchange, sends=sends)
+            self._captured.run(inputs, self._exchange, self._model, sends=sends)
         except CaptureError as error:
             if not self.may_fall_back:
                 raise
@@ -338,6 +341,19 @@ def _moved(inputs: _Inputs, device: torch.device) -> _Inputs:
     )  # fmt: skip
 
 
+@contextlib.contextmanager
+def _kept_buffers(model: nn.Module | None) -> Iterator[None]:
+    """Undoes assignments to buffers in a failed capture, whose tensors have no values."""
+    places = [(module, dict(module._buffers)) for module in model.modules()] if model else []
+    try:
+        yield
+    except CaptureError:
+        for module, buffers in places:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        raise
+
+
 class _CapturedMicroSteps:
     """Two CUDA graphs of a micro-step with their inputs: one that sends buckets, and one that does not.
 
@@ -362,7 +378,9 @@ class _CapturedMicroSteps:
             for sends in (False, True)
         }
 
-    def run(self, inputs: _Inputs, exchange: GradientExchange, *, sends: bool) -> None:
+    def run(
+        self, inputs: _Inputs, exchange: GradientExchange, model: nn.Module | None, *, sends: bool
+    ) -> None:
         """Warms up, captures or replays, and updates the state of the exchange."""
         for place, given in zip(self._inputs, inputs, strict=True):
             if place is not None and given is not None:
@@ -372,7 +390,7 @@ class _CapturedMicroSteps:
             captured()
             exchange.replay(sends=sends)
         elif captured.captures:
-            with exchange.capture(sends=sends):
+            with exchange.capture(sends=sends), _kept_buffers(model):
                 captured()
         else:
             captured()

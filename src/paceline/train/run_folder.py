@@ -373,7 +373,9 @@ def _resumed(folder: Path) -> RunFolder:
 
 
 def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
-    """Finds the newest unfinished folder of this name and configuration; kernel settings may differ.
+    """Finds the newest unfinished folder of this name and configuration.
+
+    If there is none, takes the newest one that differs in settings of kernels only.
 
     Returns:
         The folder and ""; or None and a note that names settings in which the newest unfinished one
@@ -383,7 +385,7 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
     # A folder records the global batch. A command need not give it.
     ignored = LOCAL_SETTINGS | ({"run.global_batch_size"} - wanted.keys())
     note = f"no unfinished run of this configuration in {ROOT}/; a new one starts"
-    difference = ""
+    difference, other_kernels = "", None
     for folder in sorted(ROOT.glob(f"{config.run.name}-[0-9]*"), reverse=True):
         if (folder / "summary.json").exists():
             continue
@@ -398,10 +400,12 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
             continue
         names = (found.keys() | wanted.keys()) - ignored
         different = sorted(name for name in names if found.get(name) != wanted.get(name))
-        if all(map(_is_of_kernels, different)):
+        if not different:
             return folder, ""
+        if all(map(_is_of_kernels, different)):
+            other_kernels = other_kernels or folder
         difference = difference or f" ({folder} differs in {', '.join(different[:3])})"
-    return None, note + difference
+    return other_kernels, "" if other_kernels else note + difference
 
 
 def _new_folder(name: str) -> Path:

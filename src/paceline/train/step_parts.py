@@ -295,7 +295,7 @@ def create_step(
     micro = MicroStep(
         parts.fast.forward, parts.policy, parts.normalize, parts.exchange, parts.scale,
         config.run.smoothing, graphs=graphs, must_capture=config.run.cuda_graphs == "on",
-        loss=parts.loss, augment=augment, advise=parts.fast.advise,
+        loss=parts.loss, augment=augment, advise=parts.fast.advise, model=parts.model,
     )  # fmt: skip
     parts.strategy.attach(parts, micro)
     run = config.run
