@@ -174,7 +174,7 @@ def choose_rows(names: Sequence[str], common: dict[str, Any]) -> list[StepRow]:
             name=name, kind="ours" if name in _OURS else "plain",
             switches=dict((_OURS | _PLAIN)[name]), group=name == "ours N>1", **common,
         )
-        for name in names or known
+        for name in dict.fromkeys(names) or known
     ]  # fmt: skip
 
 

@@ -26,6 +26,8 @@ def test_all_rows_by_default_on_a_gpu_and_those_without_a_compiler_on_a_cpu() ->
         on_gpu
     )
     assert [row.name for row in choose_rows([], COMMON)] == ["ours", "plain fp32"]
+    # A repeated row would have more rates than the others.
+    assert [row.name for row in choose_rows(["ours", "ours"], COMMON)] == ["ours"]
 
 
 def test_a_row_with_a_group_has_its_buckets() -> None:

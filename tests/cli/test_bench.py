@@ -114,6 +114,7 @@ def test_one_file_from_tune_to_the_run(tmp_path: Path) -> None:
         ("step --model resnet51", "model.name = 'resnet51'"),
         ("step --set run.nonsense=1", "run.nonsense"),
         ("step --device gpu", "--device = 'gpu'"),
+        ("step --device cpu --model resnet_tiny -b 1000000000000", "out of memory with batches"),
         ("input", "--data-dir"),
         ("input --data-dir data --workers 0", "--workers = '0'"),
         ("input --data-dir data --device cpu --decoder nvjpeg", "nvjpeg"),

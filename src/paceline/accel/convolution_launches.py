@@ -21,7 +21,7 @@ from paceline.accel.operands import MERGED, PLAIN, Epilogue, Gradients, Operand
 
 # Offsets inside a part are counted in 32 bits.
 _MOST_ELEMENTS = 2**31 - 1
-# Parts and elements per program that sums partial fused_convolutions.
+# Parts and elements per program that sums partial products.
 _JOIN_PARTS, _JOIN_ELEMENTS = 32, 64
 # Without a GPU, in Triton's interpreter.
 _INTERPRETED_PROCESSORS = 3

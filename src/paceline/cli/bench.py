@@ -96,6 +96,7 @@ def step(
 
 def measure_step(row: StepRow) -> dict[str, Any]:
     """Builds a training step, warms it up, times it and returns its `step_result`."""
+    from paceline.train.machine import explain_out_of_memory
     from paceline.tune.step import measure_ours
 
     started, start_s = time.perf_counter(), 0.0
@@ -104,7 +105,8 @@ def measure_step(row: StepRow) -> dict[str, Any]:
         nonlocal start_s
         start_s = time.perf_counter() - started
 
-    times, description = measure_ours(row, ready)
+    with explain_out_of_memory(f"with batches of {row.batch_size:,}", "lower --batch-size"):
+        times, description = measure_ours(row, ready)
     return step_result(row, times, description, start_s)
 
 

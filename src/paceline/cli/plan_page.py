@@ -111,7 +111,10 @@ def fact_rows(answer: Answer) -> list[Row]:
 def _limit_words(answer: Answer) -> str:
     limits, here = answer.limits, answer.now.batch * answer.now.ranks
     over = "; this batch is larger" if here > limits.global_batch else ""
-    return f"{limits.global_batch:,} in all: {limits.why} (--max-global-batch){over}"
+    flag = limits.set_by[0] if limits.set_by else ""
+    if not limits.is_an_epoch and flag != "--noise-scale":  # --max-global-batch lifts other limits
+        flag = "--max-global-batch"
+    return f"{limits.global_batch:,} in all: {limits.why} ({flag}){over}"
 
 
 # From this spread on, the faster end of a ± would make no sense.
