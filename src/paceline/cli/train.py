@@ -60,7 +60,7 @@ def train(
     plan: str | None = typer.Option(None, help="plan.toml of `paceline tune` or `paceline plan`."),
     trace: bool = typer.Option(False, "--trace", help="Write trace.json, for Perfetto."),
     watch: bool = typer.Option(False, "--watch", help="Serve the live report on this machine."),
-    dry: bool = typer.Option(False, "--dry-run", help="Show settings, memory and time; train nothing."),
+    dry: bool = typer.Option(False, "--dry-run", help="Show settings and time; train nothing."),
     nproc_per_node: NprocPerNode = 1,
     master_port: MasterPort = 0,
     max_restarts: int = typer.Option(0, help="Restarts, with --resume auto, after a failure."),
