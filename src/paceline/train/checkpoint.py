@@ -29,7 +29,7 @@ from paceline.models import TensorFileError, load_tensors
 from paceline.version import __version__
 
 FORMAT = "paceline-checkpoint"
-VERSION = 5
+VERSION = 6
 _FOREIGN = "load weights of other programs with --pretrained FILE"
 _OLDER = "use an older checkpoint (in training with --resume FILE)"
 _TYPES: dict[str, type] = {"world_size": int, "threads": int, "classes": list}
