@@ -1,8 +1,8 @@
 """All-reduce algorithms, each written once: what one rank sends, receives and adds.
 
 A schedule yields the steps of one rank for one segment of a buffer. `paceline.comm` executes it over
-Gloo or NCCL, and a formula in `paceline.plan.cost` predicts its time. Every schedule obeys these rules, which
-tests check:
+Gloo or NCCL, and a formula in `paceline.plan.cost` predicts its time. Every schedule obeys these rules,
+which tests check:
 
 - Two ranks exchange their messages in one order: the n-th that one sends is the n-th that the other
   receives, with the same span.
