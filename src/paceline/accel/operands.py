@@ -65,11 +65,6 @@ class Operand:
     def rows(self) -> int:
         return self.x.numel() // self.x.shape[1]
 
-    def tensors(self) -> list[Tensor]:
-        """Returns the tensors from which it is computed."""
-        tensors = (self.x, self.other, self.saved, self.found)
-        return [tensor for tensor in tensors if tensor is not None]
-
     def stored(self) -> Tensor:
         """Returns the activation in memory."""
         if self.form == PLAIN:
@@ -156,10 +151,10 @@ class Gradients:
     weight: Tensor | None
     joined: tuple[Tensor, ...] = ()
 
-    def factors(self, norm: NormedMap, *, other: bool = False) -> Tensor:
-        """Returns the rows of `fused.join_sums` for the branch, or for the shortcut if `other`."""
+    def factors(self, norm: NormedMap, place: int) -> Tensor:
+        """Returns the rows of `fused.join_sums` for the norm of the branch (0) or of the shortcut (1)."""
         if self.joined:
-            return self.joined[int(other)]
+            return self.joined[place]
         assert self.parts is not None
-        parts = self.parts[2:] if other else self.parts[:2]
+        parts = self.parts[2 * place : 2 * place + 2]
         return join_sums(parts, norm.gamma, norm.saved, self.dx.numel() // self.dx.shape[1])
