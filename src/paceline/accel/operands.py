@@ -131,6 +131,10 @@ class Epilogue:
         maps = (self.like, self.y, self.add, None if self.shortcut is None else self.shortcut.x)
         return [] if self.form == PLAIN else [tensor for tensor in maps if tensor is not None]
 
+    def saved(self, unused: Tensor) -> list[Tensor]:
+        """Returns the statistics of both norms, `unused` for one that is missing."""
+        return [unused if norm is None else norm.saved for norm in (self.branch, self.shortcut)]
+
     def describe(self) -> str:
         return FORMS[self.form] + ("" if self.shortcut is None else " projected")
 
