@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import interpreted  # noqa: F401  (before any kernel)
 from accel.cudnn_cases import form  # noqa: F401  (a fixture)
-from accel.forms import Chain, use_forms
+from accel.forms import Chain, store_outputs, use_forms
 from accel.live_bytes import LiveBytes
 from accel.norm_reference import channels_last, norm_for, random_map
 from accel.product_cases import (
@@ -85,13 +85,7 @@ def inputs_of(make: Callable[[], nn.Module], kind: torch.dtype = FULL) -> Tensor
 @pytest.fixture
 def stored(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Returns a function after whose call blocks store all of their outputs."""
-    reduced = DeferredOutput.reduced
-
-    def keeping(pending: DeferredOutput, *given: Any) -> Any:
-        pending.recompute = False
-        return reduced(pending, *given)
-
-    return lambda: monkeypatch.setattr(DeferredOutput, "reduced", keeping)
+    return lambda: store_outputs(monkeypatch)
 
 
 def assert_same(once: dict[str, Tensor], again: dict[str, Tensor]) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from accel.forms import use_forms
+from accel.forms import store_outputs, use_forms
 from accel.live_bytes import LiveBytes
 from interpreter_run import needs_triton
 from paceline.accel import stem
@@ -97,8 +97,6 @@ def test_fused_blocks_with_recomputed_norms_keep_what_others_keep(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The planner counts the same."""
-    from paceline.accel.fused_blocks import DeferredOutput
-
     kept, most = counted(fused=True, recompute=True)
     separate, separate_most = counted(fused=False, recompute=True)
     plain, plain_most = counted(fused=False, recompute=False)
@@ -113,14 +111,7 @@ def test_fused_blocks_with_recomputed_norms_keep_what_others_keep(
     for planned, found in ((net, plain_most), (again, most)):
         assert step_memory(planned, BATCH).activations / GIB == pytest.approx(found, rel=0.02)
 
-    # If blocks kept all of their outputs.
-    reduced = DeferredOutput.reduced
-
-    def keeping(pending: DeferredOutput, *given: Any) -> Any:
-        pending.recompute = False
-        return reduced(pending, *given)
-
-    monkeypatch.setattr(DeferredOutput, "reduced", keeping)
+    store_outputs(monkeypatch)
     all_kept, all_most = counted(fused=True, recompute=True)
     # Of the stages' 3, 4, 6 and 3 outputs, 1, 2, 3 and 1.
     left_out = sum(
