@@ -254,7 +254,7 @@ def backward_results(case: Case) -> list[Tensor]:
         results.append(found.dx)
     for norm in (case.end.branch, case.end.shortcut):
         if norm is not None:
-            factors = found.factors(norm, other=norm is case.end.shortcut)
+            factors = found.factors(norm, int(norm is case.end.shortcut))
             results += [factors[0], factors[1]]
     return results
 

@@ -40,18 +40,12 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         _: Choices, key: str, forms: dict[str, Callable[[], object]], device: torch.device,
         then: object = None,
     ) -> str:  # fmt: skip
-        names = list(forms)
-        for start in (wanted, CUDNN):
-            for name in names:
-                if name.startswith(start):
-                    return name
         # What has no form of cuDNN: the gradients of a convolution of a stored map, and of weights.
-        assert SEPARATE in names, key
-        return SEPARATE
+        return next(
+            name for start in (wanted, CUDNN, SEPARATE) for name in forms if name.startswith(start)
+        )
 
-    def cached() -> tuple[Callable[..., object], ...]:
-        return cudnn_forms._forward_plans, cudnn_forms._input_plans, cudnn_forms._weight_plans
-
+    cached = (cudnn_forms._forward_plans, cudnn_forms._input_plans, cudnn_forms._weight_plans)
     monkeypatch.setattr(Choices, "choose", choose)
     monkeypatch.setattr(cudnn_forms, "check", lambda *_, **__: None)
     # Maps of float32 stand for those of float16 here.
@@ -60,11 +54,11 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         fused_convolutions, "join_moments", lambda sums, norm, **_: with_halves(sums, norm)
     )
     monkeypatch.setattr(cudnn_forms, "plans", lambda graph, *_: {"reference": ReferencePlan(graph)})
-    for function in cached():
-        function.cache_clear()  # type: ignore[attr-defined]
+    for function in cached:
+        function.cache_clear()
     yield wanted
-    for function in cached():
-        function.cache_clear()  # type: ignore[attr-defined]
+    for function in cached:
+        function.cache_clear()
 
 
 @every_kind

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from torch import Tensor, nn
 
 from paceline.accel.forward import Forward
@@ -29,6 +30,19 @@ class Chain(nn.Module):
             x = self.bn(self.conv(x)).relu_()
         out: Tensor = self.blocks(x)
         return out
+
+
+def store_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets all fused blocks store their outputs."""
+    from paceline.accel.fused_blocks import DeferredOutput
+
+    reduced = DeferredOutput.reduced
+
+    def keeping(pending: DeferredOutput, *given: Any) -> Any:
+        pending.recompute = False
+        return reduced(pending, *given)
+
+    monkeypatch.setattr(DeferredOutput, "reduced", keeping)
 
 
 def network(net: nn.Module) -> Network:

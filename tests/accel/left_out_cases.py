@@ -12,10 +12,17 @@ from torch import Tensor, nn
 
 import interpreted  # noqa: F401  (before any kernel)
 from accel.cudnn_cases import form  # noqa: F401  (a fixture)
-from accel.forms import Chain, use_forms
+from accel.forms import Chain, store_outputs, use_forms
 from accel.live_bytes import LiveBytes
 from accel.norm_reference import channels_last, norm_for, random_map
-from accel.product_cases import SMALL, away, prefer, run, small_tiles  # noqa: F401  (a fixture)
+from accel.product_cases import (
+    SMALL,
+    away,
+    initialized,
+    prefer,
+    run,
+    small_tiles,  # noqa: F401  (a fixture)
+)
 from paceline.accel import operands
 from paceline.accel.fused import statistics
 from paceline.accel.fused_blocks import DeferredOutput
@@ -62,14 +69,7 @@ def made(
     choices: Choices | None = None,
 ) -> Any:  # fmt: skip
     torch.manual_seed(0)
-    net = make().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    for module in net.modules():
-        if isinstance(module, nn.Conv2d):
-            module.to(kind)
-        if isinstance(module, nn.BatchNorm2d):  # all different, some γ negative
-            with torch.no_grad():
-                module.weight.copy_(torch.linspace(-0.5, 1.5, module.num_features))
-                module.bias.copy_(torch.linspace(0.4, -0.3, module.num_features))
+    net = initialized(make(), kind)
     use_forms(net, fused=True, recompute=recompute, choices=choices or Choices("auto"))
     return net
 
@@ -85,13 +85,7 @@ def inputs_of(make: Callable[[], nn.Module], kind: torch.dtype = FULL) -> Tensor
 @pytest.fixture
 def stored(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Returns a function after whose call blocks store all of their outputs."""
-    reduced = DeferredOutput.reduced
-
-    def keeping(pending: DeferredOutput, *given: Any) -> Any:
-        pending.recompute = False
-        return reduced(pending, *given)
-
-    return lambda: monkeypatch.setattr(DeferredOutput, "reduced", keeping)
+    return lambda: store_outputs(monkeypatch)
 
 
 def assert_same(once: dict[str, Tensor], again: dict[str, Tensor]) -> None:
@@ -138,7 +132,7 @@ def test_every_second_block_of_a_stage_leaves_its_output_out(
 
     def noted(pending: DeferredOutput, *given: Any) -> Any:
         result = reduced(pending, *given)
-        found.append(isinstance(result[2], RecomputedActivation))
+        found.append(isinstance(result[1], RecomputedActivation))
         return result
 
     monkeypatch.setattr(DeferredOutput, "reduced", noted)

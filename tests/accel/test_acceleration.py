@@ -273,14 +273,10 @@ def test_a_compiler_that_fails_is_left_out_and_said(monkeypatch: pytest.MonkeyPa
         assert applied.forward is model
         assert "compile off (torch.compile failed: no such operator)" in applied.describe()
     assert tried({})[0].forward is not model
+    assert tried(broken, how="model")[0].forward is not model, "requested, so not tried"
     for problem in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError()):
         with pytest.raises(PacelineError, match="the pass failed"):
             tried({"compiled": problem})
-
-
-def test_a_compiler_that_was_asked_for_is_not_tried() -> None:
-    applied, model = tried({"compiled": CompilerError("no such operator")}, how="model")
-    assert applied.forward is not model
 
 
 def test_what_to_do_about_an_error() -> None:

@@ -5,6 +5,7 @@ Activations, statistics and gradients are counted on the meta device, with the i
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from accel.forms import use_forms
+from accel.forms import store_outputs, use_forms
 from accel.live_bytes import LiveBytes
 from interpreter_run import needs_triton
 from paceline.accel import stem
@@ -29,11 +30,23 @@ BATCH = 256
 GIB = 2**30
 
 
-class _Unlaunched:
-    """Replaces a kernel and does nothing."""
+def replace_kernels(monkeypatch: pytest.MonkeyPatch, made: Callable[[str], object]) -> None:
+    """Replaces all kernels by what `made` returns for their names."""
+    from paceline.accel import kernels, product_kernels, stem_kernels
 
-    def __getitem__(self, grid: object) -> Callable[..., None]:
-        return lambda *given, **options: None
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # for `can_launch`; the kernels are imported
+    for module in (kernels, product_kernels, stem_kernels):
+        for name in vars(module):
+            if name.endswith("_kernel"):
+                monkeypatch.setattr(module, name, made(name))
+
+
+def in_half(net: nn.Module) -> nn.Module:
+    net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            module.half()
+    return net
 
 
 class OnGpu(LiveBytes):
@@ -49,18 +62,14 @@ class OnGpu(LiveBytes):
 @pytest.fixture(params=["fused", "both", "separate"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of one form, without kernels."""
-    from paceline.accel import kernels, product_kernels, stem_kernels
 
     def choose(_: Choices, key: str, forms: dict[str, Callable[[], object]], *rest: object) -> str:
         wanted = [name for name in forms if name.split()[0] == request.param]
         return [*wanted, *(name for name in forms if name != "separate"), *forms][0]
 
     monkeypatch.setattr(Choices, "choose", choose)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # for `can_launch`; the kernels are imported
-    for module in (kernels, product_kernels, stem_kernels):
-        for name in vars(module):
-            if name.endswith("_kernel"):
-                monkeypatch.setattr(module, name, _Unlaunched())
+    unlaunched = defaultdict[object, Callable[..., None]](lambda: lambda *given, **options: None)
+    replace_kernels(monkeypatch, lambda name: unlaunched)
 
 
 def counted(
@@ -68,13 +77,9 @@ def counted(
 ) -> tuple[float, float]:
     """GiB behind the forward pass, and the most of backward, without the images."""
     with torch.device("meta"):
-        net = create_model(ModelSettings(name), num_classes=1000, image_size=size)
+        net = in_half(create_model(ModelSettings(name), num_classes=1000, image_size=size))
         images = torch.empty(BATCH, 4, size, size, dtype=torch.float16)
         labels = torch.zeros(BATCH, dtype=torch.int64)
-    net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    for module in net.modules():
-        if isinstance(module, nn.Conv2d | nn.Linear):
-            module.half()
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter)
     use_forms(net, fused=True, recompute=recompute, choices=Choices(CUDNN) if fused else None)
@@ -92,8 +97,6 @@ def test_fused_blocks_with_recomputed_norms_keep_what_others_keep(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The planner counts the same."""
-    from paceline.accel.fused_blocks import DeferredOutput
-
     kept, most = counted(fused=True, recompute=True)
     separate, separate_most = counted(fused=False, recompute=True)
     plain, plain_most = counted(fused=False, recompute=False)
@@ -108,14 +111,7 @@ def test_fused_blocks_with_recomputed_norms_keep_what_others_keep(
     for planned, found in ((net, plain_most), (again, most)):
         assert step_memory(planned, BATCH).activations / GIB == pytest.approx(found, rel=0.02)
 
-    # If blocks kept all of their outputs.
-    reduced = DeferredOutput.reduced
-
-    def keeping(pending: DeferredOutput, *given: Any) -> Any:
-        pending.recompute = False
-        return reduced(pending, *given)
-
-    monkeypatch.setattr(DeferredOutput, "reduced", keeping)
+    store_outputs(monkeypatch)
     all_kept, all_most = counted(fused=True, recompute=True)
     # Of the stages' 3, 4, 6 and 3 outputs, 1, 2, 3 and 1.
     left_out = sum(

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from accel.forms import use_forms
-from accel.test_kept_maps import OnGpu
+from accel.test_kept_maps import OnGpu, in_half, replace_kernels
 from interpreter_run import needs_triton
 from paceline.accel.implementation_choice import CUDNN, Choices
 from paceline.models.registry import create_model
@@ -50,7 +50,7 @@ def shown(value: Any) -> str:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    from paceline.accel import cudnn_forms, kernels, product_kernels, stem_kernels
+    from paceline.accel import cudnn_forms
 
     seen: list[str] = []
 
@@ -74,11 +74,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             words = " ".join(f"{name}={shown(value)}" for name, value in sorted(tensors.items()))
             seen.append(f"cudnn {len(self.graph.nodes)} {self.graph.work()} {words}")
 
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # for `can_launch`; the kernels are imported
-    for module in (kernels, product_kernels, stem_kernels):
-        for name in vars(module):
-            if name.endswith("_kernel"):
-                monkeypatch.setattr(module, name, Kernel(name))
+    replace_kernels(monkeypatch, Kernel)
     monkeypatch.setattr(cudnn_forms, "check", lambda *_, **__: None)
     monkeypatch.setattr(cudnn_forms, "plans", lambda graph, *_: {"reference": Plan(graph)})
     for cached in ("_forward_plans", "_input_plans", "_weight_plans"):
@@ -105,13 +101,9 @@ def test_launches_of_a_step(
     products: bool, recompute: bool, form: str, launches: list[str]
 ) -> None:
     with torch.device("meta"):
-        net = create_model(ModelSettings("resnet50"), num_classes=1000)
+        net = in_half(create_model(ModelSettings("resnet50"), num_classes=1000))
         images = torch.empty(8, 4, 224, 224, dtype=torch.float16)
         labels = torch.zeros(8, dtype=torch.int64)
-    net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    for module in net.modules():
-        if isinstance(module, nn.Conv2d | nn.Linear):
-            module.half()
     use_forms(net, fused=True, recompute=recompute, choices=preferred(form) if products else None)
     with OnGpu():
         x = images.contiguous(memory_format=torch.channels_last)

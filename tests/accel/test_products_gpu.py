@@ -390,7 +390,7 @@ def test_choices_are_timed_once_and_kept(mode: str, tmp_path: Path) -> None:
     chosen = choices.own()
     assert choices.timed == len(chosen) > 0
     assert any("3/" in key for key in chosen) == (mode == "cudnn"), choices.describe()
-    assert "no form of cuDNN" not in choices.describe()
+    assert "cuDNN has no kernel" not in choices.describe()
     choices.adopt(chosen)
     choices = Choices.begin(mode, device)
     run(prepared(net, torch.float16, choices), x)
@@ -413,7 +413,7 @@ def test_basic_blocks_are_timed_and_name_what_cudnn_lacks(tmp_path: Path) -> Non
     lacking = [key for key in choices.missing if key.startswith(("forward", "backward"))]
     assert all("3/2" in key and "merged" in key for key in lacking), choices.missing
     ends = [key for key in chosen if key.startswith(("forward", "backward"))]
-    assert f" of {len(ends) + len(lacking)} kinds of products" in choices.describe()
+    assert f" of {len(ends) + len(lacking)} kinds of convolutions" in choices.describe()
     choices.adopt(chosen)
     choices = Choices.begin("cudnn", device)
     run(prepared(net, torch.float16, choices), x)

@@ -124,14 +124,10 @@ def test_only_a_fused_alexnet_takes_padded_images(monkeypatch: pytest.MonkeyPatc
 
 def nets() -> list[tuple[nn.Module, nn.Module, str]]:
     """Returns a net, the module that contains the first convolution, and its name there."""
-    found: list[nn.Module] = [
-        AlexNet(num_classes=3, norms=NORM_NAMES), FastResNet(num_classes=3),
-        ResNet(BasicBlock, (1, 1, 1, 1), num_classes=3, stem="small"),
-    ]  # fmt: skip
-    return [
-        (net, net.features, "0") if isinstance(net, AlexNet) else (net, net, "conv1")
-        for net in found
-    ]
+    net = AlexNet(num_classes=3, norms=NORM_NAMES)
+    fast = FastResNet(num_classes=3)
+    small = ResNet(BasicBlock, (1, 1, 1, 1), num_classes=3, stem="small")
+    return [(net, net.features, "0"), (fast, fast, "conv1"), (small, small, "conv1")]
 
 
 @pytest.mark.parametrize("channels", [1, 4])

@@ -75,20 +75,18 @@ def launch_convolution(
         (images, n, height, width), dtype=x.dtype, device=x.device,
         memory_format=torch.channels_last,
     )  # fmt: skip
-    sums, project = None, end.shortcut is not None
-    if epilogue != PLAIN:
-        sums = torch.empty((4 if project else 2, parts, n), dtype=torch.float32, device=x.device)
+    sums = _sums(end, epilogue, parts, n)
     kept = torch.empty_like(x) if side else None
-    single = k <= tile.block_k
     maps, described = _maps(tile, tile.block_n, out, end)
     groups, lines = tile.rows(tile.block_n)
     _run(
         kernels.product_kernel, parts * blocks,
         x, _or(operand.other, x), _or(operand.saved, x), _or(operand.found, x), _or(kept, x), weight,
-        *maps, *_saved(end, x), _or(centre, x), _or(sums, x), rows, span, k, n,
+        *maps, *end.saved(x), _or(centre, x), _or(sums, x), rows, span, k, n,
         FORM=operand.form, RELU=operand.relu, SIDE=side, FORWARD=forward, EPILOGUE=epilogue,
-        ADD=end.add is not None, PROJECT=project, SINGLE=single, EVEN_K=k % tile.block_k == 0,
-        EVEN_N=n % tile.block_n == 0, STAGES=tile.stages, TURNED=tile.turned, DESCRIBED=described,
+        ADD=end.add is not None, PROJECT=end.shortcut is not None,
+        SINGLE=k <= tile.block_k, EVEN_K=k % tile.block_k == 0, EVEN_N=n % tile.block_n == 0,
+        STAGES=tile.stages, TURNED=tile.turned, DESCRIBED=described,
         GROUPS=groups, LINES=lines, EVEN_M=rows % tile.block_m == 0,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         num_warps=tile.warps, num_stages=tile.stages,
@@ -118,14 +116,6 @@ def _maps(
     ], True
 
 
-def _saved(end: Epilogue, unused: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the statistics of the norms of an epilogue."""
-    return (
-        unused if end.branch is None else end.branch.saved,
-        unused if end.shortcut is None else end.shortcut.saved,
-    )
-
-
 def _or(tensor: Tensor | None, unused: Tensor) -> Tensor:
     """Returns `unused` for None: a kernel needs a pointer for every argument."""
     return unused if tensor is None else tensor
@@ -153,6 +143,14 @@ def launch_weight_gradient(
     return _join_products(partial_products, weight)
 
 
+def _sums(end: Epilogue, form: int, parts: int, columns: int) -> Tensor | None:
+    """Returns memory for the partial sums of an epilogue."""
+    if form == PLAIN:
+        return None
+    norms = 1 if end.shortcut is None else 2
+    return end.like.new_empty((2 * norms, parts, columns), dtype=torch.float32)
+
+
 def _join_products(partial_products: Tensor, weight: Tensor) -> Tensor:
     found = torch.empty_like(weight)
     _run(
@@ -170,22 +168,20 @@ def launch_both_gradients(
     (out, into), rows = weight.shape[:2], gradient.rows
     span = _span(rows, max(out, into), tile.block_m, tile.programs * _processors(weight.device))
     parts = -(-rows // span)
-    x, source, project = gradient.x, inputs.x, end.shortcut is not None
+    x, source = gradient.x, inputs.x
     assert end.form != MERGED or source is end.y
     dx = torch.empty_like(end.like)
-    sums = None
-    if end.form != PLAIN:
-        sums = torch.empty((4 if project else 2, parts, into), dtype=torch.float32, device=x.device)
+    sums = _sums(end, end.form, parts, into)
     partial_products = torch.empty((parts, out, into), dtype=torch.float32, device=x.device)
     maps, described = _maps(tile, tile.block_k, dx, end)
     groups, lines = tile.rows(tile.block_k)
     _run(
         kernels.both_gradients_kernel, parts,
         x, _or(gradient.other, x), _or(gradient.saved, x), _or(gradient.found, x), weight,
-        source, _or(inputs.saved, source), *maps, *_saved(end, x), _or(sums, x), partial_products,
+        source, _or(inputs.saved, source), *maps, *end.saved(x), _or(sums, x), partial_products,
         rows, span, out, into,
         FORM=gradient.form, RELU=gradient.relu, INPUT_FORM=inputs.form, EPILOGUE=end.form,
-        ADD=end.add is not None, PROJECT=project, STAGES=tile.stages,
+        ADD=end.add is not None, PROJECT=end.shortcut is not None, STAGES=tile.stages,
         TURNED=tile.turned, DESCRIBED=described, GROUPS=groups, LINES=lines,
         # Without masks, the compiler does not load the gradient of other tiles ahead.
         EVEN_M=tile.turned and rows % tile.block_m == 0,

@@ -36,14 +36,14 @@ class Tile:
 
     elements: int
     programs: int
-    warps: int
+    warps: int = 0  # Triton's default
 
 
 MOMENTS = Tile(2048, 1056, 4)
 APPLY = Tile(4096, 8448, 8)
 SUMS = Tile(1024, 1056, 4)
 INPUT = Tile(4096, 8448, 8)
-POOL_SUMS = Tile(512, 2112, 4)
+POOL_SUMS = Tile(512, 2112)
 # Elements per tile of kernels with one tile per program.
 POOL, POOL_INPUT = 1024, 512
 
@@ -54,15 +54,10 @@ class Cut:
 
     rows: int
     channels: int
-    block_m: int
-    block_c: int
     parts: int
     span: int
-    warps: int
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        return self.parts, -(-self.channels // self.block_c)
+    grid: tuple[int, int]
+    options: dict[str, int]
 
 
 def power_of_two(number: int) -> int:
@@ -72,13 +67,25 @@ def power_of_two(number: int) -> int:
 
 def cut(rows: int, channels: int, tile: Tile) -> Cut:
     """Divides rows and channels into tiles of up to 64 channels (128 bytes in half precision)."""
-    block_c = min(power_of_two(channels), 64)
-    block_m = max(tile.elements // block_c, 1)
-    blocks_c = -(-channels // block_c)
+    (tiles, blocks_c), options = _tiles(rows, channels, tile.elements)
     wanted = max(tile.programs // blocks_c, 1)
-    tiles = -(-rows // block_m)
-    span = -(-tiles // min(wanted, tiles)) * block_m
-    return Cut(rows, channels, block_m, block_c, -(-rows // span), span, tile.warps)
+    span = -(-tiles // min(wanted, tiles)) * options["BLOCK_M"]
+    parts = -(-rows // span)
+    if tile.warps:
+        options["num_warps"] = tile.warps
+    return Cut(rows, channels, parts, span, (parts, blocks_c), options)
+
+
+def _tiles(rows: int, channels: int, elements: int) -> tuple[tuple[int, int], dict[str, int]]:
+    """Returns a grid of one tile per program, and the tile."""
+    block_c = min(power_of_two(channels), 64)
+    block_m = max(elements // block_c, 1)
+    grid = (-(-rows // block_m), -(-channels // block_c))
+    return grid, {"BLOCK_M": block_m, "BLOCK_C": block_c}
+
+
+def _cut_of(x: Tensor, tile: Tile) -> Cut:
+    return cut(x.numel() // x.shape[1], x.shape[1], tile)
 
 
 def norm_can_fuse(norm: nn.Module) -> TypeGuard[nn.BatchNorm2d]:
@@ -122,7 +129,6 @@ def norm_act(
         relu: Applies the ReLU.
         bias: The bias of the convolution.
     """
-    check_rows(x.shape)
     out: Tensor = _NormAct.apply(  # type: ignore[no-untyped-call]
         x, norm.weight, norm.bias, residual, norm, relu, False, bias, None
     )
@@ -137,7 +143,6 @@ def norm_act_twice(
     Autograd then passes both gradients separately, and the backward kernel adds them, which saves a pass
     over the largest activations.
     """
-    check_rows(x.shape)
     out: tuple[Tensor, Tensor] = _NormAct.apply(  # type: ignore[no-untyped-call]
         x, norm.weight, norm.bias, residual, norm, True, True, bias, None
     )
@@ -148,7 +153,6 @@ def norm_act_recomputed(
     x: Tensor, norm: nn.BatchNorm2d, residual: Tensor | None = None, *, bias: Tensor | None = None
 ) -> RecomputedActivation:
     """Computes `norm_act_twice` for an output that is not stored. The residual must be stored."""
-    check_rows(x.shape)
     source = ActivationSource()
     with source.not_stored():
         branch, shortcut = _NormAct.apply(  # type: ignore[no-untyped-call]
@@ -169,6 +173,12 @@ def check_rows(shape: Sequence[int]) -> None:
 def channels_last(gradient: Tensor) -> Tensor:
     """Returns a tensor in channels-last memory, which the kernels need."""
     return gradient.contiguous(memory_format=torch.channels_last)
+
+
+def two_gradients(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the gradients from the readers of an output, of which the second or both may be None."""
+    given = (channels_last(gradient) for gradient in gradients if gradient is not None)
+    return next(given, None), next(given, None)
 
 
 class _NormAct(torch.autograd.Function):
@@ -194,10 +204,9 @@ class _NormAct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         x, weight, saved, *rest = ctx.saved_tensors
-        given = [channels_last(g) for g in gradients if g is not None]
-        if not given:
+        first, second = two_gradients(gradients)
+        if first is None:
             return (None,) * 9
-        first, second = given[0], given[1] if len(given) > 1 else None
         found, dz = backward_sums(
             first, second, x, rest[0] if rest else None, saved, weight, ctx.relu
         )
@@ -213,6 +222,7 @@ def statistics(x: Tensor, norm: nn.BatchNorm2d, offset: Tensor | None = None) ->
 
     Updates the running statistics like torch, with those of x + `offset`.
     """
+    check_rows(x.shape)
     return join_moments(moments(x), norm, offset)
 
 
@@ -233,14 +243,10 @@ class Moments:
 
 def moments(x: Tensor) -> Moments:
     """Computes the partial statistics of an activation."""
-    rows, channels = x.numel() // x.shape[1], x.shape[1]
-    c = cut(rows, channels, MOMENTS)
-    parts = x.new_empty((2, c.parts, channels), dtype=torch.float32)
-    kernels.moments_kernel[c.grid](
-        x, parts, rows, channels, c.span,
-        BLOCK_M=c.block_m, BLOCK_C=c.block_c, num_warps=c.warps,
-    )  # fmt: skip
-    return Moments(parts, rows, c.span)
+    c = _cut_of(x, MOMENTS)
+    parts = x.new_empty((2, c.parts, c.channels), dtype=torch.float32)
+    kernels.moments_kernel[c.grid](x, parts, c.rows, c.channels, c.span, **c.options)
+    return Moments(parts, c.rows, c.span)
 
 
 def join_moments(
@@ -272,11 +278,10 @@ def join_moments(
 def apply(x: Tensor, saved: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
     """Computes relu(scale · x + shift + residual)."""
     y = torch.empty_like(x)
-    c = cut(x.numel() // x.shape[1], x.shape[1], APPLY)
+    c = _cut_of(x, APPLY)
     kernels.apply_kernel[c.grid](
         x, x if residual is None else residual, y, saved, c.rows, c.channels, c.span,
-        RESIDUAL=residual is not None, RELU=relu, BLOCK_M=c.block_m, BLOCK_C=c.block_c,
-        num_warps=c.warps,
+        RESIDUAL=residual is not None, RELU=relu, **c.options,
     )  # fmt: skip
     return y
 
@@ -308,15 +313,13 @@ def gradient_sums(
     dy: Tensor, dy2: Tensor | None, x: Tensor, y: Tensor | None, saved: Tensor, relu: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Returns partial sums for `join_sums`, and dz if `y` is given."""
-    rows, channels = x.numel() // x.shape[1], x.shape[1]
-    c = cut(rows, channels, SUMS)
-    parts = x.new_empty((2, c.parts, channels), dtype=torch.float32)
+    c = _cut_of(x, SUMS)
+    parts = x.new_empty((2, c.parts, c.channels), dtype=torch.float32)
     dz = None if y is None else torch.empty_like(x)
     kernels.backward_sums_kernel[c.grid](
         dy, dy if dy2 is None else dy2, x, x if y is None else y, x if dz is None else dz, saved,
-        parts, rows, channels, c.span, TWO=dy2 is not None, RESIDUAL=y is not None,
-        RELU=relu, BLOCK_M=c.block_m, BLOCK_C=c.block_c,
-        num_warps=c.warps,
+        parts, c.rows, c.channels, c.span, TWO=dy2 is not None, RESIDUAL=y is not None,
+        RELU=relu, **c.options,
     )  # fmt: skip
     return parts, dz
 
@@ -326,11 +329,10 @@ def backward_input(
 ) -> Tensor:
     """Returns the gradient of the norm's input."""
     dx = torch.empty_like(x)
-    c = cut(x.numel() // x.shape[1], x.shape[1], INPUT)
+    c = _cut_of(x, INPUT)
     kernels.backward_input_kernel[c.grid](
         dz, dz if dz2 is None else dz2, x, dx, saved, found, c.rows, c.channels, c.span,
-        TWO=dz2 is not None, RELU=relu, BLOCK_M=c.block_m, BLOCK_C=c.block_c,
-        num_warps=c.warps,
+        TWO=dz2 is not None, RELU=relu, **c.options,
     )  # fmt: skip
     return dx
 
@@ -346,20 +348,11 @@ def norm_act_pool(
         padding: 0 or 1.
         bias: The bias of the convolution, which affects only the running mean (see `norm_act`).
     """
-    check_rows(x.shape)
     assert padding in (0, 1), padding
     out: tuple[Tensor, Tensor] = _NormActPool.apply(  # type: ignore[no-untyped-call]
         x, norm.weight, norm.bias, norm, padding, bias
     )
     return out
-
-
-def _tiles(positions: int, channels: int, elements: int) -> tuple[tuple[int, int], dict[str, int]]:
-    """Returns a grid of one tile per program, and the tile."""
-    block_c = min(power_of_two(channels), 64)
-    block_m = max(elements // block_c, 1)
-    grid = (-(-positions // block_m), -(-channels // block_c))
-    return grid, {"BLOCK_M": block_m, "BLOCK_C": block_c}
 
 
 class _NormActPool(torch.autograd.Function):
@@ -389,11 +382,10 @@ class _NormActPool(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         x, weight, saved, winner = ctx.saved_tensors
-        given = [channels_last(g) for g in gradients if g is not None]
-        if not given:
+        first, second = two_gradients(gradients)
+        if first is None:
             return (None,) * 6
-        first, two = given[0], len(given) > 1
-        second = given[1] if two else first
+        two, second = second is not None, first if second is None else second
         images, channels, height, width = x.shape
         out_height, out_width = winner.shape[2:]
         sizes = (height, width, out_height, out_width, channels)
@@ -402,7 +394,7 @@ class _NormActPool(torch.autograd.Function):
         parts = x.new_empty((2, c.parts, channels), dtype=torch.float32)
         kernels.pool_sums_kernel[c.grid](
             first, second, x, winner, saved, parts, positions, *sizes, c.span,
-            TWO=two, PAD=ctx.padding, BLOCK_M=c.block_m, BLOCK_C=c.block_c,
+            TWO=two, PAD=ctx.padding, **c.options,
         )  # fmt: skip
         found = join_sums(parts, weight, saved, rows)
         dx = torch.empty_like(x)

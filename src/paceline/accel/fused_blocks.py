@@ -20,16 +20,22 @@ the gradients of that convolution. Therefore each such activation must have exac
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from paceline.accel.fused import backward_sums, can_fuse, channels_last, norm_can_fuse
+from paceline.accel.fused import (
+    backward_sums,
+    can_fuse,
+    channels_last,
+    norm_can_fuse,
+    two_gradients,
+)
 from paceline.accel.fused_convolutions import backward_convolution, forward_convolution
 from paceline.accel.implementation_choice import CUDNN, Choices
-from paceline.accel.networks import Block
+from paceline.accel.networks import Block, Pair
 from paceline.accel.operands import Epilogue, NormedMap, Operand
 from paceline.accel.recompute import (
     ActivationSource,
@@ -83,47 +89,41 @@ class DeferredOutput:
     Attributes:
         branch: The norm of the branch.
         residual: The shortcut: an activation, or the norm of a convolution's output.
-        choices: The chosen implementations.
         recompute: True if the reader does not save it for the backward pass; the shortcut must be stored.
     """
 
     branch: Normed
     residual: Normed | Tensor | RecomputedActivation
-    choices: Choices
     recompute: bool = False
 
     def output(self) -> tuple[Tensor, Tensor]:
         """Computes the output and returns it twice, see `fused.norm_act_twice`."""
         out: tuple[Tensor, Tensor] = _Join.apply(  # type: ignore[no-untyped-call]
-            *self.tensors(), self.links()
+            self.links(), *self.tensors()
         )
         return out
 
     def reduced(
-        self, weight: Tensor, stride: int, norm: nn.BatchNorm2d, link: Link
-    ) -> tuple[Tensor, Tensor, Tensor | RecomputedActivation]:
-        """Computes the output and its convolution.
-
-        Returns:
-            The convolution's output, the statistics of `norm` on it, and the activation for the shortcut.
-        """
+        self, convolution: Pair, choices: Choices
+    ) -> tuple[Normed, Tensor | RecomputedActivation]:
+        """Computes the convolution of the output, and the output for the shortcut."""
         source = ActivationSource() if self.recompute else None
         # Either the output or the shortcut is not stored, never both.
         with not_stored(self.residual) if source is None else source.not_stored():
-            out, saved, y = _JoinReduce.apply(  # type: ignore[no-untyped-call]
-                *self.tensors(), weight, stride, norm, self.links(), link, source, self.choices
-            )
-        return out, saved, y if source is None else RecomputedActivation(y, y, source)
+            out, y = _convolve(self, convolution, choices, source=source)
+        assert y is not None
+        return out, y if source is None else RecomputedActivation(y, y, source)
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Returns activation, statistics, γ and β of the branch and of the shortcut."""
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Returns activation, statistics, γ and β of the branch; the same of the shortcut if given."""
         if isinstance(self.residual, Normed):
             return *self.branch.tensors(), *self.residual.tensors()
-        _, residual = branch_and_shortcut(self.residual)
-        return *self.branch.tensors(), residual, None, None, None
+        return *self.branch.tensors(), branch_and_shortcut(self.residual)[1]
 
-    def links(self) -> tuple[Link, Link | None]:
-        return self.branch.link, self.residual.link if isinstance(self.residual, Normed) else None
+    def links(self) -> tuple[Link, ...]:
+        """Returns the links of its norms."""
+        norms = (self.branch, self.residual)
+        return tuple(norm.link for norm in norms if isinstance(norm, Normed))
 
 
 def can_fuse_block(block: Block, x: BlockInput) -> bool:
@@ -139,7 +139,7 @@ def can_fuse_block(block: Block, x: BlockInput) -> bool:
     )
 
 
-def _is_plain(convolution: nn.Module, kind: torch.dtype) -> TypeGuard[nn.Conv2d]:
+def _is_plain(convolution: nn.Module, kind: torch.dtype) -> bool:
     """Returns True for a convolution as ResNets use it."""
     if not is_plain(convolution) or convolution.bias is not None:
         return False
@@ -162,40 +162,18 @@ def fused_block(
         forward: Computes what cannot be fused, and knows if norms are recomputed.
         choices: The chosen implementations.
     """
-    first, *others = (_given(*pair) for pair in block.branch)
-    link = Link()
+    first, *inner = block.branch
     if isinstance(x, DeferredOutput):
-        raw, saved, x = x.reduced(*first, link)
+        branch, x = x.reduced(first, choices)
     else:
         with not_stored(x):
-            raw, saved = _Convolve.apply(  # type: ignore[no-untyped-call]
-                branch_and_shortcut(x)[0], *first, link, True, choices
-            )
-    branch = Normed(raw, saved, first[2], link)
-    for given in others:
-        relu = given[2] is not block.last_norm
-        branch = _convolve_normed(forward, choices, branch, given, relu)
+            branch, _ = _convolve(branch_and_shortcut(x)[0], first, choices)
+    for pair in inner:
+        relu = pair[1] is not block.last_norm
+        branch, _ = _convolve(branch, pair, choices, relu=relu, recompute=forward.recompute)
     stored = block.downsample is None and not isinstance(x, RecomputedActivation)
-    recompute = forward.recomputes and stored
-    return DeferredOutput(branch, _shortcut(block, x, forward, choices), choices, recompute)
-
-
-def _given(convolution: nn.Module, norm: nn.Module) -> tuple[Tensor, int, nn.BatchNorm2d]:
-    assert isinstance(convolution, nn.Conv2d)
-    assert isinstance(norm, nn.BatchNorm2d)
-    return convolution.weight, convolution.stride[0], norm
-
-
-def _convolve_normed(
-    forward: FusedForward, choices: Choices, x: Normed, given: tuple[Tensor, int, nn.BatchNorm2d],
-    relu: bool,
-) -> Normed:  # fmt: skip
-    """Computes a convolution of relu(norm(x)). With `relu`, a ReLU follows its own norm."""
-    link = Link()
-    out, saved = _ConvolveNormed.apply(  # type: ignore[no-untyped-call]
-        *x.tensors(), *given, (x.link, link), relu, forward.recompute, choices
-    )
-    return Normed(out, saved, given[2], link)
+    residual = _shortcut(block, x, forward, choices)
+    return DeferredOutput(branch, residual, recompute=forward.recomputes and stored)
 
 
 def _shortcut(
@@ -207,143 +185,139 @@ def _shortcut(
     convolution, norm = block.downsample
     if not norm_can_fuse(norm) or not _is_plain(convolution, maps.dtype):
         return channels_last(forward.shortcut(block, x))
-    link = Link()
     with not_stored(x):
-        out, saved = _Convolve.apply(  # type: ignore[no-untyped-call]
-            maps, convolution.weight, convolution.stride[0], norm, link, False, choices
-        )
-    return Normed(out, saved, norm, link)
+        return _convolve(maps, block.downsample, choices, relu=False)[0]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a convolution needs besides tensors.
+
+    Attributes:
+        stride: Its stride.
+        norm: Its norm.
+        link: The link of its norm.
+        links: The links of the norms of its input.
+        choices: The chosen implementations.
+        relu: True if a ReLU follows its norm.
+        recompute: True if the backward pass recomputes the input.
+    """
+
+    stride: int
+    norm: nn.BatchNorm2d
+    link: Link
+    links: tuple[Link, ...]
+    choices: Choices
+    relu: bool
+    recompute: bool
+
+
+def _convolve(
+    x: Tensor | Normed | DeferredOutput, convolution: Pair, choices: Choices, *, relu: bool = True,
+    recompute: bool = False, source: ActivationSource | None = None,
+) -> tuple[Normed, Tensor | None]:  # fmt: skip
+    """Computes a convolution of x, relu(norm(x)) or an output; returns that output, too.
+
+    See `_Call`. If `source` is given, the output is not stored.
+    """
+    layer, norm = convolution
+    assert isinstance(layer, nn.Conv2d)
+    links: tuple[Link, ...] = ()
+    tensors: tuple[Tensor, ...]
+    if isinstance(x, DeferredOutput):
+        tensors, links = x.tensors(), x.links()
+    elif isinstance(x, Normed):
+        tensors, links = x.tensors(), (x.link,)
+    else:
+        tensors = (x,)
+    call = _Call(layer.stride[0], norm, Link(), links, choices, relu, recompute)
+    out, saved, y = _Convolve.apply(  # type: ignore[no-untyped-call]
+        call, source, layer.weight, *tensors
+    )
+    return Normed(out, saved, norm, call.link), y
 
 
 class _Convolve(torch.autograd.Function):
-    """The convolution of a stored activation, and the statistics of its norm."""
+    """The convolution of an activation, the statistics of its norm, and the activation if joined.
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, stride: int, norm: nn.BatchNorm2d, link: Link,
-        relu: bool, choices: Choices,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        out, saved, _ = forward_convolution(choices, Operand(x), weight, norm, stride)
-        ctx.save_for_backward(x, weight, out, saved)
-        ctx.stride, ctx.link, ctx.relu, ctx.choices = stride, link, relu, choices
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(saved)
-        return out, saved
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dz: Tensor | None, _: Any) -> Any:
-        if dz is None:
-            return (None,) * 7
-        x, weight, out, saved = ctx.saved_tensors
-        gradients = backward_convolution(
-            ctx.choices, Operand.gradient(dz, out, saved, ctx.link.take(dz), relu=ctx.relu), weight,
-            Operand(x), Epilogue.plain(x), ctx.stride, wants_weight=ctx.needs_input_grad[1],
-        )  # fmt: skip
-        return gradients.dx, gradients.weight, None, None, None, None, None
-
-
-class _JoinReduce(torch.autograd.Function):
-    """conv1(y), the statistics of its norm, and y = relu(norm_before(before) + shortcut).
-
-    See `DeferredOutput.tensors`. `source` is given if y is recomputed.
+    The activation is x, relu(norm(x)) or relu(norm(x) + shortcut), see `DeferredOutput.tensors`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, before: Tensor, before_saved: Tensor, before_gamma: Tensor, before_beta: Tensor,
-        residual: Tensor, residual_saved: Tensor | None, residual_gamma: Tensor | None,
-        residual_beta: Tensor | None, weight: Tensor, stride: int, norm: nn.BatchNorm2d,
-        links: tuple[Link, Link | None], link: Link, source: ActivationSource | None, choices: Choices,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        joined = Operand.joined(before, before_saved, residual, residual_saved)
-        out, saved, y = forward_convolution(choices, joined, weight, norm, stride, keep=True)
-        assert y is not None
-        projected = residual_saved is not None
+        ctx: Any, call: _Call, source: ActivationSource | None, weight: Tensor, x: Tensor,
+        saved: Tensor | None = None, gamma: Tensor | None = None, beta: Tensor | None = None,
+        residual: Tensor | None = None, residual_saved: Tensor | None = None, *residual_norm: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        joined = residual is not None
+        if saved is None:
+            operand = Operand(x)
+        elif residual is None:
+            operand = Operand.normalized(x, saved)
+        else:
+            operand = Operand.joined(x, saved, residual, residual_saved)
+        out, out_saved, y = forward_convolution(
+            call.choices,
+            operand,
+            weight,
+            call.norm,
+            call.stride,
+            keep=joined,
+            recompute=call.recompute,
+        )
         if source is not None:
+            assert y is not None
+            assert saved is not None
+            assert residual is not None
             # Bit for bit y, because Triton's kernels round like `stored`. cuDNN reads the norm's scale in
             # fp16, so its y agrees within rounding. That is enough: the ReLU mask in its backward pass
             # uses fp32 scales, too, and its sums have no fixed order.
-            again = Operand.joined(before.detach(), before_saved, residual.detach())
+            again = Operand.joined(x.detach(), saved, residual.detach())
             source.set(y, again.stored)
         # Only cuDNN reads a stored residual in the backward pass.
-        kept = residual if projected or choices.mode == CUDNN else None
+        kept = residual if residual_saved is not None or call.choices.mode == CUDNN else None
+        # A stored input is saved, so that it need not be recomputed.
         ctx.save_for_backward(
-            before, before_saved, before_gamma, before_beta, y, weight, out, saved,
-            kept, residual_saved, residual_gamma, residual_beta,
-        )  # fmt: skip
-        ctx.stride, ctx.links, ctx.link, ctx.choices = stride, links, link, choices
+            weight, out, out_saved, x, saved, gamma, beta, y, kept, residual_saved, *residual_norm
+        )
+        ctx.call, ctx.joined = call, joined
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(saved)
-        return out, saved, y
+        ctx.mark_non_differentiable(out_saved)
+        return out, out_saved, y if joined else None
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dz: Tensor | None, _: Any, dy_shortcut: Tensor | None) -> Any:
-        branch, (y, weight, out, saved) = NormedMap(*ctx.saved_tensors[:4]), ctx.saved_tensors[4:8]
-        residual, *norm = ctx.saved_tensors[8:]
+        count = len(ctx.needs_input_grad)
+        if dz is None:
+            return (None,) * count
+        weight, out, out_saved, x, saved, gamma, beta, y, residual, *norm = ctx.saved_tensors
+        call: _Call = ctx.call
         shortcut = residual if norm[0] is None else NormedMap(residual, *norm)
-        assert dz is not None, "a block's branch is always used"
-        add = None if dy_shortcut is None else channels_last(dy_shortcut)
+        inputs, end, norms = Operand(x if y is None else y), Epilogue.plain(x), []
+        if saved is not None:
+            norms = [NormedMap(x, saved, gamma, beta)]
+            if y is None:
+                inputs = Operand.normalized(x, saved)
+            end = Epilogue.masked(norms[0])
+        if ctx.joined:
+            add = None if dy_shortcut is None else channels_last(dy_shortcut)
+            end = Epilogue.merged(norms[0], y, add, shortcut)
+        if isinstance(shortcut, NormedMap):
+            norms.append(shortcut)
         gradients = backward_convolution(
-            ctx.choices, Operand.gradient(dz, out, saved, ctx.link.take(dz), relu=True), weight,
-            Operand(y), Epilogue.merged(branch, y, add, shortcut), ctx.stride,
-            wants_weight=ctx.needs_input_grad[8],
+            call.choices, Operand.gradient(dz, out, out_saved, call.link.take(dz), relu=call.relu),
+            weight, inputs, end, call.stride, wants_weight=ctx.needs_input_grad[2],
         )  # fmt: skip
-        given, (link, residual_link) = gradients.dx, ctx.links
-        factors = gradients.factors(branch)
-        link.put(given, factors)
-        of_residual: tuple[Tensor | None, Tensor | None] = (None, None)
-        if residual_link is not None:
-            assert isinstance(shortcut, NormedMap)
-            others = gradients.factors(shortcut, other=True)
-            residual_link.put(given, others)
-            of_residual = (others[0], others[1])
-        return (
-            given, None, factors[0], factors[1], given, None, *of_residual, gradients.weight,
-            None, None, None, None, None, None,
-        )  # fmt: skip
-
-
-class _ConvolveNormed(torch.autograd.Function):
-    """The convolution of relu(norm(x)), and the statistics of its norm."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, saved: Tensor, gamma: Tensor, beta: Tensor, weight: Tensor, stride: int,
-        next_norm: nn.BatchNorm2d, links: tuple[Link, Link], relu: bool, recompute: bool,
-        choices: Choices,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        operand = Operand.normalized(x, saved)
-        out, next_saved, y = forward_convolution(
-            choices, operand, weight, next_norm, stride, recompute=recompute
-        )
-        # If the input was stored, save it, so that it need not be recomputed.
-        kept = [] if y is None else [y]
-        ctx.save_for_backward(x, saved, gamma, beta, weight, out, next_saved, *kept)
-        ctx.stride, ctx.links, ctx.relu, ctx.choices = stride, links, relu, choices
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(next_saved)
-        return out, next_saved
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dz: Tensor | None, _: Any) -> Any:
-        assert dz is not None, "a block's branch is always used"
-        x, saved, gamma, beta, weight, out, next_saved, *kept = ctx.saved_tensors
-        branch, (before, link) = NormedMap(x, saved, gamma, beta), ctx.links
-        gradients = backward_convolution(
-            ctx.choices, Operand.gradient(dz, out, next_saved, link.take(dz), relu=ctx.relu), weight,
-            Operand(kept[0]) if kept else Operand.normalized(x, saved),
-            Epilogue.masked(branch), ctx.stride, wants_weight=ctx.needs_input_grad[4],
-        )  # fmt: skip
-        factors = gradients.factors(branch)
         # With the separate implementation, the previous convolution's gradients apply the ReLU.
-        before.put(gradients.dx, factors)
-        return (
-            gradients.dx, None, factors[0], factors[1], gradients.weight,
-            None, None, None, None, None, None,
-        )  # fmt: skip
+        found = [None, None, gradients.weight]
+        for place, (normed, link) in enumerate(zip(norms, call.links, strict=True)):
+            factors = gradients.factors(normed, place)
+            link.put(gradients.dx, factors)
+            found += [gradients.dx, None, factors[0], factors[1]]
+        # The gradient of an input or of a shortcut without a norm.
+        found += [gradients.dx] * (count > len(found))
+        return tuple(found)
 
 
 class _Join(torch.autograd.Function):
@@ -351,13 +325,12 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, saved: Tensor, gamma: Tensor, beta: Tensor, residual: Tensor,
-        residual_saved: Tensor | None, residual_gamma: Tensor | None, residual_beta: Tensor | None,
-        links: tuple[Link, Link | None],
+        ctx: Any, links: tuple[Link, ...], x: Tensor, saved: Tensor, gamma: Tensor, beta: Tensor,
+        residual: Tensor, residual_saved: Tensor | None = None, *residual_norm: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         y = Operand.joined(x, saved, residual, residual_saved).stored()
-        projected = () if residual_saved is None else (residual, residual_saved, residual_gamma)
-        ctx.save_for_backward(x, saved, gamma, y, *projected)
+        projected = () if residual_saved is None else (residual, residual_saved, residual_norm[0])
+        ctx.save_for_backward(y, x, saved, gamma, *projected)
         ctx.links = links
         ctx.set_materialize_grads(False)
         return y, y.view_as(y)
@@ -365,22 +338,20 @@ class _Join(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        x, saved, gamma, y, *projected = ctx.saved_tensors
-        given = [channels_last(g) for g in gradients if g is not None]
-        if not given:
-            return (None,) * 9
-        found, dz = backward_sums(
-            given[0], given[1] if len(given) > 1 else None, x, y, saved, gamma, relu=True
-        )
+        y, x, saved, gamma, *projected = ctx.saved_tensors
+        first, second = two_gradients(gradients)
+        if first is None:
+            return (None,) * len(ctx.needs_input_grad)
+        factors, dz = backward_sums(first, second, x, y, saved, gamma, relu=True)
         assert dz is not None
-        link, residual_link = ctx.links
-        link.put(dz, found)
-        of_residual: tuple[Tensor | None, Tensor | None] = (None, None)
-        if residual_link is not None:
+        link, *residual_link = ctx.links
+        link.put(dz, factors)
+        found = [None, dz, None, factors[0], factors[1], dz]
+        if projected:
             residual, residual_saved, residual_gamma = projected
-            others, _ = backward_sums(
+            factors, _ = backward_sums(
                 dz, None, residual, None, residual_saved, residual_gamma, relu=False
             )
-            residual_link.put(dz, others)
-            of_residual = (others[0], others[1])
-        return dz, None, found[0], found[1], dz, None, *of_residual, None
+            residual_link[0].put(dz, factors)
+            found += [None, factors[0], factors[1]]
+        return tuple(found)

@@ -8,7 +8,8 @@ times them and keeps the fastest for each shape and device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -101,13 +102,18 @@ def forward_convolution(
     # Only cuDNN's times depend on what is saved for the backward pass.
     how = "kept" if keep else "recomputed" if recompute and cudnn else ""
     key = _key("forward", operand, weight, stride, how)
-    implementations.update(
-        _of_cudnn(choices, key, partial(cudnn_forms.forward, operand, weight, stride, keep))
+    implementations |= _of_cudnn(
+        choices, key, partial(cudnn_forms.forward, operand, weight, stride, keep)
     )
-    then = None
-    if cudnn and operand.form == NORMALIZED:
-        # If the input is not stored, the weight's gradient takes longer.
-        then = partial(_weight_gradient_after, choices, operand, weight, stride, recompute)
+
+    def weight_gradient_after(result: tuple[Tensor, Moments, Tensor | None]) -> Tensor:
+        """Computes a weight gradient for its time only; the output stands in for its gradient."""
+        out, _, kept = result
+        inputs = operand if kept is None or recompute else Operand(kept)
+        return _stored_weight_gradient(choices, out, weight, inputs, stride)
+
+    # If the input is not stored, the weight's gradient takes longer.
+    then = weight_gradient_after if cudnn and operand.form == NORMALIZED else None
     implementations[SEPARATE] = partial(_separate_forward, operand, weight, stride)
     result, sums, kept = _fastest(
         choices, key, implementations, is_matrix_product(weight, stride), operand.x.device, then
@@ -134,7 +140,7 @@ def _of_cudnn(
 
 
 def _fastest(
-    choices: Choices, key: str, implementations: dict[str, Callable[[], Result]], product: bool,
+    choices: Choices, key: str, implementations: Mapping[str, Callable[[], Result]], product: bool,
     device: torch.device, then: Callable[[Result], object] | None = None,
 ) -> Result:  # fmt: skip
     """Returns the result of the fastest implementation.
@@ -145,16 +151,6 @@ def _fastest(
     if not product and len(implementations) == 1 and key not in choices.chosen:
         return implementations[SEPARATE]()
     return implementations[choices.choose(key, implementations, device, then)]()
-
-
-def _weight_gradient_after(
-    choices: Choices, operand: Operand, weight: Tensor, stride: int, recompute: bool,
-    result: tuple[Tensor, Moments, Tensor | None],
-) -> Tensor:  # fmt: skip
-    """Computes a weight gradient for its time only; the output stands in for its gradient."""
-    out, _, kept = result
-    inputs = operand if kept is None or recompute else Operand(kept)
-    return _stored_weight_gradient(choices, out, weight, inputs, stride)
 
 
 def _fused_forward(
@@ -198,64 +194,121 @@ def backward_convolution(
         stride: The stride of the convolution.
         wants_weight: Whether the gradient of the weight is needed.
     """
-    implementations: dict[str, Callable[[], Gradients]] = {}
-    arguments = (gradient, weight, inputs, end, stride, wants_weight)
-    if is_matrix_product(weight, stride):
-        implementations["fused"] = partial(_fused_backward, choices, *arguments)
-    implementations[SEPARATE] = partial(_separate_backward, *arguments)
-    if wants_weight and is_matrix_product(weight, stride):
-        for tile in BOTH_TILES:
-            if both_fits(tile, weight.shape[1], weight.shape[0]):
-                implementations[f"both {tile.name}"] = partial(
-                    launch_both_gradients, gradient, weight, inputs, end, tile
+    return _Backward(choices, gradient, weight, inputs, end, stride, wants_weight).fastest()
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """The arguments of `backward_convolution`, and its implementations."""
+
+    choices: Choices
+    gradient: Operand
+    weight: Tensor
+    inputs: Operand
+    end: Epilogue
+    stride: int
+    wants_weight: bool
+
+    def fastest(self) -> Gradients:
+        product, form = is_matrix_product(self.weight, self.stride), FORMS[self.inputs.form]
+        implementations: dict[str, Callable[[], Gradients]] = {}
+        if product:
+            implementations["fused"] = self.fused
+        implementations[SEPARATE] = self.separate
+        if product and self.wants_weight:
+            out, into = self.weight.shape[:2]
+            implementations |= {
+                f"both {tile.name}": partial(
+                    launch_both_gradients, self.gradient, self.weight, self.inputs, self.end, tile
                 )
-    key = _key(
-        "backward", gradient, weight, stride, end.describe(), FORMS[inputs.form], wants_weight
-    )
-    if end.form != PLAIN:
-        make = partial(_cudnn_backward_implementations, choices, *arguments)
-        implementations.update(_of_cudnn(choices, key, make))
-    return _fastest(
-        choices, key, implementations, is_matrix_product(weight, stride), gradient.x.device
-    )
+                for tile in BOTH_TILES
+                if both_fits(tile, into, out)
+            }
+        key = self.key("backward", form, self.wants_weight)
+        if self.end.form != PLAIN:
+            implementations |= _of_cudnn(self.choices, key, self.of_cudnn)
+        return _fastest(self.choices, key, implementations, product, self.gradient.x.device)
 
+    def key(self, what: str, *more: object) -> str:
+        return _key(what, self.gradient, self.weight, self.stride, self.end.describe(), *more)
 
-def _fused_backward(
-    choices: Choices, gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, stride: int,
-    wants_weight: bool,
-) -> Gradients:  # fmt: skip
-    dx, parts = input_gradient(choices, gradient, weight, end)
-    dw = weight_gradient(choices, gradient, weight, inputs) if wants_weight else None
-    return Gradients(dx, parts, dw)
+    def fused(self) -> Gradients:
+        dx, parts = self.fused_input()
+        return Gradients(dx, parts, self.fused_weight() if self.wants_weight else None)
 
+    def fused_input(self) -> tuple[Tensor, Tensor | None]:
+        """Computes gradient · weight, applies `end`, and returns the result with its partial sums."""
+        (out, into), end = self.weight.shape[:2], self.end
+        launch = partial(launch_convolution, forward=False, epilogue=end.form, side=False, end=end)
+        implementations = {
+            tile.name: partial(launch, self.gradient, self.weight, tile)
+            for tile in TILES
+            if fits(tile, out, into, reads=bool(end.maps()), sums=end.form != PLAIN)
+            and resident_programs(tile, self.gradient, end)
+        }
+        device = self.weight.device
+        dx, parts, _ = _fastest(self.choices, self.key("input"), implementations, True, device)
+        return dx, parts
 
-def input_gradient(
-    choices: Choices, gradient: Operand, weight: Tensor, end: Epilogue
-) -> tuple[Tensor, Tensor | None]:
-    """Computes gradient · weight, applies `end`, and returns the result with its partial sums."""
-    out, into = weight.shape[:2]
-    launch = partial(launch_convolution, forward=False, epilogue=end.form, side=False, end=end)
-    implementations: dict[str, Callable[[], tuple[Tensor, Tensor | None, Tensor | None]]] = {
-        tile.name: partial(launch, gradient, weight, tile)
-        for tile in TILES
-        if fits(tile, out, into, reads=bool(end.maps()), sums=end.form != PLAIN)
-        and resident_programs(tile, gradient, end)
-    }
-    key = _key("input", gradient, weight, 1, end.describe())
-    dx, parts, _ = implementations[choices.choose(key, implementations, gradient.x.device)]()
-    return dx, parts
+    def fused_weight(self) -> Tensor:
+        """Computes gradientᵀ · inputs in the shape of `weight`."""
+        out, into = self.weight.shape[:2]
+        implementations = {
+            tile.name: partial(
+                launch_weight_gradient, self.gradient, self.weight, self.inputs, tile
+            )
+            for tile in WEIGHT_TILES
+            if weight_fits(tile, into, out)
+        }
+        key = _key("weight", self.gradient, self.weight, 1, FORMS[self.inputs.form])
+        return _fastest(self.choices, key, implementations, True, self.weight.device)
 
+    def separate(self) -> Gradients:
+        stored, end = self.gradient.stored(), self.end
+        # The gradient of the input needs only the shape of the input.
+        source = self.inputs.stored() if self.wants_weight else end.like
+        dx, dw = _torch_backward(
+            stored, source, self.weight, self.stride, (True, self.wants_weight)
+        )
+        assert dx is not None
+        dx = channels_last(dx)
+        if end.branch is None:
+            return Gradients(dx, None, dw)
+        parts, dz = gradient_sums(dx, end.add, end.branch.x, end.y, end.branch.saved, relu=True)
+        dz = dx if dz is None else dz
+        if end.shortcut is not None:
+            more, _ = gradient_sums(dz, None, end.shortcut.x, None, end.shortcut.saved, relu=False)
+            parts = torch.cat((parts, more))
+        return Gradients(dz, parts, dw)
 
-def weight_gradient(choices: Choices, gradient: Operand, weight: Tensor, inputs: Operand) -> Tensor:
-    """Computes gradientᵀ · inputs in the shape of `weight`."""
-    out, into = weight.shape[:2]
-    implementations: dict[str, Callable[[], Tensor]] = {
-        tile.name: partial(launch_weight_gradient, gradient, weight, inputs, tile)
-        for tile in WEIGHT_TILES
-        if weight_fits(tile, into, out)
-    }
-    key = _key("weight", gradient, weight, 1, FORMS[inputs.form])
-    return implementations[choices.choose(key, implementations, gradient.x.device)]()
+    def of_cudnn(self, wanted: str) -> dict[str, Callable[[], Gradients]]:
+        """Returns a single implementation; its two gradients have several each."""
+        # `gradient.x` stands in for the gradient, which is not stored yet: same shape and layout.
+        self.cudnn_inputs(self.gradient.x, timed=not wanted)
+        return {CUDNN: self.cudnn}
+
+    def cudnn_inputs(
+        self, gradient: Tensor, *, timed: bool
+    ) -> dict[str, Callable[[], tuple[Tensor, tuple[Tensor, ...]]]]:
+        """Returns implementations of the input's gradient, the chosen one only if not `timed`."""
+        chosen = "" if timed else self.choices.wanted_of_cudnn(self.cudnn_key()) or ""
+        return cudnn_forms.input_gradient(gradient, self.weight, self.end, self.stride, chosen)
+
+    def cudnn_key(self) -> str:
+        return self.key(f"{CUDNN} input", "" if self.end.add is None else "add")
+
+    def cudnn(self) -> Gradients:
+        stored = self.gradient.stored()
+        dz, factors = _fastest(
+            self.choices, self.cudnn_key(), self.cudnn_inputs(stored, timed=False), True,
+            stored.device,
+        )  # fmt: skip
+        dw = None
+        if self.wants_weight:
+            dw = _stored_weight_gradient(
+                self.choices, stored, self.weight, self.inputs, self.stride
+            )
+        return Gradients(dz, None, dw, factors)
 
 
 def _torch_backward(
@@ -270,64 +323,14 @@ def _torch_backward(
     return gradients[0], gradients[1]
 
 
-def _separate_backward(
-    gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, stride: int,
-    wants_weight: bool,
-) -> Gradients:  # fmt: skip
-    stored = gradient.stored()
-    # The gradient of the input needs only the shape of the input.
-    source = inputs.stored() if wants_weight else end.like
-    dx, dw = _torch_backward(stored, source, weight, stride, (True, wants_weight))
-    assert dx is not None
-    dx = channels_last(dx)
-    if end.branch is None:
-        return Gradients(dx, None, dw)
-    parts, dz = gradient_sums(dx, end.add, end.branch.x, end.y, end.branch.saved, relu=True)
-    dz = dx if dz is None else dz
-    if end.shortcut is not None:
-        more, _ = gradient_sums(dz, None, end.shortcut.x, None, end.shortcut.saved, relu=False)
-        parts = torch.cat((parts, more))
-    return Gradients(dz, parts, dw)
-
-
-def _cudnn_backward_implementations(
-    choices: Choices, gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, stride: int,
-    wants_weight: bool, wanted: str,
-) -> dict[str, Callable[[], Gradients]]:  # fmt: skip
-    """Returns a single implementation; its two gradients have several each."""
-    # `gradient.x` stands in for the gradient, which is not stored yet: it has the same shape and layout.
-    key, chosen = _cudnn_input_key(gradient, weight, end, stride), ""
-    if wanted:
-        chosen = choices.wanted_of_cudnn(key) or ""
-    cudnn_forms.input_gradient(gradient.x, weight, end, stride, chosen)
-    call = partial(_cudnn_backward, choices, gradient, weight, inputs, end, stride, wants_weight)
-    return {CUDNN: call}
-
-
-def _cudnn_input_key(gradient: Operand, weight: Tensor, end: Epilogue, stride: int) -> str:
-    add = "" if end.add is None else "add"
-    return _key(f"{CUDNN} input", gradient, weight, stride, end.describe(), add)
-
-
-def _cudnn_backward(
-    choices: Choices, gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, stride: int,
-    wants_weight: bool,
-) -> Gradients:  # fmt: skip
-    stored = gradient.stored()
-    key = _cudnn_input_key(gradient, weight, end, stride)
-    wanted = choices.wanted_of_cudnn(key) or ""
-    implementations = cudnn_forms.input_gradient(stored, weight, end, stride, wanted)
-    dz, factors = implementations[choices.choose(key, implementations, stored.device)]()
-    dw = None
-    if wants_weight:
-        dw = _stored_weight_gradient(choices, stored, weight, inputs, stride)
-    return Gradients(dz, None, dw, factors)
-
-
 def _stored_weight_gradient(
     choices: Choices, gradient: Tensor, weight: Tensor, inputs: Operand, stride: int
 ) -> Tensor:
-    separate = partial(_torch_weight_gradient, gradient, weight, inputs, stride)
+    def separate() -> Tensor:
+        _, dw = _torch_backward(gradient, inputs.stored(), weight, stride, (False, True))
+        assert dw is not None
+        return dw
+
     if inputs.form != NORMALIZED:
         return separate()
     key = _key(f"{CUDNN} weight", inputs, weight, stride)
@@ -336,11 +339,3 @@ def _stored_weight_gradient(
     )
     implementations[SEPARATE] = separate
     return _fastest(choices, key, implementations, False, gradient.device)
-
-
-def _torch_weight_gradient(
-    gradient: Tensor, weight: Tensor, inputs: Operand, stride: int
-) -> Tensor:
-    _, dw = _torch_backward(gradient, inputs.stored(), weight, stride, (False, True))
-    assert dw is not None
-    return dw

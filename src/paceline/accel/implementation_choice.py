@@ -20,6 +20,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ from paceline.core.untrusted import parse_json
 SEPARATE = "separate"
 # Prefix of the names of cuDNN's implementations.
 CUDNN = "cudnn"
-MODES = ("off", "auto", "on", CUDNN)
 # Calls that are timed together, and repetitions; the fastest time counts.
 _CALLS, _REPEATS = 4, 3
 # Cycles of a waiting kernel, so that the host launches all calls before the first one starts.
@@ -115,7 +115,6 @@ class Choices:
     @classmethod
     def begin(cls, mode: str, device: torch.device) -> Choices:
         """Starts the trial with the choices on disk for `device`."""
-        assert mode in MODES, mode
         choices = cls(mode, open=mode != "off")
         if mode == CUDNN:
             try:
@@ -145,7 +144,7 @@ class Choices:
             if self.times:
                 now = datetime.now(UTC).isoformat(timespec="seconds")
                 times = {key: {"at": now, "ms": ms} for key, ms in self.times.items()}
-                _write(_times_file(self.path), times)
+                _write(self.path.with_name(f"{self.path.stem}.times.json"), times)
         return differs
 
     def kind(self) -> str:
@@ -196,17 +195,12 @@ class Choices:
     ) -> dict[str, float]:  # fmt: skip
         """Returns the milliseconds of implementations that work, and records why others fail."""
         # cuDNN's and torch's have nothing to compile and would run.
-        _build(
-            [
-                implementations[name]
-                for name in implementations
-                if not name.startswith((SEPARATE, CUDNN))
-            ]
-        )
+        own = [name for name in implementations if not name.startswith((SEPARATE, CUDNN))]
+        _build([implementations[name] for name in own])
         times = {}
         for name, call in implementations.items():
             try:
-                times[name] = _milliseconds(_followed(call, then))
+                times[name] = _milliseconds(call if then is None else partial(_both, call, then))
             except Exception as error:  # compilers raise various exceptions
                 if is_fatal(error):
                     raise
@@ -215,10 +209,8 @@ class Choices:
         return times
 
 
-def _followed(
-    call: Callable[[], object], then: Callable[[Any], object] | None
-) -> Callable[[], object]:
-    return call if then is None else lambda: then(call())
+def _both(call: Callable[[], object], then: Callable[[Any], object]) -> object:
+    return then(call())
 
 
 def _build(calls: Sequence[Callable[[], object]]) -> None:
@@ -280,10 +272,6 @@ def _file(device: torch.device, mode: str, without_cudnn: str = "") -> Path | No
         names.append("none" if without_cudnn else str(cudnn_graphs.version()))
     name = re.sub(r"[^A-Za-z0-9.]+", "-", "-".join((*names, f"v{_VERSION}")))
     return base / "paceline" / "products" / f"{name}.json"
-
-
-def _times_file(path: Path) -> Path:
-    return path.with_name(f"{path.stem}.times.json")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -65,11 +65,6 @@ class Operand:
     def rows(self) -> int:
         return self.x.numel() // self.x.shape[1]
 
-    def tensors(self) -> list[Tensor]:
-        """Returns the tensors from which it is computed."""
-        tensors = (self.x, self.other, self.saved, self.found)
-        return [tensor for tensor in tensors if tensor is not None]
-
     def stored(self) -> Tensor:
         """Returns the activation in memory."""
         if self.form == PLAIN:
@@ -136,6 +131,10 @@ class Epilogue:
         maps = (self.like, self.y, self.add, None if self.shortcut is None else self.shortcut.x)
         return [] if self.form == PLAIN else [tensor for tensor in maps if tensor is not None]
 
+    def saved(self, unused: Tensor) -> list[Tensor]:
+        """Returns the statistics of both norms, `unused` for one that is missing."""
+        return [unused if norm is None else norm.saved for norm in (self.branch, self.shortcut)]
+
     def describe(self) -> str:
         return FORMS[self.form] + ("" if self.shortcut is None else " projected")
 
@@ -156,10 +155,10 @@ class Gradients:
     weight: Tensor | None
     joined: tuple[Tensor, ...] = ()
 
-    def factors(self, norm: NormedMap, *, other: bool = False) -> Tensor:
-        """Returns the rows of `fused.join_sums` for the branch, or for the shortcut if `other`."""
+    def factors(self, norm: NormedMap, place: int) -> Tensor:
+        """Returns the rows of `fused.join_sums` for the norm of the branch (0) or of the shortcut (1)."""
         if self.joined:
-            return self.joined[int(other)]
+            return self.joined[place]
         assert self.parts is not None
-        parts = self.parts[2:] if other else self.parts[:2]
+        parts = self.parts[2 * place : 2 * place + 2]
         return join_sums(parts, norm.gamma, norm.saved, self.dx.numel() // self.dx.shape[1])
