@@ -139,7 +139,7 @@ def test_warm_up_takes_at_most_its_share_of_the_run() -> None:
     assert cut.warmup_steps == 4
     assert [cut.rate(step) for step in range(4)] == pytest.approx([0.25, 0.5, 0.75, 1.0])
     assert cut.rate(19) < 0.05
-    assert "0.4 epochs instead of 3" in cut.describe_cut()
+    assert "from 3 to 0.4 epochs" in cut.describe_cut()
     asked = schedule("cosine", 20, warmup_epochs=3)
     exact = schedule("cosine", 150, warmup_epochs=3, warmup_max_share=0.2)
     assert (asked.warmup_steps, asked.describe_cut()) == (20, "")

@@ -19,10 +19,12 @@ from urllib.request import urlopen
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from benchmarks.cluster import why_unavailable
 from cli_runs import is_launchers
+from paceline.models import ModelSettings, create_model
 from paceline.plan.plan_file import PlanFile
 from tools.test_docs import COMMANDS, PAGES, ROOT, blocks, shell_lines
 
@@ -104,6 +106,12 @@ def runnable(line: list[str], home: Path) -> list[str] | None:
         and not (home / "run1").exists()
     ):
         run(home, [sys.executable, "-m", "paceline", "train", "--epochs", "1", "--output", "run1"])
+    if (
+        "--pretrained" in words
+        and not (weights := home / words[words.index("--pretrained") + 1]).exists()
+    ):
+        model = create_model(ModelSettings("resnet18"), num_classes=1000)
+        torch.save(model.state_dict(), weights)
     if "--cluster" in words and not (home / words[words.index("--cluster") + 1]).exists():
         measured = words[words.index("--cluster") + 1]
         run(home, [sys.executable, "-m", "paceline", *TUNE.split(), measured])

@@ -83,11 +83,12 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     if idle := describe_idle(config, ranks):
         _show("no effect", idle)
     _show("steps", f"{plan.total_steps:,} in {config.run.epochs} epochs")
-    counted = f", {passes:.3g} passes over the data an epoch" if passes > 1 else ""
-    _show("time", f"about {format_duration(train_s)} of training: a step's images "
-          f"{format_duration(images_s)}{' a pass' if counted else ''}, its update "
-          f"{format_duration(update_s)}{counted}, from a few steps on {device} with "
-          "synthetic images; without input, evaluation and the exchange between ranks")  # fmt: skip
+    update = f"update {format_duration(update_s)} per step"
+    each = f"{' per pass' if passes > 1 else ''} and {update}"
+    counted = f", {passes:.3g} passes over the data per epoch" if passes > 1 else ""
+    _show("estimated training time", f"{format_duration(train_s)}; forward and backward "
+          f"{format_duration(images_s)}{each}{counted}, measured on {device} with synthetic images; "
+          "excludes data loading, evaluation and exchange")  # fmt: skip
     typer.echo("dry run: nothing was trained or written")
     return 0
 

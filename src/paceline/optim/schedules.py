@@ -273,8 +273,8 @@ class LrSchedule:
             return ""
         epochs = self.warmup_steps / self.steps_per_epoch
         return (
-            f"{epochs:.3g} epochs instead of {wanted:g}: at most "
-            f"{self.settings.warmup_max_share:.0%} of a run (--warmup-epochs overrides)"
+            f"shortened from {wanted:g} to {epochs:.3g} epochs (at most "
+            f"{100 * self.settings.warmup_max_share:.0f} % of a run; --warmup-epochs overrides)"
         )
 
     def rate(self, step: int) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError
+from paceline.core.units import plural
 from paceline.optim.batch_growth import Stages
 from paceline.optim.schedules import Step
 from paceline.optim.settings import OptimSettings
@@ -40,8 +41,8 @@ class BatchSizes:
         """Returns the sizes as text for `world_size` ranks."""
         chosen = ", chosen automatically" if self.automatic else ""
         return (
-            f"{self.global_batch} = {self.micro_batch} a process × {world_size} rank(s) × "
-            f"{self.accumulation} micro-step(s){chosen}"
+            f"{self.global_batch} = {self.micro_batch} per rank × {plural(world_size, 'rank')} × "
+            f"{plural(self.accumulation, 'micro-batch')}{chosen}"
         )
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from paceline.alternatives.synced_norms.settings import SyncedNormsSettings
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError
+from paceline.core.units import plural
 from paceline.data import BatchPlan
 from paceline.models.synced_norm import NormGroup, find_norms, synchronize_norms
 from paceline.train.inputs import RunInputs
@@ -31,7 +32,7 @@ class SyncedNorms(Synchronous):
         size = _settings(config).ranks
         if ranks % size:
             raise ConfigError(
-                "run.synced_norms.ranks", size, f"does not divide the {ranks} rank(s)",
+                "run.synced_norms.ranks", size, f"does not divide {plural(ranks, 'rank')}",
                 "use a divisor of the number of ranks, or run.strategy = 'synchronous'",
             )  # fmt: skip
 
