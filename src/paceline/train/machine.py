@@ -74,8 +74,8 @@ def choose_gpu(topology: Topology, settings: CommSettings) -> torch.device:
         raise ConfigError(
             "ranks of this node", topology.local_world_size,
             f"this node has {count} GPU(s), and NCCL needs one for each rank",
-            f"start {count} (--nproc-per-node {count}), or share GPUs with the backend gloo "
-            "(comm.backend) or, under NVIDIA MPS, with share_gpus (comm.share_gpus)",
+            f'start {count} (--nproc-per-node {count}), or share GPUs with backend="gloo" (comm.backend) '
+            "or, under NVIDIA MPS, with share_gpus=True (comm.share_gpus)",
         )  # fmt: skip
     return torch.device("cuda", topology.local_rank % count)
 
