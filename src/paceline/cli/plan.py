@@ -257,9 +257,9 @@ def _fusion_plan(
 
 
 def _network(step: _Step, profiled: Workload | None) -> Network | None:
-    """Returns the layers of the model; None if it is profiled and they are unknown.
+    """Returns the model's layers; None if the workload is profiled and its model is unknown.
 
-    The code that a profile names is not run: only our own models are counted from a trace.
+    Code that a profile names is not run. Only the layers of Paceline's own models are traced.
     """
     if profiled is None:
         return step.network(step.model or "resnet50")

@@ -179,7 +179,7 @@ def read_names(kind: type) -> set[str]:
 
 
 def _as_kind(kind: type[Settings], given: Any) -> Settings:
-    """Converts settings to another class of the same table; returns its defaults for None."""
+    """Converts `given` to the settings class `kind`; returns the defaults of `kind` for None."""
     if type(given) is kind:
         return given
     names = own_hints(type(given)) if given is not None else ()
@@ -257,7 +257,7 @@ def convert(value: Any, hint: Any, name: str) -> Any:
         name: The setting, for messages.
 
     Raises:
-        ConfigError: If the value has another type.
+        ConfigError: If the value cannot be converted to the declared type.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):

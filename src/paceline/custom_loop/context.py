@@ -243,8 +243,10 @@ def _same(context: Context, backend: str | None, device: str | torch.device | No
         ("backend", backend, context.backend), ("device", kind, context.device.type),
     ):  # fmt: skip
         if wanted not in (None, "auto", chosen):
-            problem = f"init has already chosen {chosen!r}"
-            raise ConfigError(name, wanted, problem, "close() it first")
+            problem = f"differs from {chosen!r}, which an earlier pl.init() has chosen"
+            raise ConfigError(
+                name, wanted, problem, "close the earlier context first: context.close()"
+            )
     return context
 
 

@@ -206,7 +206,7 @@ class MuonRule(UpdateRule):
     def _with_lengths(
         self, groups: Sequence[dict[str, Any]], rows: Sequence[Row], directions: list[Tensor]
     ) -> list[Tensor]:
-        """Scales the directions of fixed steps to η times the reference norm."""
+        """Scales the updates of groups with `fixed_steps` to η times the reference norm."""
         places = [i for i, row in enumerate(rows) if _is_fixed(groups[row.group])]
         if not places:
             return directions
@@ -431,5 +431,5 @@ def _matrices(optimizer: MasterOptimizer) -> list[Tensor]:
 
 
 def _fixed(optimizer: MasterOptimizer) -> list[Tensor]:
-    """Returns the matrices with steps of fixed length."""
+    """Returns the matrices whose updates have a fixed norm (groups with `fixed_steps`)."""
     return [p for part in optimizer.parts() if _is_fixed(part) for p in part["params"]]

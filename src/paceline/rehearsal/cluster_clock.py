@@ -166,13 +166,14 @@ class RehearsedCluster:
         self, model: str, image_size: int, net: Network | None = None,
         tensors: Mapping[str, tuple[int, bool]] | None = None,
     ) -> Workload | None:  # fmt: skip
-        """Returns the step of one rank; None if neither a GPU nor a measured step is given.
+        """Returns the workload of one rank's step; None without a GPU name and a measured step.
 
         Args:
             model: The name of the model.
             image_size: Pixels of an image's side.
-            net: The layers, for a step that was not measured.
-            tensors: The trained tensors: elements, and True for half precision. Others are refused.
+            net: The layers of the model, needed if no measured step is given.
+            tensors: Elements of each trained tensor, and True for half precision. A measured step
+                with different tensors is refused.
         """
         work: Workload | None = None
         if self.settings.profile:

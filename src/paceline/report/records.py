@@ -120,7 +120,7 @@ class RecordLog:
         self._events: list[tuple[int, Record]] = []
 
     def append(self, record: Record) -> None:
-        """Adds a record whose step, if it has one, is an integer of at most 64 bits."""
+        """Adds a record. The `step` of a step record must be an integer of at most 64 bits."""
         place, self._length = self._length, self._length + 1
         if record["event"] != "step":
             self._events.append((place, record))

@@ -163,9 +163,10 @@ def resample(
 ) -> torch.Tensor:
     """Resamples a box of each image to a square, with exactly the pixels of Pillow.
 
-    A filter gives two matrices of weights, one per side, and resampling is two matrix products. Weights
-    are integer multiples of 2⁻²² and levels are rounded after each product, as in Pillow. float64
-    represents every sum exactly, so the order of additions does not matter.
+    The interpolation filter yields one weight matrix for the rows and one for the columns, and
+    resampling multiplies by both. As in Pillow, weights are integer multiples of 2⁻²², and pixel
+    values are rounded after each product. float64 represents every sum exactly, so the order of
+    additions does not matter.
 
     Args:
         images: Samples × height × width × channels, uint8.

@@ -1,10 +1,10 @@
 """`GpuDecoder`: decodes and crops samples on the GPU, one chunk at a time.
 
-nvJPEG decodes, and one Triton kernel crops, resamples and flips. Samples, boxes and flips equal those of
-decoders on the host. Pixels differ by a few levels, because decoders round and interpolate color
-differently. The host decodes files that the GPU does not support, reports corrupt ones, and decodes their
-successors. Threads read ahead and keep the GPU's decoder busy. They do not wait for the training stream,
-and it does not wait for them.
+nvJPEG decodes, and one Triton kernel crops, resamples and flips. Samples, boxes and flips are the
+same as with host decoders. Pixels differ by a few levels, because decoders round and interpolate
+color differently. The host decodes files that the GPU does not support. It also reports each
+corrupt file and decodes the sample that replaces the file. Threads read ahead and keep the GPU's
+decoder busy. These threads and the training stream do not wait for each other.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ class NvJpeg:
 
         Raises:
             torch.OutOfMemoryError: If the GPU has no memory left.
-            RunError: After other errors that no file causes.
+            RunError: If nvJPEG fails for a reason other than a corrupt or unsupported file.
         """
         try:
             return self._decode(files)
