@@ -48,10 +48,10 @@ def _orthogonal_layers(wanted: str, groups: Sequence[dict[str, Any]]) -> str:
 
 
 def _has_fixed_steps(wanted: str, matrices: Sequence[Tensor], norms: int) -> bool:
-    """Resolves `auto`: True if the net has fewer norm layers than orthogonalized matrices.
+    """Resolves `auto`: True if the network has fewer norm layers than orthogonalized matrices.
 
-    Then no norm follows some matrix, and nothing limits the growth of its weights. The last linear
-    layer never has a norm and counts only if it is the only matrix.
+    In that case some matrix is not followed by a norm, and the growth of its weights is not
+    limited. The last linear layer never has a norm and counts only if it is the only matrix.
     """
     hidden = len(matrices) - any(p.dim() == 2 for p in matrices)
     needed = max(hidden, 1) if matrices else 0

@@ -389,7 +389,7 @@ def _open_validation(
         names = sorted(set(here) ^ set(trained))
         difference = ", ".join(map(repr, names[:3])) or "the order"
         raise CheckpointError(
-            f"the data has {len(here)} classes, but {path} has {len(trained)}; they differ in {difference}",
+            f"the data has {len(here)} classes, {path} has {len(trained)}; they differ in {difference}",
             "evaluate on data with the classes of the training data",
         )
     return source, note

@@ -157,7 +157,7 @@ class TrainingLoop:
         return self.collect() or RunResult("finished", None)
 
     def collect(self, left: int = 0) -> RunResult | None:
-        """Collects steps until `left` are in flight, or all steps if one of them requests a stop."""
+        """Collects steps until `left` are in flight, or all steps if one requests a stop."""
         stop: signal.Signals | None = None
         requested = False
         while self._t.step.under_way > left:
@@ -290,7 +290,7 @@ class TrainingLoop:
 
     @property
     def _is_sound(self) -> bool:
-        """False while steps are skipped, because the weights may be the cause of the skipped steps."""
+        """False while steps are skipped, because faulty weights may be the cause."""
         return self._t.progress.skipped_in_a_row == 0
 
     @property

@@ -187,7 +187,7 @@ def _scaled(config: RunConfig, facts: Facts, ranks: int) -> tuple[RunConfig, str
 
 
 def _as_before(target: Target, resumed: Checkpoint) -> Target:
-    """Returns the target with the resumed run's batch stages; a different batch is refused later."""
+    """Returns the target with the resumed run's batch stages; other batches are refused later."""
     stages = BatchGrowth.parse(flatten(resumed.config).get("optim.batch_schedule", "")).stages
     first = int(resumed.sampler["global_batch"])
     last = stages[-1][1] if stages else first

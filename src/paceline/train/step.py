@@ -387,7 +387,7 @@ class TrainStep:
             self._unfinished = False
 
     def asked_to_stop(self) -> bool:
-        """Returns True after a stop signal on any rank. The signaled rank waits for all other ranks."""
+        """Returns True after a stop signal on any rank. The signaled rank waits for the others."""
         if self.stop.received is not None:
             self.group.announce_stop()
             return True

@@ -358,7 +358,7 @@ def create_master_optimizer(
     parameters = optimizer.parameters()
     if len(parameters) != len(drawn):
         raise ConfigError(
-            "optimizer", None, f"the optimizer has {len(parameters)} of the {len(drawn)} trained parameters",
+            "optimizer", None, f"contains {len(parameters)} of the {len(drawn)} trained parameters",
             "pass it all parameter groups; freeze parameters with requires_grad_(False)",
         )  # fmt: skip
     for master, parameter in zip(optimizer.masters(), parameters, strict=True):

@@ -109,7 +109,7 @@ class StepRecords:
             self._rank_times.gather()
 
     def _noise_estimate(self, outcome: StepOutcome, samples: int) -> NoiseEstimate | None:
-        """Adds one step's estimate to the running averages and returns it; None if it is unknown."""
+        """Adds one step's estimate to the running averages and returns it; None without one."""
         if not self._t.config.run.noise_scale or outcome.skipped:
             return None
         micro_batches = -(-samples // self._t.plan.micro_batch)
@@ -131,7 +131,7 @@ class StepRecords:
             self._t.emit(NoteEvent(f"steps are not captured from here on: {reason}"))
 
     def _core_wait_share(self) -> float | None:
-        """Returns the latest reading of the load. Emits a note when the host is first overloaded."""
+        """Returns the latest load reading. Emits a note when the host is first overloaded."""
         if (reading := self._load.read()) is not None:
             text = reading.describe()
             if text and not self._overload_noted:
@@ -236,7 +236,7 @@ def each_rank_writes(settings: RunSettings, world_size: int) -> bool:
 
 
 class RareEvents:
-    """An `Observer` that writes only events that no other rank records, such as notes and metrics."""
+    """An `Observer` that writes only events that no other rank records, such as notes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
