@@ -175,7 +175,7 @@ def test_timm_and_torchvision(packages: Path) -> None:
         ("my_net:make", "no module 'my_net' in"),
         ("broken:make", "ModuleNotFoundError: No module named 'a_package_that_is_missing'"),
         ("wrong:make", "SyntaxError"),
-        ("my_nets:ready", "put it into a function"),
+        ("my_nets:ready", "name a function that returns the model"),
         ("my_nets:number", "is a int"),
         ("my_nets:fails", "LookupError: no such width; "),
         ("my_nets:returns_nothing", "gives a NoneType"),

@@ -273,7 +273,7 @@ def _choose_device(
         raise ConfigError("device", str(given), "this host has no CUDA device", "use device='cpu'")
     if given is not None and given.index is not None:
         if given.index >= count:
-            raise ConfigError("device", str(given), f"this host has only {count} CUDA devices")
+            raise ConfigError("device", str(given), f"this host has {count} CUDA devices")
         device = given
     else:
         device = choose_gpu(topology, settings)

@@ -184,7 +184,7 @@ class RehearsedCluster:
             work = profile_of(self._file("cluster"))
             if work is None:
                 raise self._error(
-                    "cluster", "has links, but no step: no [workload]",
+                    "cluster", "contains links, but no measured step (section [workload])",
                     f"run paceline tune there with --model {model}, or give --profile or --gpu as well",
                 )  # fmt: skip
         if work is not None and tensors is not None:
@@ -194,7 +194,7 @@ class RehearsedCluster:
         return work
 
     def start_up(self, plan: FusionPlan) -> StartUp:
-        """Returns the start of the ranks: processes, rendezvous, agreement, process groups."""
+        """Returns the predicted start-up: processes, rendezvous, agreement, process groups."""
         settings, probed = self.settings, None
         if settings.cluster:
             probed = self._file("cluster").probed
@@ -223,7 +223,7 @@ class RehearsedCluster:
             return tuned.with_nodes(self.settings.nodes)
         if not self.settings.gpu:
             raise self._error(
-                "profile", "says nothing about the links of the cluster",
+                "profile", "does not contain the links of the cluster",
                 "give --gpu as well, or --cluster FILE of paceline tune",
             )  # fmt: skip
         settings = self.settings
@@ -233,7 +233,7 @@ class RehearsedCluster:
 
     @property
     def assumed_links(self) -> tuple[str, ...]:
-        """Returns texts about the bandwidth between nodes, if the settings have none."""
+        """Describes the assumed bandwidth between nodes if the settings do not set it."""
         if self.settings.cluster or not self.settings.gpu or self.settings.nodes < 2:
             return ()
         given = {"node_gbps"} if self.settings.node_gbps is not None else set()

@@ -51,7 +51,7 @@ def finite(record: Record, name: str) -> float | None:
 
 
 def integer(record: Record, name: str) -> int | None:
-    """Returns a field rounded to an integer, or None as `finite` does."""
+    """Returns a field rounded to an integer; returns None in the same cases as `finite`."""
     value = finite(record, name)
     return None if value is None else round(value)
 

@@ -62,7 +62,7 @@ class GpuDecoder(Decoder):
             host: The decoder of other files. It has the source.
             transform: The augmentation.
             decode: The decoder of files.
-            name: Its name.
+                name: The name of that decoder.
             device: The device.
             cutout: Side of the cutout, 0 for none.
             notes: Parts of the description.
@@ -110,7 +110,7 @@ class GpuDecoder(Decoder):
         return out
 
     def _read(self, chunk: Chunk) -> tuple[list[int], list[JpegFile]]:
-        """Returns rows and files of the samples that the GPU supports."""
+        """Returns the rows and the files of the samples that the GPU can decode."""
         if not hasattr(self._local, "read"):
             self._local.read = BulkRead(self._source, pinned=self.device.type == "cuda")
         rows = [row for row, index in enumerate(chunk.wanted) if not self._host_samples.has(index)]
@@ -277,7 +277,7 @@ class HostSamples:
         self._first_failure = ""
 
     def has(self, index: int) -> bool:
-        """Returns True, and counts the sample, if the host decoded it before."""
+        """Returns True if the host has decoded the sample before, and counts the sample."""
         reason = self._reasons.get(index)
         if reason is not None:
             self.add(index, reason)
@@ -289,7 +289,7 @@ class HostSamples:
             self._counts[reason] += 1
 
     def warn(self, problem: str, index: int | None) -> None:
-        """Reports the first failure, of a sample, or of a chunk whose files work one by one (None)."""
+        """Warns about the first failed sample, or chunk whose files decode one by one (None)."""
         name = "a chunk" if index is None else self._source.name(index)
         with self._lock:
             if self._first_failure:
@@ -386,7 +386,7 @@ def _problem(device: torch.device, size: int, cutout: int) -> str:
 
 
 def _stretches(device: torch.device, size: int, cutout: int) -> bool:
-    """Resamples an image of one level. Returns True if the result has this level everywhere."""
+    """Resamples an image of a constant value. Returns True if the result has this value too."""
     from paceline.data.device import kernels
 
     image = torch.full((3, 2, 2), _LEVEL, dtype=torch.uint8, device=device)
