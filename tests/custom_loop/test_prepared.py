@@ -106,7 +106,7 @@ def test_state_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
         state["optimizer"] = state["optimizer"]["state"]
     assert content_hash(ours) == content_hash(theirs)
     assert whole.loss_scale not in (1.0, HALF["loss_scale_init"])
-    with pytest.raises(CheckpointError, match="precision is fp16"):
+    with pytest.raises(CheckpointError, match="the saved state has precision fp16"):
         pl.prepare(make_net(), "lars", lr=1.0).load_state_dict(whole.state_dict())
 
 

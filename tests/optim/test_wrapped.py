@@ -149,7 +149,7 @@ def test_a_function_of_groups() -> None:
     assert isinstance(made, WrappedOptimizer)
     ours = create_optimizer(OptimSettings(), groups, 0.1, lambda groups: LARS(groups, lr=0.1))
     assert type(ours) is LARS, "has masters of its own"
-    with pytest.raises(ConfigError, match="gave a list, not a torch.optim.Optimizer"):
+    with pytest.raises(ConfigError, match="it returned a list, not a torch.optim.Optimizer"):
         create_optimizer(OptimSettings(), groups, 0.1, list)
     with pytest.raises(PacelineError, match="state_dict"):
         copy.deepcopy(made)

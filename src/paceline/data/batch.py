@@ -179,7 +179,7 @@ class CorruptLog:
         """Returns an error with the number of `samples` and the name of the first one."""
         corrupt = list(samples)
         return DataError(
-            f"{len(corrupt)} of {self._samples} samples are corrupt (allowed: {self.limit}); the first: "
+            f"{len(corrupt)} corrupt of {self._samples} samples (allowed: {self.limit}); the first: "
             f"{corrupt[0].name}: {corrupt[0].reason}",
             "fix the data, or raise data.max_corrupt_share",
         )
