@@ -1,6 +1,6 @@
 """The extension packages of this distribution, each with a table `PROVIDES` in its `__init__`.
 
-The core reads this list by name (`paceline.core.extensions`). A package that was deleted is skipped.
+`paceline.core.extensions` reads `PACKAGES` and skips packages that are not installed.
 """
 
 from __future__ import annotations

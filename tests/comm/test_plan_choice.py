@@ -102,7 +102,7 @@ def test_a_plan_file_decides_all(tmp_path: Path) -> None:
     assert choose(plan=str(path)).fixed == plan
     with pytest.raises(ConfigError, match="is for a model with 4 tensors of 2,530 elements"):
         choose(TENSORS[:3], plan=str(path))
-    with pytest.raises(ConfigError, match="is for a cluster with ranks = 4, nodes = 2, this"):
+    with pytest.raises(ConfigError, match="is for a cluster with ranks = 4, nodes = 2, but this"):
         PlanChoice.read(CommSettings(plan=str(path)), TENSORS, ClusterFacts(2, 1))
     for old, new, words in (
         ("hierarchical", "hierarchic", "bucket 1: algorithm = 'hierarchic': unknown algorithm"),

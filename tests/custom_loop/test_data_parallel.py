@@ -353,7 +353,7 @@ def _closed(rank: int) -> list[str]:
 
 def test_a_model_without_its_group_refuses_to_train() -> None:
     for alone, closed in run_ranks(2, _closed):
-        assert "wrapped before there was a process group" in alone
+        assert "wrapped before a process group existed" in alone
         assert "is closed" in closed
 
 

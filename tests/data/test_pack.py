@@ -122,7 +122,7 @@ def test_only_our_own_directory(tmp_path: Path, memory_source: type) -> None:
 def test_two_packs_at_once(tmp_path: Path, memory_source: type) -> None:
     with file_lock(tmp_path / ".pack.lock") as held:
         assert held
-        with pytest.raises(DataError, match="another pack is writing there"):
+        with pytest.raises(DataError, match="another pack is writing to it"):
             pack({"train": memory_source(3)}, tmp_path, SHORT)
 
 

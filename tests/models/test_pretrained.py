@@ -227,6 +227,6 @@ def test_files_with_code_are_refused_unread(tmp_path: Path, content: object) -> 
     "content", [{}, [torch.ones(1)], torch.ones(2), {"epoch": 3}, {"model": {"lr": 0.1}}, {1: 2}]
 )
 def test_files_without_weights(tmp_path: Path, content: object) -> None:
-    assert "holds no weights" in refused(fresh(), saved(content, tmp_path))
+    assert "contains no weights" in refused(fresh(), saved(content, tmp_path))
     ours = {"format": "paceline-checkpoint", "model": {"a": torch.zeros(1)}}
     assert "paceline export" in refused(fresh(), saved(ours, tmp_path, "step-00000001.pt"))

@@ -195,7 +195,7 @@ def test_a_parameter_that_changed_its_strides_is_refused() -> None:
     optimizer.step()
     p.data = p.data.to(memory_format=torch.channels_last)
     p.grad = torch.ones_like(p)
-    with pytest.raises(PacelineError, match="differ in strides"):
+    with pytest.raises(PacelineError, match="have different strides"):
         optimizer.step()
 
 

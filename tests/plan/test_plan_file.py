@@ -99,11 +99,13 @@ def test_another_model_and_another_cluster_are_refused_by_their_facts() -> None:
     with pytest.raises(ConfigError) as caught:
         file.check(other, CLUSTER, "p.toml")
     assert str(caught.value) == (
-        f"comm.plan = 'p.toml': is for a model with 3 tensors of 71 elements ({MODEL.digest}), this "
+        f"comm.plan = 'p.toml': is for a model with 3 tensors of 71 elements ({MODEL.digest}), but this "
         f"model has 2 tensors of 44 elements ({other.digest}); make a plan for this model, or leave "
         "comm.plan out"
     )
-    with pytest.raises(ConfigError, match="a cluster with ranks = 16, nodes = 4, this cluster has"):
+    with pytest.raises(
+        ConfigError, match="a cluster with ranks = 16, nodes = 4, but this cluster has"
+    ):
         file.check(MODEL, ClusterFacts(8, 4), "p.toml")
 
 

@@ -405,7 +405,7 @@ def test_an_own_accelerator_is_scaled_to_a_measured_training(tmp_path: Path) -> 
         (OWN + 'family = "B"', "family = 'B'"),
         (OWN + "reference_watts = 0", "Own GPU.reference_watts = 0"),
         (OWN + "reference_watts = 300", "Own GPU.reference_watts = 300.*from 350 to 1400"),
-        (OWN.replace("Own GPU", ""), "tables = '': there must be one table"),
+        (OWN.replace("Own GPU", ""), "tables = '': the file must have one table"),
         (OWN + "measured = { images_per_s = 9 }", "measured.batch: is missing"),
         (OWN + "network = { gbps = 0 }", "Own GPU.network.gbps = 0"),
     ],

@@ -141,7 +141,7 @@ def test_formats_and_missing_parts() -> None:
      {"classes": {}}, {"average": 3}],
 )  # fmt: skip
 def test_other_types_with_a_correct_hash_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match="missing or of another type"):
+    with pytest.raises(CheckpointError, match="missing or has the wrong type"):
         Checkpoint.from_bytes(bytes(checkpoint(**changes).to_bytes()), PATH)
 
 

@@ -70,7 +70,7 @@ def test_a_dataset_trains_and_resumes_exactly(tmp_path: Path) -> None:
     assert rest["weights_sha256"] == whole["weights_sha256"]
     without = trained(tmp_path / "without", augment=noisy).summary
     assert without["weights_sha256"] != whole["weights_sha256"]
-    with pytest.raises(CheckpointError, match=r"data.val_split = 0.25, this run 0.5"):
+    with pytest.raises(CheckpointError, match=r"data.val_split = 0.25, but this run has 0.5"):
         trained(tmp_path / "other", run__resume=saved, data__val_split=0.5)
 
 

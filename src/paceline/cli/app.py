@@ -244,7 +244,7 @@ class LossyOutput(io.RawIOBase):
 
     @property
     def reader_is_gone(self) -> bool:
-        """True if the error means that the reader has ended, which a regular file does not have."""
+        """True if the error means that the reader of a pipe has ended; never True for files."""
         if self.problem is None or self.problem.errno not in _READER_IS_GONE:
             return False
         return not stat.S_ISREG(os.fstat(self._descriptor).st_mode)

@@ -56,7 +56,7 @@ def parse_switches(settings: list[str]) -> dict[str, Any]:
     switches = dict(parse_assignment(text) for text in settings)
     for name, flag in _FLAG_OF.items():
         if name in switches:
-            raise ConfigError("--set", name, "has a flag here", f"use {flag}")
+            raise ConfigError("--set", name, "has a flag of its own in this command", f"use {flag}")
     return switches
 
 
@@ -203,7 +203,7 @@ def input_rows(
     kind: str, workers: list[int], data_dir: str, split: str, batch_size: int, image_size: int,
     device: str, changed: dict[str, Any],
 ) -> list[InputRow]:  # fmt: skip
-    """Returns a row of this kind for each number of workers; `changed` are settings of the data."""
+    """Returns one row per number of workers; `changed` contains changed settings of the data."""
     from paceline.bench.input_rows import InputRow
 
     if split not in ("train", "val"):
@@ -303,7 +303,7 @@ def allreduce(
 def _measure_sizes(
     joined: RankGroup, job: AllReduceJob, *, print_lines: bool
 ) -> list[dict[str, Any]]:
-    """Measures all sizes; a size can take minutes, so its lines are printed at once."""
+    """Measures all sizes. Prints the lines of each size at once, since a size can take minutes."""
     from paceline.bench.allreduce import AllReduceBench
 
     benchmark, rows = AllReduceBench(joined, job), []

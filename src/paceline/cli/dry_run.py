@@ -104,7 +104,7 @@ def _changed(config: RunConfig) -> Mapping[str, Any]:
 
 
 def _data(config: RunConfig) -> tuple[int, int, str]:
-    """Returns the numbers of training images and classes, and a description."""
+    """Returns the number of training images, the number of classes, and a description."""
     from paceline.data import open_source
 
     settings = replace(config.data, cache="none")
@@ -145,7 +145,7 @@ def _measure(
     """Measures steps of one rank without an exchange, and prints the choices.
 
     Returns:
-        Seconds of the images of a step, and of its update.
+        Seconds for the images of a step, and seconds for its update.
     """
     import torch
 
@@ -209,11 +209,11 @@ def _measure(
 def step_seconds(
     steps_s: Sequence[float], updates_s: Sequence[float], parts: float
 ) -> tuple[float, float]:
-    """Returns the seconds of the images of a step, and of its update.
+    """Returns the seconds for the images of a step, and the seconds for its update.
 
     Args:
-        steps_s: Seconds of measured steps, each with a part of the images of a step. The first ones,
-            which warm up, do not count if there are others.
+        steps_s: Seconds of measured steps, each with a part of the images of a step. The first
+            steps warm up and are ignored if there are later steps.
         updates_s: Seconds of the updates of these steps.
         parts: Number of parts of a step.
     """

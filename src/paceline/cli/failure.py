@@ -28,7 +28,7 @@ RANK_VARIABLES = {
 
 
 def is_child_of_launcher() -> bool:
-    """Returns True while our launcher runs; without it a rank reports its failure itself."""
+    """Returns True while Paceline's launcher runs; otherwise a rank reports its own failure."""
     return os.environ.get(LAUNCHER_VARIABLE) == str(os.getppid())
 
 
@@ -48,17 +48,17 @@ class _Reports:
 
 
 class Unwatched:
-    """The watch of a process without a launcher, which ends only by its own failures."""
+    """Replaces the launcher watch in processes without a launcher."""
 
     def __init__(self) -> None:
         _Reports.shown = False  # each command reports once
 
     def cause(self, failure: Failure) -> Failure:
-        """Returns the failure that is the cause of this one."""
+        """Returns the failure that caused this failure."""
         return failure
 
     def loss(self) -> Failure | None:
-        """Returns the failure of a rank whose launcher has ended; None if it runs."""
+        """Returns the failure of a rank whose launcher has ended; None if the launcher runs."""
         return None
 
 
@@ -132,7 +132,7 @@ class Failure:
 
     @classmethod
     def from_record(cls, message: object, exit_code: int) -> Failure | None:
-        """Reads what `record` has written; returns None for a message that is not ours."""
+        """Reads what `record` has written; returns None for any other message."""
         if not isinstance(message, dict):
             return None
         extra = message.get("extraInfo", {})

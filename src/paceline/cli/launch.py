@@ -71,11 +71,11 @@ def launch_ranks(config: RunConfig, processes: int, port: int, max_restarts: int
     Args:
         config: The configuration, which is checked once here, before the ranks start.
         processes: Number of ranks.
-        port: Port of the rendezvous; 0 finds a free one.
-        max_restarts: How often the ranks are restarted after a failure.
+            port: Port of the rendezvous; 0 finds a free port.
+            max_restarts: Maximum number of restarts of the ranks after a failure.
 
-    Returns:
-        The exit code.
+        Returns:
+            The exit code.
     """
     _refuse_to_nest(processes)
     if not 0 <= port < 65536:
@@ -188,7 +188,8 @@ def launch(
 def root_cause(failures: Mapping[int, ProcessFailure]) -> Failure | int:
     """Returns the failure to show, or an exit code if the ranks stopped on request.
 
-    A reported cause comes before the end of a rank without a report, and both before consequences.
+    A reported cause has priority over the end of a rank without a report, and both have priority
+    over failures that are only consequences.
 
     Args:
         failures: The failures by rank, in the order in which the agent saw them. The exit code of a rank
@@ -230,8 +231,8 @@ def _unreported_end(rank: int, exit_code: int) -> str:
 def end_ranks(limit_s: float = 30.0) -> None:
     """Ends ranks that the agent did not know yet when a signal arrived.
 
-    They would report that the rendezvous is gone, which ends with the agent. Kills ranks that have not
-    ended after the time limit.
+    These ranks would report a lost rendezvous, because it ends with the agent. Kills ranks that
+    have not ended after the time limit.
     """
     deadline = time.monotonic() + limit_s
     for child in _children():
@@ -285,7 +286,8 @@ class LaunchSignals(SignalContext):
     ignored while ranks save.
 
     Ranks inherit the signal mask of the main thread, which blocks the forwarded signals, so that none can
-    end a rank whose interpreter is still starting. Another thread receives those for the launcher.
+    end a rank whose interpreter is still starting. Another thread receives the blocked signals for
+    the launcher.
 
     Args:
         raised: Makes the exception from a text and a signal.
@@ -340,7 +342,7 @@ class LaunchSignals(SignalContext):
             # A rank reports the first signal that it gets.
             _send_to_ranks(number, signal.SIGTERM)
         # All ranks get SIGTERM, which ends a starting interpreter without the traceback of SIGINT.
-        raise self._raised(f"the launcher got {self.received.name}", signal.SIGTERM)
+        raise self._raised(f"the launcher received {self.received.name}", signal.SIGTERM)
 
 
 def _send_to_ranks(*numbers: int) -> None:

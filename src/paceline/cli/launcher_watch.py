@@ -97,7 +97,7 @@ def find_launcher(env: Mapping[str, str]) -> Launcher | None:
 
 
 def _own_launcher(pid: int) -> Launcher:
-    """Returns our launcher, whose id is known; it may have ended."""
+    """Returns Paceline's own launcher, whose process id is known; it may have ended."""
     stat, ancestor = process_stat(pid), os.getppid()
     while ancestor > 1 and ancestor != pid:
         above = process_stat(ancestor)

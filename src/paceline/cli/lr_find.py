@@ -139,7 +139,7 @@ def _run(config: RunConfig, steps: int, as_json: bool) -> int:
             file.write(table.encode() + b"\n")
     except OSError as error:
         problem = f"lr_find.json cannot be written: {error.strerror}"
-        raise DataError(problem, "free space") from error
+        raise DataError(problem, "free disk space") from error
     if as_json:
         typer.echo(table)
         return 0

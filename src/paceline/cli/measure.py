@@ -42,7 +42,7 @@ def is_rank(ranks: int) -> bool:
         raise ConfigError(
             "--nproc-per-node",
             None,
-            "there are no ranks to measure between",
+            "the measurement needs several ranks",
             "give --nproc-per-node 8, or start with torchrun",
         )
     return launched

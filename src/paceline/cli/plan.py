@@ -205,7 +205,7 @@ def _is_gpu(chip: Accelerator | None, file: PlanFile, profiled: Workload | None)
 
 
 def _meets_over_nccl(chip: Accelerator | None, file: PlanFile, profiled: Workload | None) -> bool:
-    """Returns True if ranks use NCCL: as in the probe, or else if they have GPUs."""
+    """Returns True if ranks use NCCL: as in the probe or, without a probe, if they have GPUs."""
     if file.probed is None:
         return _is_gpu(chip, file, profiled)
     return file.probed.backend == "nccl"
@@ -241,7 +241,7 @@ def _check_batch(batch: int, place: Cluster, samples: int) -> None:
 def _fusion_plan(
     path: Path | None, question: Question, place: Cluster, *, restricted: bool
 ) -> FusionPlan:
-    """Returns the plan of the file, or the best one within the flags."""
+    """Returns the plan of the file, or the best plan that the flags allow."""
     work = question.workload
     if path is None:
         return best_plan(work, place, question.batch, question.algorithms, question.wires)
@@ -257,9 +257,9 @@ def _fusion_plan(
 
 
 def _network(step: _Step, profiled: Workload | None) -> Network | None:
-    """Returns the layers of the model; None if it is profiled and they are unknown.
+    """Returns the model's layers; None if the workload is profiled and its model is unknown.
 
-    The code that a profile names is not run: only our own models are counted from a trace.
+    Code that a profile names is not run. Only the layers of Paceline's own models are traced.
     """
     if profiled is None:
         return step.network(step.model or "resnet50")
@@ -291,7 +291,7 @@ def _recomputing_norms(net: Network | None, profiled: Workload | None) -> Networ
 def _write_plan(path: Path, file: PlanFile, chosen: FusionPlan, answer: Answer) -> None:
     """Writes the plan, with the contents of the cluster file if it is for the same number of nodes.
 
-    A start-up time that was given has no parts and is omitted.
+    A start-up time that the user gave is not divided into parts and is omitted.
     """
     work, place = answer.workload, answer.cluster
     cluster = ClusterFacts(place.ranks, place.nodes)

@@ -220,14 +220,14 @@ def format_gbps(rate: float) -> str:
 
 
 def _slowdown(now: Prediction) -> str:
-    """Only where it was measured."""
+    """Describes how hidden exchanges slow the compute; empty unless this was measured."""
     if not now.hidden_comm_s:
         return ""
     return f", compute slowed by hidden communication {1e3 * now.hidden_comm_s:,.2f}"
 
 
 def _or_more(answer: Answer) -> str:
-    """More than 65,536 ranks are not looked at, nor more nodes without links between them."""
+    """Returns a suffix for the largest number of ranks if a limit has ended the search."""
     if not answer.cluster.has_network:
         return ": more nodes are not known"
     step = answer.cluster.ranks_per_node

@@ -120,7 +120,7 @@ class Report(NamedTuple):
 
     @classmethod
     def parse(cls, text: bytes | str) -> Report:
-        """Raises ParseError for a text that no rank has written."""
+        """Parses a report. Raises ParseError if no rank can have written the text."""
         table = parse_table(text)
         report = cls(**{name: table[name] for name in cls._fields if name in table})
         if (
@@ -147,7 +147,7 @@ class Report(NamedTuple):
 
 @contextmanager
 def explain_lost_store(rank: int, phase: str, error: PacelineError | None = None) -> Iterator[None]:
-    """Raises `error`, or a PeerError, if the store is gone or contains what no rank has written."""
+    """Replaces errors of the store in this block by `error`, or by a PeerError if it is None."""
     try:
         yield
     except ParseError as strange:
@@ -186,13 +186,14 @@ class Agreement:
         facts: Mapping[str, Any] | None = None,
         remedy: Remedies = SAME_SETTINGS,
     ) -> None:
-        """Returns on every rank, or raises the same error on every rank.
+        """Returns on every rank if no rank failed; otherwise raises the same error on every rank.
 
         Args:
             phase: The name of the phase, for messages.
             error: The error of this rank, if it failed.
             facts: Values that must be equal on all ranks. JSON must be able to represent them.
-            remedy: The remedy for a difference: one for all facts, or one for each name.
+            remedy: What the user can do if facts differ: one text for all facts, or one text per
+                fact name.
 
         Raises:
             AgreedError: If a rank failed, differs or did not arrive in time.
@@ -223,7 +224,7 @@ class Agreement:
         return self._await_verdict(base, phase, attendance)
 
     def _compare(self, key: str, facts: Mapping[str, Any], remedy: Remedies) -> Report | None:
-        """Returns the first difference to the facts of the rank that came first."""
+        """Compares this rank's facts with the first rank's to arrive; returns a difference."""
         rank, own = self._topology.rank, json.loads(json.dumps(dict(facts)))
         published = self._store.compare_set(key, "", json.dumps({"rank": rank, "facts": own}))
         table = parse_table(published)
@@ -243,11 +244,11 @@ class Agreement:
         return Report(rank, error, 2, is_difference=True)
 
     def _publish_verdict(self, number: int, verdict: Report) -> None:
-        """Publishes a verdict unless there is one: rank 0 may give up while the last rank arrives."""
+        """Publishes a verdict unless one exists. Rank 0 and the last rank may both publish one."""
         self._store.compare_set(f"paceline/verdict/{number}", "", verdict.to_text())
 
     def _decide(self, base: str) -> Report:
-        """Returns the error of the lowest rank that failed, else the difference of the lowest rank."""
+        """Returns the error of the lowest failed rank, else the difference of the lowest rank."""
         if not self._store.check([f"{base}/reports"]):
             return Report()
         reports = []
@@ -262,7 +263,7 @@ class Agreement:
         return Report(first.rank, str(error), first.code, first.kind)
 
     def _await_verdict(self, base: str, phase: str, attendance: Attendance) -> Report:
-        """Returns early if a rank fails instead of arriving (`post_fault`)."""
+        """Waits for the phase's verdict and returns it; stops waiting if a rank posts a fault."""
         key = f"paceline/verdict/{self._number}"
         # Rank 0 gives up first: its verdict names who is missing.
         if self._topology.is_main:
@@ -344,12 +345,12 @@ class Agreement:
         Attendance(self._store, _ROLL, self._topology.world_size).arrive(self._topology.rank)
 
     def missing_in_roll(self) -> set[int]:
-        """Returns the ranks that have neither answered nor left the job by themselves."""
+        """Returns the ranks that have neither answered the roll call nor left the job."""
         missing = set(Attendance(self._store, _ROLL, self._topology.world_size).missing())
         return missing - self.left() if missing else missing
 
     def announce_stop(self) -> None:
-        """Tells the other ranks, before the next collective, that this one has received a stop signal."""
+        """Tells the other ranks, before the next collective, that this rank was asked to stop."""
         with suppress(RuntimeError):
             self._store.set(_STOP, "")
             self.post_news()
@@ -358,14 +359,14 @@ class Agreement:
         return bool(self._store.check([_STOP]))
 
     def post_news(self) -> None:
-        """Makes every rank look for a verdict, a stop or a roll call."""
+        """Makes every rank check the store for a verdict, a stop request or a roll call."""
         self._store.set(_NEWS, "")
 
     def has_news(self) -> bool:
         return bool(self._store.check([_NEWS]))
 
     def leave(self, wait_s: float = _LEAVE_WAIT_S) -> None:
-        """Marks that this rank does not need the store any more.
+        """Records in the store that this rank does not need the store any more.
 
         If rank 0 hosts the store, it waits for the other ranks. Otherwise the store would be gone before
         a slower rank has read why all ranks end.
@@ -381,6 +382,6 @@ class Agreement:
                 self._store.wait([f"{_LEFT}/all"], timedelta(seconds=wait_s))
 
     def left(self) -> set[int]:
-        """Returns the ranks that have left."""
+        """Returns the ranks that have recorded with `leave` that they do not need the store."""
         size = self._topology.world_size
         return set(range(size)) - set(Attendance(self._store, _LEFT, size).missing())

@@ -45,10 +45,10 @@ class Collectives(ABC):
         """Runs a collective under the watchdog and returns its result."""
 
     def completed(self, what: str, action: Callable[[], object]) -> None:
-        """Runs a collective under the watchdog until it has ended on the device.
+        """Runs a collective under the watchdog and waits until the device has completed it.
 
-        NCCL's calls return once the work is queued. The wait for a lost rank would come later,
-        unwatched.
+        NCCL's calls return once the work is queued. Without this wait, the host would wait for a
+        lost rank later, outside of the watchdog.
         """
 
         def complete() -> None:
@@ -59,7 +59,7 @@ class Collectives(ABC):
         self.watched(what, complete)
 
     def all_reduce_sum(self, tensor: Tensor, *, wait: bool = True) -> None:
-        """Replaces `tensor` by its sum over ranks, bit-identical on all of them.
+        """Replaces `tensor` by its sum over ranks, which is bit-identical on all ranks.
 
         Args:
             tensor: The tensor.
@@ -98,7 +98,7 @@ class Collectives(ABC):
         return all_reduce
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Replaces `tensor` by rank 0's."""
+        """Copies rank 0's `tensor` into the `tensor` of every other rank."""
         if self.backend != "none":
             self.completed("broadcast", lambda: dist.broadcast(tensor, src=0))
 
@@ -110,7 +110,7 @@ class Collectives(ABC):
 
         Args:
             rows: One row for each rank.
-            lengths: How many elements of each row count.
+            lengths: Number of elements at the start of each row that contain data.
         """
         if self.backend == "none":
             return

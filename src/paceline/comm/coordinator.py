@@ -57,7 +57,7 @@ class Greeting(NamedTuple):
 
     @classmethod
     def parse(cls, text: bytes) -> Greeting:
-        """Raises ParseError for a text that no rank has written."""
+        """Parses a greeting. Raises ParseError if no rank can have written the text."""
         if len(text) > _LONGEST_GREETING:
             raise ParseError("is too long")
         table = parse_table(text)
@@ -105,7 +105,7 @@ class Coordinator:
         self._refused_s = 0.0
 
     def admit_all(self, timeout_s: float, clock: ActiveClock) -> str:
-        """Waits until every rank has its place, and returns the name of the attempt."""
+        """Waits until every rank has joined, and returns the name of this attempt."""
         self._publish_job()
         all_in = f"{LOBBY}/in/{self._name}/all"
         take_place(self._store, self._name, self._topology)
@@ -135,8 +135,8 @@ class Coordinator:
     def dismiss(self, error: CommError) -> None:
         """Tells the other ranks why the job does not start.
 
-        They wait in the job's first phase, or have not been answered yet. The store may end with this
-        process.
+        These ranks wait in the job's first phase, or have not received an answer yet. The store may
+        end with this process.
         """
         self._failure = str(error)
         agreement = Agreement(PrefixStore(self._name, self._store), self._topology, LINGER_S)
@@ -224,7 +224,7 @@ class Coordinator:
 
 
 class EndedEarlyError(CommError):
-    """A rank was asked to end before all ranks had met."""
+    """Raised if a signal asked a rank to end before all ranks had joined the rendezvous."""
 
 
 def ended_early(name: str, rank: int | None = None) -> EndedEarlyError:

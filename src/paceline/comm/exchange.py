@@ -43,7 +43,7 @@ class Message:
 
     @property
     def wire_bytes(self) -> int:
-        """Returns the bytes that travel."""
+        """Returns the number of bytes that are sent, in the wire format."""
         return wire_bytes(self.stop - self.start, self.dtype, self.wire)
 
 
@@ -89,7 +89,7 @@ def _add_tail(last: list[Message], length: int, tail: int, algorithm: str) -> No
 
 @dataclass(frozen=True)
 class Signals:
-    """Values that each rank adds to the collective of a step. All are summed over ranks."""
+    """Values of each rank that are summed over ranks together with the gradients of a step."""
 
     loss: float = 0.0
     corrupt: float = 0.0
@@ -114,7 +114,7 @@ class GradientExchange:
     """Owns the gradients' memory between backward pass and update, and all state of the exchange.
 
     Args:
-        parameters: Names and parameters of the model. Those that do not train are ignored.
+        parameters: Names and parameters of the model. Parameters that are not trained are ignored.
         group: All ranks.
         plan: The fusion plan. The default is one bucket.
         accumulate: True if a step may gather more than once.
@@ -226,11 +226,11 @@ class GradientExchange:
 
     @property
     def memory(self) -> Memory | None:
-        """Returns what the transport remembers from step to step, or None."""
+        """Returns the state that the transport keeps between steps, or None."""
         return self.transport.memory
 
     def bucket_info(self) -> list[BucketInfo]:
-        """Returns the buckets of the plan, with the bytes that travel."""
+        """Returns the buckets of the plan, with the number of bytes that each sends."""
         return [
             BucketInfo(sum(m.wire_bytes for m in messages), b.algorithm, b.tensors, b.wire)
             for b, messages in zip(self.plan.buckets, self.messages, strict=True)
@@ -250,7 +250,7 @@ class GradientExchange:
             self._missing = [set(bucket.tensors) for bucket in self.plan.buckets]
 
     def gather(self) -> None:
-        """Moves the gradients that have not been sent into the buffers, in one or two kernels."""
+        """Moves the gradients of unsent buckets into the flat buffers, in one or two kernels."""
         self._armed = False
         for bucket in self.plan.buckets[: self._next]:
             for name in bucket.tensors:
@@ -273,7 +273,7 @@ class GradientExchange:
         self._publish(self._exposed.last_s)
 
     def _forget(self) -> None:
-        """Forgets what has been gathered."""
+        """Resets the record of gathered gradients and sent buckets."""
         self._used.clear()
         self._drop_grads(self._trained)
         for total in self._sums.values():
@@ -299,7 +299,7 @@ class GradientExchange:
             self.tail[-1].copy_(self._squares)
 
     def _publish(self, waited_s: float) -> None:
-        """Makes the sums the gradients."""
+        """Sets `.grad` of the parameters to views of the sums over ranks."""
         for name, view in self._views.items():
             self._trained[name].grad = view
         self.observer.step_ended(waited_s)
@@ -333,7 +333,8 @@ class GradientExchange:
     def replay(self, *, sends: bool) -> None:
         """Updates the state after the replay of the captured micro-step, in which no Python ran.
 
-        Its gradients are in the buffers, and its buckets have been sent.
+        The replay has written the gradients to the buffers and has sent the buckets of the
+        micro-step.
         """
         gathered, self._next = self._captured[sends]
         self._used |= gathered
@@ -359,7 +360,7 @@ class GradientExchange:
         return ready
 
     def _fill(self, names: set[str]) -> None:
-        """Copies the gradients of `names` into the buffers and adds them to the sums."""
+        """Copies the gradients of `names` into the buffers and adds the buffers to the sums."""
         for dtype, all_places in self._places.items():
             places = [place for place in all_places if place[0] in names]
             ready = [name for name, *_ in places if self._trained[name].grad is not None]
@@ -387,7 +388,7 @@ class GradientExchange:
             self._trained[name].grad = None
 
     def _pieces(self, number: int) -> list[Piece]:
-        """Returns what this rank sends of bucket `number`, in the buffers."""
+        """Returns the ranges of the flat buffers that make up bucket `number`."""
         for name in self.plan.buckets[number].tensors:
             if name not in self._used:
                 self._views[name].zero_()

@@ -47,24 +47,25 @@ _KEPT_PROGRAMS = 512
 
 
 def check_buffer(buffer: Tensor) -> None:
-    """Raises CommError for a tensor that cannot travel as one message."""
+    """Checks that a tensor can be sent as one message. Raises CommError otherwise."""
     if buffer.dim() != 1 or not buffer.is_contiguous():
         raise CommError(
-            f"an all-reduce of a tensor of shape {tuple(buffer.shape)} and strides "
+            f"all-reduce received a tensor of shape {tuple(buffer.shape)} and strides "
             f"{buffer.stride()}: a buffer must be 1-D and contiguous",
             "pass tensor.contiguous().view(-1), or a view of a flat buffer",
         )
     if buffer.dtype not in FORMATS:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FORMATS)
         raise CommError(
-            f"an all-reduce of {str(buffer.dtype).removeprefix('torch.')}", f"use one of: {known}"
+            f"all-reduce does not support {str(buffer.dtype).removeprefix('torch.')}",
+            f"use one of: {known}",
         )
 
 
 class Staging:
-    """Memory for messages in flight, by name. It is kept between calls and grows on demand.
+    """Named memory for messages in flight, which is kept between calls and grows on demand.
 
-    Its content is undefined.
+    The content of the memory is undefined.
     """
 
     def __init__(self) -> None:
@@ -90,7 +91,7 @@ class Executor:
 
     Args:
         groups: The process groups.
-        batched: Post each round's messages together. None does so for NCCL.
+        batched: Post each round's messages together. None, the default, means True for NCCL only.
     """
 
     def __init__(self, groups: ProcessGroups, *, batched: bool | None = None) -> None:
@@ -155,12 +156,12 @@ class Executor:
 
         All ranks call this at the same point. NCCL connects two ranks at their first message, and both
         must then post the same sends and receives in one batch. The batches of an algorithm differ
-        between its ranks: the root of a tree receives and later sends, its children do both at once. So
-        each pair connects in advance, by a message each way. All ranks take pairs in the same order, so
-        no cycle of waits can arise.
+        between ranks: the root of a tree receives and later sends, but its children do both at
+        once. So each pair of ranks connects in advance, with one message in each direction. All
+        ranks take pairs in the same order, so no cycle of waits can arise.
 
         Returns:
-            The algorithm, or None for the backend's own.
+            The algorithm, or None if the backend's own all-reduce is used.
         """
         if name in self._algorithms:
             return self._algorithms[name]
@@ -192,7 +193,7 @@ class Executor:
         return program
 
     def part(self, members: Sequence[int]) -> ProcessGroup:
-        """Returns the process group of a row, a column or the masters."""
+        """Returns the process group of a row, a column or the masters of the layout."""
         layout, rank = self._layout, self.groups.rank
         process_group: ProcessGroup | None
         if members == layout.row_of(rank):
@@ -211,7 +212,8 @@ class Executor:
 def schedule_peers(chosen: Algorithm, rank: int, groups: Groups) -> set[int]:
     """Returns the ranks with which `rank` exchanges messages.
 
-    Some algorithms have other rounds for short buffers than for long ones; both count.
+    Some algorithms run different rounds for short and for long buffers. The result includes the
+    peers of both.
     """
     peers: set[int] = set()
     for length in (4 * len(groups.order), _LONG):
@@ -225,7 +227,7 @@ def schedule_peers(chosen: Algorithm, rank: int, groups: Groups) -> set[int]:
 
 
 class _Lane:
-    """A segment under way: one tag on one process group."""
+    """A segment whose all-reduce is running, with its own message tag on a process group."""
 
     def __init__(
         self, executor: Executor, segment: Tensor, program: Program, number: int, batched: bool
@@ -264,7 +266,7 @@ class _Lane:
         return view
 
     def _targets(self, arrival: Arrival, inbox: Tensor) -> list[Tensor]:
-        """Returns where the messages of a receive go."""
+        """Returns the tensors into which the messages of a receive are written."""
         step, first = arrival.step, arrival.inbox
         if not step.add:
             return [self._view(step.span)]
@@ -284,7 +286,7 @@ class _Lane:
                 self._view(op.span).copy_(self._sums(op.span))
 
     def finish(self) -> None:
-        """Waits until everything that was sent has left its memory."""
+        """Waits until all sends are complete, so that their memory can be reused."""
         self._flush(())
         for work in self._sends:
             work.wait()
@@ -331,14 +333,14 @@ class _Lane:
             self._view(step.span).add_(self._into[number][0])
 
     def _arrivals(self, number: int) -> Iterator[Tensor]:
-        """Yields the messages in order, each once it has arrived."""
+        """Yields the received messages in order, each as soon as it has arrived."""
         for at, tensor in enumerate(self._into[number]):
             if not self._batched:
                 self._works[number][at].wait()
             yield tensor
 
     def _add(self, step: Receive, arrivals: Iterator[Tensor]) -> None:
-        """Adds several messages, each once it has arrived; 16-bit numbers in fp32, rounded once."""
+        """Adds messages as they arrive; sums 16-bit numbers in fp32 and rounds the sum once."""
         own, place = self._view(step.span), step.own
         if step.wide:
             for arrival in arrivals:
@@ -372,7 +374,7 @@ class _Lane:
 
 
 def _run_collectives(executor: Executor, buffer: Tensor, steps: Sequence[Collective]) -> None:
-    """Runs a buffer through the backend's own collectives in parts of the cluster."""
+    """All-reduces a buffer with the backend's own collectives among rows, columns or masters."""
     length, needed = buffer.numel(), max(step.span[1] for step in steps)
     whole = buffer
     if needed > length:

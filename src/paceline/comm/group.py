@@ -89,7 +89,7 @@ class Group(Collectives):
         if dist.is_initialized():
             raise CommError(
                 "this process has a torch.distributed process group already",
-                "close it first: pl.init() and pl.Trainer each make their own, one after the other",
+                "close the earlier pl.init() context or pl.Trainer run first",
             )
         facts = SharedFacts()
         facts.compare(
@@ -112,7 +112,7 @@ class Group(Collectives):
         self.watched("joining the process group", lambda: members.connect(device))
 
     def lost_client(self) -> str:
-        """Describes the lost rank after this rank's device failed; empty unless ranks share a GPU.
+        """Describes a lost rank after this rank's device failed; "" unless ranks share a GPU.
 
         Under MPS, a killed process can break the GPU for all others.
         """
@@ -138,11 +138,12 @@ class Group(Collectives):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[SharedFacts]:
-        """Runs a block on all ranks; then all continue, or all raise the same error.
+        """Runs a block on all ranks; then all ranks continue, or all raise the same error.
 
-        That is the error of the lowest rank on which the block failed, else the first fact that differs.
-        Every phase makes all ranks wait for the slowest one, and costs some requests to the store. So a
-        block contains everything that may fail between two collectives, and no collective.
+        The error is that of the lowest rank on which the block failed. If no block failed, the
+        error names the first fact that differs. Every phase makes all ranks wait for the slowest
+        one, and costs some requests to the store. So a block contains everything that may fail
+        between two collectives, and no collective.
         """
         facts, error = SharedFacts(), None
         try:
@@ -160,7 +161,8 @@ class Group(Collectives):
     def watch_signals(self, asked_to_stop: Callable[[], bool]) -> None:
         """Sets the function that returns True once a signal has asked this process to stop.
 
-        It works also while the main thread is inside a wait and cannot handle the signal.
+        The function must also work while the main thread waits in C code and cannot handle the
+        signal.
         """
         if self._watchdog is not None:
             self._watchdog.asked_to_stop = asked_to_stop
@@ -186,7 +188,7 @@ class Group(Collectives):
     def announce_stop(self) -> None:
         """Tells the other ranks that this one was asked to stop.
 
-        The next collective does so too, but the ranks may need minutes to reach it.
+        The next collective also transmits the stop, but the ranks may need minutes to reach it.
         """
         if self._agreement is not None and not self._stop_heard:
             self._stop_heard = True
@@ -215,8 +217,8 @@ class Group(Collectives):
     def leaving(self, error: BaseException) -> None:
         """Prepares the teardown after an error. From here on the watchdog ends a teardown that is stuck.
 
-        Aborts NCCL's communicators unless the other ranks leave at the same point: otherwise their
-        kernels, or ours, would wait forever.
+        Aborts NCCL's communicators unless the other ranks leave at the same point. Otherwise
+        kernels of this rank or of other ranks would wait forever.
         """
         if self._left:
             return
@@ -242,13 +244,13 @@ class Group(Collectives):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Leaves the group. Posts an error of this rank first."""
+        """Leaves the group. If the block raised an error on this rank, posts it first."""
         if error is not None:
             self.leaving(error)
         self.close()
 
     def _post_own(self, error: BaseException) -> None:
-        """Posts `error` if it began on this rank."""
+        """Posts `error` to the other ranks if this rank caused it."""
         if isinstance(error, PacelineError) and not isinstance(error, PeerError):
             self.post_fault(error)
         elif isinstance(error, Exception) and not isinstance(error, PacelineError):
@@ -269,7 +271,8 @@ class Group(Collectives):
         """Runs a collective under the watchdog and returns its result.
 
         Raises:
-            PeerError: If it fails. The error names the rank that failed and why, if that is known.
+            PeerError: If the collective fails. The error names the failed rank and the cause, if
+                known.
         """
         try:
             with self.board.during(what):

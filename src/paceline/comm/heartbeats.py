@@ -1,8 +1,8 @@
 """`HeartbeatChannel`: what the watchdogs of all ranks exchange through the rendezvous store.
 
-With every beat a rank publishes its progress and looks for news: a verdict, a roll call, or that some
-rank was asked to stop. That is two requests a beat. Reading the progress of all ranks costs N values,
-so in a large job only some ranks do it.
+With every heartbeat a rank publishes its progress and checks for news: a verdict, a roll call, or a
+stop request. This takes two requests to the store. Reading the progress of all N ranks transfers N
+values, so in a large job only some ranks do it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _KEYS_PER_S = 50_000
 
 
 class HeartbeatChannel:
-    """Publishes this rank's progress in the store, reads the other ranks', and shares one verdict.
+    """Publishes this rank's progress, reads the progress of other ranks, and shares one verdict.
 
-    A thread makes every call on its own connection. If the store's host is cut off, torch waits for an
-    answer without end, and only this thread is lost. Nothing else here waits for the store except the
-    constructor and, briefly, `close`.
+    A thread makes every request, on its own connection to the store. If the store's host is
+    unreachable, torch waits for an answer forever, but only this thread is blocked. Apart from this
+    thread, only the constructor and, briefly, `close` wait for the store.
     """
 
     def __init__(self, store: Store, topology: Topology, beat_s: float) -> None:
@@ -77,7 +77,7 @@ class HeartbeatChannel:
         self._thread.start()
 
     def publish(self, progress: RankProgress) -> None:
-        """Publishes `progress` with the next beat."""
+        """Publishes `progress` with the next heartbeat."""
         self._mine = progress
 
     def propose(self, error: CommError) -> None:
@@ -97,12 +97,12 @@ class HeartbeatChannel:
             return
 
     def silent_ranks(self) -> set[int]:
-        """Returns the ranks whose process does not run any more.
+        """Returns the ranks whose process has ended or does not answer a roll call.
 
-        Calls all ranks. Their heartbeat threads answer at their next look, whatever the ranks do: also
-        a rank that is about to leave because its connections broke with those of the lost one. Waits
-        for two looks, or until all ranks have answered. If rank 0 has taken the store with it, returns
-        rank 0.
+        Starts a roll call, which each rank's heartbeat thread answers the next time it reads the
+        store, whatever the main thread does. Even a rank that leaves because a collective with the
+        lost rank broke answers. Waits for two heartbeat intervals, or until all ranks have
+        answered. If the store ended together with rank 0, returns rank 0.
         """
         look_s = min(self._beat_s, _LONGEST_LOOK_S)
         deadline = time.monotonic() + 2.5 * look_s + _ANSWER_S
@@ -133,10 +133,10 @@ class HeartbeatChannel:
             self._wake.clear()
 
     def _pause_s(self) -> float:
-        """Returns the time until the next look.
+        """Returns the seconds until the heartbeat thread reads the store again.
 
-        A broken collective makes all ranks of a large job call the roll. Ranks that have answered and are
-        no readers keep the normal interval, which the store can serve.
+        A broken collective makes all ranks of a large job call the roll. Ranks that have answered
+        and do not read all heartbeats keep the normal interval, to limit the load of the store.
         """
         look_s = min(self._beat_s, _LONGEST_LOOK_S)
         hurries = self._calls_roll and (self.is_reader or not self._answered_roll)
@@ -196,7 +196,7 @@ class HeartbeatChannel:
 
 
 def _parse(heartbeat: bytes) -> tuple[int, RankProgress] | None:
-    """Returns the number of the beat and the sender's progress; None for what no rank has written."""
+    """Returns the heartbeat's number and the sender's progress; None if the text is invalid."""
     number, _, text = heartbeat.decode(errors="replace").partition(" ")
     try:
         return int(number), RankProgress.from_text(text)

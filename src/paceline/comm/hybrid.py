@@ -61,17 +61,17 @@ class HybridAllReduce:
         Args:
             table: The algorithm for each size.
             wire: The format in which float32 buffers travel.
-            k: The number of ranks in a group. None takes the ranks of a node.
+            k: The number of ranks in a group. None means the ranks of a node.
             timeout_s: The time limit of a collective.
         """
         return cls(ProcessGroups(current_topology(), k, timeout_s=timeout_s), table, wire)
 
     def choose(self, buffer: Tensor) -> str:
-        """Returns the name of the algorithm for this buffer, by the bytes that travel."""
+        """Returns the name of the algorithm for this buffer, by its bytes in the wire format."""
         return self.table.choose(buffer.numel() * self._format(buffer).dtype.itemsize)
 
     def all_reduce(self, buffer: Tensor, *, mean: bool = False) -> None:
-        """Sums `buffer` over ranks, in this thread, while no submitted buffer is under way.
+        """Sums `buffer` over ranks, in this thread. No submitted buffer may be in progress.
 
         Args:
             buffer: A contiguous 1-D tensor.
@@ -133,7 +133,7 @@ class HybridAllReduce:
         return self._planned.thread.submit(run, buffer.device)
 
     def _count(self, device: torch.device, present: bool | None) -> Tensor:
-        """Returns the number of ranks, or of those that are present."""
+        """Returns the number of ranks that contribute to the sum."""
         count = torch.full((1,), 1.0 if present is None else float(present), device=device)
         dist.all_reduce(count, group=self.groups.world)
         return count[0]

@@ -72,7 +72,7 @@ class JobIdentity:
 
     @classmethod
     def from_table(cls, table: object) -> JobIdentity:
-        """Returns the inverse of `to_table`. Raises ParseError for anything else that is in the store."""
+        """Builds the identity from `to_table`'s result. Raises ParseError for any other value."""
         if not isinstance(table, dict) or table.keys() != cls.__dataclass_fields__.keys():
             raise ParseError("is no job")
         job = cls(**table)
@@ -86,7 +86,7 @@ class JobIdentity:
         return job
 
     def same_id(self, other: JobIdentity) -> bool | None:
-        """Compares the ids; None if one of them is unknown."""
+        """Returns True if the job ids are equal; None if one of the ids is unknown."""
         return self.job_id == other.job_id if self.job_id and other.job_id else None
 
     def conflict(self, other: JobIdentity) -> str:
@@ -156,7 +156,7 @@ class RankHost(NamedTuple):
 
     @classmethod
     def from_list(cls, value: object) -> RankHost | None:
-        """Returns None for anything but two short texts."""
+        """Builds the host from a list of name and address; returns None for any other value."""
         if isinstance(value, list) and len(value) == 2 and all(map(_is_name, value)):
             return cls(*value)
         return None
@@ -170,7 +170,7 @@ def post_hosts(store: Store, hosts: Mapping[int, RankHost]) -> None:
 
 
 def _is_run(run: object) -> bool:
-    """Returns True for a host's name, its address and its number of ranks."""
+    """Returns True if `run` is a list of a host name, an address and a number of ranks."""
     return (
         isinstance(run, list)
         and RankHost.from_list(run[:2]) is not None
@@ -217,7 +217,7 @@ class RankHosts:
         return f"rank {rank} on {host}" if host else f"rank {rank}"
 
     def whole_hosts(self, ranks: Collection[int]) -> dict[RankHost, list[int]]:
-        """Returns the hosts with several ranks, all of which are in `ranks`, with these ranks."""
+        """Returns the ranks of each host that has several ranks, all of which are in `ranks`."""
         if not self._several:
             return {}
         by_host: dict[RankHost, list[int]] = {}
@@ -263,7 +263,7 @@ _BLOCK = 60
 
 
 class Attendance:
-    """Counts the ranks that have reached a point, under a key that is used for it alone.
+    """Counts the ranks that have reached a point of the program, under a key of its own.
 
     Every rank calls `arrive` once: it adds one bit to a counter that it shares with 59 other ranks. The
     rank that completes the last counter knows that all ranks have arrived. So a point costs each rank one

@@ -95,7 +95,7 @@ class LinkProbe:
         return self._median_s(trip, repeats, of=first)
 
     def _shift_s(self, rings: Sequence[dict[int, tuple[int, int]]]) -> float:
-        """Returns the slowest time of all members of the rings if each sends to its successor at once."""
+        """Returns the slowest rank's time if all ring members send to their successors at once."""
         places = [ring[self._rank] for ring in rings if self._rank in ring]
         out, back = self._message[:_CONTENTION_BYTES], self._answer[:_CONTENTION_BYTES]
 
@@ -116,7 +116,7 @@ class LinkProbe:
         return self._median_s(shift, _REPEATS, of=None)
 
     def _median_s(self, work: Callable[[], None], repeats: int, of: int | None) -> float:
-        """Returns the median time on the clock of rank `of`; None takes the slowest rank's."""
+        """Returns the median time of rank `of` on every rank; None means the slowest rank."""
         taken = []
         for _ in range(repeats + 1):
             dist.barrier(group=self._group)
@@ -143,7 +143,7 @@ def _neighbours(ring: Sequence[int]) -> dict[int, tuple[int, int]]:
 
 
 def _only(ring: dict[int, tuple[int, int]], pair: tuple[int, int]) -> dict[int, tuple[int, int]]:
-    """Returns a ring with one message, from the pair's first rank to its second; -1 means no rank."""
+    """Returns a ring with one message, from the pair's first to its second rank (-1: no rank)."""
     first, second = pair
     assert first in ring
     return {first: (-1, second), second: (first, -1)}

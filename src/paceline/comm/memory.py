@@ -1,4 +1,4 @@
-"""`Memory`: what an exchange remembers from step to step.
+"""`Memory`: the state that a gradient exchange keeps between steps.
 
 Most exchanges remember nothing. Those that compress gradients keep the rounding errors for the next
 step. This state differs between ranks. It is part of the checkpoint, and a skipped step does not change
@@ -27,7 +27,7 @@ class Memory:
         self.scale: Tensor | None = None
 
     def commit(self, discard: Tensor) -> None:
-        """After the update; `discard`, a flag on the device, says whether the step leaves no trace."""
+        """Keeps the changes of the completed step, unless the device flag `discard` is set."""
 
     @property
     def state_bytes(self) -> int:
@@ -39,4 +39,4 @@ class Memory:
         return {}
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
-        """Loads what `state` returned on this rank, with the same number of ranks and the same plan."""
+        """Loads the result of `state` from this rank. Ranks and plan must be unchanged."""

@@ -1,4 +1,4 @@
-"""`AgreedError`, which all ranks raise, and `PeerError`, if another rank is gone."""
+"""`AgreedError`, which all ranks raise, and `PeerError`, for the loss of another rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ShowError = Callable[[PacelineError], None]
 
 
 class AgreedError(PacelineError):
-    """An error that all ranks raise; `exit_code` is that of the rank that found it."""
+    """An error that all ranks raise; `exit_code` is the exit code of the rank that found it."""
 
     def __init__(self, text: str, exit_code: int) -> None:
         PacelineError.__init__(self, text)
@@ -27,7 +27,7 @@ class AgreedError(PacelineError):
 
     @classmethod
     def of_kind(cls, kind: str, text: str, exit_code: int) -> AgreedError:
-        """Returns an error that also has the class that it had on the rank that found it.
+        """Returns an AgreedError that is also of class `kind`, the class on the rank that found it.
 
         So a program catches the same class on one rank and on many.
         """
@@ -66,7 +66,7 @@ def error_kind(error: PacelineError) -> str:
 
 
 class PeerError(CommError):
-    """Something failed because another process is gone: a consequence, not a cause."""
+    """A failure that is only the consequence of another process that has ended."""
 
     @classmethod
     def from_agreed(cls, cause: AgreedError) -> PeerError:

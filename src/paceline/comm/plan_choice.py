@@ -1,7 +1,8 @@
 """Chooses the fusion plan of a run, and records the order of the gradients that it depends on.
 
-The choice depends on the settings with the files that they name, the trained tensors and the cluster.
-The order comes from a function that runs one backward pass. Every rank arrives at the same plan.
+The choice depends on the settings, the files that the settings name, the trained tensors and the
+cluster. The order comes from a function that runs one backward pass. Every rank arrives at the same
+plan.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _BESIDE_BYTES = 4096
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """The plan of a run. `fixed` is the plan if it does not depend on the order of the gradients."""
+    """The plan of a run. `fixed` is None if the plan depends on the order of the gradients."""
 
     settings: CommSettings
     tensors: tuple[TensorSpec, ...]
@@ -95,7 +96,7 @@ class PlanChoice:
         return wire_bytes(spec.length, spec.dtype, self.settings.wire)
 
     def _bulk_bytes(self, pool: FusionBucket, by_name: dict[str, TensorSpec]) -> int:
-        """Returns the bytes of the largest message: tensors of one format travel as one message."""
+        """Returns the bytes of the largest message; all tensors of one format form one message."""
         totals: dict[str, int] = {}
         for name in pool.tensors:
             spec = by_name[name]
@@ -122,7 +123,7 @@ def checked_table(file: PlanFile, cluster: ClusterFacts, setting: str) -> SizeTa
     if tuned is not None and tuned != cluster:
         raise ConfigError(
             setting, file.path,
-            f"was tuned on {tuned.ranks} ranks of {tuned.nodes} nodes, here are {cluster.ranks} of "
+            f"was tuned on {tuned.ranks} ranks of {tuned.nodes} nodes; this job has {cluster.ranks} of "
             f"{cluster.nodes}",
             "run paceline tune here, or remove its [cluster] section to use it anyway",
         )  # fmt: skip
@@ -185,6 +186,6 @@ def record_order(
 
 
 def agree_order(group: Group, order: Sequence[str]) -> tuple[str, ...]:
-    """Returns rank 0's order on every rank. The ranks have agreed on the parameters before."""
+    """Returns rank 0's order on every rank. All ranks must have the same parameters."""
     payload = json.dumps(list(order)).encode() if group.rank == 0 else None
     return tuple(json.loads(group.broadcast_bytes(payload)))

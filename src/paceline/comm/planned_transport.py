@@ -41,7 +41,7 @@ class WireFormat:
 
     fp16 ends at 65504, which a sum over thousands of ranks exceeds. For such sums each rank divides by
     a power of two that is at least the number of ranks, and the sum is multiplied back. Both are exact,
-    except for numbers below the smallest of fp16, 2⁻²⁴.
+    except for results below 2⁻²⁴, the smallest positive number of fp16.
     """
 
     name: str = "float32"
@@ -54,7 +54,7 @@ class WireFormat:
         Args:
             name: A format that every algorithm can sum.
             world_size: The number of ranks.
-            scaled: Leave room for the sum. None does so for fp16 only.
+            scaled: Divide before the sum to prevent overflow. None means True for fp16 only.
         """
         full = SHORT_WIRES.get(name, name)
         if full not in _DTYPES:
@@ -66,7 +66,7 @@ class WireFormat:
 
     @classmethod
     def for_tensor(cls, tensor: Tensor, name: str) -> Self:
-        """Returns the unscaled format, for sums that are means; `auto` is the tensor's own format."""
+        """Returns the unscaled format, for sums that are means; `auto` keeps the tensor's dtype."""
         return cls.named(str(tensor.dtype).removeprefix("torch.") if name == "auto" else name,
                          scaled=False)  # fmt: skip
 
@@ -144,7 +144,7 @@ class CommThread:
         return future.then(_value)
 
     def close(self) -> None:
-        """Runs what was submitted, then ends the thread. Waits a few seconds at most."""
+        """Runs all submitted jobs, then ends the thread. Waits a few seconds at most."""
         self._closed = True
         if self._thread is not None:
             self._jobs.put(None)
@@ -162,7 +162,7 @@ class CommThread:
                 job.future.set_result(self._outcome(job))
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Returns the side stream of a device, which keeps its exchanges in order."""
+        """Returns the side stream of a device, on which all its exchanges run in order."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._streams[device]
@@ -202,7 +202,7 @@ def _create_carriers(
 ) -> dict[str, WireCarrier]:
     """Creates the all-reduces of the formats. Formats with the same `Wire.create` share one.
 
-    Only one of the all-reduces of a plan may have a memory.
+    Only one of these all-reduces may keep state between steps (`Memory`).
     """
     makers: dict[Any, list[str]] = {}
     for wire in sorted(wires):
@@ -214,8 +214,8 @@ def _create_carriers(
         carriers |= dict.fromkeys(names, create(groups, staging, settings, names))
     if len({id(memory) for memory in _memories(carriers)}) > 1:
         raise ConfigError(
-            "comm.plan", None, f"has buckets in {', '.join(carriers)}, which remember different things",
-            "use the formats of one kind",
+            "comm.plan", None, f"has buckets in {', '.join(carriers)}, which keep different state",
+            "use only one of these formats",
         )  # fmt: skip
     return carriers
 
@@ -236,7 +236,8 @@ class PlannedAllReduce:
     Args:
         groups: The process groups.
         wires: The wire formats of the plan.
-        settings: Settings of formats that remember something between steps. Without settings none does.
+        settings: Settings of formats that keep state between steps. Without settings, no format
+            keeps state.
     """
 
     def __init__(
@@ -253,17 +254,18 @@ class PlannedAllReduce:
 
     @property
     def memory(self) -> Memory | None:
-        """Returns what wire formats remember between steps, or None."""
+        """Returns the state that the wire formats keep between steps, or None."""
         return next(_memories(self._carriers), None)
 
     def prepare(self, algorithm: str) -> None:
-        """Connects the ranks as the algorithm needs it. All ranks call this at the same point."""
+        """Opens the connections that the algorithm needs. All ranks call this at the same point."""
         self._executor.prepare(algorithm)
 
     def carry(self, buffer: Tensor, algorithm: str, wire: str) -> None:
         """Sums `buffer` over ranks, in this thread; the wire format `auto` is the buffer's own.
 
-        The sum must not overflow the format. Summands of a mean do not.
+        The sum must not overflow the format. If `buffer` is already divided by the number of ranks,
+        the sum cannot overflow.
         """
         if (carrier := self._carriers.get(wire)) is not None:
             check_buffer(buffer)
@@ -299,7 +301,7 @@ class PlannedAllReduce:
         self._guarded(algorithm, buffer, lambda: self._executor.all_reduce(buffer, algorithm))
 
     def _guarded(self, algorithm: str, buffer: Tensor, reduce: Callable[[], None]) -> None:
-        """Adds the exchange that broke to an error of the backend."""
+        """Replaces errors of the backend in this block by errors that name the all-reduce."""
         try:
             reduce()
         except torch.AcceleratorError:

@@ -79,9 +79,11 @@ class ProcessGroups:
         topology: This rank.
         k: The number of ranks in a group. None takes the ranks of a node.
         timeout_s: The time limit of a collective.
-        grace_s: How much longer the backend waits, if a watchdog enforces `timeout_s`.
-        subgroups: Create groups for parts of the cluster. None does so for NCCL. Over Gloo the
-            algorithms only need the group of all ranks, and each further group is a mesh of sockets.
+        grace_s: Seconds that the backend waits beyond `timeout_s`, if a watchdog enforces
+            `timeout_s`.
+        subgroups: Create groups for parts of the cluster. None means True for NCCL only. Over Gloo
+            the algorithms only need the group of all ranks, and each further group is a mesh of
+            sockets.
         algorithms: Create only the sub-groups that these algorithms need. None creates all.
     """
 
@@ -107,7 +109,7 @@ class ProcessGroups:
         if not dist.is_initialized():
             if topology.world_size > 1:
                 raise CommError(
-                    f"{topology.world_size} ranks, but torch.distributed is not initialised",
+                    f"the job has {topology.world_size} ranks, but torch.distributed is not initialized",
                     "call torch.distributed.init_process_group first",
                 )
             self.backend = "none"
@@ -135,7 +137,7 @@ class ProcessGroups:
                 self.columns[number] = made
 
     def _make(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
-        """Creates a group. Returns None on ranks that are not in it."""
+        """Creates a process group. Returns None on ranks outside of the group."""
         group = dist.new_group(list(ranks), timeout=self._wait, backend=self.backend)
         if not isinstance(group, ProcessGroup) or self.rank not in ranks:
             return None
@@ -158,7 +160,7 @@ class ProcessGroups:
 
 
 def current_topology(known: Topology | None = None) -> Topology:
-    """Returns `known`, or else the place that the launcher's environment gives.
+    """Returns `known`, or the topology from the launcher's environment if `known` is None.
 
     An existing process group takes precedence: programs also start ranks by other means
     (torch.multiprocessing), even inside a job whose variables describe their parent. Such ranks count
@@ -175,7 +177,7 @@ def current_topology(known: Topology | None = None) -> Topology:
 
 
 def _agree(topology: Topology, k: int | None, timeout_s: float) -> tuple[tuple[int, ...], ...]:
-    """Returns the groups. Each rank reads the same reports of all ranks, so all fail alike."""
+    """Returns the groups. All ranks read the same reports, so all raise the same error."""
     own = [topology.rank, topology.world_size, topology.node_rank, topology.local_world_size]
     facts = {"comm.group_size": k, "comm.timeout_s": timeout_s}
     places, reports = zip(*all_gather_json([own, facts]), strict=True)
@@ -194,7 +196,7 @@ def _agree(topology: Topology, k: int | None, timeout_s: float) -> tuple[tuple[i
 def all_gather_json(value: object, group: ProcessGroup | None = None) -> list[Any]:
     """Returns every rank's value, in order of rank, on all ranks. All ranks of the group call this.
 
-    Torch's `all_gather_object` unpickles what arrives, and so runs any code that a peer sends.
+    Torch's `all_gather_object` unpickles received data, and so runs any code that a peer sends.
     """
     data = json.dumps(value).encode()
     # NCCL moves memory of the GPU only.
@@ -218,8 +220,8 @@ def init_default_group(
 ) -> None:
     """Creates the default process group for ranks that have met in `store`.
 
-    With Gloo the ranks meet once more: a rank that left early would break connections that other ranks
-    still make.
+    With Gloo the ranks then wait for each other: a rank that left early would break connections
+    that other ranks are still opening.
 
     Args:
         backend: `nccl` or `gloo`.

@@ -1,8 +1,8 @@
 """The progress of each rank.
 
-`ExchangeObserver` receives the events of a step's exchange. `ProgressBoard` is one of them: it keeps
-this rank's `RankProgress`. That is small enough to be published every few seconds, and comparable between
-ranks because all ranks make the same calls in the same order.
+`ExchangeObserver` receives the events of a step's exchange. `ProgressBoard` is such an observer and
+keeps this rank's `RankProgress`. The progress is small enough to be published every few seconds. It
+is comparable between ranks because all ranks make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class ExchangeObserver:
         """Called when all sums are complete.
 
         Args:
-            exposed_s: How long the step waited for them after its own backward pass. On a GPU this is the
-                last known time, possibly an earlier step's, because reading it would wait.
+            exposed_s: Seconds that the step waited for the sums after its own backward pass. On a
+                GPU this is the latest known value, possibly of an earlier step, because reading the
+                current one would block.
         """
 
 
@@ -90,7 +91,7 @@ class RankProgress:
         begun: Number of buckets that have begun in this step.
         ended: Number of buckets that have ended in this step.
         calls: Number of collectives of the group that this rank has entered between steps.
-        call: The collective that it is in, or "".
+        call: The collective that this rank is in, or "".
         computes: True between the begin of a step and the end of its exchange.
     """
 
@@ -126,7 +127,7 @@ class RankProgress:
 
     @classmethod
     def from_text(cls, text: str) -> RankProgress:
-        """Raises ParseError for a text that no rank has written."""
+        """Parses the progress. Raises ParseError if no rank can have written the text."""
         table = parse_table(text)
         numbers = ("step", "begun", "ended", "calls")
         if (
@@ -140,7 +141,7 @@ class RankProgress:
 
 
 class ProgressBoard(ExchangeObserver):
-    """Keeps this rank's progress. Threads may write and read at the same time.
+    """Keeps this rank's progress. Several threads may write and read concurrently.
 
     Every step writes it many times and a background thread reads it rarely, so writing is fast.
     """

@@ -9,8 +9,8 @@ torchrun the agent hosts it, so it outlives a dying rank; otherwise rank 0 does.
    another job. A refused rank ends at once and never joins.
 4. An accepted rank takes its place, which only one process can have. The rendezvous is complete when all
    places are taken, which the last rank publishes.
-5. A rank that a signal asks to end before that greets once more with the signal, and rank 0 tells the
-   other ranks.
+5. If a signal asks a rank to end before the rendezvous is complete, the rank sends another greeting
+with the signal, and rank 0 tells the other ranks.
 
 An agent keeps its store when it restarts the ranks, with everything that the last attempt wrote, and
 agents on several nodes may count restarts differently. Greetings of dead ranks are answered too, but only
@@ -84,9 +84,10 @@ def meet(
         topology: This rank, and the address of the rendezvous.
         timeout_s: How long to wait for the other ranks.
         settings: Settings that all ranks share, to recognize ranks of another job.
-        lookups: Host names are not looked up until it is closed (`names_from_files`). Without it, until
-            this function returns.
-        end: Notes a signal that asks this rank to end. The rank then tells the other ranks first.
+        lookups: Stack that keeps DNS lookups disabled (`names_from_files`) until the caller closes
+            it. If None, lookups are disabled until this function returns.
+        end: Records a signal that asks this rank to end. Before it ends, the rank tells the other
+            ranks.
 
     Returns:
         The store of this attempt.
@@ -133,7 +134,7 @@ def meet(
 
 
 def _met(meeting: Meeting, topology: Topology, end: DeferredEnd) -> Meeting:
-    """Posts a signal that has come just now: the other ranks wait for this one in their first phase."""
+    """Posts a signal received at the end of the rendezvous: other ranks wait in the first phase."""
     if end.received is not None:
         first = Agreement(meeting.store, topology, LINGER_S)
         first.post_fault(ended_early(end.received.name))
@@ -141,7 +142,7 @@ def _met(meeting: Meeting, topology: Topology, end: DeferredEnd) -> Meeting:
 
 
 class _JoiningRank:
-    """Any rank but 0."""
+    """The rendezvous as seen by a rank other than 0."""
 
     def __init__(
         self, store: Store, topology: Topology, job: JobIdentity, here: RankHost, end: DeferredEnd
@@ -230,7 +231,7 @@ class _JoiningRank:
 def explain(
     where: str, topology: Topology, error: BaseException, timeout_s: float
 ) -> tuple[str, str]:
-    """Returns cause and remedy of an error of torch's store."""
+    """Returns the cause and the remedy for an exception of torch's store."""
     if known := no_thread(error):
         return known.cause, known.remedy
     text = str(error).lower()

@@ -37,7 +37,7 @@ class HybridSettings:
 
     @property
     def eta_kib(self) -> int | None:
-        """Returns the number, if `sizes` is one."""
+        """Returns `sizes` if it is a number, else None."""
         return int(self.sizes) if re.fullmatch("[0-9]{1,12}", self.sizes) else None
 
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = (
@@ -101,7 +101,7 @@ class CommSettings(Section):
         check_exclusions((*EXCLUSIONS, *self.exclusions()), comm=self)
 
     def unused(self) -> list[str]:
-        """Returns the owners with given settings that no setting has chosen.
+        """Returns the owners whose settings are given although no setting has chosen these owners.
 
         A plan file may choose any wire format.
         """

@@ -73,14 +73,14 @@ def unreachable_error(
         rank: This rank.
         host: The address of rank 0's host.
         silent_s: How long the store has not answered.
-        closed: Its connection was closed, so its process has ended.
+        closed: True if the store's connection was closed, which means that its process has ended.
         hosts: The hosts of all ranks.
     """
     answer = "has been gone" if closed else "has not answered"
     return CommError(
         f"{hosts.rank_label(rank)}, {progress.doing}: rank 0's host {hosts.of(0) or f'({host})'} "
         f"{answer} for {silent_s:.3g} s",
-        "it or this host has ended or is cut off the network; resume with --resume auto",
+        "rank 0's host or this host has ended or lost its network; resume with --resume auto",
     )
 
 
@@ -96,9 +96,10 @@ def _culprits(
     silent: Collection[int],
     hosts: RankHosts,
 ) -> list[str]:
-    """Names silent ranks first, as hosts if all ranks of a host are silent.
+    """Names the ranks that caused a stall: silent ranks first, or hosts if all are silent.
 
-    Ranks that have not arrived but still publish come last: they may only be slower.
+    Ranks that have not reached the exchange but still publish progress come last, because they may
+    only be slower.
     """
     silent_hosts = hosts.whole_hosts(silent)
     named = [

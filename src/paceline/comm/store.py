@@ -39,7 +39,7 @@ _BACKLOG = 8192
 
 @dataclass
 class _Opened:
-    """The store of this process at one address, and how many jobs have met there before."""
+    """The store of this process at one address, and the number of earlier jobs that used it."""
 
     store: Store
     address: str
@@ -62,7 +62,8 @@ def store_of_job(
         hosts: True if this process hosts the store.
         timeout_s: How long to wait for the store.
         clock: Measures the wait.
-        lookups: Host names are not looked up until it is closed, once the address is known.
+        lookups: Stack that keeps DNS lookups disabled until the caller closes it. Lookups are
+            disabled once the address is known.
     """
     place = (topology.master_addr, topology.master_port, topology.rank)
     opened = _opened.get(place)
@@ -97,9 +98,10 @@ def _own_address(topology: Topology) -> str:
 
 
 def _await_host(topology: Topology, timeout_s: float, clock: ActiveClock) -> tuple[str, str]:
-    """Returns this host's own address and the job's, both numeric, once a process listens at the job's.
+    """Waits until a process listens at the job's address; returns the addresses of host and job.
 
-    Torch would wait for that too, but reports a failure at great length.
+    Both addresses are numeric. Torch would also wait for the listener, but its error message is
+    very long.
     """
     while True:
         left_s = timeout_s - clock.now_s()
@@ -220,7 +222,7 @@ def names_from_files() -> Iterator[None]:
 
 
 def _look_up_in(sources: str) -> None:
-    """Calls the function that <nss.h> declares for this."""
+    """Sets the sources of a name service database with glibc's function from <nss.h>."""
     configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)
     if configure is not None:
         configure(b"hosts", sources.encode())

@@ -22,7 +22,7 @@ Reading = Callable[[], float]
 
 
 class TimelineSpan(NamedTuple):
-    """A span in seconds of this rank's clock. `bucket` is an index into the plan's buckets, or -1."""
+    """A time span in seconds of this rank's clock. `bucket` is an index into the plan, or -1."""
 
     name: str
     track: str
@@ -53,7 +53,8 @@ class Timeline(ExchangeObserver):
         first: The first recorded step.
         last: The last recorded step.
         device: The device of the training.
-        device_exchanges: The device exchanges by itself (NCCL), so its times count.
+        device_exchanges: True if the device runs the exchange (NCCL), so that device times are
+            recorded.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Timeline(ExchangeObserver):
 
     @contextmanager
     def span(self, name: str, *, host: bool = False) -> Iterator[None]:
-        """Records a span of the training thread. `host` means that no part of it runs on the device."""
+        """Records a span of the training thread. `host` means that the device is not involved."""
         if not self._records:
             yield
             return
@@ -178,7 +179,8 @@ def clock_offsets(rows: Sequence[Sequence[float]]) -> list[ClockOffset]:
     is the estimate.
 
     Args:
-        rows: For each rank enter, leave, enter, leave, … of the same rounds.
+        rows: For each rank, the times of entering and leaving each round: enter, leave, enter,
+            leave, …
 
     Returns:
         The offset of each rank.

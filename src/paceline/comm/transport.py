@@ -40,7 +40,7 @@ class Transport(ABC):
 
     @property
     def memory(self) -> Memory | None:
-        """Returns what the exchange remembers from step to step, or None."""
+        """Returns the state that the exchange keeps between steps, or None."""
         return None
 
     @abstractmethod

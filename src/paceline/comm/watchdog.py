@@ -7,17 +7,18 @@ heartbeat every few seconds and does nothing else.
    a job of more than 64 ranks only some ranks do that.
 2. Shortly before the timeout the first such rank proposes a verdict. All ranks show that verdict and end
    with its exit code, also those that only compute.
-3. If the store does not answer, rank 0's host is gone or this one is cut off. A rank that waits, or that
-   has received no answer for as long, reports it and ends.
-4. A rank that leaves with an error has some seconds to do so; torch may wait for a lost host without end.
+3. If the store does not answer, rank 0's host has ended or this host has lost its network. A rank
+that waits for other ranks, or that has received no answer for the timeout, reports this and ends.
+4. A rank that leaves with an error is ended after some seconds, because torch may wait for a lost
+host forever.
 5. A rank whose collective cannot fail by itself (NCCL, a CUDA graph) ends with the error that another
    rank has posted. After a stop signal, it waits `_STOP_WAIT_S` for a silent rank.
 
 The watchdog uses two threads: `HeartbeatChannel` publishes and reads heartbeats, `Watchdog` checks
 them, because a call to a store on an unreachable host can block forever.
 
-`LostRanks` finds which rank is gone after a collective broke: from the error that the failed rank has
-posted, or by a roll call.
+After a collective has failed, `LostRanks` finds out which rank is lost: from the error that the
+failed rank has posted, or by a roll call.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Watchdog:
         board: This rank's progress.
         show_error: Shows an error that cannot be raised.
         hosts: The hosts of all ranks, for messages.
-        before_exit: Frees what outlives a process, in bounded time.
+        before_exit: Frees resources that outlive the process. It must return in bounded time.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Watchdog:
         self._thread.start()
 
     def leaving(self, error: BaseException) -> None:
-        """Notes that this rank leaves with its own error, and ends the process with it if it gets stuck.
+        """Starts the teardown after an error of this rank; ends the process if the teardown blocks.
 
         Does not return if there is a verdict and the error is only its consequence, because other ranks
         closed their connections as they ended. Then this rank shows the verdict and ends with it.
@@ -139,7 +140,7 @@ class Watchdog:
             self._thread.join()
 
     def silent_ranks(self) -> set[int]:
-        """Returns the ranks whose process does not run any more. Waits some seconds for answers."""
+        """Returns the ranks that do not answer a roll call. Waits some seconds for answers."""
         return self._channel.silent_ranks()
 
     @property
@@ -181,7 +182,7 @@ class Watchdog:
                 self._end(error)
 
     def _may_end(self, error: PacelineError) -> bool:
-        """Returns False if this rank has begun to leave by itself and is not stuck."""
+        """Returns False while this rank leaves on its own and its teardown has not timed out."""
         with self._end_lock:
             left = self._closed.is_set() or (self._leaving and self._leaving[0] is not error)
             self._ends = not left
@@ -222,7 +223,7 @@ class Watchdog:
         return None
 
     def _is_asked_to_stop(self, waited_s: float) -> bool:
-        """Returns True if this rank waits after a stop signal, and records since when."""
+        """Returns True if this rank waits after a stop signal; records when the wait began."""
         if not waited_s or not self.asked_to_stop():
             self._asked_since_s = None
         elif self._asked_since_s is None:
@@ -237,7 +238,7 @@ class Watchdog:
     def _has_observed(self) -> bool:
         """Returns True if this rank has read heartbeats for long enough to know which ranks are silent.
 
-        Ranks that are no readers leave the verdict to those that are.
+        Ranks that do not read the heartbeats of all ranks never propose a verdict for silent ranks.
         """
         reads = self._channel.is_reader and self._channel.reads_progress
         if not reads:
@@ -257,9 +258,9 @@ class Watchdog:
         return stall_error(known, silent, self.buckets, waited_s, self._timeout_s, self._hosts)
 
     def _silent(self) -> set[int]:
-        """Returns the ranks without a new heartbeat for three beats that have not left the job.
+        """Returns the ranks that have missed three heartbeats and have not left the job.
 
-        Ranks whose connections broke with those of a lost rank leave.
+        Ranks leave if their own collective fails because of a lost rank.
         """
         return {
             rank
@@ -288,7 +289,7 @@ class Watchdog:
         os._exit(error.exit_code)
 
     def _show(self, error: PacelineError) -> None:
-        """Runs in a thread, because writing to a pipe that nobody reads blocks."""
+        """Shows an error from a thread, because writing to a pipe that nobody reads blocks."""
         self._show_error(error)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -307,7 +308,7 @@ _READER_WAIT_S = 3.0
 
 @dataclass(frozen=True)
 class LostRanks:
-    """Makes the error of a broken collective, the same on all ranks if they can still agree."""
+    """Creates the error for a failed collective, the same on all ranks if they can still agree."""
 
     rank: int
     agreement: Agreement
@@ -319,7 +320,7 @@ class LostRanks:
         return self.agreement.read_fault(_FAULT_WAIT_S)
 
     def silent(self) -> str:
-        """Describes the ranks that do not answer; empty if all do. Waits some seconds for answers."""
+        """Describes the ranks that do not answer; returns "" if all answer. Waits some seconds."""
         ranks = set() if self.watchdog is None else self.watchdog.silent_ranks()
         if not ranks:
             return ""
@@ -328,7 +329,7 @@ class LostRanks:
         )
 
     def broken(self, what: str, error: RuntimeError) -> PeerError:
-        """Returns the error for a broken collective of the backend: who failed and why, if known."""
+        """Returns the error for a failed collective, with the failed rank and cause if known."""
         return self._explained(
             lambda gone: PeerError(
                 f"{what} broke on rank {self.rank}: {gone or 'another rank is gone'} "
@@ -338,13 +339,13 @@ class LostRanks:
         )
 
     def peer_error(self, error: CommError) -> PeerError:
-        """Returns the error for a broken exchange: the one that the failed rank posted, else `error`."""
+        """Returns the error for a failed exchange: the failed rank's posted error, else `error`."""
         return self._explained(
             lambda gone: PeerError(f"{error.cause}{gone and ': '}{gone}", error.remedy),
         )
 
     def _explained(self, make: Callable[[str], PeerError]) -> PeerError:
-        """Returns the posted error, else the one that `make` makes of a text about the lost ranks."""
+        """Returns the posted error, else the result of `make` for a text on the lost ranks."""
         fault = self.posted_fault()
         if fault is None and self.watchdog is not None:
             if gone := self.silent():

@@ -1,7 +1,7 @@
-"""Refused combinations of settings in several sections, and of settings with facts about the job.
+"""Declares which settings of different sections, and which settings and job facts, conflict.
 
 Facts are the fields of `Job`, as in `job.device`, and the objects of the program, as in
-`program.augment`. Combinations within a section are in its settings module.
+`program.augment`. Conflicts within a section are declared in the settings module of that section.
 """
 
 from __future__ import annotations

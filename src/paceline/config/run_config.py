@@ -67,7 +67,7 @@ class RunConfig:
         check_exclusions(self.exclusions(), **self.sections())
 
     def exclusions(self) -> list[Exclusion]:
-        """Returns the rows between sections and those of the owners that are in use."""
+        """Returns the exclusions between sections and the exclusions of the owners in use."""
         owners = (s.exclusions() for s in self.sections().values() if isinstance(s, Section))
         return [*EXCLUSIONS, *chain.from_iterable(owners)]
 
@@ -84,7 +84,7 @@ class RunConfig:
         """Checks a wire format of a plan as if `comm.wire` named it.
 
         Raises:
-            ConfigError: If it is refused.
+            ConfigError: If the wire format is refused.
         """
         replace(self, comm=replace(self.comm, plan="", wire=wire))
 
@@ -122,14 +122,14 @@ class RunConfig:
         return tomli_w.dumps({"defaults": DEFAULTS, **self.in_use()})
 
     def in_use(self) -> Tables:
-        """Returns the tables without those of owners that nothing has chosen."""
+        """Returns all tables except the tables of owners that no setting has chosen."""
         tables = self.to_tables()
         for section, owner in self.unused():
             tables[section.NAME].pop(owner, None)
         return tables
 
     def unused(self) -> Iterator[tuple[Section, str]]:
-        """Yields section and name of each owner whose settings are given although it is not chosen."""
+        """Yields section and name of each owner that has settings but is not chosen."""
         for section in self.sections().values():
             for owner in section.unused() if isinstance(section, Section) else ():
                 yield section, owner
@@ -164,10 +164,10 @@ def _nearest_key(name: str) -> str:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tables:
-    """Updates the sections of `below` by those of `above`, key by key.
+    """Updates the sections of `below` with the values of `above`, key by key.
 
-    Settings of `below` that depend on a setting that `above` changes are adapted, unless `above` sets
-    them, too.
+    If `above` changes a setting on which another setting of `below` depends, the dependent setting
+    is adapted, unless `above` sets it too.
     """
     merged = merge_tables(below, above)
     lower, upper = below.get("data"), above.get("data")
@@ -224,7 +224,7 @@ def changed_settings(config: RunConfig) -> list[str]:
 
 
 def without_version(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the sections of a file."""
+    """Returns the sections of a file, without the entry for the version of the defaults."""
     return {name: table for name, table in tables.items() if name != "defaults"}
 
 
@@ -285,7 +285,7 @@ def load_config(
 
     Args:
         recipe: A shipped recipe or a TOML file; None for the defaults.
-        overrides: Values that replace those of the recipe, `{"section.key": value}`.
+        overrides: Values that replace values of the recipe, `{"section.key": value}`.
         trust: Allow the recipe to name code.
 
     Raises:
@@ -317,7 +317,7 @@ def load_config(
 
 
 def _refuse_unused(config: RunConfig, overrides: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a flag without effect: its owner is not chosen or does not use it.
+    """Refuses a flag without effect, because its owner is not chosen or does not use it.
 
     Recipes may contain such settings, for owners that a flag may choose.
     """
@@ -341,11 +341,11 @@ def stored_config(
 ) -> RunConfig:
     """Returns the configuration in a checkpoint.
 
-    Parts for training that another program has registered are omitted.
+    Registered parts that only training needs, such as another program's optimizer, are omitted.
 
     Args:
         tables: The tables in the checkpoint.
-        overrides: Values that replace them.
+        overrides: Values that replace values in the checkpoint.
         origin: The checkpoint, for messages.
         trust: True to allow the code that the checkpoint names, or a configuration of this program that
             names the same code.
@@ -383,7 +383,7 @@ def _without_registered(tables: Mapping[str, Any]) -> Tables:
 def _from_file(
     tables: Mapping[str, Any], named: Mapping[str, Any], origin: object, trust: bool | RunConfig
 ) -> RunConfig:
-    """Builds a configuration with values of a file; `named` are the values of other origin."""
+    """Builds a configuration with values from a file; `named` are the values from elsewhere."""
     config = RunConfig.from_tables(tables)
     if trust is not True:
         own = trust.flat() if isinstance(trust, RunConfig) else {}
@@ -469,7 +469,7 @@ def parse_value(name: str, text: str) -> Any:
 
 
 def _type_of(name: str) -> Any:
-    """Returns the declared type of a setting; None if it does not exist."""
+    """Returns the declared type of a setting; None if there is no such setting."""
     section, *owner = name.split(".")
     key = owner.pop() if owner else ""
     kind: type | None = SECTIONS.get(section)

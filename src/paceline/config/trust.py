@@ -64,7 +64,7 @@ def _foreign_model_arguments(values: Mapping[str, Any]) -> str:
 
 
 def _foreign_optimizer(values: Mapping[str, Any]) -> str:
-    """Accepts any class name of `torch.optim`; `create_optimizer` refuses those of other classes."""
+    """Accepts any class name of `torch.optim`; `create_optimizer` checks the class itself."""
     name = values["optim.name"]
     module, colon, _ = name.partition(":")
     if name in optimizer_names() or (colon and module == PYTHON) or _CLASS_OF_TORCH.fullmatch(name):
@@ -103,7 +103,8 @@ def check_trust(values: Mapping[str, Any], named: Mapping[str, Any], origin: obj
 
     Args:
         values: All settings as `{"section.key": value}`.
-        named: Settings that the command line or a program has named; these may have any value.
+        named: Settings that the command line or a program has set; these settings may have any
+            value.
         origin: The file, for the message.
     """
     for name, reason_against in CODE_SETTINGS.items():

@@ -1,7 +1,7 @@
 """The range of global batches in which the large-batch rule was tested (docs/optimizers.md).
 
 `paceline.optim.scaling` refuses a batch outside of this range, and `paceline.planner.recommend` does not
-recommend one. The range is in `core` because these packages do not import each other.
+recommend such a batch. The range is in `core` because these packages do not import each other.
 """
 
 from __future__ import annotations

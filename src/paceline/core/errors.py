@@ -40,11 +40,11 @@ def _unpickle(
 
 
 class ConfigError(PacelineError):
-    """A setting that cannot be used.
+    """Raised for a setting that cannot be used.
 
     Args:
         field: The name of the setting or flag.
-        value: Its value; None is not shown.
+        value: The value of the setting; None is not shown.
         problem: Why the value cannot be used.
         remedy: What the user can do.
     """
@@ -58,31 +58,31 @@ class ConfigError(PacelineError):
 
 
 class DataError(PacelineError):
-    """Data that is missing, unreadable or has wrong labels."""
+    """Raised for data that is missing or unreadable, or has wrong labels."""
 
 
 class CheckpointError(PacelineError):
-    """A checkpoint that cannot be written, read, or used for this run."""
+    """Raised for a checkpoint that cannot be written, read, or used for this run."""
 
 
 class CommError(PacelineError):
-    """Ranks that cannot connect or do not agree."""
+    """Raised if ranks cannot connect, cannot communicate or do not agree."""
 
 
 class LaunchError(PacelineError):
-    """A child process that could not be started or failed."""
+    """Raised if a child process could not be started or failed."""
 
 
 class RunError(PacelineError):
-    """A run that had to stop because it diverged or failed on a rank."""
+    """Raised if a run had to stop because it diverged or failed on a rank."""
 
 
 class DivergedError(RunError):
-    """A run that skips step after step because its learning rate is too high."""
+    """Raised if a run has skipped too many steps, usually because the learning rate is too high."""
 
 
 class DeviceError(RunError):
-    """A lost context of the GPU.
+    """Raised if the CUDA context of the GPU is lost.
 
     Calls into CUDA fail or do not return, so the process ends at once without cleaning up.
     """

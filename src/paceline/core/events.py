@@ -31,11 +31,11 @@ class Event:
 
     @classmethod
     def names(cls) -> frozenset[str]:
-        """Returns the names of the entries of a record, without those of a strategy."""
+        """Returns the names of a record's entries, without the entries that a strategy adds."""
         return frozenset({"event", "time", *cls.__dataclass_fields__} - {"fields"})
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the record: all fields, and the entries of a strategy."""
+        """Returns the record: all fields, and the entries that a strategy adds."""
         entries = dict(vars(self))
         fields = entries.pop("fields", {})
         return {"event": self.kind, **entries, **fields}
@@ -43,14 +43,15 @@ class Event:
 
 @dataclass(frozen=True)
 class ShownField:
-    """A figure of a strategy, and its form in reports.
+    """A value that a strategy reports, and how reports display the value.
 
     Attributes:
-        name: A field of the part of the summary that belongs to the strategy, and of evaluations.
-        label: Its name in tables.
+        name: Name of the field in the strategy's part of the summary and in evaluation records.
+        label: The name of the value in tables.
         unit: `duration` (seconds), `rate` or `number`.
-        column: The title of its column in comparisons; empty for none.
-        axis: The label of the axis of a chart of accuracy over this time, in minutes; empty for none.
+        column: The title of the column in comparisons; empty for no column.
+        axis: Axis label for a chart of accuracy over this value, a time in minutes; empty for no
+            chart.
     """
 
     name: str
@@ -163,7 +164,8 @@ class EvalEvent(Event):
 class CheckpointEvent(Event):
     """A complete checkpoint, `save_s` seconds after the save began.
 
-    Steps waited for `stall_s` of them: for all, unless it was written in the background.
+    Training steps were blocked for `stall_s` of these seconds. Without background writing,
+    `stall_s` equals `save_s`.
     """
 
     kind: ClassVar[str] = "checkpoint"
@@ -286,7 +288,7 @@ def _line(event: Event, moment: float) -> bytes:
 
 
 def _drop_cut_line(path: Path) -> None:
-    """Removes a last line without its end, which a kill has left, before records are appended."""
+    """Removes an incomplete last line, which a killed process has left, before appending."""
     if not path.is_file():
         return
     with path.open("rb+") as file:
@@ -317,7 +319,7 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the records of a file; ignores a last line that a kill has cut.
 
     Raises:
-        DataError: If another line is not a JSON object with an `event`.
+        DataError: If any other line is not a JSON object with an `event`.
     """
     # Reads bytes, because only "\n" ends a line here, and a cut line may end inside a character.
     with open_regular(path) as lines:

@@ -1,7 +1,8 @@
-"""Settings that exclude each other, declared as rows, and their check.
+"""Declares which settings exclude each other, and checks these declarations.
 
-The package that owns a setting declares its rows. `paceline.config.exclusions` has the rows between
-sections and those with facts about the job.
+Each `Exclusion` is a row of a table. The package that owns a setting declares the exclusions within
+its own section. `paceline.config.exclusions` declares the exclusions between settings of different
+sections, and between settings and facts about the job.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def check_exclusions(rows: Iterable[Exclusion], **sections: object) -> None:
     """
 
     def values(name: str) -> list[Any]:
-        """Returns the value in a list, which is empty without the section or the owner."""
+        """Returns the value in a list; the list is empty if section or owner is missing."""
         section, *owner, key = name.split(".")
         settings = sections.get(section)
         if owner:

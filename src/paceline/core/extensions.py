@@ -1,7 +1,8 @@
 """Extensions: parts that the core loads only if a setting or a command asks for them.
 
-Each extension package has a table of its parts. A `Registry` looks up the parts of one kind by name: the
-parts of the core, of these tables, and those that a program registers.
+Each extension package has a table of its parts. A `Registry` looks up the parts of one kind by
+name. It knows the parts of the core, the parts in these tables, and the parts that a program
+registers.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def needed_by(field: str, value: object) -> Iterator[None]:
             raise
         raise ConfigError(
             field, value, f"needs the package {package}, which is not part of this installation",
-            f"install Paceline with it, or leave {field} out",
+            f"install Paceline with that package, or leave {field} out",
         ) from None  # fmt: skip
 
 
@@ -43,12 +44,12 @@ def load_extension(name: str, field: str, value: object) -> Any:
     """Imports an extension package or module.
 
     Args:
-        name: Its name without `paceline.`.
-        field: The setting that asks for it.
-        value: The value of the setting.
+        name: The name of the package or module without `paceline.`.
+        field: The setting that needs the extension.
+            value: The value of the setting.
 
-    Raises:
-        ConfigError: If it is not installed.
+        Raises:
+            ConfigError: If the extension is not installed.
     """
     with needed_by(field, value):
         return importlib.import_module(f"paceline.{name}")
@@ -87,18 +88,18 @@ def load_part(place: str, field: str, value: object) -> Any:
 
     Args:
         place: The place of the part.
-        field: The setting that asks for it.
-        value: The value of the setting.
+        field: The setting that needs the part.
+            value: The value of the setting.
 
-    Raises:
-        ConfigError: If the module is not installed.
+        Raises:
+            ConfigError: If the module is not installed.
     """
     module, _, attribute = place.partition(":")
     return getattr(load_extension(module, field, value), attribute)
 
 
 def check_new_name(name: object, *, taken: bool) -> None:
-    """Raises ConfigError for a name that a program cannot give to a part."""
+    """Checks the name of a new part. Raises ConfigError if a program cannot use the name."""
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         remedy = "begin with a to z; then a to z, digits and underscores"
         raise ConfigError("name", name, "is not a valid name", remedy)
@@ -111,7 +112,7 @@ _registries: list[Registry[Any]] = []
 
 @contextmanager
 def temporary_registrations() -> Iterator[None]:
-    """Removes at its end what a program has registered in the block, except models."""
+    """Returns a context whose end removes all parts registered inside it, except models."""
     before = {id(registry): registry.outside() for registry in _registries}
     try:
         yield
@@ -143,7 +144,7 @@ class Registry(Generic[Part]):
         return name in self._own or name in provided(self._kind)
 
     def names(self) -> list[str]:
-        """Returns all names: of the core, of programs, and of extension packages."""
+        """Returns the names of all parts: of the core, of programs, and of extension packages."""
         return [*self._own, *self._outside, *provided(self._kind)]
 
     def outside(self) -> dict[str, Part]:
@@ -151,7 +152,7 @@ class Registry(Generic[Part]):
         return dict(self._outside)
 
     def register(self, name: str, part: Part) -> None:
-        """Adds or replaces a part of a program.
+        """Registers a program's part; replaces an earlier part of the program with this name.
 
         Raises:
             ConfigError: If the name is not valid or belongs to an installed part.
@@ -160,7 +161,7 @@ class Registry(Generic[Part]):
         self._outside[name] = part
 
     def check(self, name: str, field: str) -> None:
-        """Raises ConfigError, with the nearest name, if the setting `field` names an unknown part."""
+        """Checks that the setting `field` names a known part. The error has the nearest name."""
         if name not in self:
             hint = nearest(name, self.names()) + missing_packages()
             raise ConfigError(field, name, "unknown", hint)

@@ -1,4 +1,4 @@
-"""Reads regular files, and writes files atomically; the user's cache.
+"""Reads regular files, writes files atomically, and locates the user's cache folder.
 
 A file gets its name after its bytes have reached the disk. Until then it has a hidden name in the same
 folder, and a failure removes it. Callers explain errors of the operating system to the user.
@@ -28,7 +28,8 @@ def regular_descriptor(path: Path | str) -> int:
     """Opens a regular file to read and follows symbolic links.
 
     Raises:
-        OSError: For anything else: reading a pipe waits for a writer, and a device may have no end.
+        OSError: If the path is not a regular file: reading a pipe waits for a writer, and a device
+            may have no end.
     """
     # Without O_NONBLOCK, opening a pipe waits for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -87,8 +88,8 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 def part_path(path: Path) -> Path:
     """Returns the name of an unfinished file in the folder of `path`.
 
-    It is random, so that nobody can create a link of that name first, and so that two writers do not use
-    the same file: the last one to rename wins.
+    The name is random, so that nobody can create a link of that name first and two writers never
+    use the same file. The last writer to rename its file wins.
     """
     return path.with_name(f".{path.name}.{secrets.token_hex(_TOKEN_BYTES)}.tmp")
 

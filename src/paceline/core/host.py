@@ -131,8 +131,7 @@ def available_cores() -> int:
 
 
 class ProcessStat(NamedTuple):
-    """Facts about a process. `start`, in clock ticks since boot, tells apart processes that had the
-    same id."""
+    """Facts about a process. `start`, in clock ticks since boot, distinguishes reused ids."""
 
     state: str
     parent: int
@@ -141,7 +140,7 @@ class ProcessStat(NamedTuple):
 
     @property
     def has_ended(self) -> bool:
-        """True for a zombie, too."""
+        """True if the process has ended, even if it is still a zombie."""
         return self.state in "ZX"
 
 
@@ -221,8 +220,8 @@ def ask_for_connections(sharing: int = 1) -> None:
     """Asks CUDA for more connections, unless CUDA has started or the user has set the variable.
 
     Args:
-        sharing: Number of processes that share the GPU. MPS has about a hundred connections in all, and
-            a process too many gets "out of memory".
+        sharing: Number of processes that share the GPU. MPS has about a hundred connections in
+            total. A process that exceeds this limit fails with "out of memory".
     """
     if _CONNECTIONS not in os.environ and not _has_started():
         os.environ[_CONNECTIONS] = str(max(_MIN_CONNECTIONS, _MAX_CONNECTIONS // sharing))
@@ -251,7 +250,7 @@ def _has_started() -> bool:
 
 
 def no_thread(error: BaseException) -> RunError | None:
-    """Returns the error to show if `error` means that the system refuses a thread, else None."""
+    """Returns the error to show if `error` means that no thread can be started, else None."""
     # The message of Python, and that of C++.
     if str(error) not in ("can't start new thread", "Resource temporarily unavailable"):
         return None
@@ -262,7 +261,7 @@ def no_thread(error: BaseException) -> RunError | None:
 
 
 def in_thread(action: Callable[[], object]) -> Callable[[float], None]:
-    """Runs `action` in a thread, or here if the system refuses one; returns the function that waits."""
+    """Runs `action` in a thread if possible, else here; returns a function that waits for it."""
     thread = threading.Thread(target=action, daemon=True)
     try:
         thread.start()
@@ -361,9 +360,10 @@ class DeferredEnd(SignalContext):
 
 
 class SignalWakeup:
-    """Notes signals that have reached the process (`signal.set_wakeup_fd`).
+    """Records signals that have reached the process (`signal.set_wakeup_fd`).
 
-    Other threads can ask for them while the main thread waits in C, where Python's handlers cannot run.
+    Other threads can query these signals while the main thread waits in C code, where Python's
+    handlers cannot run.
     """
 
     def __init__(self, numbers: Iterable[signal.Signals]) -> None:

@@ -1,4 +1,4 @@
-"""Objects that a setting names as `package.module:attribute`.
+"""Imports objects that a setting names as `package.module:attribute`.
 
 Importing a module runs its code, so only names that the user has given are imported.
 """
@@ -26,7 +26,7 @@ def object_name(thing: object) -> str:
 
 
 def python_object_error(field: str, text: str) -> ConfigError:
-    """Returns the error for a setting whose object is not given."""
+    """Returns the error for a setting that names a Python object which was not passed in."""
     return ConfigError(
         field, text, "was given as a Python object, which settings cannot create",
         "use the program that created it, or name it as package.module:name from the start",
@@ -63,7 +63,7 @@ def import_object(field: str, text: str) -> Any:
 
     Args:
         field: The setting.
-        text: Its value, `module:attribute`.
+        text: The value of the setting, `module:attribute`.
 
     Raises:
         ConfigError: If there is no such object, or if importing its module fails.
@@ -92,7 +92,7 @@ def import_object(field: str, text: str) -> Any:
             if not remedy.startswith("did you mean"):
                 remedy = f"it has {', '.join(names[:_MAX_NAMES]) or 'no functions or classes'}"
             owner = getattr(value, "__name__", module)
-            raise ConfigError(field, text, f"no attribute {part} in {owner}", remedy)
+            raise ConfigError(field, text, f"{owner} has no attribute {part}", remedy)
         value = getattr(value, part)
     return value
 
@@ -105,7 +105,7 @@ def _no_module(field: str, text: str, module: str) -> ConfigError:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns type and first line of an exception, as in `TypeError: reason`."""
+    """Returns the type and the first line of an exception, as in `TypeError: reason`."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 

@@ -3,8 +3,9 @@
 `from_table` checks every value against the declared type. Its errors name `section.key`, the value and
 the remedy.
 
-A `Section` contains settings, and tables of settings that belong to owners: an optimizer, a strategy, an
-extension. A recipe has such a table as `[comm.hybrid]`, and a flag names `comm.hybrid.sizes`.
+A `Section` contains settings, and tables of settings that belong to an owner: an optimizer, a
+strategy or an extension. For example, the table `[comm.hybrid]` of a recipe belongs to the owner
+`hybrid`, and a flag names its setting as `comm.hybrid.sizes`.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ class Section:
 
     A subclass lists its owners in `OWNERS`, as name and `module:Class` inside `paceline`; the module is
     loaded if its table is given or if a setting in `CHOOSERS` names the owner. `register_settings` adds
-    owners from outside the package. The class of an owner is a dataclass with defaults only. Its
-    `EXCLUSIONS`, if it has any, are checked whenever its table is in use: if a setting has chosen the
-    owner or, with `UNCHOSEN = True`, if the table is given.
+    owners from outside the package. The class of an owner is a dataclass with defaults only. If the
+    class has `EXCLUSIONS`, they are checked whenever its table is in use: if a setting has chosen
+    the owner or, with `UNCHOSEN = True`, if the table is given.
 
-    Owners may share a table, which their classes name as `TABLE`: the name of one of them, or a further
-    one in `OWNERS`. Their classes have the same settings; `UNREAD` are those that an owner does not use.
+    Owners may share a table. Their classes then have the same settings and name the table as
+    `TABLE`, which is the name of one of these owners or another name in `OWNERS`. `UNREAD` lists
+    the settings that an owner does not use.
 
     Attributes:
         owned: The settings of each owner that is given or chosen, by the name of its table.
@@ -66,7 +68,7 @@ class Section:
 
     @classmethod
     def gather(cls, **values: Any) -> Self:
-        """Builds the section from values of its settings and of those of chosen owners."""
+        """Builds the section from values of its own settings and of chosen owners' settings."""
         own = own_hints(cls)
         table = {name: values.pop(name) for name in own.keys() & values.keys()}
         defaults = {chooser: getattr(cls, chooser) for chooser in cls.CHOOSERS}
@@ -78,13 +80,12 @@ class Section:
         return from_table(cls, cls.NAME, table | values)
 
     def choices(self) -> Iterator[tuple[str, str]]:
-        """Yields the names that settings in `CHOOSERS` have chosen, each after its setting."""
+        """Yields pairs of a setting in `CHOOSERS` and the owner that this setting has chosen."""
         return self.choices_in({chooser: getattr(self, chooser) for chooser in self.CHOOSERS})
 
     @classmethod
     def choices_in(cls, table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """Yields the names that a table chooses, each after its setting. Skips other types, which
-        `from_table` refuses."""
+        """Yields each setting of a table that chooses an owner, with the owner; skips invalid values."""
         for chooser in cls.CHOOSERS:
             value = table.get(chooser)
             names = value if isinstance(value, list | tuple) else (value,)
@@ -95,8 +96,8 @@ class Section:
 
         Args:
             name: The owner.
-            kind: The class of its settings, whose defaults are returned if they are neither given nor
-                chosen.
+            kind: The owner's settings class. Its defaults are returned if the owner is neither
+                given nor chosen.
         """
         return _as_kind(kind, self.owned.get(table_name(kind, name)))
 
@@ -179,7 +180,7 @@ def read_names(kind: type) -> set[str]:
 
 
 def _as_kind(kind: type[Settings], given: Any) -> Settings:
-    """Converts settings to another class of the same table; returns its defaults for None."""
+    """Converts `given` to the settings class `kind`; returns the defaults of `kind` for None."""
     if type(given) is kind:
         return given
     names = own_hints(type(given)) if given is not None else ()
@@ -187,7 +188,7 @@ def _as_kind(kind: type[Settings], given: Any) -> Settings:
 
 
 def from_table(cls: type[Settings], section: str, table: Mapping[str, Any]) -> Settings:
-    """Builds settings from a table; missing keys have their defaults.
+    """Builds settings from a table; missing keys get their default values.
 
     Args:
         cls: The class of the settings.
@@ -234,7 +235,7 @@ def own_hints(cls: type) -> dict[str, Any]:
 
 
 def to_table(settings: object) -> dict[str, Any]:
-    """Returns the table of settings, without unset values, because TOML has no null."""
+    """Returns the settings as a table, without unset values, because TOML has no null."""
     table: dict[str, Any] = {}
     for name in own_hints(type(settings)):
         value = getattr(settings, name)
@@ -257,7 +258,7 @@ def convert(value: Any, hint: Any, name: str) -> Any:
         name: The setting, for messages.
 
     Raises:
-        ConfigError: If the value has another type.
+        ConfigError: If the value cannot be converted to the declared type.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
@@ -369,13 +370,13 @@ class SettingChecks:
         self._settings = settings
 
     def known(self, name: str, known: Iterable[str]) -> None:
-        """Raises ConfigError, with the nearest name, if the value is not in `known`."""
+        """Checks that the value is in `known`. The ConfigError suggests the nearest name."""
         known, value = tuple(known), getattr(self._settings, name)
         if value not in known:
             raise self.error(name, "unknown", nearest(str(value), known))
 
     def number(self, name: str, limits: str, remedy: str = "") -> None:
-        """Raises ConfigError if the value is not within the limits, such as `above 0`."""
+        """Checks that the value is within the limits, such as `above 0`. Raises ConfigError."""
         value = getattr(self._settings, name)
         if value is not None and not _LIMITS[limits](value):
             raise self.error(name, f"must be {limits}", remedy)
@@ -387,7 +388,7 @@ class SettingChecks:
 
 
 def check_input_rate(images_per_s: float, flag: str = "--input-images-per-s") -> None:
-    """Raises ConfigError for an impossible input rate of a rank; 0 means no limit."""
+    """Checks the input rate of a rank in images per second; 0 means no limit."""
     # The rate minus its uncertainty must be possible, too.
     least = 10 / LONGEST_S
     if images_per_s and not least <= images_per_s < math.inf:
@@ -405,7 +406,7 @@ def errors_of_file(field: str, path: Path | str, syntax: str, remedy: str) -> It
         field: The setting or flag that named the file.
         path: The file.
         syntax: The remedy for a file that is not TOML.
-        remedy: The remedy for contents whose error has none.
+        remedy: The remedy for invalid contents whose error has no remedy.
     """
     try:
         yield

@@ -1,6 +1,6 @@
 """`Topology`: the rank of this process, the number of ranks, and the address of the rendezvous.
 
-They come from the environment variables of a launcher: torchrun, SLURM, OpenMPI or PMI.
+These values come from the environment variables of a launcher: torchrun, SLURM, OpenMPI or PMI.
 """
 
 from __future__ import annotations
@@ -110,7 +110,9 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
     try:
         return int(text)
     except ValueError:
-        raise CommError(f"{name} = {text!r} is not a whole number", f"set {name} to one") from None
+        raise CommError(
+            f"{name} = {text!r} is not a whole number", f"set {name} to a whole number"
+        ) from None
 
 
 def _address(env: Mapping[str, str], world_size: int, first_host: str | None) -> tuple[str, int]:
@@ -125,12 +127,15 @@ def _address(env: Mapping[str, str], world_size: int, first_host: str | None) ->
         address = "127.0.0.1"
     port = _integer(env, "MASTER_PORT", DEFAULT_PORT)
     if not 0 < port < 65536:
-        raise CommError(f"MASTER_PORT = {port} is not a port", "set a free one, 1024 to 65535")
+        raise CommError(
+            f"MASTER_PORT = {port} is not a port",
+            "set MASTER_PORT to a free port from 1024 to 65535",
+        )
     return address, port
 
 
 def _local_world(env: Mapping[str, str], name: str, world: int) -> int:
-    """Returns the number of ranks on this node, which cannot be guessed: ranks would disagree."""
+    """Returns the number of ranks on this node. It must be given; guesses could differ by rank."""
     if name not in env and world > 1:
         raise CommError(
             f"{name} is not set, so the number of ranks on this node is unknown",

@@ -108,7 +108,7 @@ def number(value: float | None) -> str:
 
 
 def loss(value: float | None) -> str:
-    """Formats a loss with four decimals; a diverged one with four digits."""
+    """Formats a loss with four decimals; a diverged loss with four significant digits."""
     if value is None:
         return UNKNOWN
     return f"{value:.4f}" if abs(value) < 1000 else f"{value:.4g}"

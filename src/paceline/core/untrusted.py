@@ -29,7 +29,7 @@ _LARGEST_INTEGER = 2**1000  # a float holds it
 
 
 class ParseError(ValueError):
-    """Bytes that are not a valid document; `str()` is the reason."""
+    """Raised for bytes that are not a valid document; `str()` is the reason."""
 
 
 def printable(text: str) -> str:

@@ -45,7 +45,7 @@ class _AcceleratedForward:
         if tuple(map(id, model.modules())) != self._parts:
             raise RunError(
                 "parts of the model were replaced after pl.accelerate",
-                "replace them before it, or undo it first",
+                "replace them before pl.accelerate, or call undo() on its handle first",
             )
         return applied.forward(given[0])
 
@@ -86,7 +86,7 @@ def accelerate(
     model: nn.Module, *, example: Tensor | None = None, dtype: torch.dtype | None = None,
     **settings: Any,
 ) -> Accelerated:  # fmt: skip
-    """Replaces the training pass of a model by a faster implementation. On several ranks a collective.
+    """Replaces a model's training pass by a faster implementation. A collective on several ranks.
 
     Supports Paceline's ResNets and AlexNet with norms, and the ResNets of torchvision and timm. Call it
     once, before the model is wrapped or copied: copies use the plain pass.
@@ -94,15 +94,15 @@ def accelerate(
     Args:
         model: The model, on its device. Fused implementations need a GPU and channels-last memory.
         example: A micro-batch of images on which the kernels of `fused_convolutions` are timed.
-        dtype: Number format of convolutions. The default is that of the first weight.
+        dtype: Number format of convolutions. The default is the format of the first weight.
         settings: Settings of the acceleration's table, such as `recompute_norms=True`; not `compile`.
 
     Returns:
         A handle that describes and undoes the change.
 
     Raises:
-        ConfigError: If a setting cannot be obeyed, its package is not installed, or the model is already
-            accelerated.
+        ConfigError: If a setting cannot be applied, its package is not installed, or the model is
+            already accelerated.
 
     Example:
         >>> from paceline import create_model, ModelSettings
@@ -111,14 +111,22 @@ def accelerate(
         'fused norms off (needs a GPU), compile off, norms recomputed'
     """
     if "compile" in settings:
-        raise ConfigError("compile", settings["compile"], "is no argument", "use torch.compile")
+        raise ConfigError(
+            "compile",
+            settings["compile"],
+            "is not an argument of pl.accelerate",
+            "use torch.compile",
+        )
     installed = provided("accelerations")
     for name, value in settings.items() if not installed else ():
         raise ConfigError(name, value, "no acceleration is installed", "leave it out")
     own = from_table(RunSettings, "run", dict.fromkeys(installed, settings))
     if "forward" in vars(model):
         raise ConfigError(
-            "model", type(model).__name__, "its forward pass is already replaced", "undo that first"
+            "model",
+            type(model).__name__,
+            "its forward pass is already replaced",
+            "undo the earlier replacement first",
         )
     layers = (m.weight for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear))
     if (first := next(layers, None)) is None:
@@ -150,7 +158,7 @@ class _Ranks:
 
 
 def _trial(model: nn.Module, example: Tensor, forward: Forward) -> None:
-    """Runs a pass over the example that changes no gradients, buffers and random generators."""
+    """Runs a pass over the example that leaves gradients, buffers and random states unchanged."""
     trained = [p for p in model.parameters() if p.requires_grad]
     devices = [example.device] if example.is_cuda else []
     with restored_buffers(model), torch.random.fork_rng(devices):

@@ -3,9 +3,9 @@
     folder/step-00000120/rank-0.pt … rank-7.pt, manifest.json
 
 Every rank writes a file, because batch-norm statistics, random numbers and loader positions differ
-between ranks. A tensor that equals one of rank 0 is stored as a reference to rank 0's file, so replicated
-weights and momenta are stored once. Rank 0 writes the manifest with sizes and SHA-256 of all files and
-then renames the folder: a checkpoint is complete or absent.
+between ranks. If a tensor equals a tensor of rank 0, only a reference to rank 0's file is stored.
+So replicated weights and momenta are stored once. Rank 0 writes the manifest with sizes and SHA-256
+of all files and then renames the folder: a checkpoint is complete or absent.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Checkpointer:
     """
 
     def __init__(self, folder: str | PathLike[str], keep: int = 2) -> None:
-        """Creates the object; touches no file.
+        """Creates the object without accessing any file.
 
         Args:
             folder: The folder of the checkpoints.
@@ -103,7 +103,7 @@ class Checkpointer:
 
         Args:
             step: Number of completed steps.
-            extra: Further plain values and tensors.
+            extra: Further plain values and tensors to save.
             **objects: The objects to save, by name.
 
         Returns:
@@ -250,7 +250,7 @@ class Checkpointer:
                 raise CheckpointError(
                     f"{path} contains {', '.join(sorted(saved)) or 'no object'}, but the call names "
                     f"{', '.join(sorted(objects)) or 'none'}",
-                    "name all saved objects, with None for those to skip",
+                    "name all saved objects; pass None for an object to skip it",
                 )
             for name, target in objects.items():
                 if target is not None:
@@ -260,7 +260,7 @@ class Checkpointer:
 
 
 class _DamagedError(CheckpointError):
-    """The content of a checkpoint differs from what was written."""
+    """Raised if the content of a checkpoint differs from the content that was written."""
 
 
 def _load_one(path: Path, name: str, target: Stateful, state: Any) -> None:
@@ -278,7 +278,7 @@ def _read(path: Path, rank: int, world: int) -> tuple[int, dict[str, Any]]:
 
     Raises:
         _DamagedError: If the checkpoint is damaged.
-        CheckpointError: If it has another number of ranks.
+        CheckpointError: If the checkpoint was saved on a different number of ranks.
     """
     manifest = _manifest(path)
     saved = manifest["world_size"]
@@ -355,7 +355,7 @@ def _stateful(name: str, it: Any) -> Stateful:
     if not (hasattr(it, "state_dict") and hasattr(it, "load_state_dict")):
         raise ConfigError(
             name, type(it).__name__, "has no state_dict() and load_state_dict()",
-            "give it both, or pass its position in extra=",
+            "add both methods to its class, or save its state as a plain value in extra=",
         )  # fmt: skip
     target: Stateful = it
     return target
@@ -410,7 +410,7 @@ def _place() -> tuple[int, int]:
 
 
 def _from_rank_0(texts: list[str], last: str) -> list[str]:
-    """Returns rank 0's `texts`, followed by its `last`, on all ranks."""
+    """Returns rank 0's `texts`, followed by rank 0's `last`, on all ranks."""
     mine = [*texts, last]
     if not several_ranks():
         return mine

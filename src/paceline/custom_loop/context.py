@@ -1,7 +1,7 @@
 """`init`: device, rank and process group of this process, under any launcher.
 
-The other parts of a custom loop do not need it: they also work with a process group that the program has
-created.
+The other parts of a custom loop do not need `init`: they also work with a process group that the
+program has created.
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ _holders: WeakSet[Any] = WeakSet()
 
 @dataclass(eq=False)
 class Context:
-    """The place of this process in the job. `init` creates it.
+    """The place of this process in the job, created by `init`.
 
-    As a context manager it closes at the end of the block; after an exception, it does not wait for other
-    ranks.
+    Used as a context manager, it closes at the end of the block. After an exception it does not
+    wait for other ranks.
 
     Attributes:
         topology: Ranks, nodes and launcher.
         device: Device of this rank.
         backend: `nccl`, `gloo`, or `none` for a single process.
         timeout_s: Time limit of collectives.
-        agreement: Set if `init` has created the process group, which then ends with this context.
+        agreement: Not None if `init` has created the process group. In that case closing this
+            context also closes the process group.
 
     Example:
         >>> with init(device="cpu") as context:
@@ -78,7 +79,7 @@ class Context:
 
     @property
     def local_rank(self) -> int:
-        """This rank among those of its node."""
+        """Index of this rank on its node."""
         return self.topology.local_rank
 
     @property
@@ -92,10 +93,10 @@ class Context:
         return self.topology.is_main
 
     def barrier(self) -> None:
-        """Waits until all ranks have called it.
+        """Waits until all ranks have called `barrier`.
 
         Raises:
-            CommError: If a rank is lost, or late by more than `timeout_s`.
+            CommError: If a rank is lost or arrives more than `timeout_s` late.
         """
         if not dist.is_initialized():
             return
@@ -173,7 +174,7 @@ def init(
         The context.
 
     Raises:
-        PacelineError: The same on all ranks, if any rank fails.
+        PacelineError: If any rank fails. All ranks raise the same error.
 
     Example:
         >>> with init(device="cpu") as context:
@@ -243,8 +244,10 @@ def _same(context: Context, backend: str | None, device: str | torch.device | No
         ("backend", backend, context.backend), ("device", kind, context.device.type),
     ):  # fmt: skip
         if wanted not in (None, "auto", chosen):
-            problem = f"init has already chosen {chosen!r}"
-            raise ConfigError(name, wanted, problem, "close() it first")
+            problem = f"differs from {chosen!r}, which an earlier pl.init() has chosen"
+            raise ConfigError(
+                name, wanted, problem, "close the earlier context first: context.close()"
+            )
     return context
 
 
@@ -267,10 +270,10 @@ def _choose_device(
     if count == 0:
         if given is None:
             return torch.device("cpu")
-        raise ConfigError("device", str(given), "no CUDA device here", "use device='cpu'")
+        raise ConfigError("device", str(given), "this host has no CUDA device", "use device='cpu'")
     if given is not None and given.index is not None:
         if given.index >= count:
-            raise ConfigError("device", str(given), f"there are {count} CUDA devices here")
+            raise ConfigError("device", str(given), f"this host has {count} CUDA devices")
         device = given
     else:
         device = choose_gpu(topology, settings)
@@ -309,7 +312,7 @@ def agreed(
         group: The ranks.
 
     Raises:
-        PacelineError: The error of the first rank that has one, or a difference of facts.
+        PacelineError: If the block failed on any rank, or if facts differ between ranks.
     """
     error = None
     try:

@@ -61,20 +61,22 @@ class DataParallel(DistributedDataParallel):
     A subclass of DistributedDataParallel with its arguments and its contract: parameters and buffers of
     rank 0 at the start, buffers of rank 0 at each forward pass, gradients complete when `backward`
     returns, `no_sync()`, `join()`, `register_comm_hook()`, unused and ignored parameters, autocast and
-    GradScaler. In addition, the state dict has no `module.` prefix (state dicts with it can be loaded),
-    other attributes are those of the module, and a process without a process group computes alone.
+    GradScaler. In addition, the state dict has no `module.` prefix (state dicts with the prefix can
+    be loaded), attribute access is forwarded to the module, and a process without a process group
+    computes alone.
 
-    Without `plan`, `wire` and `algorithm`, the backend's own all-reduce runs, with the same bits as DDP.
+    Without `plan`, `wire` and `algorithm`, the backend's own all-reduce runs, and results are
+    bit-identical to DDP.
 
     Args:
         module: The module on its device. Its format and trained parameters must not change later.
         plan: A `plan.toml` of `paceline tune`, with a table of sizes and algorithms and a wire format.
-        wire: Format in which fp32 gradients are sent: `fp32`, `fp16` or `bf16`. Overrides that of the
-            plan. 16-bit gradients are sent unchanged.
+        wire: Format in which fp32 gradients are sent: `fp32`, `fp16` or `bf16`. Overrides the
+            format of the plan. 16-bit gradients are sent unchanged.
         algorithm: All-reduce algorithm for all sizes, such as `ring` or `hierarchical`.
         *positional: Arguments of DistributedDataParallel.
-        **named: Arguments of DistributedDataParallel. The default of `gradient_as_bucket_view` is True,
-            and that of `device_ids` is the GPU of the module.
+        **named: Arguments of DistributedDataParallel. By default, `gradient_as_bucket_view` is True
+            and `device_ids` contains the GPU of the module.
 
     Raises:
         ConfigError: If an argument is invalid or does not fit the cluster.
@@ -144,8 +146,9 @@ class DataParallel(DistributedDataParallel):
     def _connect(self) -> None:
         """Registers the exchange as the communication hook before the first backward pass.
 
-        Not in the constructor, because a hook of the program replaces it. In a copy of a model, which one
-        rank alone may have created, this is a collective.
+        The constructor does not register the hook, because the program may register a hook of its
+        own instead. For a copy of a model, which a single rank may have created, this call is a
+        collective.
         """
         self._hybrid = self._hybrid or self._exchange.create()
         super().register_comm_hook(self._hybrid, HybridAllReduce.ddp_hook)
@@ -161,11 +164,11 @@ class DataParallel(DistributedDataParallel):
             if trains and self._released:
                 raise CommError(
                     "the process group of this model is closed",
-                    "train before close(), or wrap its module again",
+                    "call close() only after training, or wrap the module again",
                 )
             if trains and several_ranks():
                 raise CommError(
-                    "this model was wrapped before there was a process group, and would train alone",
+                    "this model was wrapped before a process group existed, so it would train alone",
                     "call paceline.init() first, then wrap the module",
                 )
             return self._run_alone(*inputs, **named)
@@ -191,7 +194,7 @@ class DataParallel(DistributedDataParallel):
         return super().join_hook(**named)  # type: ignore[no-untyped-call]
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
-        """Runs on a rank that has no batches left; called by DDP."""
+        """Matches the all-reduces of other ranks on a rank without batches; called by DDP."""
         self._follow_join(present=False)
         super()._match_all_reduce_for_bwd_pass()  # type: ignore[no-untyped-call]
 
@@ -203,8 +206,8 @@ class DataParallel(DistributedDataParallel):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Registers a hook, as DDP does.
 
-        Before the first training pass, it replaces the exchange of `plan`, `wire` and `algorithm`, with a
-        warning.
+        If it is called before the first training pass, the hook replaces the exchange that `plan`,
+        `wire` and `algorithm` configure, with a warning.
 
         Args:
             state: Passed to the hook.
@@ -337,7 +340,8 @@ def _check(exchange: Exchange, given: Mapping[str, Any], group: dist.ProcessGrou
         ranks = topology_here().world_size
         if ranks > 1:
             raise CommError(
-                f"{ranks} ranks, but there is no process group", "call paceline.init() first"
+                f"the job has {ranks} ranks, but there is no process group",
+                "call paceline.init() first",
             )
         if not any(p.requires_grad for p in module.parameters()):
             raise ConfigError("module", name, "has no parameter that requires a gradient",
@@ -369,9 +373,9 @@ def _facts(exchange: Exchange, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trained_parameters(module: nn.Module) -> str:
-    """Returns a text that is equal if the names and sizes of all trained parameters are equal.
+    """Returns a text that identifies the names and sizes of all trained parameters.
 
-    Ignores parameters that DDP ignores, which may differ between ranks.
+    Excludes parameters that DDP ignores, because these may differ between ranks.
     """
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     trained = (

@@ -55,7 +55,7 @@ class Exchange:
             return cls(table, wire or "float32")
         if algorithm is not None:
             raise ConfigError(
-                "algorithm", algorithm, f"but plan = {str(plan)!r} decides it",
+                "algorithm", algorithm, f"conflicts with plan = {str(plan)!r}, which sets the algorithm",
                 "leave one of the two out",
             )  # fmt: skip
         file = PlanFile.read(Path(plan), "plan")

@@ -37,7 +37,7 @@ _SHARED_FIELDS = {
 
 
 class Prepared:
-    """A model with its optimizer and loss scale. `prepare` creates it.
+    """A model with its optimizer and loss scale, created by `prepare`.
 
     Attributes:
         model: The model, which computes in `precision`.
@@ -155,7 +155,7 @@ class Prepared:
         return flag
 
     def _follow_wire(self) -> None:
-        """Makes the loss scale dynamic if gradients are exchanged in fp16, which any precision needs."""
+        """Makes the loss scale dynamic if gradients are exchanged in fp16, at any precision."""
         if self._scale.dynamic:
             return
         if wire_of(self.model) == "float16" and several_ranks():
@@ -172,7 +172,7 @@ class Prepared:
     def state_dict(self) -> dict[str, Any]:
         """Returns everything that the next step depends on.
 
-        These are weights, buffers, masters, momenta and the loss scale.
+        The state contains weights, buffers, masters, momenta and the loss scale.
         """
         return {
             "precision": self.precision,
@@ -193,7 +193,7 @@ class Prepared:
         """
         if state["precision"] != self.precision:
             raise CheckpointError(
-                f"precision is {state['precision']} in the saved state and {self.precision} here",
+                f"the saved state has precision {state['precision']}, this object {self.precision}",
                 f"prepare the model with precision={state['precision']!r}",
             )
         self._follow_wire()
@@ -285,7 +285,10 @@ def _prepare(
         for name, value in given.items():
             if value is not None:
                 raise ConfigError(
-                    name, value, "the optimizer has its own", "leave it out, or name the optimizer"
+                    name,
+                    value,
+                    "is already set in the given optimizer",
+                    "leave it out, or pass the optimizer by name",
                 )
         return Prepared(module, _adopt(module, optimizer, policy), policy, settings, clip_norm)
     if lr is None:
@@ -327,7 +330,7 @@ def _adopt(module: nn.Module, optimizer: Any, policy: Policy) -> Any:
     if not hasattr(optimizer, "masters"):
         if policy.is_half:
             raise ConfigError(
-                "optimizer", kind, "would update half-precision weights without fp32 masters",
+                "optimizer", kind, "does not support fp32 masters for half-precision weights",
                 "pass its name or a Paceline optimizer, or use precision='fp32'",
             )  # fmt: skip
         raise ConfigError(

@@ -25,7 +25,7 @@ def encoded(value: Any, where: str) -> Any:
 
     Args:
         value: The state.
-        where: Its place, for messages.
+        where: The place of the state, for messages.
 
     Raises:
         CheckpointError: If a value cannot be read back without executing code.
@@ -55,7 +55,7 @@ def encoded(value: Any, where: str) -> Any:
 
 
 def _like(table: Any, items: dict[Any, Any]) -> Any:
-    """Returns a dictionary of the same type; a module's state dict keeps the versions of its parts."""
+    """Returns a dictionary of the same type, with the version metadata of a module's state dict."""
     made = type(table)(items)
     if isinstance(made, OrderedDict) and hasattr(table, "_metadata"):
         vars(made)["_metadata"] = table._metadata
@@ -90,13 +90,13 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def reference(tensor: Tensor, shared: Mapping[str, int]) -> Any:
-    """Returns a reference to an equal tensor of rank 0, or the tensor if there is none."""
+    """Returns a reference to rank 0's equal tensor, or the tensor itself if there is none."""
     number = shared.get(content_hash(tensor))
     return tensor if number is None else {_MARK: "shared", "value": number}
 
 
 def decoded(tree: Any, shared: list[Tensor]) -> Any:
-    """Converts a tree back to a state. `shared` has the tensors of rank 0."""
+    """Converts a tree back to a state. `shared` contains the tensors of rank 0's file."""
     if isinstance(tree, dict):
         kind = tree.get(_MARK)
         if kind == "shared":

@@ -41,7 +41,7 @@ class Transform(Protocol):
 
     Attributes:
         size: Side of the square in pixels.
-        draws: Number of random numbers that a call takes.
+            draws: Number of random numbers that a call uses.
     """
 
     size: int
@@ -72,7 +72,7 @@ class SquareTransform(ABC):
         return False
 
     def finish(self, row: Sequence[float], out: Pixels) -> None:  # noqa: B027  (optional step)
-        """Changes the finished square in place."""
+        """Applies the last step of the transform to the square, in place."""
 
     def is_square(self, width: int, height: int, row: Sequence[float]) -> bool:
         """Returns True if the whole image is the square, so that nothing is resampled."""
@@ -146,7 +146,7 @@ class EvalTransform(FitTransform):
 
 
 def draws(settings: DataSettings) -> int:
-    """Returns how many random numbers a training sample takes. Those of the cutout come last."""
+    """Returns the number of random numbers per training sample; cutout uses the last ones."""
     return first_extra(settings) + extra_draws(settings) + (2 if settings.cutout else 0)
 
 

@@ -1,4 +1,4 @@
-"""`Batch`, the images and labels of a micro-batch; and `Chunk`, the rows of it that one thread fills.
+"""`Batch`, the images and labels of a micro-batch; `Chunk`, the rows that one thread fills.
 
 In training, a corrupt sample is replaced by its successor in the sample order. In evaluation, it is left
 out. Every decoder uses `Chunk` for this, so all decoders give the same samples. The content of a row
@@ -33,7 +33,7 @@ class Batch:
         images: uint8, samples × height × width × channels.
         labels: int64.
         corrupt: Corrupt samples found while the batch was made. Each is reported once.
-        spent: Seconds per stage that making the batch took, summed over threads.
+        spent: Seconds that each stage of making the batch took, summed over threads.
         begun: CUDA event after which the consumer's stream works on the batch. None if the stream only
             waits for other streams.
     """
@@ -103,7 +103,7 @@ _UNUSED = _references_of_unused()
 
 
 class ReusedMemory:
-    """Reuses the memory of released batches.
+    """A memory pool that reuses the memory of released batches.
 
     New memory costs a page fault for every 4 KiB, which takes as long as filling a batch. Thread-safe.
     Keeps at most `keep` blocks of each size.
@@ -117,8 +117,8 @@ class ReusedMemory:
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Returns a tensor with undefined content.
 
-        Tensors, their views and what autograd saves hold references to the array below them. If only
-        the reference in the list remains, the memory is unused.
+        Tensors, their views and tensors saved by autograd hold references to the underlying array.
+        If only the pool's own reference remains, the memory is unused.
         """
         size = math.prod(shape) * dtype.itemsize
         with self._lock:
@@ -188,8 +188,8 @@ class CorruptLog:
 class Chunk:
     """Consecutive rows of a batch: the sample of each row and its random numbers for augmentation.
 
-    `indices` and `numbers` change if a sample is corrupt. `wanted` are the original samples. One thread
-    uses a chunk.
+    `indices` and `numbers` change if a sample is corrupt. `wanted` contains the original samples. A
+    chunk is used by one thread only.
     """
 
     def __init__(
@@ -208,8 +208,8 @@ class Chunk:
             first: The first row in the batch.
             indices: The sample of each row.
             numbers: Random numbers of each row.
-            log: Where corrupt samples are recorded.
-            progress: Where times are recorded.
+            log: Records corrupt samples.
+                progress: Records times.
             order: The sample order, which has the replacements of corrupt samples. None leaves corrupt
                 samples out.
             position: Position of the first row in `order`.

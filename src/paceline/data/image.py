@@ -39,7 +39,7 @@ _PILLOW_QUIET = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 
 
 class CorruptImage(Exception):  # noqa: N818  (a property of the file)
-    """The bytes cannot be decoded to a complete image. The message gives the reason.
+    """Raised if bytes cannot be decoded to a complete image; the message gives the reason.
 
     Example:
         >>> raise CorruptImage("empty file")  # doctest: +SKIP

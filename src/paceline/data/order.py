@@ -1,4 +1,4 @@
-"""`SampleOrder`, the endless training order; `BatchPlan`, the part that each step and rank takes.
+"""`SampleOrder`, the endless training order; `BatchPlan`, its parts for each step and rank.
 
 The order concatenates one permutation per epoch. It depends on the seed only, never on the number of
 ranks, and every position is computed directly. Random numbers are hashes of a seed and counters (epoch,

@@ -1,10 +1,10 @@
 """Augmentation by functions of the user: `ImageAugment` on the host, `BatchAugment` on the device.
 
-The host function takes one image after crop and flip (height × width × channels, uint8) and returns one
-of the same shape. If it takes a second argument, it gets a `numpy.random.Generator` that depends only on
-seed, epoch and sample, so runs repeat and resume bit by bit. The device function takes and returns a
-normalized batch (samples × channels × height × width). torch's generators are seeded for each
-micro-batch.
+The host function takes one image after crop and flip (height × width × channels, uint8) and returns
+an image of the same shape. If the function takes a second argument, it receives a
+`numpy.random.Generator` that depends only on seed, epoch and sample, so that runs repeat and resume
+bit for bit. The device function takes and returns a normalized batch (samples × channels × height ×
+width). torch's generators are seeded for each micro-batch.
 """
 
 from __future__ import annotations

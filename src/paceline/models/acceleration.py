@@ -32,7 +32,8 @@ class AccelerationContext:
         kernel_problem: The reason why Triton kernels cannot run; empty if they can.
         collective_norms: True if batch norms exchange their statistics within a pass.
         calibrates: True if `Applied.calibrate` will be called.
-        settings: Settings of the acceleration, such as `[run.accel]`; None if it has none.
+        settings: Settings of the acceleration, such as `[run.accel]`; None for an acceleration
+            without settings.
     """
 
     device: torch.device
@@ -54,7 +55,7 @@ class Ranks(Protocol):
     """Collectives for `Applied.calibrate`. All ranks make the same calls."""
 
     def agree_on(self, phase: str, make: Callable[[], Result]) -> Result:
-        """Returns `make()` of this rank, or raises the error on all ranks if it fails on one."""
+        """Returns this rank's `make()`. If it fails on any rank, all ranks raise the error."""
         ...
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -67,8 +68,8 @@ class Applied:
 
     Attributes:
         forward: Forward pass for training; `calibrate` may replace it.
-        input_channels: Number of channels that it expects, if more than the images have. Additional
-            channels are 0.
+        input_channels: Number of input channels that the forward pass expects, if it is more than
+            the images have. Additional channels are 0.
     """
 
     forward: Forward
@@ -89,7 +90,7 @@ class Applied:
         """
 
     def describe(self) -> str:
-        """Describes what is applied, for display and record."""
+        """Describes the applied acceleration, for display and record."""
         return type(self).__name__
 
     def advise(self, error: Exception) -> Sequence[str]:
@@ -101,10 +102,10 @@ class Applied:
 
 
 class Acceleration(Protocol):
-    """Decides if it supports a model, and applies itself to it."""
+    """Interface of an acceleration: checks if a model is supported, and accelerates the model."""
 
     def supports(self, model: nn.Module, context: AccelerationContext) -> str:
-        """Returns "" if it can accelerate the model, otherwise the reason. Changes nothing.
+        """Returns "" if the model can be accelerated, otherwise the reason. Changes nothing.
 
         Raises ConfigError if the settings demand something that is not possible.
         """

@@ -23,8 +23,8 @@ NORM_NAMES = ("bn0", "bn3", "bn6", "bn8", "bn10", "bn_pool5")
 class AlexNet(nn.Module):
     """torchvision's AlexNet with optional batch norms.
 
-    Batch norms have separate names in `features`, and convolutions keep number and bias. Therefore the
-    other keys are the same with and without batch norms.
+    Batch norms have separate names in `features`, and convolutions keep their indices and biases.
+    Therefore all other state-dict keys are the same with and without batch norms.
 
     Args:
         num_classes: Number of classes.

@@ -1,8 +1,8 @@
-"""Creates models that are not part of Paceline: of timm, torchvision, registered ones and of any module.
+"""Creates models that are not part of Paceline: from timm, torchvision or any factory.
 
-A factory receives those of `num_classes`, `in_channels` and `image_size` that its signature has, also by
-timm's names `in_chans` and `img_size`, and `model.arguments`. An exception of a user's code becomes a
-message of one line; the exception is its `__cause__`.
+A factory receives `model.arguments` and those of the arguments `num_classes`, `in_channels` and
+`image_size` that its signature accepts, also under timm's names `in_chans` and `img_size`. An
+exception of a user's code becomes a message of one line; the exception is its `__cause__`.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _imported_factory(name: str) -> Callable[..., object]:
     if isinstance(factory, nn.Module):
         raise ConfigError(
             _FIELD, name, "is a module, not a function that creates one",
-            "put it into a function, which all ranks call",
+            "name a function that returns the model; all ranks call it",
         )  # fmt: skip
     if not callable(factory):
         raise ConfigError(
@@ -196,7 +196,7 @@ def _keywords(
     offered: Mapping[str, int],
     arguments: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Selects the offered arguments that the signature has; `**kwargs` accepts all of them."""
+    """Selects the arguments that the factory's signature accepts; `**kwargs` accepts all."""
     try:
         parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):  # a C function without a signature
@@ -237,21 +237,22 @@ def checked_module(model: object, name: str) -> nn.Module:
 
     Args:
         model: Result of a factory.
-        name: Its name, for messages.
+        name: Name of the model, for messages.
 
-    Returns:
-        The model.
+        Returns:
+            The model.
 
-    Raises:
-        ConfigError: If it is not a module, has nothing to train, or has tensors without values.
+        Raises:
+            ConfigError: If `model` is not a module, has nothing to train, or has tensors without
+            values.
     """
     if not isinstance(model, nn.Module):
         kind = "a class" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise ConfigError(_FIELD, name, f"gives {kind}", "return an nn.Module")
+        raise ConfigError(_FIELD, name, f"returns {kind}", "return an nn.Module")
     weights = list(model.named_parameters())
     if not any(parameter.requires_grad for _, parameter in weights):
         problem = "all of its parameters are frozen" if weights else "it has no parameters"
-        raise ConfigError(_FIELD, name, problem, "leave some to train")
+        raise ConfigError(_FIELD, name, problem, "leave some parameters to train")
     for key, value in [*weights, *model.named_buffers()]:
         problem = ""
         if is_lazy(value):

@@ -46,8 +46,8 @@ def load_pretrained(model: nn.Module, path: Path) -> list[str]:
         Notes for the user.
 
     Raises:
-        CheckpointError: If the file cannot be read, or if other tensors are missing, unexpected or of
-            another shape.
+        CheckpointError: If the file cannot be read, or if any other tensors are missing or
+            unexpected, or have a different shape.
     """
     stored, wrapper = _read_wrapped(path)
     own: StateDict = dict(model.state_dict())
@@ -103,7 +103,7 @@ def _read_wrapped(path: Path) -> tuple[StateDict, str]:
 
 
 def _reason(path: Path, problem: Exception) -> str:
-    """Replaces torch's message, which is long and advises to trust the file."""
+    """Returns a short reason instead of torch's long message, which advises to trust the file."""
     foreign = re.search(r"Unsupported global: GLOBAL (\S+)", str(problem))
     if foreign:
         return f"it contains objects of {foreign[1]}"
@@ -142,7 +142,8 @@ def _unwrap(content: object, path: Path, wrapper: str = "") -> tuple[StateDict, 
         ):
             return dict(content), wrapper
     raise CheckpointError(
-        f"{path} holds no weights: neither a state dict nor one under " + ", ".join(_WRAPPERS),
+        f"{path} contains no weights: it is not a state dict and has no state dict under "
+        + ", ".join(_WRAPPERS),
         "save `model.state_dict()` alone, or as safetensors",
     )
 
@@ -150,8 +151,8 @@ def _unwrap(content: object, path: Path, wrapper: str = "") -> tuple[StateDict, 
 def _without_prefix(stored: StateDict, own: StateDict, notes: list[str]) -> StateDict:
     """Removes the name of the network in another program, such as `model.` in Lightning.
 
-    This is the prefix with which most keys match. Tensors without the prefix, such as those of a loss,
-    are left out.
+    The prefix is chosen so that most keys match. Tensors without the prefix, such as the tensors of
+    a loss, are omitted.
     """
     matches: Counter[str] = Counter()
     for key in stored:
@@ -174,7 +175,8 @@ def _without_prefix(stored: StateDict, own: StateDict, notes: list[str]) -> Stat
 def _head_names(model: nn.Module) -> list[str]:
     """Returns the modules that compute the logits.
 
-    These are the classifiers of a timm model, or the last linear layer, or the last convolution.
+    The result contains the classifiers of a timm model, or the last linear layer, or the last
+    convolution.
     """
     names = {id(module): name for name, module in model.named_modules()}
     if callable(getattr(model, "get_classifier", None)):

@@ -101,8 +101,8 @@ def _owned(model: nn.Module) -> dict[int, tuple[str, nn.Parameter, str]]:
     """Returns name, tensor and role of each parameter, in the order of the model, by `id`.
 
     Biases, parameters of norms, scales and other vectors have the role `bias_norm`, as do the parameters
-    in `no_weight_decay` of a timm model (position embeddings). A parameter of several modules is a weight
-    if one of them uses it as a weight.
+    in `no_weight_decay` of a timm model (position embeddings). A parameter that several modules
+    share is a weight if at least one module uses it as a weight.
     """
     listed: set[str] = set()
     if callable(getattr(model, "no_weight_decay", None)):
@@ -198,13 +198,13 @@ def frozen_norms(model: nn.Module) -> list[nn.Module]:
 
 
 def count_norms(model: nn.Module) -> int:
-    """Counts norm layers without frozen batch norms, which only scale."""
+    """Counts the norm layers except frozen batch norms, which only scale and shift."""
     frozen = set(frozen_norms(model))
     return sum(isinstance(m, _NORM_TYPES) and m not in frozen for m in model.modules())
 
 
 def count_frozen(model: nn.Module) -> int:
-    """Returns the number of frozen values."""
+    """Returns the number of frozen parameter elements."""
     return sum(p.numel() for p in model.parameters() if not p.requires_grad)
 
 

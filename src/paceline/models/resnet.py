@@ -98,7 +98,7 @@ RESNET_LAYOUTS: dict[str, tuple[Block, tuple[int, int, int, int]]] = {
 def make_stage(
     block: Block, in_channels: int, channels: int, depth: int, stride: int
 ) -> nn.Sequential:
-    """Returns `depth` blocks; the first has the stride and changes the number of channels."""
+    """Returns `depth` blocks; the first block applies the stride and changes the channels."""
     first = block(in_channels, channels, stride)
     rest = [block(channels * block.expansion, channels) for _ in range(depth - 1)]
     return nn.Sequential(first, *rest)

@@ -45,8 +45,8 @@ def register_model(name: str, factory: Factory) -> None:
 
     Args:
         name: New value of `model.name`.
-        factory: Function or class that returns a module. It receives those of `num_classes`,
-            `in_channels` and `image_size` that its signature has.
+        factory: Function or class that returns a module. It receives those of the arguments
+            `num_classes`, `in_channels` and `image_size` that its signature accepts.
 
     Raises:
         ConfigError: If the name is invalid or taken, or if the factory cannot be called.
@@ -79,7 +79,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def check_model_name(name: str) -> None:
-    """Raises ConfigError if a name has no valid form, or if a name without a colon is unknown.
+    """Checks the form of a name, and that a name without a colon is known. Raises ConfigError.
 
     The creation of the model checks if a package has the model.
     """
@@ -104,7 +104,7 @@ def nearest_of_many(name: str, known: Iterable[str], listing: str) -> str:
     Args:
         name: The unknown name.
         known: All names.
-        listing: Command that lists them.
+        listing: Command that lists all names.
     """
     hint = nearest(name, known)
     return hint if hint.startswith("did you mean") else f"{listing} lists them"

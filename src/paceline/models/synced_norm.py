@@ -1,10 +1,10 @@
 """Implements batch norm over several ranks, batch norm without cuDNN, and recomputation of norms.
 
 `SyncedBatchNorm` normalizes over the samples of a group of ranks, for few samples per rank. Forward and
-backward equal the batch norm of the union of the group's batches. Each exchanges one fp64 vector per
-layer, so that the statistics are bit-identical within a group. torch's SyncBatchNorm does the same on
-GPUs only. `TorchNorm` avoids cuDNN, for ranks that share a GPU. `normalized` returns the output of a norm
-and a function that computes it again.
+backward equal the batch norm of the union of the group's batches. The forward and the backward pass
+each exchange one fp64 vector per layer, so that the statistics are bit-identical within a group.
+torch's SyncBatchNorm does the same on GPUs only. `TorchNorm` avoids cuDNN, for ranks that share a
+GPU. `normalized` returns the output of a norm and a function that computes it again.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class NormGroup:
     Attributes:
         size: Number of ranks.
         all_reduce: Replaces a tensor by its sum over these ranks.
-        active: False in passes that not all ranks make, such as the one that records the order of the
-            gradients. Each rank then uses its own batch.
+        active: False in passes that not all ranks run, such as the pass that records the order of
+            the gradients. Each rank then uses the statistics of its own batch.
     """
 
     size: int
@@ -45,7 +45,9 @@ class SyncedBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002
         if input.dim() < 2:
-            raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")
+            raise ValueError(
+                f"batch norm expects an input of at least 2 dimensions, got {input.dim()}"
+            )
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         return self.forward_shared(input)[0] if self.is_shared else super().forward(input)
@@ -56,7 +58,7 @@ class SyncedBatchNorm(_BatchNorm):
         return self.training and self.group.active
 
     def forward_shared(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: A002
-        """Returns the output, and mean and variance of the group."""
+        """Returns the output, and the mean and variance over the group."""
         self._check_input_dim(input)
         out, mean, variance, count = _SyncedNorm.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, self.group
@@ -179,7 +181,7 @@ def find_norms(model: nn.Module) -> list[_BatchNorm]:
 
 
 def keep_last_statistics(model: nn.Module) -> int:
-    """Makes running statistics those of the latest batch alone; returns the number of batch norms."""
+    """Makes running statistics equal the latest batch's; returns the number of batch norms."""
     norms = find_norms(model)
     for norm in norms:
         norm.momentum = 1.0

@@ -36,7 +36,7 @@ _LETTERS = 64
 
 
 class TensorFileError(ValueError):
-    """A file that torch could read, but that no training writes. `str()` gives the reason."""
+    """Raised for a file that torch could read but never writes. `str()` gives the reason."""
 
 
 def load_tensors(file: IO[bytes]) -> Any:
@@ -51,7 +51,8 @@ def load_tensors(file: IO[bytes]) -> Any:
         The content.
 
     Raises:
-        TensorFileError: If the content would use more.
+        TensorFileError: If loading would use disproportionate time or memory, or if the content is
+            unusual.
         Exception: torch raises errors of any class for damaged files.
     """
     size = file.seek(0, os.SEEK_END)
@@ -109,7 +110,7 @@ class _Item:
     """A value on the stack of the unpickler.
 
     Attributes:
-        weight: Number of values that it consists of.
+        weight: Number of values that the item consists of.
         text: Text of a constant, or name of a function.
         items: Items of a tuple.
     """

@@ -1,7 +1,6 @@
 """AdamW (Loshchilov & Hutter 2019) and LAMB (You et al. 2020) in mixed precision.
 
-Each parameter counts its updates on the device. A step that is skipped for the parameter does not
-count.
+The number of updates of each parameter is counted on the device. Skipped updates do not count.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from paceline.optim.state import EXP_AVG, EXP_AVG_SQ, STEP
 
 
 class AdamHyper(NamedTuple):
-    """Hyper-parameters of one group of AdamW or LAMB, in the order of the kernels' columns.
+    """Hyperparameters of one group of AdamW or LAMB, in the order of the kernels' columns.
 
-    The fields that `lars.Hyper` has too, among them `eps` of the trust ratio, are in the same columns,
-    because the kernels share code.
+    Fields that also exist in `lars.Hyper`, such as the trust ratio's `eps`, have the same columns
+    there, because the kernels share code.
     """
 
     lr: float
@@ -67,7 +66,7 @@ class AdamHyper(NamedTuple):
 class AdamRule(UpdateRule):
     """m ← β₁m + (1−β₁)g; v ← β₂v + (1−β₂)g²; u = m̂ / (√v̂ + eps) + βw; w ← w − lr·λ·u.
 
-    λ is 1 in groups without `adapt`, that is in AdamW.
+    λ is 1 in groups without `adapt`, which includes all groups of AdamW.
 
     Attributes:
         adapts: True for LAMB.
@@ -145,7 +144,10 @@ class AdamRule(UpdateRule):
     def begin(self, optimizer: MasterOptimizer, rows: list[Row], gates: Gates) -> list[Row]:
         """Computes 1 − βᵗ of the next step; t is the number of updates plus one."""
         if self._logs is None:
-            raise RunError("a step was captured without preparation", "call prepare() before")
+            raise RunError(
+                "a step was captured without preparation",
+                "call optimizer.prepare() before the capture",
+            )
         if capturing(self.steps.device):
             self._captured.append((self.steps, self.corrections, self._logs.values))
         powers = (self.steps.double() + 1) * self._logs.values.double().t()
@@ -155,7 +157,7 @@ class AdamRule(UpdateRule):
     def finish(
         self, optimizer: MasterOptimizer, rows: list[Row], gates: Gates, outcome: Outcome
     ) -> None:
-        """Counts the updated rows, unless the kernels have counted them."""
+        """Counts the updates of all updated rows, unless the kernels have already counted them."""
         if optimizer.engine is None:
             done = torch.zeros_like(self.steps)
             put(done, rows, gates.allowed(rows, outcome).to(self.steps.dtype))

@@ -1,4 +1,4 @@
-"""Defines `MasterOptimizer`, the engine that all optimizers share; an `UpdateRule` has the equation.
+"""Defines `MasterOptimizer`, which all optimizers share; an `UpdateRule` defines the equation.
 
 Parameters and gradients are fp32, fp16 or bf16. A step updates fp32 master weights and writes
 half-precision parameters back, without host synchronization. It runs in Triton kernels if the rule has
@@ -67,8 +67,8 @@ class MasterOptimizer(_PlainOptimizer):
 
     Args:
         params: Parameters or groups.
-        defaults: Hyper-parameters of groups that do not set their own. Missing ones have the defaults of
-            the rule.
+        defaults: Hyperparameters of groups that do not set their own. Missing hyperparameters have
+            the defaults of the rule.
         rule: Creates the `UpdateRule`: a class, or a `functools.partial` of one.
         fused: True for Triton kernels, False for list operations, None for kernels on CUDA if Triton is
             installed. `path` has the resulting choice.
@@ -76,8 +76,8 @@ class MasterOptimizer(_PlainOptimizer):
             set `adapt`.
 
     Attributes:
-        grad_scale: Scalar that divides the gradients. May be unset.
-        found_inf: If not zero, the step changes nothing. May be unset.
+        grad_scale: Scalar that divides the gradients; None to leave gradients unscaled.
+        found_inf: If not zero, the step changes nothing. None means that no flag is checked.
         hold: If not zero, the step changes nothing.
         active: One value per parameter in group order. Parameters with 0 are excluded from update and
             finite check.
@@ -194,12 +194,14 @@ class MasterOptimizer(_PlainOptimizer):
         devices = {p.device for group in self.param_groups for p in group["params"]}
         if len(devices) > 1:
             names = ", ".join(sorted(str(device) for device in devices))
-            raise PacelineError(f"parameters are on {names}", "use one optimizer per device")
+            raise PacelineError(
+                f"the parameters of this optimizer are on {names}", "use one optimizer per device"
+            )
         return devices.pop() if devices else torch.device("cpu")
 
     @torch.no_grad()
     def _ready(self) -> Outcome:
-        """Creates state and results of the current groups: once, and again after add_param_group."""
+        """Creates the state and result tensors of all groups, again after each add_param_group."""
         if self._outcome is not None and self._ready_for == len(self.param_groups):
             return self._outcome
         device, path = self._device(), self.path
@@ -231,7 +233,7 @@ class MasterOptimizer(_PlainOptimizer):
     @_not_compiled
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Makes one update. Parameters without a gradient stay unchanged: no decay, no momentum."""
+        """Updates all parameters that have a gradient; leaves all other parameters unchanged."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -313,7 +315,7 @@ class MasterOptimizer(_PlainOptimizer):
                 master.copy_(parameter)
 
     def trust_ratios(self) -> list[float]:
-        """Returns λ of each parameter in the last step, 1 without adaptation. Synchronizes."""
+        """Returns λ of each parameter in the last step, or 1 if not adapted. Synchronizes."""
         return [float(ratio) for ratio in self._ready().ratios.tolist()]
 
     @property
@@ -331,7 +333,9 @@ class MasterOptimizer(_PlainOptimizer):
         torch alone would cast the state to the parameters' formats: 1.0001 becomes 1.0 in fp16.
         """
         if "inner" in state_dict:
-            raise ValueError(f"the state is one of {state_dict['inner']['class']}")
+            raise ValueError(
+                f"the state dict belongs to the optimizer {state_dict['inner']['class']}"
+            )
         if self.loads_into_state:
             self._ready()
         old, seen = dict(self.state), dict[str, Any]()

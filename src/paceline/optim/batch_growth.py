@@ -21,7 +21,7 @@ _STAGE = re.compile(r"(\d{1,9}(?:\.\d+)?):(\d{1,9})", re.ASCII)
 
 @dataclass(frozen=True)
 class BatchGrowth:
-    """A list of batches or a rule; False if the batch is constant.
+    """The growth of the batch: a list of batches or a rule. False if the batch is constant.
 
     Attributes:
         text: The value of the setting.
@@ -37,7 +37,7 @@ class BatchGrowth:
 
     @classmethod
     def parse(cls, text: str) -> BatchGrowth:
-        """Reads `0:256,8:1024`, `x4`, `x4:4096` or an empty text; raises ConfigError for others."""
+        """Parses `0:256,8:1024`, `x4`, `x4:4096` or an empty text. Raises ConfigError otherwise."""
         written = text.replace(" ", "")
         if not written:
             return cls()

@@ -1,4 +1,4 @@
-"""Creates the optimizer of `OptimSettings` and splits parameter groups for layer-wise rates.
+"""Creates the optimizer that `OptimSettings` names, and splits groups for layer-wise rates.
 
 With `layer_decay` the last layer has the full learning rate, and each layer before it `decay` times the
 rate of the next, as in timm.
@@ -39,12 +39,13 @@ def create_optimizer(
         settings: The section `[optim]`.
         groups: Groups of `paceline.models.parameter_groups`. Groups of role `bias_norm` are not adapted.
         lr: Peak learning rate.
-        factory: Function of the groups that creates another optimizer than that of the settings.
+        factory: Function that creates an optimizer from the groups, in place of the optimizer that
+            the settings name.
         seed: Seed of stochastic rounding.
         norms: Number of norm layers of the model.
 
     Returns:
-        The optimizer; one of torch is wrapped in a `WrappedOptimizer`.
+        The optimizer. An optimizer of torch is wrapped in a `WrappedOptimizer`.
 
     Raises:
         ConfigError: If the optimizer cannot be created or cannot be used.

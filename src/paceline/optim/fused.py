@@ -43,7 +43,7 @@ def triton_unavailable(device: torch.device) -> str:
 
 
 class Switches(NamedTuple):
-    """The gates of a step, with constants in place of unset ones."""
+    """The gates of a step, in which constants replace unset gates."""
 
     scale: Tensor
     found_inf: Tensor
@@ -112,7 +112,7 @@ class FusedStep(ABC):
             self.launch(tables, hyper, gates, outcome)
 
     def ready(self, rows: Sequence[Row], hyper: Tensor, outcome: Outcome) -> Tables:
-        """Returns the tables of these rows: those of the last step, or new ones."""
+        """Returns the tables of these rows; reuses the tables of the last step if possible."""
         device = hyper.device
         in_graph = capturing(device)
         key = tuple(_address_key(row, self.buffers) for row in rows)
@@ -285,7 +285,7 @@ def _check_strides(row: Row, buffers: Sequence[str]) -> None:
     for tensor in (row.master, *(row.buffers[name] for name in buffers)):
         if not same_strides(tensor, row.parameter):
             raise RunError(
-                f"parameter of shape {tuple(row.parameter.shape)} and its state differ in strides",
+                f"a parameter of shape {tuple(row.parameter.shape)} and its state have different strides",
                 "choose the memory format before the first step",
             )
 

@@ -64,8 +64,8 @@ class _Matrices:
 
     Attributes:
         gram_tiles: Matrix, row and column of each tile of X·Xᵀ.
-        polynomial_tiles: The same for its polynomial.
-        apply_tiles: The same for the product with X.
+            polynomial_tiles: Matrix, row and column of each tile of the polynomial of X·Xᵀ.
+            apply_tiles: Matrix, row and column of each tile of the product with X.
         results: Results of all matrices.
     """
 
@@ -87,7 +87,7 @@ class MuonStep(FusedStep):
     """Launches Muon for rows of `groups` and LARS for other rows.
 
     Attributes:
-        groups: Numbers of the orthogonal groups.
+        groups: Indices of the orthogonal groups.
     """
 
     buffers: tuple[str, ...] = (MOMENTUM,)
@@ -115,11 +115,14 @@ class MuonStep(FusedStep):
             self.launch(tables, hyper, gates, outcome)
 
     def _place(self, layout: Layout, rows: Sequence[Row], device: torch.device) -> None:
-        """Creates memory and tables for the products, unless those of the last step fit."""
+        """Creates memory and tables for the products, or reuses those of the last step."""
         matrices, in_graph = self._matrices, capturing(device)
         if matrices is None or matrices.layout is not layout:
             if in_graph:
-                raise RunError("a step was captured without preparation", "call prepare() before")
+                raise RunError(
+                    "a step was captured without preparation",
+                    "call optimizer.prepare() before the capture",
+                )
             for row in rows:
                 if not rows_are_outermost(row.parameter):
                     raise PacelineError(
@@ -271,7 +274,7 @@ class _Place(NamedTuple):
     Attributes:
         shape: Rows and columns.
         padded: Rows and columns with padding.
-        start: Its first element in the results and sources.
+        start: The matrix's first element in the results and sources.
         square: The first element of its products in each half of the symmetric matrices.
     """
 
@@ -311,7 +314,7 @@ def _tiles(
 ) -> Tensor:
     """Returns the tiles of matrices (place, rows, columns, depth), the deepest first.
 
-    Programs start in this order, and a long one that started last would delay the end.
+    Programs start in this order, and a long program that started last would delay the end.
     """
     tiles = [
         (place, i, j)

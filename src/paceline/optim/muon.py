@@ -1,8 +1,8 @@
 """Muon: LARS along orthogonalized momentum, for batches so large that LARS has too few steps.
 
-Filters move in the direction of their momentum with all singular values made equal (K. Jordan et al.
-2024). With Triton the whole step runs in kernels (`fused_muon`). Otherwise torch's list operations
-compute directions for the update of LARS.
+The update direction of a filter is its momentum with all singular values made equal (K. Jordan et
+al. 2024). With Triton the whole step runs in kernels (`fused_muon`). Otherwise torch's list
+operations compute the update directions, which the update of LARS applies.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def split_matrices(group: dict[str, Any], least_dims: int) -> tuple[list[Any], l
 class MuonRule(UpdateRule):
     """LARS along u = O(v)·‖v‖ in groups with `orthogonal`, LARS in other groups; see `Muon`.
 
-    `begin` computes v and u, and `update` is that of LARS. In Triton kernels `MuonStep` does both.
+    `begin` computes v and u, and `update` is the update of LARS. With Triton kernels, `MuonStep`
+    does both.
     """
 
     Hyper: ClassVar[Any] = Hyper
@@ -119,7 +120,7 @@ class MuonRule(UpdateRule):
         return MuonStep() if self._in_kernels else LarsStep()
 
     def directions_in_kernels(self, optimizer: MasterOptimizer) -> bool:
-        """Returns True if Triton can compute the directions too, not only the update."""
+        """Returns True if Triton kernels can also compute the update directions."""
         shared = optimizer.shared is not None and optimizer.shared.ranks > 1
         wants_torch = getattr(optimizer, "products", "auto") == "torch"
         if wants_torch or shared or _fixed(optimizer):  # no kernels for shared or fixed steps
@@ -150,7 +151,7 @@ class MuonRule(UpdateRule):
 
     @torch.no_grad()
     def _measure_references(self, optimizer: MasterOptimizer) -> None:
-        """Sets the reference norms that are not known yet."""
+        """Sets the reference norms (for `fixed_steps`) that are not known yet."""
         self.knows_references = True
         if not (matrices := _fixed(optimizer)):
             return
@@ -161,7 +162,7 @@ class MuonRule(UpdateRule):
             reference.copy_(torch.where(reference > 0, reference, measured))
 
     def begin(self, optimizer: MasterOptimizer, rows: list[Row], gates: Gates) -> list[Row]:
-        """Returns rows whose gradients are orthogonalized directions; keeps new momenta in `_next`.
+        """Replaces gradients by orthogonalized update directions; keeps new momenta in `_next`.
 
         `MuonStep` receives the rows unchanged.
         """
@@ -175,7 +176,10 @@ class MuonRule(UpdateRule):
         if not chosen:
             return rows
         if self._own is None or len(self._own.values) != len(param_groups):
-            raise RunError("a step was captured without preparation", "call prepare() before")
+            raise RunError(
+                "a step was captured without preparation",
+                "call optimizer.prepare() before the capture",
+            )
         if capturing(self._own.values.device):
             self._captured.append(self._own)
         averages: list[Tensor] = []
@@ -206,7 +210,7 @@ class MuonRule(UpdateRule):
     def _with_lengths(
         self, groups: Sequence[dict[str, Any]], rows: Sequence[Row], directions: list[Tensor]
     ) -> list[Tensor]:
-        """Scales the directions of fixed steps to η times the reference norm."""
+        """Scales the updates of groups with `fixed_steps` to η times the reference norm."""
         places = [i for i, row in enumerate(rows) if _is_fixed(groups[row.group])]
         if not places:
             return directions
@@ -221,7 +225,7 @@ class MuonRule(UpdateRule):
     def _averaged(
         self, rows: Sequence[Row], values: Tensor, scale: Tensor | None
     ) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """Returns averaged gradients of a group's rows, and flags of rows with a zero gradient.
+        """Returns the averaged gradients of a group's rows, and a flag per row for a zero gradient.
 
         Uses list operations, because a kernel launch per small tensor costs more than its arithmetic.
         """
@@ -245,7 +249,7 @@ class MuonRule(UpdateRule):
     def finish(
         self, optimizer: MasterOptimizer, rows: list[Row], gates: Gates, outcome: Outcome
     ) -> None:
-        """Stores the new momenta unless the step was skipped. A factor of 0 would let NaN through."""
+        """Stores the new momenta unless the step was skipped; selects, because 0 · NaN is NaN."""
         if isinstance(optimizer.engine, MuonStep):
             return
         parts = optimizer.parts()
@@ -272,14 +276,15 @@ class Muon(MasterOptimizer):
     to groups with `orthogonal=True`, whose tensors are matrices with one row per output. Groups with
     `orthogonal=False` have the update of LARS. A group without the key is split: if it has a role, as
     from `paceline.parameter_groups`, the filters of convolutions are orthogonalized, otherwise all
-    matrices. Its other parameters have the update of LARS with η·(1−m).
+    matrices. The other parameters of the group have the update of LARS with η·(1−m).
 
     Momentum is an average and does not multiply the rate: for steps as long as in LARS, η must be
     1/(1−m) times as large. With a zero gradient only the decay applies, at λ = 1, and v keeps decaying.
     The finite check applies to v.
 
-    Steps that are long relative to w make w grow. This has no effect if a norm follows the layer, and
-    no bound otherwise. With `fixed_steps=True` in an orthogonal group, steps have a fixed length:
+    Steps that are long relative to w make w grow. If a norm follows the layer, this growth has no
+    effect. Otherwise it is unbounded. With `fixed_steps=True` in an orthogonal group, steps have a
+    fixed length:
 
     w ← w − lr·(η·r·O(v) / ‖O(v)‖ + βw)
 
@@ -341,7 +346,7 @@ class Muon(MasterOptimizer):
         return self.rule
 
     def describe(self) -> str:
-        """Returns rule, implementation, and what is orthogonalized or shared."""
+        """Describes the rule, its implementation, and the orthogonalized and shared matrices."""
         notes = [super().describe()]
         if any(p.dim() == 2 for p in _matrices(self)):
             notes.append("linear layers orthogonalized too")
@@ -357,7 +362,7 @@ class Muon(MasterOptimizer):
         return ", ".join(notes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group. Raises PacelineError if an orthogonal one contains more than matrices."""
+        """Adds a group. Raises PacelineError if an orthogonal group contains a non-matrix."""
         super().add_param_group(param_group)
         group = self.param_groups.pop()
         if group.get("orthogonal"):
@@ -402,7 +407,7 @@ def keep_step_factors(groups: list[dict[str, Any]], saved: Sequence[dict[str, An
         saved: Groups of the checkpoint.
 
     Returns:
-        True if that has changed a group.
+        True if the step factor of a group has changed.
     """
     changed = False
     for ours, theirs in zip(groups, saved, strict=True):
@@ -421,7 +426,7 @@ def _require_matrices(parameters: Sequence[Tensor]) -> None:
     for p in parameters:
         if not is_matrix(p):
             raise PacelineError(
-                f"parameter of shape {tuple(p.shape)} has fewer than two rows or columns",
+                f"a parameter of shape {tuple(p.shape)} has fewer than two rows or columns",
                 "put it into a group with orthogonal=False",
             )
 
@@ -431,5 +436,5 @@ def _matrices(optimizer: MasterOptimizer) -> list[Tensor]:
 
 
 def _fixed(optimizer: MasterOptimizer) -> list[Tensor]:
-    """Returns the matrices with steps of fixed length."""
+    """Returns the matrices whose updates have a fixed norm (groups with `fixed_steps`)."""
     return [p for part in optimizer.parts() if _is_fixed(part) for p in part["params"]]

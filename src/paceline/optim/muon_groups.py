@@ -48,10 +48,10 @@ def _orthogonal_layers(wanted: str, groups: Sequence[dict[str, Any]]) -> str:
 
 
 def _has_fixed_steps(wanted: str, matrices: Sequence[Tensor], norms: int) -> bool:
-    """Resolves `auto`: True if the net has fewer norm layers than orthogonalized matrices.
+    """Resolves `auto`: True if the network has fewer norm layers than orthogonalized matrices.
 
-    Then no norm follows some matrix, and nothing limits the growth of its weights. The last linear
-    layer never has a norm and counts only if it is the only matrix.
+    In that case some matrix is not followed by a norm, and the growth of its weights is not
+    limited. The last linear layer never has a norm and counts only if it is the only matrix.
     """
     hidden = len(matrices) - any(p.dim() == 2 for p in matrices)
     needed = max(hidden, 1) if matrices else 0
@@ -59,9 +59,10 @@ def _has_fixed_steps(wanted: str, matrices: Sequence[Tensor], norms: int) -> boo
 
 
 def fixed_step_factor(bare: int) -> float:
-    """Returns the factor of fixed steps in a net with `bare` orthogonalized matrices without a norm.
+    """Returns a factor for the fixed update norm in a network with `bare` unnormalized layers.
 
-    The changes of L such layers add up to √L in the net's output.
+    `bare` is the number of orthogonalized matrices without a norm layer. The changes of L such
+    layers add up to √L in the network's output.
     """
     return max(LEAST_STEP_FACTOR, math.sqrt(min(1.0, SHALLOW_MATRICES / max(bare, 1))))
 
@@ -69,7 +70,7 @@ def fixed_step_factor(bare: int) -> float:
 def _muon_groups(
     settings: MuonSettings, momentum: float, groups: Sequence[dict[str, Any]], norms: int
 ) -> list[dict[str, Any]]:
-    """Splits groups into orthogonalized and other tensors."""
+    """Splits groups into groups of orthogonalized tensors and groups of all other tensors."""
     least_dims = 3 if _orthogonal_layers(settings.orthogonal, groups) == "filters" else 2
     matrices = [p for group in groups for p in split_matrices(group, least_dims)[0]]
     fixed = _has_fixed_steps(settings.steps, matrices, norms)

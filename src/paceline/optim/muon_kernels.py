@@ -1,10 +1,11 @@
 """Triton kernels of Muon, each over many matrices given by tables of addresses.
 
-There are two kinds of kernels. Passes over chunks of elements, as in `kernels`: `average` computes the
-averaged gradients, `result_sums` and `update` apply the orthogonalized ones. Matrix products over tiles:
-`gram`, `polynomial` and `apply` make one Newton-Schulz iteration. Each has one launch for matrices of all
-shapes, so that small ones use the processors that large ones leave idle. Sums have a fixed order, and no
-kernel uses atomics, so results are bit-reproducible.
+There are two kinds of kernels. Passes over chunks of elements, as in `kernels`: `average` computes
+the averaged gradients, `result_sums` and `update` apply the orthogonalized gradients. Matrix
+products over tiles: `gram`, `polynomial` and `apply` make one Newton-Schulz iteration. Each kernel
+has one launch for matrices of all shapes, so that small matrices use the processors that large
+matrices leave idle. Sums have a fixed order, and no kernel uses atomics, so results are
+bit-reproducible.
 
 The products use padded copies of the matrices, whose sides are multiples of the tile's depth. The padding
 is zero. A matrix is tall if it has more rows than columns; Xᵀ·X then replaces X·Xᵀ.

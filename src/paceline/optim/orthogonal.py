@@ -59,8 +59,8 @@ class SharedProducts:
         rank: This rank.
         ranks: Number of ranks.
         gather: `gather(rows, lengths)` completes a tensor with one row per rank, of which this rank has
-            filled its row; row r has `lengths[r]` valid elements. All ranks make the same calls. A CUDA
-            graph may capture it if its collective allows that.
+            filled its row; row r has `lengths[r]` valid elements. All ranks make the same calls. A
+            CUDA graph can capture `gather` if the collective supports capture.
     """
 
     rank: int
@@ -83,7 +83,7 @@ class _Batch:
 
     Attributes:
         places: Positions in the list of tensors.
-        norms: Their norms.
+        norms: Norms of the matrices.
         own: The matrices of this rank, divided by their norms.
         turned: True if `own` is transposed, so that it has at most as many rows as columns.
         counts: Number of matrices of each rank.

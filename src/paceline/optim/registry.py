@@ -38,15 +38,16 @@ class OptimizerSettings(OwnerSettings):
     """Base of the settings of an optimizer; subclasses are frozen dataclasses.
 
     Attributes:
-        CREATE: `module:function` inside `paceline` that creates it from `OptimSettings`, parameter
-            groups, rate and `Context`.
+        CREATE: `module:function` inside `paceline` that creates the optimizer from `OptimSettings`,
+            parameter groups, learning rate and `Context`.
         READS: As in `OwnerSettings`.
-        RATES: Scale of its rates: `sgd`, `adam`, or empty for another one. A recipe's rate is dropped if
-            the command line chooses an optimizer whose rates do not have the scale of SGD.
+        RATES: Scale of the optimizer's learning rates: `sgd`, `adam`, or empty for any other scale.
+            A recipe's rate is dropped if the command line chooses an optimizer whose rates do not
+            have the scale of SGD.
         LR_BASE: Peak rate at a batch of 256 if `optim.lr_base` is not set.
         HAS_KERNELS: True if the update has Triton kernels.
-        GRADIENTS: Its gradient source (`paceline.train.micro_step`).
-        PINNED: Those of its settings that a resumed run must not change.
+        GRADIENTS: The gradient source that the optimizer needs (`paceline.train.micro_step`).
+        PINNED: Names of the settings that a resumed run must not change.
         share_products: As in `MuonSettings`; for rules with matrix products.
     """
 
@@ -116,7 +117,7 @@ def register_schedule(name: str, kind: type[ScheduleSettings]) -> None:
 
     Args:
         name: New value of `optim.schedule`.
-        kind: Its class, which is also the dataclass of the settings `[optim.NAME]`.
+        kind: The class of the schedule, which is also the dataclass of the settings `[optim.NAME]`.
 
     Raises:
         ConfigError: If the name is taken.
@@ -150,5 +151,5 @@ def check_schedule(name: str) -> None:
 
 
 def registered_rule(name: str) -> type[UpdateRule] | None:
-    """Returns a rule that a program has registered; None for other names."""
+    """Returns the rule that a program has registered under `name`; None if there is none."""
     return _rules.outside().get(name)

@@ -45,7 +45,7 @@ class Row:
         parameter: The parameter.
         gradient: Its gradient.
         master: Its fp32 master; the parameter itself if that is fp32.
-        buffers: The other tensors of its state, by name.
+        buffers: The other tensors of the parameter's state, by name.
     """
 
     index: int
@@ -66,7 +66,7 @@ class Gates:
     active: Tensor | None = None
 
     def check(self, parameters: int, device: torch.device) -> None:
-        """Raises RunError for a switch of the wrong shape or on another device."""
+        """Checks all switches. Raises RunError for a wrong shape or device."""
         for name in self.__slots__:
             switch = getattr(self, name)
             if switch is None:
@@ -80,7 +80,7 @@ class Gates:
             if switch.numel() != wanted or not switch.is_contiguous():
                 raise RunError(
                     f"{name} has shape {tuple(switch.shape)}",
-                    f"give it {wanted} contiguous value{'s' * (wanted != 1)}",
+                    f"it needs {wanted} contiguous value{'s' * (wanted != 1)}",
                 )
 
     def allowed(self, rows: Sequence[Row], outcome: Outcome) -> Tensor:
@@ -126,7 +126,7 @@ def capturing(device: torch.device) -> bool:
 
 
 def same_strides(left: Tensor, right: Tensor) -> bool:
-    """Returns True if the memory layouts are equal; dimensions of size 1 do not count."""
+    """Returns True if the memory layouts are equal, ignoring dimensions of size 1."""
     a, b = left.stride(), right.stride()
     if a == b:
         return True
@@ -164,7 +164,7 @@ class UpdateRule(ABC):
         Hyper: NamedTuple of hyper-parameters with their defaults; the keys of parameter groups.
         buffers: Names of fp32 state tensors that have the shape of the parameter.
         numbers: Names of further state entries that checkpoints hold.
-        changed_numbers: Those of `numbers` that `update` changes.
+        changed_numbers: The names in `numbers` whose entries `update` changes.
         formats: Accepted formats of parameters.
         has_kernels: True if `kernels` returns a step.
         has_products: True if the rule multiplies matrices, which ranks can share
@@ -220,10 +220,10 @@ class UpdateRule(ABC):
     # Hooks around a step, for rules with more state on the device.
 
     def ready(self, optimizer: MasterOptimizer) -> None:  # noqa: B027  (optional)
-        """Creates further state: once, and again after a group was added or state was loaded."""
+        """Creates further state: at the first step, and after a group or state was added."""
 
     def upload(self, optimizer: MasterOptimizer) -> None:  # noqa: B027  (optional)
-        """Copies values to the device for `begin`. Is not called during a graph capture."""
+        """Copies values that `begin` needs to the device. Not called during a graph capture."""
 
     def begin(self, optimizer: MasterOptimizer, rows: list[Row], gates: Gates) -> list[Row]:
         """Returns the rows for the update; changes no state."""
@@ -232,7 +232,7 @@ class UpdateRule(ABC):
     def finish(  # noqa: B027  (optional)
         self, optimizer: MasterOptimizer, rows: list[Row], gates: Gates, outcome: Outcome
     ) -> None:
-        """Runs after the update, also if a gate skipped it."""
+        """Runs after the update, even if a gate has skipped the update."""
 
 
 def run_in_lists(
@@ -289,7 +289,7 @@ def _copy(row: Row, names: Sequence[str]) -> Row:
 
 
 def _select(old: Row, new: Row, go: Tensor, names: Sequence[str]) -> None:
-    """Keeps or replaces values on the device. A product with 0 would let NaN through."""
+    """Selects old or new values on the device; multiplying by 0 would keep NaN."""
     for name in names:
         if name in old.buffers:
             torch.where(go, new.buffers[name], old.buffers[name], out=old.buffers[name])

@@ -73,7 +73,7 @@ class Recipe:
         optimizer: The optimizer that is known to work.
         norm_group: Samples of one micro-batch at the known-good batch; None if the recipe leaves it open.
         average_epochs: Epochs over which the recipe averages weights.
-        mixing: Settings of mixed images that are on.
+        mixing: Names of the enabled settings for mixed images.
         kept: Names of settings that the user has given.
         averages: True if the run can average weights.
         one_batch: The reason why the batch cannot grow; empty if it can.
@@ -116,8 +116,8 @@ class Target:
         samples: Training images.
         epochs: Epochs.
         ranks: Number of ranks.
-        first_batch: First batch of the run that is resumed, which keeps it.
-        grows_at: Epoch at which the batch of that run grows.
+        first_batch: First batch of the resumed run, which stays unchanged; None for a new run.
+        grows_at: Epoch at which the batch of the resumed run grows.
     """
 
     batch: int
@@ -148,7 +148,7 @@ def scale_recipe(recipe: Recipe, target: Target) -> Scaling:
     """Derives settings for a batch.
 
     Args:
-        recipe: What is known to work.
+        recipe: The recipe with a batch at which it is known to work.
         target: The requested run.
 
     Returns:
@@ -287,7 +287,7 @@ class _Rule:
         return f"given: {', '.join(own)} (otherwise muon replaces {optim.name})" if own else ""
 
     def _why_fine_tuning(self) -> str:
-        """Returns the sign that a recipe for Adam is for fine-tuning; empty if there is none."""
+        """Returns the reason to assume that a recipe for Adam is for fine-tuning; else empty."""
         optim = self.recipe.optim
         if optim.name not in OF_ADAM:
             return ""
@@ -376,7 +376,7 @@ class _Rule:
         """Keeps the batch-norm group of the recipe, or the next smaller one that divides a rank's batch.
 
         Returns:
-            The group; None if the batch is refused later.
+            The size of the batch-norm group; None if the batch is refused later.
 
         Raises:
             ConfigError: If the group is less than a quarter of the recipe's.
@@ -392,8 +392,8 @@ class _Rule:
         if 4 * group < min(wanted, rank_batch):
             raise ConfigError(
                 "run.global_batch_size", self.target.batch,
-                f"gives batch norm groups of {group} samples, but the recipe has {wanted}: no number "
-                f"near that divides the {rank_batch} samples of a rank",
+                f"gives batch-norm groups of {group} samples, but the recipe has {wanted}: no size near "
+                f"{wanted} divides the {rank_batch} samples of a rank",
                 "use a batch with more divisors, or give --batch-size",
             )  # fmt: skip
         reason = "batch-norm group of the recipe"
@@ -403,7 +403,7 @@ class _Rule:
         return group
 
     def grow(self, group: int | None) -> None:
-        """Begins with a smaller batch and the root of its pace, if an epoch has few steps."""
+        """Starts with a smaller batch, at a pace scaled by its root, if an epoch has few steps."""
         recipe, target = self.recipe, self.target
         kept = {"optim.batch_schedule", "optim.batch_rate", "optim.lr"} & recipe.kept
         batch, first = target.batch, target.first_batch or self._first_batch(group)

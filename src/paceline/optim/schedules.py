@@ -58,7 +58,7 @@ class OwnerSettings:
     """Base of the settings of an optimizer or a schedule.
 
     Attributes:
-        READS: The settings in `MOMENTUM` or `DECAY` that it uses.
+        READS: The settings in `MOMENTUM` or `DECAY` that the optimizer or schedule uses.
     """
 
     READS: ClassVar[tuple[str, ...]] = ()
@@ -119,7 +119,7 @@ class Poly(ScheduleSettings):
 
 @dataclass(frozen=True)
 class Exponential(ScheduleSettings):
-    """Exponential decay from the peak rate to the final rate, or a rise if that is higher."""
+    """Exponential change from the peak rate to the final rate, which may also be higher."""
 
     READS: ClassVar[tuple[str, ...]] = DECAY
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = (
@@ -177,7 +177,7 @@ class Piecewise(Step):
             raise ConfigError(
                 "optim.step.factors", factors,
                 f"{len(factors)} factors for {epochs} optim.step.epochs",
-                f"give {epochs + 1}: one before the first epoch, one from each on",
+                f"give {epochs + 1} factors: one before the first epoch, and one for each epoch",
             )  # fmt: skip
         if any(not 0 <= factor < math.inf for factor in factors):
             raise ConfigError("optim.step.factors", factors, "must be 0 or more")
@@ -194,7 +194,8 @@ def set_rate(
     Args:
         optimizer: The optimizer.
         rate: Learning rate; each group multiplies it by its `lr_scale`.
-        others: Other values by their names in parameter groups. The momentum of AdamW and LAMB is β₁.
+        others: Other scheduled values by their names in parameter groups. The momentum of AdamW and
+            LAMB is β₁.
     """
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_scale", 1.0)

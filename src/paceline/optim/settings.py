@@ -29,8 +29,8 @@ class KnownGood:
 
     Attributes:
         optimizer: Optimizer of the recipe; empty if it is the one in use.
-        lr: Its peak rate at the known-good batch, if the command line gives another one.
-        momentum: Its momentum, if the command line gives another one.
+        lr: The recipe's peak rate at the known-good batch, if the command line sets another rate.
+        momentum: The recipe's momentum, if the command line sets another momentum.
         keeps: Settings of the command line, which the rule does not change.
     """
 
@@ -149,7 +149,7 @@ class OptimSettings(Section):
 
     @property
     def idle(self) -> dict[str, str]:
-        """Settings with another value than the default that have no effect, with the reasons."""
+        """Settings with a non-default value that have no effect, with the reasons."""
         if self.scaling != "off":  # the rule may choose another optimizer
             return {}
         idle = {

@@ -25,7 +25,7 @@ State = dict[str, Any]
 
 
 def _require_dense(parameter: Tensor) -> None:
-    """Raises PacelineError unless the elements fill a block of memory, over which kernels iterate."""
+    """Checks that the elements fill a contiguous block of memory, over which kernels iterate."""
     expected = 1
     dims = [d for d in zip(parameter.stride(), parameter.shape, strict=True) if d[1] != 1]
     for stride, size in sorted(dims):

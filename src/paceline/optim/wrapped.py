@@ -1,8 +1,8 @@
 """Wraps any `torch.optim` class with fp32 masters.
 
-The class updates fp32 masters from unscaled fp32 gradients, and a skipped step never reaches it. The host
-reads if a step is skipped. Such an update therefore synchronizes with the device and is not captured in
-a CUDA graph.
+The wrapped class updates fp32 masters from unscaled fp32 gradients and is not called for skipped
+steps. Because the host has to read whether a step is skipped, the update synchronizes with the
+device and cannot be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Rate(NamedTuple):
 
 
 class _NoRule(UpdateRule):
-    """A rule without equation, which the inner optimizer has."""
+    """A rule without an equation, because the inner optimizer computes the update."""
 
     Hyper: ClassVar[Any] = _Rate
 
@@ -46,7 +46,8 @@ class WrappedOptimizer(MasterOptimizer):
     """Adds fp32 masters to an optimizer of torch.
 
     The rate of each group is copied to the inner optimizer before every step. The inner optimizer keeps
-    everything else. It must have all parameters of the groups, in these groups.
+    everything else. The inner optimizer must contain all parameters of the groups, in the same
+    groups.
 
     Args:
         groups: Parameter groups.
@@ -73,7 +74,7 @@ class WrappedOptimizer(MasterOptimizer):
         self._initial = copy.deepcopy(self._hyper_parameters())
 
     def _take_groups(self) -> None:
-        """Copies the inner optimizer's hyper-parameters into our groups."""
+        """Copies the inner optimizer's hyperparameters into the groups of this optimizer."""
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             ours.update({key: value for key, value in theirs.items() if key != "params"})
 
@@ -89,7 +90,7 @@ class WrappedOptimizer(MasterOptimizer):
         return "torch"
 
     def describe(self) -> str:
-        """Returns the name of the class, and what differs from Paceline's optimizers."""
+        """Describes the class and its differences from Paceline's optimizers."""
         name = type(self.inner).__name__.lower()
         decays = any(group.get("weight_decay") for group in self.param_groups)
         ignored = decays and "weight_decay" not in self.inner.defaults
@@ -97,10 +98,10 @@ class WrappedOptimizer(MasterOptimizer):
         return f"{name}{note}, masters around torch's own, update not captured"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises PacelineError: all groups must exist at creation."""
+        """Adds no group: raises PacelineError, because all groups must exist at creation."""
         if self._inner is not None:
             raise PacelineError(
-                "groups cannot join a wrapped optimizer", "create it with all groups"
+                "groups cannot be added to a wrapped optimizer", "create it with all groups"
             )
         super().add_param_group(param_group)
 
@@ -160,7 +161,7 @@ class WrappedOptimizer(MasterOptimizer):
         """Loads a state dict of the same class, with or without masters."""
         inner = state_dict.get("inner", {"class": type(self.inner).__name__, "changed": []})
         if inner["class"] != type(self.inner).__name__:
-            raise ValueError(f"the state is one of {inner['class']}")
+            raise ValueError(f"the state dict belongs to the optimizer {inner['class']}")
         state = {
             number: {key: value for key, value in entry.items() if key != MASTER}
             for number, entry in state_dict["state"].items()
@@ -194,13 +195,13 @@ class WrappedOptimizer(MasterOptimizer):
 def _checked(optimizer: Any) -> Optimizer:
     """Returns `optimizer`; raises TypeError unless it is an optimizer whose step needs no closure."""
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"gave a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        raise TypeError(f"it returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     _refuse_closures(type(optimizer))
     return optimizer
 
 
 def _plain_state(optimizer: Optimizer) -> dict[str, Any]:
-    """Returns the state dict as checkpoints hold it; raises CheckpointError if that is impossible."""
+    """Converts the state dict for a checkpoint; raises CheckpointError if that is impossible."""
     name = type(optimizer).__name__
     saved = optimizer.state_dict()
     return {key: plain(value, f"{name}.{key}") for key, value in saved.items()}
@@ -221,8 +222,8 @@ def _check_parameters(given: Groups, used: Groups, *, same_groups: bool = False)
         )
     if same_groups and wanted != actual:
         raise PacelineError(
-            f"has its parameters in {len(actual)} other groups than the {len(wanted)} given",
-            "keep the groups and the order in them; settings may differ by group",
+            f"has {len(actual)} groups that differ from the {len(wanted)} given groups",
+            "keep the groups and the order of their parameters; settings may differ by group",
         )
 
 
@@ -314,7 +315,7 @@ def plain(value: Any, where: str) -> Any:
 
     Args:
         value: Part of a state dict.
-        where: Its place, for the message.
+        where: The place of the value, for the message.
 
     Returns:
         The value without NumPy types.

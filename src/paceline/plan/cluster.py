@@ -44,15 +44,16 @@ class Cluster:
         ranks_per_node: Number of ranks on each node.
         intra: The link between two ranks of a node.
         inter: One link between nodes.
-        links: Number of such links of a node.
-        oversubscription: Divides the rate of the links if all nodes send at once.
+        links: Number of links that a node has to other nodes.
+        oversubscription: Factor by which links between nodes are slower if all nodes send
+            concurrently.
         gamma_s: Time to add a byte.
-        launch_s: Time that every collective takes besides its messages.
+        launch_s: Fixed time of every collective, in addition to the time of its messages.
         cast_s: Time to convert an element to a wire format and back.
-        hidden_cost: Seconds by which one second of an exchange delays the compute that hides it,
-            because the same processors or memory serve both.
+        hidden_cost: Seconds by which one second of an exchange delays concurrent compute, because
+            both share processors or memory.
         depth_cost: Relative increase of the time per byte between nodes for every doubling of the
-            nodes, whose flows meet in more switches.
+            number of nodes, because traffic then shares more switches.
         spread: Relative standard error of latencies and rates.
         probed: Measured all-reduces, which take precedence over the values above.
         has_network: False if `inter` is not known; then there is one node.
@@ -117,7 +118,7 @@ class Cluster:
 
     @property
     def between(self) -> Link:
-        """Returns the link of one flow between two nodes, under contention in the switches."""
+        """Returns the cost of a link between two nodes under contention in the switches."""
         deeper = 1 + self.depth_cost * math.log2(self.nodes)
         return replace(self.inter, beta_s=self.inter.beta_s * self.oversubscription * deeper)
 
@@ -138,7 +139,7 @@ class Cluster:
 
 
 def slowest_of(ranks: int, spread: float = RANK_SPREAD) -> float:
-    """Returns the time of the slowest rank, for which a synchronous step waits, relative to the mean.
+    """Returns the time of the slowest rank relative to the mean; a synchronous step waits for it.
 
     It is the expected maximum of normal times, by Blom's approximation.
     """

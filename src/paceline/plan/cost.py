@@ -28,13 +28,13 @@ Cost = Callable[[Cluster, Seconds], Seconds]
 def all_reduce_s(
     name: str, cluster: Cluster, sizes: npt.ArrayLike, own_cost: Cost | None = None
 ) -> Seconds:
-    """Returns the seconds for each size; 0 for nothing to send, and with one rank.
+    """Returns the seconds of an all-reduce for each size; 0 for zero bytes or a single rank.
 
     Args:
         name: The algorithm.
         cluster: The ranks and links.
         sizes: Bytes.
-        own_cost: The cost of a wire format with its own all-reduce.
+        own_cost: The cost function of a wire format that has its own all-reduce.
 
     Raises:
         ConfigError: If the algorithm has neither a closed form nor measurements.
@@ -44,7 +44,7 @@ def all_reduce_s(
             "--algorithm",
             name,
             "has no closed form",
-            "allow another one, too, or run paceline tune",
+            "add an algorithm with a cost formula, or run paceline tune",
         )
     m = np.asarray(sizes, dtype=np.float64)
     if cluster.ranks == 1:
@@ -109,9 +109,9 @@ def _torus2d(c: Cluster, m: Seconds) -> Seconds:
 
 
 def _halving_doubling(c: Cluster, m: Seconds) -> Seconds:
-    """log₂ p rounds each way.
+    """Returns the time of log₂ p rounds of halving and log₂ p rounds of doubling.
 
-    Ranks beyond a power of two send everything first and receive the result last.
+    Ranks beyond the largest power of two send their whole buffer first and receive the result last.
     """
     p, link = c.ranks, c.slowest
     core = 1 << (p.bit_length() - 1)
@@ -188,7 +188,7 @@ class ProbedTable:
     """Measured costs of all-reduces.
 
     Attributes:
-        base: The cluster on which they were measured.
+        base: The cluster on which the costs were measured.
         points: Pairs of bytes and seconds in ascending order, by algorithm.
         native: The algorithm whose formula describes the backend's own all-reduce: ring for Gloo's.
     """
@@ -204,7 +204,7 @@ class ProbedTable:
         for name, rows in points.items():
             if len({size for size, _ in rows}) < max(2, len(rows)):
                 raise ConfigError(
-                    f"measured.{name}", list(rows), "needs two sizes or more, each once",
+                    f"measured.{name}", list(rows), "must contain two or more sizes, without duplicates",
                     "run paceline tune again",
                 )  # fmt: skip
         return cls(base, {n: sorted(rows) for n, rows in points.items()}, native)

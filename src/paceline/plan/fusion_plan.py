@@ -26,9 +26,9 @@ class FusionBucket:
     Attributes:
         tensors: Names of the tensors.
         algorithm: The all-reduce algorithm.
-        wire: The format that travels; `auto` leaves each tensor in its own.
-        beside: The algorithm for the small messages: tensors in another format, and the signals. Empty
-            for the same as `algorithm`.
+        wire: The wire format; `auto` sends each tensor in its own format.
+        beside: The algorithm for the bucket's smaller messages: tensors in a format other than that
+            of the largest message, and the signals. If empty, `algorithm` is used.
     """
 
     tensors: tuple[str, ...]
@@ -85,7 +85,7 @@ class FusionPlan:
 
     @property
     def fingerprint(self) -> str:
-        """Returns a text that is equal on two ranks exactly if their plans are equal."""
+        """Returns a text that identifies the plan; ranks compare it to compare their plans."""
         text = json.dumps(self.to_table(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -95,7 +95,7 @@ class FusionPlan:
         empty = [n for n, bucket in enumerate(self.buckets) if not bucket.tensors]
         if not self.buckets or (tensors and empty):
             where = f"bucket {empty[0] + 1} has no tensor" if empty else "has no bucket"
-            raise ConfigError("plan", None, where, "make the plan for this very model")
+            raise ConfigError("plan", None, where, "make a new plan for this model")
         missing = sorted(set(tensors) - set(planned))
         foreign = sorted(set(planned) - set(tensors))
         twice = sorted(name for name, count in Counter(planned).items() if count > 1)
@@ -105,7 +105,7 @@ class FusionPlan:
                     "plan",
                     None,
                     f"{problem} {', '.join(names[:3])} ({len(names)} in all)",
-                    "make the plan for this very model",
+                    "make a new plan for this model",
                 )
 
     def to_table(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class FusionPlan:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> FusionPlan:
-        """Returns the inverse of `to_table`."""
+        """Builds the plan from the result of `to_table`."""
         try:
             return cls(tuple(_from_row(row) for row in table["buffer"]))
         except (KeyError, TypeError) as error:
@@ -132,12 +132,14 @@ def _from_row(row: Mapping[str, Any]) -> FusionBucket:
     names = tuple(row["tensors"])
     words = (row["algorithm"], row["wire"], row.get("beside", ""))
     if isinstance(row["tensors"], str) or not all(isinstance(w, str) for w in (*names, *words)):
-        raise TypeError("a bucket has tensors, a list of names, and algorithm and wire, texts")
+        raise TypeError(
+            "a bucket must have tensors (a list of names), algorithm and wire (both texts)"
+        )
     return FusionBucket(names, *words)
 
 
 def padded(elements: Any) -> Any:
-    """Returns the elements that a tensor takes in a flat buffer: each one starts on a boundary."""
+    """Returns the number of elements of a tensor in a flat buffer, including padding."""
     return -(-elements // _ALIGN) * _ALIGN
 
 

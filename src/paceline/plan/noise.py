@@ -56,7 +56,7 @@ class NoiseEstimate:
 
 @dataclass
 class NoiseScale:
-    """Running averages of estimates, each divided by the weight that they have gathered."""
+    """Running averages of the estimates, with bias correction for the first steps."""
 
     signal: float = 0.0
     variance: float = 0.0
@@ -82,19 +82,19 @@ def _check(noise_scale: float, **batches: float) -> None:
 
 
 def relative_steps(noise_scale: float, batch: float) -> float:
-    """Returns the steps to the same loss, relative to those at an unlimited batch."""
+    """Returns the steps to the same loss, relative to training with an unlimited batch."""
     _check(noise_scale, batch=batch)
     return 1 + noise_scale / batch
 
 
 def time_saved(noise_scale: float, batch: float, larger: float, step_ratio: float = 1.0) -> float:
-    """Returns the share of the time to the same loss that a larger batch saves, negative for a loss.
+    """Returns the fraction of training time that a larger batch saves; negative if it is slower.
 
     Args:
         noise_scale: B_noise in samples.
         batch: The batch.
         larger: The larger batch.
-        step_ratio: The time of its steps, relative to those of `batch`.
+        step_ratio: The time of a step with the larger batch, relative to a step with `batch`.
     """
     _check(noise_scale, batch=batch, larger=larger, step_ratio=step_ratio)
     steps = relative_steps(noise_scale, larger) / relative_steps(noise_scale, batch)
@@ -108,7 +108,7 @@ def useful_batch(noise_scale: float) -> float:
 
 
 def describe_noise(noise_scale: float, batch: int) -> str:
-    """Returns a text about the meaning of a noise scale for a run at `batch`."""
+    """Explains what a noise scale means for a run with batch size `batch`."""
     saved = time_saved(noise_scale, batch, 2 * batch)
     return (
         f"{noise_scale:,.0f} samples; twice the ranks and batch would save {saved:.0%} of the time at "

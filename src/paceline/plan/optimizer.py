@@ -1,10 +1,10 @@
 """Finds the best plan for a workload on a cluster: buckets, algorithms and wire formats.
 
 Uses dynamic programming, exact for one channel. F(j), the earliest end of the first j gradients, is the
-least over i of max(F(i), ready(j)) + cost(i, j), where the last bucket holds the gradients i to j. An
-earlier end of the first buckets never delays a later one, so the best of the parts is the best of the
-whole. The cost of a bucket is that of its messages, each by the cheapest algorithm, in the cheapest
-format allowed.
+least over i of max(F(i), ready(j)) + cost(i, j), where the last bucket holds the gradients i to j.
+If the first buckets end earlier, no later bucket is delayed, so an optimal plan consists of optimal
+partial plans. The cost of a bucket is the sum of the costs of its messages. Each message uses the
+cheapest algorithm and the cheapest allowed format.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Gradient:
     Attributes:
         name: The name of the tensor.
         elements: Number of elements.
-        half: True if it is held, and by default travels, in 16 bits.
-        ready: The share of the backward pass after which it is ready, 0 to 1.
+        half: True if the gradient is stored in 16 bits and, by default, also sent in 16 bits.
+        ready: The fraction of the backward pass after which the gradient is ready, 0 to 1.
     """
 
     name: str
@@ -145,7 +145,7 @@ class Bucket(NamedTuple):
 class Costs(NamedTuple):
     """Ready times of gradients, and the cost of buckets.
 
-    `wires` start with the most exact one; `of` returns the seconds of a format and a cut.
+    `wires` starts with the most exact format. `of` returns the seconds of each bucket in a format.
     """
 
     ready_s: Sequence[float]
@@ -159,7 +159,7 @@ class Costs(NamedTuple):
         return self.of(bucket.wire, *bucket.cut)
 
     def start_s(self, bucket: Bucket, free_s: float) -> float:
-        """Returns when its last gradient is ready and the channel is free."""
+        """Returns when a bucket can start: its last gradient is ready and the channel is free."""
         return max(free_s, self.ready_s[bucket.cut[1] - 1])
 
     def end_s(self, buckets: Sequence[Bucket]) -> float:
@@ -169,13 +169,13 @@ class Costs(NamedTuple):
         return free
 
     def lost_s(self, buckets: Sequence[Bucket], backward_s: float, hidden_cost: float) -> float:
-        """Returns by how much the step is longer: exposed time, and the cost of hidden time."""
+        """Returns the seconds that the exchange adds to a step: exposed and hidden cost."""
         exposed = max(0.0, self.end_s(buckets) - backward_s)
         return exposed + hidden_cost * max(0.0, sum(map(self.seconds, buckets)) - exposed)
 
 
 def optimal_buckets(costs: Costs, seconds: npt.NDArray[np.float64]) -> list[Bucket]:
-    """Returns buckets that end as soon as possible, in the most exact formats that allow it.
+    """Returns buckets that end as early as possible, in the most exact formats that permit this.
 
     Joining buckets rounds nothing: each gradient stays at least as exact as it was alone.
 
@@ -229,7 +229,7 @@ def optimal_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64]) -> lis
 def _walked_back(origins: Iterable[npt.NDArray[np.int64]], count: int) -> list[Cut]:
     """Returns the runs, the last of which ends at `count`.
 
-    An origin has, for each end, the start of its run.
+    `origin` contains the start of the last run for each end.
     """
     cuts: list[Cut] = []
     for origin in origins:
@@ -243,8 +243,8 @@ def _walked_back(origins: Iterable[npt.NDArray[np.int64]], count: int) -> list[C
 def _more_exact(buckets: Sequence[Bucket], costs: Costs, by_s: float) -> list[Bucket]:
     """Gives each bucket, from the last one back, the most exact format that delays no other bucket.
 
-    The buckets before it do not change, and it ends when those after it must start. Its format never
-    becomes less exact.
+    A bucket must end before the next bucket has to start. Earlier buckets do not change, and no
+    format becomes less exact.
     """
     starts, free = [], 0.0
     for bucket in buckets:
@@ -262,7 +262,7 @@ def _more_exact(buckets: Sequence[Bucket], costs: Costs, by_s: float) -> list[Bu
 
 
 def _joined(buckets: Sequence[Bucket], costs: Costs, by_s: float) -> list[Bucket]:
-    """Joins neighbours that backward hides either way, in the more exact of their formats.
+    """Joins neighboring buckets that stay hidden by backward, in the more exact format of the two.
 
     So the exchange ends at the same time with fewer messages.
     """
@@ -288,7 +288,7 @@ Counts = npt.NDArray[np.int64]
 
 
 class BucketCost:
-    """Costs of all pairs of gradients: `seconds[i, j]` is the cost of gradients i to j − 1."""
+    """Costs of all possible buckets: `seconds[i, j]` is for the bucket of gradients i to j − 1."""
 
     def __init__(
         self, gradients: Sequence[Gradient], cluster: Cluster, algorithms: Sequence[str],
@@ -316,18 +316,18 @@ class BucketCost:
         return float(self._by_wire[wire].seconds[first, stop])
 
     def names(self, wire: str, first: int, stop: int) -> tuple[str, str]:
-        """Returns the algorithm of the larger message, and that of the small ones."""
+        """Returns the algorithm of the larger message and the algorithm of the smaller messages."""
         return self._by_wire[wire].names(first, stop)
 
 
 def _runs(counts: Counts) -> Counts:
-    """Returns the sums of all runs of (16-bit, 32-bit) gradients: [kind, i, j] is for i to j − 1."""
+    """Returns the sums over gradients i to j − 1 as [kind, i, j]; kinds are 16-bit and 32-bit."""
     before = np.concatenate([np.zeros((1, 2), dtype=np.int64), counts.cumsum(axis=0)]).T
     return np.asarray(before[:, None, :] - before[:, :, None])
 
 
 class _WireCost:
-    """The costs in one format."""
+    """The costs of all possible buckets in one wire format."""
 
     def __init__(
         self, held: Counts, in_buckets: Counts, wire: str, cluster: Cluster,

@@ -8,10 +8,9 @@
     [cluster]     ranks and nodes; if probed also backend, device, hidden_cost, and the cost of a message
                   inside a node, [cluster.intra], and between nodes, [cluster.inter]
     [expected]    the planner's prediction for the plan, so that a run can be compared with it
-    [start_up]    its prediction for the time before the first step, and the process groups
-    [[buffer]]    the plan: tensors that travel together, algorithm, wire format
-    [[sizes]]     the algorithm for each size of a buffer
-    [[measured]]  the medians of every size and algorithm
+    [start_up]    the planner's prediction for the time before the first step, and the process
+    groups [[buffer]]    the plan: tensors that travel together, algorithm, wire format [[sizes]]
+    the algorithm for each size of a buffer [[measured]]  the medians of every size and algorithm
     [workload]    the profiled step
 """
 
@@ -141,9 +140,10 @@ class ProbedCluster:
 
 @dataclass(frozen=True)
 class Expected:
-    """The planner's prediction for a plan.
+    """The planner's prediction for a plan, in the section `[expected]`.
 
-    `buffers_s` is the time of each bucket's exchange, and `batch` that of a rank.
+    `buffers_s` lists the predicted seconds of each bucket's exchange. `batch` is the batch size of
+    one rank.
     """
 
     batch: int
@@ -159,7 +159,7 @@ class Expected:
 
     @classmethod
     def from_table(cls, table: Any) -> Expected | None:
-        """Returns None for an invalid table, because no run depends on it."""
+        """Builds the prediction from a table; returns None if the table is invalid."""
         try:
             prediction = from_table(cls, "expected", table)
         except ConfigError:
@@ -173,14 +173,14 @@ class PlanFile:
     """The parts of the file.
 
     Attributes:
-        fusion: The plan.
-        model: The model of the plan.
-        cluster: The cluster of the plan.
-        expected: The planner's prediction.
-        sizes: The algorithm for each size.
-        measured: The measured sizes.
+        fusion: The fusion plan.
+        model: The model that the plan was made for.
+        cluster: The cluster that the plan was made for.
+        expected: The planner's prediction for the plan.
+        sizes: The algorithm for each buffer size.
+        measured: The measured times of each buffer size.
         chosen: The chosen algorithm of each measured size.
-        probed: The measured links.
+        probed: The measured latencies and bandwidths of the cluster.
         workload: The profiled step, which `paceline.planner.plan_parts` reads.
         why: Sentences about the choice.
         start_up: The predicted start, which `paceline.planner.plan_parts` reads.
@@ -235,7 +235,7 @@ class PlanFile:
             if there is not None and there != here:
                 raise ConfigError(
                     self.setting, path,
-                    f"is for a {what} with {there.describe()}, this {what} has {here.describe()}",
+                    f"is for a {what} with {there.describe()}, but this {what} has {here.describe()}",
                     f"make a plan for this {what}, or leave {self.setting} out",
                 )  # fmt: skip
 
@@ -283,7 +283,7 @@ class PlanFile:
 
     @classmethod
     def read(cls, path: Path, setting: str = "comm.plan") -> PlanFile:
-        """Reads a file. Raises ConfigError for unreadable, foreign and incomplete files.
+        """Reads a plan file. Raises ConfigError if the file is unreadable, invalid or incomplete.
 
         Args:
             path: The path of the file.
@@ -344,7 +344,9 @@ def _measured(rows: Any) -> tuple[tuple[MeasuredSize, ...], tuple[str, ...]]:
         medians = row.get("median_s") if isinstance(row, Mapping) else None
         name = f"measured[{number}]"
         if not isinstance(medians, Mapping) or not is_count(row.get("bytes"), 1):
-            raise ConfigError(name, row, "needs bytes and median_s", "run paceline tune again")
+            raise ConfigError(
+                name, row, "must be a table with bytes and median_s", "run paceline tune again"
+            )
         spread = row.get("spread", 0.0)  # older files have none
         for algorithm, seconds in medians.items():
             check_name(algorithm, f"{name}.median_s")
@@ -354,7 +356,9 @@ def _measured(rows: Any) -> tuple[tuple[MeasuredSize, ...], tuple[str, ...]]:
                     f"must be from {SHORTEST_S:g} to {LONGEST_S:g} s", "run paceline tune again",
                 )  # fmt: skip
         if not is_finite(spread) or row.get("chosen", "") not in ("", *medians):
-            raise ConfigError(name, row, "has another algorithm", "run paceline tune again")
+            raise ConfigError(
+                name, row, "chooses an algorithm that was not measured", "run paceline tune again"
+            )
         sizes.append(MeasuredSize(row["bytes"], dict(medians), float(spread)))
         chosen.append(row.get("chosen", ""))
     return tuple(sizes), tuple(chosen) if any(chosen) else ()

@@ -6,10 +6,10 @@ which tests check:
 
 - Two ranks exchange their messages in one order: the n-th that one sends is the n-th that the other
   receives, with the same span.
-- All ranks have equally many rounds, and no round waits for a message of a later one. So all ranks can
-  take the rounds of several segments in turn, without a cycle of waits.
-- A message that replaces a span depends on what this rank has sent of it, because receives are posted
-  in advance.
+- All ranks have equally many rounds, and no round waits for a message of a later one. So all ranks
+can alternate between the rounds of several segments without a deadlock.
+- A message that replaces a span depends on the data of that span that this rank has sent, because
+receives are posted in advance.
 
 A new algorithm is one function with the decorator `register`, which makes it known to every command.
 See `tree`.
@@ -61,10 +61,11 @@ def register(
 
     Args:
         depth: Number of segments that are under way together.
-        least_bytes: The smallest segment.
-        most_bytes: The largest segment.
-        tuned: `paceline tune` tries the algorithm by default.
-        cost: Seconds for bytes on a cluster. Without it the planner leaves the algorithm out.
+        least_bytes: The smallest segment size.
+            most_bytes: The largest segment size.
+            tuned: True if `paceline tune` tries the algorithm by default.
+        cost: Function that predicts the seconds for a number of bytes on a cluster. Without this
+            function the planner does not consider the algorithm.
     """
 
     def add(schedule: Schedule) -> Schedule:
@@ -122,7 +123,7 @@ def _part(step: Collective, rank: int, groups: Groups) -> str:
 
 @register()
 def ring(rank: int, groups: Groups, segment: Segment) -> Steps:
-    """All ranks in one ring, neighbours on a node side by side: 2(p−1) rounds of 1/p of the segment."""
+    """Ring all-reduce over all p ranks: 2(p−1) rounds, each with 1/p of the segment."""
     return _ring(rank, groups.order, (0, segment.length))
 
 
@@ -211,7 +212,7 @@ def _chained(*phases: Steps) -> Steps:
 
 
 def _joined(steps: Steps, rounds: int) -> Steps:
-    """Merges the last round of a phase with the first of the next, so that no segment comes between."""
+    """Merges a phase's last round with the next phase's first, so no other segment runs between."""
     for step in steps:
         if isinstance(step, Pause):
             rounds -= 1
@@ -266,7 +267,7 @@ def _ring(rank: int, members: Sequence[int], span: Span) -> Steps:
 
 
 def _flood(rank: int, members: Sequence[int], span: Span) -> Steps:
-    """Sends everything to all members. All add in the order of the members, and get the same bits."""
+    """Sends the span to all members. All add in the same order, so sums are bit-identical."""
     at = members.index(rank)
     others = tuple(member for member in members if member != rank)
     for other in (*others[at:], *others[:at]):
@@ -311,7 +312,7 @@ def _from_owners(
 
 
 def _others(rank: int, members: Sequence[int]) -> tuple[int, ...]:
-    """Returns the other members from the successor on, so that not all ranks send to the first one."""
+    """Returns the other members, starting with the successor, to spread the load over receivers."""
     at = members.index(rank)
     return (*members[at + 1 :], *members[:at])
 
@@ -319,9 +320,9 @@ def _others(rank: int, members: Sequence[int]) -> tuple[int, ...]:
 def _halving(rank: int, members: Sequence[int], span: Span) -> Steps:
     """Recursive halving, then doubling.
 
-    If the number of members is not a power of two, of the first ones every even one sends everything to
-    its odd neighbour, which answers with the result. Sums stay in fp32 as long as a rank keeps them.
-    What it sends, and at last its own part, is rounded.
+    If the number of members is not a power of two, some of the first members pair up: the even
+    member of a pair sends its whole span to the odd member, which sends back the result. Sums stay
+    in fp32 as long as a rank keeps them. What it sends, and at last its own part, is rounded.
     """
     core = 1 << (len(members).bit_length() - 1)
     extra, levels, at = len(members) - core, core.bit_length() - 1, members.index(rank)
@@ -368,7 +369,7 @@ FLOOD_BYTES, EXCHANGE_BYTES, HALVING_BYTES = 24 * KIB, 64 * KIB, MIB
 
 
 def _sum_among(rank: int, members: Sequence[int], span: Span, size_bytes: int) -> Steps:
-    """Returns the sum over some ranks, by the method that suits their number and the size."""
+    """Sums over some ranks with the algorithm that suits the number of ranks and the size."""
     count = len(members)
     if count == 1:
         return iter(())
@@ -389,9 +390,9 @@ class _Place(NamedTuple):
 
     Attributes:
         parent: The parent, or None for the root.
-        children: The children; those that are ready first come first.
-        height: Rounds before the rank can send up.
-        depth: Rounds before the result reaches it.
+        children: The children, in the order in which they become ready.
+        height: Number of rounds before the rank can send to its parent.
+        depth: Number of rounds before the result reaches the rank.
         levels: The depth of the tree.
     """
 

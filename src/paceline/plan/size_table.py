@@ -57,7 +57,7 @@ class SizeTable:
                 raise ConfigError(
                     name,
                     limit,
-                    "every row but the last has a limit",
+                    "must be set in every row but the last",
                     "leave it out in the last row",
                 )
             if limit is None:
@@ -105,7 +105,7 @@ class SizeTable:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> SizeTable:
-        """Returns the inverse of `to_table`. Raises ConfigError for a wrong table."""
+        """Builds a table from the result of `to_table`. Raises ConfigError if it is invalid."""
         rows = table.get("sizes")
         if not isinstance(rows, Sequence) or isinstance(rows, str):
             raise ConfigError(

@@ -31,10 +31,11 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Receives a message of `span` from each of `peers`. One replaces the span, or all are added to it.
+    """Receives a message of `span` from each peer: one replaces the span, or all are added to it.
 
-    They are added in the order given, this rank's own numbers in the place `own`. The sum of 16-bit
-    numbers is computed in fp32 and rounded once. `wide` leaves it in fp32 until `Round`.
+    Messages are added in the order of `peers`; this rank's own values are summand number `own`.
+    Sums of 16-bit values are computed in fp32 and rounded once. If `wide` is set, the sum stays in
+    fp32 until `Round`.
     """
 
     peers: tuple[int, ...]
@@ -53,7 +54,7 @@ class Round(NamedTuple):
 class Collective(NamedTuple):
     """Runs the backend's own collective among `members`, of which the first is the root.
 
-    `beside` is the number of these that run at the same time on a node and share its links.
+    `beside` is the number of such collectives that run concurrently on a node and share its links.
     """
 
     kind: CollectiveKind
@@ -141,7 +142,7 @@ class Algorithm:
         least_bytes: The smallest segment.
         most_bytes: The largest segment; longer buffers have more segments.
         tuned: `paceline tune` tries the algorithm by default.
-        cost: Its closed form, if `paceline.plan.cost` has none.
+        cost: The cost formula, if `paceline.plan.cost` does not contain one for this algorithm.
     """
 
     name: str
@@ -216,7 +217,7 @@ class Arrival(NamedTuple):
 
 
 class Departure(NamedTuple):
-    """A `Send`. It starts at `copy` elements into the memory for copies, if it is sent from a copy.
+    """A `Send`. If it is sent from a copy, `copy` is the offset in the memory for copies.
 
     The span is copied if it changes while a slow peer may still be receiving it; `fill` means that the
     copy is made now.
@@ -297,7 +298,7 @@ def compile_rounds(rounds: Rounds) -> Program:
 
 
 def _close_batch(run: list[int], arrivals: list[Arrival], ops: list[Op]) -> None:
-    """Makes receives that follow one another be posted together.
+    """Groups consecutive receives so that they are posted together.
 
     If they were posted in parts, three ranks could wait for one another in a cycle.
     """

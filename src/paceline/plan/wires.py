@@ -21,20 +21,20 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Wire:
-    """A number format in which gradients travel; `auto` leaves each gradient in its own.
+    """A number format in which gradients are sent; `auto` keeps each gradient's own format.
 
     Attributes:
         name: The name in `comm.wire` and in plans.
         bits: Size of a number; 0 for `auto`.
         short: Another name, for flags and arguments.
-        block: How many numbers share the contents of `block_bytes`, such as a scale.
-        block_bytes: Bytes that travel with each block.
+        block: Number of elements in a block with common metadata, such as a scale.
+        block_bytes: Bytes of metadata that are sent with each block.
         roundoff: The largest relative error of one rounding, for formats with their own all-reduce.
         algorithm: The name of the format's own all-reduce; empty if every algorithm can sum the format.
-        cost: Seconds of that all-reduce.
+        cost: Function that predicts the seconds of the format's own all-reduce.
         small_range: True if typical gradients underflow in the format, as in float16. Losses are then
             scaled.
-        casts: Time to encode and decode a number, in casts from 32 to 16 bits and back.
+        casts: Time to encode and decode an element, relative to a cast from 32 to 16 bits and back.
         create: Makes the `WireCarrier` (`comm/planned_transport`) that executes it, or its import path.
     """
 
@@ -52,7 +52,7 @@ class Wire:
 
     @property
     def width(self) -> float:
-        """Returns the bytes of a number, with its part of the block's."""
+        """Returns the bytes per element, including its share of the block's metadata."""
         return self.bits / 8 + self.block_bytes / self.block
 
 
@@ -73,7 +73,8 @@ def register_wire(wire: Wire) -> None:
         wire: The format, with its own all-reduce.
 
     Raises:
-        ConfigError: If the name is one of an installed format, or size or all-reduce are missing.
+        ConfigError: If an installed format already has this name, or if `bits`, `algorithm`, `cost`
+            or `create` is missing.
 
     Example:
         >>> wire = Wire("tenths", bits=16, algorithm="sum_of_tenths", cost=cost, create=Tenths)
@@ -112,7 +113,7 @@ def own_algorithm(wire: str) -> str:
 
 
 def travelling(half: Any, full: Any, wire: str) -> tuple[Any, Any, Any]:
-    """Returns bytes and casts of a bucket on the wire.
+    """Returns the bytes that a bucket sends and the number of elements that are cast.
 
     Args:
         half: Number of elements in 16 bits.
@@ -141,8 +142,8 @@ def wire_bytes(elements: int, dtype: str, wire: str) -> int:
 def wide_is_bulk(half: Any, full: Any, wire: str) -> Any:
     """Returns True if the message of 32-bit elements is the larger one, from padded elements.
 
-    The bucket's algorithm is for the larger message. The signals do not count. Of two equal messages it
-    is that of 32 bits.
+    The bucket's algorithm is used for the larger message. The signals do not count. If both
+    messages have the same size, the 32-bit message counts as the larger one.
     """
     narrow, wide, _ = travelling(half, full, wire)
     return wide >= narrow

@@ -1,4 +1,4 @@
-"""Accelerators, and the clusters that they form.
+"""The catalog of accelerators, and clusters of accelerators.
 
 The catalog is `accelerators.toml` in this folder; each figure has a source. A user's file has the same
 form.
@@ -32,9 +32,9 @@ class StepConstants:
         power_exponent: Clocks are proportional to the power limit of the board to this exponent.
         hidden_cost: See `Cluster`.
         depth_cost: See `Cluster`.
-        residual: The relative standard error that remains.
-        software: How many times as long a matrix product takes with the libraries of a round of MLPerf
-            Training, by chip and round.
+        residual: The relative standard error of predictions after the fit.
+        software: By chip and round of MLPerf Training: the factor by which matrix products are
+            slower with that round's libraries.
     """
 
     matrix_share: float
@@ -152,7 +152,7 @@ class Accelerator(Specification):
 
     @property
     def runs_triton(self) -> bool:
-        """True if our fused kernels can be compiled for it."""
+        """True if Paceline's fused kernels can be compiled for the accelerator."""
         return self.compute_capability >= TRITON_CAPABILITY
 
 
@@ -167,7 +167,7 @@ def catalogue() -> dict[str, Accelerator]:
 
 
 def accelerator(name: str) -> Accelerator:
-    """Returns an accelerator of the catalog, or that of a user's file if `name` ends in `.toml`.
+    """Returns an accelerator of the catalog, or of a user's file if `name` ends in `.toml`.
 
     Raises:
         ConfigError: If the name is unknown, or the file is invalid.
@@ -208,7 +208,7 @@ def own_accelerator(path: Path) -> Accelerator:
         tables = parse_toml(read_regular(path))
         if len(tables) != 1 or not next(iter(tables)).strip():
             raise ConfigError(
-                "tables", ", ".join(tables), "there must be one table, named after the accelerator",
+                "tables", ", ".join(tables), "the file must have one table, named after the accelerator",
                 'write it as ["My GPU"]',
             )  # fmt: skip
         ((key, table),) = tables.items()

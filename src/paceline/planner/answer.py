@@ -28,7 +28,7 @@ _NOTABLE = 0.05
 
 @dataclass(frozen=True)
 class Question:
-    """What is the same for all numbers of nodes.
+    """The parts of a planning question that do not depend on the number of nodes.
 
     Attributes:
         workload: The step of one rank without communication.
@@ -111,11 +111,12 @@ class Answer:
         cluster: The cluster.
         now: The prediction for the cluster.
         curve: Predictions for other numbers of nodes.
-        most_ranks: The largest number of ranks with 90 % efficiency, None if one node has less.
+        most_ranks: The largest number of ranks with at least 90 % efficiency; None if even one node
+            is less efficient.
         job: What is trained, and for how long.
         limits: The limits on batch, time and cost.
         options: Other numbers of nodes and batches.
-        recommended: True if the batch was not given.
+        recommended: True if the planner recommended the batch because the user gave none.
         memory: The memory of a step, None if the layers of the model are unknown.
         memory_bytes: The memory of the accelerator, 0 if unknown.
         assumed: What is assumed about the cluster, by argument of `gpu_cluster`.

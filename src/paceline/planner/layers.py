@@ -40,13 +40,13 @@ class Recomputable:
 
 @dataclass(frozen=True)
 class Layer:
-    """What a layer does to one image.
+    """The cost of a layer for one image: operations, memory traffic and kept activations.
 
     Attributes:
         name: The name of the layer.
         flops: Operations of the forward pass; a multiply-add counts as two.
         moved: Elements that the forward pass reads and writes.
-        tensors: Its trained tensors.
+        tensors: The trained tensors of the layer.
         depth: The length of the sums of a matrix product (input channels times kernel area), 0 for other
             layers.
         kept: Elements that are kept for the backward pass.
@@ -220,7 +220,7 @@ class _Builder:
     def residual_sum(self, name: str, recomputable: bool) -> None:
         """Records a sum that is fused with the norm before it and reads one activation more.
 
-        It can be recomputed from the input of the norm and a stored shortcut.
+        The sum can be recomputed from the input of the norm and a stored shortcut.
         """
         size = self.elements
         self.recomputable = recomputable

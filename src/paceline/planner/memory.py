@@ -131,7 +131,7 @@ def usable_bytes(gpu: Accelerator) -> float:
 def largest_batch(
     net: Network, gpu: Accelerator, half: bool | None = None, fused: bool = True
 ) -> int:
-    """Returns the largest batch that fits, 0 if not even one image does. Arguments: see `memory_on`."""
+    """Returns the largest batch that fits, or 0 if none fits. Arguments: see `memory_on`."""
     sizes = range(1, LARGEST_BATCH + 1)
     return bisect_right(
         sizes, usable_bytes(gpu), key=lambda batch: memory_on(gpu, net, batch, half, fused).total
@@ -144,8 +144,8 @@ def check_memory(
     """Estimates the memory of a step that must fit. Arguments: see `memory_on`.
 
     Raises:
-        ConfigError: If the batch does not fit. The remedy names the largest batch that does, also with
-            recomputed norms.
+        ConfigError: If the batch does not fit. The remedy names the largest batch that fits, with
+            and without recomputed norms.
     """
     needed = memory_on(gpu, net, batch, half, fused)
     if needed.total > usable_bytes(gpu):

@@ -45,7 +45,7 @@ def planned_cluster(file: PlanFile) -> Cluster:
     """Returns the cluster of a file. Its measured times take precedence over formulas.
 
     Raises:
-        ConfigError: If the file has no measured links, or nodes differ in their ranks.
+        ConfigError: If the file has no measured links, or if nodes have different numbers of ranks.
     """
     probed = file.given(
         file.probed, "--cluster", "has no [cluster] with probed links",

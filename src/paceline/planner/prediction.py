@@ -134,9 +134,9 @@ class StepTimes:
         return max(self.input_s, self.compute_s() + exposed + self.slowed_s())
 
     def slowed_s(self) -> float:
-        """Returns by how much hidden exchanges slow the backward pass.
+        """Returns the seconds by which hidden exchanges slow the backward pass.
 
-        Exchanges are assumed to be slowed as much, so the exposed part stays the same.
+        Exchanges are assumed to become slower by the same time, so the exposed part stays the same.
         """
         exposed = exposed_s(self.ready_s, self.cost_s, self.backward_s)
         return self.hidden_cost * max(0.0, sum(self.cost_s) - exposed)
@@ -155,7 +155,7 @@ class Prediction:
         step_s: The step time.
         compute_s: Forward, backward and update of the slowest rank.
         exposed_comm_s: The part of the exchanges that compute does not hide.
-        hidden_comm_s: By how much hidden exchanges slow the compute.
+        hidden_comm_s: Seconds by which hidden exchanges slow the compute.
         input_stall_s: The wait for the input.
         efficiency: The step time of one rank alone, divided by `step_s`.
         uncertainty: The relative standard error of `step_s`.

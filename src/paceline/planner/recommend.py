@@ -141,7 +141,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and for how long.
+    """The model, data and length of a training job.
 
     Attributes:
         epochs: The number of epochs.
@@ -211,7 +211,7 @@ def recommended_batch(question: Question, cluster: Cluster, limits: Limits) -> i
     is best.
 
     Raises:
-        ConfigError: If the limits allow no batch.
+        ConfigError: If no batch satisfies the limits.
     """
     most = limits.largest(cluster.ranks)
     if most < 1:

@@ -33,7 +33,7 @@ from paceline.planner.workload import Workload
 
 @dataclass(frozen=True)
 class StepRequest:
-    """The step of a model on an accelerator, or that of a profile. None and "" mean not given."""
+    """The requested step: a model on an accelerator, or a profile. None and "" mean not given."""
 
     model: str = ""
     gpu: str = ""
@@ -65,7 +65,7 @@ class StepRequest:
     def read(self, where: ClusterRequest) -> tuple[PlanFile, Workload | None]:
         """Reads the cluster's file and the profile.
 
-        The profile is that of `profile` or, if no GPU is named, that in the cluster's file.
+        The profile comes from the file `profile` or, if no GPU is named, from the cluster's file.
 
         Raises:
             ConfigError: If a file is invalid, or the request contradicts the profile.
@@ -98,19 +98,19 @@ class StepRequest:
         self._refuse_own()
         if self.model and profiled.model != self.model:
             raise ConfigError(
-                "--model", self.model, f"the profile is of {profiled.model}",
+                "--model", self.model, f"differs from the model of the profile, {profiled.model}",
                 f"profile {self.model}, or leave --model out",
             )  # fmt: skip
         return profiled
 
     def _refuse_own(self) -> None:
-        """Raises ConfigError if an argument is given that a profile contains."""
+        """Refuses arguments whose values are fixed by a profile."""
         for flag, value in (
             ("--image-size", self.image_size), ("--classes", self.classes),
             ("--channels", self.channels), ("--software", self.software or None),
         ):  # fmt: skip
             if value is not None:
-                raise ConfigError(flag, value, "a profile has its own", "leave it out")
+                raise ConfigError(flag, value, "is set by the profile", "leave it out")
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,8 @@ def question_about(
 ) -> Question:
     """Builds a question whose batch is not set yet.
 
-    Without `algorithms`, those measured on the cluster are allowed, or all if it was not measured.
+    Without `algorithms`, all algorithms that were measured on the cluster are allowed. If the
+    cluster was not measured, all algorithms are allowed.
     """
     known = place.probed.algorithms if place.probed else algorithm_names()
     return Question(work, 1, tuple(algorithms) or known, wire_names(wires or ("auto",)))

@@ -179,7 +179,7 @@ def _predicted(
     if step.profile is None and (":" in step.model or step.model in TRACED):
         raise ConfigError(
             "model", step.model,
-            "its layers are counted with torch, which predict_scaling does without",
+            "needs torch to count the layers of this model, but predict_scaling works without torch",
             f"use paceline plan --model {step.model}, or measure it with paceline profile and give "
             "profile=",
         )  # fmt: skip

@@ -224,7 +224,7 @@ class Workload:
         """Builds a workload from the table of a file.
 
         Raises:
-            ConfigError: If a field is missing, unknown, out of range or of another type.
+            ConfigError: If a field is missing, unknown or out of range, or has the wrong type.
         """
         work = table.get("workload")
         if not isinstance(work, Mapping) or not isinstance(work.get("gradients"), list):

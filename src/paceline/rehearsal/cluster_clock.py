@@ -166,13 +166,14 @@ class RehearsedCluster:
         self, model: str, image_size: int, net: Network | None = None,
         tensors: Mapping[str, tuple[int, bool]] | None = None,
     ) -> Workload | None:  # fmt: skip
-        """Returns the step of one rank; None if neither a GPU nor a measured step is given.
+        """Returns the workload of one rank's step; None without a GPU name and a measured step.
 
         Args:
             model: The name of the model.
             image_size: Pixels of an image's side.
-            net: The layers, for a step that was not measured.
-            tensors: The trained tensors: elements, and True for half precision. Others are refused.
+            net: The layers of the model, needed if no measured step is given.
+            tensors: Elements of each trained tensor, and True for half precision. A measured step
+                with different tensors is refused.
         """
         work: Workload | None = None
         if self.settings.profile:
@@ -183,7 +184,7 @@ class RehearsedCluster:
             work = profile_of(self._file("cluster"))
             if work is None:
                 raise self._error(
-                    "cluster", "has links, but no step: no [workload]",
+                    "cluster", "contains links, but no measured step (section [workload])",
                     f"run paceline tune there with --model {model}, or give --profile or --gpu as well",
                 )  # fmt: skip
         if work is not None and tensors is not None:
@@ -193,7 +194,7 @@ class RehearsedCluster:
         return work
 
     def start_up(self, plan: FusionPlan) -> StartUp:
-        """Returns the start of the ranks: processes, rendezvous, agreement, process groups."""
+        """Returns the predicted start-up: processes, rendezvous, agreement, process groups."""
         settings, probed = self.settings, None
         if settings.cluster:
             probed = self._file("cluster").probed
@@ -222,7 +223,7 @@ class RehearsedCluster:
             return tuned.with_nodes(self.settings.nodes)
         if not self.settings.gpu:
             raise self._error(
-                "profile", "says nothing about the links of the cluster",
+                "profile", "does not contain the links of the cluster",
                 "give --gpu as well, or --cluster FILE of paceline tune",
             )  # fmt: skip
         settings = self.settings
@@ -232,7 +233,7 @@ class RehearsedCluster:
 
     @property
     def assumed_links(self) -> tuple[str, ...]:
-        """Returns texts about the bandwidth between nodes, if the settings have none."""
+        """Describes the assumed bandwidth between nodes if the settings do not set it."""
         if self.settings.cluster or not self.settings.gpu or self.settings.nodes < 2:
             return ()
         given = {"node_gbps"} if self.settings.node_gbps is not None else set()

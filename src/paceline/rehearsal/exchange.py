@@ -2,8 +2,9 @@
 
 The ranks of a cluster are virtual: they compute their gradients here one after the other, and pass them
 to `end_rank`. Each bucket is rounded to its wire format and added to the partial sums of earlier ranks,
-in the order and with the roundings of the plan's algorithm (`reduction`). So the sums are those of the
-cluster. `reduce` then writes them where an exchange over a network would.
+in the order and with the roundings of the plan's algorithm (`reduction`). So the sums are
+bit-identical to the sums of the cluster. `reduce` then writes them to the same place as an exchange
+over a network.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ def cluster_groups(nodes: int, ranks_per_node: int, group_size: int = 0) -> Grou
 def rank_order(ranks: int, plan: FusionPlan) -> range:
     """Returns the order in which the ranks are computed, so that few partial sums have to be kept.
 
-    Gloo's own ring goes downwards, the algorithms of Paceline upwards. The order changes no number.
+    Gloo's own ring visits ranks in descending order, Paceline's algorithms in ascending order. The
+    order does not change the sums.
     """
     native = all(bucket.algorithm == NATIVE for bucket in plan.buckets)
     return range(ranks - 1, -1, -1) if native else range(ranks)
 
 
 class VirtualAllReduce:
-    """Sums one buffer over ranks that come one after the other."""
+    """Sums one buffer over virtual ranks that are added one after the other."""
 
     def __init__(self, reduction: Reduction, dtype: torch.dtype, device: torch.device) -> None:
         self._reduction = reduction
@@ -56,7 +58,7 @@ class VirtualAllReduce:
         return sum(tensor.nbytes for _, tensor in self._planes.values())
 
     def begin(self) -> None:
-        """Forgets all ranks."""
+        """Resets the sum to no ranks."""
         self._come = 0
 
     def add(self, row: Tensor) -> None:
@@ -75,7 +77,7 @@ class VirtualAllReduce:
         self._come += 1
 
     def result(self, into: Tensor) -> None:
-        """Writes the sum, once all ranks have come."""
+        """Writes the sum once all ranks have been added."""
         assert self._come == len(self._reduction.arrivals), "ranks are missing"
         for plane, start, stop in self._reduction.result:
             into[start:stop].copy_(self._part(plane, start, stop))

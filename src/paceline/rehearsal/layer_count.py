@@ -84,7 +84,7 @@ def count_trained(model: nn.Module, name: str, image_size: int, channels: int) -
 
 
 def _on_meta(model: nn.Module, name: str) -> nn.Module:
-    """Returns a copy without memory for its tensors, which are replaced before the copy is made."""
+    """Returns a copy of the model on the meta device, without memory for its tensors."""
     made: dict[int, Any] = {}
     for parameter in model.parameters():
         trains = parameter.is_floating_point()
@@ -117,8 +117,8 @@ def count_module(model: nn.Module, name: str, image_size: int, channels: int = 3
 def _half_kept(model: nn.Module, images: Tensor) -> list[float]:
     """Returns the elements that each layer keeps in half precision.
 
-    Returns an empty list if the model does not run in the formats of `_Formats`. Then the count is that
-    of fp32 with elements of two bytes.
+    Returns an empty list if the model does not run in the formats of `_Formats`. The caller then
+    uses the fp32 counts with elements of two bytes.
     """
     weights = [weight for weight in matrix_weights(model) if weight.dtype == torch.float32]
     try:

@@ -38,7 +38,7 @@ _FRUGAL = ("hierarchical", "torus2d", "tree")
 
 
 class VirtualStatistics(BatchNormState):
-    """Has a row for each virtual rank in `kept`.
+    """Running statistics with a row for each virtual rank in `kept`.
 
     The layers use `flat`, which `load` fills for one rank and `store` saves.
     """
@@ -55,12 +55,12 @@ class VirtualStatistics(BatchNormState):
         return self.kept_tracked[0]
 
     def load(self, rank: int) -> None:
-        """Gives the layers the statistics of a virtual rank."""
+        """Copies the statistics of a virtual rank to the layers."""
         self.flat.copy_(self.kept[rank])
         self.tracked.copy_(self.kept_tracked[rank])
 
     def store(self, rank: int) -> None:
-        """Saves the statistics of the layers as those of a virtual rank."""
+        """Saves the statistics of the layers as the statistics of a virtual rank."""
         self.kept[rank].copy_(self.flat)
         self.kept_tracked[rank].copy_(self.tracked)
 
@@ -206,7 +206,7 @@ class Rehearsal(Synchronous):
     def start(self, training: Training) -> None:
         """Starts the clock.
 
-        Steps before a checkpoint without a clock count as those after it.
+        If the checkpoint has no clock, earlier steps count as long as later steps.
         """
         self._progress = progress = training.progress
         if progress.time_to_target_s is None:

@@ -26,9 +26,9 @@ class Straggler:
     """The rank that nearly always arrives last.
 
     Attributes:
-        rank: Its number.
-        share_last: The share of steps in which it arrives last.
-        lost_s: The median time per step that other ranks wait for it.
+        rank: The number of the rank.
+            share_last: The fraction of steps in which this rank arrives last.
+        lost_s: The median time per step that other ranks wait for this rank.
     """
 
     rank: int
@@ -140,7 +140,7 @@ def _waits_of_ranks(run: RunFiles) -> _Waits:
 
 
 def _waits_of_records(records: list[Record]) -> _Waits:
-    """Reads the waits from rank 0's records about all ranks, without damaged ones."""
+    """Reads the waits from rank 0's records about all ranks; skips damaged records."""
     rows = []
     for record in records:
         exposed = record.get("exposed_comm_s")

@@ -206,7 +206,7 @@ def _strips(chart: Chart, x_axis: Axis) -> list[str]:
 
 
 def _legend(chart: Chart) -> list[str]:
-    """Draws name and last value of each line, from left to right above the plot."""
+    """Draws the legend: the name and the last value of each line, left to right above the plot."""
     parts, x = [], float(LEFT)
     for line in chart.lines:
         if not line.points or not line.name:

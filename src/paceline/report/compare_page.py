@@ -1,6 +1,6 @@
 """A comparison as table, Markdown, JSON, charts and HTML page.
 
-What is equal in all rows is in the caption instead of a column.
+Values that are equal in all rows are in the caption instead of in a column.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def compare_table(comparison: Comparison) -> Table:
 
 
 def compare_caption(comparison: Comparison) -> str:
-    """Returns what the rows have in common, such as `all: model resnet18, epochs 90`."""
+    """Returns the values that all rows share, such as `all: model resnet18, epochs 90`."""
     first = comparison.rows[0]
     common = [
         f"{what} {value_text(first.first.settings, name)}"
@@ -279,7 +279,7 @@ def _legend(comparison: Comparison) -> str:
 
 
 def series_look(row: int) -> tuple[int, bool]:
-    """Returns the colour of a row and whether its line is dashed, as in every second round of colours."""
+    """Returns the color of a row, and True if its line is dashed because colors repeat."""
     return row % SERIES_COLOURS + 1, row // SERIES_COLOURS % 2 == 1
 
 

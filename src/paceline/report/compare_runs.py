@@ -36,7 +36,7 @@ class NoEvaluationError(CompareError):
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One run of a comparison. `top1` and `val_loss` are those of the last evaluation, not the best."""
+    """One run of a comparison. `top1` and `val_loss` are from the last evaluation, not the best."""
 
     path: Path
     files: RunFiles
@@ -68,7 +68,8 @@ class ComparedRun:
         # A run writes its first records before its configuration.
         if outcome.top1 is None and (files.config or not (files.events or len(files.steps()))):
             raise NoEvaluationError(
-                f"{path} has no evaluation yet", "wait for its first one, or leave that run out"
+                f"{path} has no evaluation yet",
+                "wait for the first evaluation, or leave that run out",
             )
         if not files.config:
             raise CompareError(
@@ -151,7 +152,7 @@ def _run_folders(path: Path) -> list[Path]:
 
 
 def _last_loss(files: RunFiles) -> float | None:
-    """Returns the last validation loss, or None if it is not finite, whatever earlier ones are."""
+    """Returns the last validation loss; None if it is not finite, even if earlier losses are."""
     evaluations = files.of_kind("eval")
     if not evaluations:
         return finite(files.summary or {}, "val_loss")

@@ -195,7 +195,7 @@ class Comparison:
 
     @property
     def notes(self) -> list[str]:
-        """Remarks on the table."""
+        """Notes that are shown below the table."""
         notes = []
         if any(not row.complete for row in self.rows):
             notes.append("* not complete: the last evaluation so far, without a difference")
@@ -217,7 +217,8 @@ class Comparison:
 def group_runs(runs: Iterable[ComparedRun]) -> list[CompareRow]:
     """Groups runs by settings into rows without labels.
 
-    An incomplete run has a row for itself: its average with complete runs would be meaningless.
+    Each incomplete run has a row of its own, because averaging it with complete runs would be
+    meaningless.
     """
     groups: dict[object, list[ComparedRun]] = {}
     for run in runs:

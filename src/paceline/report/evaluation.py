@@ -30,7 +30,7 @@ _IMAGE = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 
 @dataclass(frozen=True)
 class Mistake:
-    """A wrong prediction. `image` is a JPEG in base64, empty if there is none."""
+    """A wrong prediction. `image` is a JPEG in base64, or "" without a thumbnail."""
 
     label: int
     predicted: int

@@ -56,7 +56,7 @@ class LiveRun:
     Attributes:
         path: The folder.
         files: Its contents, or None if it cannot be read.
-        problem: Why it cannot be read; empty if it can.
+        problem: Reason why the folder cannot be read; empty if it can be read.
         version: A number that changes whenever `files` or `problem` changes.
     """
 
@@ -104,7 +104,7 @@ class LiveRun:
 
 
 def _state(path: Path) -> tuple[int, int, int] | None:
-    """Returns values that change with the contents of a file; None if it does not exist."""
+    """Returns values that change when a file changes; None if the file does not exist."""
     try:
         status = path.stat()
     except OSError:
@@ -115,7 +115,7 @@ def _state(path: Path) -> tuple[int, int, int] | None:
 def run_folders(given: Iterable[Path]) -> list[Path]:
     """Returns the run folders in each folder, or the folder itself if it is one or contains none.
 
-    A folder that does not exist yet may become either.
+    A folder that does not exist yet may later become a run folder or a folder of run folders.
     """
     folders: dict[Path, Path] = {}
     for path in given:

@@ -51,7 +51,7 @@ def finite(record: Record, name: str) -> float | None:
 
 
 def integer(record: Record, name: str) -> int | None:
-    """Returns a field rounded to an integer, or None as `finite` does."""
+    """Returns a field rounded to an integer; returns None in the same cases as `finite`."""
     value = finite(record, name)
     return None if value is None else round(value)
 
@@ -120,7 +120,7 @@ class RecordLog:
         self._events: list[tuple[int, Record]] = []
 
     def append(self, record: Record) -> None:
-        """Adds a record whose step, if it has one, is an integer of at most 64 bits."""
+        """Adds a record. The `step` of a step record must be an integer of at most 64 bits."""
         place, self._length = self._length, self._length + 1
         if record["event"] != "step":
             self._events.append((place, record))

@@ -142,7 +142,7 @@ class RunFiles:
         return Curve(steps.number[valid], steps.or_zero("epoch")[valid], values[valid])
 
     def eval_curve(self, name: str) -> Curve:
-        """Returns a field of the evaluations, without those in which it is not finite."""
+        """Returns a field of the evaluations, without evaluations in which it is not finite."""
         points = sorted(
             (record["step"], finite(record, "epoch") or 0.0, value)
             for record in self.of_kind("eval")

@@ -149,7 +149,7 @@ def _mistakes_section(run: RunFiles) -> str:
 
 
 def _configuration(run: RunFiles) -> str:
-    """Shows changed settings and, folded, all others."""
+    """Shows the changed settings and, in a folded section, all other settings."""
     changed = tables.changed_table(run)
     everything = card_section("Configuration", tables.configuration_tables(run), "no config.toml")
     if not changed.rows:

@@ -1,4 +1,4 @@
-"""Running statistics of batch norm: those of each rank, and their average over ranks."""
+"""Running statistics of batch norm on each rank, and their average over ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BatchNormState:
         tracked: Number of batches of each layer.
         kept: Statistics that a step may change and a checkpoint contains: `flat`, or in a subclass
             several rows.
-        kept_tracked: The same for `tracked`.
+        kept_tracked: The batch counts that belong to `kept`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -59,7 +59,7 @@ class BatchNormState:
         self.keep(self.flat, self.tracked)
 
     def keep(self, flat: Tensor, tracked: Tensor) -> None:
-        """Sets the statistics that last from step to step."""
+        """Sets the statistics that are kept between steps."""
         self.kept, self.kept_tracked = flat, tracked
         self._flat_before, self._tracked_before = flat.clone(), tracked.clone()
 
@@ -81,12 +81,12 @@ class BatchNormState:
         self._tracked_before.copy_(self.kept_tracked)
 
     def roll_back(self) -> None:
-        """Restores the copies of `remember`."""
+        """Restores the copies made by `remember`."""
         self.kept.copy_(self._flat_before)
         self.kept_tracked.copy_(self._tracked_before)
 
     def discard_if(self, flag: Tensor) -> None:
-        """Restores the copies of `remember` if the flag on the device is set.
+        """Restores the copies made by `remember` if the flag on the device is set.
 
         A NaN in one batch then does not stay in the statistics. Does not synchronize with the device.
         """
@@ -94,12 +94,12 @@ class BatchNormState:
         self.kept_tracked.copy_(torch.where(flag > 0, self._tracked_before, self.kept_tracked))
 
     def average(self, group: Group) -> Tensor:
-        """Returns the average over ranks, bit-identical on all of them."""
+        """Returns the average over ranks, which is bit-identical on all ranks."""
         return average_over_ranks(self.flat, group)
 
     @contextmanager
     def averaged(self, group: Group) -> Iterator[None]:
-        """Gives the model the average over ranks inside the context."""
+        """Returns a context in which the model uses the statistics averaged over ranks."""
         own = self.flat.clone()
         self.flat.copy_(self.average(group))
         try:
@@ -112,7 +112,7 @@ class BatchNormState:
         return self.gather(self.kept, group, average=average)
 
     def gather(self, kept: Tensor, group: Group, *, average: bool = False) -> Tensor | None:
-        """Gathers a tensor of the shape of `kept` on rank 0; see `gather_rows`."""
+        """Gathers `flat`, a tensor with the shape of `kept`, from all ranks on rank 0."""
         return gather_rows(kept, group, average=average)
 
     def restore(self, rows: Tensor, tracked: Tensor, group: Group) -> None:
@@ -135,7 +135,8 @@ def gather_rows(flat: Tensor, group: Group, *, average: bool) -> Tensor | None:
             the values from which a resumed run starts.
 
     Returns:
-        The rows of all ranks, [ranks, 2, width], or one row with their average. None on other ranks.
+        The rows of all ranks, [ranks, 2, width], or one row with their average. Returns None on
+        ranks other than 0.
     """
     if not average:
         return group.gather(flat)

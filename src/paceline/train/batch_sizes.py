@@ -49,7 +49,7 @@ class BatchSizes:
 def resolve_batch_sizes(
     global_batch: int | None, micro_batch: int | None, world_size: int, samples: int | None = None
 ) -> BatchSizes:
-    """Chooses the batch sizes that are not given.
+    """Chooses the batch sizes that the user has not given.
 
     Args:
         global_batch: Samples of one update. The default is the micro-batch times the number of ranks. If

@@ -152,7 +152,7 @@ def _assemble(
 def _loader_factory(
     config: RunConfig, source: Source, parts: StepParts, group: Group, components: Components
 ) -> Callable[[BatchPlan, int], TrainBatches]:
-    """Returns a function that creates this rank's loader: at the start and for each new plan."""
+    """Returns a function that creates this rank's loader, for the start and for each new plan."""
 
     def make_loader(batches: BatchPlan, first_step: int) -> TrainBatches:
         return create_train_loader(
@@ -197,8 +197,8 @@ def _build_model(
 def _leaving_together(group: Group) -> Iterator[None]:
     """Waits for all ranks before it raises an error that all of them raise.
 
-    A rank that left at once would close the connections of a rank that is still creating them, whose
-    backend would raise another error.
+    If a rank left at once, it would close the connections of ranks that are still creating them,
+    and the backend of those ranks would raise a different error.
     """
     try:
         yield

@@ -79,7 +79,7 @@ class RunControl:
         A request of one rank is enough.
 
         Args:
-            reason: Displayed and recorded.
+            reason: The text that is displayed and recorded.
         """
         self.note(f"stop requested: {reason}")
         self._training.stop.requested = True
@@ -125,7 +125,7 @@ class Callback:
         """Runs before the first step of this process."""
 
     def on_step(self, run: RunControl, event: StepEvent) -> None:
-        """Runs after each step, when its loss is known. On a GPU the next step may already run."""
+        """Runs once the loss of a step is known. On a GPU the next step may already be running."""
 
     def on_evaluation(self, run: RunControl, event: EvalEvent) -> None:
         """Runs after each evaluation."""
@@ -230,7 +230,8 @@ class EarlyStopping(Callback):
 
         Args:
             metric: `top1`, `top5` or `loss`.
-            patience: Evaluations in a row without improvement after which the run stops.
+            patience: Number of consecutive evaluations without improvement after which the run
+                stops.
             min_delta: Smallest change that counts as an improvement.
 
         Raises:

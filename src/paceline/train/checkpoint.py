@@ -38,11 +38,11 @@ _SALVAGED_NAME = re.compile(r"step-(\d+)\.salvaged\.pt")
 
 
 class DamagedCheckpointError(CheckpointError):
-    """The content of a checkpoint differs from what was written."""
+    """Raised if the content of a checkpoint does not match its SHA-256."""
 
 
 class ForeignCheckpointError(CheckpointError):
-    """The file is not a Paceline checkpoint."""
+    """Raised if a file is not a Paceline checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class Checkpoint:
     `schedule` and `rng` describe them for readers; a resume checks them.
 
     Attributes:
-        average: State of `WeightAverage`; empty without one.
+        average: State of `WeightAverage`; empty if weights are not averaged.
         callbacks: State of the user's callbacks on rank 0.
         exchange: State of the gradient exchange of each rank, such as wire residuals; usually empty.
-        strategy: State of the strategy under its name.
+        strategy: State of the strategy, under the strategy's name.
     """
 
     progress: dict[str, Any]
@@ -87,13 +87,13 @@ class Checkpoint:
     def salvaged_by(self) -> int | None:
         """The rank that wrote the checkpoint after the loss of another rank; None if it is regular.
 
-        A salvaged checkpoint contains the batch-norm statistics of that rank only.
+        A salvaged checkpoint contains only the batch-norm statistics of the rank that wrote it.
         """
         rank = self.batch_norm.get("only_rank")
         return None if rank is None else int(rank)
 
     def with_tensors(self, change: Callable[[Tensor, tuple[Any, ...]], Tensor]) -> Checkpoint:
-        """Returns a copy in which `change(tensor, place)` replaces each tensor.
+        """Returns a copy of the checkpoint with each tensor replaced by `change(tensor, place)`.
 
         Args:
             change: Called with a tensor and the keys that lead to it.
@@ -192,7 +192,7 @@ def _check_types(parts: dict[str, Any], path: Path) -> None:
     ]
     if wrong or not is_count(step):
         what = wrong[0] if wrong else "progress.step"
-        raise CheckpointError(f"{path} is invalid: {what} is missing or of another type", _OLDER)
+        raise CheckpointError(f"{path} is invalid: {what} is missing or has the wrong type", _OLDER)
 
 
 def content_hash(value: Any) -> str:

@@ -31,7 +31,7 @@ class Written:
         step: Step of the checkpoint.
         best: True if it was saved as the best checkpoint.
         save_s: Time until the file was in place.
-        stall_s: Part of that time in which no step could run.
+        stall_s: Part of `save_s` in which no step could run.
         path: The file, or None after an error.
         error: The error, or None.
         note: Reason why the steps had to wait for the file, to be displayed once.
@@ -64,10 +64,11 @@ class HostCopy:
         self.problem = ""
 
     def take(self, checkpoint: Checkpoint) -> Checkpoint | None:
-        """Copies a checkpoint. The copy is valid until the next call.
+        """Copies a checkpoint to host memory. The copy is valid until the next call.
 
         Returns:
-            The copy, or None if the host has no memory for it; the reused memory is free then.
+            The copy, or None if the host has no memory for the copy. In that case the reused memory
+            is freed.
         """
         kept, self._kept = self._kept, {}
         # Memory that two tensors share is copied once: tied weights have two names.

@@ -53,7 +53,7 @@ def create_display(console: Console, log_interval: int) -> Observer:
 
 
 class PlainDisplay:
-    """Prints a line every `log_interval` steps, and one for every other event."""
+    """Prints a line every `log_interval` steps, and a line for every event that is not a step."""
 
     def __init__(self, console: Console, log_interval: int) -> None:
         self._console = console
@@ -78,7 +78,7 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """Updates a progress line at the bottom; other events than steps scroll above it."""
+    """Updates a progress line at the bottom; events other than steps scroll above this line."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(

@@ -101,7 +101,7 @@ def evaluate(
         group: The ranks.
         stop: Requests to stop.
         corrupt_limit: Largest number of corrupt images on all ranks.
-        classes: Number of classes, by which the logits are found among several outputs.
+        classes: Number of classes, used to find the logits if the model has several outputs.
         loss_function: The reported loss. The default is cross-entropy.
         details: Collects the mistakes.
         flip: Averages the logits of each image and its mirror image.
@@ -365,7 +365,7 @@ def _open_validation(
         elsewhere: True if `data.dir` is not that of the run.
 
     Returns:
-        The images, and a note if they are not a validation set of the run.
+        The images, and a note if the images are not the run's validation set.
     """
 
     def is_training_data(labels: npt.NDArray[np.int64]) -> bool:
@@ -389,8 +389,8 @@ def _open_validation(
         names = sorted(set(here) ^ set(trained))
         difference = ", ".join(map(repr, names[:3])) or "the order"
         raise CheckpointError(
-            f"the data has {len(here)} classes, {path} {len(trained)}; they differ in {difference}",
-            "evaluate on the classes of its training",
+            f"the data has {len(here)} classes, {path} has {len(trained)}; they differ in {difference}",
+            "evaluate on data with the classes of the training data",
         )
     return source, note
 

@@ -66,7 +66,7 @@ class ExchangeParts:
 
     @property
     def fp16_travels(self) -> bool:
-        """True if gradients are exchanged in fp16, or in a format with as small a range."""
+        """True if gradients are exchanged in fp16 or another format with a small range."""
         return any(wire_format(bucket.wire).small_range for bucket in self.plan.buckets)
 
     def create(
@@ -80,7 +80,7 @@ class ExchangeParts:
             accumulate: True if a step has several micro-batches.
             graphs: True if micro-steps are captured as CUDA graphs.
             squares: Measures the squared norms of micro-steps for the noise scale.
-            transport: Sends the buckets. None means that of the plan.
+            transport: Sends the buckets. None means the transport that the plan needs.
         """
         transport = transport or create_transport(group, self.settings, self.plan)
         wanted = self.settings.overlap
@@ -203,7 +203,7 @@ def check_wires(config: RunConfig, plan: FusionPlan, origin: str) -> None:
     Args:
         config: The settings.
         plan: The plan, equal on all ranks.
-        origin: Its origin.
+        origin: Description of the plan's origin.
 
     Raises:
         ConfigError: If a bucket has such a format.
@@ -217,7 +217,7 @@ def check_wires(config: RunConfig, plan: FusionPlan, origin: str) -> None:
                 "comm.plan", config.comm.plan or None,
                 f"the {origin if from_file else 'plan of the checkpoint'} has buckets in {wire}: "
                 f"{error.cause}",
-                "use a plan without it, or leave comm.plan out" if from_file
+                "use a plan without this format, or leave comm.plan out" if from_file
                 else "start anew without --resume",
             ) from None  # fmt: skip
 
@@ -314,7 +314,7 @@ class DryBackward:
         loss: The loss.
         foreign: A model that is not Paceline's: its other buffers are restored, too, and its exceptions
             become errors of one line.
-        advise: Returns remedies for an error of the pass.
+        advise: Returns remedies for an exception of the pass.
     """
 
     forward: Callable[[Tensor], Tensor]
@@ -327,7 +327,7 @@ class DryBackward:
     advise: Advise = no_advice
 
     def __call__(self) -> None:
-        """Runs the pass; raises the errors of a first step."""
+        """Runs the pass; raises the same errors as a first step."""
         device = self.policy.device
         with self._as_first_step():
             outputs = self._outputs()
@@ -340,7 +340,7 @@ class DryBackward:
                 torch.cuda.empty_cache()
 
     def check_loss(self, model: nn.Module, *, mixes: bool) -> TrainingLoss:
-        """Tries the loss, forward and backward.
+        """Tests the loss with a forward and a backward pass.
 
         Args:
             model: The model whose outputs in evaluation mode the loss may not accept.
@@ -379,7 +379,7 @@ class DryBackward:
 
     @contextmanager
     def _as_first_step(self) -> Iterator[None]:
-        """Restores buffers and random generators; raises errors as those of the first step."""
+        """Restores buffers and random generators; converts errors as the first step does."""
         device = self.policy.device
         self.batch_norm.remember()
         try:

@@ -36,8 +36,9 @@ class ModelLimits:
     """Properties of the built model that exclude fast implementations, equal on all ranks.
 
     Attributes:
-        eager: A pass contains collectives, which no fast implementation supports.
-        varies: The model keeps state or draws numbers in Python, which a CUDA graph would freeze.
+        eager: True if a pass contains collectives, which no fast implementation supports.
+        varies: True if the model keeps state or draws random numbers in Python, which a CUDA graph
+            would freeze.
     """
 
     eager: bool = False
@@ -72,7 +73,7 @@ class ModelLimits:
 
 @dataclass(frozen=True)
 class FastPath:
-    """The choices for one run. They are recorded, and not written back into the settings.
+    """The choices for one run, which are recorded but not written back into the settings.
 
     Attributes:
         forward: The forward pass of training.
@@ -128,8 +129,8 @@ def choose_fast_path(
         model: The model on its device.
         device: The device.
         triton_problem: Reason why Triton's kernels cannot run; "" if they can.
-        shared_gpu: True if other ranks use the same GPU. cuDNN's batch norm then hangs next to their
-            collectives.
+        shared_gpu: True if other ranks use the same GPU. cuDNN's batch norm then hangs if it runs
+            concurrently with collectives of other ranks.
         dtype: Format of activations and convolutions.
         limits: Properties of the model that exclude fast implementations.
 

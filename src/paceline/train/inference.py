@@ -50,7 +50,7 @@ class Prediction:
         name: File name or number of the image.
         labels: Class names, the most likely first.
         confidences: Probabilities of these classes.
-        error: Reason why there are no classes; "" if there are.
+        error: Reason why the image could not be classified; "" on success.
 
     Example:
         for prediction in trainer.predict(["a.jpg", "b.jpg"]):
@@ -74,7 +74,7 @@ class Prediction:
 
 
 class _Images(Source):
-    """Images to classify. The label of each is its number, which gives the place of its result."""
+    """Images to classify. An image's label is its index, which orders the results."""
 
     def __init__(self, images: Sequence[ImageLike], names: Sequence[str]) -> None:
         # A loader raises an error if no image can be decoded, so one more image always can.
@@ -152,10 +152,11 @@ class Predictor:
         Args:
             run: A run folder, of which the best checkpoint is used, or a checkpoint file.
             device: `cpu`, `cuda` or `auto`.
-            precision: Number format. None means that of the run.
+            precision: Number format. None means the number format of the run.
             overrides: Settings that replace those of the run.
             components: Python objects; `model` is needed if the model of the run was an object.
-            trust: Allows the code that the run names. A configuration allows the code that it names.
+            trust: True to allow all code that the run names, or a configuration to allow only the
+                code that this configuration names.
 
         Returns:
             The predictor.
@@ -232,7 +233,7 @@ class Predictor:
         return predictions
 
     def _scores(self, source: Source, batch_size: int) -> tuple[Tensor, dict[int, str]]:
-        """Returns probabilities, samples × classes, and the reasons why samples have none."""
+        """Returns probabilities, samples × classes, and the reason for each sample that failed."""
         device, data = self.policy.device, self.config.data
         data = replace(data, max_corrupt_share=1 - 1e-9, resident="off", cache="none")
         if not data.decoder.startswith("n"):
@@ -276,7 +277,7 @@ class Predictor:
 
         Args:
             out: The file: `.safetensors` (weights), `.onnx` or `.pt2` (a program of `torch.export`).
-            opset: Version of ONNX's operators. None means that of torch's exporter.
+            opset: Version of ONNX's operators. None means the default of torch's exporter.
 
         Returns:
             One line that describes the file.

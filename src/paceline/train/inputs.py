@@ -1,7 +1,7 @@
 """The inputs of a run: data, run folder and checkpoint, agreed among all ranks.
 
-All ranks agree on each before the next, so that a missing file on one node ends all ranks with the same
-error.
+All ranks agree on each of these inputs before they open the next one, so that a missing file on one
+node ends all ranks with the same error.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class RunInputs:
         source: Training images.
         validation: Validation images.
         labels: Digest of the training labels, and of the shard sizes if the sample order depends on
-            them. A resumed run recognizes its data by it.
+            them. A resumed run compares this digest with the checkpoint's.
         folder: The run folder.
-        lock: Lock of the folder; None on other ranks than 0.
+        lock: Lock of the folder; None on ranks other than 0.
     """
 
     source: Source
@@ -111,7 +111,7 @@ def agree_on_inputs(config: RunConfig, group: Group, components: Components) -> 
 
 
 def labels_digest(values: npt.NDArray[np.int64]) -> str:
-    """Returns the digest by which a run recognizes its data."""
+    """Returns the digest with which a resumed run checks that its data is unchanged."""
     return hashlib.sha256(values.tobytes()).hexdigest()[:12]
 
 

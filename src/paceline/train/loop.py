@@ -157,7 +157,7 @@ class TrainingLoop:
         return self.collect() or RunResult("finished", None)
 
     def collect(self, left: int = 0) -> RunResult | None:
-        """Accounts for steps until `left` are in flight, or for all if one requests a stop."""
+        """Collects steps until `left` are in flight, or all steps if one requests a stop."""
         stop: signal.Signals | None = None
         requested = False
         while self._t.step.under_way > left:
@@ -208,7 +208,7 @@ class TrainingLoop:
     def _evaluate(self) -> RunResult | None:
         """Evaluates, and saves if a save is due or the result is the best.
 
-        Returns a result if the run ends here.
+        Returns a result if the run ends after this evaluation.
         """
         t, progress = self._t, self._t.progress
         t.step.strategy.pause()
@@ -290,7 +290,7 @@ class TrainingLoop:
 
     @property
     def _is_sound(self) -> bool:
-        """False while steps are being skipped, because the weights may be the cause."""
+        """False while steps are skipped, because faulty weights may be the cause."""
         return self._t.progress.skipped_in_a_row == 0
 
     @property

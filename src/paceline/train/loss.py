@@ -40,8 +40,8 @@ class TrainingLoss(ABC):
         Args:
             outputs: The model's outputs.
             targets: Labels or class probabilities.
-            own: The weight of each image, if it was mixed with the image at the same place from the end
-                of the batch.
+            own: The weight of each image, if image i was mixed with image i counted from the end of
+                the batch.
         """
 
     @abstractmethod
@@ -138,7 +138,7 @@ class OwnLoss(TrainingLoss):
                 raise  # an operation that cannot be captured, not an error of the loss
             raise RunError(
                 f"the loss {self.name} failed ({first_line(error)})",
-                "it is called with the model's outputs and the targets of a batch",
+                "fix the loss: it is called with the model's outputs and the targets of a batch",
             ) from error
         if not isinstance(value, Tensor) or not value.is_floating_point():
             kind = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
@@ -218,10 +218,11 @@ def create_loss(
 class Mixing:
     """Mixes each image of a micro-batch, and its label, with another one.
 
-    Mixup (Zhang et al. 2018) adds two images. CutMix (Yun et al. 2019) replaces a box of one by that of
-    the other. With both on, each image uses one of the two at random. The other image is the one at the
-    same place from the end of the batch. Weights are drawn per image, because one weight for a whole
-    batch would make the steps of large batches differ.
+    Mixup (Zhang et al. 2018) adds two images. CutMix (Yun et al. 2019) replaces a box of one image
+    by the same box of the other image. If both are enabled, each image uses one of the two methods
+    at random. Image i from the start of the batch is mixed with image i from the end. Weights are
+    drawn per image, because one weight for a whole batch would make the steps of large batches
+    differ.
     """
 
     def __init__(self, mixup: float, cutmix: float, size: int, seed: int) -> None:
@@ -268,7 +269,7 @@ class Mixing:
 
 
 def mixed(images: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Mixes images by a table of `Mixing`; returns them and the weight of each image."""
+    """Mixes images by a table of `Mixing`; returns the mixed images and each image's weight."""
     height, width = images.shape[2:]
     own, top, bottom, left, right = (column.view(-1, 1, 1, 1) for column in table.unbind(1))
     rows = torch.arange(height, device=images.device).view(1, 1, -1, 1)

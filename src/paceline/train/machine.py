@@ -52,7 +52,7 @@ def choose_device(config: RunConfig, topology: Topology) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if torch.cuda.device_count() == 0:
-        raise ConfigError("run.device", "cuda", "no CUDA device here", "use --device cpu")
+        raise ConfigError("run.device", "cuda", "this host has no CUDA device", "use --device cpu")
     device = choose_gpu(topology, config.comm)
     torch.cuda.set_device(device)
     return device
@@ -63,7 +63,7 @@ def choose_gpu(topology: Topology, settings: CommSettings) -> torch.device:
 
     Args:
         topology: Place of this rank in the job.
-        settings: The settings of the exchange.
+        settings: The section `[comm]`.
 
     Raises:
         ConfigError: If several NCCL ranks would use one GPU.
@@ -168,8 +168,8 @@ def derive_seed(*parts: int | str) -> int:
 def seed_micro_batch(seed: int, step: int, number: int) -> None:
     """Seeds torch's generators for micro-batch `number` of `step`.
 
-    Dropout then depends neither on the rank that computes the micro-batch nor on earlier steps: resumed
-    runs, and runs on another number of ranks, draw the same numbers.
+    Dropout then depends neither on the rank that computes the micro-batch nor on earlier steps. So
+    resumed runs, and runs on a different number of ranks, draw the same random numbers.
     """
     key = derive_seed(seed, step, number)
     # Not `torch.manual_seed`, which formats a stack trace for each kind of device that is not in use.

@@ -43,7 +43,7 @@ Advise = Callable[[Exception], Sequence[str]]
 
 
 def no_advice(error: Exception) -> Sequence[str]:
-    """Returns the remedies of a plain model for an error: none."""
+    """Returns no remedies, because a plain model has none to offer for an error."""
     return ()
 
 
@@ -140,9 +140,9 @@ class Captured:
 
 
 def _capture_cause(error: RuntimeError) -> BaseException:
-    """Returns the first error of a failed capture, because torch raises that of the capture's end.
+    """Returns the first error of a failed capture; torch raises the error of the capture's end.
 
-    Raises it instead if memory ran out or the device is lost.
+    Raises the first error instead if memory ran out or the device is lost.
     """
     cause: BaseException = error
     while cause.__context__ is not None and isinstance(cause.__context__, RuntimeError):
@@ -172,14 +172,16 @@ _Inputs = tuple[Tensor, Tensor, Tensor | None]
 
 
 class MicroStep:
-    """Runs forward and backward of micro-batches.
+    """Runs the forward and backward pass of micro-batches.
 
     Attributes:
         loss: Sum of the losses of a step, on the device.
         sample_weight: Factor of the loss of each sample, on the device.
         loss_function: The loss.
-        may_fall_back: True if all ranks must agree, after the first captures, that they use graphs.
-        uncaptured: Reason why micro-steps are not captured although they should be; "" if there is none.
+        may_fall_back: True if all ranks must agree, after the first captures, whether to use
+            graphs.
+        uncaptured: Reason why micro-steps are not captured although graphs are enabled; "" if they
+            are captured.
     """
 
     def __init__(
@@ -207,8 +209,10 @@ class MicroStep:
             exchange: Takes the gradients.
             scale: The loss scale.
             smoothing: Label smoothing of the default loss, cross-entropy.
-            graphs: Captures micro-steps. One that sends buckets is captured if the transport allows it.
-            must_capture: Raises an error if a capture fails, instead of running without graphs.
+            graphs: Captures micro-steps as CUDA graphs. A micro-step that sends buckets is captured
+                only if the transport allows capture.
+            must_capture: True to raise an error if a capture fails, instead of running without
+                graphs.
             loss: The loss.
             augment: Changes the normalized images.
             advise: Returns remedies for errors; see `Applied.advise`.
@@ -250,10 +254,11 @@ class MicroStep:
 
         Args:
             images: Images of the micro-batch.
-            labels: Their labels.
-            full_size: True for the size of nearly every micro-batch, which is worth capturing.
+            labels: Labels of the images.
+            full_size: True if the micro-batch has the usual size, for which a graph is worth
+                capturing.
             last: True for the last micro-batch of a step: the exchange may send full buckets.
-            mix: A table of `Mixing`, in every call or in none.
+            mix: A table of `Mixing`. It must be given in every call or in none.
         """
         inputs, device = (images, labels, mix), self._policy.device
         sends = last and self._exchange.overlaps
@@ -328,7 +333,7 @@ class MicroStep:
     def _compute_to_end(
         self, sends: bool, images: Tensor, labels: Tensor, mix: Tensor | None
     ) -> None:
-        """Computes and waits for the buckets, which must be complete before a capture ends."""
+        """Computes a micro-step and waits for its buckets, as a capture must before it ends."""
         self._compute(sends, images, labels, mix)
         self._exchange.join()
 
@@ -343,7 +348,7 @@ def _moved(inputs: _Inputs, device: torch.device) -> _Inputs:
 
 @contextlib.contextmanager
 def _kept_buffers(model: nn.Module | None) -> Iterator[None]:
-    """Undoes assignments to buffers in a failed capture, whose tensors have no values."""
+    """Undoes assignments to buffers in a failed capture, because its tensors have no values."""
     places = [(module, dict(module._buffers)) for module in model.modules()] if model else []
     try:
         yield
@@ -357,8 +362,8 @@ def _kept_buffers(model: nn.Module | None) -> Iterator[None]:
 class _CapturedMicroSteps:
     """Two CUDA graphs of a micro-step with their inputs: one that sends buckets, and one that does not.
 
-    They share one memory pool, because they never run at the same time and write their results into the
-    buffers of the exchange.
+    The two graphs share one memory pool, because they never run at the same time and write their
+    results into the buffers of the exchange.
     """
 
     def __init__(

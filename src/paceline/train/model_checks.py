@@ -149,7 +149,7 @@ def forward_error(
     Args:
         error: The exception.
         images: Shape of the batch.
-        what: Name of the failed function.
+        what: Name of the function that failed.
 
     Returns:
         The error; None if memory ran out or the device is lost.
@@ -261,7 +261,7 @@ def _check_shape(logits: Tensor, samples: int, classes: int, mode: str) -> None:
         raise RunError(
             f"the model's outputs are {_shape(logits.shape)}{mode} for {samples} images of {classes} "
             "classes",
-            "let its factory take num_classes"
+            "let the model's factory take num_classes"
             + (f", or set model.num_classes={width}" if width > classes else ""),
         )
     if not logits.is_floating_point():
@@ -279,7 +279,7 @@ def _check_parameters(model: nn.Module, before: Mapping[str, Tensor]) -> None:
     if changed:
         raise RunError(
             f"the model's forward changes its parameters: {_names(changed)}",
-            "leave them to the optimizer; keep what forward changes in buffers",
+            "let only the optimizer change parameters; keep state that forward changes in buffers",
         )
 
 
@@ -294,8 +294,8 @@ def _check_state(model: nn.Module, before: Mapping[str, Tensor], ranks: int) -> 
         return []
     if ranks > 1:
         raise RunError(
-            f"the model keeps state between batches in {_names(changed)}: ranks would not share it",
-            "train it on one rank, or use batch norm, whose statistics are averaged",
+            f"the model keeps state between batches in {_names(changed)}, which ranks do not share",
+            "train on one rank, or use batch norm, whose statistics are averaged",
         )
     saved = model.state_dict().keys()
     lost = [name for name in changed if name not in saved]
@@ -401,7 +401,7 @@ def check_parameters(
 ) -> None:
     """Checks that a user's code has not replaced parameters in forward or in a callback.
 
-    Optimizer and exchange would not update other parameters, without any error.
+    The optimizer and the exchange would silently not update new parameters.
 
     Args:
         model: The model.

@@ -33,7 +33,7 @@ from paceline.train.run_state import Progress
 
 
 class InputWait:
-    """Measures the input stall of one step by cause. A context manager around the wait for each batch.
+    """Measures the input stall of one step, by cause; a context manager for the wait for a batch.
 
     On a GPU the host waits for a batch while the device still computes the previous step, so only
     device idle time counts. CUDA events measure it up to the batch, or up to the start of the device's
@@ -90,7 +90,7 @@ class InputReport:
 
     Attributes:
         samples: Number of training samples.
-        max_share: Fraction of them that may be corrupt.
+        max_share: Fraction of the training samples that may be corrupt.
     """
 
     progress: Progress
@@ -104,8 +104,8 @@ class InputReport:
         """Counts the corrupt samples of a step.
 
         Args:
-            here: Those of this rank.
-            count: Number on all ranks together.
+            here: Corrupt samples of this rank.
+            count: Number of corrupt samples on all ranks together.
 
         Raises:
             RunError: On all ranks, if more samples are corrupt than allowed.
@@ -224,7 +224,8 @@ class RunTrace:
 class WatchProcess:
     """An `Observer` that serves the live report of the run (`run.report_port`) from another process.
 
-    Creating pages then does not block the interpreter of the training. The process ends with this one.
+    Creating pages then does not block the interpreter of the training. The server process ends
+    together with the training process.
     """
 
     def __init__(self, folder: Path, port: int) -> None:

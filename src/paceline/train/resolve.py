@@ -71,7 +71,7 @@ class Resolved:
 
 
 def resolve(config: RunConfig, facts: Facts) -> Resolved:
-    """Decides everything that depends on settings, data and device alone.
+    """Makes all decisions that depend only on settings, data and device.
 
     Args:
         config: The settings as they were loaded.
@@ -114,8 +114,8 @@ def refuse(config: RunConfig, job: Job, program: Components) -> None:
         program: Python objects of the program.
 
     Raises:
-        ConfigError: If settings exclude each other, the kind of device, the objects of the program or the
-            number of ranks.
+        ConfigError: If settings exclude each other, or do not fit the kind of device, the objects
+            of the program or the number of ranks.
     """
     config.check_job(job, program)
     kind = strategy_class(config)
@@ -130,7 +130,7 @@ def check_num_classes(config: RunConfig, classes: int) -> None:
     if declared is not None and declared < classes:
         raise ConfigError(
             "model.num_classes", declared, f"but the data has {classes} classes",
-            "raise it, or leave it out to take the data's",
+            "raise it, or leave it out to use the number of classes in the data",
         )  # fmt: skip
 
 
@@ -187,7 +187,7 @@ def _scaled(config: RunConfig, facts: Facts, ranks: int) -> tuple[RunConfig, str
 
 
 def _as_before(target: Target, resumed: Checkpoint) -> Target:
-    """Returns the target with the batch stages of the resumed run; another batch is refused later."""
+    """Returns the target with the resumed run's batch stages; other batches are refused later."""
     stages = BatchGrowth.parse(flatten(resumed.config).get("optim.batch_schedule", "")).stages
     first = int(resumed.sampler["global_batch"])
     last = stages[-1][1] if stages else first

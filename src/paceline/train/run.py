@@ -68,15 +68,17 @@ _LOCK_WAIT_S = 1.0
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """The outcome of a run on this rank.
+    """Result of `run_training` on this rank.
 
     Attributes:
         folder: The run folder.
         rank: This rank.
-        result: Reason for the end of the run.
-        summary: Content of `summary.json`; empty if a signal ended the run, and on other ranks than 0.
+        result: Why training stopped.
+        summary: Content of `summary.json`; empty if a signal ended the run, and on ranks other than
+            0.
         report: The HTML report, if one was written.
-        already_finished: True if the run had ended before. Nothing was trained or written then.
+        already_finished: True if the resumed run was already complete, so that nothing was trained
+            or written.
     """
 
     folder: Path
@@ -374,7 +376,7 @@ def salvage(training: Training, loop: TrainingLoop, error: PeerError) -> None:
 
     Args:
         training: The run.
-        loop: Its loop.
+            loop: The training loop of the run.
         error: The error with which this rank ends.
     """
     if not training.step.strategy.same_weights:

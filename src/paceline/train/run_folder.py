@@ -214,7 +214,7 @@ _RESTART_WAIT_S = 10.0
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run. Only rank 0 has the last three attributes.
+    """The folder of a run. The last three attributes are set on rank 0 only.
 
     Attributes:
         path: The folder.
@@ -335,7 +335,8 @@ def _choose(config: RunConfig, restarted: bool, output: Path | None) -> RunFolde
 def _from_file(file: Path, output: Path | None, *, restarted: bool) -> RunFolder:
     """Resumes the run of a given checkpoint, in its own folder unless `output` is given.
 
-    After a restart by the launcher, the run resumes from the checkpoints that it has saved since.
+    After a restart by the launcher, the run resumes from the checkpoints that it has saved since
+    its first start.
     """
     if file.is_dir():
         newest = CheckpointStore(file / "checkpoints", 1).newest()
@@ -373,13 +374,13 @@ def _resumed(folder: Path) -> RunFolder:
 
 
 def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
-    """Finds the newest unfinished folder of this name and configuration.
+    """Finds the newest folder of an unfinished run with this name and configuration.
 
-    If there is none, takes the newest one that differs in settings of kernels only.
+    If no such folder exists, takes the newest unfinished run that differs only in kernel settings.
 
     Returns:
-        The folder and ""; or None and a note that names settings in which the newest unfinished one
-        differs.
+        The folder and ""; or None and a note that names the settings in which the newest unfinished
+        run differs.
     """
     wanted = flatten(config.in_use())
     # A folder records the global batch. A command need not give it.

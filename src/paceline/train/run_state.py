@@ -1,6 +1,6 @@
 """`Progress`, the counters of a run, and `RunState`, which captures and restores checkpoints.
 
-A checkpoint of another run is refused with the name of what differs.
+A checkpoint of a different run is refused with an error that names the difference.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _compare(path: Path, name: str, before: object, now: object) -> None:
     if before != now:
         folder = path.parent.parent
         raise CheckpointError(
-            f"{path} has {name} = {before!r}, this run {now!r}",
+            f"{path} has {name} = {before!r}, but this run has {now!r}",
             f"continue that run with paceline train {folder / 'config.toml'} --output {folder} --resume "
             "auto, or start a new one with --pretrained",
         )
@@ -119,10 +119,10 @@ def _compare(path: Path, name: str, before: object, now: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """Everything that changes from step to step, and the settings that determine its meaning.
+    """All state that changes between steps, and the settings that determine its meaning.
 
     Attributes:
-        memory: State of the exchange that lasts from step to step, if any.
+        memory: State that the exchange keeps between steps, if any.
         notes: State of a restored checkpoint that this run cannot use.
         callbacks: Returns the state of the user's callbacks.
     """
@@ -162,7 +162,7 @@ class RunState:
         known = Progress.__dataclass_fields__
         if other := [name for name in checkpoint.progress if name not in known]:
             raise CheckpointError(
-                f"{path} is of another version: its progress has {other[0]!r}",
+                f"{path} is of another Paceline version: its progress contains {other[0]!r}",
                 "use the Paceline version that wrote it",
             )
         progress = Progress(**checkpoint.progress)
@@ -199,8 +199,8 @@ class RunState:
     def _restore_exchange(self, checkpoint: Checkpoint, path: Path) -> None:
         """Restores the state of the exchange.
 
-        The state belongs to one rank and its messages. If the ranks or the plan have changed, it is
-        dropped and the exchange starts afresh.
+        The state belongs to one rank and to the messages of one plan. If the ranks or the plan have
+        changed, the state is dropped and the exchange starts without it.
         """
         saved = checkpoint.exchange
         if not saved:
@@ -378,7 +378,7 @@ class RunState:
 def _without_masters(state: dict[str, Any]) -> dict[str, Any]:
     """Removes the masters, which a checkpoint contains as the model's weights.
 
-    A run in another number format can use those.
+    A run in a different number format can load the model's weights.
     """
     slim = {
         number: {key: value for key, value in entry.items() if key != MASTER}

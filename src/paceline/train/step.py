@@ -39,14 +39,14 @@ from paceline.train.strategy import Pending, Strategy, parameter_names, row_valu
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The outcome of a step. Fields without "this rank" are equal on all ranks.
+    """The outcome of a step. Fields are equal on all ranks unless they mention "this rank".
 
     Attributes:
         number: Number of the step.
         rate: Learning rate.
-        done: False if a stop signal ended the step early. It has then changed nothing.
+        done: False if a stop signal ended the step early. The step has then changed nothing.
         skipped: True if a gradient was not finite.
-        bad: Names of the parameters with such gradients.
+        bad: Names of the parameters whose gradients were not finite.
         stop: The signal that stops the run, if any.
         save: True if a rank was asked to save and continue.
         requested: True if a callback asked to stop.
@@ -119,8 +119,8 @@ class TrainStep:
         foreign: True for a user's model, whose exceptions become errors of one line.
         checks_parameters: True if a user's code could replace the model's parameters during the run.
         fault: An error between steps; the next exchange reports it to all ranks.
-        faulted: True after a rank has failed. All ranks know it from the same step, and this and later
-            steps change nothing.
+        faulted: True after a rank has failed. All ranks learn of the failure in the same step. This
+            step and later steps change nothing.
         given_up: True if this rank computes no more micro-batches.
         names: Names of the trained parameters in the optimizer's order.
     """
@@ -266,7 +266,7 @@ class TrainStep:
         return batch
 
     def _agree_on_graphs(self) -> None:
-        """Stops the use of graphs on all ranks if the capture failed on one.
+        """Stops the use of graphs on all ranks if the capture failed on any rank.
 
         Runs after all graphs of a micro-step have been captured. All ranks launch the same steps, so all
         of them enter the collective at the same step.
@@ -321,7 +321,7 @@ class TrainStep:
         """Waits for the oldest step in flight.
 
         Returns:
-            Its outcome.
+            The outcome of the step.
 
         Raises:
             PacelineError: If any rank has failed.
@@ -387,7 +387,7 @@ class TrainStep:
             self._unfinished = False
 
     def asked_to_stop(self) -> bool:
-        """Returns True after a stop signal on any rank. That rank waits for the others."""
+        """Returns True after a stop signal on any rank. The signaled rank waits for the others."""
         if self.stop.received is not None:
             self.group.announce_stop()
             return True

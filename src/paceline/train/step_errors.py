@@ -42,7 +42,7 @@ def step_error(
         return fault
     if "more than 1 value per channel" in str(error):  # one sample with 1 × 1 activations
         return RunError(
-            f"batch norm needs more than the one sample of a micro-batch at step {step + 1}",
+            f"batch norm needs more than one sample, but a micro-batch of step {step + 1} has only one",
             "choose a --global-batch-size or --epochs with which the last batch has more samples, or a "
             "larger --batch-size",
         )

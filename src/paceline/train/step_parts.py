@@ -122,7 +122,7 @@ def create_parts(
         strategy: The strategy. The default is synchronous.
 
     Returns:
-        The parts, alike on all ranks.
+        The parts, which are the same on all ranks.
 
     Raises:
         PacelineError: If a part cannot be created on any rank.
@@ -264,7 +264,7 @@ def share_products(
 def _computing_device(device: torch.device) -> str:
     """Returns a description of everything that the last bits of a matrix product depend on.
 
-    All ranks compute the same products. If they differed, so would the weights, without any error.
+    All ranks must compute bit-identical products. Otherwise their weights would silently differ.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -358,8 +358,8 @@ def create_master_optimizer(
     parameters = optimizer.parameters()
     if len(parameters) != len(drawn):
         raise ConfigError(
-            "optimizer", None, f"it has {len(parameters)} of the {len(drawn)} trained parameters",
-            "give it all groups; freeze parameters by requires_grad_(False)",
+            "optimizer", None, f"contains {len(parameters)} of the {len(drawn)} trained parameters",
+            "pass it all parameter groups; freeze parameters with requires_grad_(False)",
         )  # fmt: skip
     for master, parameter in zip(optimizer.masters(), parameters, strict=True):
         if master is not parameter:

@@ -1,10 +1,10 @@
 """Accounts for completed steps: progress, records, and the end of a run that keeps skipping steps.
 
-Up to eight ranks, every rank writes its events to a file. Of more ranks, only rank 0 writes all events:
-whenever the run pauses (an evaluation, a checkpoint, the end), it gathers the times of all ranks and
-records their spread and the slowest rank as a `RanksEvent` for each step (`RankTimes`).
-`check_divergence` raises one error on all ranks that names step and layer; the last good checkpoint is
-kept.
+In jobs of up to eight ranks, every rank writes its events to a file. In larger jobs, only rank 0
+writes all events: whenever the run pauses (an evaluation, a checkpoint, the end), it gathers the
+times of all ranks and records their spread and the slowest rank as a `RanksEvent` for each step
+(`RankTimes`). `check_divergence` raises one error on all ranks that names step and layer; the last
+good checkpoint is kept.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class StepRecords:
             self._rank_times.gather()
 
     def _noise_estimate(self, outcome: StepOutcome, samples: int) -> NoiseEstimate | None:
-        """Adds the estimate of one step to the running averages and returns it; None if there is none."""
+        """Adds one step's estimate to the running averages and returns it; None without one."""
         if not self._t.config.run.noise_scale or outcome.skipped:
             return None
         micro_batches = -(-samples // self._t.plan.micro_batch)
@@ -131,7 +131,7 @@ class StepRecords:
             self._t.emit(NoteEvent(f"steps are not captured from here on: {reason}"))
 
     def _core_wait_share(self) -> float | None:
-        """Returns the latest reading. The first one of an overloaded host also emits a note."""
+        """Returns the latest load reading. Emits a note when the host is first overloaded."""
         if (reading := self._load.read()) is not None:
             text = reading.describe()
             if text and not self._overload_noted:
@@ -236,7 +236,7 @@ def each_rank_writes(settings: RunSettings, world_size: int) -> bool:
 
 
 class RareEvents:
-    """An `Observer` that writes only notes, corrupt samples and metrics, which no other rank records."""
+    """An `Observer` that writes only events that no other rank records, such as notes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -104,9 +104,9 @@ def interrupted_at_once() -> Iterator[None]:
 def without_save_requests(settings: CheckpointSettings) -> Iterator[None]:
     """Ignores signals that request a save inside the context.
 
-    By default they end the process, and before the first and after the last step there is nothing to
-    save. `paceline.__main__` blocks these signals until here. Those that it blocked stay ignored until
-    the process ends.
+    By default these signals end the process, but there is nothing to save before the first and
+    after the last step. `paceline.__main__` blocks the signals until this context starts. Blocked
+    signals stay ignored until the process ends.
     """
     before = {n: signal.signal(n, signal.SIG_IGN) for n in user_signals(settings, "save")}
     held = release(before)

@@ -52,9 +52,9 @@ class MicroBatch(NamedTuple):
     """A micro-batch of a step.
 
     Attributes:
-        number: Its number in the step.
+        number: Number of the micro-batch in the step.
         full_size: True if it has the size of nearly all micro-batches of its rank.
-        last: True if it is the last of its rank in the step.
+        last: True if it is its rank's last micro-batch in the step.
     """
 
     number: int
@@ -92,11 +92,12 @@ class Pending:
 
 
 class Strategy:
-    """The interface of a strategy. All defaults are those of plain synchronous training.
+    """The interface of a strategy. All defaults implement plain synchronous training.
 
     Attributes:
-        name: Its name in `run.strategy`, in checkpoints and in error messages.
-        several_ranks: True if it has no effect on one rank, which then trains synchronously.
+        name: The strategy's name in `run.strategy`, in checkpoints and in error messages.
+        several_ranks: True if the strategy needs several ranks. A single rank then trains
+            synchronously.
         same_weights: True if all ranks have the same weights after each step.
         eager: True if a pass contains collectives, which compiled code and CUDA graphs do not support.
         one_batch: Reason why the global batch cannot grow during a run; "" if it can.
@@ -133,7 +134,7 @@ class Strategy:
 
     @classmethod
     def check_model(cls, model: nn.Module) -> None:
-        """Raises a ConfigError for a model that it cannot train."""
+        """Raises a ConfigError for a model that the strategy cannot train."""
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Restores the result of `state` from the checkpoint of a resumed run."""
@@ -178,11 +179,11 @@ class Strategy:
 
     @classmethod
     def outline(cls, config: RunConfig, ranks: int) -> dict[str, str]:
-        """Returns lines for a dry run on `ranks` ranks, which replace those of the same name."""
+        """Returns lines for a dry run on `ranks` ranks; they replace lines of the same name."""
         return {}
 
     def describe(self) -> dict[str, str]:
-        """Returns lines for the start of the run, which replace those of the same name."""
+        """Returns lines for the start of the run; they replace lines of the same name."""
         return self.outline(self.config, self.group.world_size)
 
     def start(self, training: Training) -> None:
@@ -226,7 +227,7 @@ class Strategy:
         return {}
 
     def remark(self) -> str:
-        """Returns the text of these fields for the displayed line of an evaluation."""
+        """Formats the fields of `record_evaluation` for the displayed line of an evaluation."""
         return ""
 
     def replan(self, plan: BatchPlan) -> BatchPlan:
@@ -251,7 +252,7 @@ class Strategy:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of state that lasts from step to step, without the optimizer's."""
+        """Bytes of state that is kept between steps, excluding the optimizer's state."""
         return 0
 
     def step_bytes(self, gradient_bytes: float) -> float:
@@ -443,7 +444,7 @@ def strategy_class(config: RunConfig) -> type[Strategy]:
 
 
 def create_strategy(config: RunConfig, group: Group) -> Strategy:
-    """Creates the strategy of a run: the default if the named one needs several ranks."""
+    """Creates the named strategy, or the default on a single rank if it needs several ranks."""
     kind = strategy_class(config)
     return Synchronous(config, group) if is_idle(kind, group.world_size) else kind(config, group)
 

@@ -98,7 +98,7 @@ class Training:
                     self.emit(NoteEvent(f"{text}; training continues"))
 
     def replace_plan(self, plan: BatchPlan) -> None:
-        """Changes the micro-batches of the same global batches. A collective between steps."""
+        """Changes how global batches are divided into micro-batches. A collective between steps."""
         # The graphs have the old size of this rank's micro-batches.
         self.step.drop_graphs()
         self.step.loader.close()
@@ -175,10 +175,10 @@ def describe_run(
 
     Args:
         training: The run.
-        inputs: Its data and folder.
+        inputs: The data and the folder of the run.
         components: Python objects that replace what the settings name.
         checkpoint: The checkpoint that the run resumes.
-        parts: The parts of its step.
+        parts: The parts of the training step.
         threads: Description of the number of threads.
         scaling: Description of the choices of `optim.scaling`.
         model_notes: Notes on the model.
@@ -228,7 +228,7 @@ def describe_run(
 
 
 def _describe_objects(components: Components) -> str:
-    """Lists objects of the program, which the command line cannot create."""
+    """Lists the Python objects that the program has passed; the command line cannot create them."""
     names = [name.replace("_", " ") for name in components.names() if name != "callbacks"]
     if not names:
         return ""

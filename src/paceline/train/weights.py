@@ -2,7 +2,7 @@
 
 The model computes in half precision while the optimizer holds fp32 masters. Checkpoints, export and
 comparisons use the masters. `WeightAverage` is a running average of the weights for evaluation and
-export; `ScheduleFree` is that of schedule-free training.
+export; `ScheduleFree` is the average of schedule-free training.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def master_weights(
         weights: Values that replace the masters, in the optimizer's order.
 
     Returns:
-        Masters of trained parameters; frozen parameters as they are.
+        The masters of trained parameters, and frozen parameters unchanged.
     """
     chosen = optimizer.masters() if weights is None else weights
     masters = {id(p): m for p, m in zip(optimizer.parameters(), chosen, strict=True)}
@@ -135,7 +135,7 @@ def preprocessing(config: RunConfig, classes: Sequence[str], step: int) -> dict[
 
 
 def as_metadata(values: Mapping[str, Any]) -> dict[str, str]:
-    """Returns all values as texts: other values than texts as JSON."""
+    """Converts all values to texts; values that are not texts become JSON."""
     return {k: v if isinstance(v, str) else json.dumps(v) for k, v in values.items()}
 
 
@@ -217,7 +217,7 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Gives the model the average inside the context."""
+        """Returns a context in which the model has the averaged weights."""
         with torch.no_grad():
             with explain_out_of_memory(
                 "while loading the averaged weights into the model", _REMEDY

@@ -71,8 +71,10 @@ class Pushed(NamedTuple):
     """Result of a push.
 
     Attributes:
-        staleness: Updates by other ranks between the pull and the push, on the shard with the most.
-        refused: True if the gradient was not finite on a shard, which has skipped it.
+        staleness: Number of updates by other ranks between pull and push: the maximum over all
+            shards.
+        refused: True if the gradient was not finite on any shard; such a shard has skipped the
+            push.
     """
 
     staleness: int
@@ -144,7 +146,7 @@ class ParameterServer:
             rate: Learning rate.
 
         Returns:
-            Staleness and refusal.
+            The staleness of the push, and whether a shard has refused it.
         """
         self._check()
         answers: list[tuple[int, bool]] = []
@@ -173,7 +175,7 @@ class ParameterServer:
             self._thread.join(_END_WAIT_S)
 
     def leave(self) -> None:
-        """Lets the servers of other ranks end after an error, without waiting for lost ranks."""
+        """After an error, tells the servers of other ranks to end; does not wait for lost ranks."""
         for shard in self.shards:
             if shard is not self._own:
                 with suppress(RuntimeError, ValueError):  # that rank is gone
@@ -200,7 +202,7 @@ class ParameterServer:
         return dist.irecv(into, group=self.process_group, group_src=rank, tag=tag)
 
     def _take(self, gradient: Tensor, pulled: int, rate: float) -> tuple[int, bool]:
-        """Applies a push to this rank's shard; returns staleness and refusal."""
+        """Applies a push to this rank's shard; returns the staleness, and True if refused."""
         assert self._apply is not None
         with self._lock:
             stale = self._version - pulled
@@ -244,7 +246,7 @@ def _version_of(encoded: Tensor) -> int:
 
 
 class Clock:
-    """Adds rows of numbers over ranks, one per step, without a barrier.
+    """Sums one row of numbers per step over ranks, without a barrier.
 
     A rank that waits for the sum of a step knows that all ranks have finished this step. Creation is a
     collective, because it creates a process group.
@@ -266,7 +268,7 @@ class Clock:
 
 
 def histogram_row(staleness: int | None) -> Tensor:
-    """Returns counts per staleness: one for the given value, or none."""
+    """Returns a row of counts per staleness value, with a 1 at the given value, if any."""
     row = torch.zeros(MOST_STALENESS + 1)
     if staleness is not None:
         row[min(staleness, MOST_STALENESS)] = 1

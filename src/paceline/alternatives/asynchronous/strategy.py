@@ -2,11 +2,12 @@
 
 `Asynchronous` pulls the weights before a step and pushes this rank's gradient after the backward pass.
 The servers apply it with the optimizer of the run. Ranks are synchronized at evaluations and checkpoints
-only (`pause`). Between these the fastest is at most `run.asynchronous.staleness` steps ahead.
+only (`pause`). Between these points the fastest rank is at most `run.asynchronous.staleness` steps
+ahead of the slowest rank.
 
 A push is the mean gradient of this rank's part of the global batch, applied at 1/p of the learning rate.
-Therefore p pushes move the weights as far as one synchronous step, also with weight decay and layer-wise
-rates.
+Therefore p pushes, one per rank, move the weights as far as one synchronous step, even with weight
+decay and layer-wise rates.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class LocalTransport(Transport):
 class Asynchronous(Strategy):
     """Pulls weights, pushes gradients, and bounds the staleness.
 
-    The optimizer of the run never steps. After `pause` it contains the state of the servers.
+    The run's own optimizer makes no steps. After `pause` it contains the state of the servers.
     """
 
     name = "asynchronous"
@@ -252,7 +253,7 @@ class Asynchronous(Strategy):
 
 
 class _Mirror:
-    """The servers' fp32 copy of the model on the CPU, with an optimizer like that of the run.
+    """The servers' fp32 copy of the model on the CPU, with a copy of the run's optimizer.
 
     Only this rank's tensors receive gradients.
     """

@@ -38,7 +38,7 @@ class BlockFormat:
 
     Attributes:
         dtype: Format of the numbers.
-        largest: Its largest number.
+        largest: The largest number of the format.
     """
 
     dtype: torch.dtype
@@ -87,7 +87,7 @@ FORMATS = {
 
 
 class Residuals(Memory):
-    """Rounding errors of each message: of this rank's gradients, then of its chunk of the sums.
+    """Rounding errors of each message: first of this rank's gradients, then of its sums.
 
     A step reads `kept` and writes `fresh`; `commit` replaces `kept` unless the step is discarded.
     """
@@ -110,7 +110,7 @@ class Residuals(Memory):
             if self._saved is not None:
                 if len(self._saved) < length:
                     raise CheckpointError(
-                        "the checkpoint has residuals of other messages",
+                        "the checkpoint's residuals belong to messages of different sizes",
                         "resume with the settings of [comm] in the checkpoint",
                     )
                 kept.copy_(self._saved[:length])
@@ -135,7 +135,7 @@ class Residuals(Memory):
         kept = saved.get("kept")
         if not isinstance(kept, Tensor) or kept.dim() != 1:
             raise CheckpointError(
-                "its residuals are not a list of numbers", "use another checkpoint"
+                "the checkpoint's residuals are not a list of numbers", "use another checkpoint"
             )
         self._saved, self._pairs = kept.float(), {}
 

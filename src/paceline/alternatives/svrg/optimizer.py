@@ -35,7 +35,7 @@ def quantize(values: Tensor, step: Tensor, bits: int, generator: torch.Generator
         values: Numbers to round.
         step: Step of the grid; 0 gives 0.
         bits: 8 or 16; integers saturate at [−2^(b−1), 2^(b−1) − 1].
-        generator: Decides between the two neighbours.
+        generator: Random generator that decides between rounding down and up.
 
     Returns:
         Integers of the given number of bits.
@@ -205,7 +205,7 @@ class SVRG(MasterOptimizer):
             self._set_steps(self.bits)
 
     def _set_steps(self, bits: int) -> None:
-        """Sets one step size for all tensors: ‖w* − w̃‖ ≤ ‖∇f(w̃)‖ / μ bounds their offsets together.
+        """Sets a grid step for all tensors: ‖w* − w̃‖ ≤ ‖∇f(w̃)‖ / μ bounds the joint offset.
 
         With a step size per tensor, a tensor whose gradient is 0 at the anchor could not move.
         """

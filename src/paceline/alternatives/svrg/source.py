@@ -27,7 +27,7 @@ class SvrgSource(GradientSource):
     Attributes:
         interval: Steps from one full gradient to the next.
         plan: Micro-batches of a pass over all samples.
-        loader: Creates the loader of such a pass.
+        loader: Creates the loader of a pass over all samples.
     """
 
     interval: int
@@ -51,8 +51,9 @@ class SvrgSource(GradientSource):
     def begin(self, step: TrainStep, number: int) -> Begun:
         """Computes the gradient of all samples and moves the anchor, every `interval` steps.
 
-        The next step raises an error of one rank again and reports it. A rank that is asked to stop
-        leaves the pass between two batches; a resumed run repeats the pass.
+        If a rank fails in this pass, the next step raises the error again and reports it to all
+        ranks. A rank that is asked to stop leaves the pass between two batches; a resumed run
+        repeats the pass.
         """
         if number % self.interval:
             return Begun()

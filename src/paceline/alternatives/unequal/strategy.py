@@ -88,7 +88,7 @@ class Unequal(Synchronous):
         return outcome.fields
 
     def replan(self, plan: BatchPlan) -> BatchPlan:
-        """Returns the plan with a new division, or the same plan if it would be about the same."""
+        """Returns the plan with a new division, or `plan` if the division would hardly change."""
         if not self._settings.rebalance or len(self._busy_s) < _SAMPLES:
             return plan
         busy, self._busy_s = self._busy_s, []
@@ -110,11 +110,11 @@ def apportion(
     Args:
         total: The number.
         speeds: Speed of each rank.
-        unit: Parts are multiples of it.
+        unit: All parts are multiples of this number.
         least: Minimum part of a rank, in units.
 
     Returns:
-        The part of each rank. Of equal remainders the first is rounded up.
+        The part of each rank. If remainders are equal, the first of these ranks is rounded up.
     """
     units = total // unit
     least = min(least, units // len(speeds))

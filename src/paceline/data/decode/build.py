@@ -40,7 +40,7 @@ _PACKAGES = "install gcc and libjpeg-dev (Fedora: libjpeg-turbo-devel)"
 
 
 class BuildError(PacelineError):
-    """The library cannot be built on this machine. Has the cause and the remedy."""
+    """Raised if the library cannot be built on this machine; has the cause and the remedy."""
 
 
 def build(target: Path, *flags: str) -> None:

@@ -23,7 +23,7 @@ from paceline.data.sources.base import Source, Stored
 
 
 class RegionUnavailableError(PacelineError):
-    """The region decoder is not available. Has the cause and the remedy."""
+    """Raised if the region decoder is not available; has the cause and the remedy."""
 
 
 class BatchInProgress(ABC):
@@ -69,7 +69,7 @@ class Decoder(ABC):
         """Returns how batches are made, for example `resident on cuda:0, 146 MiB` or `2 threads`."""
 
     def note(self) -> str:
-        """Returns which samples were decoded in another way than `describe` says, or ""."""
+        """Describes the samples that were not decoded as `describe` says; "" if there are none."""
         return ""
 
 
@@ -90,7 +90,7 @@ class PillowDecoder(Decoder):
         channels: 1 for grayscale, 3 for RGB.
         workers: Number of threads.
         pin_memory: Makes batches in pinned memory.
-        notes: Parts of the description.
+        notes: Notes for the decoder's description.
     """
 
     source: Source

@@ -101,8 +101,8 @@ class RegionLibrary:
         """Loads the library.
 
         Raises:
-            OSError: If it cannot be loaded.
-            AttributeError: If it is another library.
+            OSError: If the library cannot be loaded.
+                AttributeError: If the file is a different library.
         """
         library = load_functions(path)
         # Reading a header takes less time than releasing the interpreter lock.
@@ -134,7 +134,7 @@ class RegionLibrary:
 
         Args:
             data: The file.
-            shape: Its width and height, as `size` returns them.
+            shape: Width and height of the image, as returned by `size`.
             box: Left, top, right and bottom.
             flip: Flips the result horizontally.
             interpolation: Resampling filter.
@@ -246,8 +246,8 @@ def load_functions(path: Path, *, keeping_the_lock: bool = False) -> ctypes.CDLL
         keeping_the_lock: Calls keep the interpreter lock.
 
     Raises:
-        OSError: If it cannot be loaded.
-        AttributeError: If it lacks a function.
+        OSError: If the library cannot be loaded.
+            AttributeError: If the library lacks a function.
     """
     loader = ctypes.PyDLL if keeping_the_lock else ctypes.CDLL
     # Local symbols, because Pillow contains another libjpeg.
@@ -268,7 +268,7 @@ def check_square(out: Pixels) -> None:
     """Raises ValueError if the library must not write to `out`."""
     writable = out.flags.c_contiguous and out.flags.writeable and out.dtype == np.uint8
     if out.shape[0] != out.shape[1] or not writable:
-        raise ValueError(f"not a contiguous, writable square of bytes: {out.shape}")
+        raise ValueError(f"an output is not a contiguous, writable square of bytes: {out.shape}")
 
 
 def addresses_of_squares(outs: Sequence[Pixels]) -> npt.NDArray[np.uint64]:
@@ -341,9 +341,10 @@ def _load_copy(path: Path) -> RegionLibrary:
 def down_first(width: int, height: int, size: int) -> bool:
     """Returns True if Pillow resamples vertically first, for a result of `size` × `size`.
 
-    Pixels are rounded between the passes, so the order changes the result. Pillow 12 resamples
-    horizontally first. Pillow 13 resamples vertically first if the height shrinks by more than twice
-    what the width shrinks by. A trial with Pillow decides, not its version.
+    Pixels are rounded between the horizontal and the vertical pass, so the order changes the
+    result. Pillow 12 resamples horizontally first. Pillow 13 resamples vertically first if the
+    height shrinks by more than twice what the width shrinks by. A trial with Pillow decides, not
+    its version.
     """
     return height > size and height - size > 2 * (width - size) and _pillow_chooses_the_order()
 

@@ -55,7 +55,7 @@ class RegionDecoder(PillowDecoder):
         notes: Sequence[str] = (),
         **options: Any,
     ) -> None:
-        """Creates a decoder. `options` are those of `PillowDecoder`."""
+        """Creates a decoder. `options` are passed to `PillowDecoder`."""
         note = f"region decoder, {library.version}"
         super().__init__(source, transform, notes=(note, *notes), **options)
         self._library = library
@@ -193,9 +193,9 @@ class BulkRead:
         return stored
 
     def __call__(self, indices: Sequence[int]) -> list[memoryview | None]:
-        """Reads samples together. Returns None for those that `Source.read` must read.
+        """Reads samples together. Returns None for each sample that only `Source.read` can read.
 
-        These are samples without a file, and shards that changed or cannot be read.
+        These are samples without a file, and samples in shards that have changed or cannot be read.
         """
         if self._library is None:
             return [None] * len(indices)

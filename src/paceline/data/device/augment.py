@@ -91,7 +91,7 @@ def random_boxes(
 
 
 class DeviceAugment:
-    """Does the work of `TrainTransform` for a batch of a resident set. Does not synchronize."""
+    """Augments a batch of a resident set as `TrainTransform` does. Does not synchronize."""
 
     def __init__(
         self, pixels: torch.Tensor, shape: tuple[int, int, int], settings: DataSettings
@@ -163,9 +163,10 @@ def resample(
 ) -> torch.Tensor:
     """Resamples a box of each image to a square, with exactly the pixels of Pillow.
 
-    A filter gives two matrices of weights, one per side, and resampling is two matrix products. Weights
-    are integer multiples of 2⁻²² and levels are rounded after each product, as in Pillow. float64
-    represents every sum exactly, so the order of additions does not matter.
+    The interpolation filter yields one weight matrix for the rows and one for the columns, and
+    resampling multiplies by both. As in Pillow, weights are integer multiples of 2⁻²², and pixel
+    values are rounded after each product. float64 represents every sum exactly, so the order of
+    additions does not matter.
 
     Args:
         images: Samples × height × width × channels, uint8.
@@ -200,7 +201,7 @@ def _along_columns(weights: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
 
 
 def _levels(sums: torch.Tensor) -> torch.Tensor:
-    """Converts multiples of 2⁻²² to levels from 0 to 255, rounded half up."""
+    """Converts multiples of 2⁻²² to pixel values from 0 to 255, rounded half up."""
     return sums.add_(_ONE / 2).div_(_ONE).floor_().clamp_(0, 255)
 
 
@@ -209,7 +210,7 @@ def _weights(
 ) -> torch.Tensor:
     """Returns the weight of each stored pixel for each result pixel, times 2²²: samples × size × stored.
 
-    As in Pillow, pixels outside of the box count if the filter reaches them.
+    As in Pillow, pixels outside of the box contribute if the filter extends to them.
     """
     scale = (high - low).to(torch.float64)[:, None] / size
     pixel = torch.arange(stored, device=low.device, dtype=torch.float64)
@@ -226,8 +227,8 @@ def _weights(
 def _nearest(start: torch.Tensor, step: torch.Tensor, size: int) -> torch.Tensor:
     """Returns the stored pixel at each center.
 
-    Pillow adds up steps, and its rounding errors decide if a center is between two pixels. So these are
-    the same additions in the same order.
+    Pillow computes centers by repeated addition, and its rounding errors decide on which side of a
+    pixel boundary a center lies. So this function repeats the same additions in the same order.
     """
     centres = [start]
     for _ in range(size - 1):

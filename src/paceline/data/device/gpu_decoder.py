@@ -1,10 +1,10 @@
 """`GpuDecoder`: decodes and crops samples on the GPU, one chunk at a time.
 
-nvJPEG decodes, and one Triton kernel crops, resamples and flips. Samples, boxes and flips equal those of
-decoders on the host. Pixels differ by a few levels, because decoders round and interpolate color
-differently. The host decodes files that the GPU does not support, reports corrupt ones, and decodes their
-successors. Threads read ahead and keep the GPU's decoder busy. They do not wait for the training stream,
-and it does not wait for them.
+nvJPEG decodes, and one Triton kernel crops, resamples and flips. Samples, boxes and flips are the
+same as with host decoders. Pixels differ by a few levels, because decoders round and interpolate
+color differently. The host decodes files that the GPU does not support. It also reports each
+corrupt file and decodes the sample that replaces the file. Threads read ahead and keep the GPU's
+decoder busy. These threads and the training stream do not wait for each other.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class GpuDecoder(Decoder):
             host: The decoder of other files. It has the source.
             transform: The augmentation.
             decode: The decoder of files.
-            name: Its name.
+                name: The name of that decoder.
             device: The device.
             cutout: Side of the cutout, 0 for none.
             notes: Parts of the description.
@@ -110,7 +110,7 @@ class GpuDecoder(Decoder):
         return out
 
     def _read(self, chunk: Chunk) -> tuple[list[int], list[JpegFile]]:
-        """Returns rows and files of the samples that the GPU supports."""
+        """Returns the rows and the files of the samples that the GPU can decode."""
         if not hasattr(self._local, "read"):
             self._local.read = BulkRead(self._source, pinned=self.device.type == "cuda")
         rows = [row for row, index in enumerate(chunk.wanted) if not self._host_samples.has(index)]
@@ -277,7 +277,7 @@ class HostSamples:
         self._first_failure = ""
 
     def has(self, index: int) -> bool:
-        """Returns True, and counts the sample, if the host decoded it before."""
+        """Returns True if the host has decoded the sample before, and counts the sample."""
         reason = self._reasons.get(index)
         if reason is not None:
             self.add(index, reason)
@@ -289,7 +289,7 @@ class HostSamples:
             self._counts[reason] += 1
 
     def warn(self, problem: str, index: int | None) -> None:
-        """Reports the first failure, of a sample, or of a chunk whose files work one by one (None)."""
+        """Warns about the first failed sample, or chunk whose files decode one by one (None)."""
         name = "a chunk" if index is None else self._source.name(index)
         with self._lock:
             if self._first_failure:
@@ -386,7 +386,7 @@ def _problem(device: torch.device, size: int, cutout: int) -> str:
 
 
 def _stretches(device: torch.device, size: int, cutout: int) -> bool:
-    """Resamples an image of one level. Returns True if the result has this level everywhere."""
+    """Resamples an image of a constant value. Returns True if the result has this value too."""
     from paceline.data.device import kernels
 
     image = torch.full((3, 2, 2), _LEVEL, dtype=torch.uint8, device=device)

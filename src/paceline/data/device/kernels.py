@@ -45,7 +45,7 @@ def _weight(pixel, centre, reach):
 def crop_kernel(
     table, boxes, out, SIZE: tl.constexpr, CUTOUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Fills one line of one square per program. `boxes` is the table viewed as doubles."""
+    """Fills one line of one square per program. `boxes` is a view of the table as doubles."""
     line = tl.program_id(0)
     entry = tl.program_id(1) * _COLUMNS
     image = tl.load(table + entry + _ADDRESS).to(tl.pointer_type(tl.uint8))

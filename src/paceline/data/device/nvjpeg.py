@@ -69,7 +69,7 @@ class Decoded:
 
     Attributes:
         images: The images, which are complete when the current stream has finished.
-        held: Memory that must exist until then.
+        held: Memory that must not be freed before the images are complete.
         problem: The decoder's message for the first file or chunk that failed.
     """
 
@@ -186,8 +186,9 @@ class NvJpeg:
 
     The GPU's JPEG engines decode many baseline files at a time. Without engines, and for other files, its
     cores decode one by one. All work is on the caller's stream. One undecodable file fails the
-    whole call; then each file is decoded alone. Errors that no file causes end the run, because a
-    silent fall-back to the host would be slow. Thread-safe if each thread has its own stream.
+    whole call; then each file is decoded alone. Errors that are not caused by a file end the run,
+    because a silent fall-back to the host would be slow. Thread-safe if each thread has its own
+    stream.
     """
 
     def __init__(self, device: torch.device, library: NvJpegLibrary | None = None) -> None:
@@ -219,7 +220,7 @@ class NvJpeg:
 
         Raises:
             torch.OutOfMemoryError: If the GPU has no memory left.
-            RunError: After other errors that no file causes.
+            RunError: If nvJPEG fails for a reason other than a corrupt or unsupported file.
         """
         try:
             return self._decode(files)

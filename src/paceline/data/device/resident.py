@@ -37,12 +37,12 @@ _PIECE_BYTES = 16 * _MIB
 
 
 class UnequalSizesError(Exception):
-    """Images that must have the same size differ. The message names two sizes."""
+    """Raised if images that must have the same size differ; the message names two sizes."""
 
 
 @dataclass(frozen=True)
 class PixelForm:
-    """How the images of a resident set are stored: as they are, or fitted to the model's square.
+    """Describes how a resident set stores images: unchanged, or fitted to the model's square.
 
     Attributes:
         channels: 1 or 3.

@@ -1,7 +1,8 @@
 """`ImageLoader`: normalized batches on the device, for custom training loops.
 
-It has the order, augmentation, decoders and prefetching of `paceline train`. An epoch has every sample
-once over all ranks. All ranks have the same number of batches, and no batch is empty.
+`ImageLoader` has the same sample order, augmentation, decoders and prefetching as `paceline train`.
+In an epoch, the ranks together read every sample once. All ranks have the same number of batches,
+and no batch is empty.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class ImageLoader:
         layout: Memory layout. "NHWC" is `torch.channels_last`.
         dtype: Type of the images.
         seed: Seed of order and augmentation.
-        rank: Rank of this process. The default is that of torch.distributed.
+        rank: Rank of this process. The default is the rank in torch.distributed.
         world_size: Number of ranks. The default is that of torch.distributed.
         workers: Number of threads.
         mean: Mean for normalization. The default is ImageNet's.
@@ -229,7 +230,7 @@ class ImageLoader:
                 raise ConfigError(f"ImageLoader: {name}", None, "is missing in the state")
             if name not in ("epoch", "batch") and state[name] != here[name]:
                 raise ConfigError(
-                    f"ImageLoader: {name}", here[name], f"but the state has {state[name]}",
+                    f"ImageLoader: {name}", here[name], f"differs from the saved state's {state[name]}",
                     "continue with the arguments and data of the loader that was saved",
                 )  # fmt: skip
         self._stop()
@@ -316,20 +317,25 @@ def _data_settings(given: Mapping[str, Any]) -> dict[str, Any]:
         name = key.removeprefix("data.")
         if name not in hints:
             setting = name if "." in name else f"data.{name}"
-            raise ConfigError(setting, None, "is no setting of [data]", nearest(name, hints))
+            raise ConfigError(setting, None, "is not a setting of [data]", nearest(name, hints))
         values[name] = convert(value, hints[name], f"data.{name}")
     return values
 
 
 def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Returns rank and number of ranks. The default is those of torch.distributed."""
+    """Returns the rank and the number of ranks; torch.distributed provides the defaults."""
     if rank is None and world_size is None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return torch.distributed.get_rank(), torch.distributed.get_world_size()
         return 0, 1
     rank, world_size = rank or 0, world_size or 1
     if not 0 <= rank < world_size:
-        raise ConfigError("ImageLoader: rank", rank, f"is none of {world_size} ranks", "give both")
+        raise ConfigError(
+            "ImageLoader: rank",
+            rank,
+            f"is not a rank below {world_size}",
+            "give both rank and world_size",
+        )
     return rank, world_size
 
 

@@ -1,4 +1,4 @@
-"""`inspect_set`: counts a data set and finds what is wrong with it.
+"""`inspect_set`: counts the samples of a data set and reports its problems.
 
 Counts each split, decodes a sample of its images, and checks shards against their indexes and their
 manifest. Changes nothing.
@@ -41,8 +41,8 @@ class SplitFacts:
         classes: Number of classes.
         per_class: Minimum, median and maximum number of samples per class.
         empty_classes: Number of classes without samples.
-        looked_at: Number of decoded images, which the rest describes.
-        looked_bytes: Their size.
+        looked_at: Number of decoded images. All following attributes describe these images.
+            looked_bytes: Size of the decoded images in bytes.
         formats: Number of images per format.
         modes: Number of images per mode.
         widths: Widths of the images.

@@ -211,7 +211,9 @@ def _make_directory(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         foreign = [p.name for p in directory.iterdir() if not p.name.startswith(".")]
     except (FileExistsError, NotADirectoryError):
-        raise DataError(f"{directory}: is a file, not a directory", "choose another") from None
+        raise DataError(
+            f"{directory} is a file, not a directory", "choose another directory"
+        ) from None
     except OSError as error:
         raise unwritable(directory, error) from None
     if foreign and MANIFEST_FILE not in foreign:
@@ -226,7 +228,9 @@ def _alone(directory: Path) -> Iterator[bool]:
     """Locks the directory. Yields False if its file system has no locks."""
     with file_lock(directory / _LOCK_FILE, wait=False) as held:
         if held is False:
-            raise DataError(f"{directory}: another pack is writing there", "wait until it ends")
+            raise DataError(
+                f"{directory}: another pack is writing to it", "wait until that pack ends"
+            )
         yield held is True
 
 

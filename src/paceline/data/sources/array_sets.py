@@ -72,8 +72,8 @@ class IdxFiles(ArraySource):
         if images is None or labels is None:
             missing = "images-idx3" if images is None else "labels-idx1"
             raise DataError(
-                f"{directory}: no {_STEMS[split]}-{missing}-ubyte[.gz] in it",
-                "idx files are train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-…",
+                f"{directory} does not contain {_STEMS[split]}-{missing}-ubyte[.gz]",
+                "name the files as MNIST does: train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-…",
             )
         self._path = images
         self.pixels = read_idx(images, 3)[..., None]
