@@ -36,7 +36,7 @@ def test_a_step_is_measured_and_planned_with(tmp_path: Path) -> None:
         catch_exceptions=False, standalone_mode=False,
     )  # fmt: skip
     assert '"images_per_s"' in planned.output
-    with pytest.raises(ConfigError, match="is of resnet_tiny"):
+    with pytest.raises(ConfigError, match="model of the profile, resnet_tiny"):
         CliRunner().invoke(
             app, ["plan", "--profile", str(file), "--model", "alexnet"], catch_exceptions=False,
             standalone_mode=False,

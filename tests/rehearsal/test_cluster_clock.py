@@ -110,7 +110,7 @@ def test_a_cluster_file_without_a_step_names_what_is_missing(tmp_path: Path) -> 
     )
     assert with_step.workload("m", 32) == replace(made_workload(), input=Affine(0.0, 0.1))
     PlanFile().write(path)
-    with pytest.raises(ConfigError, match=r"no \[workload\]"):
+    with pytest.raises(ConfigError, match=r"section \[workload\]"):
         with_step.workload("m", 32)
 
 
