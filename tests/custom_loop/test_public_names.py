@@ -78,7 +78,7 @@ def test_predictions_need_no_torch_and_importing_every_part_starts_no_cuda() -> 
         ({"cluster": "c.toml", "links": 2}, "leave out one"),
         ({"cluster": "nowhere.toml"}, "^cluster = 'nowhere.toml'"),
         ({"profile": "nowhere.toml"}, "^profile = 'nowhere.toml'"),
-        ({"profile": "any.toml", "classes": 10}, "^classes = 10: a profile has its own"),
+        ({"profile": "any.toml", "classes": 10}, "^classes = 10: is set by the profile"),
         ({"classes": 0}, "^classes = 0"),
         ({"image_size": 8}, "^image_size = 8"),
         ({"image_size": 1_000_000}, "^image_size = 1000000"),
