@@ -126,7 +126,7 @@ def test_kernels_equal_foreach(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"paceline.optim.{module}.capturing", lambda device: True)
     kernel.step()  # would be refused if an address had changed
     engine_of(kernel)._matrices = None
-    with pytest.raises(RunError, match="call prepare"):
+    with pytest.raises(RunError, match=r"prepare\(\) before the capture"):
         kernel.step()
 
 

@@ -410,5 +410,5 @@ def test_a_capture_without_preparation_is_refused(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RunError, match="would freeze the learning rate"):
         optimizer.step()
     optimizer.engine = fused.LarsStep()
-    with pytest.raises(RunError, match="call prepare"):
+    with pytest.raises(RunError, match=r"prepare\(\) before the capture"):
         optimizer.step()

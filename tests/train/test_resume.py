@@ -228,7 +228,7 @@ def test_the_order_of_samples_is_pinned(tmp_path: Path) -> None:
     again: dict[str, Any] = {"run__resume": "auto"} | by_shards
     for values, name in (
         (first | {"data__shuffle": "global"}, r"data\.shuffle"),
-        (other, r"digest of the labels = '(\w+), shards \w+', this run '\1, shards"),
+        (other, r"digest of the labels = '(\w+), shards \w+', but this run has '\1, shards"),
     ):
         with pytest.raises(CheckpointError, match=f"has {name}"):
             run_small(tmp_path / "run", **(again | values))
