@@ -200,7 +200,7 @@ def test_a_part_that_is_missing(tmp_path: Path) -> None:
     (write(tmp_path) / "train-labels-idx1-ubyte").unlink()
     with pytest.raises(DataError, match=r"does not contain train-labels-idx1-ubyte"):
         IdxFiles(tmp_path, "train")
-    with pytest.raises(DataError, match=r"no t10k-images-idx3-ubyte"):
+    with pytest.raises(DataError, match=r"does not contain t10k-images-idx3-ubyte"):
         IdxFiles(tmp_path, "val")
 
 
