@@ -162,7 +162,7 @@ def _in_use(folder: Path) -> RunFolderInUseError:
 
 
 def _holder(file: Path) -> str:
-    """Returns the holder of the lock, such as `process 17 on node3`, from the content of the lock file."""
+    """Returns the holder of the lock, such as `process 17 on node3`, as the lock file names it."""
     deadline = time.monotonic() + _IDENTITY_WAIT_S
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -333,7 +333,7 @@ def _choose(config: RunConfig, restarted: bool, output: Path | None) -> RunFolde
 
 
 def _from_file(file: Path, output: Path | None, *, restarted: bool) -> RunFolder:
-    """Returns the folder for a run that resumes from `file`: `output` if given, else the file's run folder.
+    """Returns the folder of a run that resumes from `file`: by default, the run folder of this file.
 
     After a restart by the launcher, the run resumes from the checkpoints that it has saved since
     the first start.
