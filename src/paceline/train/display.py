@@ -109,7 +109,7 @@ class LiveDisplay:
 
 
 def describe_event(event: Event) -> str | None:
-    """Returns the text of an event, or None for a step. Names in events are untrusted."""
+    """Returns the text of an event; None for a step or without a text. Names in events are untrusted."""
     match event:
         case StartEvent():
             begin = f"resumed from {event.resumed_from}" if event.resumed_from else "starting"

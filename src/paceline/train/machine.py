@@ -22,7 +22,7 @@ from paceline.core.host import ask_for_connections, available_cores, connections
 from paceline.core.topology import Topology
 from paceline.version import __version__
 
-# The local launcher sets this variable for its ranks, whose own command lines lack the launcher's options.
+# The local launcher sets this variable for its ranks, whose command lines lack the launcher's options.
 COMMAND_VARIABLE = "PACELINE_COMMAND"
 
 

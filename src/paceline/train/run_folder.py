@@ -333,7 +333,7 @@ def _choose(config: RunConfig, restarted: bool, output: Path | None) -> RunFolde
 
 
 def _from_file(file: Path, output: Path | None, *, restarted: bool) -> RunFolder:
-    """Returns the folder of a run that resumes from `file`: by default, the run folder of this file.
+    """Returns the folder of a run that resumes from `file`, a checkpoint or a run folder.
 
     After a restart by the launcher, the run resumes from the checkpoints that it has saved since
     the first start.

@@ -1,9 +1,9 @@
 """`Strategy`: turns the micro-batches of a step into new weights.
 
-`run.strategy` names the strategy of a run. `Synchronous`, the default, sums the gradients of all ranks and
-updates all weights with the sum. All other strategies are extensions: subclasses that a package lists in
-`PROVIDES` or a program registers with `register_strategy`. The settings class of the table `[run.NAME]`
-also declares excluded combinations.
+`run.strategy` names the strategy of a run. `Synchronous`, the default, sums the gradients of all ranks
+and updates all weights with the sum. All other strategies are extensions: subclasses that a package
+lists in `PROVIDES` or a program registers with `register_strategy`. The settings class of the table
+`[run.NAME]` also declares excluded combinations.
 
 Each rank has one strategy from the start to the end of a run, whose methods are called in this order:
 
@@ -269,7 +269,7 @@ class Synchronous(Strategy):
 
     The device decides whether to update, so the host does not wait. If a gradient is not finite, masters,
     momenta and half-precision weights do not change. After an error of a rank, or a stop inside a step,
-    they never change again, and the run ends. `TrainStep.collect` later reads the outcome (`Pending.row`).
+    they never change again, and the run ends. `TrainStep.collect` reads the outcome later.
     """
 
     name = SYNCHRONOUS
@@ -289,7 +289,7 @@ class Synchronous(Strategy):
         optimizer.hold = self._halted
         optimizer.active = torch.zeros(len(names), device=device)
         self._grad_norm = torch.zeros((), device=device)
-        # Squared norm of the step's gradient, and sum of the micro-steps' squared norms; 0 if not measured.
+        # Squared norm of the step's gradient, sum of the micro-steps' squared norms; 0 if not measured.
         self._squares = torch.zeros(2, device=device)
         # Clipping increases the divisor of the gradients, so the gradients are not read once more.
         self._divisor = scale.step_value.clone()
@@ -377,8 +377,8 @@ def gradient_norms(gradients: list[Tensor]) -> list[Tensor]:
 def parameter_names(exchange: GradientExchange, optimizer: MasterOptimizer) -> list[str]:
     """Returns the names of the parameters in the optimizer's order.
 
-    Does not use the model, because a user's code may have replaced parameters of the model. The first step
-    reports such a replacement.
+    Does not use the model, because a user's code may have replaced the model's parameters. The first
+    step reports such a replacement.
     """
     names: dict[int, str] = {id(p): name for name, p in exchange.parameters.items()}
     return [names[id(p)] for p in optimizer.parameters()]
