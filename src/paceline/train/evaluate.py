@@ -191,7 +191,7 @@ class _Sums:
         logits = torch.stack([find_logits(v, self.classes).float() for v in views]).mean(0)
         labels = batch.labels.to(self.device, non_blocking=True)
         own = isinstance(self.loss_function, OwnLoss) and self.loss_function.in_evaluation
-        # A user's loss gets all outputs of the model, which cannot be averaged, so the losses are averaged.
+        # A user's loss gets all outputs, which cannot be averaged. The losses of the views are averaged.
         outputs = views if own else [logits]
         self._loss += torch.stack([self.loss_function.evaluated(v, labels) for v in outputs]).mean(
             0

@@ -379,7 +379,7 @@ def salvage(training: Training, loop: TrainingLoop, error: PeerError) -> None:
 
     Args:
         training: The run.
-            loop: The training loop of the run.
+        loop: The training loop of the run.
         error: The error with which this rank ends.
     """
     if not training.step.strategy.same_weights:
@@ -424,7 +424,7 @@ def _device_answers(device: torch.device) -> bool:
 
 
 def _write_salvaged(training: Training, checkpoint: Checkpoint) -> None:
-    """Writes the checkpoint, unless a better one exists.
+    """Writes a salvaged checkpoint, unless the folder has a newer or better one.
 
     If rank 0 survives, it still holds the lock. If rank 0 was lost, the checkpoint of the lowest
     surviving rank is kept, in whatever order the surviving ranks get the lock.
