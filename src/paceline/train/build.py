@@ -210,7 +210,8 @@ def _leaving_together(group: Group) -> Iterator[None]:
 def _set_threads(config: RunConfig, ranks: int, group: Group, checkpoint: Checkpoint | None) -> str:
     """Sets torch's number of threads and returns its description.
 
-    A resumed run uses the number in the checkpoint, so that its results are bit-identical.
+    A resumed run with the same number of ranks uses the checkpoint's number of threads, so that results
+    are bit-identical.
     """
     threads, note = choose_threads(config, group.topology), ""
     if checkpoint and not config.run.threads and checkpoint.world_size == ranks:

@@ -197,7 +197,7 @@ class RunTrace:
         return Observers([observer, self.timeline]) if self.timeline else observer
 
     def is_due(self, step: int) -> bool:
-        """Returns True if the trace is not yet written and all traced steps are among the first `step`."""
+        """Returns True if the trace is still unwritten and `step` is past the last traced step."""
         return self.timeline is not None and step >= self.timeline.last
 
     def write(self) -> str:
