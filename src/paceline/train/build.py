@@ -56,7 +56,7 @@ def build(
     """Builds all parts of a run. A collective.
 
     Args:
-        config: The settings.
+        config: The settings of the run.
         group: The ranks.
         stop: Requests to stop or save.
         components: Python objects that replace objects that the settings name.

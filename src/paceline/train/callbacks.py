@@ -232,7 +232,7 @@ class EarlyStopping(Callback):
             metric: `top1`, `top5` or `loss`.
             patience: Number of consecutive evaluations without improvement after which the run
                 stops.
-            min_delta: Smallest change that counts as an improvement.
+            min_delta: Smallest change of the metric that is treated as an improvement.
 
         Raises:
             ConfigError: If an argument is invalid.

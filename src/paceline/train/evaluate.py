@@ -238,11 +238,11 @@ def takes_evaluation(
     """Returns True if a loss accepts the outputs of a model in evaluation mode.
 
     Args:
-        loss: The loss.
-        model: The model.
-        normalize: Turns images into inputs.
-        policy: The number format.
-        images: Shape of a batch.
+        loss: The training loss.
+        model: The model that produces the outputs.
+        normalize: Turns uint8 images into inputs of the model.
+        policy: The number format of the model.
+        images: Shape of a batch of images.
     """
     zeros = torch.zeros(tuple(images), dtype=torch.uint8, device=policy.device)
     labels = torch.zeros(len(zeros), dtype=torch.int64, device=policy.device)
@@ -359,7 +359,7 @@ def _open_validation(
     """Opens the images to evaluate.
 
     Args:
-        config: The settings.
+        config: The settings of the run.
         checkpoint: The checkpoint.
         path: File of the checkpoint, for messages.
         components: Python objects that replace objects that the settings name.
@@ -402,7 +402,7 @@ def restore_model(
     """Creates the model of a checkpoint with its weights.
 
     Args:
-        config: The settings.
+        config: The settings of the run.
         checkpoint: The checkpoint.
         path: File of the checkpoint, for messages.
         components: Python objects of the program. `model` is needed if the model of the run was a

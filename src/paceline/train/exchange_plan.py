@@ -201,7 +201,7 @@ def check_wires(config: RunConfig, plan: FusionPlan, origin: str) -> None:
     """Refuses a plan with a wire format that the configuration would refuse as `comm.wire`.
 
     Args:
-        config: The settings.
+        config: The settings of the run.
         plan: The plan, equal on all ranks.
         origin: Description of the plan's origin; decides which remedy the error names.
 
@@ -252,7 +252,7 @@ def describe_idle(config: RunConfig, ranks: int) -> str:
     """Lists given settings that have no effect, such as `comm.algorithm` on one rank.
 
     Args:
-        config: The settings.
+        config: The settings of the run.
         ranks: Number of ranks.
 
     Returns:

@@ -125,12 +125,12 @@ def choose_fast_path(
     """Chooses the fast path and applies the acceleration to `model`.
 
     Args:
-        settings: The settings.
-        model: The model on its device.
-        device: The device.
+        settings: The section `[run]`.
+        model: The model on `device`.
+        device: The device that trains.
         triton_problem: Reason why Triton's kernels cannot run; "" if they can.
-        shared_gpu: True if other ranks use the same GPU. cuDNN's batch norm then hangs if it runs
-            concurrently with collectives of other ranks.
+        shared_gpu: True if several ranks use the same GPU. In this case, cuDNN's batch norm hangs if it
+            runs concurrently with collectives of another rank.
         dtype: Format of activations and convolutions.
         limits: Properties of the model that exclude fast implementations.
 
@@ -172,7 +172,7 @@ def accelerate(
     On a CPU, an acceleration is asked only if the settings contain a table for it.
 
     Args:
-        settings: The settings.
+        settings: The section `[run]`.
         model: The model on its device.
         context: Device, formats and limits.
 

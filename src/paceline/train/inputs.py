@@ -80,9 +80,9 @@ def agree_on_inputs(config: RunConfig, group: Group, components: Components) -> 
     """Opens the data and the run folder together with all ranks. A collective.
 
     Args:
-        config: The settings.
+        config: The settings of the run.
         group: The ranks.
-        components: Python objects that replace what the settings name.
+        components: Python objects that replace objects that the settings name.
 
     Raises:
         PacelineError: On all ranks, if one rank cannot use the data or the folder.
@@ -157,7 +157,7 @@ def read_checkpoint(
     `--resume auto` skips damaged checkpoints and uses the newest intact one.
 
     Args:
-        config: The settings.
+        config: The settings of the run.
         folder: The run folder.
         group: The ranks.
 

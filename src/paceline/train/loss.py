@@ -243,9 +243,9 @@ class Mixing:
         """Draws the table of a micro-batch. The table does not depend on the rank.
 
         Args:
-            step: The step.
+            step: Number of the step.
             number: Number of the micro-batch in the step.
-            samples: Images of the micro-batch.
+            samples: Number of images in the micro-batch.
 
         Returns:
             A tensor of samples × 5: each image's weight outside of its box, and the box as top, bottom,

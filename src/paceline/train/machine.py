@@ -41,7 +41,7 @@ def choose_device(config: RunConfig, topology: Topology) -> torch.device:
     Ranks can share a GPU over Gloo, or over NCCL with `comm.share_gpus`.
 
     Args:
-        config: The settings.
+        config: The settings of the run.
         topology: Place of this rank in the job.
 
     Raises:
@@ -168,8 +168,8 @@ def derive_seed(*parts: int | str) -> int:
 def seed_micro_batch(seed: int, step: int, number: int) -> None:
     """Seeds torch's generators for micro-batch `number` of `step`.
 
-    Dropout then depends neither on the rank that computes the micro-batch nor on earlier steps. So
-    resumed runs, and runs on a different number of ranks, draw the same random numbers.
+    Dropout thus depends neither on the rank that computes the micro-batch nor on earlier steps. Resumed
+    runs, and runs on a different number of ranks, draw the same random numbers.
     """
     key = derive_seed(seed, step, number)
     # Not `torch.manual_seed`, which formats a stack trace for each kind of device that is not in use.

@@ -83,7 +83,7 @@ class Captured:
 
     @property
     def captures(self) -> bool:
-        """True if the next call captures. Nothing then runs on the device until the capture ends."""
+        """True if the next call captures. During the capture, no work runs on the device."""
         return self._graph is None and self._warm_calls_left == 0
 
     def __call__(self) -> None:

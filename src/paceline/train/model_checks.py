@@ -39,7 +39,7 @@ def make_model(config: RunConfig, classes: int, components: Components) -> nn.Mo
     """Creates the model with fp32 weights on the CPU.
 
     Args:
-        config: The settings.
+        config: The settings of the run.
         classes: Number of classes.
         components: Python objects of the program; `model` takes precedence over the settings.
     """

@@ -171,7 +171,7 @@ class RunTrace:
         """Creates the timeline, unless no steps are traced or the run starts after the traced steps.
 
         Args:
-            settings: The settings.
+            settings: The section `[run]`, which names the traced steps.
             group: The ranks.
             buffers: The buckets of the exchange.
             folder: The run folder.

@@ -110,7 +110,7 @@ def refuse(config: RunConfig, job: Job, program: Components) -> None:
     """Refuses invalid combinations of settings, as far as they depend on neither data nor model.
 
     Args:
-        config: The settings.
+        config: The settings of the run.
         job: Number of processes and kind of device.
         program: Python objects of the program.
 

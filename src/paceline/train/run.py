@@ -99,7 +99,7 @@ def run_training(
     """Trains on this rank.
 
     Args:
-        config: The settings.
+        config: The settings of the run.
         display: Creates the observer that displays the events of rank 0.
         show_error: Displays the error with which the watchdog ends the process. At that time, no
             exception can be raised any more.

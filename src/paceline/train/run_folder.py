@@ -60,7 +60,7 @@ class RunLock:
         """Locks an existing folder.
 
         Args:
-            folder: The folder.
+            folder: The run folder.
             wait_s: Time to wait for the current holder to exit.
 
         Raises:
@@ -217,7 +217,7 @@ class RunFolder:
     """The folder of a run. The last three attributes are set on rank 0 only.
 
     Attributes:
-        path: The folder.
+        path: Path of the run folder.
         resume_from: The checkpoint from which the run starts; None for a new run.
         note: Reason why `--resume auto` starts a new run, or names of damaged checkpoints.
         older: Checkpoints to use if `resume_from` is damaged; empty if the user named the checkpoint.
@@ -276,7 +276,7 @@ def claim_run_folder(config: RunConfig, *, restarted: bool) -> tuple[RunFolder, 
     """Chooses the folder of a run and locks it before anything is written to it.
 
     Args:
-        config: The settings.
+        config: The settings of the run.
         restarted: True if torchrun restarted this process after a failure. Such a run always resumes.
 
     Returns:

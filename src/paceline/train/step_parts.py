@@ -108,7 +108,7 @@ def create_parts(
     """Creates the parts of a step. A collective, which also rounds the model's weights in place.
 
     Args:
-        config: The settings.
+        config: The settings of the run.
         model: The model on its device, with fp32 weights.
         group: The ranks.
         rate: Learning rate of the first step.
@@ -116,7 +116,7 @@ def create_parts(
         accumulate: True if a step has several micro-batches.
         pinned: The plan of the checkpoint, if a run is resumed.
         steps_per_epoch: Number of steps in an epoch, for `run.average_epochs`.
-        components: Python objects that replace what the settings name.
+        components: Python objects that replace objects that the settings name.
         classes: Number of classes, which a user's loss needs if images are mixed.
         limits: Properties of the model that exclude fast implementations.
         strategy: The training strategy. The default is `Synchronous`.
@@ -237,8 +237,8 @@ def share_products(
     On CPUs, the results are bit-identical to those without division.
 
     Args:
-        config: The settings.
-        optimizer: The optimizer.
+        config: The settings of the run.
+        optimizer: The optimizer whose products are divided.
         group: The ranks.
         graphs: True if the update is captured as a CUDA graph.
 
@@ -281,13 +281,13 @@ def create_step(
     """Creates the training step from its parts.
 
     Args:
-        config: The settings.
+        config: The settings of the run.
         parts: The parts of the step.
         loader: Yields the micro-batches of this rank.
         plan: Divides the samples of the run into steps and micro-batches.
         group: The ranks.
         stop: Requests to stop or save.
-        components: Python objects that replace what the settings name.
+        components: Python objects that replace objects that the settings name.
         source: Computes the gradients. The default runs one backward pass per micro-batch.
     """
     graphs = parts.fast.graphs

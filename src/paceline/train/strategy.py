@@ -96,8 +96,8 @@ class Strategy:
 
     Attributes:
         name: The strategy's name in `run.strategy`, in checkpoints and in error messages.
-        several_ranks: True if the strategy needs several ranks. A single rank then trains
-            synchronously.
+        several_ranks: True if the strategy needs several ranks. If there is only one rank, `Synchronous`
+            is used instead.
         same_weights: True if all ranks have the same weights after each step.
         eager: True if a pass contains collectives, which compiled code and CUDA graphs do not support.
         one_batch: Reason why the global batch cannot grow during a run; "" if it can.

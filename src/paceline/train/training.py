@@ -177,7 +177,7 @@ def describe_run(
     Args:
         training: The run.
         inputs: The data and the folder of the run.
-        components: Python objects that replace what the settings name.
+        components: Python objects that replace objects that the settings name.
         checkpoint: The checkpoint that the run resumes; None for a new run.
         parts: The parts of the training step.
         threads: Description of the number of threads.

@@ -2,7 +2,7 @@
 
 The model can compute in half precision while the optimizer holds fp32 masters. Checkpoints, export and
 comparisons use the masters. `WeightAverage` is a running average of the weights for evaluation and
-export; `ScheduleFree` is the average of schedule-free training.
+export.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def master_weights(
 
     Args:
         model: The model.
-        optimizer: Its optimizer.
+        optimizer: The optimizer, which holds the masters.
         weights: Values that replace the masters, in the optimizer's order.
 
     Returns:
-        The masters of trained parameters, and frozen parameters unchanged.
+        The masters of the trained parameters, and the frozen parameters unchanged.
     """
     chosen = optimizer.masters() if weights is None else weights
     masters = {id(p): m for p, m in zip(optimizer.parameters(), chosen, strict=True)}
@@ -53,7 +53,7 @@ def full_state(
 
     Args:
         model: The model.
-        optimizer: Its optimizer.
+        optimizer: The optimizer, which holds the masters.
         weights: Values that replace the masters, in the optimizer's order.
 
     Returns:
@@ -69,7 +69,7 @@ def full_state(
 def restore_masters(
     model: nn.Module, optimizer: MasterOptimizer, state: Mapping[str, Tensor]
 ) -> None:
-    """Fills the masters from a state dict of `full_state`. Does not change the model's own weights."""
+    """Copies a state dict of `full_state` into the masters. The model's own weights do not change."""
     names = {id(p): name for name, p in model.named_parameters()}
     for parameter, master in zip(optimizer.parameters(), optimizer.masters(), strict=True):
         master.detach().copy_(state[names[id(parameter)]])
@@ -83,9 +83,9 @@ def write_weights(state: Mapping[str, Tensor], path: Path, metadata: dict[str, s
     """Writes a safetensors file atomically.
 
     Args:
-        state: The tensors; written contiguous (NCHW).
-        path: The file.
-        metadata: Texts for the header of the file.
+        state: The tensors by name. They are written in contiguous (NCHW) memory format.
+        path: The file to write.
+        metadata: Strings by name for the header of the file.
     """
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
     write_atomically(path, save(tensors, metadata={"format": "pt", **metadata}))
