@@ -76,7 +76,7 @@ class RunControl:
     def stop(self, reason: str) -> None:
         """Ends the run on all ranks after the next step, with a checkpoint.
 
-        A request of one rank is enough.
+        A request from one rank is enough.
 
         Args:
             reason: The text that is displayed and recorded.
@@ -85,7 +85,7 @@ class RunControl:
         self._training.stop.requested = True
 
     def save(self) -> None:
-        """Saves a checkpoint after the next step. A request of one rank is enough."""
+        """Saves a checkpoint after the next step. A request from one rank is enough."""
         self._training.stop.save_requested = True
 
     def log(self, **values: float) -> None:

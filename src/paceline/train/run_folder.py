@@ -77,7 +77,7 @@ class RunLock:
 
     @staticmethod
     def refuse_if_held(folder: Path) -> None:
-        """Raises a RunFolderInUseError if another process holds the lock. Writes nothing."""
+        """Refuses, with a RunFolderInUseError, a folder that another process has locked. Writes nothing."""
         with (
             contextlib.suppress(FileNotFoundError, NotADirectoryError),
             open_regular(folder / NAME) as file,

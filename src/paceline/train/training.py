@@ -109,7 +109,7 @@ class Training:
         self.state = replace(self.state, batches=plan)
 
     def check_folder(self) -> None:
-        """Raises an error on rank 0 if the run folder is gone or another process has locked it."""
+        """Checks on rank 0 that the run folder exists and that no other process has locked it."""
         if self.lock is not None:
             self.lock.check()
 
