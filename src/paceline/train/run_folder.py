@@ -77,7 +77,7 @@ class RunLock:
 
     @staticmethod
     def refuse_if_held(folder: Path) -> None:
-        """Refuses, with a RunFolderInUseError, a folder that another process has locked. Writes nothing."""
+        """Refuses a folder that another process has locked (RunFolderInUseError). Writes nothing."""
         with (
             contextlib.suppress(FileNotFoundError, NotADirectoryError),
             open_regular(folder / NAME) as file,
