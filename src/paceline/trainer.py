@@ -3,9 +3,9 @@
     result = pl.Trainer("resnet18", "photos/", epochs=20).fit()
     print(result.top1, result.folder)
 
-One process is one rank. Start the same script with torchrun, srun or mpirun for several ranks. Named
-arguments override `settings`, `settings` override the recipe, and the recipe overrides the defaults of
-docs/settings.md. `paceline train` is built on this class.
+Each process is one rank. To use several ranks, start the same script with torchrun, srun or mpirun.
+Named arguments override `settings`, `settings` override the recipe, and the recipe overrides the
+defaults of docs/settings.md.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ DataLike = str | Path | Source | Any
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a run. All fields but `summary` are equal on all ranks.
+    """The outcome of a run. All fields except `summary` are equal on all ranks.
 
     Attributes:
         folder: The run folder.
-        stopped_by: `finished`, `target`, `callback` or the name of a signal.
+        stopped_by: The reason for the end: `finished`, `target`, `callback` or the name of a signal.
         top1: Final top-1 accuracy in percent.
         top5: Final top-5 accuracy in percent.
         best_top1: Best top-1 accuracy of the run in percent.
-        images_per_s: Training throughput.
-        summary: Content of `summary.json`; empty on other ranks than 0.
+        images_per_s: Training throughput in images per second, summed over all ranks.
+        summary: Content of `summary.json` on rank 0; empty on all other ranks.
 
     Example:
         result = pl.Trainer("resnet18", "photos/", epochs=20).fit()
@@ -66,10 +66,10 @@ class Result:
 
     @property
     def weights(self) -> Path:
-        """The final weights as safetensors.
+        """Path of the safetensors file with the final weights.
 
         Raises:
-            RunError: If a signal stopped the run, which then has no final weights.
+            RunError: If a signal stopped the run, because such a run has no final weights.
         """
         if self.stopped_by.startswith("SIG"):
             raise RunError(
@@ -80,7 +80,7 @@ class Result:
 
     @property
     def report(self) -> Path:
-        """The HTML report."""
+        """Path of the HTML report."""
         return self.folder / "report.html"
 
 
@@ -88,33 +88,33 @@ class Trainer:
     """Trains, evaluates and exports a model.
 
     Args:
-        model: A built-in name, `timm:NAME`, `torchvision:NAME`, `package.module:factory`, a function that
-            returns a module, or a module.
-        data: A directory (shards, class folders, ImageNet's or CIFAR-10's files), a `pl.Source`, or a
-            map-style torch Dataset of (image, label).
-        val_data: A source or data set for evaluation.
+        model: The name of a built-in model, `timm:NAME`, `torchvision:NAME`, `package.module:factory`,
+            a function that returns a module, or a module.
+        data: A directory (shards, class folders, or the files of ImageNet or CIFAR-10), a `pl.Source`,
+            or a map-style torch Dataset of (image, label).
+        val_data: A `pl.Source` or a torch Dataset for evaluation.
         val_split: Fraction of `data` to hold out for evaluation.
-        recipe: A shipped name or a TOML file.
+        recipe: The name of a shipped recipe, or a TOML file.
         optimizer: A name, `module:Class`, or a function that creates an optimizer from parameter groups.
-        lr: Learning rate, as the setting `optim.lr`.
-        epochs: Epochs to train.
-        global_batch: Samples of one update, summed over ranks and micro-batches.
-        batch_size: Samples of one micro-batch on one rank.
+        lr: Learning rate; the same as the setting `optim.lr`.
+        epochs: Number of epochs to train.
+        global_batch: Samples per update, summed over ranks and micro-batches.
+        batch_size: Samples per micro-batch on one rank.
         image_size: Width and height of the images in pixels.
         precision: `fp16`, `bf16`, `fp32` or `auto`.
-        plan: A `plan.toml` of `paceline tune`.
+        plan: A `plan.toml` file that `paceline tune` has written.
         loss: A name, or a function that maps outputs and targets to one value per sample.
         augment: A function that changes one decoded image on the host.
         device_augment: A function that changes a batch of normalized images on the device.
         callbacks: Callbacks, which run in the given order.
-        pretrained: A file with initial weights.
+        pretrained: A file with the initial weights.
         device: `cpu`, `cuda` or `auto`.
         seed: Seed of initial weights, sample order and augmentation.
         output: The run folder.
-        resume: A checkpoint, or `auto` for the newest one of the run.
+        resume: A checkpoint file, or `auto` for the newest checkpoint of the run.
         settings: Any other settings, as `{"section.key": value}`.
-        trust: Allows the code that a recipe or a run in `output` names. Code that the arguments name
-            needs no permission.
+        trust: True to allow code that a recipe, or a run in `output`, names. Code that the arguments
+            name needs no permission.
 
     Raises:
         ConfigError: If an argument or a setting is invalid.
@@ -181,7 +181,7 @@ class Trainer:
 
         Args:
             config: The configuration.
-            components: Python objects that replace what the configuration names.
+            components: Python objects that replace objects that the configuration names.
         """
         trainer = cls.__new__(cls)
         trainer._set_up(config, components or Components())
@@ -189,7 +189,8 @@ class Trainer:
 
     def _set_up(self, config: RunConfig, components: Components, trust: bool = False) -> None:
         self.config = config
-        # Checkpoints in the run folder may come from elsewhere. They may name what this program names.
+        # A checkpoint in the run folder may come from another program. Without `trust`, it may name only
+        # code that this program's configuration names, too.
         self._trust = trust or config
         self._components = components
         self._folder: Path | None = None
@@ -207,7 +208,7 @@ class Trainer:
 
         Raises:
             PacelineError: If the run fails. The message names cause and remedy. The last checkpoint is
-                kept, and `resume="auto"` continues from it.
+                kept; `resume="auto"` continues the run from this checkpoint.
         """
         outcome = self.run()
         summary = outcome.summary
@@ -232,7 +233,7 @@ class Trainer:
         Args:
             display: Creates the observer that displays the events of rank 0.
             show_error: Displays the error with which the watchdog ends the process.
-            startup: Times of the command until this call.
+            startup: Times that the parts of the start-up have taken until this call.
         """
         interval = self.config.run.log_interval
         display = display or (lambda: create_display(Console(), interval))
@@ -244,12 +245,12 @@ class Trainer:
         """Evaluates the best checkpoint. All ranks must call this method.
 
         Args:
-            data: The images. None means the validation data of the run. Of a directory, its validation
-                set is used, or all images if it has none.
-            batch_size: Images per forward pass and rank.
+            data: The images to evaluate. None means the validation data of the run. For a directory,
+                its validation set is used, or all its images if it has no validation set.
+            batch_size: Images per forward pass on one rank.
 
         Returns:
-            Accuracy and loss.
+            The accuracy and the mean loss.
 
         Raises:
             RunError: If nothing has been trained, or a signal stops the evaluation.
@@ -276,7 +277,7 @@ class Trainer:
 
         Args:
             images: File names, PIL images or uint8 arrays.
-            top: Number of classes per image.
+            top: Number of most likely classes to return per image.
 
         Returns:
             One prediction per image, in the same order.
@@ -287,8 +288,8 @@ class Trainer:
         """Writes the best checkpoint as `.onnx`, `.pt2` or `.safetensors`.
 
         Args:
-            out: The file. Its suffix decides the format.
-            opset: Version of ONNX's operators. None means that of torch's exporter.
+            out: The file to write. The suffix decides the format.
+            opset: Version of the ONNX operators. None means the default of torch's exporter.
 
         Returns:
             One line that describes the file.
@@ -316,7 +317,7 @@ def _plain(value: Any) -> Any:
 def _take(
     values: dict[str, Any], components: dict[str, Any], setting: str, component: str, given: Any
 ) -> None:
-    """Stores a name in the settings, or an object in the components and its name in the settings."""
+    """Stores a name in `values`. Stores an object in `components`, and its name in `values`."""
     if given is None:
         return
     if isinstance(given, str):

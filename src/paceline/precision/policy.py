@@ -1,7 +1,7 @@
 """`Policy`, the number format of a model, and `LossScale`, which prevents underflow of fp16 gradients.
 
-Convolutions and linear layers hold half-precision weights; biases and normalization keep fp32
-parameters. The optimizer holds the fp32 master weights.
+The weights of convolutions and linear layers have half precision. Biases and the parameters of
+normalization layers stay in fp32. The optimizer holds fp32 master weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.core.errors import ConfigError
 from paceline.precision.settings import PrecisionSettings
 
 _FORMATS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-# Layers that use matrix units; all others have few parameters and keep fp32.
+# Layers that use matrix units. All other layers have few parameters, which stay in fp32.
 _MATRIX_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -27,8 +27,8 @@ class Policy:
 
     Attributes:
         name: `fp16`, `bf16` or `fp32`.
-        dtype: Format of activations, matrix weights and their gradients.
-        device: The device.
+        dtype: Format of activations, of matrix weights, and of the gradients of matrix weights.
+        device: The device of the model.
     """
 
     name: str
@@ -46,30 +46,30 @@ class Policy:
         return self.dtype == torch.float16
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Rounds the matrix weights in place. Weights shared between layers stay shared."""
+        """Rounds the matrix weights to `dtype` in place. Weights shared between layers stay shared."""
         if self.is_half:
             for weight in matrix_weights(model):
                 weight.data = weight.data.to(self.dtype)
         return model
 
     def compute(self) -> AbstractContextManager[object]:
-        """Returns the context of forward passes: casts inputs and biases, computes losses in fp32."""
+        """Returns the context for forward passes, which casts inputs and biases as autocast does."""
         if not self.is_half:
             return nullcontext()
-        # Without the cache, because a captured graph must repeat the casts of changed parameters.
+        # The cache of casts is off, because a captured graph must cast the changed parameters again.
         return torch.autocast(self.device.type, self.dtype, cache_enabled=False)
 
 
 def matrix_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Returns the weights that have half precision in computation and exchange; shared ones once.
+    """Returns the weights that a half-precision policy rounds; a shared weight appears once.
 
-    A parametrized weight (`weight_norm`, `spectral_norm`) is computed from parameters that stay fp32,
-    and autocast rounds the result.
+    A parametrized weight (`weight_norm`, `spectral_norm`) is not included: it is computed from
+    parameters that stay in fp32, and autocast rounds the result.
     """
     weights: dict[int, nn.Parameter] = {}
     for module in model.modules():
         if isinstance(module, _MATRIX_LAYERS):
-            # Not `module.weight`: reading a weight of `spectral_norm` changes its buffers.
+            # Not `module.weight`: reading a weight under `spectral_norm` changes the module's buffers.
             weight = module._parameters.get("weight")
             if weight is not None:
                 weights.setdefault(id(weight), weight)
@@ -77,17 +77,17 @@ def matrix_weights(model: nn.Module) -> list[nn.Parameter]:
 
 
 def choose_policy(settings: PrecisionSettings, device: torch.device) -> Policy:
-    """Chooses the number format.
+    """Chooses the number format of a model.
 
     Args:
-        settings: The settings.
-        device: The device.
+        settings: The section `[precision]`, which names the format.
+        device: The device that computes.
 
     Returns:
-        The format: for `auto`, fp16 on a GPU and fp32 on a CPU.
+        The policy. `auto` means fp16 on a GPU and fp32 on a CPU.
 
     Raises:
-        ConfigError: If the device cannot compute in the format.
+        ConfigError: If the device cannot compute in the named format.
     """
     name = settings.amp_dtype
     if name == "auto":
@@ -104,13 +104,13 @@ def choose_policy(settings: PrecisionSettings, device: torch.device) -> Policy:
 
 
 def allow_tf32(settings: PrecisionSettings) -> None:
-    """Sets torch's global switches for TF32."""
+    """Sets torch's global switches for TF32 as the setting `precision.tf32` demands."""
     torch.backends.cuda.matmul.allow_tf32 = settings.tf32
     torch.backends.cudnn.allow_tf32 = settings.tf32
 
 
 def _problem(dtype: torch.dtype, device: torch.device) -> str:
-    """Returns the reason why a small convolution, forward and backward, fails; "" if it works."""
+    """Returns the reason why `device` cannot compute a convolution in `dtype`; "" if it can."""
     try:
         image = torch.ones(2, 4, 4, 4, dtype=dtype, device=device)
         weight = torch.ones(4, 4, 3, 3, dtype=dtype, device=device, requires_grad=True)
@@ -122,10 +122,10 @@ def _problem(dtype: torch.dtype, device: torch.device) -> str:
 
 
 class LossScale:
-    """The factor of the loss: dynamic if the policy needs a scale, else 1.
+    """The loss scale: a dynamic factor if gradients can underflow, else 1.
 
     The device updates the scale from a flag that is equal on all ranks, without synchronization. A step
-    with fewer samples than the global batch divides its loss by fewer samples, so the gradient of each
+    with fewer samples than the global batch divides the loss by fewer samples, so the gradient of each
     sample is larger than in a full step. `step_value` is the scale divided by a power of two that
     compensates for this.
     """
@@ -136,9 +136,9 @@ class LossScale:
         """Creates the scale.
 
         Args:
-            policy: The number format.
-            settings: The settings.
-            fp16_travels: True if gradients are exchanged in fp16, so that they can underflow there.
+            policy: The number format of the model.
+            settings: The section `[precision]`, with the initial scale and its bounds.
+            fp16_travels: True if gradients are sent in fp16, so that they can underflow in the exchange.
         """
         scales = policy.scales_loss or fp16_travels
         self.dynamic = scales
@@ -153,12 +153,13 @@ class LossScale:
     def begin_step(self, samples: int, global_batch: int) -> None:
         """Sets `step_value` for a step.
 
-        The divisor is the smallest power of two d with samples · d ≥ global_batch. A power of two scales
-        without rounding, so the update keeps its bits unless a gradient over- or underflows.
+        The scale is divided by the smallest power of two d with samples · d ≥ global_batch. Multiplying
+        by a power of two does not round, so the update has the same bits unless a gradient over- or
+        underflows.
 
         Args:
-            samples: Samples of the step on all ranks.
-            global_batch: Samples of a full step.
+            samples: Number of samples in the step, on all ranks together.
+            global_batch: Number of samples in a full step.
         """
         missing = -(-global_batch // samples) - 1
         torch.mul(self.value, 2.0 ** -missing.bit_length(), out=self.step_value)
@@ -167,8 +168,8 @@ class LossScale:
         """Halves the scale after an overflow, and doubles it after `SCALE_INTERVAL` steps without one.
 
         Args:
-            overflow: Flag on the device, equal on all ranks.
-            hold: Flag on the device; if set, the scale does not change.
+            overflow: Flag on the device, equal on all ranks; positive if a gradient is not finite.
+            hold: Flag on the device; if it is not 0, the scale does not change.
         """
         if not self.dynamic:
             return
@@ -182,16 +183,16 @@ class LossScale:
         self._quiet_steps.copy_(torch.where(free, restart, self._quiet_steps))
 
     def describe(self) -> str:
-        """Returns a description for the start of the run."""
+        """Returns a description to be displayed at the start of the run."""
         return f"dynamic, from {float(self.value):g}" if self.dynamic else "none"
 
     def state(self) -> dict[str, float]:
-        """Returns the state for a checkpoint."""
+        """Returns the scale and the count of steps since the last change, for a checkpoint."""
         quiet = float(self._quiet_steps) if self.dynamic else -1.0
         return {"scale": float(self.value), "quiet_steps": quiet}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Restores the state. A dynamic scale ignores the state of a run without one."""
+        """Restores the result of `state`. A dynamic scale ignores the state of a run without scaling."""
         if self.dynamic and state["quiet_steps"] >= 0:
             self.value.fill_(min(max(state["scale"], self.floor), self.ceiling))
             self._quiet_steps.fill_(state["quiet_steps"])

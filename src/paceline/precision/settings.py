@@ -22,10 +22,10 @@ class PrecisionSettings:
     loss_scale_init: float = 65536.0
     """Initial loss scale of fp16, which changes during the run."""
 
-    # Bounds of the loss scale. An overflow at the lowest one ends the run as diverged.
+    # Bounds of the loss scale. An overflow at the lowest scale ends the run as diverged.
     LOWEST_SCALE: ClassVar[float] = 1.0
     HIGHEST_SCALE: ClassVar[float] = 2.0**24
-    # Steps without overflow after which the scale doubles.
+    # Number of steps without overflow after which the scale doubles.
     SCALE_INTERVAL: ClassVar[int] = 1000
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Running statistics of batch norm on each rank, and their average over ranks."""
+"""Running statistics of batch norm on each rank, and the average of these statistics over ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from paceline.comm.group import Group
 class BatchNormState:
     """The running statistics of this rank in one flat buffer.
 
-    The average over N ranks treats their statistics as those of N equal parts of one population: the
-    mean of the means, and the mean of the variances plus the variance of the means.
+    The average over N ranks treats each rank's images as one of N equal parts of a population. The
+    average mean is the mean of the means; the average variance is the mean of the variances plus the
+    variance of the means.
 
     Attributes:
-        flat: Running means of all layers (row 0) and running variances (row 1). The layers use views.
-        tracked: Number of batches of each layer.
+        flat: Running means (row 0) and running variances (row 1) of all layers, one after the other. The
+            buffers of the layers are views of this tensor.
+        tracked: Number of batches that each layer has processed.
         kept: Statistics that a step may change and a checkpoint contains: `flat`, or in a subclass
-            several rows.
+            a tensor with statistics of several ranks.
         kept_tracked: The batch counts that belong to `kept`.
     """
 
@@ -34,7 +36,7 @@ class BatchNormState:
         ]
         self.names = [name for name, _ in layers]
         self.widths = [layer.num_features for _, layer in layers]
-        # Needed without such layers, too: a step combines these with flags on the model's device.
+        # Needed even without batch norm: a step combines `flat` with flags on the model's device.
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.flat = torch.zeros(2, sum(self.widths), device=device)
         self.tracked = torch.zeros(len(layers), dtype=torch.int64, device=device)
@@ -52,7 +54,7 @@ class BatchNormState:
                 self.flat[0, start:stop].data,
                 self.flat[1, start:stop].data,
             )
-            if layer.num_batches_tracked is not None:  # not 0 in pretrained weights
+            if layer.num_batches_tracked is not None:  # pretrained weights have a count above 0
                 self.tracked[number] = layer.num_batches_tracked
             layer.num_batches_tracked = self.tracked[number]
             start = stop
@@ -65,7 +67,7 @@ class BatchNormState:
 
     @property
     def saved_tracked(self) -> Tensor:
-        """Number of batches of each layer for the checkpoint, on rank 0."""
+        """Number of batches that each layer has processed, for the checkpoint of rank 0."""
         return self.kept_tracked
 
     def keys(self) -> frozenset[str]:
@@ -88,13 +90,13 @@ class BatchNormState:
     def discard_if(self, flag: Tensor) -> None:
         """Restores the copies made by `remember` if the flag on the device is set.
 
-        A NaN in one batch then does not stay in the statistics. Does not synchronize with the device.
+        A NaN in one batch thus does not stay in the statistics. The host does not wait for the device.
         """
         self.kept.copy_(torch.where(flag > 0, self._flat_before, self.kept))
         self.kept_tracked.copy_(torch.where(flag > 0, self._tracked_before, self.kept_tracked))
 
     def average(self, group: Group) -> Tensor:
-        """Returns the average over ranks, which is bit-identical on all ranks."""
+        """Returns the statistics averaged over ranks, which are bit-identical on all ranks."""
         return average_over_ranks(self.flat, group)
 
     @contextmanager
@@ -112,16 +114,19 @@ class BatchNormState:
         return self.gather(self.kept, group, average=average)
 
     def gather(self, kept: Tensor, group: Group, *, average: bool = False) -> Tensor | None:
-        """Gathers `flat`, a tensor with the shape of `kept`, from all ranks on rank 0."""
+        """Gathers a tensor with the shape of `kept` from all ranks on rank 0; see `gather_rows`."""
         return gather_rows(kept, group, average=average)
 
     def restore(self, rows: Tensor, tracked: Tensor, group: Group) -> None:
-        """Restores the statistics of a checkpoint."""
+        """Restores this rank's statistics from the `rows` and the batch counts of a checkpoint."""
         self.kept.copy_(self.own_rows(rows, group))
         self.kept_tracked.copy_(tracked.to(self.tracked.device))
 
     def own_rows(self, rows: Tensor, group: Group) -> Tensor:
-        """Returns this rank's row of `[ranks, 2, width]`, or the average if the ranks have changed."""
+        """Returns this rank's statistics from `rows`, of shape [ranks, 2, width].
+
+        Returns the average if the number of ranks has changed.
+        """
         return rows[group.rank] if rows.shape[0] == group.world_size else pool(rows)
 
 
@@ -129,14 +134,14 @@ def gather_rows(flat: Tensor, group: Group, *, average: bool) -> Tensor | None:
     """Gathers the statistics of all ranks on rank 0.
 
     Args:
-        flat: Statistics of this rank, [2, width].
+        flat: Statistics of this rank, of shape [2, width].
         group: The ranks.
-        average: Replaces the statistics of all ranks by their average, so that training continues with
-            the values from which a resumed run starts.
+        average: True to replace `flat` on all ranks by the average over ranks, so that training continues
+            with the same values as a resumed run.
 
     Returns:
-        The rows of all ranks, [ranks, 2, width], or one row with their average. Returns None on
-        ranks other than 0.
+        On rank 0, the statistics of all ranks, of shape [ranks, 2, width], or of shape [1, 2, width] if
+        they were averaged. None on all other ranks.
     """
     if not average:
         return group.gather(flat)

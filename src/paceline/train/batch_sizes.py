@@ -23,12 +23,12 @@ _EVAL_BATCH, _EVAL_TIMES = 256, 4
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Batch sizes of a step: `global_batch = micro_batch · ranks · accumulation`, always exactly.
+    """Batch sizes of a step: `global_batch` is exactly `micro_batch · ranks · accumulation`.
 
     Attributes:
-        global_batch: Samples of one update.
-        micro_batch: Samples of one forward and backward pass on one rank.
-        accumulation: Micro-batches of one step on one rank.
+        global_batch: Number of samples in one update.
+        micro_batch: Number of samples in one forward and backward pass on one rank.
+        accumulation: Number of micro-batches in one step on one rank.
         automatic: True if Paceline has chosen the micro-batch.
     """
 
@@ -52,18 +52,19 @@ def resolve_batch_sizes(
     """Chooses the batch sizes that the user has not given.
 
     Args:
-        global_batch: Samples of one update. The default is the micro-batch times the number of ranks. If
-            both are None, the default is 256, or less, down to 16, if an epoch would have fewer than
-            eight steps.
-        micro_batch: Samples of one pass on one rank. The default is at most 256.
+        global_batch: Number of samples in one update. The default is the micro-batch times the number of
+            ranks. If both are None, the default is 256. It is lower (but at least about 16) if an epoch
+            would have fewer than eight steps.
+        micro_batch: Number of samples in one pass on one rank. The default is at most 256.
         world_size: Number of ranks.
-        samples: Training images, if known.
+        samples: Number of training images, if known.
 
     Returns:
         The sizes.
 
     Raises:
-        ConfigError: If the global batch is not divisible. The message has the nearest valid values.
+        ConfigError: If the ranks cannot divide the global batch evenly. The message names the nearest
+            valid sizes.
     """
     if micro_batch is None and global_batch is None and samples is not None:
         most = max(_LEAST_AUTOMATIC_BATCH, samples // _LEAST_STEPS_PER_EPOCH)
@@ -87,7 +88,7 @@ def resolve_batch_sizes(
 
 
 def eval_batch(micro_batch: int) -> int:
-    """Returns the number of images in an evaluation batch."""
+    """Returns the number of images in an evaluation batch for a given training micro-batch."""
     return min(_EVAL_BATCH, _EVAL_TIMES * micro_batch)
 
 

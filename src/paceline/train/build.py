@@ -1,7 +1,7 @@
 """Builds a run: data, folder, checkpoint, model, training step and loader.
 
-`build` returns a `Training`, which the loop runs. All ranks agree on the result of every stage that can
-fail on one rank alone before the next stage begins, so that all ranks fail with the same error.
+`build` returns a `Training`, which the training loop runs. If a stage can fail on one rank alone, all
+ranks agree on the result before the next stage begins, so that all ranks fail with the same error.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def build(
     config: RunConfig, group: Group, stop: StopSignals, components: Components | None = None,
     startup: StartUp | None = None,
 ) -> Training:  # fmt: skip
-    """Builds the run. A collective.
+    """Builds all parts of a run. A collective.
 
     Args:
-        config: The settings.
+        config: The settings of the run.
         group: The ranks.
         stop: Requests to stop or save.
-        components: Python objects that replace what the settings name.
-        startup: Records the time of each part.
+        components: Python objects that replace objects that the settings name.
+        startup: Records the time that each part of the start-up takes.
 
     Returns:
         The parts of the run.
@@ -152,7 +152,7 @@ def _assemble(
 def _loader_factory(
     config: RunConfig, source: Source, parts: StepParts, group: Group, components: Components
 ) -> Callable[[BatchPlan, int], TrainBatches]:
-    """Returns a function that creates this rank's loader, for the start and for each new plan."""
+    """Returns a function that creates this rank's loader for a batch plan, from a given first step."""
 
     def make_loader(batches: BatchPlan, first_step: int) -> TrainBatches:
         return create_train_loader(
@@ -195,10 +195,10 @@ def _build_model(
 
 @contextmanager
 def _leaving_together(group: Group) -> Iterator[None]:
-    """Waits for all ranks before it raises an error that all of them raise.
+    """Delays an error that all ranks raise until all ranks have reached it.
 
-    If a rank left at once, it would close the connections of ranks that are still creating them,
-    and the backend of those ranks would raise a different error.
+    If a rank left immediately, it would close connections that slower ranks are still creating, and the
+    backend of these ranks would raise a different error.
     """
     try:
         yield
@@ -208,7 +208,11 @@ def _leaving_together(group: Group) -> Iterator[None]:
 
 
 def _set_threads(config: RunConfig, ranks: int, group: Group, checkpoint: Checkpoint | None) -> str:
-    """Sets torch's number of threads; a resumed run uses that of the checkpoint, to be bit-identical."""
+    """Sets torch's number of threads and returns its description.
+
+    A resumed run with the same number of ranks uses the checkpoint's number of threads, so that results
+    are bit-identical.
+    """
     threads, note = choose_threads(config, group.topology), ""
     if checkpoint and not config.run.threads and checkpoint.world_size == ranks:
         threads, note = checkpoint.threads, " (as in the checkpoint)"
@@ -243,7 +247,7 @@ def _create_model(
 def _check_model(
     config: RunConfig, model: nn.Module, source: Source, plan: BatchPlan, components: Components
 ) -> list[str]:
-    """Returns notes on a model that is not Paceline's; raises an error if it cannot be trained."""
+    """Checks a user's model and returns notes; raises an error if the model cannot be trained."""
     if is_own(model) and components.model is None:
         return []
     pixels = config.data.image_size

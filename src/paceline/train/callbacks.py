@@ -1,8 +1,8 @@
 """`Callback`: a user's code that runs at the events of a training run; `EarlyStopping` is an example.
 
-Callbacks run on every rank, in the given order. The numbers of an `EvalEvent` and the loss of a
-`StepEvent` are equal on all ranks. An exception in a callback on any rank ends the run on all ranks,
-after a checkpoint, with one line that names the callback.
+Callbacks run on every rank, in the given order. The results in an `EvalEvent` and the loss in a
+`StepEvent` are equal on all ranks. An exception in a callback on any rank ends the run on all ranks:
+Paceline saves a checkpoint and raises an error of one line that names the callback.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RunControl:
 
     @property
     def folder(self) -> Path:
-        """The run folder. The nodes of other ranks may not share it."""
+        """The run folder of rank 0. Other nodes might not have access to this folder."""
         return self._training.folder.path
 
     @property
@@ -76,7 +76,7 @@ class RunControl:
     def stop(self, reason: str) -> None:
         """Ends the run on all ranks after the next step, with a checkpoint.
 
-        A request of one rank is enough.
+        A request from one rank is enough.
 
         Args:
             reason: The text that is displayed and recorded.
@@ -85,7 +85,7 @@ class RunControl:
         self._training.stop.requested = True
 
     def save(self) -> None:
-        """Saves a checkpoint after the next step. A request of one rank is enough."""
+        """Saves a checkpoint after the next step. A request from one rank is enough."""
         self._training.stop.save_requested = True
 
     def log(self, **values: float) -> None:
@@ -94,7 +94,7 @@ class RunControl:
         self._training.emit(MetricEvent(step=self.step, values=numbers))
 
     def note(self, text: str) -> None:
-        """Displays and records a line."""
+        """Displays a line of text and adds it to the records."""
         self._training.emit(NoteEvent(text))
 
 
@@ -156,7 +156,7 @@ class CallbackRunner:
         self.error: PacelineError | None = None
 
     def on_event(self, event: Event) -> None:
-        """Calls the method for the event on each callback, until one fails."""
+        """Calls each callback's method for the event, until a callback fails."""
         hook = _HOOKS.get(type(event))
         for callback in self._callbacks if hook else ():
             if self.error is not None:
@@ -176,9 +176,9 @@ class CallbackRunner:
         self._training.stop.requested = True
 
     def state(self) -> dict[str, Any]:
-        """Returns the states of all callbacks by place and class.
+        """Returns the states of all callbacks by position and class name.
 
-        A state that a checkpoint cannot contain is an error of the callback.
+        A callback fails if a checkpoint cannot contain the state that it returns.
         """
         states = {}
         for number, callback in enumerate(self._callbacks):
@@ -204,9 +204,9 @@ class CallbackRunner:
 
 
 def _check_plain(value: object) -> None:
-    """Raises a TypeError unless a state consists of plain values and tensors.
+    """Checks that a state consists of plain values and tensors; raises a TypeError if not.
 
-    A checkpoint contains nothing else, because reading it must not execute code.
+    A checkpoint must not contain objects of other types, because reading such objects can execute code.
     """
     if isinstance(value, dict):
         _check_plain(list(value))
@@ -232,7 +232,7 @@ class EarlyStopping(Callback):
             metric: `top1`, `top5` or `loss`.
             patience: Number of consecutive evaluations without improvement after which the run
                 stops.
-            min_delta: Smallest change that counts as an improvement.
+            min_delta: Smallest change of the metric that is treated as an improvement.
 
         Raises:
             ConfigError: If an argument is invalid.

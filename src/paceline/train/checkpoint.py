@@ -1,8 +1,8 @@
 """`Checkpoint`, the state of a run after a step, and `CheckpointStore`, the checkpoints of a run folder.
 
 A checkpoint is one file, written atomically and readable with `torch.load(weights_only=True)`. It
-contains the batch-norm statistics of every rank, and a SHA-256 of its content, because torch does not
-detect damaged numbers.
+contains the batch-norm statistics of every rank, and a SHA-256 of the content, because torch does not
+detect damaged tensor values.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class ForeignCheckpointError(CheckpointError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything that a bit-identical resume needs.
+    """All state that a bit-identical resume needs.
 
     Schedule, data order and random numbers are pure functions of configuration and step. `sampler`,
-    `schedule` and `rng` describe them for readers; a resume checks them.
+    `schedule` and `rng` describe them for people who inspect a file; a resume checks `sampler`.
 
     Attributes:
         average: State of `WeightAverage`; empty if weights are not averaged.
@@ -85,7 +85,7 @@ class Checkpoint:
 
     @property
     def salvaged_by(self) -> int | None:
-        """The rank that wrote the checkpoint after the loss of another rank; None if it is regular.
+        """The rank that wrote a salvaged checkpoint; None for a regular checkpoint.
 
         A salvaged checkpoint contains only the batch-norm statistics of the rank that wrote it.
         """
@@ -96,14 +96,14 @@ class Checkpoint:
         """Returns a copy of the checkpoint with each tensor replaced by `change(tensor, place)`.
 
         Args:
-            change: Called with a tensor and the keys that lead to it.
+            change: Returns the replacement, given a tensor and the keys that lead to the tensor.
         """
         names = self.__dataclass_fields__
         parts = {name: _changed(getattr(self, name), change, (name,)) for name in names}
         return Checkpoint(**parts)
 
     def on_host(self) -> Checkpoint:
-        """Returns the checkpoint with all tensors in host memory. Does not copy tensors of the CPU."""
+        """Returns the checkpoint with all tensors in host memory. CPU tensors are not copied."""
         return self.with_tensors(lambda value, _: value.detach().cpu())
 
     def to_bytes(self) -> memoryview:
@@ -117,12 +117,12 @@ class Checkpoint:
 
     def write(self, path: Path) -> None:
         """Writes the file atomically."""
-        # Without `parents`: if the run folder was deleted, this must not create it again.
+        # Without `parents`, because a deleted run folder must not be created again.
         write_atomically(path, self.to_bytes(), parents=False)
 
     @classmethod
     def read(cls, path: Path) -> Checkpoint:
-        """Reads a file; raises the errors of `from_bytes`."""
+        """Reads a checkpoint from a file; raises the same errors as `from_bytes`."""
         return cls.from_bytes(read_file(path), path)
 
     @classmethod
@@ -130,13 +130,13 @@ class Checkpoint:
         """Parses the content of a file.
 
         Args:
-            content: The content.
+            content: The bytes of the file.
             path: The file, for messages.
 
         Raises:
-            DamagedCheckpointError: If the content differs from what was written.
+            DamagedCheckpointError: If the content does not match its SHA-256.
             ForeignCheckpointError: If the file is not a Paceline checkpoint.
-            CheckpointError: If the file has another format version or wrong types.
+            CheckpointError: If this version cannot read the file's format, or values have wrong types.
         """
         try:
             table = load_tensors(io.BytesIO(content))
@@ -155,7 +155,8 @@ class Checkpoint:
                 f"{path} has format {version}; Paceline {__version__} reads {VERSION}",
                 "use the Paceline version that wrote it",
             )
-        # Other formats have other parts: if these are complete and intact, the version is damaged.
+        # A different format would have different parts. If all parts of this format are intact, only the
+        # version number is damaged.
         if not intact or version != VERSION:
             raise DamagedCheckpointError(
                 f"{path} is damaged: its content does not match its SHA-256", _OLDER
@@ -183,7 +184,7 @@ def _not_expanded(tensor: Tensor) -> Tensor:
 
 
 def _check_types(parts: dict[str, Any], path: Path) -> None:
-    """Checks types, because another program may have written a file with a correct SHA-256."""
+    """Checks the types of all parts: a different program can write a file with a correct SHA-256."""
     step = parts["progress"].get("step") if isinstance(parts.get("progress"), dict) else None
     wrong = [
         name
@@ -196,7 +197,7 @@ def _check_types(parts: dict[str, Any], path: Path) -> None:
 
 
 def content_hash(value: Any) -> str:
-    """Returns the SHA-256 of names, values and the tensors' bytes, in order."""
+    """Returns the SHA-256 of all names, plain values and bytes of tensors, in order."""
     digest = hashlib.sha256()
     _feed(digest, value)
     return digest.hexdigest()
@@ -250,9 +251,9 @@ def _unreadable(path: Path, content: bytes, error: Exception) -> CheckpointError
 class CheckpointStore:
     """The folder `RUN/checkpoints`: the last `keep` checkpoints (`step-00001200.pt`) and `best.pt`.
 
-    A file is removed only after a newer one is in place. One rank alone saves
-    `step-00001207.salvaged.pt` after the loss of another rank; it is used only if no regular checkpoint
-    is as new.
+    A file is removed only after a newer file is in place. After the loss of a rank, a surviving rank
+    saves `step-00001207.salvaged.pt`. A resume uses such a salvaged checkpoint only if no regular
+    checkpoint is as new.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
@@ -307,11 +308,11 @@ class CheckpointStore:
 
         Args:
             checkpoint: The checkpoint.
-            best: Writes it as the best one, too.
-            forget: Removes the oldest checkpoints.
+            best: True to write the checkpoint as `best.pt`, too.
+            forget: True to remove the oldest checkpoints.
 
         Returns:
-            The file.
+            Path of the regular checkpoint.
 
         Raises:
             CheckpointError: If a file cannot be written or removed.
@@ -319,8 +320,8 @@ class CheckpointStore:
         path = self.path(checkpoint.step)
         try:
             if best:
-                # The best one first: after a kill between the two writes, the resumed run repeats the
-                # step and finds it best again. In the other order, the best one would be missing.
+                # `best.pt` comes first: after a kill between the two writes, the resumed run repeats the
+                # step and writes `best.pt` again. In the reverse order, `best.pt` would be outdated.
                 checkpoint.write(self.best)
                 link_atomically(self.best, path)
             else:
@@ -340,8 +341,8 @@ class CheckpointStore:
         return path
 
     def _tidy(self, newest: int, *, forget: bool) -> None:
-        # A run that resumed from an older checkpoint has abandoned the later ones. They must not count
-        # as its newest, so they get another name.
+        # A run that resumed from an older checkpoint has abandoned the later checkpoints. They are
+        # renamed, so that no resume takes them for the newest checkpoints.
         later = [self.path(step) for step in self.steps() if step > newest]
         salvaged = [(step, self.salvaged_path(step)) for step in self.salvaged_steps()]
         for file in later + [file for step, file in salvaged if step > newest]:
@@ -357,11 +358,12 @@ class CheckpointStore:
 
 
 def set_aside(file: Path, reason: str) -> Path:
-    """Renames a checkpoint.
+    """Renames a checkpoint so that no resume uses it.
 
     Args:
         file: The checkpoint.
-        reason: The new suffix, as in `step-00000006.pt.damaged`. A number follows if that file exists.
+        reason: The new suffix, as in `step-00000006.pt.damaged`. If a file of this name exists, a number
+            is appended.
 
     Returns:
         The new path.
@@ -385,12 +387,12 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def write_atomically(path: Path, content: bytes | memoryview, *, parents: bool = True) -> None:
-    """Writes a temporary file, syncs and renames it. After an error, the old file is untouched.
+    """Writes and syncs a temporary file and renames it to `path`. An error leaves the old file untouched.
 
     Args:
-        path: The file. Its folder is created.
-        content: The content.
-        parents: Creates missing folders above the file's folder, too.
+        path: The file to write. Its folder is created if it is missing.
+        content: The bytes to write.
+        parents: True to create missing folders above the file's folder, too.
 
     Raises:
         CheckpointError: If the file cannot be written.

@@ -1,9 +1,9 @@
 """`CheckpointWriter`: writes checkpoints on a thread while training continues.
 
 Steps wait only while the state is copied to host memory (`HostCopy`). The thread hashes, serializes,
-writes, syncs and renames in the same order as a save without it, so a kill leaves the previous checkpoint
-in place. At most one checkpoint is being written: the next save waits for it. If the host has no memory
-for the copy, the steps wait for the file.
+writes, syncs and renames in the same order as a save without a thread, so a kill leaves the previous
+checkpoint in place. Only one checkpoint is written at a time: the next save waits until the file is
+complete. If the host has no memory for the copy, training waits for the file.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Written:
     """The result of one save.
 
     Attributes:
-        step: Step of the checkpoint.
-        best: True if it was saved as the best checkpoint.
-        save_s: Time until the file was in place.
+        step: Number of completed steps in the checkpoint.
+        best: True if the checkpoint was saved as the best one.
+        save_s: Time from the start of the save until the file was in place, in seconds.
         stall_s: Part of `save_s` in which no step could run.
         path: The file, or None after an error.
-        error: The error, or None.
-        note: Reason why the steps had to wait for the file, to be displayed once.
+        error: The error, or None after a success.
+        note: Reason why training had to wait for the file, to be displayed once; "" if it did not wait.
     """
 
     step: int
@@ -53,9 +53,9 @@ class _NoHostMemoryError(Exception):
 class HostCopy:
     """Copies the tensors of checkpoints to host memory, which is reused from save to save.
 
-    Tensors of a GPU go to pinned memory, with one wait for all of them: the copies are queued behind the
-    last update, and no step is launched before they are complete. Allocating pinned memory, or touching
-    new memory for the first time, takes longer than the copy itself.
+    GPU tensors are copied to pinned memory. All copies are queued behind the last update, and one wait
+    ends when all copies are complete, so that no step is launched earlier. The memory is reused, because
+    allocating pinned memory, or touching new memory for the first time, takes longer than the copy.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class HostCopy:
             is freed.
         """
         kept, self._kept = self._kept, {}
-        # Memory that two tensors share is copied once: tied weights have two names.
+        # Memory that two tensors share is copied once. For example, tied weights have two names.
         seen: dict[tuple[Any, ...], Tensor] = {}
         copies: list[tuple[Tensor, Tensor]] = []
 
@@ -97,7 +97,7 @@ class HostCopy:
             copies.clear()
             _free_pinned_memory()
             return None
-        # The copies from a GPU are queued, and complete together.
+        # The copies from a GPU are queued; the synchronization below waits for all of them.
         for place, source in copies:
             place.copy_(source, non_blocking=source.is_cuda)
         for device in {source.device for _, source in copies if source.is_cuda}:
@@ -110,7 +110,7 @@ def _new_place(source: Tensor) -> Tensor:
         return torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
     except (RuntimeError, MemoryError) as error:
         # CUDA reports a lack of pinned memory, and a limit of the system, as errors of the device. If the
-        # device itself is lost, the save without a copy raises that once more.
+        # device itself is lost, the save without a host copy raises the error again.
         if not source.is_cuda and out_of_memory(error, "", "") is None:
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
@@ -118,7 +118,7 @@ def _new_place(source: Tensor) -> Tensor:
 
 
 def _free_pinned_memory() -> None:
-    """Returns pinned memory that torch keeps for later tensors to the system."""
+    """Gives the pinned memory that torch caches for later tensors back to the system."""
     free = getattr(torch._C, "_host_emptyCache", None)
     if free is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         free()
@@ -127,7 +127,7 @@ def _free_pinned_memory() -> None:
 def _fits(place: Tensor, source: Tensor) -> bool:
     if (place.dtype, place.shape) != (source.dtype, source.shape):
         return False
-    # The copy of a tensor with gaps has none.
+    # `empty_like` creates no gaps between elements, even if the source has gaps.
     return (
         place.stride() == source.stride()
         or place.stride() == torch.empty_like(source, device="meta").stride()
@@ -135,9 +135,9 @@ def _fits(place: Tensor, source: Tensor) -> bool:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time; without `background`, before `save` returns.
+    """Writes one checkpoint at a time, on a thread or, without `background`, before `save` returns.
 
-    All methods must be called from one thread. `take_written` returns the results of the writer thread.
+    All methods must be called from one thread. `take_written` returns the result of a save.
     """
 
     def __init__(self, *, background: bool) -> None:
@@ -151,12 +151,12 @@ class CheckpointWriter:
         self, checkpoint: Checkpoint, write: Callable[[Checkpoint], Path], *, best: bool,
         started: float,
     ) -> None:  # fmt: skip
-        """Saves a checkpoint. The result of the previous one must have been taken.
+        """Saves a checkpoint. The result of the previous save must have been taken.
 
         Args:
             checkpoint: The checkpoint, whose tensors the next step may change.
             write: Writes the file and returns its path.
-            best: True if it is the best checkpoint.
+            best: True if this is the best checkpoint.
             started: Time at which the save began (`time.perf_counter`).
         """
         assert self._thread is None
@@ -177,7 +177,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def _note_no_copy(self, step: int) -> str:
-        """Returns a note for the first save without a copy; "" for later ones."""
+        """Returns a note for the first save without a host copy; "" for later saves."""
         if self._noted:
             return ""
         self._noted = True
@@ -211,7 +211,7 @@ class CheckpointWriter:
         """Returns the result of the last save, once.
 
         Args:
-            wait: Waits for the save that is in progress.
+            wait: True to wait for a save that is in progress.
 
         Returns:
             The result, or None if no save has ended since the last call.

@@ -1,7 +1,7 @@
-"""`Components`: Python objects that replace what the settings name.
+"""`Components`: Python objects that replace objects that the settings name.
 
-`pl.Trainer` fills them from its arguments. The command line has none: its settings name everything, so a
-run folder can be evaluated, resumed and exported without the program that started the run.
+`pl.Trainer` creates `Components` from its arguments. Commands use no such objects: their settings name
+everything, so they can evaluate, resume and export a run without the program that started it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.train.callbacks import Callback
 
 
 class Loss(Protocol):
-    """A function of the model's outputs (fp32) and the targets that returns one value per sample.
+    """A function that maps the model's outputs (fp32) and the targets to one value per sample.
 
     Targets are integer labels, or class probabilities (samples × classes) if images are mixed.
     """
@@ -27,18 +27,18 @@ class Loss(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Components:
-    """Python objects of a run; None if the settings decide.
+    """Python objects of a run. For each object that is None, the settings decide.
 
     Attributes:
-        model: A module, or a function that returns one. The function gets those of the keyword arguments
-            `num_classes`, `in_channels` and `image_size` that it accepts.
+        model: A module, or a function that returns a module. Of the keyword arguments `num_classes`,
+            `in_channels` and `image_size`, the function gets those that it accepts.
         train_data: Source of the training images.
         val_data: Source of the validation images.
         loss: Replaces `run.loss`.
         augment: Changes one decoded image on the host.
         device_augment: Changes a normalized batch on the device.
         optimizer: Creates an optimizer from parameter groups.
-        callbacks: Run at the events of the run.
+        callbacks: Callbacks, which are called for the events of the run.
     """
 
     model: nn.Module | Callable[..., nn.Module] | None = None

@@ -32,7 +32,7 @@ from paceline.core.units import format_duration, format_percent
 from paceline.core.untrusted import one_line, printable
 from paceline.optim.scaling_report import describe_in_lines
 
-# The rate is the median of this many steps, so that one slow step does not change it.
+# The displayed rate is the median over this number of steps, so that one slow step does not change it.
 _RATE_STEPS = 20
 # Fraction of a step's time above which the cause of its input stall is displayed.
 _NOTABLE_STALL = 0.05
@@ -44,8 +44,8 @@ def create_display(console: Console, log_interval: int) -> Observer:
     """Creates a display for a console.
 
     Args:
-        console: The console. On a terminal the display is live.
-        log_interval: Steps between plain lines.
+        console: The console. On a terminal, the display is a live progress line.
+        log_interval: Number of steps between lines if the console is not a terminal.
     """
     if console.is_terminal:
         return LiveDisplay(console)
@@ -78,7 +78,7 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """Updates a progress line at the bottom; events other than steps scroll above this line."""
+    """Updates a progress line at the bottom; all events except steps scroll above this line."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
@@ -109,7 +109,7 @@ class LiveDisplay:
 
 
 def describe_event(event: Event) -> str | None:
-    """Returns the text of an event other than a step, or None. Names in events are untrusted."""
+    """Returns the text of an event; None for a step or without a text. Names in events are untrusted."""
     match event:
         case StartEvent():
             begin = f"resumed from {event.resumed_from}" if event.resumed_from else "starting"
@@ -150,7 +150,7 @@ def _describe_startup(seconds: Mapping[str, float]) -> str:
 
 
 def describe_step(event: StepEvent, rates: deque[float]) -> str:
-    """Returns the text of a step. The displayed rate is the median of `rates`."""
+    """Returns the text of a step. The displayed rate is the median of `rates` (images per second)."""
     stall = ""
     causes = event.input_stall_causes
     if causes and event.input_stall_s > _NOTABLE_STALL * event.step_s:

@@ -31,7 +31,7 @@ def wants_details(config: RunConfig, images: int, classes: int) -> bool:
 
 
 class EvalDetails:
-    """Collects counts and mistakes of this rank, batch by batch; `gather` combines all ranks."""
+    """Collects counts and mistakes of this rank, batch by batch; `gather` combines those of all ranks."""
 
     def __init__(self, classes: int, device: torch.device) -> None:
         self._classes = classes
@@ -42,12 +42,12 @@ class EvalDetails:
         self._images: Tensor | None = None
 
     def add(self, outputs: Tensor, labels: Tensor, images: Tensor) -> None:
-        """Adds a batch.
+        """Adds the counts and the most confident mistakes of a batch.
 
         Args:
-            outputs: Logits on the device.
-            labels: Labels on the device.
-            images: uint8, samples × height × width × channels.
+            outputs: Logits on the device, samples × outputs.
+            labels: Integer labels on the device.
+            images: uint8 images, samples × height × width × channels.
         """
         confidence, predicted = outputs.softmax(dim=1).max(dim=1)
         # A model may have more outputs than there are classes.
@@ -64,15 +64,15 @@ class EvalDetails:
         self._predicted = torch.cat([self._predicted, inside[highest.indices]])[best.indices]
 
     def gather(self, group: Group, step: int, classes: list[str]) -> bytes | None:
-        """Combines all ranks. A collective.
+        """Combines the counts and mistakes of all ranks. A collective.
 
         Args:
             group: The ranks.
-            step: The evaluated step.
+            step: Number of completed steps of the evaluated weights.
             classes: Names of the classes.
 
         Returns:
-            The content of `evaluation.json` on rank 0, None elsewhere.
+            The content of `evaluation.json` on rank 0, None on all other ranks.
         """
         group.all_reduce_sum(self._counts)
         gathered = group.gather_bytes(json.dumps(self._mistakes()).encode())
@@ -103,7 +103,7 @@ class EvalDetails:
 
 
 def thumbnail(image: Tensor) -> str:
-    """Returns a small JPEG in base64; "" unless the image has one or three channels."""
+    """Returns a small JPEG of the image in base64; "" unless the image has one or three channels."""
     channels = image.shape[-1]
     if channels not in (1, 3):
         return ""

@@ -1,7 +1,7 @@
 """Evaluation of a model or of a checkpoint file: exact top-1 and top-5 over the validation images.
 
-Exactly one rank evaluates each image, and counts are summed, so the result does not depend on the number
-of ranks (in half precision, within rounding of a few images).
+Exactly one rank evaluates each image, and the counts are summed over ranks. The result thus does not
+depend on the number of ranks, except that in half precision, rounding can change a few images.
 """
 
 from __future__ import annotations
@@ -91,20 +91,20 @@ def evaluate(
     details: EvalDetails | None = None,
     flip: bool = False,
 ) -> EvalResult | signal.Signals:
-    """Evaluates a model that has the averaged batch-norm statistics. A collective.
+    """Evaluates a model. A collective.
 
     Args:
-        model: The model.
+        model: The model, whose batch-norm statistics are already averaged over ranks.
         batches: The batches of this rank.
         normalize: Turns images into inputs.
         policy: The number format.
         group: The ranks.
         stop: Requests to stop.
-        corrupt_limit: Largest number of corrupt images on all ranks.
+        corrupt_limit: Largest allowed number of corrupt images on all ranks; None for no limit.
         classes: Number of classes, used to find the logits if the model has several outputs.
         loss_function: The reported loss. The default is cross-entropy.
-        details: Collects the mistakes.
-        flip: Averages the logits of each image and its mirror image.
+        details: Collects counts by class and the most confident mistakes.
+        flip: True to average the logits of each image and its mirror image.
 
     Returns:
         The result, or the signal that stopped any rank; equal on all ranks.
@@ -161,7 +161,7 @@ def evaluate(
 
 @dataclass
 class _Sums:
-    """Evaluates batches; with `flip`, each image and its mirror image.
+    """Evaluates batches and sums loss and correct predictions; with `flip`, also uses mirror images.
 
     The sums of this rank stay on the device until the end.
     """
@@ -191,7 +191,7 @@ class _Sums:
         logits = torch.stack([find_logits(v, self.classes).float() for v in views]).mean(0)
         labels = batch.labels.to(self.device, non_blocking=True)
         own = isinstance(self.loss_function, OwnLoss) and self.loss_function.in_evaluation
-        # A user's loss accepts all outputs, which have no mean. The losses of the views have one.
+        # A user's loss gets all outputs, which cannot be averaged. The losses of the views are averaged.
         outputs = views if own else [logits]
         self._loss += torch.stack([self.loss_function.evaluated(v, labels) for v in outputs]).mean(
             0
@@ -235,14 +235,14 @@ def takes_evaluation(
     policy: Policy,
     images: Sequence[int],
 ) -> bool:
-    """Checks if a loss accepts the outputs of a model in evaluation mode.
+    """Returns True if a loss accepts the outputs of a model in evaluation mode.
 
     Args:
-        loss: The loss.
-        model: The model.
-        normalize: Turns images into inputs.
-        policy: The number format.
-        images: Shape of a batch.
+        loss: The training loss.
+        model: The model that produces the outputs.
+        normalize: Turns uint8 images into inputs of the model.
+        policy: The number format of the model.
+        images: Shape of a batch of images.
     """
     zeros = torch.zeros(tuple(images), dtype=torch.uint8, device=policy.device)
     labels = torch.zeros(len(zeros), dtype=torch.int64, device=policy.device)
@@ -280,21 +280,22 @@ def evaluate_file(
     *,
     trust: bool | RunConfig = False,
 ) -> tuple[EvalResult | signal.Signals, RunConfig, int]:
-    """Evaluates a checkpoint with its own settings.
+    """Evaluates a checkpoint with the settings that it contains.
 
     Args:
         path: The checkpoint.
-        overrides: Settings that replace those of the checkpoint. `data.dir` without `data.val_split`
-            means other data; see `open_other`.
-        batch_size: Images per forward pass and rank.
-        components: Python objects that replace what the settings name.
+        overrides: Settings that replace settings of the checkpoint. `data.dir` without `data.val_split`
+            means that the data is not that of the run; see `open_other`.
+        batch_size: Number of images per forward pass on one rank.
+        components: Python objects that replace objects that the settings name.
         trust: Allows the code that the settings name; see `stored_config`.
 
     Returns:
-        The result or the signal that stopped it, the settings, and this rank.
+        The result, or the signal that stopped the evaluation; the settings in use; and the number of
+        this rank.
 
     Raises:
-        PacelineError: If checkpoint or data cannot be used.
+        PacelineError: If the checkpoint or the data cannot be used.
     """
     components = components or Components()
     checkpoint = Checkpoint.read(path)
@@ -358,20 +359,20 @@ def _open_validation(
     """Opens the images to evaluate.
 
     Args:
-        config: The settings.
+        config: The settings of the run.
         checkpoint: The checkpoint.
-        path: Its file, for messages.
-        components: Python objects that replace what the settings name.
-        elsewhere: True if `data.dir` is not that of the run.
+        path: File of the checkpoint, for messages.
+        components: Python objects that replace objects that the settings name.
+        elsewhere: True if `data.dir` is not the directory of the run's data.
 
     Returns:
-        The images, and a note if the images are not the run's validation set.
+        The images, and a note if they are not the validation set of the run.
     """
 
     def is_training_data(labels: npt.NDArray[np.int64]) -> bool:
         trained = str(checkpoint.config.get("data", {}).get("dir", ""))
         same_place = bool(trained) and Path(trained).resolve() == Path(config.data.dir).resolve()
-        # The digest of the shards' sizes may follow that of the labels.
+        # The digest of the labels comes first; a digest of the shards' sizes may follow.
         digest = str(checkpoint.sampler["labels"]).partition(",")[0]
         return same_place or labels_digest(labels) == digest
 
@@ -401,10 +402,11 @@ def restore_model(
     """Creates the model of a checkpoint with its weights.
 
     Args:
-        config: The settings.
+        config: The settings of the run.
         checkpoint: The checkpoint.
-        path: Its file, for messages.
-        components: Python objects; `model` is needed if the model of the run was an object.
+        path: File of the checkpoint, for messages.
+        components: Python objects of the program. `model` is needed if the model of the run was a
+            Python object.
 
     Raises:
         CheckpointError: If the weights do not fit the model.
@@ -413,7 +415,7 @@ def restore_model(
     if components.model is None and config.model.name.startswith(f"{PYTHON}:"):
         raise python_object_error("model.name", config.model.name)
     if isinstance(components.model, nn.Module):
-        # The program may continue to train the object.
+        # A copy, because the program may continue to train the object.
         components = replace(components, model=copy.deepcopy(components.model))
     model = make_model(config, classes, components)
     weights = checkpoint_weights(checkpoint)

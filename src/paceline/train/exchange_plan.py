@@ -1,9 +1,9 @@
-"""The plan of the gradient exchange: chosen, agreed among all ranks, and turned into an exchange.
+"""Chooses the plan of the gradient exchange, agrees on it among all ranks, and creates the exchange.
 
-A resumed run keeps the plan of the checkpoint if the number of ranks and the settings that decide the
-plan are unchanged. Otherwise the plan file decides, and without one the settings (`ChosenPlan.of`). A
-backward pass before the first step records the order of the gradients and tests model and loss
-(`DryBackward`).
+A resumed run keeps the plan of the checkpoint if the number of ranks and the settings that determine the
+plan are unchanged. Otherwise the plan comes from the plan file or, without a file, from the settings
+(`ChosenPlan.of`). A backward pass before the first step records the order of the gradients and tests
+model and loss (`DryBackward`).
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from paceline.train.strategy import is_idle, strategy_class
 
 @dataclass(frozen=True)
 class ExchangeParts:
-    """The plan of the exchange, agreed by all ranks, before memory is allocated.
+    """The plan of the exchange on which all ranks agree, before memory is allocated.
 
     Attributes:
-        settings: The settings of the exchange.
-        file: The plan with the facts of model and cluster.
+        settings: The section `[comm]`.
+        file: The plan and the facts about model and cluster for which it was made.
         trained: The trained parameters by name.
         origin: Description of the plan's origin; "" if the settings made it.
     """
@@ -79,7 +79,7 @@ class ExchangeParts:
             group: The ranks.
             accumulate: True if a step has several micro-batches.
             graphs: True if micro-steps are captured as CUDA graphs.
-            squares: Measures the squared norms of micro-steps for the noise scale.
+            squares: True to measure the squared norms of the micro-steps' gradients for the noise scale.
             transport: Sends the buckets. None means the transport that the plan needs.
         """
         transport = transport or create_transport(group, self.settings, self.plan)
@@ -119,16 +119,16 @@ class ChosenPlan:
         cls, settings: CommSettings, model: nn.Module, cluster: ClusterFacts,
         pinned: PinnedPlan | None = None,
     ) -> ChosenPlan:  # fmt: skip
-        """Chooses the plan.
+        """Chooses the plan from the checkpoint, the plan file or the settings.
 
         Args:
-            settings: The settings of the exchange.
-            model: The model.
-            cluster: Ranks and nodes.
+            settings: The section `[comm]`.
+            model: The model whose trained parameters are exchanged.
+            cluster: Number of ranks and nodes.
             pinned: The plan of the checkpoint, if a run is resumed.
 
         Raises:
-            CheckpointError: If the checkpoint trains other tensors.
+            CheckpointError: If the trained tensors of the checkpoint are not those of the model.
             ConfigError: If the plan does not fit the model.
         """
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -164,15 +164,15 @@ class ChosenPlan:
 
 
 def plan_exchange(chosen: ChosenPlan, group: Group, backward: Callable[[], None]) -> ExchangeParts:
-    """Completes the plan. A collective.
+    """Makes the plan if the choice still lacks it. A collective.
 
     Args:
         chosen: The choice, on which all ranks have agreed.
         group: The ranks.
-        backward: Runs one pass, to record the order of the gradients if the plan needs it.
+        backward: Runs one forward and backward pass, which yields the order of the gradients.
 
     Returns:
-        The plan with its facts.
+        The complete plan with the facts about model and cluster.
     """
     plan = chosen.plan
     if plan is None:
@@ -198,15 +198,15 @@ def _expected(settings: CommSettings, plan: FusionPlan) -> Expected | None:
 
 
 def check_wires(config: RunConfig, plan: FusionPlan, origin: str) -> None:
-    """Refuses a plan with wire formats that the configuration would refuse as `comm.wire`.
+    """Refuses a plan with a wire format that the configuration would refuse as `comm.wire`.
 
     Args:
-        config: The settings.
+        config: The settings of the run.
         plan: The plan, equal on all ranks.
-        origin: Description of the plan's origin.
+        origin: Description of the plan's origin; decides which remedy the error names.
 
     Raises:
-        ConfigError: If a bucket has such a format.
+        ConfigError: If the configuration does not allow the wire format of a bucket.
     """
     from_file = origin == f"plan {config.comm.plan}"
     for wire in sorted({bucket.wire for bucket in plan.buckets}):
@@ -223,7 +223,7 @@ def check_wires(config: RunConfig, plan: FusionPlan, origin: str) -> None:
 
 
 def count_nodes(group: Group) -> int:
-    """Returns the number of nodes of the ranks. A collective."""
+    """Returns the number of nodes on which ranks run. A collective."""
     seen = torch.zeros(group.world_size, device=group.device)
     seen[min(group.topology.node_rank, group.world_size - 1)] = 1
     group.all_reduce_sum(seen)
@@ -231,7 +231,7 @@ def count_nodes(group: Group) -> int:
 
 
 def describe_exchange(exchange: GradientExchange, parts: ExchangeParts, fast: FastPath) -> str:
-    """Describes the exchange.
+    """Describes the exchange for display.
 
     Returns:
         A line such as `7 buckets of 84 KiB to 20.4 MiB, ring (5), hierarchical (2), float16 wire,
@@ -249,14 +249,14 @@ def describe_exchange(exchange: GradientExchange, parts: ExchangeParts, fast: Fa
 
 
 def describe_idle(config: RunConfig, ranks: int) -> str:
-    """Lists settings without effect, such as `comm.algorithm` on one rank.
+    """Lists given settings that have no effect, such as `comm.algorithm` on one rank.
 
     Args:
-        config: The settings.
+        config: The settings of the run.
         ranks: Number of ranks.
 
     Returns:
-        The settings with the reasons; "" if there are none.
+        The settings, each with the reason; "" if every given setting has an effect.
     """
     idle: dict[str, list[str]] = {}
     if ranks == 1:
@@ -275,7 +275,7 @@ def describe_idle(config: RunConfig, ranks: int) -> str:
 
 def _idle_on_one_rank(config: RunConfig) -> list[str]:
     comm, defaults = config.comm, CommSettings()
-    # Other algorithms than `auto` round buckets to the wire format on one rank, too.
+    # All algorithms except `auto` round buckets to the wire format even on one rank.
     names = ["algorithm", "group_size", *(["wire"] if comm.algorithm == "auto" else [])]
     values = {name: getattr(comm, name) for name in names}
     idle = [f"comm.{n} = {v!r}" for n, v in values.items() if v != getattr(defaults, n)]
@@ -303,18 +303,18 @@ def _when(exchange: GradientExchange, fast: FastPath) -> str:
 class DryBackward:
     """A forward and backward pass over images of zeros, before the first step.
 
-    Restores running statistics and random generators. The caller discards the gradients.
+    The pass restores running statistics and random generators. The caller discards the gradients.
 
     Attributes:
         forward: The forward pass.
-        policy: The number format.
-        normalize: Turns images into inputs.
-        batch_norm: The running statistics.
+        policy: The number format of the pass.
+        normalize: Turns uint8 images into inputs of the model.
+        batch_norm: The running statistics, which the pass restores.
         images: Shape of a micro-batch, so that the first step can reuse compiled code.
-        loss: The loss.
-        foreign: A model that is not Paceline's: its other buffers are restored, too, and its exceptions
-            become errors of one line.
-        advise: Returns remedies for an exception of the pass.
+        loss: The training loss.
+        foreign: A user's model. Its buffers are restored, too, and its exceptions become errors of one
+            line. None for a built-in model.
+        advise: Returns remedies for an exception in the pass.
     """
 
     forward: Callable[[Tensor], Tensor]
@@ -327,7 +327,7 @@ class DryBackward:
     advise: Advise = no_advice
 
     def __call__(self) -> None:
-        """Runs the pass; raises the same errors as a first step."""
+        """Runs the pass and raises the same errors as the first step would."""
         device = self.policy.device
         with self._as_first_step():
             outputs = self._outputs()
@@ -343,11 +343,11 @@ class DryBackward:
         """Tests the loss with a forward and a backward pass.
 
         Args:
-            model: The model whose outputs in evaluation mode the loss may not accept.
-            mixes: True if training mixes images.
+            model: The model. Its outputs in evaluation mode might not suit a user's loss.
+            mixes: True if training mixes images (mixup or CutMix).
 
         Returns:
-            The loss. A user's loss records if it accepts the evaluation outputs.
+            The loss. A user's loss has recorded whether it accepts the outputs in evaluation mode.
 
         Raises:
             RunError: If the loss fails, or has a wrong shape or no gradient.
@@ -379,7 +379,7 @@ class DryBackward:
 
     @contextmanager
     def _as_first_step(self) -> Iterator[None]:
-        """Restores buffers and random generators; converts errors as the first step does."""
+        """Restores buffers and random generators at the end; converts errors as the first step does."""
         device = self.policy.device
         self.batch_norm.remember()
         try:

@@ -1,4 +1,4 @@
-"""Export of a model: weights, ONNX models and programs of `torch.export`, compared with the model."""
+"""Exports a model as weights, as an ONNX model, or as a program of `torch.export`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ FORMATS = (".safetensors", ".onnx", ".pt2")
 METADATA = "paceline"
 # Largest difference of an exported program's outputs, relative to the largest output.
 _TOLERANCE = 1e-3
-# The oldest version of ONNX's operators that torch's exporter writes.
+# The oldest version of the ONNX operators that torch's exporter writes.
 _FIRST_OPSET = 18
 
 
 def check_export(out: Path, opset: int | None) -> None:
-    """Raises a ConfigError for a format or an opset that cannot be written."""
+    """Refuses a file format or an opset that cannot be written, with a ConfigError."""
     if out.suffix not in FORMATS:
         raise ConfigError(
             "OUT", str(out), "is not a format to export", f"end it in {', '.join(FORMATS)}"
@@ -55,7 +55,7 @@ def export_stored_weights(run: Path, out: Path) -> str:
     path = find_checkpoint(run)
     checkpoint = Checkpoint.read(path)
     state = checkpoint_weights(checkpoint)
-    # Trusted, because nothing that the settings name is created.
+    # Trusted, because no object that the settings name is created here.
     config = stored_config(checkpoint.config, {}, path, trust=True)
     about = preprocessing(config, checkpoint.classes, checkpoint.step)
     write_weights(state, out, as_metadata(about))
@@ -68,7 +68,8 @@ def export_stored_weights(run: Path, out: Path) -> str:
 class _Logits(nn.Module):
     """A copy of a model that returns only the logits, in fp32.
 
-    Its weights have the contiguous memory format, because files of programs keep no other.
+    The weights of the copy have the contiguous memory format, because files of `torch.export` programs
+    keep no other format.
     """
 
     def __init__(self, model: nn.Module, width: int) -> None:
@@ -98,7 +99,7 @@ def _exported(predictor: Predictor) -> tuple[Tensor, torch.export.ExportedProgra
 
 
 def export_program(predictor: Predictor, out: Path) -> str:
-    """Writes a program of `torch.export`; returns a line that describes it."""
+    """Writes a program of `torch.export` to `out`; returns a line that describes the file."""
     images, program = _exported(predictor)
     worst = _difference(predictor, images, lambda x: program.module()(x))
     content = io.BytesIO()
@@ -110,7 +111,7 @@ def export_program(predictor: Predictor, out: Path) -> str:
 
 
 def export_onnx(predictor: Predictor, out: Path, opset: int | None) -> str:
-    """Writes an ONNX model; returns a line that describes it."""
+    """Writes an ONNX model to `out`; returns a line that describes the file."""
     for package in ("onnx", "onnxscript"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError("OUT", str(out), f"needs the package {package}",
@@ -130,7 +131,8 @@ def export_onnx(predictor: Predictor, out: Path, opset: int | None) -> str:
             output_names=["scores"], opset_version=opset, dynamic_shapes=({0: "batch"},),
         )  # fmt: skip
     assert exported is not None
-    # The exporter keeps another version if it cannot convert an operator, and only logs that.
+    # If the exporter cannot convert an operator to `opset`, it writes a different version and only logs
+    # the failure.
     if opset is not None and (written := exported.model.opset_imports[""]) != opset:
         raise ConfigError(
             "opset", opset, f"this model cannot be converted to it, only to {written}",
@@ -162,7 +164,7 @@ def _difference(predictor: Predictor, images: Tensor, run: Any) -> float:
         The largest difference of the outputs, relative to the largest output.
 
     Raises:
-        RunError: If the difference exceeds rounding.
+        RunError: If the difference is larger than rounding can explain.
     """
     worst = 0.0
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""`FastPath`: an acceleration of the forward pass, memory format and CUDA graphs.
+"""`FastPath`: the choice of an acceleration of the forward pass, a memory format and CUDA graphs.
 
 `choose_fast_path` asks the accelerations (`models.acceleration`) for a faster forward pass and decides
-about CUDA graphs. It refuses settings that cannot be obeyed.
+whether to use CUDA graphs. It refuses settings that cannot be obeyed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from paceline.train.model_checks import VARIES
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """Properties of the built model that exclude fast implementations, equal on all ranks.
+    """Properties of the built model that exclude fast implementations. Equal on all ranks.
 
     Attributes:
         eager: True if a pass contains collectives, which no fast implementation supports.
@@ -46,16 +46,16 @@ class ModelLimits:
 
     @classmethod
     def of(cls, settings: RunSettings, group: Group, eager: bool, varies: bool) -> ModelLimits:
-        """Agrees on the limits. A collective on GPUs.
+        """Determines the limits that apply to all ranks. A collective on GPUs.
 
         Args:
             settings: The settings.
             group: The ranks.
             eager: True if a pass contains collectives.
-            varies: True if the model varies on this rank.
+            varies: True if this rank's model keeps state or draws random numbers in Python.
 
         Raises:
-            ConfigError: If the settings demand CUDA graphs and the model varies on any rank.
+            ConfigError: If the settings demand CUDA graphs and `varies` is True on any rank.
         """
         if eager:
             return cls(eager=True)
@@ -80,7 +80,7 @@ class FastPath:
         channels_last: True for the NHWC memory format.
         graphs: True if micro-steps are captured as CUDA graphs.
         applied: The acceleration that provides `forward`; None for the plain model.
-        remark: Reasons for the choices, to be displayed.
+        remark: Reasons for the choices, appended to the displayed description.
     """
 
     forward: Forward
@@ -91,16 +91,16 @@ class FastPath:
 
     @property
     def image_channels(self) -> int | None:
-        """Channels that the images are padded to; None for no padding."""
+        """Number of channels to which images are padded; None for no padding."""
         return None if self.applied is None else self.applied.input_channels
 
     @property
     def gradients_at_end(self) -> bool:
-        """True if backward yields all gradients at its end."""
+        """True if the backward pass yields all gradients only at the end of the pass."""
         return self.applied is not None and self.applied.gradients_at_end
 
     def advise(self, error: Exception) -> Sequence[str]:
-        """Returns remedies for an error of the pass."""
+        """Returns the remedies that the acceleration knows for an error of the pass."""
         return () if self.applied is None else self.applied.advise(error)
 
     def describe(self) -> str:
@@ -125,12 +125,12 @@ def choose_fast_path(
     """Chooses the fast path and applies the acceleration to `model`.
 
     Args:
-        settings: The settings.
-        model: The model on its device.
-        device: The device.
+        settings: The section `[run]`.
+        model: The model on `device`.
+        device: The device that trains.
         triton_problem: Reason why Triton's kernels cannot run; "" if they can.
-        shared_gpu: True if other ranks use the same GPU. cuDNN's batch norm then hangs if it runs
-            concurrently with collectives of other ranks.
+        shared_gpu: True if several ranks use the same GPU. In this case, cuDNN's batch norm hangs if it
+            runs concurrently with collectives of another rank.
         dtype: Format of activations and convolutions.
         limits: Properties of the model that exclude fast implementations.
 
@@ -144,7 +144,7 @@ def choose_fast_path(
     if on_gpu:
         # Shapes rarely change in training, so the search for the fastest algorithm pays off.
         torch.backends.cudnn.benchmark = True
-    # The exchange is between the graphs, so they work with any number of ranks and any backend.
+    # The exchange runs between the graphs, so graphs work with any number of ranks and any backend.
     graphs = settings.cuda_graphs == "on" or (settings.cuda_graphs == "auto" and on_gpu)
     if graphs and not on_gpu:
         raise ConfigError("run.cuda_graphs", "on", f"needs a GPU, not {device}", "use 'auto'")
@@ -169,16 +169,16 @@ def accelerate(
 ) -> tuple[Applied | None, str]:
     """Applies the first acceleration that supports the model.
 
-    On a CPU, an acceleration of this installation is asked only if the settings have its table.
+    On a CPU, an acceleration is asked only if the settings contain a table for it.
 
     Args:
-        settings: The settings.
+        settings: The section `[run]`.
         model: The model on its device.
         context: Device, formats and limits.
 
     Returns:
-        The applied acceleration, and a note on tables of other accelerations without effect; or None and
-        the reasons why none supports the model.
+        The applied acceleration, and a note on settings of unused accelerations, which have no effect. Or
+        None, and the reasons why no acceleration supports the model.
 
     Raises:
         ConfigError: If a setting cannot be obeyed, or an acceleration returns a wrong type.
@@ -209,7 +209,7 @@ def _error(name: str, problem: str, remedy: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class AllRanks:
-    """The ranks of a group, for `Applied.calibrate`."""
+    """The collectives of a group that `Applied.calibrate` needs."""
 
     group: Group
 
@@ -228,8 +228,8 @@ class AllRanks:
 def triton_problem(device: torch.device) -> str:
     """Returns "" if Triton's kernels can run on `device`, else the reason why not.
 
-    Builds and launches one small kernel, because a list of versions and capabilities would become
-    outdated. The reason can be a missing package, a missing C compiler or an old GPU.
+    The function builds and launches one small kernel, because a list of supported versions and GPUs would
+    become outdated. Reasons are, for example, a missing package, a missing C compiler or an old GPU.
     """
     if device.type != "cuda":
         return "needs a GPU"
@@ -248,7 +248,7 @@ def triton_problem(device: torch.device) -> str:
 
 
 def check_model_norms(config: RunConfig, model: nn.Module) -> None:
-    """Raises a ConfigError if the settings of batch norm do not fit the model's layers."""
+    """Checks that the settings of batch norm fit the model's layers; raises a ConfigError if not."""
     if config.model.norm_statistics == "last" and not find_norms(model):
         raise ConfigError(
             "model.norm_statistics", "last", "this model has no batch norm", "leave it out"

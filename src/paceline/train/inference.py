@@ -3,8 +3,8 @@
     predictor = Predictor.load(Path("runs/quickstart-001"))
     predictor.predict(["photo.jpg"])[0].label
 
-Weights and settings come from a checkpoint. If the run averages weights, the averaged weights are used.
-Batch-norm statistics are averaged over the ranks of the run.
+Weights and settings come from a checkpoint. If the run averages weights, the predictor uses the averaged
+weights. Batch-norm statistics are averaged over the ranks of the run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from paceline.train.model_checks import explained_forward, find_logits
 from paceline.train.weights import as_metadata, preprocessing, write_weights
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-# Images on which an exported program is compared with the model.
+# Number of images on which an exported program is compared with the model.
 _CHECKED_IMAGES = 3
 Pixels = npt.NDArray[np.uint8]
 ImageLike = str | Path | Image.Image | Pixels
@@ -47,9 +47,9 @@ class Prediction:
     """The most likely classes of one image.
 
     Attributes:
-        name: File name or number of the image.
-        labels: Class names, the most likely first.
-        confidences: Probabilities of these classes.
+        name: File name of the image, or `image N` for an image without a file.
+        labels: Names of the most likely classes, in descending order of probability.
+        confidences: Probabilities of the classes in `labels`.
         error: Reason why the image could not be classified; "" on success.
 
     Example:
@@ -74,10 +74,10 @@ class Prediction:
 
 
 class _Images(Source):
-    """Images to classify. An image's label is its index, which orders the results."""
+    """A source of images to classify. The label of an image is its index, which orders the results."""
 
     def __init__(self, images: Sequence[ImageLike], names: Sequence[str]) -> None:
-        # A loader raises an error if no image can be decoded, so one more image always can.
+        # A loader raises an error if no image can be decoded. This additional image always can be.
         blank = np.zeros((1, 1, 3), dtype=np.uint8)
         self._images, self._names = [*images, blank], [*names, ""]
         self.labels = np.arange(len(images) + 1, dtype=np.int64)
@@ -86,7 +86,7 @@ class _Images(Source):
     def read(self, i: int) -> bytes | Pixels:
         image = self._images[i]
         if isinstance(image, str | Path):
-            # A file that cannot be read counts as corrupt, so that the other images are classified.
+            # No bytes mean a corrupt image, so that the remaining images are still classified.
             return b"" if _unreadable(Path(image)) else read_regular(image)
         if isinstance(image, Image.Image):
             mode = "L" if image.mode.startswith(("I", "F", "L", "1")) else "RGB"
@@ -107,7 +107,7 @@ def _unreadable(path: Path) -> str:
 
 
 def _pixels(image: Image.Image | Pixels) -> Pixels:
-    """Returns an array of height × width × channels."""
+    """Converts an image to an array of height × width × channels."""
     pixels: Pixels = np.asarray(image)
     return pixels if pixels.ndim == 3 else pixels[:, :, None]
 
@@ -117,12 +117,12 @@ class Predictor:
     """A model in evaluation mode with its classes and preprocessing.
 
     Attributes:
-        model: The model on its device.
-        config: Settings of the run.
-        classes: Class names.
-        policy: The number format.
-        step: Step of the checkpoint.
-        path: The checkpoint.
+        model: The model on the device of `policy`.
+        config: Settings of the run, with the overrides of `load`.
+        classes: Names of the classes, in the order of the model's outputs.
+        policy: The number format and the device.
+        step: Number of completed steps in the checkpoint.
+        path: The checkpoint file.
 
     Example:
         predictor = pl.Predictor.load("runs/quickstart-001")
@@ -147,14 +147,15 @@ class Predictor:
         components: Components | None = None,
         trust: bool | RunConfig = False,
     ) -> Predictor:
-        """Loads a checkpoint.
+        """Loads a predictor from a checkpoint.
 
         Args:
-            run: A run folder, of which the best checkpoint is used, or a checkpoint file.
+            run: A checkpoint file, or a run folder, whose best checkpoint is loaded.
             device: `cpu`, `cuda` or `auto`.
             precision: Number format. None means the number format of the run.
-            overrides: Settings that replace those of the run.
-            components: Python objects; `model` is needed if the model of the run was an object.
+            overrides: Settings that replace settings of the run, by name.
+            components: Python objects of the program. `model` is needed if the model of the run was a
+                Python object.
             trust: True to allow all code that the run names, or a configuration to allow only the
                 code that this configuration names.
 
@@ -189,8 +190,8 @@ class Predictor:
 
         Args:
             images: File names, PIL images or uint8 arrays (height × width × channels).
-            top: Number of classes per image.
-            batch_size: Images per forward pass.
+            top: Number of most likely classes to return per image.
+            batch_size: Number of images per forward pass.
 
         Returns:
             One prediction per image, in the same order. An image that cannot be decoded has an `error`.
@@ -233,7 +234,7 @@ class Predictor:
         return predictions
 
     def _scores(self, source: Source, batch_size: int) -> tuple[Tensor, dict[int, str]]:
-        """Returns probabilities, samples × classes, and the reason for each sample that failed."""
+        """Returns probabilities (samples × outputs), and by index the reason why a sample failed."""
         device, data = self.policy.device, self.config.data
         data = replace(data, max_corrupt_share=1 - 1e-9, resident="off", cache="none")
         if not data.decoder.startswith("n"):
@@ -267,17 +268,17 @@ class Predictor:
 
     @property
     def width(self) -> int:
-        """Number of outputs of the model: its classes, or more (`model.num_classes`)."""
+        """Number of outputs of the model: `model.num_classes` if set, else the number of classes."""
         return self.config.model.num_classes or len(self.classes)
 
     def export(self, out: Path, opset: int | None = None) -> str:
-        """Writes the model with classes, sizes, mean and std.
+        """Writes the model to a file, with class names, image size, mean and standard deviation.
 
-        A program is run and compared with the model before it is written.
+        Before an `.onnx` or `.pt2` file is written, its outputs are compared with those of the model.
 
         Args:
             out: The file: `.safetensors` (weights), `.onnx` or `.pt2` (a program of `torch.export`).
-            opset: Version of ONNX's operators. None means the default of torch's exporter.
+            opset: Version of the ONNX operators. None means the default of torch's exporter.
 
         Returns:
             One line that describes the file.
@@ -296,7 +297,7 @@ class Predictor:
         return export_program(self, out)
 
     def example_input(self) -> Tensor:
-        """Returns random numbers with the shape of a batch of inputs."""
+        """Returns a small batch of random inputs, equal in every call."""
         data = self.config.data
         shape = (_CHECKED_IMAGES, data.channels, data.image_size, data.image_size)
         return torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -316,7 +317,7 @@ def _check_image(name: str, image: object) -> None:
 
 
 def find_images(paths: Iterable[Path]) -> list[Path]:
-    """Replaces folders by all images in them, sorted by name. Raises a DataError if there are none."""
+    """Replaces each folder by all images in it, sorted by name. Refuses a folder without images."""
     files: list[Path] = []
     for path in paths:
         if path.is_dir():

@@ -1,7 +1,7 @@
-"""The inputs of a run: data, run folder and checkpoint, agreed among all ranks.
+"""Opens the inputs of a run: data, run folder and checkpoint.
 
-All ranks agree on each of these inputs before they open the next one, so that a missing file on one
-node ends all ranks with the same error.
+All ranks agree that an input is open and equal before they open the next input. A missing file on one
+node thus ends all ranks with the same error.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def tracker_names(config: RunConfig) -> list[str]:
 
 
 def load_trackers(names: Sequence[str]) -> Any:
-    """Imports the extension package. Raises a ConfigError if it is not installed."""
+    """Imports the package that provides trackers. Raises a ConfigError if it is not installed."""
     return load_extension("trackers", "run.trackers", list(names))
 
 
 def check_trackers(config: RunConfig) -> None:
-    """Raises a ConfigError for a tracker that cannot be used."""
+    """Refuses a tracker that cannot be used, with a ConfigError."""
     if names := tracker_names(config):
         load_trackers(names).check_trackers(names)
 
@@ -64,9 +64,9 @@ class RunInputs:
         source: Training images.
         validation: Validation images.
         labels: Digest of the training labels, and of the shard sizes if the sample order depends on
-            them. A resumed run compares this digest with the checkpoint's.
+            them. A resumed run compares this digest with the one in the checkpoint.
         folder: The run folder.
-        lock: Lock of the folder; None on ranks other than 0.
+        lock: Lock of the run folder on rank 0; None on all other ranks.
     """
 
     source: Source
@@ -80,12 +80,12 @@ def agree_on_inputs(config: RunConfig, group: Group, components: Components) -> 
     """Opens the data and the run folder together with all ranks. A collective.
 
     Args:
-        config: The settings.
+        config: The settings of the run.
         group: The ranks.
-        components: Python objects that replace what the settings name.
+        components: Python objects that replace objects that the settings name.
 
     Raises:
-        PacelineError: If data or folder cannot be used on any rank.
+        PacelineError: On all ranks, if one rank cannot use the data or the folder.
     """
     claimed: tuple[RunFolder, RunLock] | None = None
     with contextlib.ExitStack() as undo:
@@ -111,12 +111,12 @@ def agree_on_inputs(config: RunConfig, group: Group, components: Components) -> 
 
 
 def labels_digest(values: npt.NDArray[np.int64]) -> str:
-    """Returns the digest with which a resumed run checks that its data is unchanged."""
+    """Returns a digest of labels. A resumed run compares digests to check that its data is unchanged."""
     return hashlib.sha256(values.tobytes()).hexdigest()[:12]
 
 
 def common_settings(config: RunConfig) -> dict[str, object]:
-    """Returns the settings that must be equal on all ranks: all but paths and worker counts of a node."""
+    """Returns the settings that must be equal on all ranks: all except local ones such as paths."""
     # Tracing and evaluation details use collectives. A resumed run may change them, but they must be
     # equal on all ranks.
     collective = {"run.traced_steps", "run.eval_details"}
@@ -125,7 +125,7 @@ def common_settings(config: RunConfig) -> dict[str, object]:
 
 
 def shared_versions() -> dict[str, str]:
-    """Returns the versions of the software that must be the same on all ranks."""
+    """Returns the versions of the packages that must have the same version on all ranks."""
     return {name: version for name, version in versions().items() if name != "cuda"}
 
 
@@ -153,16 +153,16 @@ def read_checkpoint(
 ) -> tuple[Checkpoint | None, RunFolder]:
     """Reads the checkpoint of a resumed run. A collective.
 
-    Rank 0 reads the file and broadcasts its bytes, so that only its node needs it. `--resume auto` skips
-    damaged checkpoints and uses the newest intact one.
+    Rank 0 reads the file and broadcasts the content, so that only the node of rank 0 needs the file.
+    `--resume auto` skips damaged checkpoints and uses the newest intact one.
 
     Args:
-        config: The settings.
+        config: The settings of the run.
         folder: The run folder.
         group: The ranks.
 
     Returns:
-        The checkpoint, or None for a new run, and the folder with the file that was used.
+        The checkpoint, or None for a new run; and the folder, whose `resume_from` is the file in use.
 
     Raises:
         CheckpointError: If no checkpoint can be used.
@@ -183,7 +183,7 @@ def read_checkpoint(
 
     def parse() -> Checkpoint:
         parsed = Checkpoint.from_bytes(sent, path)
-        if config.optim.scaling == "off":  # otherwise the settings are not known yet
+        if config.optim.scaling == "off":  # otherwise the scaled settings are not known yet
             check_pinned(parsed, config, path)
         return parsed
 
@@ -192,12 +192,12 @@ def read_checkpoint(
 
 
 def _newest_intact(folder: RunFolder) -> tuple[RunFolder, bytes]:
-    """Reads the first intact file of `resume_from` and `older`.
+    """Reads the newest intact checkpoint among `folder.resume_from` and `folder.older`.
 
     Renames nothing, because a resume that is refused later must leave the run unchanged.
 
     Returns:
-        The folder with a note on damaged files, and the bytes.
+        The folder, with a note on damaged files, and the bytes of the checkpoint.
     """
     assert folder.resume_from is not None
     damaged: list[Path] = []
@@ -208,7 +208,7 @@ def _newest_intact(folder: RunFolder) -> tuple[RunFolder, bytes]:
             if folder.older:
                 Checkpoint.from_bytes(content, path)
         except (DamagedCheckpointError, ForeignCheckpointError) as error:
-            # A foreign file under the name of this run's checkpoint counts as damaged.
+            # A foreign file under the name of this run's checkpoint is treated as damaged.
             first = first or error
             damaged.append(path)
             continue

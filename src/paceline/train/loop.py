@@ -1,6 +1,6 @@
 """The training loop: steps, evaluations, checkpoints, and the reasons to stop.
 
-All decisions use numbers that the step's gradient exchange has made equal on all ranks, so that all
+All decisions use values that the gradient exchange of a step has made equal on all ranks, so that all
 ranks take the same branch.
 """
 
@@ -91,11 +91,11 @@ class TrainingLoop:
             )
         )
         if t.callbacks is not None and t.callbacks.error is not None:
-            # The first exchange reports it to all ranks, and its step changes nothing.
+            # The first exchange reports the error to all ranks, and the first step changes nothing.
             t.step.fault = t.callbacks.error
         t.step.strategy.start(t)
         if t.folder.resume_from is not None and t.saved_step < 0:
-            # Resumed from the checkpoint of another folder: this folder needs one, too.
+            # Resumed from a checkpoint in a different folder: this folder needs a checkpoint, too.
             self._save(best=False)
         try:
             result = self._catch_up() or self._steps()
@@ -140,7 +140,7 @@ class TrainingLoop:
             pause = self._evaluation_is_due(number + 1) or self._save_is_due(number + 1)
             stop = self.collect(0 if pause else t.step.lag)
             if stop is None and self._save_owed and not pause:
-                # A signal requested a save. Steps in flight complete first.
+                # A save is due. Steps in flight complete first.
                 stop, pause = self.collect(), True
             if stop is not None:
                 return stop
@@ -157,7 +157,7 @@ class TrainingLoop:
         return self.collect() or RunResult("finished", None)
 
     def collect(self, left: int = 0) -> RunResult | None:
-        """Collects steps until `left` are in flight, or all steps if one requests a stop."""
+        """Collects steps until `left` steps are in flight; collects all steps if one requests a stop."""
         stop: signal.Signals | None = None
         requested = False
         while self._t.step.under_way > left:
@@ -206,9 +206,9 @@ class TrainingLoop:
         return t.plan.ends_epoch(step - 1, t.config.run.eval_interval_epochs)
 
     def _evaluate(self) -> RunResult | None:
-        """Evaluates, and saves if a save is due or the result is the best.
+        """Evaluates the model, and saves if a save is due or the accuracy is the best of the run.
 
-        Returns a result if the run ends after this evaluation.
+        Returns a `RunResult` if the run ends after this evaluation, else None.
         """
         t, progress = self._t, self._t.progress
         t.step.strategy.pause()
@@ -234,7 +234,7 @@ class TrainingLoop:
         progress.train_s = self._elapsed()
         progress.evaluated_step = progress.step
         progress.top1, progress.top5, progress.val_loss = result.top1, result.top5, result.loss
-        # Diverged weights may score well by chance, and must not replace the best checkpoint.
+        # Diverged weights can score well by chance. They must not replace the best checkpoint.
         best = result.top1 > progress.best_top1 and math.isfinite(result.loss) and self._may_be_best
         if best:
             progress.best_top1, progress.best_step = result.top1, progress.step
@@ -290,7 +290,7 @@ class TrainingLoop:
 
     @property
     def _is_sound(self) -> bool:
-        """False while steps are skipped, because faulty weights may be the cause."""
+        """False if the last step was skipped, because faulty weights may be the cause."""
         return self._t.progress.skipped_in_a_row == 0
 
     @property
@@ -302,7 +302,10 @@ class TrainingLoop:
         return self._t.progress.skipped_in_a_row <= 1 and self._t.progress.loss_finite
 
     def _save_if_sound(self) -> None:
-        """Saves, or postpones the save until a step succeeds, so that a good checkpoint is kept."""
+        """Saves; after a skipped step, postpones the save until a step succeeds.
+
+        The last checkpoint thus never contains weights that may be faulty.
+        """
         self._save_owed = not self._is_sound
         if self._is_sound:
             self._save(best=False)
@@ -319,13 +322,13 @@ class TrainingLoop:
             t.emit(NoteEvent(f"samples of each rank from step {t.progress.step} on: {shares}"))
 
     def _save(self, *, best: bool) -> None:
-        """Saves on rank 0; a collective. A write error fails the run at the next step."""
+        """Saves a checkpoint on rank 0. A collective. A write error ends the run at the next step."""
         t, progress = self._t, self._t.progress
         started = time.perf_counter()
         t.step.strategy.pause()
-        # Before the checkpoint, which contains the plan of the following steps.
+        # Before the capture, because the checkpoint contains the plan of the following steps.
         self._replan()
-        # `before_content` runs after the collectives, so that no other rank waits for the previous file.
+        # `before_content` runs after the collectives, so that only rank 0 waits for the previous file.
         checkpoint = t.state.capture(progress, before_content=t.finish_save)
         t.saved_step = progress.step
         # One save serves all requests so far: a signal reaches ranks at slightly different times.
@@ -340,7 +343,7 @@ class TrainingLoop:
             try:
                 return t.store.put(checkpoint, best=best, forget=forget)
             except CheckpointError:
-                t.check_folder()  # if the folder was deleted, that is the better message
+                t.check_folder()  # if the folder was deleted, its error explains the failure better
                 raise
 
         t.writer.save(checkpoint, write, best=best, started=started)

@@ -1,7 +1,7 @@
-"""Losses of training and evaluation, and `Mixing`: mixup and CutMix.
+"""Losses of training and evaluation, and `Mixing`, which implements mixup and CutMix.
 
-Cross-entropy, binary cross-entropy and users' functions share one interface for integer labels, class
-probabilities (samples × classes), label smoothing and mixed images.
+Cross-entropy, binary cross-entropy and users' functions share one interface (`TrainingLoss`). Targets are
+integer labels or class probabilities (samples × classes); images can be mixed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from paceline.core.imports import first_line, import_object
 from paceline.train.components import Loss
 from paceline.train.machine import derive_seed
 
-# A row of a table of `Mixing`: the weight of the image outside of the box, and the box, where it is 0.
+# Columns of a table of `Mixing`: an image's weight outside of its box, and the box (top, bottom, left,
+# right). Inside the box, the weight is 0.
 _COLUMNS = 5
 
 
 class TrainingLoss(ABC):
-    """A loss of training and evaluation."""
+    """The interface of a loss for training and evaluation."""
 
     name: str
 
@@ -40,8 +41,8 @@ class TrainingLoss(ABC):
         Args:
             outputs: The model's outputs.
             targets: Labels or class probabilities.
-            own: The weight of each image, if image i was mixed with image i counted from the end of
-                the batch.
+            own: The weight of each image, if images are mixed; None if not. Image i is mixed with the
+                image at position i from the end of the batch.
         """
 
     @abstractmethod
@@ -54,7 +55,7 @@ class TrainingLoss(ABC):
 
 
 class CrossEntropy(TrainingLoss):
-    """Cross-entropy of the softmax, the default."""
+    """Cross-entropy of the softmax of the outputs; the default loss."""
 
     name = "cross_entropy"
 
@@ -75,8 +76,8 @@ class CrossEntropy(TrainingLoss):
 class BinaryCrossEntropy(TrainingLoss):
     """Binary cross-entropy with one sigmoid per class.
 
-    As in "ResNet strikes back" (Wightman et al. 2021). The loss of a sample is the mean over the classes,
-    as in timm.
+    The loss follows "ResNet strikes back" (Wightman et al. 2021). The loss of a sample is the mean over
+    the classes, as in timm.
     """
 
     name = "bce"
@@ -86,7 +87,7 @@ class BinaryCrossEntropy(TrainingLoss):
 
     def total(self, outputs: Any, targets: Tensor, own: Tensor | None = None) -> Tensor:
         probabilities = class_probabilities(targets, outputs.shape[1], own)
-        # The class of the label gets 1 − s + s / classes, any other class s / classes.
+        # With smoothing s, the labeled class gets 1 − s + s / classes; all other classes get s / classes.
         smooth = probabilities * (1 - self._smoothing) + self._smoothing / outputs.shape[1]
         losses = F.binary_cross_entropy_with_logits(outputs.float(), smooth, reduction="none")
         return losses.mean(dim=1).sum()
@@ -102,8 +103,8 @@ class OwnLoss(TrainingLoss):
     """A user's function of outputs and targets that returns one loss per sample, or their mean.
 
     Targets are integer labels, or class probabilities if images are mixed. `run.smoothing` is ignored.
-    `in_evaluation` is False if the function does not accept the model's outputs in evaluation mode;
-    evaluation then reports cross-entropy.
+    `in_evaluation` is False if the function does not accept the model's outputs in evaluation mode.
+    Evaluations then report cross-entropy.
     """
 
     def __init__(self, function: Loss, name: str, classes: int | None = None) -> None:
@@ -135,7 +136,7 @@ class OwnLoss(TrainingLoss):
             raise
         except Exception as error:
             if targets.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise  # an operation that cannot be captured, not an error of the loss
+                raise  # an operation cannot be captured, which is not an error of the loss
             raise RunError(
                 f"the loss {self.name} failed ({first_line(error)})",
                 "fix the loss: it is called with the model's outputs and the targets of a batch",
@@ -164,7 +165,7 @@ def class_probabilities(targets: Tensor, classes: int, own: Tensor | None = None
     Args:
         targets: Integer labels or class probabilities.
         classes: Number of classes.
-        own: The weight of each image, if images are mixed.
+        own: The weight of each image, if images are mixed; None if not.
     """
     if targets.is_floating_point():
         probabilities = targets.float()
@@ -189,9 +190,9 @@ def create_loss(
     """Creates the loss.
 
     Args:
-        settings: The settings, whose `loss` names the loss.
-        given: A function of the program, which takes precedence.
-        classes: Number of classes, for a user's function with mixed images.
+        settings: The section `[run]`, whose `loss` names the loss.
+        given: A loss function that the program has passed; takes precedence over the settings.
+        classes: Number of classes, which a user's function needs if images are mixed.
 
     Raises:
         ConfigError: If the named object is not a loss.
@@ -216,7 +217,7 @@ def create_loss(
 
 
 class Mixing:
-    """Mixes each image of a micro-batch, and its label, with another one.
+    """Draws tables by which each image of a micro-batch and its label are mixed with another image.
 
     Mixup (Zhang et al. 2018) adds two images. CutMix (Yun et al. 2019) replaces a box of one image
     by the same box of the other image. If both are enabled, each image uses one of the two methods
@@ -239,15 +240,16 @@ class Mixing:
         self._seed = seed
 
     def table(self, step: int, number: int, samples: int) -> Tensor:
-        """Draws the table of a micro-batch. It does not depend on the rank.
+        """Draws the table of a micro-batch. The table does not depend on the rank.
 
         Args:
-            step: The step.
+            step: Number of the step.
             number: Number of the micro-batch in the step.
-            samples: Images of the micro-batch.
+            samples: Number of images in the micro-batch.
 
         Returns:
-            For each image its weight outside of the box, and the box.
+            A tensor of samples × 5: each image's weight outside of its box, and the box as top, bottom,
+            left and right.
         """
         key = derive_seed(self._seed, step, number, "mixing")
         chance = np.random.Generator(np.random.Philox(key))
@@ -260,7 +262,7 @@ class Mixing:
         return torch.from_numpy(table)
 
     def _boxes(self, chance: np.random.Generator, samples: int) -> npt.NDArray[np.int64]:
-        """Draws top, bottom, left and right of boxes, clipped to the image."""
+        """Draws a box per image as top, bottom, left and right in pixels, clipped to the image."""
         side = self._size * np.sqrt(1 - chance.beta(self._cutmix, self._cutmix, samples))
         centre = chance.integers(0, self._size, (2, samples))
         first, last = centre - side.astype(int) // 2, centre + side.astype(int) // 2

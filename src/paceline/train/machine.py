@@ -22,7 +22,7 @@ from paceline.core.host import ask_for_connections, available_cores, connections
 from paceline.core.topology import Topology
 from paceline.version import __version__
 
-# Set by the local launcher for its ranks, whose own command line lacks the launcher's options.
+# The local launcher sets this variable for its ranks, whose command lines lack the launcher's options.
 COMMAND_VARIABLE = "PACELINE_COMMAND"
 
 
@@ -36,12 +36,12 @@ def command_line() -> str:
 
 
 def choose_device(config: RunConfig, topology: Topology) -> torch.device:
-    """Chooses the device of this rank: one GPU per rank if there are GPUs.
+    """Chooses the device of this rank: the CPU, or a GPU of its own if the host has GPUs.
 
     Ranks can share a GPU over Gloo, or over NCCL with `comm.share_gpus`.
 
     Args:
-        config: The settings.
+        config: The settings of the run.
         topology: Place of this rank in the job.
 
     Raises:
@@ -90,7 +90,7 @@ def choose_threads(config: RunConfig, topology: Topology) -> int:
     """Returns torch's number of threads: the node's cores divided by its ranks."""
     if config.run.threads:
         return config.run.threads
-    # srun binds each task to its own cores, so they are not divided.
+    # srun binds each task to its own cores, so these cores are not divided.
     own = os.environ.get("SLURM_CPUS_PER_TASK", "") if topology.launcher == "slurm" else ""
     if own.isdecimal() and int(own) > 0:
         return int(own)
@@ -149,7 +149,7 @@ def out_of_memory(error: Exception, where: str, remedy: str) -> RunError | None:
 
 @contextmanager
 def explain_out_of_memory(where: str, remedy: str) -> Iterator[None]:
-    """Replaces out-of-memory errors inside the context by the error of `out_of_memory`."""
+    """Replaces out-of-memory errors inside the context by the error that `out_of_memory` returns."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -160,7 +160,7 @@ def explain_out_of_memory(where: str, remedy: str) -> Iterator[None]:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Returns a seed of 63 bits that depends on every part."""
+    """Returns a seed of 63 bits that is a hash of all parts."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -168,8 +168,8 @@ def derive_seed(*parts: int | str) -> int:
 def seed_micro_batch(seed: int, step: int, number: int) -> None:
     """Seeds torch's generators for micro-batch `number` of `step`.
 
-    Dropout then depends neither on the rank that computes the micro-batch nor on earlier steps. So
-    resumed runs, and runs on a different number of ranks, draw the same random numbers.
+    Dropout thus depends neither on the rank that computes the micro-batch nor on earlier steps. Resumed
+    runs, and runs on a different number of ranks, draw the same random numbers.
     """
     key = derive_seed(seed, step, number)
     # Not `torch.manual_seed`, which formats a stack trace for each kind of device that is not in use.
@@ -186,7 +186,7 @@ def seed_initial_weights(seed: int) -> None:
 
 def run_eagerly() -> AbstractContextManager[None]:
     """Returns a context in which compiled modules run eagerly."""
-    # There are none unless the compiler is imported. Importing it takes more than a second.
+    # No module is compiled unless the compiler is imported, and the import takes more than a second.
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")

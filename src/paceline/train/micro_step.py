@@ -1,9 +1,9 @@
 """`MicroStep`: forward and backward of one micro-batch, eager or as a CUDA graph.
 
-Before the backward pass, the loss is divided by the number of samples of the step on all ranks and
-multiplied by the loss scale of the step. The sum of the gradients over ranks and micro-steps is then
-their average, times the scale. In the last micro-step of a step, an exchange that overlaps sends buckets
-during backward.
+Before the backward pass, the loss is divided by the number of samples in the step on all ranks and
+multiplied by the loss scale of the step. The gradients, summed over ranks and micro-steps, are then the
+mean gradient of all samples times the loss scale. In the last micro-step of a step, an overlapping
+exchange sends buckets during the backward pass.
 
 `GradientSource` computes the gradients of a micro-batch: by the plain backward pass, or by the source
 that the settings class of the optimizer names in `GRADIENTS`. Extensions and programs can register
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from paceline.train.step import TrainStep
     from paceline.train.strategy import MicroBatch
 
-# Calls before the capture. They compile kernels and choose algorithms, which a capture cannot do.
+# Number of calls before the capture. These calls compile kernels and choose algorithms, which is
+# impossible during a capture.
 WARM_CALLS = 2
 _LOCK_WAIT_S = 1.0
 
@@ -43,12 +44,12 @@ Advise = Callable[[Exception], Sequence[str]]
 
 
 def no_advice(error: Exception) -> Sequence[str]:
-    """Returns no remedies, because a plain model has none to offer for an error."""
+    """Returns no remedies: the default for a model without an acceleration."""
     return ()
 
 
 class CaptureError(RunError):
-    """A failed capture of a CUDA graph. None of the captured work has run."""
+    """The capture of a CUDA graph failed. None of the captured work has run."""
 
 
 class Captured:
@@ -64,10 +65,10 @@ class Captured:
         """Wraps a function.
 
         Args:
-            function: Reads and writes fixed memory.
+            function: The work to capture. It must read and write the same memory in every call.
             enabled: False if every call must run the plain function.
-            pool: Memory pool that graphs may share if they never run at the same time and do not pass
-                data to each other in it.
+            pool: Memory pool of the graph. Graphs may share a pool if they never run at the same time
+                and do not pass data to each other in it. None means a new pool.
         """
         self._function = function
         self._pool = pool
@@ -77,12 +78,12 @@ class Captured:
 
     @property
     def replays(self) -> bool:
-        """True if the next call replays the graph, without Python code of the function."""
+        """True if the next call replays the graph instead of calling the function."""
         return self._graph is not None
 
     @property
     def captures(self) -> bool:
-        """True if the next call captures. Nothing then runs on the device until the capture ends."""
+        """True if the next call captures. During the capture, no work runs on the device."""
         return self._graph is None and self._warm_calls_left == 0
 
     def __call__(self) -> None:
@@ -116,7 +117,7 @@ class Captured:
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
         if stream is not None and self._pool is None:
-            # The graph would create one, whose handle is unknown if the capture fails.
+            # The graph would create a pool of its own, whose handle is unknown if the capture fails.
             self._pool = torch.cuda.graph_pool_handle()
         try:
             # Captures calls of this thread only, because a loader's thread may copy at the same time.
@@ -140,9 +141,10 @@ class Captured:
 
 
 def _capture_cause(error: RuntimeError) -> BaseException:
-    """Returns the first error of a failed capture; torch raises the error of the capture's end.
+    """Returns the first error of a failed capture.
 
-    Raises the first error instead if memory ran out or the device is lost.
+    torch raises a later error, from the end of the capture. If memory ran out or the device is lost, the
+    first error is raised instead of returned.
     """
     cause: BaseException = error
     while cause.__context__ is not None and isinstance(cause.__context__, RuntimeError):
@@ -156,12 +158,12 @@ def _capture_cause(error: RuntimeError) -> BaseException:
 def _end_failed_capture(stream: torch.cuda.Stream, pool: Any) -> None:
     """Repairs torch's state after the end of a capture has failed.
 
-    The allocator still uses the capture's pool, and the random generator refuses to draw outside of a
-    capture. A successful capture resets the generator.
+    After the failure, the allocator still uses the pool of the capture, and the random generator refuses
+    to draw outside of a capture. The small successful capture here resets the generator.
     """
     torch.cuda.synchronize(stream.device)
     if pool is not None:
-        with contextlib.suppress(RuntimeError, AttributeError):  # it has ended
+        with contextlib.suppress(RuntimeError, AttributeError):  # the pool's use may have ended
             torch._C._cuda_endAllocateToPool(stream.device.index, pool)
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
         torch.zeros((), device=stream.device)
@@ -175,9 +177,9 @@ class MicroStep:
     """Runs the forward and backward pass of micro-batches.
 
     Attributes:
-        loss: Sum of the losses of a step, on the device.
-        sample_weight: Factor of the loss of each sample, on the device.
-        loss_function: The loss.
+        loss: Sum of this rank's weighted losses in the current step, on the device.
+        sample_weight: Weight of each sample's loss in the current step, on the device.
+        loss_function: The training loss.
         may_fall_back: True if all ranks must agree, after the first captures, whether to use
             graphs.
         uncaptured: Reason why micro-steps are not captured although graphs are enabled; "" if they
@@ -204,19 +206,19 @@ class MicroStep:
 
         Args:
             forward: The forward pass.
-            policy: The number format.
-            normalize: Turns images into inputs.
-            exchange: Takes the gradients.
+            policy: The number format of the pass.
+            normalize: Turns uint8 images into inputs of the model.
+            exchange: Receives the gradients of each backward pass.
             scale: The loss scale.
             smoothing: Label smoothing of the default loss, cross-entropy.
-            graphs: Captures micro-steps as CUDA graphs. A micro-step that sends buckets is captured
-                only if the transport allows capture.
-            must_capture: True to raise an error if a capture fails, instead of running without
+            graphs: True to capture micro-steps as CUDA graphs. A micro-step that sends buckets is
+                captured only if the transport allows capture.
+            must_capture: True to raise an error if a capture fails; False to continue without
                 graphs.
-            loss: The loss.
-            augment: Changes the normalized images.
+            loss: The training loss. The default is cross-entropy.
+            augment: Changes a batch of normalized images on the device.
             advise: Returns remedies for errors; see `Applied.advise`.
-            model: The model of `forward`, which may replace its buffers.
+            model: The model that `forward` runs. A failed capture undoes changes of its buffers.
         """
         self.forward = forward
         self.advise = advise
@@ -236,11 +238,11 @@ class MicroStep:
         self._captured: _CapturedMicroSteps | None = None
 
     def begin(self, samples: int, global_batch: int) -> None:
-        """Prepares a step.
+        """Sets sample weight, loss scale and loss for a new step.
 
         Args:
-            samples: Samples of the step on all ranks.
-            global_batch: Samples of a full step.
+            samples: Number of samples in the step, on all ranks together.
+            global_batch: Number of samples in a full step.
         """
         self.sample_weight.fill_(1.0 / samples)
         self._scale.begin_step(samples, global_batch)
@@ -250,7 +252,7 @@ class MicroStep:
         self, images: Tensor, labels: Tensor, *, full_size: bool, last: bool = False,
         mix: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Adds the gradients of a micro-batch.
+        """Runs the forward and backward pass of a micro-batch and adds the gradients.
 
         Args:
             images: Images of the micro-batch.
@@ -258,14 +260,14 @@ class MicroStep:
             full_size: True if the micro-batch has the usual size, for which a graph is worth
                 capturing.
             last: True for the last micro-batch of a step: the exchange may send full buckets.
-            mix: A table of `Mixing`. It must be given in every call or in none.
+            mix: A table of `Mixing`. Either every call or no call must give a table.
         """
         inputs, device = (images, labels, mix), self._policy.device
         sends = last and self._exchange.overlaps
         if not (self._graphs and full_size):
             self.drop_graphs()
         if not full_size:
-            # Eager, because compilation takes a minute, and the size may occur once, as the run's last.
+            # Eager, because compilation takes a minute, and this size may occur only once in the run.
             with run_eagerly():
                 self._compute(sends, *_moved(inputs, device))
             return
@@ -284,28 +286,28 @@ class MicroStep:
             self._compute(sends, *_moved(inputs, device))
 
     def fall_back(self, reason: str) -> None:
-        """Runs later micro-steps without graphs."""
+        """Destroys the graphs and runs all later micro-steps without graphs, for the given reason."""
         if not self.uncaptured:
             self.uncaptured = reason
         self.drop_graphs()
         self._graphs = False
 
     def release(self) -> None:
-        """Destroys the CUDA graphs. Must precede the end of the process groups of their collectives."""
+        """Destroys the CUDA graphs. Must be called before the process groups are destroyed."""
         captured, self._captured = self._captured, None
         self._graphs = False
         if captured is not None:
             captured.release()
 
     def drop_graphs(self) -> None:
-        """Destroys the CUDA graphs. The next micro-batch of full size starts new ones.
+        """Destroys the CUDA graphs. The next micro-batch of full size prepares new graphs.
 
-        A graph keeps the memory of a whole micro-batch, and a short batch at the end of a run needs
-        nearly as much.
+        A graph keeps the memory of a whole micro-batch, and a smaller batch at the end of a run needs
+        nearly as much memory again.
         """
         captured, self._captured = self._captured, None
         if captured is not None:
-            # The exchange of the previous step may still run, and wait for a lost rank.
+            # The exchange of the previous step may still be running and waiting for a lost rank.
             self._exchange.group.watched(
                 "the end of the previous step",
                 lambda: torch.cuda.synchronize(self._policy.device),
@@ -348,7 +350,7 @@ def _moved(inputs: _Inputs, device: torch.device) -> _Inputs:
 
 @contextlib.contextmanager
 def _kept_buffers(model: nn.Module | None) -> Iterator[None]:
-    """Undoes assignments to buffers in a failed capture, because its tensors have no values."""
+    """Undoes assignments to buffers in a failed capture, whose tensors never get values."""
     places = [(module, dict(module._buffers)) for module in model.modules()] if model else []
     try:
         yield
@@ -386,7 +388,7 @@ class _CapturedMicroSteps:
     def run(
         self, inputs: _Inputs, exchange: GradientExchange, model: nn.Module | None, *, sends: bool
     ) -> None:
-        """Warms up, captures or replays, and updates the state of the exchange."""
+        """Runs, captures or replays one micro-step, and updates the state of the exchange."""
         for place, given in zip(self._inputs, inputs, strict=True):
             if place is not None and given is not None:
                 place.copy_(given, non_blocking=True)
@@ -413,8 +415,8 @@ class Begun(NamedTuple):
     """The result of `GradientSource.begin`.
 
     Attributes:
-        fault: The error of this rank, which the step reports to all ranks.
-        abandoned: True if a rank was asked to stop, so that no rank computes the step.
+        fault: An error of this rank, which the step reports to all ranks; None without an error.
+        abandoned: True if some rank was asked to stop. In that case no rank computes the step.
     """
 
     fault: PacelineError | None = None
@@ -422,11 +424,11 @@ class Begun(NamedTuple):
 
 
 class GradientSource:
-    """Computes gradients by the plain backward pass.
+    """Computes the gradients of each micro-batch by one backward pass.
 
     Attributes:
-        several_passes: True if `add` runs the model more than once, so that gradients are summed in fp32.
-        exchanges: Mean number of all-reduces of the whole gradient per step.
+        several_passes: True if `add` runs the model more than once. Gradients are then summed in fp32.
+        exchanges: Number of times that the whole gradient is exchanged in a step, on average.
     """
 
     several_passes: ClassVar[bool] = False
@@ -438,19 +440,19 @@ class GradientSource:
         return cls()
 
     def begin(self, step: TrainStep, number: int) -> Begun:
-        """Prepares step `number`. May exchange gradients."""
+        """Runs before step `number`. A subclass may exchange gradients here."""
         return Begun()
 
     def add(
         self, step: TrainStep, number: int, batch: Batch, part: MicroBatch, mix: Tensor | None
     ) -> None:
-        """Adds the gradients of a micro-batch. The random generators are seeded.
+        """Adds the gradients of a micro-batch. The caller has seeded the random generators.
 
         Args:
             step: The training step.
             number: Number of the step.
-            batch: Images and labels.
-            part: Number and size of the micro-batch.
+            batch: Images and labels of the micro-batch.
+            part: Position of the micro-batch in the step, and whether it has the full size.
             mix: A table of `Mixing`, if images are mixed.
         """
         step.micro.run(
@@ -458,7 +460,7 @@ class GradientSource:
         )
 
     def describe(self) -> dict[str, str]:
-        """Returns lines for the start of the run."""
+        """Returns lines by name, to be displayed at the start of the run."""
         return {}
 
 
@@ -468,5 +470,5 @@ GRADIENT_SOURCES: Registry[type[GradientSource]] = Registry(
 
 
 def source_class(config: RunConfig) -> type[GradientSource]:
-    """Returns the gradient source that the optimizer needs."""
+    """Returns the class of the gradient source that the optimizer needs."""
     return GRADIENT_SOURCES.get(config.optim.own_optimizer.GRADIENTS, "optim.name")

@@ -1,8 +1,8 @@
-"""Checks a user's model before the first step, and finds the logits among its outputs.
+"""Checks a user's model before the first step, and finds the logits among the model's outputs.
 
-`check_model` runs a few images through the model in training and evaluation mode and restores the model.
-It raises an error of one line if the model cannot be trained, and returns notes on limits.
-`check_parameters` finds parameters that a user's code has replaced later.
+`check_model` runs a few images through the model in training and evaluation mode and then restores the
+model. It raises an error of one line if the model cannot be trained, and returns notes on limits of the
+model. `check_parameters` detects that a user's code has replaced parameters later.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from paceline.train.components import Components
 from paceline.train.machine import out_of_memory
 
 _SHOWN = 3
-# Enough for batch norm.
+# Number of images in a check: enough for the variance of batch norm.
 CHECKED_IMAGES = 4
 VARIES = "gives other outputs for the same batch"
-# On a GPU, sums may have another order in each run.
+# On a GPU, the order of a sum can differ from run to run.
 _GPU_TOLERANCE = 1e-2
 
 Images = tuple[int, int, int, int]
@@ -39,9 +39,9 @@ def make_model(config: RunConfig, classes: int, components: Components) -> nn.Mo
     """Creates the model with fp32 weights on the CPU.
 
     Args:
-        config: The settings.
+        config: The settings of the run.
         classes: Number of classes.
-        components: Python objects; `model` takes precedence over the settings.
+        components: Python objects of the program; `model` takes precedence over the settings.
     """
     channels, pixels = config.data.channels, config.data.image_size
     given = components.model
@@ -85,7 +85,7 @@ def tensors_in(outputs: object) -> list[Tensor]:
 
 
 def only_output(outputs: object) -> Tensor:
-    """Returns the only tensor of a model's outputs; raises a RunError if there are several."""
+    """Returns the only tensor of a model's outputs; raises a RunError unless there is exactly one."""
     tensors = tensors_in(outputs)
     if len(tensors) != 1:
         raise RunError(
@@ -109,7 +109,7 @@ def find_logits(outputs: object, classes: int | None = None) -> Tensor:
         classes: Number of classes; None accepts any number.
 
     Raises:
-        RunError: If the outputs contain no such tensor.
+        RunError: If the outputs contain no logits.
     """
     if isinstance(outputs, Tensor):
         return outputs
@@ -167,7 +167,7 @@ def forward_error(
 
 @contextmanager
 def explained_forward(images: Any, what: str = "the model's forward") -> Iterator[None]:
-    """Replaces exceptions of a user's model by the error of `forward_error`."""
+    """Replaces exceptions of a user's model by the error that `forward_error` returns."""
     try:
         yield
     except Exception as error:
@@ -178,7 +178,7 @@ def explained_forward(images: Any, what: str = "the model's forward") -> Iterato
 
 
 def check_placed(model: nn.Module, device: torch.device) -> None:
-    """Raises a RunError if a tensor of the model is not on `device`."""
+    """Checks that all tensors of the model are on `device`; raises a RunError if not."""
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         if value.device != device:
             raise RunError(
@@ -194,11 +194,11 @@ def check_model(
 
     Args:
         model: The model.
-        images: Shape of a micro-batch; a few images are used.
+        images: Shape of a micro-batch. The check uses at most `CHECKED_IMAGES` images.
         classes: Number of classes.
         own_loss: True if a user's loss accepts any outputs.
         ranks: Number of ranks.
-        nhwc: True for the NHWC memory format.
+        nhwc: True if the images have the NHWC memory format.
 
     Returns:
         Notes for the user.
@@ -284,9 +284,9 @@ def _check_parameters(model: nn.Module, before: Mapping[str, Tensor]) -> None:
 
 
 def _check_state(model: nn.Module, before: Mapping[str, Tensor], ranks: int) -> list[str]:
-    """Returns a note on buffers, other than batch norm's, that forward has changed.
+    """Returns notes on buffers that the forward pass has changed, except those of batch norm.
 
-    Buffers that forward has created count as caches.
+    Buffers that the forward pass has created are ignored, because they are caches.
     """
     after = dict(model.named_buffers())
     changed = [n for n, value in before.items() if n in after and not _same(value, after[n])]
@@ -304,7 +304,7 @@ def _check_state(model: nn.Module, before: Mapping[str, Tensor], ranks: int) -> 
 
 
 def _other_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Returns copies of all buffers but the running statistics of batch norm."""
+    """Returns copies of all buffers except the running statistics of batch norm."""
     statistics = {
         id(buffer)
         for layer in model.modules()
@@ -316,7 +316,7 @@ def _other_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def restored_buffers(model: nn.Module) -> Iterator[None]:
-    """Restores the buffers, objects and values, at the end of the context."""
+    """Restores the buffers at the end of the context, both the tensor objects and their values."""
     places = [(module, dict(module._buffers)) for module in model.modules()]
     tensors = [b for _, own in places for b in own.values() if b is not None]
     values = [tensor.clone() for tensor in tensors]
@@ -333,7 +333,7 @@ def restored_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Restores modes, parameters and buffers at the end of the context."""
+    """Restores training modes, parameters and buffers at the end of the context."""
     modes = [(module, module.training) for module in model.modules()]
     weights = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
     try:
@@ -348,7 +348,7 @@ def _restored(model: nn.Module) -> Iterator[None]:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Returns True if two tensors have the same bits, including NaN."""
+    """Returns True if two tensors have equal shapes, formats and values; NaN equals NaN."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
@@ -373,10 +373,10 @@ def _names(names: list[str]) -> str:
 
 
 def share_weights(model: nn.Module, group: Group) -> str:
-    """Broadcasts rank 0's parameters and buffers, as DDP does, because each rank has created the module.
+    """Broadcasts the parameters and buffers of rank 0, as DDP does: each rank has created its own module.
 
     Returns:
-        A note; "" on one rank.
+        A note for the user; "" on one rank.
 
     Raises:
         PacelineError: If the tensors of the ranks have different names, shapes or formats.
@@ -399,13 +399,13 @@ def share_weights(model: nn.Module, group: Group) -> str:
 def check_parameters(
     model: nn.Module, held: Mapping[str, tuple[nn.Parameter, int]], exchanged: Container[str]
 ) -> None:
-    """Checks that a user's code has not replaced parameters in forward or in a callback.
+    """Checks that a user's code has not replaced parameters in the forward pass or in a callback.
 
     The optimizer and the exchange would silently not update new parameters.
 
     Args:
         model: The model.
-        held: Parameters and addresses at the start.
+        held: Parameters and the addresses of their data at the start of the run, by name.
         exchanged: Names of the trained parameters.
 
     Raises:

@@ -1,9 +1,9 @@
 """Input stalls, corrupt samples, notes of loaders, the trace, and the server of the live report.
 
 `trace.json` (`run.traced_steps`) has the spans of all ranks in the trace-event format of Perfetto
-(ui.perfetto.dev) and chrome://tracing (`trace_document`). Each rank is a process with tracks for
-compute, exchange and, on a GPU, the host. All times are on the clock of rank 0, from 0. The name of a
-process includes the uncertainty of its clock offset.
+(ui.perfetto.dev) and chrome://tracing (`trace_document`). Each rank appears as a process with tracks for
+compute, exchange and, on a GPU, the host. All times refer to the clock of rank 0; the first span starts
+at 0. The name of a process includes the uncertainty of the rank's clock offset.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from paceline.train.run_state import Progress
 class InputWait:
     """Measures the input stall of one step, by cause; a context manager for the wait for a batch.
 
-    On a GPU the host waits for a batch while the device still computes the previous step, so only
-    device idle time counts. CUDA events measure it up to the batch, or up to the start of the device's
-    work on the batch. Idle time beyond the host's wait is attributed to the copy.
+    On a GPU, the host waits for a batch while the device still computes the previous step, so the stall
+    is only the time in which the device is idle. CUDA events measure this time, which ends when the batch
+    is ready or the device starts to prepare it. Idle time beyond the host's wait is attributed to the
+    copy.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,14 +62,14 @@ class InputWait:
         """Attributes the last wait to causes.
 
         Args:
-            spent: Time spent on the batch, by cause.
-            begun: Event at the start of the device's work on the batch, if any.
+            spent: Seconds that the loader spent on the batch, by cause.
+            begun: CUDA event at which the device started to prepare the batch, if any.
         """
         before, after = self._events
         self._waits.append((self._host_s, spent, before, after if begun is None else begun))
 
     def stall(self) -> dict[str, float]:
-        """Returns the seconds by cause. On a GPU the step must have completed."""
+        """Returns the seconds of input stall by cause. On a GPU, the step must be complete."""
         return sum_by_stage(*(_causes(*wait) for wait in self._waits))
 
 
@@ -84,9 +85,9 @@ def _causes(host_s: float, spent: Mapping[str, float], before: Any, after: Any) 
 class InputReport:
     """Counts corrupt samples over all ranks and resumes, and emits each note and each sample once.
 
-    Writes `progress.corrupt` (sorted indices of training samples) and `progress.corrupt_samples`, its
-    length. A loader knows only the samples that it has read since its process started, and would count a
-    sample again on every rank and after every resume.
+    Writes the sorted indices of corrupt training samples to `progress.corrupt`, and their number to
+    `progress.corrupt_samples`. A loader cannot count them: it knows only the samples that its process has
+    read, so it would count a sample again on another rank and after each resume.
 
     Attributes:
         samples: Number of training samples.
@@ -134,7 +135,7 @@ class InputReport:
         self._emit_samples(here, "val", elsewhere=count - len(here))
 
     def note(self, text: str) -> None:
-        """Emits a loader's note, once."""
+        """Emits a note of a loader, unless the same note was emitted before."""
         if text and text not in self.emitted:
             self.emitted.add(text)
             self.emit(NoteEvent(text))
@@ -142,7 +143,10 @@ class InputReport:
     def _emit_samples(
         self, samples: Iterable[CorruptSample], split: str, *, elsewhere: int
     ) -> None:
-        """Emits samples of this rank, and the number of samples that other ranks have recorded."""
+        """Emits an event for each corrupt sample of this rank that has none yet.
+
+        Rank 0 also notes the number of corrupt samples on all other ranks.
+        """
         for sample in samples:
             if f"{split} {sample.name}" not in self.emitted:
                 self.emitted.add(f"{split} {sample.name}")
@@ -153,25 +157,25 @@ class InputReport:
 
 
 NAME = "trace.json"
-# Time in which the server may answer pending requests.
+# Seconds in which the server may answer pending requests before it must end.
 _SERVER_END_S = 5.0
 
 
 class RunTrace:
-    """The spans of all ranks over the steps of `run.traced_steps`, if any."""
+    """Records and writes the spans of all ranks in the steps of `run.traced_steps`, if any."""
 
     def __init__(
         self, settings: RunSettings, group: Group, buffers: list[BucketInfo], folder: Path,
         first_step: int = 0,
     ) -> None:  # fmt: skip
-        """Creates the timeline, unless a resumed run starts past the traced steps.
+        """Creates the timeline, unless no steps are traced or the run starts after the traced steps.
 
         Args:
-            settings: The settings.
+            settings: The section `[run]`, which names the traced steps.
             group: The ranks.
             buffers: The buckets of the exchange.
             folder: The run folder.
-            first_step: First step of this process.
+            first_step: The first step that this process runs.
         """
         self._group = group
         self._buffers = buffers
@@ -193,14 +197,14 @@ class RunTrace:
         return Observers([observer, self.timeline]) if self.timeline else observer
 
     def is_due(self, step: int) -> bool:
-        """Returns True if all traced steps are complete after `step` steps."""
+        """Returns True if the trace is still unwritten and `step` is past the last traced step."""
         return self.timeline is not None and step >= self.timeline.last
 
     def write(self) -> str:
         """Gathers the spans of all ranks and writes them on rank 0.
 
         Returns:
-            A note, or "" if nothing was written.
+            A note for the user, or "" if nothing was written.
         """
         if self.timeline is None:
             return ""
@@ -224,8 +228,8 @@ class RunTrace:
 class WatchProcess:
     """An `Observer` that serves the live report of the run (`run.report_port`) from another process.
 
-    Creating pages then does not block the interpreter of the training. The server process ends
-    together with the training process.
+    In a separate process, creating pages does not block the Python interpreter of the training. The
+    server process ends together with the training process.
     """
 
     def __init__(self, folder: Path, port: int) -> None:
@@ -233,7 +237,7 @@ class WatchProcess:
 
         Args:
             folder: The run folder.
-            port: TCP port.
+            port: TCP port on which the server listens.
 
         Raises:
             ConfigError: If the port cannot be used, or the package `report` is not installed.
@@ -247,7 +251,7 @@ class WatchProcess:
             # -P: import no module from the current directory.
             command = [sys.executable, "-P", "-m", "paceline.report.server"]
             command += [str(descriptor), str(folder)]
-            # The server ends with its standard input, so it also ends after `kill -9` of this process.
+            # The server ends when its standard input closes, and so even after `kill -9` of this process.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, pass_fds=[descriptor], start_new_session=True
             )
@@ -281,14 +285,17 @@ def watch_run(folder: Path, port: int, emit: Callable[[Event], None]) -> list[Wa
 
 
 _TRACKS = ("compute", "host", "exchange")
-# Thread ids per kind of track. Overlapping spans need several, because viewers expect the spans of one
-# thread to nest.
+# Number of thread ids per kind of track. Overlapping spans need several threads, because viewers expect
+# the spans of one thread to nest.
 _TIDS_PER_TRACK = 100
 
 
 @dataclass(frozen=True)
 class TracedRank:
-    """Spans of a rank on its own clock, which is `offset_s` ahead of rank 0's, ± `residual_s`."""
+    """Spans of a rank on the clock of this rank.
+
+    This clock is `offset_s` ± `residual_s` seconds ahead of the clock of rank 0.
+    """
 
     rank: int
     host: str
@@ -353,7 +360,7 @@ def _rank_events(
 
 
 def _lane(span: TimelineSpan, lanes: list[float]) -> int:
-    """Returns the first free lane. `lanes` has the end of the last span on each lane."""
+    """Returns the first free lane for a span. `lanes` has the end of the last span on each lane."""
     if span.start_s == span.stop_s:
         return 0
     for number, free_s in enumerate(lanes):

@@ -1,7 +1,8 @@
-"""`resolve`: decisions that depend only on settings, data and device, before the model is built.
+"""`resolve`: makes the decisions that depend only on settings, data and device.
 
-Nothing else changes a configuration after it is loaded. Decisions that need the built model or all ranks,
-such as fused kernels, torch.compile and CUDA graphs, are in `FastPath` and are not written back.
+`resolve` runs before the model is built. No other code changes a configuration after it is loaded.
+Decisions that need the built model or all ranks, such as fused kernels, torch.compile and CUDA graphs,
+are stored in `FastPath` and do not change the configuration.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ class Facts:
     """Facts that are known before the model is built.
 
     Attributes:
-        job: Processes and device.
+        job: Number of processes and kind of device.
         program: Python objects of the program.
-        samples: Training images.
-        classes: Classes of the data.
-        checkpoint: The checkpoint from which the run continues.
+        samples: Number of training images.
+        classes: Number of classes in the data.
+        checkpoint: The checkpoint from which the run continues; None for a new run.
     """
 
     job: Job
@@ -52,12 +53,12 @@ class Resolved:
 
     Attributes:
         config: The settings in use. With `optim.scaling`, the settings of the scaled recipe.
-        written: The settings for `RUN/config.toml`: with the chosen batch, and without paths, so that
-            they can start the run elsewhere.
+        written: The settings for `RUN/config.toml`. They contain the chosen batch but no paths, so that
+            they can start the run in a different place.
         sizes: Sizes of the first batch.
-        batches: Samples and steps of the whole run, with all stages of the batch.
+        batches: Samples and steps of the whole run, including all stages of a growing batch.
         peak_lr: Peak learning rate of the schedule.
-        schedule: Rate, momentum and warm-up by step.
+        schedule: Learning rate and momentum of each step, including the warm-up.
         scaling: Description of what `optim.scaling` chose; empty if it is off.
     """
 
@@ -81,7 +82,7 @@ def resolve(config: RunConfig, facts: Facts) -> Resolved:
         Batches, learning rates and the settings in use.
 
     Raises:
-        ConfigError: If a combination is refused, or no batch fits.
+        ConfigError: If a combination of settings is refused, or no batch size is possible.
     """
     ranks = strategy_class(config).ranks(config, facts.job.processes)
     refuse(config, facts.job, facts.program)
@@ -106,11 +107,11 @@ def resolve(config: RunConfig, facts: Facts) -> Resolved:
 
 
 def refuse(config: RunConfig, job: Job, program: Components) -> None:
-    """Refuses invalid combinations that do not depend on data and model.
+    """Refuses invalid combinations of settings, as far as they depend on neither data nor model.
 
     Args:
-        config: The settings.
-        job: Processes and device.
+        config: The settings of the run.
+        job: Number of processes and kind of device.
         program: Python objects of the program.
 
     Raises:
@@ -125,7 +126,7 @@ def refuse(config: RunConfig, job: Job, program: Components) -> None:
 
 
 def check_num_classes(config: RunConfig, classes: int) -> None:
-    """Raises a ConfigError if the model would have fewer outputs than the data has `classes`."""
+    """Checks that the model has an output for each class; raises a ConfigError if not."""
     declared = config.model.num_classes
     if declared is not None and declared < classes:
         raise ConfigError(
@@ -135,7 +136,7 @@ def check_num_classes(config: RunConfig, classes: int) -> None:
 
 
 def create_schedule(settings: OptimSettings, peak: float, plan: BatchPlan) -> LrSchedule:
-    """Creates the schedule, with time in steps of the plan's first batch."""
+    """Creates the schedule, which measures time in steps of the first batch size of the plan."""
     per_epoch = plan.samples / plan.global_batch
     if not plan.growth:
         return LrSchedule(settings, peak, plan.total_steps, per_epoch)
@@ -143,7 +144,7 @@ def create_schedule(settings: OptimSettings, peak: float, plan: BatchPlan) -> Lr
 
 
 def without_exchange(config: RunConfig, ranks: int) -> RunConfig:
-    """Returns settings with which one process can measure the computation of a rank, for any plan."""
+    """Returns settings with which one process can measure a rank's computation without an exchange."""
     config = replace(config, run=replace(config.run, strategy=SYNCHRONOUS))
     if ranks == 1:
         return config
@@ -152,10 +153,10 @@ def without_exchange(config: RunConfig, ranks: int) -> RunConfig:
 
 
 def _scaled(config: RunConfig, facts: Facts, ranks: int) -> tuple[RunConfig, str]:
-    """Applies `optim.scaling` and describes its choices.
+    """Applies `optim.scaling`; returns the scaled settings and a description of the choices.
 
-    In the result, scaling is off, so that `config.toml` repeats the run. A resumed run keeps its first
-    batch.
+    In the returned settings, scaling is off, so that `config.toml` repeats the run. A resumed run keeps
+    the batch size with which it started.
     """
     optim, samples, resumed = config.optim, facts.samples, facts.checkpoint
     if optim.scaling == "off":
@@ -181,13 +182,16 @@ def _scaled(config: RunConfig, facts: Facts, ranks: int) -> tuple[RunConfig, str
     target = Target(sizes.global_batch, samples, config.run.epochs, ranks)
     scaling = scale_recipe(recipe, target if resumed is None else _as_before(target, resumed))
     values = {"run.global_batch_size": sizes.global_batch, **scaling.values}
-    # The result is a new recipe, known to work for its own batch.
+    # The result is a new recipe, whose known good batch is its own batch.
     applied: dict[str, object] = {"optim.scaling": "off", "optim.known_good_batch": None}
     return config.with_values(values | applied), scaling.describe()
 
 
 def _as_before(target: Target, resumed: Checkpoint) -> Target:
-    """Returns the target with the resumed run's batch stages; other batches are refused later."""
+    """Returns the target with the batch stages of the resumed run, if both end with the same batch.
+
+    Otherwise the target is unchanged, and a later check refuses the resume.
+    """
     stages = BatchGrowth.parse(flatten(resumed.config).get("optim.batch_schedule", "")).stages
     first = int(resumed.sampler["global_batch"])
     last = stages[-1][1] if stages else first

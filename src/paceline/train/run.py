@@ -1,6 +1,6 @@
-"""A whole training run on this rank: join the group, build, train, write results, leave.
+"""Runs a whole training run on this rank: join the group, build, train, write results, leave.
 
-This rank reports an error to the other ranks before it raises it.
+If an error occurs, this rank first reports the error to all other ranks and then raises it.
 """
 
 from __future__ import annotations
@@ -52,31 +52,31 @@ from paceline.train.weights import (
     write_weights,
 )
 
-# Parts of CUDA's error messages after which the context is lost.
+# Texts in CUDA's error messages which mean that the CUDA context is lost.
 _LOST_CONTEXT = (
     "illegal memory access", "illegal address", "device-side assert", "launch failure", "misaligned",
     "illegal instruction", "invalid program counter", "hardware stack", "ECC", "launch timed out",
     "MPS",
 )  # fmt: skip
-# Salvage: a device that does not finish its work within this time counts as hung.
+# Salvage: a device that does not finish its work within this time is assumed to hang.
 _DEVICE_WAIT_S = 2.0
-# Salvage: each surviving rank waits longer than the one before until it takes the folder's lock.
+# Salvage: rank r waits r times the first value, at most the second value, before it takes the lock.
 _RANK_WAIT_S, _MOST_WAIT_S = 0.25, 1.0
-# Salvage: time that another survivor may need to write.
+# Salvage: time to wait while a different surviving rank holds the lock and writes.
 _LOCK_WAIT_S = 1.0
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """Result of `run_training` on this rank.
+    """The result of `run_training` on this rank.
 
     Attributes:
         folder: The run folder.
-        rank: This rank.
-        result: Why training stopped.
-        summary: Content of `summary.json`; empty if a signal ended the run, and on ranks other than
-            0.
-        report: The HTML report, if one was written.
+        rank: Number of this rank.
+        result: The reason why training stopped.
+        summary: Content of `summary.json` on rank 0. Empty if a signal ended the run, and on all other
+            ranks.
+        report: Path of the HTML report, if it was written.
         already_finished: True if the resumed run was already complete, so that nothing was trained
             or written.
     """
@@ -99,12 +99,12 @@ def run_training(
     """Trains on this rank.
 
     Args:
-        config: The settings.
+        config: The settings of the run.
         display: Creates the observer that displays the events of rank 0.
-        show_error: Displays the error with which the watchdog ends the process, when no exception can be
-            raised any more.
-        components: Python objects that replace what the settings name.
-        startup: Times of the command until this call.
+        show_error: Displays the error with which the watchdog ends the process. At that time, no
+            exception can be raised any more.
+        components: Python objects that replace objects that the settings name.
+        startup: Times that the parts of the start-up have taken until this call.
 
     Returns:
         The outcome.
@@ -133,7 +133,7 @@ def _train(
         with _device_errors(group):
             outcome = _finished_before(training) or _run_loop(training, display)
     except DeviceError:
-        # Nothing can be closed in a lost context. A checkpoint that is being written is in host memory.
+        # Nothing can be closed in a lost context. Only a checkpoint in host memory can still be written.
         training.finish_save(run_fails=True)
         raise
     except BaseException as error:
@@ -156,7 +156,7 @@ def _finish_given_module(training: Training, components: Components) -> None:
 def _run_loop(training: Training, display: Callable[[], Observer]) -> RunOutcome:
     _open_records(training, display)
     stops = [*STOPS, *user_signals(training.config.checkpoint, "stop")]
-    # From here on ranks agree on signals; before, they end the process immediately.
+    # From here on, all ranks stop together after a signal. Before, a signal ends the process immediately.
     with training.stop, SignalWakeup(stops) as wakeup:
         training.group.watch_signals(wakeup.arrived)
         loop = TrainingLoop(training)
@@ -170,7 +170,7 @@ def _run_loop(training: Training, display: Callable[[], Observer]) -> RunOutcome
 
 @contextmanager
 def _device_errors(group: Group) -> Iterator[None]:
-    """Replaces CUDA errors that destroy the context by a DeviceError of one line."""
+    """Replaces CUDA errors that destroy the CUDA context by a DeviceError of one line."""
     try:
         yield
     except torch.AcceleratorError as failure:
@@ -186,7 +186,10 @@ def _device_errors(group: Group) -> Iterator[None]:
 
 
 def _finished_before(training: Training) -> RunOutcome | None:
-    """Returns the outcome of a resumed run that had already finished, whose folder stays unchanged."""
+    """Returns the outcome of a resumed run that had already finished; None if steps are left.
+
+    The folder of a finished run stays unchanged.
+    """
     group, folder, progress = training.group, training.folder, training.progress
     if folder.resume_from is None or not training.state.is_over(progress):
         return None
@@ -219,13 +222,13 @@ def _read_summary(folder: Path) -> dict[str, Any]:
 def _open_records(training: Training, display: Callable[[], Observer]) -> None:
     """Writes the configuration and opens the observers.
 
-    Called after the build, because a resume that is refused must leave the run unchanged.
+    Runs after `build`, because a resume that `build` refuses must leave the run folder unchanged.
     """
     config, folder, error = training.config, training.folder, None
     try:
         if training.is_main:
             folder.sweep()
-            # First, so that their last notes still reach the other observers at the end.
+            # Trackers come first, so that their last notes still reach the later observers at the end.
             if names := tracker_names(config):
                 training.observers += load_trackers(names).open_trackers(
                     names, folder.path, training.progress.step, config.flat(),
@@ -269,7 +272,7 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
     if average is not None:
         named = master_weights(training.model, optimizer, average.weights)
         facts["their average"] = fingerprint(named)
-    # A callback that failed is reported here, after the save, so that no step is lost.
+    # An error of a callback is reported here, after the save, so that no step is lost.
     failed = training.step.fault or (training.callbacks and training.callbacks.error)
     group.agree("weights", failed or None, facts, "this is a defect: please report it")
     training.emit(StopEvent(step=training.progress.step, reason=result.stopped_by))
@@ -292,18 +295,18 @@ def _conclude(training: Training, result: RunResult) -> RunOutcome:
                 write_weights(state, folder / "weights.safetensors", as_metadata(about))
                 text = json.dumps(summary, indent=2) + "\n"
                 report = _write_report(training, json.loads(text))
-                # Last, because a run with a summary counts as finished.
+                # The summary is last, because a run with a summary is treated as finished.
                 write_atomically(folder / "summary.json", text.encode())
             except PacelineError as caught:
                 error = caught
-    # Agreed last, so that an error of a callback at the end does not prevent the results.
+    # This agreement is last, so that a late error of a callback does not prevent the results.
     late = training.callbacks.error if training.callbacks else None
     group.agree("conclusion", error or late)
     return RunOutcome(folder, group.rank, result, summary, report)
 
 
 def _write_report(training: Training, summary: dict[str, Any]) -> Path | None:
-    """Writes the report; emits a note if the records cannot be read or `report` is not installed."""
+    """Writes the HTML report; emits a note if records cannot be read or `report` is not installed."""
     try:
         report = load_extension("report", "report", "report.html")
         page: Path = report.write_report(training.folder.path, summary=summary)
@@ -314,7 +317,7 @@ def _write_report(training: Training, summary: dict[str, Any]) -> Path | None:
 
 
 def _input_counters(training: Training) -> dict[str, int]:
-    """Returns the counters of both splits, summed over all ranks on rank 0."""
+    """Returns the counters of training and validation data, on rank 0 summed over all ranks."""
     total: Counter[str] = Counter()
     for source in (training.source, training.validation):
         total.update(source.counters())
@@ -369,14 +372,14 @@ def salvage(training: Training, loop: TrainingLoop, error: PeerError) -> None:
     """Saves the state of this rank after the loss of another rank, as `step-N.salvaged.pt`.
 
     Weights, momenta and loss scale are equal on all ranks after every completed step. Batch-norm
-    statistics differ: the checkpoint has those of this rank only, and says so. Training never reads
-    them, so the weights of a resumed run are exact; its evaluations differ until the statistics are
-    replaced. A regular checkpoint is never replaced. The watchdog's deadline limits the time. Failures
-    here must not hide `error`.
+    statistics differ between ranks; the checkpoint contains those of this rank and a mark that says so.
+    Training never reads running statistics, so the weights of a resumed run are exact, but evaluations
+    differ until the statistics are replaced. A regular checkpoint is never overwritten. The deadline of
+    the watchdog limits the time. Errors in this function are ignored, because they must not hide `error`.
 
     Args:
         training: The run.
-            loop: The training loop of the run.
+        loop: The training loop of the run.
         error: The error with which this rank ends.
     """
     if not training.step.strategy.same_weights:
@@ -390,16 +393,16 @@ def salvage(training: Training, loop: TrainingLoop, error: PeerError) -> None:
 
 
 def _last_completed_step(training: Training, loop: TrainingLoop) -> Checkpoint | None:
-    """Returns the state after this rank's last completed step; None if it may be wrong."""
+    """Returns the state after this rank's last completed step; None if the state may be wrong."""
     step, progress = training.step, training.progress
     if step.under_way and training.group.backend == "nccl":
-        # The update is queued after an exchange that NCCL aborts: its input is undefined.
+        # The queued update follows an exchange that NCCL aborts, so the update's input is undefined.
         return None
     if not _device_answers(training.group.device):
         return None
     loop.collect()
     step.roll_back()
-    # `_write_salvaged` checks under the lock if this step is on disk: rank 0 may have died in a save.
+    # `_write_salvaged` checks, with the lock held, whether rank 0 has saved this step before it died.
     if progress.step == 0 or progress.skipped_in_a_row:
         return None
     checkpoint = training.state.capture_alone(progress)
@@ -421,10 +424,10 @@ def _device_answers(device: torch.device) -> bool:
 
 
 def _write_salvaged(training: Training, checkpoint: Checkpoint) -> None:
-    """Writes the checkpoint, unless a better one exists.
+    """Writes a salvaged checkpoint, unless the folder has a newer or better one.
 
-    Rank 0 still holds the lock. If rank 0 was lost, the file of the lowest survivor stays, in whichever
-    order the survivors get the lock.
+    If rank 0 survives, it still holds the lock. If rank 0 was lost, the checkpoint of the lowest
+    surviving rank is kept, in whatever order the surviving ranks get the lock.
     """
     store, rank = training.store, training.group.rank
     lock = None

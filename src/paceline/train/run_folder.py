@@ -1,7 +1,7 @@
 """The folder of a run, and the checkpoint from which a resumed run starts.
 
-`claim_run_folder` chooses a new folder or the folder of the run to resume, and locks it for this process.
-It never chooses the folder of another run.
+`claim_run_folder` chooses a new folder, or the folder of the run to resume, and locks this folder for the
+process. It never chooses the folder of a different run.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from paceline.train.checkpoint import CheckpointStore, write_atomically
 NAME = "run.lock"
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 _PAUSE_S = 0.05
-# Longer than `refuse_if_held` of another process holds the lock.
+# Longer than the time for which `refuse_if_held` in another process holds the lock.
 _PROBE_S = 0.2
-# Time that a new holder may need to write its identity.
+# Time that a new holder of the lock may need to write its host and process id into the file.
 _IDENTITY_WAIT_S = 1.0
 
 
@@ -45,9 +45,9 @@ class RunLock:
     """A lock with which at most one job at a time writes to a run folder.
 
     Rank 0 holds an `flock` on the file `run.lock`. The operating system releases it when the process
-    ends, even after `kill -9`. It works across hosts on file systems that support it (NFS 4, NFS 3 with
-    `lockd`, Lustre mounted with `flock`), and within one host on NFS mounted with `nolock`. `note` is not
-    empty if the file system cannot lock.
+    ends, even after `kill -9`. The lock works across hosts if the file system supports that (NFS 4, NFS 3
+    with `lockd`, Lustre mounted with `flock`). On NFS mounted with `nolock`, it works within one host. If
+    the file system cannot lock, `note` says so.
     """
 
     def __init__(self, folder: Path, descriptor: int, note: str = "") -> None:
@@ -60,7 +60,7 @@ class RunLock:
         """Locks an existing folder.
 
         Args:
-            folder: The folder.
+            folder: The run folder.
             wait_s: Time to wait for the current holder to exit.
 
         Raises:
@@ -77,7 +77,7 @@ class RunLock:
 
     @staticmethod
     def refuse_if_held(folder: Path) -> None:
-        """Raises a RunFolderInUseError if another process holds the lock. Writes nothing."""
+        """Refuses a folder that another process has locked (RunFolderInUseError). Writes nothing."""
         with (
             contextlib.suppress(FileNotFoundError, NotADirectoryError),
             open_regular(folder / NAME) as file,
@@ -86,7 +86,7 @@ class RunLock:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise _in_use(folder) from None
-            except OSError:  # no locks here
+            except OSError:  # the file system has no locks
                 return
 
     @classmethod
@@ -106,12 +106,12 @@ class RunLock:
                     os.close(descriptor)
                     raise
                 note = f"{folder} is not locked against a second job ({error.strerror})"
-            # The previous holder removes the file when it exits: this may be the removed file.
+            # The previous holder removes the file when it exits, so this may be the removed file.
             if _is_same(file, descriptor):
                 break
             os.close(descriptor)
         who = {"host": socket.gethostname(), "pid": os.getpid()}
-        with contextlib.suppress(OSError):  # a full disk: the lock works without an identity
+        with contextlib.suppress(OSError):  # on a full disk, the lock works without an identity
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(who).encode(), 0)
         return cls(folder, descriptor, note)
@@ -121,7 +121,7 @@ class RunLock:
 
         Raises:
             RunFolderGoneError: If the folder was deleted or moved.
-            RunFolderInUseError: If another process has locked it.
+            RunFolderInUseError: If another process has locked the folder.
         """
         if _is_same(self._folder / NAME, self._descriptor):
             return
@@ -136,7 +136,7 @@ class RunLock:
         self._descriptor = again._descriptor
 
     def release(self) -> None:
-        """Removes the file and releases the lock. A second call does nothing."""
+        """Removes the lock file and releases the lock. A second call does nothing."""
         if self._descriptor < 0:
             return
         with contextlib.suppress(OSError):
@@ -147,7 +147,7 @@ class RunLock:
 
 
 def _is_same(file: Path, descriptor: int) -> bool:
-    """Returns True if the path `file` still names the open file."""
+    """Returns True if the path `file` still names the open file of `descriptor`."""
     try:
         return os.path.samestat(file.stat(), os.fstat(descriptor))
     except OSError:
@@ -162,7 +162,7 @@ def _in_use(folder: Path) -> RunFolderInUseError:
 
 
 def _holder(file: Path) -> str:
-    """Returns the holder as in `process 17 on node3`, from the identity in the file."""
+    """Returns the holder of the lock, such as `process 17 on node3`, as the lock file names it."""
     deadline = time.monotonic() + _IDENTITY_WAIT_S
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -180,8 +180,8 @@ LOCAL_SETTINGS = frozenset({
     # Caches do not change batches.
     "data.cache", "data.cache_mib", "data.cache_dir", "data.cache_form",
 })  # fmt: skip
-# Settings that affect the results of a run only by rounding, if at all: a finished run may be resumed
-# with other values.
+# Settings that affect the results of a run only by rounding, if at all. A finished run may be resumed
+# with changed values of these settings.
 _NEUTRAL_SETTINGS = LOCAL_SETTINGS | {
     "run.name", "run.device", "data.dir", "data.max_corrupt_share",
     "comm.timeout_s", "comm.rendezvous_timeout_s",
@@ -195,10 +195,10 @@ def is_neutral(name: str) -> bool:
 
 
 def _is_of_kernels(name: str) -> bool:
-    """Returns True for a setting that only decides how a step is computed.
+    """Returns True for a setting that changes only which kernels compute a step.
 
-    If memory runs out or a kernel fails, a user changes such a setting and resumes. A settings class
-    declares this by `EXACT = False`.
+    If memory runs out or a kernel fails, a user can change such a setting and resume. The class of these
+    settings declares `EXACT = False`.
     """
     section, *owner, _ = name.split(".")
     if not owner or section not in SECTIONS:
@@ -217,11 +217,11 @@ class RunFolder:
     """The folder of a run. The last three attributes are set on rank 0 only.
 
     Attributes:
-        path: The folder.
-        resume_from: The checkpoint to start from, if any.
+        path: Path of the run folder.
+        resume_from: The checkpoint from which the run starts; None for a new run.
         note: Reason why `--resume auto` starts a new run, or names of damaged checkpoints.
         older: Checkpoints to use if `resume_from` is damaged; empty if the user named the checkpoint.
-        damaged: Damaged checkpoints.
+        damaged: Checkpoints that turned out to be damaged.
     """
 
     path: Path
@@ -251,7 +251,7 @@ class RunFolder:
         return self.path / ("metrics.jsonl" if rank == 0 else f"metrics.rank{rank}.jsonl")
 
     def sweep(self) -> None:
-        """Removes temporary files of a killed process."""
+        """Removes temporary files that a killed process has left."""
         for leftover in self.path.glob(LEFTOVERS):
             leftover.unlink(missing_ok=True)
 
@@ -276,14 +276,14 @@ def claim_run_folder(config: RunConfig, *, restarted: bool) -> tuple[RunFolder, 
     """Chooses the folder of a run and locks it before anything is written to it.
 
     Args:
-        config: The settings.
+        config: The settings of the run.
         restarted: True if torchrun restarted this process after a failure. Such a run always resumes.
 
     Returns:
         The folder and its lock.
 
     Raises:
-        RunFolderInUseError: If another process holds the lock. Nothing is changed then.
+        RunFolderInUseError: If another process holds the lock. In that case nothing has changed.
         ConfigError: If the folder contains another run.
         PacelineError: If the folder cannot be used.
     """
@@ -305,7 +305,7 @@ def claim_run_folder(config: RunConfig, *, restarted: bool) -> tuple[RunFolder, 
 
 @contextlib.contextmanager
 def _explained(config: RunConfig) -> Iterator[None]:
-    """Replaces file system errors by one line that names the folder."""
+    """Replaces file system errors by an error of one line that names the folder."""
     try:
         yield
     except OSError as error:
@@ -333,10 +333,10 @@ def _choose(config: RunConfig, restarted: bool, output: Path | None) -> RunFolde
 
 
 def _from_file(file: Path, output: Path | None, *, restarted: bool) -> RunFolder:
-    """Resumes the run of a given checkpoint, in its own folder unless `output` is given.
+    """Returns the folder of a run that resumes from `file`, a checkpoint or a run folder.
 
     After a restart by the launcher, the run resumes from the checkpoints that it has saved since
-    its first start.
+    the first start.
     """
     if file.is_dir():
         newest = CheckpointStore(file / "checkpoints", 1).newest()
@@ -365,11 +365,11 @@ def _occupied(output: Path) -> ConfigError:
 
 
 def _resumed(folder: Path) -> RunFolder:
-    """Resumes from the newest checkpoint, with older ones as fallbacks."""
+    """Returns the folder for a resume from the newest checkpoint, with older ones as fallbacks."""
     store = CheckpointStore(folder / "checkpoints", 1)
     files = store.candidates()
     if files == [store.best]:
-        files = []  # killed between writing and linking it: the run starts over
+        files = []  # a kill came between writing and linking the best checkpoint: the run starts over
     return RunFolder(folder, files[0] if files else None, older=tuple(files[1:]))
 
 
@@ -383,7 +383,7 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
         run differs.
     """
     wanted = flatten(config.in_use())
-    # A folder records the global batch. A command need not give it.
+    # A folder always records the global batch, but a command need not give a global batch.
     ignored = LOCAL_SETTINGS | ({"run.global_batch_size"} - wanted.keys())
     note = f"no unfinished run of this configuration in {ROOT}/; a new one starts"
     difference, other_kernels = "", None
@@ -410,7 +410,7 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
 
 
 def _new_folder(name: str) -> Path:
-    """Creates `runs/NAME-001` or the next free number.
+    """Creates `runs/NAME-001`, or the folder with the next free number.
 
     Runs that start at the same time get separate folders.
     """

@@ -1,6 +1,6 @@
 """`Progress`, the counters of a run, and `RunState`, which captures and restores checkpoints.
 
-A checkpoint of a different run is refused with an error that names the difference.
+`RunState` refuses a checkpoint of a different run with an error that names the difference.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ PINNED = (
 
 @dataclass
 class Progress:
-    """Completed work, equal on all ranks and saved with every checkpoint. Times add up over resumes."""
+    """The completed work of a run, equal on all ranks and saved with every checkpoint.
+
+    Times and counts continue over resumes.
+    """
 
     step: int = 0
     images: int = 0
@@ -67,12 +70,12 @@ class Progress:
     best_step: int = -1
     time_to_target_s: float | None = None
     resumes: list[int] = field(default_factory=list)
-    # The running averages of `NoiseScale`: signal, variance, weight.
+    # The running averages of `NoiseScale`: signal, variance and weight.
     noise: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
 
     @property
     def images_per_s(self) -> float:
-        """Training throughput without evaluation and saving."""
+        """Training throughput in images per second, without the time of evaluations and saves."""
         return self.images / self.step_s if self.step_s > 0 else 0.0
 
 
@@ -85,7 +88,7 @@ def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
         path: File of the checkpoint, for messages.
 
     Raises:
-        CheckpointError: If a setting differs that a resumed run must not change.
+        CheckpointError: If this run has changed a setting that a resumed run must not change.
     """
     there, here = flatten(with_defaults(checkpoint.config)), config.flat()
     own = config.optim.own_optimizer.PINNED
@@ -94,12 +97,12 @@ def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
 
 
 def changes(checkpoint: Checkpoint, config: RunConfig, ignored: Callable[[str], bool]) -> str:
-    """Lists settings in use that differ between this run and the one that wrote the checkpoint.
+    """Lists settings in use that differ between this run and the run that wrote the checkpoint.
 
     Args:
         checkpoint: The checkpoint.
         config: The settings of this run.
-        ignored: Returns True for names that are left out.
+        ignored: Returns True for the name of a setting that must not be listed.
     """
     there, here = flatten(with_defaults(checkpoint.config)), flatten(config.in_use())
     names = [name for name in there.keys() | here.keys() if there.get(name) != here.get(name)]
@@ -119,12 +122,12 @@ def _compare(path: Path, name: str, before: object, now: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """All state that changes between steps, and the settings that determine its meaning.
+    """All state that changes between steps, and the settings that determine what this state means.
 
     Attributes:
         memory: State that the exchange keeps between steps, if any.
-        notes: State of a restored checkpoint that this run cannot use.
-        callbacks: Returns the state of the user's callbacks.
+        notes: Messages about state of a restored checkpoint that this run cannot use.
+        callbacks: Returns the state of the user's callbacks for the checkpoint.
     """
 
     config: RunConfig
@@ -145,18 +148,19 @@ class RunState:
     callbacks: Callable[[], dict[str, Any]] = dict
 
     def restore(self, checkpoint: Checkpoint, path: Path, *, elsewhere: bool = False) -> Progress:
-        """Restores all parts in place.
+        """Restores model, optimizer, statistics and exchange in place.
 
         Args:
             checkpoint: The checkpoint.
-            path: Its file, for messages.
-            elsewhere: True if this run has another folder than the run that wrote the checkpoint.
+            path: File of the checkpoint, for messages.
+            elsewhere: True if the folder of this run is not that of the run that wrote the checkpoint.
 
         Returns:
             The progress of the run.
 
         Raises:
-            CheckpointError: If the checkpoint belongs to another run. Nothing is changed then.
+            CheckpointError: If the checkpoint belongs to another run (in that case nothing has changed)
+                or does not fit the model.
         """
         self._check(checkpoint, path)
         known = Progress.__dataclass_fields__
@@ -188,7 +192,7 @@ class RunState:
         self._restore_exchange(checkpoint, path)
         progress.resumes.append(progress.step)
         if bool(checkpoint.average) != (self.average is not None):
-            # Results of averaged weights and of the weights of the last step cannot be compared.
+            # Accuracies of averaged and of plain weights cannot be compared.
             progress.evaluated_step = progress.best_step = -1
             progress.best_top1 = -1.0
             progress.time_to_target_s = None
@@ -199,8 +203,8 @@ class RunState:
     def _restore_exchange(self, checkpoint: Checkpoint, path: Path) -> None:
         """Restores the state of the exchange.
 
-        The state belongs to one rank and to the messages of one plan. If the ranks or the plan have
-        changed, the state is dropped and the exchange starts without it.
+        The state of a rank fits only this rank and the messages of one plan. If the number of ranks or
+        the plan has changed, the state is dropped and the exchange starts without state.
         """
         saved = checkpoint.exchange
         if not saved:
@@ -230,7 +234,7 @@ class RunState:
                 ) from None
 
     def _restore_optimizer(self, saved: dict[str, Any]) -> None:
-        """Restores the state, but keeps this run's hyperparameters, which flags may have changed."""
+        """Restores the optimizer's state but keeps this run's hyperparameters, which flags may change."""
         own = self.optimizer.state_dict()["param_groups"]
         if [group["params"] for group in saved["param_groups"]] != [g["params"] for g in own]:
             raise ValueError("the optimizer's parameter groups differ; see optim.layer_decay")
@@ -260,7 +264,7 @@ class RunState:
                 f"resume with {there!r}; only later stages may change",
             )
         if sampler["position"] < expected:
-            # The last batch of a shorter run was not full: the next step would skip samples.
+            # The last batch of a shorter run was not full, so the next step would skip samples.
             raise CheckpointError(
                 f"{path} is the end of a shorter run, whose last batch was not full",
                 "raise --epochs from a checkpoint before its last step",
@@ -273,10 +277,10 @@ class RunState:
 
     def _check_unchanged(self, checkpoint: Checkpoint, path: Path, elsewhere: bool) -> None:
         """Refuses to resume a finished run with changed settings, which no step would use."""
-        # `_check` has compared the global batch. It does not matter whether it was given or chosen.
+        # `_check` has compared the global batch, which a user may have given or Paceline chosen.
         compared = {"run.global_batch_size"}
         if elsewhere:
-            compared |= {"run.average_epochs"}  # evaluated again there
+            compared |= {"run.average_epochs"}  # a run in another folder evaluates again
         different = changes(
             checkpoint, self.config, lambda name: name in compared or is_neutral(name)
         )
@@ -287,7 +291,7 @@ class RunState:
             )
 
     def is_over(self, progress: Progress) -> bool:
-        """Returns True if no step is left: all are done, or the target is reached."""
+        """Returns True if no step is left: all steps are done, or the target accuracy is reached."""
         target, top1 = self.config.run.target_top1, progress.top1
         reached = target is not None and top1 is not None and top1 >= target
         evaluated = progress.evaluated_step == progress.step
@@ -296,15 +300,15 @@ class RunState:
     def capture(
         self, progress: Progress, *, before_content: Callable[[], object] = lambda: None
     ) -> Checkpoint | None:
-        """Captures the current checkpoint. A collective: all ranks send their statistics.
+        """Captures a checkpoint of the current state. A collective: all ranks send their statistics.
 
         Args:
             progress: Progress of the run.
             before_content: Runs on rank 0 after the collectives, before the callbacks' state is captured.
 
         Returns:
-            The checkpoint on rank 0, None elsewhere. It refers to the tensors of the run, which the next
-            step changes.
+            The checkpoint on rank 0, None on all other ranks. The checkpoint refers to the tensors of the
+            run, which the next step changes.
         """
         one = self.config.checkpoint.batch_norm == "average"
         rows = self.batch_norm.rows(self.group, average=one)
@@ -316,7 +320,7 @@ class RunState:
         return self._checkpoint(progress, rows, average, exchange=exchange)
 
     def _capture_exchange(self) -> dict[str, Any]:
-        """Gathers the state of each rank's exchange as bytes, because its size differs."""
+        """Gathers the exchange state of all ranks as bytes, because the size differs between ranks."""
         if self.memory is None:
             return {}
         buffer = io.BytesIO()
@@ -327,7 +331,7 @@ class RunState:
         return {"kind": self.memory.kind, "plan": plan, "ranks": ranks}
 
     def capture_alone(self, progress: Progress) -> Checkpoint:
-        """Captures a checkpoint of this rank alone, without batch-norm statistics of other ranks."""
+        """Captures a checkpoint without other ranks, with the batch-norm statistics of this rank only."""
         rows = self.batch_norm.flat.detach().cpu()[None].clone()
         average = self.average.capture_alone() if self.average else {}
         return self._checkpoint(progress, rows, average, only_rank=self.group.rank).on_host()
@@ -376,9 +380,9 @@ class RunState:
 
 
 def _without_masters(state: dict[str, Any]) -> dict[str, Any]:
-    """Removes the masters, which a checkpoint contains as the model's weights.
+    """Returns an optimizer state without the masters.
 
-    A run in a different number format can load the model's weights.
+    A checkpoint contains the masters as the model's weights, which a run in any number format can load.
     """
     slim = {
         number: {key: value for key, value in entry.items() if key != MASTER}
@@ -393,7 +397,7 @@ def _shown(classes: Sequence[str]) -> str:
     return f"{len(classes)}: {', '.join(classes[:3])} … ({digest})"
 
 
-# Settings that decide the plan of the exchange.
+# Settings that determine the plan of the exchange.
 _MAKE_PLANS = (
     "comm.algorithm", "comm.hybrid.sizes", "comm.fusion_mib",
     "comm.wire", "comm.plan",
@@ -402,13 +406,13 @@ _MAKE_PLANS = (
 
 @dataclass(frozen=True)
 class PinnedPlan:
-    """The plan of a checkpoint.
+    """The exchange plan of a checkpoint.
 
     Attributes:
         plan: The plan.
-        whole: True if neither the number of ranks nor the settings that decide the plan have changed. The
-            resumed run then keeps the plan. Otherwise it uses its plan file, or makes a new plan with the
-            recorded order of the gradients.
+        whole: True if neither the number of ranks nor the settings that determine the plan have changed.
+            In that case, the resumed run keeps the plan. Otherwise the run uses its plan file, or makes a
+            new plan with the order of the gradients from the checkpoint.
     """
 
     plan: FusionPlan

@@ -1,9 +1,9 @@
 """One training step, top to bottom: batches → forward → backward → reduce → update.
 
-`launch` queues a step and returns. `collect` waits for the oldest step and reads its outcome, equal on
-all ranks. A GPU thus always has a next step to run. Errors and signals of one rank are sent with the
-gradients, so that all ranks skip, stop or fail at the same step. A rank that has failed takes part in
-the exchange, with zeros, until all ranks have read the reason.
+`launch` queues a step and returns, so that a GPU always has a next step to run. `collect` waits for the
+oldest step and reads the outcome, which is equal on all ranks. Errors and signals of one rank are sent
+with the gradients, so that all ranks skip, stop or fail at the same step. A rank that has failed takes
+part in the exchange, with zeros, until all ranks have read the reason.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ from paceline.train.strategy import Pending, Strategy, parameter_names, row_valu
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The outcome of a step. Fields are equal on all ranks unless they mention "this rank".
+    """The outcome of a step.
+
+    All values are equal on all ranks, except those whose description mentions "this rank".
 
     Attributes:
-        number: Number of the step.
-        rate: Learning rate.
-        done: False if a stop signal ended the step early. The step has then changed nothing.
-        skipped: True if a gradient was not finite.
+        number: Number of the step, from 0.
+        rate: Learning rate of the step.
+        done: False if a stop signal ended the step early. Such a step has changed nothing.
+        skipped: True if the update was skipped because a gradient was not finite.
         bad: Names of the parameters whose gradients were not finite.
         stop: The signal that stops the run, if any.
         save: True if a rank was asked to save and continue.
@@ -54,14 +56,14 @@ class StepOutcome:
         loss_scale: Loss scale of the step.
         corrupt_count: Corrupt samples on all ranks.
         corrupt_here: Corrupt samples of this rank.
-        step_s: Time of the step on this rank.
-        data_s: Time that this rank waited for batches.
+        step_s: Time of the step on this rank, in seconds.
+        data_s: Time that this rank waited for batches, in seconds.
         exposed_comm_s: Time that this rank waited for the exchange after its own backward pass.
         stall: Time that the device of this rank was idle for lack of a batch, by cause.
         grad_norm: Norm of all gradients before clipping; 0 without clipping.
-        whole_squared: Squared norm of the whole gradient; 0 if not measured.
+        whole_squared: Squared norm of the gradient of the whole step; 0 if not measured.
         parts_squared: Sum of the squared norms of the micro-steps' gradients; 0 if not measured.
-        fields: Record fields of the strategy.
+        fields: Fields that the strategy adds to the record of the step.
     """
 
     number: int
@@ -104,7 +106,7 @@ class _Computed:
     wait: InputWait
     corrupt: list[CorruptSample] = field(default_factory=list)
     data_s: float = 0.0
-    # The error is in `TrainStep.fault`.
+    # True after an error, which `TrainStep.fault` holds.
     failed: bool = False
     abandoned: bool = False
     # True while model and loss run, which may be a user's code.
@@ -118,8 +120,8 @@ class TrainStep:
     Attributes:
         foreign: True for a user's model, whose exceptions become errors of one line.
         checks_parameters: True if a user's code could replace the model's parameters during the run.
-        fault: An error between steps; the next exchange reports it to all ranks.
-        faulted: True after a rank has failed. All ranks learn of the failure in the same step. This
+        fault: An error of this rank, which the next exchange reports to all ranks.
+        faulted: True after any rank has failed. All ranks learn of the failure in the same step. This
             step and later steps change nothing.
         given_up: True if this rank computes no more micro-batches.
         names: Names of the trained parameters in the optimizer's order.
@@ -151,7 +153,7 @@ class TrainStep:
     _unfinished: bool = False
     _launches: int = 0
     names: list[str] = field(init=False)
-    # Parameters of the exchange and frozen parameters of the model, with their addresses.
+    # Exchanged and frozen parameters by name, each with the address of its data.
     _parameters: dict[str, tuple[nn.Parameter, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -163,7 +165,7 @@ class TrainStep:
 
     @property
     def lag(self) -> int:
-        """Number of steps that may be in flight while the next one is prepared; 0 on a CPU."""
+        """Number of steps that may be in flight while the next step is prepared."""
         if self.strategy.lag is not None:
             return self.strategy.lag
         return 1 if self.policy.device.type == "cuda" else 0
@@ -186,7 +188,7 @@ class TrainStep:
         Args:
             step: Number of the step.
             rate: Learning rate.
-            hyperparameters: Other values of the schedule.
+            hyperparameters: Values of the schedule besides the learning rate, by name.
         """
         started = time.perf_counter()
         first, last = self.plan.step_range(step)
@@ -266,10 +268,10 @@ class TrainStep:
         return batch
 
     def _agree_on_graphs(self) -> None:
-        """Stops the use of graphs on all ranks if the capture failed on any rank.
+        """Stops the use of CUDA graphs on all ranks if the capture failed on any rank.
 
-        Runs after all graphs of a micro-step have been captured. All ranks launch the same steps, so all
-        of them enter the collective at the same step.
+        Acts once, after each rank has captured its graphs. All ranks launch the same steps, so all ranks
+        enter the collective at the same step.
         """
         self._launches += 1
         if not self.micro.may_fall_back or self._launches != WARM_CALLS + 2:
@@ -280,10 +282,10 @@ class TrainStep:
             self.micro.fall_back("another rank could not capture the step as a CUDA graph")
 
     def drop_graphs(self) -> None:
-        """Drops the graphs on all ranks between steps, because later micro-batches have another size.
+        """Drops the CUDA graphs of this rank, because later micro-batches have a different size.
 
-        Ranks agree again after they have captured new graphs, because NCCL requires that all of them
-        replay graphs or none.
+        All ranks call this between the same steps. After the next captures, the ranks agree again
+        whether to use graphs, because NCCL requires that either all ranks replay graphs or none.
         """
         self.micro.drop_graphs()
         self._launches = 0
@@ -321,7 +323,7 @@ class TrainStep:
         """Waits for the oldest step in flight.
 
         Returns:
-            The outcome of the step.
+            The outcome of this step.
 
         Raises:
             PacelineError: If any rank has failed.
@@ -335,7 +337,7 @@ class TrainStep:
         if row["fault"]:
             self.faulted = True
             raise self.group.fault()
-        # From launch to launch, because several steps may be collected at the same time.
+        # A step lasts until the next launch, because several steps may be collected at the same time.
         ended = self._under_way[0].started if self._under_way else time.perf_counter()
         done = not row["halted"]
         return StepOutcome(
@@ -362,7 +364,7 @@ class TrainStep:
         )
 
     def state_bytes_per_parameter(self) -> tuple[float, float]:
-        """Returns bytes of optimizer state (with masters) and exchange state per trained parameter."""
+        """Returns the bytes of optimizer state (with masters) and of strategy state per parameter."""
         trained = max(sum(p.numel() for p in self.optimizer.parameters()), 1)
         return self.optimizer.state_bytes() / trained, self.strategy.state_bytes / trained
 
@@ -372,7 +374,7 @@ class TrainStep:
         return self.strategy.step_bytes(plain) * self.source.exchanges
 
     def release(self) -> None:
-        """Destroys all CUDA graphs. Must precede the end of the process groups.
+        """Destroys all CUDA graphs. Must be called before the process groups are destroyed.
 
         Does not wait for the device, which may hang in a collective after a failure.
         """
@@ -387,7 +389,7 @@ class TrainStep:
             self._unfinished = False
 
     def asked_to_stop(self) -> bool:
-        """Returns True after a stop signal on any rank. The signaled rank waits for the others."""
+        """Returns True after a stop signal on any rank. The rank with the signal tells all others."""
         if self.stop.received is not None:
             self.group.announce_stop()
             return True

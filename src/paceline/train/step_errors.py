@@ -16,17 +16,17 @@ def step_error(
     error: Exception, step: int, micro_batch: int, *, foreign: bool = False,
     advise: Advise = no_advice,
 ) -> PacelineError | None:  # fmt: skip
-    """Returns the error for the user for an exception of a forward or backward pass.
+    """Turns an exception of a forward or backward pass into an error with cause and remedy.
 
     Args:
         error: The exception.
-        step: The step.
-        micro_batch: Samples of the micro-batch.
-        foreign: True for a user's model: all exceptions then count as errors of the model.
-        advise: Returns remedies of the acceleration that computes the pass.
+        step: Number of the step, for messages.
+        micro_batch: Number of samples in a micro-batch, for messages.
+        foreign: True for a user's model. All exceptions are then treated as errors of the model.
+        advise: Returns the remedies that the acceleration knows for an error.
 
     Returns:
-        The error with cause and remedy; None for a defect of Paceline, which must keep its traceback.
+        The error for the user. None for a defect of Paceline, whose traceback must stay visible.
     """
     if isinstance(error, CaptureError):
         return CaptureError(error.cause, _remedies(advise(error), error.remedy))

@@ -1,8 +1,8 @@
 """Builds the training step of a model: precision, optimizer, exchange, loss scale, fast path.
 
-`create_parts` chooses each part and makes all ranks agree on it: if one rank cannot do something, or does
-it differently, all ranks end with one line before the first collective that would break. `create_step`
-creates the `TrainStep`. Training and benchmarks build their steps here.
+`create_parts` chooses each part and makes all ranks agree on the choice. If one rank fails or chooses
+differently, all ranks end with an error of one line, before a collective of different sizes could hang.
+`create_step` creates the `TrainStep`. Training and benchmarks build their steps here.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class StepParts:
     """The parts of a step, without data and batch plan.
 
     Attributes:
-        exchange_summary: Description of the exchange.
-        dry: Runs a micro-batch of zeros, forward and backward.
+        exchange_summary: Description of the exchange for display.
+        dry: Runs the forward and backward pass of a micro-batch of zeros.
     """
 
     model: nn.Module
@@ -80,12 +80,12 @@ class StepParts:
     average: WeightAverage | None = None
 
     def probe(self) -> None:
-        """Runs one micro-batch without effect, to measure its time."""
+        """Runs one micro-batch without any effect on training, so that a caller can measure its time."""
         self.dry()
         self.model.zero_grad(set_to_none=True)
 
     def describe(self) -> dict[str, str]:
-        """Returns the choices, for display and record."""
+        """Describes the choices by name, for display and for the record."""
         clipped = f"gradients clipped to a norm of {self.clip_norm:g}" if self.clip_norm else ""
         notes = (self.optimizer.describe(), describe_layers(self.optimizer.param_groups), clipped)
         chosen = {
@@ -105,21 +105,21 @@ def create_parts(
     components: Components | None = None, classes: int | None = None,
     limits: ModelLimits = ModelLimits(), strategy: Strategy | None = None,
 ) -> StepParts:  # fmt: skip
-    """Creates the parts of a step; rounds the model and plans the exchange. A collective.
+    """Creates the parts of a step. A collective, which also rounds the model's weights in place.
 
     Args:
-        config: The settings.
+        config: The settings of the run.
         model: The model on its device, with fp32 weights.
         group: The ranks.
         rate: Learning rate of the first step.
-        micro_batch: Samples of a micro-batch.
+        micro_batch: Number of samples in a micro-batch.
         accumulate: True if a step has several micro-batches.
         pinned: The plan of the checkpoint, if a run is resumed.
-        steps_per_epoch: Steps of an epoch, for `run.average_epochs`.
-        components: Python objects that replace what the settings name.
-        classes: Number of classes, for a user's loss of mixed images.
+        steps_per_epoch: Number of steps in an epoch, for `run.average_epochs`.
+        components: Python objects that replace objects that the settings name.
+        classes: Number of classes, which a user's loss needs if images are mixed.
         limits: Properties of the model that exclude fast implementations.
-        strategy: The strategy. The default is synchronous.
+        strategy: The training strategy. The default is `Synchronous`.
 
     Returns:
         The parts, which are the same on all ranks.
@@ -199,9 +199,10 @@ def _create_dry(
 def _try_model(
     config: RunConfig, model: nn.Module, group: Group, fast: FastPath, dry: DryBackward
 ) -> FastPath:
-    """Tries loss and forward pass with images of zeros; returns a fast path that works on all ranks.
+    """Tests model and loss on images of zeros; returns a fast path that works on all ranks.
 
-    The forward pass of a user's model returns only the logits, unless the loss accepts all outputs.
+    For a user's model, the returned forward pass yields only the logits, unless the loss accepts all
+    outputs.
     """
     foreign = not is_own(model)
     one_output = foreign and not isinstance(dry.loss, OwnLoss)
@@ -233,11 +234,11 @@ def share_products(
 ) -> None:
     """Divides the optimizer's matrix products among the ranks if `share_products` allows it.
 
-    On CPUs the results have the same bits.
+    On CPUs, the results are bit-identical to those without division.
 
     Args:
-        config: The settings.
-        optimizer: The optimizer.
+        config: The settings of the run.
+        optimizer: The optimizer whose products are divided.
         group: The ranks.
         graphs: True if the update is captured as a CUDA graph.
 
@@ -257,14 +258,15 @@ def share_products(
             )  # fmt: skip
         return
     if wanted == "auto" and cuda and (group.backend != "nccl" or config.comm.share_gpus):
-        return  # ranks of one GPU have nothing to share
+        return  # ranks that use the same GPU gain nothing from dividing the work
     optimizer.shared = SharedProducts(group.rank, group.world_size, group.gather_rows)
 
 
 def _computing_device(device: torch.device) -> str:
-    """Returns a description of everything that the last bits of a matrix product depend on.
+    """Describes the properties of a device that influence the last bits of a matrix product.
 
-    All ranks must compute bit-identical products. Otherwise their weights would silently differ.
+    All ranks must compute bit-identical products. Otherwise the weights of the ranks would silently
+    differ.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -276,17 +278,17 @@ def create_step(
     stop: StopSignals, components: Components | None = None,
     source: GradientSource | None = None,
 ) -> TrainStep:  # fmt: skip
-    """Creates the step.
+    """Creates the training step from its parts.
 
     Args:
-        config: The settings.
+        config: The settings of the run.
         parts: The parts of the step.
-        loader: Micro-batches of this rank.
-        plan: The batches of the run.
+        loader: Yields the micro-batches of this rank.
+        plan: Divides the samples of the run into steps and micro-batches.
         group: The ranks.
         stop: Requests to stop or save.
-        components: Python objects that replace what the settings name.
-        source: Computes the gradients. The default is the plain backward pass.
+        components: Python objects that replace objects that the settings name.
+        source: Computes the gradients. The default runs one backward pass per micro-batch.
     """
     graphs = parts.fast.graphs
     augment = None
@@ -334,18 +336,18 @@ def create_master_optimizer(
     """Rounds the model's weights to the policy's format and creates an optimizer with fp32 masters.
 
     Args:
-        settings: The settings.
+        settings: The section `[optim]`.
         model: The model, with fp32 weights.
-        policy: The number format.
+        policy: The number format to which the matrix weights are rounded.
         rate: Learning rate of the first step.
-        factory: Creates a user's optimizer from parameter groups.
+        factory: Creates a user's optimizer from parameter groups; None for a named optimizer.
         seed: Seed of the optimizer's random numbers.
 
     Returns:
-        The optimizer. Its masters have the weights before rounding.
+        The optimizer. The masters are the weights before rounding.
 
     Raises:
-        ConfigError: If the optimizer lacks parameters.
+        ConfigError: If the optimizer does not contain all trained parameters.
     """
     groups = parameter_groups(model, settings.weight_decay)
     if settings.decay_bias_norm:
@@ -354,7 +356,7 @@ def create_master_optimizer(
     drawn = {p: p.detach().clone() for group in groups for p in group["params"]}
     policy.convert(model)
     optimizer = create_optimizer(settings, groups, rate, factory, seed, count_norms(model))
-    # The optimizer's order, because it may have regrouped the parameters.
+    # In the order of the optimizer, which may have regrouped the parameters.
     parameters = optimizer.parameters()
     if len(parameters) != len(drawn):
         raise ConfigError(

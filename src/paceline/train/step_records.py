@@ -1,10 +1,10 @@
 """Accounts for completed steps: progress, records, and the end of a run that keeps skipping steps.
 
 In jobs of up to eight ranks, every rank writes its events to a file. In larger jobs, only rank 0
-writes all events: whenever the run pauses (an evaluation, a checkpoint, the end), it gathers the
-times of all ranks and records their spread and the slowest rank as a `RanksEvent` for each step
-(`RankTimes`). `check_divergence` raises one error on all ranks that names step and layer; the last
-good checkpoint is kept.
+writes all events. Whenever such a run pauses (for an evaluation, a checkpoint or the end), rank 0
+gathers the step times of all ranks and records a `RanksEvent` for each step (`RankTimes`).
+`check_divergence` ends a diverged run with the same error on all ranks. The error names step and
+layer, and the last good checkpoint is kept.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from paceline.train.training import Training
 
 
 class StepRecords:
-    """Accounts for completed steps, one after the other."""
+    """Updates the progress and emits a `StepEvent` for each completed step."""
 
     def __init__(self, training: Training) -> None:
         self._t = training
@@ -52,7 +52,7 @@ class StepRecords:
         self._rank_times: RankTimes | None = None
         if group.world_size > 1 and not each_rank_writes(settings, group.world_size):
             self._rank_times = RankTimes(group, training.emit)
-        # If only rank 0 writes, the first rank of each host notes that the host is overloaded.
+        # If not every rank writes a file, only the first rank of each host reports an overloaded host.
         notes = self._rank_times is None or group.rank == group.host_leader
         self._load, self._overload_noted = HostLoad(), not notes
         self._noise = NoiseScale(*training.progress.noise)
@@ -62,7 +62,7 @@ class StepRecords:
 
         Args:
             outcome: The outcome of the step.
-            train_s: Time since the start of the run.
+            train_s: Training time in seconds since the start of the run.
         """
         strategy = self._t.step.strategy
         t, progress, number = self._t, self._t.progress, outcome.number
@@ -104,12 +104,15 @@ class StepRecords:
             self._rank_times.note(event)
 
     def gather_times(self) -> None:
-        """Gathers the times of all ranks. Called in a pause, because a collective would delay a step."""
+        """Gathers the step times of all ranks; called in a pause, because a collective delays steps."""
         if self._rank_times is not None:
             self._rank_times.gather()
 
     def _noise_estimate(self, outcome: StepOutcome, samples: int) -> NoiseEstimate | None:
-        """Adds one step's estimate to the running averages and returns it; None without one."""
+        """Estimates the noise scale of a step and adds the estimate to the running averages.
+
+        Returns None if the step was skipped or nothing was measured.
+        """
         if not self._t.config.run.noise_scale or outcome.skipped:
             return None
         micro_batches = -(-samples // self._t.plan.micro_batch)
@@ -124,14 +127,14 @@ class StepRecords:
         return estimate
 
     def _note_fallback(self) -> None:
-        """Notes once that micro-steps are not captured although the settings ask for it."""
+        """Emits a note, once, if micro-steps are not captured although the settings ask for capture."""
         reason, chosen = self._t.step.micro.uncaptured, self._t.chosen
         if reason and "not captured" not in chosen["speed"]:
             chosen["speed"] += f"; not captured: {reason}"
             self._t.emit(NoteEvent(f"steps are not captured from here on: {reason}"))
 
     def _core_wait_share(self) -> float | None:
-        """Returns the latest load reading. Emits a note when the host is first overloaded."""
+        """Returns the latest share of time spent waiting for a core; notes the first overload."""
         if (reading := self._load.read()) is not None:
             text = reading.describe()
             if text and not self._overload_noted:
@@ -140,22 +143,22 @@ class StepRecords:
         return self._load.latest.waited if self._load.latest else None
 
 
-# Allowed steps in a row with a non-finite loss, which no loss scale can fix.
+# Number of skipped steps in a row that ends the run if the loss is not finite: no loss scale helps.
 _BAD_LOSSES = 10
-# Allowed skipped steps in a row for any reason.
+# Number of skipped steps in a row that ends the run for any reason.
 _SKIPPED_STEPS = 50
-# Images with which `find_bad_layer` probes the model, enough for a batch-norm variance.
+# Number of images in the probe of `find_bad_layer`: enough for the variance of batch norm.
 _IMAGES = 4
 
 
 def check_divergence(training: Training, outcome: StepOutcome) -> None:
     """Ends the run after too many skipped steps.
 
-    Uses only numbers that the exchange has made equal on all ranks.
+    The decision uses only values that the exchange has made equal on all ranks.
 
     Args:
         training: The run.
-        outcome: The outcome of a skipped step.
+        outcome: The outcome of the latest step, which was skipped.
 
     Raises:
         DivergedError: If the run has diverged.
@@ -171,7 +174,7 @@ def check_divergence(training: Training, outcome: StepOutcome) -> None:
         cause = f"gradients were not finite in {row} steps in a row"
     else:
         return
-    # The first skipped step of the row, counted from 1 as in the display.
+    # The first step of the skipped steps in a row, counted from 1 as in the display.
     began = outcome.number + 1 - row + 1
     place = ""
     if bad_loss:
@@ -192,12 +195,12 @@ def check_divergence(training: Training, outcome: StepOutcome) -> None:
 def find_bad_layer(model: nn.Module, policy: Policy, images: tuple[int, ...]) -> str:
     """Describes the first non-finite weight or the first layer with a non-finite output.
 
-    Runs a forward pass on noise, equal on all ranks. Changes running statistics.
+    Runs a forward pass on noise that is equal on all ranks. The pass changes running statistics.
 
     Args:
         model: The model.
-        policy: Its number format.
-        images: Shape of a batch.
+        policy: The number format of the model.
+        images: Shape of the noise: samples, channels, height, width.
 
     Returns:
         The description, or "" if everything is finite.
@@ -224,9 +227,9 @@ def find_bad_layer(model: nn.Module, policy: Policy, images: tuple[int, ...]) ->
     return f"the output of {bad[0]} is not finite" if bad else ""
 
 
-# Largest number of ranks, those of one node, of which each writes a file.
+# Largest number of ranks (those of one typical node) at which each rank writes a file.
 _EACH_WRITES = 8
-# Steps of one gathering; of more steps, the latest.
+# Largest number of steps whose times are gathered at once; of more steps, only the latest are kept.
 _GATHERED_STEPS = 256
 
 
@@ -244,7 +247,7 @@ class RareEvents:
         self._writer: JsonlWriter | None = None
 
     def on_event(self, event: Event) -> None:
-        """Writes the event, after the event of the start, or ignores it."""
+        """Writes a rare event and ignores all others. The `StartEvent` precedes the first rare event."""
         if isinstance(event, StartEvent):
             self._started = (event, time.time())
         elif isinstance(event, CorruptEvent | NoteEvent | MetricEvent):
@@ -261,21 +264,21 @@ class RareEvents:
 
 
 class RankTimes:
-    """Gathers the times of all ranks on rank 0."""
+    """Collects the step times of this rank and gathers those of all ranks on rank 0."""
 
     def __init__(self, group: Group, emit: Callable[[Event], None]) -> None:
         self._group, self._emit = group, emit
-        # The step and its times.
+        # Pairs of a step and the four times that `note` takes from its event.
         self._rows: deque[tuple[int, list[float]]] = deque(maxlen=_GATHERED_STEPS)
 
     def note(self, event: StepEvent) -> None:
-        """Adds the times of a step on this rank."""
+        """Adds the times of one step on this rank."""
         waited = math.nan if event.core_wait_share is None else event.core_wait_share
         times = [event.step_s, event.exposed_comm_s, event.input_stall_s, waited]
         self._rows.append((event.step, times))
 
     def gather(self) -> None:
-        """Emits a `RanksEvent` for each step. A collective: all ranks call it after the same step."""
+        """Emits a `RanksEvent` for each noted step on rank 0. All ranks call this after the same step."""
         if not self._rows:
             return
         steps, rows_here = zip(*self._rows, strict=True)
@@ -301,7 +304,7 @@ class RankTimes:
 
 
 def _spread(values: list[float]) -> dict[str, float]:
-    """Returns minimum, median and maximum, and the `rank` of the maximum."""
+    """Returns the minimum, the median, the maximum, and the `rank` that has the maximum."""
     if not values:
         return {}
     largest = max(values)
@@ -311,9 +314,10 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def _exposed(waits: list[float]) -> dict[str, float]:
-    """Returns the spread of waits; `rank` waited least, because it arrived last.
+    """Returns the spread of the times that ranks waited for the exchange.
 
-    `others` is the median of the waits of all other ranks.
+    `rank` is the rank that waited least, because it arrived last. `others` is the median wait of all
+    other ranks.
     """
     least = min(waits)
     last = waits.index(least)

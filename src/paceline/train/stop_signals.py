@@ -1,8 +1,9 @@
 """Signals that request a checkpoint, or a checkpoint and a stop.
 
 SIGINT (Ctrl-C), SIGTERM (scheduler, torchrun) and SIGHUP (lost terminal) stop the run.
-`checkpoint.on_sigusr1` and `checkpoint.on_sigusr2` define the meaning of SIGUSR1 and SIGUSR2. Handlers
-only set flags, which the step sends to all ranks. A second signal does not interrupt the save.
+`checkpoint.on_sigusr1` and `checkpoint.on_sigusr2` define the meaning of SIGUSR1 and SIGUSR2. Signal
+handlers only set flags, which the next step sends to all ranks. A second signal does not interrupt a
+save.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from paceline.core.host import SignalContext, is_held_back, release
 if TYPE_CHECKING:
     from paceline.config import CheckpointSettings
 
-# Field of the exchange's signals for each stop request. If ranks received different signals, the
-# first in this order counts.
+# The field of the exchanged signals for each stop request. If ranks received different signals, the
+# first one in this order is used.
 STOP_FIELDS = {
     "terminate": signal.SIGTERM,
     "hangup": signal.SIGHUP,
@@ -27,12 +28,15 @@ STOP_FIELDS = {
     "user1": signal.SIGUSR1,
     "interrupt": signal.SIGINT,
 }
-# SIGTERM last: `cli.launch` takes a handler of SIGTERM as a sign that all are installed.
+# SIGTERM is last: if it has a handler, `cli.launch` assumes that all handlers are installed.
 STOPS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
 
 def user_signals(settings: CheckpointSettings, meaning: str) -> tuple[signal.Signals, ...]:
-    """Returns which of SIGUSR1 and SIGUSR2 mean `save` (and continue) or `stop` (after a save)."""
+    """Returns those of SIGUSR1 and SIGUSR2 that have the given meaning.
+
+    The meaning `save` requests a save and continues; `stop` stops the run after a save.
+    """
     known = {signal.SIGUSR1: settings.on_sigusr1, signal.SIGUSR2: settings.on_sigusr2}
     return tuple(number for number, set_to in known.items() if set_to == meaning)
 
@@ -55,7 +59,7 @@ class StopSignals(SignalContext):
         self._saves = frozenset(saves)
         self.received: signal.Signals | None = None
         self.save_requested = False
-        # Set by a callback; the step shares it with all ranks.
+        # True if a callback requests a stop. The next step sends the request to all ranks.
         self.requested = False
 
     @classmethod
@@ -81,7 +85,10 @@ class StopSignals(SignalContext):
 
 
 def agreed_stop(sums: Sequence[float]) -> signal.Signals | None:
-    """Returns the signal that stops all ranks, from sums over ranks in the order of `STOP_FIELDS`."""
+    """Returns the signal that stops all ranks, if any.
+
+    `sums` counts, for each entry of `STOP_FIELDS` in order, the ranks that received its signal.
+    """
     asked = zip(STOP_FIELDS.values(), sums, strict=True)
     return next((number for number, ranks in asked if ranks), None)
 
@@ -90,8 +97,8 @@ def agreed_stop(sums: Sequence[float]) -> signal.Signals | None:
 def interrupted_at_once() -> Iterator[None]:
     """Lets Ctrl-C end the process immediately inside the context, while there is nothing to save.
 
-    Python's own handler runs only after the current call returns, and waiting for other ranks can take
-    minutes.
+    Python's own handler would run only after the current call returns, but a call that waits for other
+    ranks can take minutes.
     """
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -104,9 +111,9 @@ def interrupted_at_once() -> Iterator[None]:
 def without_save_requests(settings: CheckpointSettings) -> Iterator[None]:
     """Ignores signals that request a save inside the context.
 
-    By default these signals end the process, but there is nothing to save before the first and
-    after the last step. `paceline.__main__` blocks the signals until this context starts. Blocked
-    signals stay ignored until the process ends.
+    By default these signals end the process, but before the first step and after the last step there is
+    nothing to save. `paceline.__main__` blocks the signals until this context starts. Signals that were
+    blocked stay ignored until the process ends.
     """
     before = {n: signal.signal(n, signal.SIG_IGN) for n in user_signals(settings, "save")}
     held = release(before)

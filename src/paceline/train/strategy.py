@@ -1,11 +1,11 @@
 """`Strategy`: turns the micro-batches of a step into new weights.
 
-`run.strategy` names it. `Synchronous`, the default, sums the gradients of all ranks and updates all
-weights with the sum. Other strategies are extensions: subclasses that a package lists in `PROVIDES` or a
-program registers with `register_strategy`. Their settings are the table `[run.NAME]`, which also declares
-excluded combinations.
+`run.strategy` names the strategy of a run. `Synchronous`, the default, sums the gradients of all ranks
+and updates all weights with the sum. All other strategies are extensions: subclasses that a package
+lists in `PROVIDES` or a program registers with `register_strategy`. The settings class of the table
+`[run.NAME]` also declares excluded combinations.
 
-Each rank has one strategy from start to end of a run:
+Each rank has one strategy from the start to the end of a run, whose methods are called in this order:
 
 - build: `check`, `check_model`, `load`, `prepare`, `divide`, `create_exchange`, `attach`;
 - each step: `begin`, `micro_batches`, `finish`, and `record` once the step is complete;
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from paceline.train.training import Training
 
 
-# Fields of an outcome's row after the sums of the signals.
+# Fields of `Pending.row` that follow the sums of the signals.
 EXTRAS = ("overflow", "halted", "scale", "grad_norm", "whole_squared", "parts_squared")
 
 
@@ -53,8 +53,8 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         number: Number of the micro-batch in the step.
-        full_size: True if it has the size of nearly all micro-batches of its rank.
-        last: True if it is its rank's last micro-batch in the step.
+        full_size: True if the micro-batch has the same size as nearly all micro-batches of this rank.
+        last: True for the last micro-batch of this rank in the step.
     """
 
     number: int
@@ -78,11 +78,11 @@ class Pending:
     """The outcome of a step in flight.
 
     Attributes:
-        row: Sums of the signals, `EXTRAS`, and for each parameter a flag for a non-finite gradient. In
-            host memory, and complete after `wait`.
+        row: Sums of the signals, `EXTRAS`, and one flag per parameter for a non-finite gradient. The row
+            is in host memory and is complete after `wait`.
         wait: Waits for the device or for other ranks; None if there is nothing to wait for.
         exposed: Returns the time that this rank waited for the exchange after its own backward pass.
-        fields: Record fields of the strategy, which `wait` may add to.
+        fields: Fields that the strategy adds to the record of the step. `wait` may add more fields.
     """
 
     row: Tensor
@@ -96,16 +96,17 @@ class Strategy:
 
     Attributes:
         name: The strategy's name in `run.strategy`, in checkpoints and in error messages.
-        several_ranks: True if the strategy needs several ranks. A single rank then trains
-            synchronously.
+        several_ranks: True if the strategy needs several ranks. If there is only one rank, `Synchronous`
+            is used instead.
         same_weights: True if all ranks have the same weights after each step.
         eager: True if a pass contains collectives, which compiled code and CUDA graphs do not support.
         one_batch: Reason why the global batch cannot grow during a run; "" if it can.
         counts: Titles of record fields that are histograms: title, name of the number, name of the count.
-        shown: Values of the summary and of evaluations for reports.
-        lag: Steps that may be in flight while the next one is prepared; None for the device's default.
-        stops_within_step: False if ranks wait for each other inside a step, so that they stop between
-            steps only.
+        shown: Values of the summary and of evaluations that reports display.
+        lag: Number of steps that may be in flight while the next step is prepared; None for the default
+            of the device.
+        stops_within_step: False if ranks wait for each other inside a step, so that they can stop only
+            between steps.
     """
 
     name: ClassVar[str] = ""
@@ -130,17 +131,17 @@ class Strategy:
 
     @classmethod
     def check(cls, config: RunConfig, ranks: int) -> None:
-        """Raises a ConfigError for settings that do not fit the number of ranks."""
+        """Refuses settings that do not fit the number of ranks, with a ConfigError."""
 
     @classmethod
     def check_model(cls, model: nn.Module) -> None:
-        """Raises a ConfigError for a model that the strategy cannot train."""
+        """Refuses a model that the strategy cannot train, with a ConfigError."""
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Restores the result of `state` from the checkpoint of a resumed run."""
 
     def prepare(self, model: nn.Module, inputs: RunInputs) -> None:
-        """Changes or inspects the new model, before the fast path is chosen. A collective."""
+        """Changes or inspects the new model before the fast path is chosen. A collective."""
 
     @classmethod
     def cluster(cls, config: RunConfig, processes: int, nodes: int) -> ClusterFacts:
@@ -152,7 +153,10 @@ class Strategy:
         return BatchNormState(model)
 
     def divide(self, plan: BatchPlan, compute: Callable[[], None]) -> BatchPlan:
-        """Divides each global batch among ranks. `compute` runs one micro-batch without effect."""
+        """Returns a plan that divides each global batch among ranks.
+
+        `compute` runs one micro-batch without effect on training, so that its time can be measured.
+        """
         return plan
 
     def create_exchange(
@@ -161,16 +165,16 @@ class Strategy:
         """Creates the exchange, which sums gradients and signals. A collective.
 
         Args:
-            planned: The plan.
+            planned: The plan of the exchange.
             accumulate: True if a step has several micro-batches.
             graphs: True if micro-steps are captured as CUDA graphs.
-            squares: Measures the squared norms of micro-steps.
+            squares: True to measure the squared norms of the micro-steps' gradients.
         """
         return planned.create(self.group, accumulate=accumulate, graphs=graphs, squares=squares)
 
     @property
     def computed_ranks(self) -> int | Sequence[int]:
-        """The rank, or the ranks one after the other, whose micro-batches this process computes."""
+        """The rank whose micro-batches this process computes, or the ranks in order if it has several."""
         return self.group.rank
 
     def attach(self, parts: StepParts, micro: MicroStep) -> None:
@@ -179,11 +183,11 @@ class Strategy:
 
     @classmethod
     def outline(cls, config: RunConfig, ranks: int) -> dict[str, str]:
-        """Returns lines for a dry run on `ranks` ranks; they replace lines of the same name."""
+        """Returns lines to display in a dry run on `ranks` ranks; they replace lines of the same name."""
         return {}
 
     def describe(self) -> dict[str, str]:
-        """Returns lines for the start of the run; they replace lines of the same name."""
+        """Returns lines to display at the start of the run; they replace lines of the same name."""
         return self.outline(self.config, self.group.world_size)
 
     def start(self, training: Training) -> None:
@@ -206,7 +210,7 @@ class Strategy:
 
         Args:
             rate: The learning rate.
-            hyperparameters: Other values of the schedule.
+            hyperparameters: Values of the schedule besides the learning rate, by name.
 
         Returns:
             The outcome of the step, which may still be in flight.
@@ -227,11 +231,11 @@ class Strategy:
         return {}
 
     def remark(self) -> str:
-        """Formats the fields of `record_evaluation` for the displayed line of an evaluation."""
+        """Returns a text about the latest evaluation, which is appended to its displayed line."""
         return ""
 
     def replan(self, plan: BatchPlan) -> BatchPlan:
-        """Returns the plan of later steps: `plan` if nothing changes. A collective."""
+        """Returns the batch plan for later steps, or `plan` if nothing changes. A collective."""
         return plan
 
     def state(self) -> dict[str, Any]:
@@ -248,24 +252,24 @@ class Strategy:
         return {}
 
     def release(self) -> None:
-        """Releases CUDA graphs, threads and connections, even after an error. Waits for nothing."""
+        """Releases CUDA graphs, threads and connections without waiting; also called after an error."""
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of state that is kept between steps, excluding the optimizer's state."""
+        """Size in bytes of the state kept between steps, without the optimizer's state."""
         return 0
 
     def step_bytes(self, gradient_bytes: float) -> float:
-        """Returns the bytes that a rank sends in a step, if the plan has `gradient_bytes`."""
+        """Returns the bytes that a rank sends in a step if all buckets together have `gradient_bytes`."""
         return gradient_bytes
 
 
 class Synchronous(Strategy):
     """Sums the gradients of all ranks in each step; all ranks make the same update.
 
-    The device decides about the update, so that nothing waits here. If a gradient is not finite, masters,
-    momenta and half-precision weights do not change. After a rank's fault, or a stop inside a step, they
-    never change again, and the run ends. The step reads a short row of numbers with the outcome later.
+    The device decides whether to update, so the host does not wait. If a gradient is not finite, masters,
+    momenta and half-precision weights do not change. After an error of a rank, or a stop inside a step,
+    they never change again, and the run ends. `TrainStep.collect` reads the outcome later.
     """
 
     name = SYNCHRONOUS
@@ -279,15 +283,15 @@ class Synchronous(Strategy):
         place = {name: i for i, name in enumerate(parts.exchange.names)}
         self._order = torch.tensor([place[name] for name in names], device=device)
         self._halted = torch.zeros((), device=device)
-        # 1 if this step changes nothing.
+        # 1 if the current step changes nothing, else 0.
         self._discard = torch.zeros((), device=device)
         self._row = torch.zeros(len(SIGNALS) + len(EXTRAS) + len(names), device=device)
         optimizer.hold = self._halted
         optimizer.active = torch.zeros(len(names), device=device)
         self._grad_norm = torch.zeros((), device=device)
-        # Squared norm of the whole gradient, and the sum of those of the micro-steps; 0 if not measured.
+        # Squared norm of the step's gradient, sum of the micro-steps' squared norms; 0 if not measured.
         self._squares = torch.zeros(2, device=device)
-        # Clipping increases the divisor of the gradients, and so needs no pass over them.
+        # Clipping increases the divisor of the gradients, so the gradients are not read once more.
         self._divisor = scale.step_value.clone()
         optimizer.grad_scale = self._divisor if self._clip_norm else scale.step_value
         # A wrapped optimizer reads flags on the host, which waits for the exchange.
@@ -296,7 +300,7 @@ class Synchronous(Strategy):
         self._captured = Captured(self._update, enabled=graphs)
 
     def finish(self, rate: float, hyperparameters: Mapping[str, float] | None) -> Pending:
-        """Queues the update, and after it the copy of the outcome to host memory."""
+        """Queues the update, and then the copy of the outcome to host memory."""
         set_rate(self.optimizer, rate, hyperparameters)
         self.optimizer.upload()
         if self._waits:
@@ -360,7 +364,7 @@ class Synchronous(Strategy):
 
 
 def gradient_norms(gradients: list[Tensor]) -> list[Tensor]:
-    """Returns 2-norms in fp32, grouped by format on a GPU."""
+    """Returns the 2-norm of each gradient in fp32; on a GPU, the order is grouped by number format."""
     if gradients[0].device.type == "cpu":
         return accurate_norms([gradient.float() for gradient in gradients])
     norms: list[Tensor] = []
@@ -373,28 +377,30 @@ def gradient_norms(gradients: list[Tensor]) -> list[Tensor]:
 def parameter_names(exchange: GradientExchange, optimizer: MasterOptimizer) -> list[str]:
     """Returns the names of the parameters in the optimizer's order.
 
-    Does not use the model, whose parameters a user's code may have replaced; the first step reports that.
+    Does not use the model, because a user's code may have replaced the model's parameters. The first
+    step reports such a replacement.
     """
     names: dict[int, str] = {id(p): name for name, p in exchange.parameters.items()}
     return [names[id(p)] for p in optimizer.parameters()]
 
 
 def row_values(row: Tensor) -> tuple[dict[str, float], list[int]]:
-    """Returns the values of an outcome's row by name, and the indices of non-finite gradients."""
+    """Returns the values of `Pending.row` by name, and the indices of non-finite gradients."""
     names, values = (*SIGNALS, *EXTRAS), row.tolist()
     bad = [index for index, flag in enumerate(values[len(names) :]) if flag]
     return dict(zip(names, values[: len(names)], strict=True)), bad
 
 
 def register_strategy(kind: type[Strategy], settings: type | None = None) -> None:
-    """Registers a strategy in this process. A second call with the same name replaces the first.
+    """Registers a strategy in this process. A later call with the same name replaces the strategy.
 
     Args:
         kind: A subclass of `Strategy` with a `name`.
         settings: The settings class of the table `[run.NAME]`.
 
     Raises:
-        ConfigError: If `kind` is not a strategy, does not set `name`, or the name is installed.
+        ConfigError: If `kind` is not a strategy or does not set `name`, or if an installed package
+            already provides a strategy of this name.
 
     Example:
         from paceline.train import Synchronous
@@ -423,11 +429,11 @@ def strategy_fields(
     Args:
         strategy: The strategy.
         method: Name of the method, for messages.
-        returned: Its return value.
-        taken: Names of the core's record fields.
+        returned: Return value of the method.
+        taken: Names of Paceline's own record fields, which a strategy must not use.
 
     Raises:
-        ConfigError: If the value is not a mapping, or has a name of the core.
+        ConfigError: If the value is not a mapping, or contains a name in `taken`.
     """
     place = f"{strategy.name}.{method}"
     if not isinstance(returned, Mapping):
@@ -438,13 +444,13 @@ def strategy_fields(
 
 
 def strategy_class(config: RunConfig) -> type[Strategy]:
-    """Returns the strategy that `run.strategy` names."""
+    """Returns the strategy class that `run.strategy` names."""
     kind: type[Strategy] = STRATEGIES.get(config.run.strategy, "run.strategy")
     return kind
 
 
 def create_strategy(config: RunConfig, group: Group) -> Strategy:
-    """Creates the named strategy, or the default on a single rank if it needs several ranks."""
+    """Creates the named strategy; on one rank, `Synchronous` if the strategy needs several ranks."""
     kind = strategy_class(config)
     return Synchronous(config, group) if is_idle(kind, group.world_size) else kind(config, group)
 

@@ -38,13 +38,13 @@ from paceline.train.stop_signals import StopSignals
 
 @dataclass(kw_only=True)
 class Training:
-    """The parts of a run, and its actions between steps.
+    """The parts of a run, and the actions of the run between steps.
 
     Attributes:
-        written: The settings for `config.toml`.
-        chosen: Automatic choices, for display and record.
-        keeps_final_state: True if the user's program gave the module. `final_state` then gets the
-            evaluated state at the end of the run.
+        written: The settings that `config.toml` contains.
+        chosen: Descriptions of the automatic choices by name, for display and for the record.
+        keeps_final_state: True if the user's program gave the module. In that case `final_state` gets
+            the evaluated state dict at the end of the run.
         saved_step: Step of the newest checkpoint in the folder, equal on all ranks, or -1.
         records_incomplete: True if an event could not be written to `metrics.jsonl`.
     """
@@ -84,7 +84,7 @@ class Training:
         return self.group.rank == 0
 
     def emit(self, event: Event) -> None:
-        """Passes an event to all observers. The first error of a log file becomes a note."""
+        """Passes an event to all observers. The first failure to write a log file becomes a note."""
         for observer in self.observers:
             try:
                 observer.on_event(event)
@@ -99,7 +99,7 @@ class Training:
 
     def replace_plan(self, plan: BatchPlan) -> None:
         """Changes how global batches are divided into micro-batches. A collective between steps."""
-        # The graphs have the old size of this rank's micro-batches.
+        # The graphs were captured for the old size of this rank's micro-batches.
         self.step.drop_graphs()
         self.step.loader.close()
         self.step.loader = self.group.agree_on(
@@ -109,7 +109,7 @@ class Training:
         self.state = replace(self.state, batches=plan)
 
     def check_folder(self) -> None:
-        """Raises an error if the folder is gone or another process has locked it."""
+        """Checks on rank 0 that the run folder exists and that no other process has locked it."""
         if self.lock is not None:
             self.lock.check()
 
@@ -117,8 +117,9 @@ class Training:
         """Reports a checkpoint that was written since the last call.
 
         Args:
-            wait: Waits for the checkpoint that is being written.
-            run_fails: Emits a write error as a note. Otherwise it fails the run at the next step.
+            wait: True to wait for a checkpoint that is being written.
+            run_fails: True if the run is failing. A write error is then emitted as a note; otherwise it
+                ends the run at the next step.
         """
         written = self.writer.take_written(wait=wait)
         if written is None:
@@ -134,7 +135,7 @@ class Training:
             self.step.fault = written.error
 
     def write_trace(self) -> None:
-        """Writes the spans of all ranks on rank 0, or emits a note. A collective."""
+        """Writes the trace of all ranks on rank 0; emits a note if that fails. A collective."""
         try:
             note = self.trace.write()
         except CheckpointError as error:
@@ -143,7 +144,7 @@ class Training:
             self.emit(NoteEvent(note))
 
     def close(self) -> None:
-        """Releases everything that the run holds."""
+        """Releases graphs, threads, files and connections of the run."""
         # CUDA graphs hold references to NCCL communicators, so they must go before the process groups.
         self.step.release()
         if not self.group.aborted:
@@ -152,7 +153,7 @@ class Training:
         self.source.close()
         self.validation.close()
         for observer in self.observers:
-            # `emit` has reported a full disk.
+            # `emit` has already reported an error such as a full disk.
             with contextlib.suppress(OSError):
                 observer.close()
         if self.lock is not None:
@@ -176,8 +177,8 @@ def describe_run(
     Args:
         training: The run.
         inputs: The data and the folder of the run.
-        components: Python objects that replace what the settings name.
-        checkpoint: The checkpoint that the run resumes.
+        components: Python objects that replace objects that the settings name.
+        checkpoint: The checkpoint that the run resumes; None for a new run.
         parts: The parts of the training step.
         threads: Description of the number of threads.
         scaling: Description of the choices of `optim.scaling`.
@@ -185,7 +186,7 @@ def describe_run(
         pretrained: Notes on the pretrained weights.
 
     Returns:
-        One line per choice, without those that do not apply.
+        A line for each choice that applies, by name.
     """
     config, group, plan, step = training.config, training.group, training.plan, training.step
     source, loader = inputs.source, step.loader.describe()
@@ -200,7 +201,7 @@ def describe_run(
         "input": loader,
         "model": _describe_model(config, training.model, components),
         "model notes": "; ".join(model_notes),
-        # Notes that the loader's line does not have.
+        # Notes of the sources that the description of the loader does not contain.
         "data notes": "; ".join(
             dict.fromkeys(s.note for s in (source, inputs.validation) if s.note not in loader)
         ),
@@ -228,7 +229,7 @@ def describe_run(
 
 
 def _describe_objects(components: Components) -> str:
-    """Lists the Python objects that the program has passed; the command line cannot create them."""
+    """Lists the Python objects of the program, with a note that commands cannot create them."""
     names = [name.replace("_", " ") for name in components.names() if name != "callbacks"]
     if not names:
         return ""

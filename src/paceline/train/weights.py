@@ -1,8 +1,8 @@
 """Weights in full precision: masters, checkpoints, export files, fingerprints, and averages over steps.
 
-The model computes in half precision while the optimizer holds fp32 masters. Checkpoints, export and
+The model can compute in half precision while the optimizer holds fp32 masters. Checkpoints, export and
 comparisons use the masters. `WeightAverage` is a running average of the weights for evaluation and
-export; `ScheduleFree` is the average of schedule-free training.
+export.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def master_weights(
 
     Args:
         model: The model.
-        optimizer: Its optimizer.
+        optimizer: The optimizer, which holds the masters.
         weights: Values that replace the masters, in the optimizer's order.
 
     Returns:
-        The masters of trained parameters, and frozen parameters unchanged.
+        The masters of the trained parameters, and the frozen parameters unchanged.
     """
     chosen = optimizer.masters() if weights is None else weights
     masters = {id(p): m for p, m in zip(optimizer.parameters(), chosen, strict=True)}
@@ -53,7 +53,7 @@ def full_state(
 
     Args:
         model: The model.
-        optimizer: Its optimizer.
+        optimizer: The optimizer, which holds the masters.
         weights: Values that replace the masters, in the optimizer's order.
 
     Returns:
@@ -69,7 +69,7 @@ def full_state(
 def restore_masters(
     model: nn.Module, optimizer: MasterOptimizer, state: Mapping[str, Tensor]
 ) -> None:
-    """Fills the masters from a state dict of `full_state`. Does not change the model's own weights."""
+    """Copies a state dict of `full_state` into the masters. The model's own weights do not change."""
     names = {id(p): name for name, p in model.named_parameters()}
     for parameter, master in zip(optimizer.parameters(), optimizer.masters(), strict=True):
         master.detach().copy_(state[names[id(parameter)]])
@@ -83,9 +83,9 @@ def write_weights(state: Mapping[str, Tensor], path: Path, metadata: dict[str, s
     """Writes a safetensors file atomically.
 
     Args:
-        state: The tensors; written contiguous (NCHW).
-        path: The file.
-        metadata: Texts for the header of the file.
+        state: The tensors by name. They are written in contiguous (NCHW) memory format.
+        path: The file to write.
+        metadata: Strings by name for the header of the file.
     """
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
     write_atomically(path, save(tensors, metadata={"format": "pt", **metadata}))
@@ -93,9 +93,9 @@ def write_weights(state: Mapping[str, Tensor], path: Path, metadata: dict[str, s
 
 @torch.no_grad()
 def finish_module(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copies weights and buffers of `state` into a user's module and removes its gradients.
+    """Copies weights and buffers from `state` into a user's module and removes the module's gradients.
 
-    Afterwards the module shares no memory with optimizer and exchange.
+    Afterwards the module shares no memory with the optimizer or the exchange.
     """
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         value.data = state[name].detach().to(value.device, copy=True)
@@ -103,15 +103,15 @@ def finish_module(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def preprocessing(config: RunConfig, classes: Sequence[str], step: int) -> dict[str, Any]:
-    """Returns what programs that use exported weights need to know.
+    """Returns the parameters that a program needs to use exported weights.
 
     Args:
         config: The settings of the run.
         classes: Names of the classes.
-        step: Step of the weights.
+        step: Number of completed steps of the weights.
 
     Returns:
-        Parameters that turn an image into the model's input and its scores into classes.
+        Parameters by name, for turning an image into the model's input and outputs into classes.
     """
     data = config.data
     parameters: dict[str, Any] = {
@@ -135,17 +135,18 @@ def preprocessing(config: RunConfig, classes: Sequence[str], step: int) -> dict[
 
 
 def as_metadata(values: Mapping[str, Any]) -> dict[str, str]:
-    """Converts all values to texts; values that are not texts become JSON."""
+    """Converts all values to strings. Strings stay unchanged, and all other values become JSON."""
     return {k: v if isinstance(v, str) else json.dumps(v) for k, v in values.items()}
 
 
 def checkpoint_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Returns the state dict of a checkpoint for evaluation.
 
-    It has averaged weights, if the checkpoint has any, and batch-norm statistics averaged over ranks.
+    The state dict has the averaged weights, if the run averages weights, and the batch-norm statistics
+    averaged over ranks.
 
     Raises:
-        CheckpointError: If the statistics do not fit the model.
+        CheckpointError: If the batch-norm statistics do not fit the model.
     """
     saved, average = checkpoint.batch_norm, checkpoint.average
     try:
@@ -167,7 +168,10 @@ def checkpoint_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def fingerprint(weights: nn.Module | Mapping[str, Tensor]) -> str:
-    """Returns the SHA-256 of all parameters in order; equal only if the weights are bit-identical."""
+    """Returns the SHA-256 of names and values of all parameters in order.
+
+    Two fingerprints are equal only if the weights are bit-identical.
+    """
     named = weights.named_parameters() if isinstance(weights, nn.Module) else weights.items()
     digest = hashlib.sha256()
     for name, parameter in named:
@@ -183,10 +187,10 @@ _REMEDY = "use run.average_epochs=0, or free the device"
 class WeightAverage:
     """Running average in fp32 of masters and batch-norm statistics over the last steps.
 
-    Evaluation and export use it in place of the last step's weights; training never does. It is the
-    plain mean, without the initial weights, until `steps` steps are done; after that the weight of a
-    step decays exponentially with its age. `weights` are in the optimizer's order, `statistics` are
-    this rank's own.
+    Evaluation and export use the average in place of the last step's weights; training never does. For
+    the first `steps` steps, it is the plain mean, without the initial weights. After that, the influence
+    of a step decays exponentially with its age. `weights` has the averaged masters in the optimizer's
+    order. `statistics` has the averaged batch-norm statistics of this rank.
     """
 
     def __init__(
@@ -199,12 +203,12 @@ class WeightAverage:
         self._parameters = optimizer.parameters()
         self.weights = [m.detach().float().clone() for m in optimizer.masters()]
         self.statistics = batch_norm.kept.clone()
-        # Number of steps in the average. On the device, because a flag there decides whether a step
-        # counts.
+        # Number of steps in the average. It is on the device, because a flag on the device decides
+        # whether a step is added.
         self._count = torch.zeros((), dtype=torch.float64, device=self.statistics.device)
 
     def add(self, discard: Tensor) -> None:
-        """Adds the current step, unless the flag on the device is set."""
+        """Adds the current weights to the average, unless the flag `discard` on the device is set."""
         counts = 1 - discard.double()
         share = (counts * (1 / (self._count + 1)).clamp(min=1 / self.steps)).float()
         current = [*(m.detach().float() for m in self._optimizer.masters()), self._batch_norm.kept]
@@ -234,16 +238,19 @@ class WeightAverage:
                 self._batch_norm.kept.copy_(statistics)
 
     def full_state(self) -> dict[str, Tensor]:
-        """Returns the model's state dict with the average instead of its weights."""
+        """Returns the model's state dict with the averaged weights instead of the current weights."""
         return full_state(self._model, self._optimizer, self.weights)
 
     def capture(self, group: Group, *, average: bool = False) -> dict[str, Any]:
-        """Returns the state for the checkpoint, on rank 0. A collective; see `gather_rows`."""
+        """Returns the state for a checkpoint on rank 0, {} on all other ranks. A collective.
+
+        `average` has the same meaning as in `gather_rows`.
+        """
         rows = self._batch_norm.gather(self.statistics, group, average=average)
         return {} if rows is None else self._captured(rows)
 
     def capture_alone(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint of this rank alone."""
+        """Returns the state for a checkpoint that this rank writes without the other ranks."""
         return self._captured(self.statistics.detach().cpu()[None].clone())
 
     def _captured(self, rows: Tensor) -> dict[str, Any]:
@@ -256,7 +263,7 @@ class WeightAverage:
         }
 
     def restore(self, saved: dict[str, Any], group: Group) -> None:
-        """Restores a captured state. If it is empty, the average starts with the current weights."""
+        """Restores a captured state. If the state is empty, the average starts anew."""
         if not saved:
             self._count.zero_()
             for place, master in zip(self.weights, self._optimizer.masters(), strict=True):
@@ -282,17 +289,17 @@ def create_average(
     """Creates the average of `run.average_epochs`.
 
     Args:
-        epochs: Epochs over which to average; 0 is off.
-        steps_per_epoch: Steps of an epoch.
+        epochs: Number of epochs over which to average; 0 turns averaging off.
+        steps_per_epoch: Number of steps in an epoch.
         model: The model.
-        optimizer: Its optimizer.
-        batch_norm: Its batch-norm statistics.
+        optimizer: The optimizer, which holds the masters.
+        batch_norm: The batch-norm statistics of the model.
 
     Returns:
-        The average, or None if it is off.
+        The average, or None if averaging is off.
 
     Raises:
-        ConfigError: If the average covers less than two steps.
+        ConfigError: If the average would cover fewer than two steps.
     """
     if epochs == 0:
         return None
