@@ -285,10 +285,9 @@ class Chunk:
                 self.replace(row, known)
 
     def replace(self, row: int, sample: CorruptSample) -> None:
-        """Replaces the corrupt `sample` in `row` by the next good sample of the order.
+        """Replaces the corrupt `sample` in `row` by the next good sample in the order.
 
-        Skips samples that are known to be corrupt. Drops the row if the chunk has
-        no order.
+        Skips samples that are known to be corrupt. Drops the row if the chunk has no order.
 
         Raises:
             DataError: If more samples are corrupt than allowed.

@@ -114,7 +114,7 @@ class RegionLibrary:
         self._decoder()
 
     def size(self, data: bytes) -> tuple[int, int] | None:
-        """Returns width and height of a JPEG, or None if its header shows no support by the library."""
+        """Returns width and height, or None if the file is no JPEG that the library supports."""
         width, height = ctypes.c_int32(), ctypes.c_int32()
         if self._size(data, len(data), ctypes.byref(width), ctypes.byref(height)):
             return None
@@ -142,7 +142,8 @@ class RegionLibrary:
             out: Receives the result. A contiguous square array.
 
         Returns:
-            True if `out` was filled. False if the file is damaged. The content of `out` is then undefined.
+            True if `out` was filled. False if the file is damaged. The content of `out` is then
+            undefined.
         """
         check_square(out)
         rows, _, channels = out.shape
@@ -156,7 +157,8 @@ class RegionLibrary:
         """Resamples `box` of a decoded image to `out`, with the arguments of `prepare`.
 
         Returns:
-            True if `out` was filled. False if the library does not support the array. The content of `out` is then undefined.
+            True if `out` was filled. False if the library does not support the array. The content of
+            `out` is then undefined.
         """
         check_square(out)
         if not _is_supported(pixels):
