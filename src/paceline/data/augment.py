@@ -141,7 +141,8 @@ class FitTransform(SquareTransform):
 class EvalTransform(FitTransform):
     """The evaluation transform: `FitTransform` with `data.eval_resize` as short side.
 
-    If `data.eval_resize` is 0, the short side is `data.image_size`."""
+    If `data.eval_resize` is 0, the short side is `data.image_size`.
+    """
 
     def __init__(self, settings: DataSettings) -> None:
         size = settings.image_size

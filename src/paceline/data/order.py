@@ -63,7 +63,8 @@ def hash64(seed: int, stream: int, *counters: npt.ArrayLike) -> UInt64:
 def uniform(seed: int, epochs: Int64, indices: Int64, draws: int) -> npt.NDArray[np.float64]:
     """Returns random numbers in [0, 1) for augmentation, as samples × `draws`.
 
-    Sample j has the index `indices[j]` and is read in epoch `epochs[j]`."""
+    Sample j has the index `indices[j]` and is read in epoch `epochs[j]`.
+    """
     numbers = hash64(
         seed, AUGMENT_STREAM, epochs[:, None], indices[:, None], np.arange(draws)[None, :]
     )

@@ -1,7 +1,7 @@
 """CUDA streams other than the stream of the training, and copies of batches to the device in advance.
 
-When memory is freed, torch lets only the stream that allocated it reuse it at once. So these functions
-wait until other work on the memory has finished. On a CPU, where tests replace the GPU, they do nothing.
+torch gives freed memory back to the stream that allocated the memory. Work on other streams must have
+finished by then, so these functions wait. On a CPU, where tests replace the GPU, they do nothing.
 """
 
 from __future__ import annotations
