@@ -1,8 +1,8 @@
 """Transforms that convert a decoded image to the square of pixels that the model takes.
 
 A transform takes a PIL image, a row of uniform random numbers (training only) and the output array
-(height × width × channels, uint8). All randomness comes from the row, so the same row gives the same
-pixels in every thread.
+(height × width × channels, uint8). All randomness comes from the row, so the same row gives the
+same pixels in every thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`Batch` holds the images and labels of a micro-batch. `Chunk` is the part that one thread fills.
 
-In training, a corrupt sample is replaced by its successor in the sample order. In evaluation, it is left
-out. Every decoder uses `Chunk` for this, so all decoders give the same samples. The content of a row
-depends only on its position, not on how rows are distributed among threads.
+In training, a corrupt sample is replaced by its successor in the sample order. In evaluation, it is
+left out. Every decoder uses `Chunk` for this, so all decoders give the same samples. The content of
+a row depends only on its position, not on how rows are distributed among threads.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ _UNUSED = _references_of_unused()
 class ReusedMemory:
     """A memory pool that reuses the memory of released batches.
 
-    New memory costs a page fault for every 4 KiB, which takes as long as filling a batch. Thread-safe.
-    Keeps at most `keep` blocks of each size.
+    New memory costs a page fault for every 4 KiB, which takes as long as filling a batch.
+    Thread-safe. Keeps at most `keep` blocks of each size.
     """
 
     def __init__(self, keep: int) -> None:
@@ -216,8 +216,8 @@ class Chunk:
             numbers: Random numbers for augmentation, rows × draws.
             log: Receives corrupt samples.
             progress: Receives the times of the stages.
-            order: The sample order, from which replacements of corrupt samples are taken. With None,
-                corrupt samples are left out.
+            order: The sample order, from which replacements of corrupt samples are taken. With
+                None, corrupt samples are left out.
             position: Position in `order` of the sample in the first row.
         """
         self.first = first

@@ -122,8 +122,8 @@ def _reason(data: bytes, error: Exception) -> str:
 def _quieten_pillow() -> None:
     """Adds a filter that ignores Pillow's warnings about unusual files.
 
-    `catch_warnings` replaces a global list and is not thread-safe. This function puts a filter at the
-    head of that list, also if other code has removed the filter.
+    `catch_warnings` replaces a global list and is not thread-safe. This function puts a filter at
+    the head of that list, also if other code has removed the filter.
     """
     if not warnings.filters or warnings.filters[0] != _PILLOW_QUIET:
         warnings.filterwarnings("ignore", module=r"PIL\.")

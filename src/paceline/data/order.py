@@ -1,8 +1,8 @@
 """`SampleOrder`, the endless training order; `BatchPlan`, the positions that each step and rank takes.
 
-The order concatenates one permutation per epoch. The order depends on the data and the seed, never on
-the number of ranks. Random numbers are hashes of a seed and counters (epoch, sample index, draw). They
-are equal on every machine and in every thread, so no generator state must be saved.
+The order concatenates one permutation per epoch. The order depends on the data and the seed, never
+on the number of ranks. Random numbers are hashes of a seed and counters (epoch, sample index,
+draw). They are equal on every machine and in every thread, so no generator state must be saved.
 """
 
 from __future__ import annotations
@@ -159,9 +159,9 @@ def shard_groups(settings: DataSettings, sizes: Sequence[int] | None) -> ShardGr
 def shard_permutation(seed: int, epoch: int, groups: ShardGroups) -> Int64:
     """Returns an order of all samples that reads mostly sequentially.
 
-    Shuffles the shards in each epoch. Then mixes the samples of `groups.window` consecutive shards, in
-    runs of `groups.run` neighboring samples. Runs begin at different samples in each epoch, so the
-    neighbors of a sample change.
+    Shuffles the shards in each epoch. Then mixes the samples of `groups.window` consecutive shards,
+    in runs of `groups.run` neighboring samples. Runs begin at different samples in each epoch, so
+    the neighbors of a sample change.
     """
     run = groups.run
     counts = np.asarray(groups.sizes, dtype=np.int64)
@@ -197,9 +197,9 @@ Stretch = tuple[int, int]
 class BatchPlan:
     """Computes which positions of the sample order each step and each micro-batch takes.
 
-    The first step is 0. A global batch may span two epochs. Only the last global batch may be short.
-    The micro-batches of a step do not depend on the number of ranks (except with `shares`), but their
-    assignment to ranks does.
+    The first step is 0. A global batch may span two epochs. Only the last global batch may be
+    short. The micro-batches of a step do not depend on the number of ranks (except with `shares`),
+    but their assignment to ranks does.
 
     Attributes:
         samples: Number of training samples.
@@ -207,10 +207,10 @@ class BatchPlan:
         global_batch: Samples per step, over all ranks.
         micro_batch: Samples per micro-batch.
         world_size: Number of ranks.
-        growth: Pairs (epoch, global batch) that change the global batch from that epoch on. Before the
-            first pair, `global_batch` applies.
-        shares: Samples of each rank in a full global batch, if ranks differ in speed. Empty if all ranks
-            take the same number.
+        growth: Pairs (epoch, global batch) that change the global batch from that epoch on. Before
+            the first pair, `global_batch` applies.
+        shares: Samples of each rank in a full global batch, if ranks differ in speed. Empty if all
+            ranks take the same number.
     """
 
     samples: int
@@ -297,8 +297,8 @@ class BatchPlan:
     def micro_batches(self, step: int, rank: int) -> list[Stretch]:
         """Returns the positions of this rank's micro-batches in `step`.
 
-        A short step has as few micro-batches as possible, whose sizes differ by at most one. Micro-batch
-        j belongs to rank j modulo `world_size`, so some ranks may have none.
+        A short step has as few micro-batches as possible, whose sizes differ by at most one.
+        Micro-batch j belongs to rank j modulo `world_size`, so some ranks may have none.
         """
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} of {self.world_size}")

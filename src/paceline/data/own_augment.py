@@ -92,8 +92,8 @@ def _count_arguments(function: Callable[..., Any], name: str) -> int:
 class BatchAugment:
     """Applies a function of the user to a normalized training batch, without gradients and autocast.
 
-    A CUDA graph can capture the call if it can capture the function. Python code of the function then
-    runs once, during the capture.
+    A CUDA graph can capture the call if it can capture the function. Python code of the function
+    then runs once, during the capture.
     """
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], channels: int) -> None:
@@ -101,8 +101,8 @@ class BatchAugment:
 
         Args:
             function: The function of the user. It takes and returns a batch.
-            channels: Number of channels to pass to the function. A batch may have additional channels
-                of zeros for speed.
+            channels: Number of channels to pass to the function. A batch may have additional
+                channels of zeros for speed.
 
         Raises:
             ConfigError: If `function` is not callable.

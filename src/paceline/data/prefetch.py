@@ -1,8 +1,9 @@
 """`Prefetcher`: runs jobs in threads before their results are needed, and yields results in order.
 
 A job consists of independent chunks. Results have the order of the jobs, even if threads finish in
-another order. If a chunk fails, its error is raised in place of the job's result. Each chunk records the
-seconds per stage (read, decode, augment), so that a wait for a batch can be attributed to stages.
+another order. If a chunk fails, its error is raised in place of the job's result. Each chunk
+records the seconds per stage (read, decode, augment), so that a wait for a batch can be attributed
+to stages.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Job(Generic[Part, Result]):
 
     Attributes:
         chunks: One function per chunk. Functions may run concurrently.
-        finish: Makes the result of the job from the results of the chunks, in the consumer's thread.
+        finish: Makes the result of the job from the results of the chunks, in the consumer's
+            thread.
         complete: Runs after all chunks, in the thread that finished the last one.
     """
 

@@ -1,9 +1,9 @@
 """Builds the C library of the region decoder and keeps it in the user's cache.
 
-A C compiler builds a shared library from the C files in this directory and links libjpeg-turbo. Every
-Python version can load the library. The cache is `$XDG_CACHE_HOME/paceline/region` or
-`~/.cache/paceline/region`; only the user may write to that directory. The library is written under a
-temporary name and renamed, so processes that build at the same time do not disturb each other.
+A C compiler builds a shared library from the C files in this directory and links libjpeg-turbo.
+Every Python version can load the library. The cache is `$XDG_CACHE_HOME/paceline/region` or
+`~/.cache/paceline/region`; only the user may write to that directory. The library is written under
+a temporary name and renamed, so processes that build at the same time do not disturb each other.
 `python -m paceline.data.decode.build FILE` builds a library to copy to another machine.
 """
 

@@ -1,8 +1,8 @@
 """`Decoder`, the interface that makes batches from samples; `PillowDecoder`, which uses Pillow.
 
-A loader calls `Decoder.begin`, fills the chunks of the batch in threads, and finishes the batch in the
-consumer's thread. All decoders give the same samples, crop boxes and flips. All decoders on the host
-also give the same pixels and errors.
+A loader calls `Decoder.begin`, fills the chunks of the batch in threads, and finishes the batch in
+the consumer's thread. All decoders give the same samples, crop boxes and flips. All decoders on the
+host also give the same pixels and errors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`RegionLibrary`: the C library of the region decoder, called with the interpreter lock released.
 
-The environment variable PACELINE_JPEG_REGION_LIBRARY gives the path of a built library. If the variable
-is not set, the library is built. A library is used only if its pixels equal those of the installed
-Pillow exactly.
+The environment variable PACELINE_JPEG_REGION_LIBRARY gives the path of a built library. If the
+variable is not set, the library is built. A library is used only if its pixels equal those of the
+installed Pillow exactly.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ class RegionLibrary:
         """Resamples `box` of a decoded image to `out`, with the arguments of `prepare`.
 
         Returns:
-            True if `out` was filled. False if the library does not support the array. The content of
-            `out` is then undefined.
+            True if `out` was filled. False if the library does not support the array. The content
+            of `out` is then undefined.
         """
         check_square(out)
         if not _is_supported(pixels):
@@ -375,8 +375,8 @@ _FLIPPED = Image.Transpose.FLIP_LEFT_RIGHT
 def disagreement(library: RegionLibrary) -> str:
     """Returns how the pixels of the library differ from Pillow's, or "" if they are equal.
 
-    The comparison takes about 20 ms, once per process. It ensures that untested versions of Pillow and
-    libjpeg do not change a training.
+    The comparison takes about 20 ms, once per process. It ensures that untested versions of Pillow
+    and libjpeg do not change a training.
     """
     for at, (width, height) in enumerate(_SHAPES):
         for kind, data in enumerate(_files(width, height)):

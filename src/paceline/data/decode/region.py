@@ -1,9 +1,9 @@
 """`RegionDecoder`: decodes only the part of a JPEG that the crop needs, with the C library.
 
-Pillow decodes files that the library does not support (formats other than JPEG, CMYK, rotation by Exif).
-Pillow also decodes damaged files and reports the damage. Each call of the library processes several
-samples with the interpreter lock released. Threads that take and release the lock for every sample would
-slow down each other and the training.
+Pillow decodes files that the library does not support (formats other than JPEG, CMYK, rotation by
+Exif). Pillow also decodes damaged files and reports the damage. Each call of the library processes
+several samples with the interpreter lock released. Threads that take and release the lock for every
+sample would slow down each other and the training.
 """
 
 from __future__ import annotations

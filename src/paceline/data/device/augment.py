@@ -1,7 +1,7 @@
 """Augmentation of whole batches on the device.
 
-The host sends the random choices for a batch to the device as a few integers per sample. The pixels stay
-on the device. The resulting pixels equal the pixels from the host's transforms.
+The host sends the random choices for a batch to the device as a few integers per sample. The pixels
+stay on the device. The resulting pixels equal the pixels from the host's transforms.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _CHUNK_BYTES = 128 * 2**20
 class AugmentNumbers:
     """Converts random numbers to the integers that describe each sample's augmentation, on the host.
 
-    The `draws` random numbers of a sample become `count` integers. These are (flip, down, right) for a
-    shifted crop, or (flip, left, top, right, bottom) for a box. With cutout, the top and left of the
-    blanked square follow. `TrainTransform` makes the same choices.
+    The `draws` random numbers of a sample become `count` integers. These are (flip, down, right)
+    for a shifted crop, or (flip, left, top, right, bottom) for a box. With cutout, the top and left
+    of the blanked square follow. `TrainTransform` makes the same choices.
     """
 
     def __init__(self, settings: DataSettings, height: int, width: int) -> None:
@@ -181,9 +181,9 @@ def resample(
     """Resamples a box of each image to a square, with exactly the pixels of Pillow.
 
     The interpolation filter yields one weight matrix for the lines and one for the columns of an
-    image. Resampling multiplies the image by both matrices. As in Pillow, weights are integer multiples
-    of 2⁻²², and pixel values are rounded after each product. float64 represents every sum exactly, so
-    the order of additions does not matter.
+    image. Resampling multiplies the image by both matrices. As in Pillow, weights are integer
+    multiples of 2⁻²², and pixel values are rounded after each product. float64 represents every sum
+    exactly, so the order of additions does not matter.
 
     Args:
         images: Samples × height × width × channels, uint8.

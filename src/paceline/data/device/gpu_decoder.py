@@ -151,8 +151,8 @@ class GpuDecoder(Decoder):
         """Queues the crop kernel for the decoded images.
 
         Returns:
-            The images of the chunk, the table that the kernel reads, and the rows that the host must
-            fill.
+            The images of the chunk, the table that the kernel reads, and the rows that the host
+            must fill.
         """
         from paceline.data.device import kernels
 
@@ -345,7 +345,8 @@ def create_decoder(
         notes: Notes to add to the description.
 
     Raises:
-        ConfigError: If the device is no GPU, the images are stored as pixels, or nvJPEG does not work.
+        ConfigError: If the device is no GPU, the images are stored as pixels, or nvJPEG does not
+            work.
     """
     check_source(host.source, settings)
     if device.type != "cuda":

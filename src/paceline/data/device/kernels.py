@@ -1,11 +1,11 @@
 """Triton kernels that resample boxes of decoded images to squares, and normalize images in one pass.
 
-`crop_kernel` reads a table with the address, box, flip and cutout of each decoded image. Images may have
-any size. One launch fills samples × height × width × 3 in uint8. The filter is Pillow's triangle, which
-widens when an image shrinks. As in Pillow, horizontal sums are rounded to pixel values before the
-vertical sum. Pixel values may differ from Pillow's by one in two cases. Either the exact sum is halfway
-between two values, because sums are float32. Or the image is tall, because Pillow 13 resamples tall
-images vertically first.
+`crop_kernel` reads a table with the address, box, flip and cutout of each decoded image. Images may
+have any size. One launch fills samples × height × width × 3 in uint8. The filter is Pillow's
+triangle, which widens when an image shrinks. As in Pillow, horizontal sums are rounded to pixel
+values before the vertical sum. Pixel values may differ from Pillow's by one in two cases. Either
+the exact sum is halfway between two values, because sums are float32. Or the image is tall, because
+Pillow 13 resamples tall images vertically first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`Normalizer`: converts stored pixels to the input of the model, (pixel / 255 − mean) / std.
 
-The input is uint8 (samples × height × width × channels) in host memory or on the device. A copy of uint8
-takes a quarter of the bytes of float32. The result is samples × channels × height × width, by default in
-channels-last memory.
+The input is uint8 (samples × height × width × channels) in host memory or on the device. A copy of
+uint8 takes a quarter of the bytes of float32. The result is samples × channels × height × width, by
+default in channels-last memory.
 """
 
 from __future__ import annotations

@@ -91,9 +91,9 @@ class JpegFile(NamedTuple):
 def jpeg_file(data: Bytes) -> JpegFile | None:
     """Returns the file as a `JpegFile` if nvJPEG decodes it as Pillow does, else None.
 
-    The result is None for formats other than JPEG, CMYK or RGB inside a JPEG, files rotated by Exif,
-    arithmetic or lossless coding, more than 8 bits, very large sizes and truncated files. The function
-    reads only the segments before the first scan, which takes microseconds.
+    The result is None for formats other than JPEG, CMYK or RGB inside a JPEG, files rotated by
+    Exif, arithmetic or lossless coding, more than 8 bits, very large sizes and truncated files. The
+    function reads only the segments before the first scan, which takes microseconds.
     """
     if data[:3] != _START or _END not in bytes(data[-_TAIL_BYTES:]):
         return None
@@ -192,8 +192,8 @@ class NvJpeg:
     The GPU's JPEG engines decode many baseline files at a time. If the GPU has no engines, or the
     engines do not support a file, the GPU's cores decode file by file. All work is queued on the
     caller's stream. If one file of a call cannot be decoded, the whole call fails, and each file is
-    decoded alone. Errors that no file causes end the run, because a silent fall-back to the host would
-    be slow. Thread-safe if each thread has its own stream.
+    decoded alone. Errors that no file causes end the run, because a silent fall-back to the host
+    would be slow. Thread-safe if each thread has its own stream.
     """
 
     def __init__(self, device: torch.device, library: NvJpegLibrary | None = None) -> None:

@@ -78,7 +78,8 @@ class NvJpegLibrary:
         """Creates a handle on the current device.
 
         Raises:
-            NvJpegError: If the backend does not work. Status 7 means that the GPU has no JPEG engines.
+            NvJpegError: If the backend does not work. Status 7 means that the GPU has no JPEG
+                engines.
         """
         return self._new("nvjpegCreateEx", _BACKENDS[backend], None, None, 0)
 
@@ -122,7 +123,8 @@ class NvJpegLibrary:
     def preallocate(self, handle: int, state: int, count: int, side: int) -> None:
         """Allocates memory with which the engines decode `count` images of `side` × `side` at a time.
 
-        For more or larger images, decoding first waits until the GPU is idle and then allocates more.
+        For more or larger images, decoding first waits until the GPU is idle and then allocates
+        more.
         """
         self._call(
             "nvjpegDecodeBatchedPreAllocate", _pointer(handle), _pointer(state), count, side, side,
@@ -231,8 +233,8 @@ class NvJpegStates:
 class NvJpegHandles:
     """Handles of nvJPEG on one GPU, and a few states that threads borrow.
 
-    Each state has its own memory and a dozen streams, and a single state keeps the JPEG engines busy.
-    So there are fewer states than threads.
+    Each state has its own memory and a dozen streams, and a single state keeps the JPEG engines
+    busy. So there are fewer states than threads.
 
     Attributes:
         engine: Handle of the JPEG engines. 0 if the GPU has none, or if they reject the valid file.

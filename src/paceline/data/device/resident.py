@@ -1,7 +1,7 @@
 """`ResidentSet`, a whole split decoded once into device memory; `ResidentDecoder`, its decoder.
 
-The batches equal the batches of decoders on the host. Only a few integers per sample are sent to the
-device. One thread computes these integers one batch ahead.
+The batches equal the batches of decoders on the host. Only a few integers per sample are sent to
+the device. One thread computes these integers one batch ahead.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class ResidentSet:
     """A whole decoded split on the device. Must not be modified.
 
     Attributes:
-        pixels: One row per pixel. All pixels of a sample are followed by the next sample. A last black
-            pixel serves positions outside of images. Corrupt samples are zeros.
+        pixels: One row per pixel. All pixels of a sample are followed by the next sample. A last
+            black pixel serves positions outside of images. Corrupt samples are zeros.
         labels: The class index of each sample.
         shape: Height, width and channels of an image.
         corrupt: The corrupt samples by sample index.
@@ -294,12 +294,12 @@ def create_decoder(
         training: True to augment the images.
 
     Returns:
-        The decoder and "". If the split cannot be resident and `data.resident` is "auto", None and the
-        reason.
+        The decoder and "". If the split cannot be resident and `data.resident` is "auto", None and
+        the reason.
 
     Raises:
-        ConfigError: If `data.resident` is "on" and the split cannot be resident, or if it does not fit
-            into device memory.
+        ConfigError: If `data.resident` is "on" and the split cannot be resident, or if it does not
+            fit into device memory.
     """
     wanted = settings.resident
     if not source.is_constant:

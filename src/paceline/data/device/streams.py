@@ -1,7 +1,8 @@
 """CUDA streams other than the stream of the training, and copies of batches to the device in advance.
 
-torch gives freed memory back to the stream that allocated the memory. Work on other streams must have
-finished by then, so these functions wait. On a CPU, where tests replace the GPU, they do nothing.
+torch gives freed memory back to the stream that allocated the memory. Work on other streams must
+have finished by then, so these functions wait. On a CPU, where tests replace the GPU, they do
+nothing.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ def finish_current(device: torch.device) -> None:
 class CopyingDecoder(Decoder):
     """Copies the batches of a host decoder to the device ahead of their use.
 
-    The thread that fills the last chunk of a batch queues the copy on a separate stream, so that the copy
-    overlaps with the step of an earlier batch. The consumer's stream only waits for an event.
+    The thread that fills the last chunk of a batch queues the copy on a separate stream, so that
+    the copy overlaps with the step of an earlier batch. The consumer's stream only waits for an
+    event.
     """
 
     def __init__(self, inner: Decoder, device: torch.device) -> None:

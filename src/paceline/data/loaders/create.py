@@ -1,8 +1,8 @@
 """Creates the loaders for the settings, with the decoder that the settings choose.
 
-Batches come from a split that is resident on the device, from the GPU's JPEG decoder, or from a decoder
-on the host. The description of a loader names the decoder, and the reason if a faster one cannot be
-used.
+Batches come from a split that is resident on the device, from the GPU's JPEG decoder, or from a
+decoder on the host. The description of a loader names the decoder, and the reason if a faster one
+cannot be used.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def create_train_loader(
 
     Raises:
         DataError: If the data cannot be read to make a split resident.
-        ConfigError: If `data.resident = on` or `data.decoder` is impossible with this data or device.
+        ConfigError: If `data.resident = on` or `data.decoder` is impossible with this data or
+            device.
     """
     transform = TrainTransform(settings) if augment is None else ImageAugment(settings, augment)
     decoder = _create_decoder(source, transform, settings, device)

@@ -1,8 +1,8 @@
 """`ImageLoader`: normalized batches on the device, for custom training loops.
 
 `ImageLoader` has the same sample order, augmentation, decoders and prefetching as `paceline train`.
-In an epoch, the ranks together read every sample once (except for `drop_last`). All ranks have the same
-number of batches, and no batch is empty.
+In an epoch, the ranks together read every sample once (except for `drop_last`). All ranks have the
+same number of batches, and no batch is empty.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class EpochPlan(BatchPlan):
     """The plan of one epoch. Every rank has at least one sample in every step.
 
     The samples that remain after the last full step are divided among all ranks. If fewer samples
-    remain than there are ranks, the remaining samples and the last full step are divided into two equal
-    steps. If that is impossible (with batches of one sample), the remaining samples join the last full
-    step, so the last batch of some ranks has two samples.
+    remain than there are ranks, the remaining samples and the last full step are divided into two
+    equal steps. If that is impossible (with batches of one sample), the remaining samples join the
+    last full step, so the last batch of some ranks has two samples.
 
     Attributes:
         epoch: Number of the epoch in the sample order, from 0.
@@ -85,10 +85,10 @@ class EpochPlan(BatchPlan):
 class ImageLoader:
     """Iterates over batches `(images, labels)`: normalized images in NCHW, and int64 labels.
 
-    Each iteration runs from the current position to the end of the epoch, and the next iteration starts
-    the next epoch. After a `break` or `load_state_dict`, the next iteration continues after the last
-    batch. With `train=False`, each iteration is one pass over the validation images, in order and
-    without augmentation.
+    Each iteration runs from the current position to the end of the epoch, and the next iteration
+    starts the next epoch. After a `break` or `load_state_dict`, the next iteration continues after
+    the last batch. With `train=False`, each iteration is one pass over the validation images, in
+    order and without augmentation.
 
     Args:
         data: A directory as for `--data-dir`, a `Source`, or a map-style Dataset of (image, label).

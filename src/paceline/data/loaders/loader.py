@@ -1,7 +1,8 @@
 """`TrainLoader` and `EvalLoader`: prefetched batches, made by any decoder.
 
-The batches depend on the sample order, the plan and the decoder, never on the number or timing of the
-threads. A loader that starts at step s gives the same batches as a loader that has reached step s.
+The batches depend on the sample order, the plan and the decoder, never on the number or timing of
+the threads. A loader that starts at step s gives the same batches as a loader that has reached step
+s.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ class _Base(ABC, Generic[Samples]):
 class TrainLoader(_Base[int]):
     """Iterates over this rank's micro-batches in order, from `first_step` to the end of the run.
 
-    If `rank` is a sequence, each step has the micro-batches of these ranks, one rank after the other.
+    If `rank` is a sequence, each step has the micro-batches of these ranks, one rank after the
+    other.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """`inspect_set`: counts the samples of a data set and reports its problems.
 
-Counts the samples of each split, decodes some images, and checks shards against their indexes and the
-manifest. Changes no files.
+Counts the samples of each split, decodes some images, and checks shards against their indexes and
+the manifest. Changes no files.
 """
 
 from __future__ import annotations
@@ -151,7 +151,8 @@ def inspect_set(
 def _shards(directory: str) -> list[Path]:
     """Returns the shards of all splits.
 
-    If the directory has data of another kind, the result is empty: its tars are archives, not shards.
+    If the directory has data of another kind, the result is empty: its tars are archives, not
+    shards.
     """
     root = data_root(directory)
     kinds = {kind for split in SPLITS for kind in kinds_of(root, split)}

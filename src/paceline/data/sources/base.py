@@ -41,9 +41,11 @@ class Source(ABC):
         classes: Names of the classes.
         labels: Class index of each sample, as a list or a NumPy array.
         shard_sizes: Number of samples of each shard, in order. None if the data is not in shards.
-        pixels: All images if they are in one array (samples × height × width × channels), else None.
+        pixels: All images if they are in one array (samples × height × width × channels), else
+            None.
         is_in_memory: True if reading needs no storage, so that a cache would be useless.
-        has_extents: True if `extent` returns positions in files, so that samples can be read together.
+        has_extents: True if `extent` returns positions in files, so that samples can be read
+            together.
         is_constant: True if every read of a sample returns the same image.
         retry: Repeats failed reads and counts the repetitions.
 
@@ -228,9 +230,9 @@ class OwnSource(WrappedSource):
 def validation_indices(labels: Int64, share: float) -> Int64:
     """Selects about the fraction `share` of the samples of each class for validation.
 
-    The selection has at least one sample of each class with two or more samples, and none of a class
-    with one sample. A hash of the class and of the sample's position in the class decides. So a class
-    that grows does not change the selection from other classes.
+    The selection has at least one sample of each class with two or more samples, and none of a
+    class with one sample. A hash of the class and of the sample's position in the class decides. So
+    a class that grows does not change the selection from other classes.
     """
     taken = []
     order = np.argsort(labels, kind="stable")

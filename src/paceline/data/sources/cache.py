@@ -1,9 +1,9 @@
 """`CachedSource`: keeps samples for later epochs, in memory or on a local disk.
 
 A cache keeps encoded files ("raw") or pixels ("decoded"). Decoded pixels are upright and have the
-channels of the run. Batches are the same as without a cache. Nothing is evicted: every sample is read
-once per epoch, so a cache with eviction would always miss. The stores `MemoryStore` and `DiskStore` are
-thread-safe. A sample whose read fails is not kept.
+channels of the run. Batches are the same as without a cache. Nothing is evicted: every sample is
+read once per epoch, so a cache with eviction would always miss. The stores `MemoryStore` and
+`DiskStore` are thread-safe. A sample whose read fails is not kept.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class CachedSource(WrappedSource):
         Args:
             source: The source to read samples from that are not in the cache.
             store: Keeps the cached samples.
-            channels: Channels of decoded pixels. None keeps samples in the form that `source` returns.
+            channels: Channels of decoded pixels. None keeps samples in the form that `source`
+                returns.
             limit_mib: Size limit in MiB, for the note.
         """
         super().__init__(source)
@@ -179,9 +180,9 @@ class MemoryStore:
 class DiskStore:
     """Keeps samples in files on a local disk, shared by all ranks of a host and by later runs.
 
-    Each sample is a file in `DIR/IDENTITY/`. The file gets its final name when it is complete. All ranks
-    share a size limit per data set and a locked counter of the used bytes. If the disk is full or fails,
-    a warning is printed, and the run continues without adding samples.
+    Each sample is a file in `DIR/IDENTITY/`. The file gets its final name when it is complete. All
+    ranks share a size limit per data set and a locked counter of the used bytes. If the disk is
+    full or fails, a warning is printed, and the run continues without adding samples.
     """
 
     def __init__(self, directory: Path, identity: str, limit_bytes: int) -> None:

@@ -1,7 +1,7 @@
 """Class names: from `classes.json`, or the class indices as text.
 
-`classes.json` is a list of {"cls": index, "name": text}, a list of names, or an object {name: index}. The
-indices must be 0, 1, 2 … without gaps.
+`classes.json` is a list of {"cls": index, "name": text}, a list of names, or an object {name:
+index}. The indices must be 0, 1, 2 … without gaps.
 """
 
 from __future__ import annotations

@@ -125,8 +125,8 @@ class DatasetSource(Source):
     ) -> Int64:
         """Finds the label of each item.
 
-        Returns `given` if not None. Else returns the dataset's list of labels, if that list agrees with
-        the labels in `first`. Else reads every item.
+        Returns `given` if not None. Else returns the dataset's list of labels, if that list agrees
+        with the labels in `first`. Else reads every item.
         """
         values = given if given is not None else _find(self._dataset, _own_labels)
         labels = None if values is None else _as_labels(values, count)

@@ -1,7 +1,7 @@
 """Images in separate files.
 
-`ImageFolder` reads class folders, `FlatFolder` reads one folder with a label file, and `MetadataFolder`
-reads a folder with Hugging Face's metadata.
+`ImageFolder` reads class folders, `FlatFolder` reads one folder with a label file, and
+`MetadataFolder` reads a folder with Hugging Face's metadata.
 
 `ImageFolder` reads `DIR/<split>/<class>/…/name.jpg`. The index of a class is the position of its
 name among the sorted names of the training split. Hidden files are ignored. Other files that are
@@ -196,8 +196,8 @@ def _images(
 ) -> Iterator[str]:
     """Yields the paths, relative to `root`, of all images below one class folder.
 
-    A directory is read only once, even if several links lead to it or links form cycles. The paths of
-    visible files that are no images are added to `skipped`.
+    A directory is read only once, even if several links lead to it or links form cycles. The paths
+    of visible files that are no images are added to `skipped`.
     """
     seen = {_inode(root)}
 

@@ -1,12 +1,12 @@
 """`open_shards` opens the tar shards of a split; `IndexStore` builds the indexes of shards on disk.
 
 An index is a small binary file: a header, four arrays of 64-bit integers, the sample names, and the
-SHA-256 of the preceding bytes. The file is `SHARD.tar.index` next to the shard, or in the user's cache if
-the folder of the shard is read-only.
-If an index has another format version or a wrong checksum, or the shard has changed since, the index is
-not used and the shard is scanned. If several processes of a host start together, one of them scans and
-writes while the others wait. Small sets are scanned at every start, and their indexes are not
-written.
+SHA-256 of the preceding bytes. The file is `SHARD.tar.index` next to the shard, or in the user's
+cache if the folder of the shard is read-only.
+If an index has another format version or a wrong checksum, or the shard has changed since, the
+index is not used and the shard is scanned. If several processes of a host start together, one of
+them scans and writes while the others wait. Small sets are scanned at every start, and their
+indexes are not written.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class IndexStore:
     """Reads, builds and writes the indexes of shards.
 
     Attributes:
-        notes: Messages that name rebuilt indexes with the reason, and indexes that were not writable.
+        notes: Messages that name rebuilt indexes with the reason, and indexes that were not
+            writable.
     """
 
     def __init__(self, retry: Retry, keep: bool = True) -> None:
@@ -157,8 +158,8 @@ def _in_cache(path: Path) -> Path | None:
 def _lock_path(directory: Path) -> Path:
     """Returns the path of the lock file for building indexes.
 
-    The file is in the directory of the shards, or in the user's cache if that directory is read-only. If
-    neither is writable, there is no lock, and every process scans.
+    The file is in the directory of the shards, or in the user's cache if that directory is
+    read-only. If neither is writable, there is no lock, and every process scans.
     """
     path = directory / _LOCK_FILE
     cached = None if os.access(directory, os.W_OK) else _in_cache(path)

@@ -1,7 +1,7 @@
 """Labels from files next to the images.
 
-If a validation folder has no class folders, such as ImageNet's, the labels are read from one of these
-files, next to `val/` or inside:
+If a validation folder has no class folders, such as ImageNet's, the labels are read from one of
+these files, next to `val/` or inside:
 
 | file | a line is |
 | --- | --- |
@@ -195,8 +195,8 @@ def metadata_labels(
     Args:
         path: The metadata file, for messages.
         labels: Class indices or class names, as text.
-        classes: Names of the classes. None derives them from the labels: all indices up to the largest,
-            or the sorted names.
+        classes: Names of the classes. None derives them from the labels: all indices up to the
+            largest, or the sorted names.
 
     Returns:
         The class indices, and the names of the classes.

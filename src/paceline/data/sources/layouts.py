@@ -132,8 +132,8 @@ def detect(directory: Path, split: Split) -> Kind:
 def split_folder(directory: Path, split: Split) -> Path | None:
     """Returns the folder of a split, or None if there is none.
 
-    Names may be in upper or lower case. The folder `test` is used for validation only if there is no
-    other validation folder.
+    Names may be in upper or lower case. The folder `test` is used for validation only if there is
+    no other validation folder.
 
     Raises:
         DataError: If more than one folder could be the split.

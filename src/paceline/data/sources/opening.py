@@ -63,8 +63,9 @@ def open_other(
 ) -> tuple[Source, str]:
     """Opens images for evaluation in a directory other than the run's directory.
 
-    The result is the validation set of the directory, or all its images if there is no validation set.
-    `data.val_split` applies only if these images are the training data of the run, for example moved.
+    The result is the validation set of the directory, or all its images if there is no validation
+    set. `data.val_split` applies only if these images are the training data of the run, for example
+    moved.
 
     Args:
         settings: The run's settings with the other directory.

@@ -1,7 +1,7 @@
 """The kinds of data that `data.source` can name.
 
-The module of a kind is imported when the name of the kind is used. `register_source` adds a kind that is
-defined outside of the package, by a function that opens a split.
+The module of a kind is imported when the name of the kind is used. `register_source` adds a kind
+that is defined outside of the package, by a function that opens a split.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class SourceKind:
     """Functions for one kind of data.
 
     Attributes:
-        open_split: Opens one split. The arguments are the settings, the split, the class names of the
-            training split or None, and False if nothing must be written next to the data.
+        open_split: Opens one split. The arguments are the settings, the split, the class names of
+            the training split or None, and False if nothing must be written next to the data.
         validation: Returns the evidence that the data has a validation set, or "" if it has none.
     """
 

@@ -1,7 +1,8 @@
 """`TarShards`: images in tar files with the WebDataset layout.
 
-Any number of threads reads an uncompressed tar by position. A compressed shard is unpacked into memory,
-which suits small sets such as the embedded images. `index_store.open_shards` opens both kinds.
+Any number of threads reads an uncompressed tar by position. A compressed shard is unpacked into
+memory, which suits small sets such as the embedded images. `index_store.open_shards` opens both
+kinds.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ _BUSY = (errno.EWOULDBLOCK, errno.EACCES, errno.EAGAIN)
 class Retry:
     """Repeats reads after temporary errors, such as those of a network file system.
 
-    Waits 0.1 s, 0.2 s, 0.4 s … and at most 5 s between tries. All readers of a source share one `Retry`.
+    Waits 0.1 s, 0.2 s, 0.4 s … and at most 5 s between tries. All readers of a source share one
+    `Retry`.
     """
 
     def __init__(
@@ -111,8 +112,8 @@ class ShardStamp:
 class ShardFile:
     """The content of a shard, read by position, so that threads share a descriptor without a lock.
 
-    Reading a shard that was removed, truncated or replaced after it was indexed raises DataError, because
-    images and labels would no longer match.
+    Reading a shard that was removed, truncated or replaced after it was indexed raises DataError,
+    because images and labels would no longer match.
     """
 
     def __init__(self, path: Path, stamp: ShardStamp, retry: Retry, keep_open: bool) -> None:
@@ -143,8 +144,8 @@ class ShardFile:
             may_open: Allows opening the file if it is not kept open.
 
         Returns:
-            The loan. None if the file must not be opened, or after an error, which `read` then retries or
-            reports.
+            The loan. None if the file must not be opened, or after an error, which `read` then
+            retries or reports.
         """
         if not (self._keep_open or may_open):
             return None
@@ -253,8 +254,8 @@ def file_lock(path: Path, *, wait: bool = True) -> Iterator[bool | None]:
         wait: Waits while another process holds the lock.
 
     Yields:
-        True if this process holds the lock. False if another process holds it and `wait` is False. None
-        if the file system has no locks, or the directory is read-only.
+        True if this process holds the lock. False if another process holds it and `wait` is False.
+        None if the file system has no locks, or the directory is read-only.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)

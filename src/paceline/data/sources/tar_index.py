@@ -1,8 +1,8 @@
 """The index of a tar shard: names, positions and labels of the samples. `index_store` writes indexes.
 
-A shard has the WebDataset layout: `key.jpg` (or .jpeg, .png, .webp) and `key.cls` with the class index in
-ASCII. The key ends at the first dot of the file name. Other members are ignored. If samples would
-silently be lost, an error is raised.
+A shard has the WebDataset layout: `key.jpg` (or .jpeg, .png, .webp) and `key.cls` with the class
+index in ASCII. The key ends at the first dot of the file name. Other members are ignored. If
+samples would silently be lost, an error is raised.
 """
 
 from __future__ import annotations
