@@ -1,7 +1,7 @@
 """The input pipeline: sources, decoding, augmentation and prefetched batches.
 
-`open_source` opens a data set. `create_train_loader` and `create_eval_loader` make batches of it. The
-public names are imported on first use, so that reading settings does not import torch.
+`open_source` opens a data set. `create_train_loader` and `create_eval_loader` make batches of it.
+The public names are imported on first use, so that reading settings does not import torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Transforms from a decoded image to the square of pixels that the model takes.
+"""Transforms that convert a decoded image to the square of pixels that the model takes.
 
 A transform takes a PIL image, a row of uniform random numbers (training only) and the output array
-(height × width × channels, uint8). All randomness comes from the row, so the same row gives the same
-pixels in every thread.
+(height × width × channels, uint8). All randomness comes from the row, so the same row gives the
+same pixels in every thread.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ RESAMPLING = {
 
 
 class Transform(Protocol):
-    """A function of an image that fills a square of pixels.
+    """A function that fills a square array with the transformed pixels of an image.
 
     Attributes:
         size: Side of the square in pixels.
-            draws: Number of random numbers that a call uses.
+        draws: Number of random numbers in `row` that a call uses.
     """
 
     size: int
@@ -53,7 +53,8 @@ class Transform(Protocol):
 class SquareTransform(ABC):
     """A transform in three steps: resample a box to a square, flip it, and finish it in place.
 
-    A decoder that decodes only a box of an image calls the steps one by one.
+    Calling the transform runs all steps on a decoded image. A decoder that decodes only the box
+    calls the steps one by one.
     """
 
     draws: int
@@ -65,7 +66,7 @@ class SquareTransform(ABC):
 
     @abstractmethod
     def box(self, width: int, height: int, row: Sequence[float]) -> Box:
-        """Returns the box of an image of this size that becomes the square."""
+        """Returns the box (left, top, right, bottom) of a `width` × `height` image to resample."""
 
     def flips(self, row: Sequence[float]) -> bool:
         """Returns True if the square is flipped horizontally."""
@@ -75,7 +76,7 @@ class SquareTransform(ABC):
         """Applies the last step of the transform to the square, in place."""
 
     def is_square(self, width: int, height: int, row: Sequence[float]) -> bool:
-        """Returns True if the whole image is the square, so that nothing is resampled."""
+        """Returns True if the box is the whole image and already has the size of the square."""
         square = (0, 0, self.size, self.size)
         return (width, height) == square[2:] and self.box(width, height, row) == square
 
@@ -91,7 +92,7 @@ class SquareTransform(ABC):
 
 
 class TrainTransform(SquareTransform):
-    """Crops and flips at random, then applies color jitter, RandAugment and cutout if they are set."""
+    """Crops and flips at random, then applies color jitter, RandAugment and cutout if enabled."""
 
     def __init__(self, settings: DataSettings) -> None:
         super().__init__(settings.image_size, settings.interpolation)
@@ -105,7 +106,7 @@ class TrainTransform(SquareTransform):
         return fitted_box(width, height, self.size, self.size)
 
     def flips(self, row: Sequence[float]) -> bool:
-        """Returns False for `pad_crop`, whose `finish` shifts the square before it flips it."""
+        """Returns whether to flip before `finish`. False for `pad_crop`: `finish` shifts, then flips."""
         return self._settings.augment != "pad_crop" and self._wants_flip(row)
 
     def _wants_flip(self, row: Sequence[float]) -> bool:
@@ -138,7 +139,10 @@ class FitTransform(SquareTransform):
 
 
 class EvalTransform(FitTransform):
-    """Resizes the short side to `eval_resize`, or to `image_size` if `eval_resize` is 0."""
+    """The evaluation transform: `FitTransform` with `data.eval_resize` as short side.
+
+    If `data.eval_resize` is 0, the short side is `data.image_size`.
+    """
 
     def __init__(self, settings: DataSettings) -> None:
         size = settings.image_size
@@ -164,7 +168,8 @@ def random_box(
 ) -> Box:
     """Returns a box of random area and aspect ratio (Szegedy et al. 2014): left, top, right, bottom.
 
-    Tries up to ten boxes. If none fits into the image, returns the largest central box.
+    Tries up to ten boxes. If none fits into the image, returns the largest central box whose
+    aspect ratio is in the range.
 
     Args:
         width: Width of the image.
@@ -197,21 +202,22 @@ def central_box(width: int, height: int, ratio: tuple[float, float]) -> tuple[in
 
 
 def fitted_box(width: int, height: int, short_side: int, size: int) -> Box:
-    """Returns the box that becomes the central `size` × `size` if the short side is `short_side`.
+    """Returns the box of the image that a resize and center crop keep.
 
-    Resampling only this box gives the same pixels as resizing the whole image and cropping it.
+    The resize scales the short side to `short_side`; the crop is `size` × `size`. Resampling only
+    this box gives the same pixels as resizing the whole image and cropping the result.
     """
     shorter = min(width, height)
     scaled = (short_side * width // shorter, short_side * height // shorter)
     left, top = (round((side - size) / 2) for side in scaled)
     x, y = width / scaled[0], height / scaled[1]
-    # Rounding may place a product beyond the edge, which Pillow rejects.
+    # Rounding may place the corner beyond the edge of the image. Pillow rejects such boxes.
     right, bottom = min((left + size) * x, width), min((top + size) * y, height)
     return left * x, top * y, right, bottom
 
 
 def _padded_crop(pixels: Pixels, row: Sequence[float], padding: int) -> Pixels:
-    """Returns a random crop, of the same size, of the image padded with zeros on all sides."""
+    """Pads an image with zeros on all sides, and returns a random crop of the original size."""
     size, _, channels = pixels.shape
     padded = np.zeros((size + 2 * padding, size + 2 * padding, channels), dtype=np.uint8)
     padded[padding : padding + size, padding : padding + size] = pixels
@@ -220,19 +226,25 @@ def _padded_crop(pixels: Pixels, row: Sequence[float], padding: int) -> Pixels:
 
 
 def pixels_of(image: Image.Image) -> Pixels:
-    """Returns height × width × channels. A grayscale image has one channel."""
+    """Returns the pixels of an image as height × width × channels, with one channel for grayscale."""
     pixels: Pixels = np.asarray(image)
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
 
 
 def extra_draws(settings: DataSettings) -> int:
-    """Returns how many random numbers color jitter and RandAugment take. Both are off by default."""
+    """Returns how many random numbers color jitter and RandAugment use; 0 if both are disabled."""
     jitter = 5 if any(settings.color_jitter) else 0
     return jitter + 2 * settings.randaugment[0]
 
 
 def apply_extras(settings: DataSettings, numbers: Sequence[float], out: Pixels) -> None:
-    """Applies color jitter and RandAugment to `out`, with `extra_draws(settings)` numbers."""
+    """Applies color jitter and RandAugment to `out` in place.
+
+    Args:
+        settings: The strengths of both.
+        numbers: `extra_draws(settings)` random numbers in [0, 1).
+        out: Pixels as height × width × channels.
+    """
     flat = out[:, :, 0] if out.shape[2] == 1 else out
     image = Image.fromarray(np.ascontiguousarray(flat))
     if any(settings.color_jitter):
@@ -247,7 +259,7 @@ def apply_extras(settings: DataSettings, numbers: Sequence[float], out: Pixels) 
 def _jittered(
     image: Image.Image, strengths: tuple[float, ...], numbers: Sequence[float]
 ) -> Image.Image:
-    """Scales brightness, contrast and saturation by 1 ± strength and rotates the hue, in random order."""
+    """Changes brightness, contrast, saturation and hue by random amounts, in random order."""
     for which in _ORDERS[int(numbers[4] * len(_ORDERS))]:
         strength, number = strengths[which], numbers[which]
         if not strength:
@@ -261,7 +273,7 @@ def _jittered(
 
 
 def _rotated_hue(image: Image.Image, turn: float) -> Image.Image:
-    """Rotates the hue by the fraction `turn` of the circle. Grayscale images have no hue."""
+    """Rotates the hue by `turn` full circles. Leaves grayscale images unchanged."""
     if image.mode == "L":
         return image
     hue, saturation, value = image.convert("HSV").split()
@@ -280,12 +292,12 @@ def _augmented(image: Image.Image, magnitude: int, choice: float, sign: float) -
 
 
 def _moved(image: Image.Image, matrix: Sequence[float]) -> Image.Image:
-    """Applies an affine map from output to input pixels. Pixels from outside are black."""
+    """Applies an affine map from output to input positions. Positions outside the image give black."""
     return image.transform(image.size, Image.Transform.AFFINE, matrix)
 
 
 def _enhanced(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Change:
-    """Returns an operation that changes an image property by a factor of at most 1 ± 0.9."""
+    """Returns an operation that scales an image property by 1 + 0.9 · s, for s from −1 to 1."""
     return lambda image, s: kind(image).enhance(1 + 0.9 * s)
 
 

@@ -1,8 +1,8 @@
-"""`Batch`, the images and labels of a micro-batch; `Chunk`, the rows that one thread fills.
+"""`Batch` holds the images and labels of a micro-batch. `Chunk` is the part that one thread fills.
 
-In training, a corrupt sample is replaced by its successor in the sample order. In evaluation, it is left
-out. Every decoder uses `Chunk` for this, so all decoders give the same samples. The content of a row
-depends only on its position, not on how rows are distributed among threads.
+In training, a corrupt sample is replaced by its successor in the sample order. In evaluation, it is
+left out. Every decoder uses `Chunk` for this, so all decoders give the same samples. The content of
+a row depends only on its position, not on how rows are distributed among threads.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Batch:
         labels: int64.
         corrupt: Corrupt samples found while the batch was made. Each is reported once.
         spent: Seconds that each stage of making the batch took, summed over threads.
-        begun: CUDA event after which the consumer's stream works on the batch. None if the stream only
-            waits for other streams.
+        begun: CUDA event that marks when the consumer's stream starts to work on the batch. None on
+            a CPU, or if that stream only waits for other streams.
     """
 
     images: torch.Tensor
@@ -53,7 +53,7 @@ class Batch:
 
 
 def mark_stream(device: torch.device) -> Any:
-    """Returns a CUDA event after all work queued on the current stream, or None on a CPU."""
+    """Records a CUDA event on the current stream and returns the event, or None on a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -62,7 +62,7 @@ def mark_stream(device: torch.device) -> Any:
 
 
 class BatchBuffer:
-    """Memory of one batch in host memory. Threads fill it through NumPy arrays."""
+    """Host memory for one batch. Threads fill the memory through NumPy arrays."""
 
     def __init__(self, samples: int, image_size: int, channels: int, pin_memory: bool) -> None:
         shape = (samples, image_size, image_size, channels)
@@ -83,7 +83,7 @@ class BatchBuffer:
 
 
 def kept_rows(samples: int, dropped: Sequence[int]) -> torch.Tensor | None:
-    """Returns the rows of a batch that are not in `dropped`, or None if these are all rows."""
+    """Returns the rows of a batch that are not in `dropped`, or None if `dropped` is empty."""
     if not dropped:
         return None
     kept = torch.ones(samples, dtype=torch.bool)
@@ -92,7 +92,7 @@ def kept_rows(samples: int, dropped: Sequence[int]) -> torch.Tensor | None:
 
 
 def _references_of_unused() -> int:
-    """Returns the reference count of a block that only a list holds, in this interpreter."""
+    """Returns the reference count that a loop over a list sees for a block referenced by no other."""
     blocks = [np.empty(0, dtype=np.uint8)]
     for block in blocks:
         return sys.getrefcount(block)
@@ -105,8 +105,8 @@ _UNUSED = _references_of_unused()
 class ReusedMemory:
     """A memory pool that reuses the memory of released batches.
 
-    New memory costs a page fault for every 4 KiB, which takes as long as filling a batch. Thread-safe.
-    Keeps at most `keep` blocks of each size.
+    New memory costs a page fault for every 4 KiB, which takes as long as filling a batch.
+    Thread-safe. Keeps at most `keep` blocks of each size.
     """
 
     def __init__(self, keep: int) -> None:
@@ -115,10 +115,10 @@ class ReusedMemory:
         self._blocks: dict[int, list[npt.NDArray[np.uint8]]] = defaultdict(list)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Returns a tensor with undefined content.
+        """Returns a tensor with undefined content, in reused memory if a block is unused.
 
-        Tensors, their views and tensors saved by autograd hold references to the underlying array.
-        If only the pool's own reference remains, the memory is unused.
+        Tensors, views, and tensors saved by autograd hold references to the underlying array. A
+        block is unused if only the pool's own reference remains.
         """
         size = math.prod(shape) * dtype.itemsize
         with self._lock:
@@ -138,10 +138,16 @@ _PAGEABLE = ReusedMemory(16)
 
 
 class CorruptLog:
-    """The corrupt samples of one loader. Threads add samples, and the consumer reports them."""
+    """Records the corrupt samples of one loader. Threads add samples, and the consumer reports them."""
 
     def __init__(self, samples: int, share: float, known: Iterable[CorruptSample] = ()) -> None:
-        """Allows `allowed_corrupt(share, samples)` corrupt samples. `known` are known in advance."""
+        """Creates a log.
+
+        Args:
+            samples: Number of samples of the loader.
+            share: Fraction of the samples that may be corrupt.
+            known: Samples that are known to be corrupt before the first batch.
+        """
         self.limit = allowed_corrupt(share, samples)
         self._samples = samples
         self._known = {sample.index: sample for sample in known}
@@ -158,12 +164,12 @@ class CorruptLog:
         self._known.setdefault(sample.index, sample)
 
     def report(self, met: Iterable[CorruptSample]) -> tuple[CorruptSample, ...]:
-        """Returns the samples of `met` that were not reported before.
+        """Returns the samples of `met` that were not reported before, and marks them as reported.
 
-        The consumer calls this batch by batch, so the result does not depend on prefetching.
+        The consumer calls this method once per batch, so the result does not depend on prefetching.
 
         Raises:
-            DataError: If more samples are corrupt than allowed.
+            DataError: If more samples are corrupt than allowed, or all samples are.
         """
         new = {s.index: s for s in met if s.index not in self._reported}
         self._reported.update(new)
@@ -205,14 +211,14 @@ class Chunk:
         """Creates a chunk.
 
         Args:
-            first: The first row in the batch.
-            indices: The sample of each row.
-            numbers: Random numbers of each row.
-            log: Records corrupt samples.
-                progress: Records times.
-            order: The sample order, which has the replacements of corrupt samples. None leaves corrupt
-                samples out.
-            position: Position of the first row in `order`.
+            first: Index of the first row in the batch.
+            indices: Sample index of each row.
+            numbers: Random numbers for augmentation, rows × draws.
+            log: Receives corrupt samples.
+            progress: Receives the times of the stages.
+            order: The sample order, from which replacements of corrupt samples are taken. With
+                None, corrupt samples are left out.
+            position: Position in `order` of the sample in the first row.
         """
         self.first = first
         self.wanted = indices.tolist()
@@ -234,7 +240,7 @@ class Chunk:
         log: CorruptLog,
         progress: Progress,
     ) -> Chunk:
-        """Returns the `rows` of the training batch at position `start` of the sample order."""
+        """Returns the chunk with `rows` of the training batch at position `start` of the order."""
         position, stop = start + rows[0], start + rows[1]
         epochs, indices = order.at(position, stop)
         numbers = uniform(order.seed, epochs, indices, draws)
@@ -244,7 +250,7 @@ class Chunk:
     def of_indices(
         cls, indices: Int64, rows: tuple[int, int], log: CorruptLog, progress: Progress
     ) -> Chunk:
-        """Returns the `rows` of an evaluation batch of these samples, without random numbers."""
+        """Returns the chunk with `rows` of an evaluation batch of the samples `indices`."""
         here = indices[slice(*rows)].copy()
         return cls(rows[0], here, np.empty((len(here), 0)), log, progress)
 
@@ -270,7 +276,7 @@ class Chunk:
         return self._order is None and row in self._met
 
     def replace_known(self, rows: Iterable[int] | None = None) -> None:
-        """Replaces samples that are known to be corrupt, in `rows` or in all rows."""
+        """Replaces or drops samples already known to be corrupt, in `rows` or else in all rows."""
         if not self._log.any_known:
             return
         for row in range(len(self)) if rows is None else rows:
@@ -279,9 +285,9 @@ class Chunk:
                 self.replace(row, known)
 
     def replace(self, row: int, sample: CorruptSample) -> None:
-        """Replaces the corrupt `sample` in `row` by the next good sample of the order.
+        """Replaces the corrupt `sample` in `row` by the next good sample in the order.
 
-        Drops the row if there is no order.
+        Skips samples that are known to be corrupt. Drops the row if the chunk has no order.
 
         Raises:
             DataError: If more samples are corrupt than allowed.

@@ -1,8 +1,8 @@
 """Decodes image files with Pillow to upright 8-bit images, and reads their headers.
 
-Reads JPEG, PNG, WebP, GIF and BMP, regardless of the file name. A file that Pillow cannot decode
-completely raises `CorruptImage` with the reason, never a warning. Damage that still decodes is not
-detected.
+Reads JPEG, PNG, WebP, GIF and BMP, regardless of the file name. If Pillow cannot decode a file
+completely, `CorruptImage` is raised with the reason. A damaged file that Pillow decodes without an
+error is not detected.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# Metadata that may have an orientation. Most training images have none of it.
+# Keys in `Image.info` of metadata that may contain an orientation. Most training images have none.
 _METADATA = ("exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif")
 
 Image.preinit()
@@ -56,15 +56,15 @@ class CorruptSample:
 
 
 def allowed_corrupt(share: float, samples: int) -> int:
-    """Returns how many samples may be corrupt: `share` of all, at least one unless it is 0."""
+    """Returns how many of `samples` may be corrupt: the fraction `share`, at least 1 if above 0."""
     return max(1, int(share * samples)) if share > 0 else 0
 
 
 def decode(data: bytes | npt.NDArray[np.uint8], channels: int) -> Image.Image:
-    """Decodes an image, turns it upright, and converts it to `channels`. Drops transparency.
+    """Decodes an image to an upright grayscale or RGB image. Drops transparency.
 
     Args:
-        data: The file, or pixels as height × width × channels.
+        data: The bytes of an image file, or pixels as height × width × channels.
         channels: 1 for grayscale, 3 for RGB.
 
     Raises:
@@ -85,7 +85,7 @@ def decode(data: bytes | npt.NDArray[np.uint8], channels: int) -> Image.Image:
 
 
 def to_mode(image: Image.Image, mode: str) -> Image.Image:
-    """Converts an image to an 8-bit `mode`. Keeps the upper byte of 16-bit values."""
+    """Converts an image to the 8-bit mode "L" or "RGB". Of 16-bit values, keeps the upper byte."""
     if image.mode == mode:
         return image
     if image.mode.startswith("I"):
@@ -98,7 +98,7 @@ def to_mode(image: Image.Image, mode: str) -> Image.Image:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """Applies the orientation in the metadata. Ignores unreadable metadata."""
+    """Rotates or flips an image as its metadata says. Ignores unreadable metadata."""
     if not any(name in image.info for name in _METADATA):
         return image
     try:
@@ -120,10 +120,10 @@ def _reason(data: bytes, error: Exception) -> str:
 
 
 def _quieten_pillow() -> None:
-    """Ignores Pillow's warnings about unusual files.
+    """Adds a filter that ignores Pillow's warnings about unusual files.
 
-    `catch_warnings` replaces a global list and is not thread-safe. This adds a filter at the head of the
-    list, again if other code has removed it.
+    `catch_warnings` replaces a global list and is not thread-safe. This function puts a filter at
+    the head of that list, also if other code has removed the filter.
     """
     if not warnings.filters or warnings.filters[0] != _PILLOW_QUIET:
         warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -133,7 +133,8 @@ def _quieten_pillow() -> None:
 class ImageFacts:
     """Format, mode and size of an image.
 
-    `format` is Pillow's name, `pixels` for an array, or `unknown` if the header cannot be read.
+    `format` is Pillow's name of the format, `pixels` for an array, or `unknown` if the header is
+    unreadable.
     """
 
     format: str

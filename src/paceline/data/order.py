@@ -1,8 +1,8 @@
-"""`SampleOrder`, the endless training order; `BatchPlan`, its parts for each step and rank.
+"""`SampleOrder`, the endless training order; `BatchPlan`, the positions that each step and rank takes.
 
-The order concatenates one permutation per epoch. It depends on the seed only, never on the number of
-ranks, and every position is computed directly. Random numbers are hashes of a seed and counters (epoch,
-sample index, draw), equal on every machine and in every thread, so there is no state to save.
+The order concatenates one permutation per epoch. The order depends on the data and the seed, never
+on the number of ranks. Random numbers are hashes of a seed and counters (epoch, sample index,
+draw). They are equal on every machine and in every thread, so no generator state must be saved.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
 _MASK = (1 << 64) - 1
 
-# Each use of a seed hashes a constant first, so that no two uses get the same numbers.
+# Each use of a seed hashes its own constant first, so that no two uses get the same random numbers.
 ORDER_STREAM = 1
 AUGMENT_STREAM = 2
 SYNTHETIC_STREAM = 3
@@ -43,14 +43,14 @@ SHUFFLE_RUN = 16
 
 
 def hash64(seed: int, stream: int, *counters: npt.ArrayLike) -> UInt64:
-    """Hashes a seed, a stream and counters.
+    """Hashes a seed, a stream and counters to 64-bit integers.
 
-    The map from the last counter to the hash is one to one, so hashes of different indices differ.
+    If only the last counter differs, the hashes differ.
 
     Args:
-        seed: The seed.
-        stream: One of the constants `…_STREAM`.
-        counters: Integers or arrays, which are broadcast against each other.
+        seed: The seed of the run.
+        stream: One of the constants `…_STREAM`, which identifies the use of the hashes.
+        counters: Integers or arrays of integers. Arrays are broadcast against each other.
     """
     state = _mix(np.array([(seed + _GOLDEN) & _MASK], dtype=np.uint64))
     for counter in (stream, *counters):
@@ -61,7 +61,10 @@ def hash64(seed: int, stream: int, *counters: npt.ArrayLike) -> UInt64:
 
 
 def uniform(seed: int, epochs: Int64, indices: Int64, draws: int) -> npt.NDArray[np.float64]:
-    """Returns `draws` random numbers in [0, 1) for each sample, one row per sample."""
+    """Returns random numbers in [0, 1) for augmentation, as samples × `draws`.
+
+    Sample j has the index `indices[j]` and is read in epoch `epochs[j]`.
+    """
     numbers = hash64(
         seed, AUGMENT_STREAM, epochs[:, None], indices[:, None], np.arange(draws)[None, :]
     )
@@ -69,7 +72,7 @@ def uniform(seed: int, epochs: Int64, indices: Int64, draws: int) -> npt.NDArray
 
 
 def to_unit(hashes: UInt64) -> npt.NDArray[np.float64]:
-    """Returns the upper 53 bits as a number in [0, 1), which float64 represents exactly."""
+    """Converts hashes to float64 in [0, 1). The upper 53 bits are represented exactly."""
     return (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -81,12 +84,12 @@ def _mix(value: UInt64) -> UInt64:
 
 @dataclass(frozen=True)
 class ShardGroups:
-    """Parameters of the order that shuffles shards, then runs of samples within a window of shards.
+    """Parameters of the order for `data.shuffle = "shards"`.
 
     Attributes:
         sizes: Number of samples of each shard.
-        window: Number of shards whose samples are mixed.
-        run: Number of neighboring samples that stay together.
+        window: Number of consecutive shards whose samples are mixed with one another.
+        run: Number of neighboring samples in a shard that stay together.
     """
 
     sizes: tuple[int, ...]
@@ -98,7 +101,7 @@ class SampleOrder:
     """The endless order: position p holds sample `permutation(p // count)[p % count]`. Thread-safe."""
 
     def __init__(self, count: int, seed: int, groups: ShardGroups | None = None) -> None:
-        """Creates an order of `count` samples, uniformly random unless `groups` is given."""
+        """Creates an order of `count` samples: uniformly random, or by shards if `groups` is given."""
         if count < 1:
             raise ValueError(f"count = {count}: must be at least 1")
         self.count = count
@@ -108,7 +111,7 @@ class SampleOrder:
         self._recent: dict[int, Int64] = {}
 
     def permutation(self, epoch: int) -> Int64:
-        """Returns the samples of `epoch`, each exactly once. Do not modify the array."""
+        """Returns the sample indices of `epoch` in order. Callers must not modify the array."""
         with self._lock:
             if epoch not in self._recent:
                 # A batch may span two epochs, and prefetching runs ahead, so two are in use.
@@ -124,7 +127,7 @@ class SampleOrder:
         return np.argsort(hash64(self.seed, ORDER_STREAM, epoch, indices), kind="stable")
 
     def at(self, start: int, stop: int) -> tuple[Int64, Int64]:
-        """Returns epochs and sample indices of the positions `start` to `stop`."""
+        """Returns the epochs and the sample indices at the positions from `start` to before `stop`."""
         epochs = np.arange(start, stop, dtype=np.int64) // self.count
         pieces = [np.empty(0, dtype=np.int64)]
         for epoch in range(start // self.count, -(-stop // self.count)):
@@ -134,14 +137,14 @@ class SampleOrder:
 
 
 def shard_groups(settings: DataSettings, sizes: Sequence[int] | None) -> ShardGroups | None:
-    """Returns the groups for `data.shuffle`, or None for a global shuffle.
+    """Returns the `groups` of `SampleOrder` for `data.shuffle`, or None for a global shuffle.
 
     Args:
-        settings: The settings.
+        settings: The settings with `shuffle`.
         sizes: Number of samples of each shard. None if the data is not in shards.
 
     Raises:
-        ConfigError: If the order needs shards and there are none.
+        ConfigError: If `data.shuffle` needs shards and the data has none.
     """
     if not settings.shuffle_window:
         return None
@@ -156,9 +159,9 @@ def shard_groups(settings: DataSettings, sizes: Sequence[int] | None) -> ShardGr
 def shard_permutation(seed: int, epoch: int, groups: ShardGroups) -> Int64:
     """Returns an order of all samples that reads mostly sequentially.
 
-    Shuffles the shards in each epoch. Mixes the samples of `groups.window` consecutive shards, in runs of
-    `groups.run` neighbors. The boundaries of runs differ between epochs and shards, so that the neighbors
-    of a sample change.
+    Shuffles the shards in each epoch. Then mixes the samples of `groups.window` consecutive shards,
+    in runs of `groups.run` neighboring samples. Runs begin at different samples in each epoch, so
+    the neighbors of a sample change.
     """
     run = groups.run
     counts = np.asarray(groups.sizes, dtype=np.int64)
@@ -192,10 +195,11 @@ Stretch = tuple[int, int]
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Computes which positions of the order each step and each micro-batch takes.
+    """Computes which positions of the sample order each step and each micro-batch takes.
 
-    Steps count from 0. A global batch may span two epochs. Only the last batch may be short. The
-    micro-batches of a step do not depend on the number of ranks, only their assignment to ranks does.
+    The first step is 0. A global batch may span two epochs. Only the last global batch may be
+    short. The micro-batches of a step do not depend on the number of ranks (except with `shares`),
+    but their assignment to ranks does.
 
     Attributes:
         samples: Number of training samples.
@@ -203,10 +207,10 @@ class BatchPlan:
         global_batch: Samples per step, over all ranks.
         micro_batch: Samples per micro-batch.
         world_size: Number of ranks.
-        growth: Pairs (epoch, global batch). A step takes the batch of the last pair whose epoch is at or
-            before its first sample, and `global_batch` before the first pair.
-        shares: Samples of each rank in a full global batch, if ranks differ in speed. Empty if all ranks
-            take the same number.
+        growth: Pairs (epoch, global batch) that change the global batch from that epoch on. Before
+            the first pair, `global_batch` applies.
+        shares: Samples of each rank in a full global batch, if ranks differ in speed. Empty if all
+            ranks take the same number.
     """
 
     samples: int
@@ -250,7 +254,7 @@ class BatchPlan:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per rank in a full step, for the largest batch if the batch grows."""
+        """Micro-batches per rank in a full step, at the largest global batch of the run."""
         largest = max(batch for _, _, batch in self._stages)
         return largest // (self.micro_batch * self.world_size)
 
@@ -271,7 +275,7 @@ class BatchPlan:
         return self._stage(step)[2]
 
     def position(self, step: int) -> int:
-        """Returns the number of samples in full batches before `step`, also beyond the last step."""
+        """Returns the position of the first sample of `step`, also for steps beyond the last one."""
         first, position, batch = self._stage(step)
         return position + (step - first) * batch
 
@@ -287,14 +291,14 @@ class BatchPlan:
         return start, min(start + self.batch_at(step), self.total_samples)
 
     def epoch_at(self, step: int) -> float:
-        """Returns the number of epochs after `step` steps."""
+        """Returns the number of epochs, with fraction, that `step` steps complete."""
         return min(self.position(step), self.total_samples) / self.samples
 
     def micro_batches(self, step: int, rank: int) -> list[Stretch]:
         """Returns the positions of this rank's micro-batches in `step`.
 
-        A short step has as few micro-batches as possible, of sizes that differ by at most one. Number j
-        belongs to rank j modulo `world_size`, so some ranks may have none.
+        A short step has as few micro-batches as possible, whose sizes differ by at most one.
+        Micro-batch j belongs to rank j modulo `world_size`, so some ranks may have none.
         """
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} of {self.world_size}")
@@ -309,7 +313,7 @@ class BatchPlan:
         ]
 
     def _by_shares(self, start: int, length: int, rank: int) -> list[Stretch]:
-        """Divides a step in proportion to `shares`.
+        """Returns the positions of this rank's micro-batches in a step divided according to `shares`.
 
         Each rank has as many micro-batches as in a full step, or fewer if it has fewer samples.
         """

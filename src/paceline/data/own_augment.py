@@ -21,7 +21,7 @@ from paceline.core.errors import ConfigError, DataError, RunError
 from paceline.data.augment import Pixels, TrainTransform
 from paceline.data.settings import DataSettings
 
-# Random numbers per sample that seed its generator. Each has 53 bits.
+# Number of random numbers that seed the generator of a sample. Each has 53 bits.
 _SEED_DRAWS = 2
 
 
@@ -33,7 +33,7 @@ class ImageAugment(TrainTransform):
     """The training transform, followed by a function of the user."""
 
     def __init__(self, settings: DataSettings, function: Callable[..., Any]) -> None:
-        """Creates a transform.
+        """Creates a transform that calls `function` after crop and flip.
 
         Raises:
             ConfigError: If the function does not take one or two arguments.
@@ -92,16 +92,17 @@ def _count_arguments(function: Callable[..., Any], name: str) -> int:
 class BatchAugment:
     """Applies a function of the user to a normalized training batch, without gradients and autocast.
 
-    A CUDA graph can capture it if the function can be captured. Python code of the function then runs
-    once, at the capture.
+    A CUDA graph can capture the call if it can capture the function. Python code of the function
+    then runs once, during the capture.
     """
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], channels: int) -> None:
         """Creates the augmentation.
 
         Args:
-            function: The function of the user.
-            channels: Channels of the images. Channels added for speed are not passed to the function.
+            function: The function of the user. It takes and returns a batch.
+            channels: Number of channels to pass to the function. A batch may have additional
+                channels of zeros for speed.
 
         Raises:
             ConfigError: If `function` is not callable.

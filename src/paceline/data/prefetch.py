@@ -1,8 +1,9 @@
-"""`Prefetcher`: runs jobs ahead of their use in a bounded number of threads, with results in order.
+"""`Prefetcher`: runs jobs in threads before their results are needed, and yields results in order.
 
-A job consists of independent chunks. Results have the order of the jobs, whatever order the threads
-finish in. An error in a chunk is raised in place of the result of its job. Each chunk records its time
-per stage (read, decode, augment), so that a wait for a batch can be attributed to stages.
+A job consists of independent chunks. Results have the order of the jobs, even if threads finish in
+another order. If a chunk fails, its error is raised in place of the job's result. Each chunk
+records the seconds per stage (read, decode, augment), so that a wait for a batch can be attributed
+to stages.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from typing import Generic, Self, TypeVar
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
 Part = TypeVar("Part")
-# Smaller chunks cost more overhead than they save. Larger ones make other threads wait for one.
+# Limits of the samples per chunk. With smaller chunks, the overhead exceeds the gain. With larger
+# chunks, other threads wait for the last one.
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 8, 64
-# The stage of a wait for work that recorded no time.
+# Stage to which `divide_wait` attributes a wait if no stage recorded a time.
 _OTHER_STAGE = "other"
 _AHEAD_PER_WORKER = 4
 
@@ -30,14 +32,14 @@ class Stopped(Exception):  # noqa: N818  (not an error)
 
 
 class Progress:
-    """Lets a running chunk check whether to stop, and record its time per stage."""
+    """Tells a running chunk when to stop, and records the seconds that its stages take."""
 
     def __init__(self, stopping: threading.Event | None = None) -> None:
         self._stopping = stopping
         self.spent: dict[str, float] = {}
 
     def check(self) -> None:
-        """Raises `Stopped` if the result is no longer needed. Chunks call it between samples."""
+        """Raises `Stopped` if the result is no longer needed. Chunks call `check` between samples."""
         if self._stopping is not None and self._stopping.is_set():
             raise Stopped
 
@@ -50,9 +52,10 @@ class Job(Generic[Part, Result]):
     """Work that is divided into chunks.
 
     Attributes:
-        chunks: Functions that may run concurrently.
-        finish: Makes the result of the chunks' results, in the consumer's thread.
-        complete: Runs after the last chunk, in the same thread.
+        chunks: One function per chunk. Functions may run concurrently.
+        finish: Makes the result of the job from the results of the chunks, in the consumer's
+            thread.
+        complete: Runs after all chunks, in the thread that finished the last one.
     """
 
     chunks: Sequence[Callable[[Progress], Part]]
@@ -64,10 +67,10 @@ _Running = tuple[Job[Part, Result], list[Future[tuple[Part, dict[str, float]]]]]
 
 
 class Prefetcher(Generic[Part, Result]):
-    """Iterates over the results of jobs.
+    """Runs jobs in threads ahead of the consumer, and iterates over their results in order.
 
     Attributes:
-        spent: Seconds per stage of the latest result, summed over threads.
+        spent: Seconds per stage that making the latest result took, summed over threads.
     """
 
     def __init__(self, jobs: Iterator[Job[Part, Result]], workers: int, depth: int) -> None:
@@ -75,8 +78,8 @@ class Prefetcher(Generic[Part, Result]):
 
         Args:
             jobs: The jobs. The consumer's thread iterates over them.
-            workers: Number of threads. With 0 the consumer runs each job when it needs the result.
-            depth: Maximum number of jobs that run or wait for the consumer.
+            workers: Number of threads. With 0, the consumer's thread runs each job on demand.
+            depth: Maximum number of jobs that are running or have a result that was not taken yet.
         """
         self.spent: dict[str, float] = {}
         self._jobs = jobs
@@ -128,7 +131,7 @@ class Prefetcher(Generic[Part, Result]):
     def _run(
         self, job: Job[Part, Result], chunk: Callable[[Progress], Part], done: Iterator[int]
     ) -> tuple[Part, dict[str, float]]:
-        """Runs a chunk. `done` counts the finished chunks of the job; `next` of it is atomic."""
+        """Runs a chunk. `done` counts the finished chunks of the job; `next(done)` is atomic."""
         progress = Progress(self._stopping)
         progress.check()
         part = chunk(progress)
@@ -149,7 +152,7 @@ class Prefetcher(Generic[Part, Result]):
         self._jobs = iter(())
 
     def close(self) -> None:
-        """Stops all threads after the samples that they are working on, and waits for them."""
+        """Stops every thread after its current sample, and waits for all threads to end."""
         self._stopping.set()
         self._shut_down()
 
@@ -163,7 +166,7 @@ class Prefetcher(Generic[Part, Result]):
 def map_ahead(
     work: Callable[[Argument], Part], arguments: Iterable[Argument], workers: int
 ) -> Generator[Part, None, None]:
-    """Yields the same as `map(work, arguments)`, prefetched by threads."""
+    """Yields the results of `map(work, arguments)`, computed ahead of the consumer by threads."""
 
     def job(argument: Argument) -> Job[Part, Part]:
         return Job([lambda progress: work(argument)], lambda parts: parts[0])
@@ -174,14 +177,18 @@ def map_ahead(
 
 
 def cut(length: int, workers: int) -> list[tuple[int, int]]:
-    """Divides a batch of `length` samples into chunks of moderate size, about one per worker."""
+    """Divides `length` samples into chunks of 8 to 64 samples, one per worker if possible.
+
+    Returns:
+        The first row and the end row of each chunk.
+    """
     wanted = -(-length // max(1, workers))
     size = min(max(wanted, _SMALLEST_CHUNK), _LARGEST_CHUNK)
     return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def sum_by_stage(*parts: Mapping[str, float]) -> dict[str, float]:
-    """Adds up seconds per stage."""
+    """Returns the sum of several tables of seconds per stage."""
     total: dict[str, float] = {}
     for part in parts:
         for stage, seconds in part.items():
@@ -197,7 +204,7 @@ def divide_wait(wait_s: float, spent: Mapping[str, float]) -> dict[str, float]:
         spent: Seconds per stage that making the batch took.
 
     Returns:
-        The part of the wait that each stage caused, in seconds.
+        The seconds of the wait that are attributed to each stage.
     """
     whole = sum(spent.values())
     if wait_s <= 0:

@@ -10,7 +10,7 @@ from paceline.core.extensions import Registry
 from paceline.core.settings import SettingChecks
 
 _DIRECTORY = "data.sources.layouts:KIND"
-# Kinds of data and how to open them: a `SourceKind`, or a function given to `register_source`.
+# Names for `data.source`. Each refers to a `SourceKind`, or to a function given to `register_source`.
 SOURCES: Registry[Any] = Registry(
     "sources",
     {
@@ -37,13 +37,13 @@ GLOBAL, SHARDS = "global", "shards"
 SHUFFLE_WINDOW = 16
 CACHES = ("none", "memory", "disk")
 CACHE_FORMS = ("raw", "decoded")
-# Statistics of ImageNet by number of channels. One channel has the mean of the three.
+# ImageNet's mean and standard deviation by number of channels. For grayscale, the mean over RGB.
 MEANS = {1: (0.449,), 3: (0.485, 0.456, 0.406)}
 STDS = {1: (0.226,), 3: (0.229, 0.224, 0.225)}
 
 
 def default_eval_resize(image_size: int) -> int:
-    """Returns `image_size` · 8 / 7, which is 256 for 224."""
+    """Returns the default of `eval_resize`: `image_size` · 8 / 7, for example 256 for 224."""
     return round(image_size * 8 / 7)
 
 
@@ -159,7 +159,7 @@ class DataSettings:
         check_exclusions(EXCLUSIONS, data=self)
 
     def _set_dependent_defaults(self) -> None:
-        """Stores defaults that depend on other settings, so that a run's record has their values."""
+        """Sets defaults that depend on other settings, so that a run's record contains their values."""
         if self.eval_resize is None:
             object.__setattr__(self, "eval_resize", default_eval_resize(self.image_size))
         for name, values in (("mean", MEANS), ("std", STDS)):

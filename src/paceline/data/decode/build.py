@@ -1,10 +1,10 @@
 """Builds the C library of the region decoder and keeps it in the user's cache.
 
-A compiler builds a shared library from the C files in this directory and libjpeg-turbo. Every Python
-version can load it. The cache is `$XDG_CACHE_HOME/paceline/region` or `~/.cache/paceline/region`, which
-only the user may write. The file is written under a temporary name and renamed, so processes that build
-at the same time do not disturb each other. `python -m paceline.data.decode.build FILE` builds a library
-for another machine.
+A C compiler builds a shared library from the C files in this directory and links libjpeg-turbo.
+Every Python version can load the library. The cache is `$XDG_CACHE_HOME/paceline/region` or
+`~/.cache/paceline/region`; only the user may write to that directory. The library is written under
+a temporary name and renamed, so processes that build at the same time do not disturb each other.
+`python -m paceline.data.decode.build FILE` builds a library to copy to another machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SOURCES = ("header.c", "resample.c", "square.c", "region.c")
 HEADERS = ("region.h",)
 HERE = Path(__file__).parent
 # No fused multiply-add, because Pillow rounds each product. The library prefers a libjpeg in its own
-# folder, so that both can be copied to another machine.
+# folder, so that both files can be copied to another machine.
 FLAGS = (
     "-std=c11", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fvisibility=hidden",
     "-Wl,-rpath,$ORIGIN",
@@ -40,11 +40,11 @@ _PACKAGES = "install gcc and libjpeg-dev (Fedora: libjpeg-turbo-devel)"
 
 
 class BuildError(PacelineError):
-    """Raised if the library cannot be built on this machine; has the cause and the remedy."""
+    """Raised if the library cannot be built on this machine. Contains the cause and the remedy."""
 
 
 def build(target: Path, *flags: str) -> None:
-    """Compiles the library.
+    """Compiles the library of the region decoder.
 
     Args:
         target: The file to write.
@@ -61,7 +61,7 @@ def build(target: Path, *flags: str) -> None:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
             built = Path(folder) / "library.so"
             _compile(compiler, built, flags)
-            # Independent of the umask: write permission would allow others to run code here.
+            # Regardless of the umask: a user who may write the file could run code in this process.
             built.chmod(0o755)
             built.replace(target)
     except OSError as error:
@@ -97,10 +97,13 @@ def _compile(compiler: str, target: Path, flags: Sequence[str]) -> None:
 
 
 def cached_library(*, rebuild: bool = False) -> Path:
-    """Returns the library for these sources, and builds it if needed.
+    """Returns the path of the library built from the current C sources, and builds it if needed.
+
+    Args:
+        rebuild: Builds the library even if the cache contains it.
 
     Raises:
-        BuildError: If it cannot be built, or if other users could have written it.
+        BuildError: If the library cannot be built, or if another user could have written the file.
     """
     folder = _private_directory()
     path = folder / f"jpeg_region-{_key()}.so"
@@ -124,7 +127,7 @@ def _private_directory() -> Path:
 
 
 def _require_private(path: Path) -> None:
-    """Raises BuildError if another user could write `path`, and thereby run code here."""
+    """Raises BuildError if another user may write `path`, and so could run code in this process."""
     status = path.lstat()
     if status.st_uid not in (os.geteuid(), 0):
         why, remedy = "belongs to another user", "set XDG_CACHE_HOME to a directory of your own"

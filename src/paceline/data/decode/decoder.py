@@ -1,8 +1,8 @@
-"""`Decoder`, which turns samples into batches of images; and `PillowDecoder`, which decodes whole images.
+"""`Decoder`, the interface that makes batches from samples; `PillowDecoder`, which uses Pillow.
 
-A loader begins a batch with `begin`, fills its chunks in threads, and finishes it in the consumer's
-thread. All decoders give the same samples, boxes and flips. Decoders on the host also give the same
-pixels and errors.
+A loader calls `Decoder.begin`, fills the chunks of the batch in threads, and finishes the batch in
+the consumer's thread. All decoders give the same samples, crop boxes and flips. All decoders on the
+host also give the same pixels and errors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.data.sources.base import Source, Stored
 
 
 class RegionUnavailableError(PacelineError):
-    """Raised if the region decoder is not available; has the cause and the remedy."""
+    """Raised if the region decoder is not available. Contains the cause and the remedy."""
 
 
 class BatchInProgress(ABC):
@@ -44,15 +44,15 @@ class BatchInProgress(ABC):
 
     @abstractmethod
     def finish(self, dropped: Sequence[int]) -> Batch:
-        """Returns the batch without the rows `dropped`. The consumer calls it after `complete`."""
+        """Returns the batch without the rows `dropped`. The consumer calls `finish` after `complete`."""
 
 
 class Decoder(ABC):
     """Makes batches of images. Thread-safe.
 
     Attributes:
-        draws: Number of random numbers that a sample takes.
-        workers: Number of threads that fill chunks. 0 uses the consumer's thread.
+        draws: Number of random numbers that the augmentation of a sample uses.
+        workers: Number of threads that fill chunks. With 0, the consumer's thread fills them.
         corrupt: Samples that are known to be corrupt before the first batch.
     """
 
@@ -62,19 +62,19 @@ class Decoder(ABC):
 
     @abstractmethod
     def begin(self, samples: int) -> BatchInProgress:
-        """Allocates a batch. The consumer calls it."""
+        """Allocates a batch of `samples` samples. Runs in the consumer's thread."""
 
     @abstractmethod
     def describe(self) -> str:
-        """Returns how batches are made, for example `resident on cuda:0, 146 MiB` or `2 threads`."""
+        """Describes how batches are made, for example `resident on cuda:0, 146 MiB` or `2 threads`."""
 
     def note(self) -> str:
-        """Describes the samples that were not decoded as `describe` says; "" if there are none."""
+        """Describes samples that a fallback decoded instead, or returns "" if there are none."""
         return ""
 
 
 def describe_threads(workers: int, notes: Sequence[str]) -> str:
-    """Returns the number of threads, followed by the non-empty notes in parentheses."""
+    """Returns `workers` as text, followed by the non-empty notes in parentheses."""
     text = f"{workers} thread{'' if workers == 1 else 's'}" if workers else "no threads"
     joined = "; ".join(filter(None, notes))
     return f"{text} ({joined})" if joined else text
@@ -86,11 +86,11 @@ class PillowDecoder(Decoder):
 
     Attributes:
         source: The samples.
-        transform: The augmentation.
+        transform: Converts a decoded image to the square of pixels.
         channels: 1 for grayscale, 3 for RGB.
         workers: Number of threads.
-        pin_memory: Makes batches in pinned memory.
-        notes: Notes for the decoder's description.
+        pin_memory: Allocates batches in pinned memory.
+        notes: Added to the text of `describe`.
     """
 
     source: Source
@@ -110,7 +110,7 @@ class PillowDecoder(Decoder):
         )
 
     def fill(self, chunk: Chunk, out: Pixels) -> None:
-        """Fills `out` with the pixels of a chunk, one row per sample."""
+        """Fills `out` with the images of a chunk, as samples × height × width × channels."""
         chunk.replace_known()
         filled = set(self.fill_together(chunk, out)) if len(chunk) > 1 else ()
         for row in range(len(chunk)):
@@ -119,11 +119,14 @@ class PillowDecoder(Decoder):
                 self.fill_row(chunk, row, out[row])
 
     def fill_together(self, chunk: Chunk, out: Pixels) -> Sequence[int]:
-        """Returns the rows that a faster method filled. The others are decoded one by one."""
+        """Fills rows by a faster method if there is one, and returns the filled rows.
+
+        `fill` decodes the remaining rows one by one.
+        """
         return ()
 
     def fill_row(self, chunk: Chunk, row: int, out: Pixels) -> None:
-        """Fills one row. Replaces corrupt samples by their successors, or drops the row."""
+        """Fills one row. If the sample is corrupt, replaces it by the next one or drops the row."""
         chunk.replace_known([row])
         while not chunk.is_dropped(row):
             index = int(chunk.indices[row])
@@ -139,7 +142,7 @@ class PillowDecoder(Decoder):
     def prepare(
         self, data: Stored, numbers: Sequence[float], out: Pixels, progress: Progress
     ) -> None:
-        """Decodes and augments one sample. Raises CorruptImage, which leaves `out` undefined."""
+        """Decodes and augments one sample. After a CorruptImage, the content of `out` is undefined."""
         start = perf_counter()
         if self._copied(data, numbers, out):
             progress.add("augment", perf_counter() - start)
@@ -151,9 +154,12 @@ class PillowDecoder(Decoder):
         progress.add("augment", perf_counter() - decoded)
 
     def _copied(self, data: Stored, numbers: Sequence[float], out: Pixels) -> bool:
-        """Copies pixels that need no decoding, resampling or flip. Returns False for other samples.
+        """Copies a sample that is stored as pixels and needs no resampling and no flip.
 
         For small images, calls of Pillow cost more than the copy.
+
+        Returns:
+            False if the sample must be decoded, resampled or flipped. `out` is then unchanged.
         """
         transform = self.transform
         if not isinstance(data, np.ndarray) or data.shape != out.shape:

@@ -1,7 +1,8 @@
-"""`RegionLibrary`: the C library of the region decoder, called without the interpreter lock.
+"""`RegionLibrary`: the C library of the region decoder, called with the interpreter lock released.
 
-The environment variable PACELINE_JPEG_REGION_LIBRARY names a built library. Otherwise one is built. A
-library is used only if it gives exactly the pixels of the installed Pillow.
+The environment variable PACELINE_JPEG_REGION_LIBRARY gives the path of a built library. If the
+variable is not set, the library is built. A library is used only if its pixels equal those of the
+installed Pillow exactly.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ VARIABLE = "PACELINE_JPEG_REGION_LIBRARY"
 _FILTERS = {name: number for number, name in enumerate(INTERPOLATIONS)}
 # Pillow 12 resamples images differently if their height is more than this many times their width.
 TALLEST = 100
-# ctypes truncates larger integers silently.
+# ctypes silently truncates integers above this limit.
 _MOST_BYTES = 2**31 - 1
 _AT, _INT = ctypes.c_void_p, ctypes.c_int
 _FILE = (ctypes.c_char_p, ctypes.c_size_t)
 _BOX = (ctypes.c_float,) * 4
-# Result type, then argument types of each function in region.h.
+# For each function in region.h, the result type, then the argument types.
 _TYPES: dict[str, tuple[Any, ...]] = {
     "region_version": (ctypes.c_char_p,),
     "region_open": (_AT,),
@@ -54,15 +55,15 @@ _TYPES: dict[str, tuple[Any, ...]] = {
 
 @dataclass
 class Pieces:
-    """Parts of files that one call reads.
+    """Pieces of files that one call of `RegionLibrary.read_many` reads.
 
     Attributes:
-        descriptors: Open files.
-        offsets: Start of each piece in its file.
-        sizes: Bytes of each piece.
-        targets: Memory addresses with room for `sizes` bytes.
-        outcomes: For each piece the number of bytes read (-1 after an error), and the size and
-            modification time of its file.
+        descriptors: File descriptor of each piece.
+        offsets: Offset of each piece in the file, in bytes.
+        sizes: Length of each piece in bytes.
+        targets: Memory address to which each piece is read.
+        outcomes: For each piece, the number of bytes read (-1 after an error), and the size and
+            modification time of the file.
     """
 
     descriptors: npt.NDArray[np.int32]
@@ -76,7 +77,7 @@ class Pieces:
 
 
 class StoredFiles:
-    """Addresses and lengths of whole files in memory. Keeps the memory alive."""
+    """Addresses and lengths of files whose bytes are in memory. Keeps that memory alive."""
 
     def __init__(self, contents: Sequence[bytes | memoryview]) -> None:
         views = [np.frombuffer(data, dtype=np.uint8) for data in contents]
@@ -90,19 +91,19 @@ class StoredFiles:
         return list(zip(self.addresses.tolist(), self.lengths.tolist(), strict=True))
 
     def of(self, rows: Sequence[int]) -> StoredFiles:
-        """Returns the files `rows`."""
+        """Returns the files with the indices `rows`."""
         return StoredFiles([self.contents[row] for row in rows])
 
 
 class RegionLibrary:
-    """The functions of the library. Thread-safe: each thread has its own decoder state."""
+    """Calls the functions of the C library. Thread-safe: each thread has its own decoder state."""
 
     def __init__(self, path: Path) -> None:
         """Loads the library.
 
         Raises:
             OSError: If the library cannot be loaded.
-                AttributeError: If the file is a different library.
+            AttributeError: If the file is a different library.
         """
         library = load_functions(path)
         # Reading a header takes less time than releasing the interpreter lock.
@@ -113,7 +114,7 @@ class RegionLibrary:
         self._decoder()
 
     def size(self, data: bytes) -> tuple[int, int] | None:
-        """Returns width and height of a JPEG that the library may support, else None."""
+        """Returns width and height, or None if the file is no JPEG that the library supports."""
         width, height = ctypes.c_int32(), ctypes.c_int32()
         if self._size(data, len(data), ctypes.byref(width), ctypes.byref(height)):
             return None
@@ -133,15 +134,16 @@ class RegionLibrary:
         """Decodes `box` of a JPEG and resamples it to `out`.
 
         Args:
-            data: The file.
+            data: The bytes of the file.
             shape: Width and height of the image, as returned by `size`.
-            box: Left, top, right and bottom.
+            box: Left, top, right and bottom in pixels.
             flip: Flips the result horizontally.
-            interpolation: Resampling filter.
-            out: A contiguous square.
+            interpolation: Name of the resampling filter.
+            out: Receives the result. A contiguous square array.
 
         Returns:
-            False if the file is damaged. The content of `out` is then undefined.
+            True if `out` was filled. False if the file is damaged. The content of `out` is then
+            undefined.
         """
         check_square(out)
         rows, _, channels = out.shape
@@ -152,10 +154,11 @@ class RegionLibrary:
         return outcome == 0
 
     def square(self, pixels: Pixels, box: Box, flip: bool, interpolation: str, out: Pixels) -> bool:
-        """Resamples `box` of a decoded image to `out`, like `prepare`.
+        """Resamples `box` of a decoded image to `out`, with the arguments of `prepare`.
 
         Returns:
-            False if the library does not support the array. The content of `out` is then undefined.
+            True if `out` was filled. False if the library does not support the array. The content
+            of `out` is then undefined.
         """
         check_square(out)
         if not _is_supported(pixels):
@@ -169,7 +172,7 @@ class RegionLibrary:
         return outcome == 0
 
     def sizes(self, files: StoredFiles) -> npt.NDArray[np.int32]:
-        """Returns `size` of each file as a row, with zeros in place of None."""
+        """Returns a row (width, height) per file: the result of `size`, or zeros in place of None."""
         sizes = np.zeros((len(files.lengths), 2), dtype=np.int32)
         self._library.region_sizes(
             len(sizes), files.addresses.ctypes.data, files.lengths.ctypes.data, sizes.ctypes.data
@@ -188,11 +191,11 @@ class RegionLibrary:
         """Calls `prepare` for each file.
 
         Args:
-            files: The files.
-            boxes: The box of each file.
-            turns: For each file the flip, and the result of `down_first`.
-            interpolation: Resampling filter.
-            outs: Squares of one size.
+            files: The JPEGs.
+            boxes: Left, top, right and bottom for each file.
+            turns: For each file, 1 to flip the result, and 1 if `down_first` is True.
+            interpolation: Name of the resampling filter.
+            outs: The array to fill for each file. All have the same shape.
 
         Returns:
             For each file, True if its square was filled.
@@ -211,7 +214,7 @@ class RegionLibrary:
         return [outcome == 0 for outcome in outcomes.tolist()]
 
     def read_many(self, pieces: Pieces) -> None:
-        """Reads all pieces and sets their `outcomes`. Does not raise."""
+        """Reads all pieces and sets `pieces.outcomes`. Does not raise."""
         arrays = (pieces.descriptors, pieces.offsets, pieces.sizes, pieces.targets, pieces.outcomes)
         addresses = [array.ctypes.data for array in arrays]
         self._library.region_read_many(len(pieces.sizes), *addresses)
@@ -224,7 +227,7 @@ class RegionLibrary:
 
 
 class _DecoderState:
-    """The memory of one thread in the library, freed with the thread."""
+    """Memory that the library uses for one thread. Freed when the thread ends."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         handle = library.region_open()
@@ -242,15 +245,15 @@ def load_functions(path: Path, *, keeping_the_lock: bool = False) -> ctypes.CDLL
     """Loads a library and sets the types of its functions.
 
     Args:
-        path: The library.
-        keeping_the_lock: Calls keep the interpreter lock.
+        path: File of the library.
+        keeping_the_lock: Calls of the functions do not release the interpreter lock.
 
     Raises:
         OSError: If the library cannot be loaded.
-            AttributeError: If the library lacks a function.
+        AttributeError: If the library lacks a function.
     """
     loader = ctypes.PyDLL if keeping_the_lock else ctypes.CDLL
-    # Local symbols, because Pillow contains another libjpeg.
+    # RTLD_LOCAL, because Pillow contains another libjpeg with the same symbols.
     library = loader(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
     for name, (result, *arguments) in _TYPES.items():
         function = getattr(library, name)
@@ -265,14 +268,14 @@ def _is_supported(pixels: Pixels) -> bool:
 
 
 def check_square(out: Pixels) -> None:
-    """Raises ValueError if the library must not write to `out`."""
+    """Raises ValueError if `out` has a type or memory layout to which the library must not write."""
     writable = out.flags.c_contiguous and out.flags.writeable and out.dtype == np.uint8
     if out.shape[0] != out.shape[1] or not writable:
         raise ValueError(f"an output is not a contiguous, writable square of bytes: {out.shape}")
 
 
 def addresses_of_squares(outs: Sequence[Pixels]) -> npt.NDArray[np.uint64]:
-    """Returns the addresses of squares of one shape."""
+    """Returns the memory addresses of square arrays, which must all have the same shape."""
     for out in outs:
         check_square(out)
         if out.shape != outs[0].shape:
@@ -281,15 +284,15 @@ def addresses_of_squares(outs: Sequence[Pixels]) -> npt.NDArray[np.uint64]:
 
 
 def address(array: Pixels) -> int:
-    """Returns the memory address, faster than `array.ctypes.data`."""
+    """Returns the memory address of an array, faster than `array.ctypes.data`."""
     return int(array.__array_interface__["data"][0])
 
 
 def region_library() -> RegionLibrary:
-    """Returns the library of this machine, and builds it if needed.
+    """Loads the C library, after building it if needed. Later calls return the same object.
 
     Raises:
-        RegionUnavailableError: If there is no usable library.
+        RegionUnavailableError: If no library can be built, or its pixels differ from Pillow's.
     """
     loaded = _load_checked(os.environ.get(VARIABLE, ""))
     if isinstance(loaded, tuple):
@@ -299,7 +302,10 @@ def region_library() -> RegionLibrary:
 
 @functools.cache
 def _load_checked(named: str) -> RegionLibrary | tuple[str, str]:
-    """Returns the library, or cause and remedy. A cached exception would keep its traceback alive."""
+    """Returns the library, or else the cause and the remedy of the failure.
+
+    The result is cached. A cached exception would keep its traceback alive.
+    """
     try:
         library = _load_named(named) if named else _load_built()
     except BuildError as error:
@@ -326,12 +332,12 @@ def _load_built() -> RegionLibrary:
     try:
         return RegionLibrary(cached_library())
     except (OSError, AttributeError):
-        # Built for a libjpeg that was removed or replaced.
+        # The cached library needs a libjpeg that was removed or replaced.
         return _load_copy(cached_library(rebuild=True))
 
 
 def _load_copy(path: Path) -> RegionLibrary:
-    """Loads under a new name, because a process cannot load a changed file under its old name."""
+    """Loads a copy of `path` with a new name. A process cannot load a changed file by its old name."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix="again-", suffix=".so") as copy:
         copy.write(path.read_bytes())
         copy.flush()
@@ -339,12 +345,12 @@ def _load_copy(path: Path) -> RegionLibrary:
 
 
 def down_first(width: int, height: int, size: int) -> bool:
-    """Returns True if Pillow resamples vertically first, for a result of `size` × `size`.
+    """Returns True if Pillow resizes a `width` × `height` box to `size` × `size` vertically first.
 
     Pixels are rounded between the horizontal and the vertical pass, so the order changes the
     result. Pillow 12 resamples horizontally first. Pillow 13 resamples vertically first if the
-    height shrinks by more than twice what the width shrinks by. A trial with Pillow decides, not
-    its version.
+    factor by which the height shrinks is more than twice that of the width. A trial with Pillow
+    decides, not the version number.
     """
     return height > size and height - size > 2 * (width - size) and _pillow_chooses_the_order()
 
@@ -353,13 +359,13 @@ def down_first(width: int, height: int, size: int) -> bool:
 def _pillow_chooses_the_order() -> bool:
     noise = np.random.default_rng(0).integers(0, 256, (96, 17), dtype=np.uint8)
     image, bilinear = Image.fromarray(noise), Image.Resampling.BILINEAR
-    # Two calls that change one side each have a known order.
+    # Two calls of `resize` that change one side each have a known order.
     rows_first = image.resize((17, 16), bilinear).resize((16, 16), bilinear)
     return rows_first.tobytes() == image.resize((16, 16), bilinear).tobytes()
 
 
-# The comparison with Pillow: side of the result; images that are wide, tall, and smaller than the
-# result; boxes as fractions: the whole image, its middle, and one with fractional edges.
+# Constants of the comparison with Pillow. Side of the result. Sizes of images that are wide, tall, and
+# smaller than the result. Boxes as fractions: the whole image, the middle, and one with fractional edges.
 _SIZE = 12
 _SHAPES = ((61, 37), (37, 83), (9, 11))
 _BOXES = ((0.0, 0.0, 1.0, 1.0), (0.3, 0.4, 0.8, 0.9), (0.11, 0.0, 0.57, 0.61))
@@ -369,8 +375,8 @@ _FLIPPED = Image.Transpose.FLIP_LEFT_RIGHT
 def disagreement(library: RegionLibrary) -> str:
     """Returns how the pixels of the library differ from Pillow's, or "" if they are equal.
 
-    Takes about 20 ms, once per process. Training must not change with versions of Pillow and libjpeg
-    that our tests have not seen.
+    The comparison takes about 20 ms, once per process. It ensures that untested versions of Pillow
+    and libjpeg do not change a training.
     """
     for at, (width, height) in enumerate(_SHAPES):
         for kind, data in enumerate(_files(width, height)):
@@ -418,7 +424,7 @@ def _agrees(
     channels: int,
     flip: bool,
 ) -> bool:
-    """Compares the crop of a file, and of its decoded pixels, with Pillow's."""
+    """Returns True if the crops of a file and of the decoded file both equal Pillow's crop."""
     opened = Image.open(io.BytesIO(data))
     image = opened.convert(MODES[channels])
     left, top, right, bottom = fractions

@@ -1,9 +1,9 @@
 """`RegionDecoder`: decodes only the part of a JPEG that the crop needs, with the C library.
 
-Files that the library does not support (other formats, CMYK, rotated by Exif) and damaged files go to
-Pillow, which also reports what is wrong with them. A few calls read, decode and crop the samples of a
-chunk, each without the interpreter lock. Threads that take and release the lock for every sample would
-slow each other and the training.
+Pillow decodes files that the library does not support (formats other than JPEG, CMYK, rotation by
+Exif). Pillow also decodes damaged files and reports the damage. Each call of the library processes
+several samples with the interpreter lock released. Threads that take and release the lock for every
+sample would slow down each other and the training.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ from paceline.data.prefetch import Progress
 from paceline.data.sources.base import Source, Stored
 from paceline.data.sources.storage import Loan, ShardFile
 
-# Samples per call. A loader that is closed waits for at most one call per thread.
+# Samples per call of the library. Closing a loader waits for at most one call per thread.
 _AT_ONCE = 16
 _ALIGNMENT = 64
 # Larger files are read one by one, because each thread keeps the memory that it read into.
 _LARGEST_FILE, _MOST_BYTES = 16 << 20, 64 << 20
-# Number of shards beyond those kept open that a thread may open at once. File descriptors are scarce.
+# Maximum number of shards that a call may open in addition to shards that are kept open, because
+# file descriptors are scarce.
 _MOST_OPENED = 4
 
 
 class RegionDecoder(PillowDecoder):
-    """Decodes crops of JPEGs. Decoding, cropping and resampling a JPEG count as "decode"."""
+    """Decodes crops of JPEGs. The stage "decode" includes cropping and resampling of JPEGs."""
 
     transform: SquareTransform
 
@@ -94,7 +95,7 @@ class RegionDecoder(PillowDecoder):
         return self._library.square(pixels, box, flip, transform.interpolation, out)
 
     def fill_together(self, chunk: Chunk, out: Pixels) -> Sequence[int]:
-        """Fills many rows per call if the samples are in files. Returns the filled rows."""
+        """Fills several rows per call if the samples are stored in files. Returns the filled rows."""
         if not self.source.has_extents:
             return ()
         numbers = chunk.numbers.tolist()
@@ -127,7 +128,13 @@ class RegionDecoder(PillowDecoder):
     def _decode_together(
         self, by_row: dict[int, memoryview], numbers: Sequence[Sequence[float]], out: Pixels
     ) -> list[int]:
-        """Decodes the files `by_row` and returns the rows that were filled."""
+        """Decodes several files with one call, and returns the filled rows.
+
+        Args:
+            by_row: The bytes of a file for each row of the chunk.
+            numbers: Random numbers of all rows of the chunk.
+            out: Pixels of the chunk.
+        """
         transform, rows = self.transform, list(by_row)
         files = StoredFiles(list(by_row.values()))
         sizes = self._library.sizes(files).tolist()
@@ -158,10 +165,10 @@ class RegionDecoder(PillowDecoder):
 
 
 def create_decoder(source: Source, transform: SquareTransform, **options: Any) -> RegionDecoder:
-    """Returns a decoder with the library of this machine.
+    """Creates a region decoder with `region_library()`.
 
     Raises:
-        RegionUnavailableError: If there is no library.
+        RegionUnavailableError: If there is no usable library.
     """
     return RegionDecoder(source, transform, region_library(), **options)
 
@@ -169,18 +176,21 @@ def create_decoder(source: Source, transform: SquareTransform, **options: Any) -
 class BulkRead:
     """Reads the files of several samples with one call.
 
-    Belongs to one thread. A result is valid until the next call.
+    Each reader is used by one thread only. A result is valid until the next call.
     """
 
     def __init__(self, source: Source, *, pinned: bool = False) -> None:
-        """Creates a reader. `pinned` reads into pinned memory, from which a GPU reads directly."""
+        """Creates a reader. With `pinned`, reads into pinned memory, which a GPU can read directly."""
         self._source = source
         self._library = _library_or_none() if source.has_extents else None
         self._pinned = pinned
         self._memory = np.empty(0, dtype=np.uint8)
 
     def all(self, indices: Sequence[int], progress: Progress) -> list[Stored | memoryview]:
-        """Reads all samples, one by one if they cannot be read together. Corrupt samples are b""."""
+        """Reads all samples, and returns b"" for corrupt ones.
+
+        Samples that cannot be read together are read one by one.
+        """
         progress.check()
         stored: list[Stored | memoryview] = []
         for index, data in zip(indices, self(indices), strict=True):
@@ -193,9 +203,10 @@ class BulkRead:
         return stored
 
     def __call__(self, indices: Sequence[int]) -> list[memoryview | None]:
-        """Reads samples together. Returns None for each sample that only `Source.read` can read.
+        """Reads samples together. Returns None for each sample that was not read.
 
-        These are samples without a file, and samples in shards that have changed or cannot be read.
+        The caller reads such a sample with `Source.read`: it has no extent in a file, is too large,
+        or its shard has changed or is unreadable.
         """
         if self._library is None:
             return [None] * len(indices)
@@ -213,7 +224,7 @@ class BulkRead:
         indices: Sequence[int],
         loans: dict[ShardFile, Loan | None],
     ) -> list[memoryview | None]:
-        """Reads samples, and adds the descriptors that it borrows to `loans`."""
+        """Reads samples, and adds every borrowed descriptor to `loans`. The caller gives them back."""
         views: list[memoryview | None] = [None] * len(indices)
         wanted: list[tuple[int, Loan, int, int]] = []
         left = _MOST_BYTES
@@ -249,7 +260,7 @@ class BulkRead:
         return views
 
     def _reserve(self, sizes: Int64) -> Int64:
-        """Returns the start of each file in the memory of this reader. Grows the memory if needed."""
+        """Returns an offset into the reader's memory for each file. Grows the memory if needed."""
         ends = np.cumsum(-(-sizes // _ALIGNMENT) * _ALIGNMENT)
         if ends[-1] > len(self._memory):
             memory = torch.empty(int(ends[-1]) * 5 // 4, dtype=torch.uint8, pin_memory=self._pinned)

@@ -1,1 +1,1 @@
-"""The part of the pipeline on the training device: decoders, resident sets, normalization, copies."""
+"""The input pipeline on the training device: decoders, resident splits, normalization and copies."""

@@ -1,7 +1,7 @@
 """Augmentation of whole batches on the device.
 
-The host sends the random choices of a batch to the device as a few integers per sample. The pixels stay
-on the device, and the results equal those of the host's transforms.
+The host sends the random choices for a batch to the device as a few integers per sample. The pixels
+stay on the device. The resulting pixels equal the pixels from the host's transforms.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from paceline.data.settings import DataSettings
 Float64 = npt.NDArray[np.float64]
 Filter = Callable[[torch.Tensor], torch.Tensor]
 _ONE = 2.0**22
-# Larger than every pixel index. The sum of two of these still fits 64 bits.
+# Larger than every pixel index. Twice this value still fits into 64 bits.
 _OUTSIDE = 2**40
-# Maximum size of an intermediate tensor, of which a few exist at a time.
+# Maximum size of one intermediate tensor. A few such tensors exist at a time.
 _CHUNK_BYTES = 128 * 2**20
 
 
 class AugmentNumbers:
-    """Converts the random numbers of samples to integers, on the host.
+    """Converts random numbers to the integers that describe each sample's augmentation, on the host.
 
-    `draws` random numbers of a sample become `count` integers: flip, down, right, or flip, left, top,
-    right, bottom; then top and left of the cutout if there is one. `TrainTransform` makes the same
-    choices.
+    The `draws` random numbers of a sample become `count` integers. These are (flip, down, right)
+    for a shifted crop, or (flip, left, top, right, bottom) for a box. With cutout, the top and left
+    of the blanked square follow. `TrainTransform` makes the same choices.
     """
 
     def __init__(self, settings: DataSettings, height: int, width: int) -> None:
-        """`height` and `width` are the size of the stored images."""
+        """Creates a converter for stored images of `height` × `width` pixels."""
         self._settings = settings
         self._sides = height, width
         self._boxes = settings.augment == "random_resized_crop"
@@ -53,7 +53,7 @@ class AugmentNumbers:
         self.count = (5 if self._boxes else 3) + (2 if settings.cutout else 0)
 
     def fill(self, rows: Float64, out: Int64) -> None:
-        """Fills `out`, which is `count` × samples."""
+        """Converts `rows` (samples × `draws`) and writes the integers to `out` (`count` × samples)."""
         settings = self._settings
         out[0] = (rows[:, FLIP] < 0.5) & settings.flip
         if side := settings.cutout:
@@ -74,7 +74,18 @@ def random_boxes(
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> Int64:
-    """Returns `random_box` of all rows: an array with the rows left, top, right, bottom."""
+    """Computes `random_box` for many samples at once.
+
+    Args:
+        width: Width of the images.
+        height: Height of the images.
+        rows: Random numbers, samples × draws.
+        scale: Range of the area, as fractions of the image's area.
+        ratio: Range of the aspect ratio.
+
+    Returns:
+        An array with the rows left, top, right and bottom, and one column per sample.
+    """
     low, high = math.log(ratio[0]), math.log(ratio[1])
     tries = rows[:, FIRST_TRY : FIRST_TRY + 2 * TRIES].reshape(-1, TRIES, 2)
     area = width * height * (scale[0] + tries[:, :, 0] * (scale[1] - scale[0]))
@@ -96,7 +107,7 @@ class DeviceAugment:
     def __init__(
         self, pixels: torch.Tensor, shape: tuple[int, int, int], settings: DataSettings
     ) -> None:
-        """Takes `pixels` and `shape` of a `ResidentSet`."""
+        """Creates the augmentation of a `ResidentSet` with these `pixels` and this `shape`."""
         self._pixels = pixels
         self._images = pixels[:-1].view(-1, *shape)
         self._size = settings.image_size
@@ -105,13 +116,16 @@ class DeviceAugment:
         boxes = settings.augment == "random_resized_crop"
         self._apply = self._resized if boxes else self._shifted
         height, width, channels = shape
-        # One float64 per stored value, or one 64-bit index per pixel.
+        # With boxes, one float64 per stored value; else one 64-bit index per pixel.
         sample_bytes = 8 * height * width * (channels if boxes else 1)
         self._chunk = max(1, _CHUNK_BYTES // sample_bytes)
         self._sides = torch.arange(self._size, device=pixels.device)
 
     def __call__(self, indices: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """Returns the batch. `numbers` has one column per sample."""
+        """Returns the augmented images of the samples `indices`.
+
+        `numbers` are the integers of `AugmentNumbers`, one column per sample.
+        """
         parts = [
             self._apply(
                 indices[start : start + self._chunk], numbers[:, start : start + self._chunk]
@@ -129,7 +143,10 @@ class DeviceAugment:
         return squares
 
     def _shifted(self, indices: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """Gathers pixels. The index of a pixel is the index of its line plus its column."""
+        """Flips and shifts images by gathering pixels.
+
+        The index of a pixel is the index of the first pixel in the same line, plus the column.
+        """
         size = self._size
         flip, down, right = numbers[:3, :, None]
         line = self._sides - down
@@ -139,12 +156,12 @@ class DeviceAugment:
         source = start[:, :, None] + column[:, None, :]
         if self._cutout:
             source.masked_fill_(self._cutout_mask(numbers), _OUTSIDE)
-        # Indices outside of the image or in the cutout become that of the black pixel at the end.
+        # Indices outside of the image or in the cutout become the index of the black pixel at the end.
         source.clamp_max_(len(self._pixels) - 1)
         return self._pixels.index_select(0, source.view(-1)).view(len(indices), size, size, -1)
 
     def _cutout_mask(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Returns samples × height × width, True inside the cutout."""
+        """Returns a mask, samples × height × width, that is True inside the cutout."""
         away = self._sides - numbers[-2:, :, None]
         rows, columns = ((away >= 0) & (away < self._cutout)).unbind()
         mask: torch.Tensor = rows[:, :, None] & columns[:, None, :]
@@ -163,17 +180,17 @@ def resample(
 ) -> torch.Tensor:
     """Resamples a box of each image to a square, with exactly the pixels of Pillow.
 
-    The interpolation filter yields one weight matrix for the rows and one for the columns, and
-    resampling multiplies by both. As in Pillow, weights are integer multiples of 2⁻²², and pixel
-    values are rounded after each product. float64 represents every sum exactly, so the order of
-    additions does not matter.
+    The interpolation filter yields one weight matrix for the lines and one for the columns of an
+    image. Resampling multiplies the image by both matrices. As in Pillow, weights are integer
+    multiples of 2⁻²², and pixel values are rounded after each product. float64 represents every sum
+    exactly, so the order of additions does not matter.
 
     Args:
         images: Samples × height × width × channels, uint8.
-        box: Left, top, right and bottom of each sample.
-        flip: 1 for samples whose square is flipped.
-        size: Side of the squares.
-        interpolation: The filter.
+        box: Four tensors with left, top, right and bottom of each sample, in pixels.
+        flip: 1 for each sample whose square is flipped horizontally, else 0.
+        size: Side of the squares in pixels.
+        interpolation: Name of the filter.
     """
     height, width = images.shape[1:3]
     left, top, right, bottom = box
@@ -201,23 +218,30 @@ def _along_columns(weights: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
 
 
 def _levels(sums: torch.Tensor) -> torch.Tensor:
-    """Converts multiples of 2⁻²² to pixel values from 0 to 255, rounded half up."""
+    """Divides sums by 2²², rounds them half up, and clamps them to 0 to 255."""
     return sums.add_(_ONE / 2).div_(_ONE).floor_().clamp_(0, 255)
 
 
 def _weights(
     low: torch.Tensor, high: torch.Tensor, stored: int, size: int, interpolation: str
 ) -> torch.Tensor:
-    """Returns the weight of each stored pixel for each result pixel, times 2²²: samples × size × stored.
+    """Returns the weights of stored pixels in result pixels, times 2²², as samples × size × stored.
 
-    As in Pillow, pixels outside of the box contribute if the filter extends to them.
+    As in Pillow, stored pixels outside of the box have a weight if the filter extends to them.
+
+    Args:
+        low: First edge of each sample's box along one axis.
+        high: Second edge of each sample's box along that axis.
+        stored: Number of stored pixels along the axis.
+        size: Number of result pixels along the axis.
+        interpolation: Name of the filter.
     """
     scale = (high - low).to(torch.float64)[:, None] / size
     pixel = torch.arange(stored, device=low.device, dtype=torch.float64)
     if interpolation == "nearest":
         return (pixel == _nearest(low[:, None] + scale * 0.5, scale, size)).to(torch.float64) * _ONE
     centre = low[:, None] + (torch.arange(size, device=low.device) + 0.5) * scale
-    # When shrinking, the filter grows with the step between pixels, so that every stored pixel counts.
+    # When an image shrinks, the filter is widened so that every stored pixel has a weight.
     narrowing = 1 / scale.clamp_min(1)[:, :, None]
     weights = _FILTERS[interpolation]((pixel - centre[:, :, None] + 0.5) * narrowing)
     weights = weights / weights.sum(dim=2, keepdim=True) * _ONE
@@ -225,10 +249,10 @@ def _weights(
 
 
 def _nearest(start: torch.Tensor, step: torch.Tensor, size: int) -> torch.Tensor:
-    """Returns the stored pixel at each center.
+    """Returns the index of the stored pixel at the center of each result pixel.
 
-    Pillow computes centers by repeated addition, and its rounding errors decide on which side of a
-    pixel boundary a center lies. So this function repeats the same additions in the same order.
+    Pillow computes centers by repeated addition. Rounding errors decide on which side of a pixel
+    boundary a center lies, so this function makes the same additions in the same order.
     """
     centres = [start]
     for _ in range(size - 1):
@@ -241,7 +265,7 @@ def _triangle(x: torch.Tensor) -> torch.Tensor:
 
 
 def _cubic(x: torch.Tensor) -> torch.Tensor:
-    """The cubic filter of Keys with a = −1/2."""
+    """Returns the values of the cubic filter of Keys with a = −1/2."""
     x = x.abs()
     near = (1.5 * x - 2.5) * x * x + 1
     far = (((x - 5) * x + 8) * x - 4) * -0.5
@@ -249,7 +273,7 @@ def _cubic(x: torch.Tensor) -> torch.Tensor:
 
 
 def _lanczos(x: torch.Tensor) -> torch.Tensor:
-    """A sinc windowed by a sinc of three times its width."""
+    """Returns the values of the Lanczos filter with three lobes."""
     return torch.where(x.abs() < 3, torch.sinc(x) * torch.sinc(x / 3), 0.0)
 
 

@@ -2,9 +2,9 @@
 
 nvJPEG decodes, and one Triton kernel crops, resamples and flips. Samples, boxes and flips are the
 same as with host decoders. Pixels differ by a few levels, because decoders round and interpolate
-color differently. The host decodes files that the GPU does not support. It also reports each
-corrupt file and decodes the sample that replaces the file. Threads read ahead and keep the GPU's
-decoder busy. These threads and the training stream do not wait for each other.
+color differently. The host decodes files that the GPU does not support. The host also reports each
+corrupt file and decodes the replacement. Threads read ahead and keep the GPU's decoder busy. These
+threads and the training stream do not wait for each other.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from paceline.data.image import CorruptImage
 from paceline.data.settings import DataSettings
 from paceline.data.sources.base import Source, Stored
 
-# Decodes at most CHUNK files to pixels on the device, as `NvJpeg` does.
+# A function that decodes at most CHUNK files to pixels on the device, such as `NvJpeg`.
 DecodeFiles = Callable[[Sequence[JpegFile]], Decoded]
 _LEVEL = 7
 
 
 class GpuDecoder(Decoder):
-    """Decodes batches on a GPU, and passes files that it does not support to a decoder on the host."""
+    """Decodes batches on a GPU. A decoder on the host decodes files that the GPU does not support."""
 
     def __init__(
         self,
@@ -59,16 +59,16 @@ class GpuDecoder(Decoder):
         """Creates a decoder.
 
         Args:
-            host: The decoder of other files. It has the source.
-            transform: The augmentation.
-            decode: The decoder of files.
-                name: The name of that decoder.
-            device: The device.
-            cutout: Side of the cutout, 0 for none.
-            notes: Parts of the description.
+            host: The decoder of files that the GPU does not support. Also provides the source.
+            transform: Chooses the box and the flip of each sample.
+            decode: The function that decodes files on the GPU.
+            name: The name of `decode` for the description.
+            device: The GPU.
+            cutout: Side of the cutout in pixels, 0 for none.
+            notes: Notes to add to the description.
 
         Raises:
-            ConfigError: If the crop kernel does not work here.
+            ConfigError: If the crop kernel does not work on this device.
         """
         check_crop_kernel(device, size=transform.size, cutout=cutout)
         self._host = host
@@ -88,7 +88,7 @@ class GpuDecoder(Decoder):
         return GpuBatch(self, self._source, samples)
 
     def fill(self, chunk: Chunk) -> torch.Tensor:
-        """Returns the squares of a chunk on the GPU, after the GPU has finished them."""
+        """Returns the images of a chunk on the GPU. Waits until the GPU has finished."""
         progress = chunk.progress
         with self._own_stream() as stream:
             began = perf_counter()
@@ -102,7 +102,7 @@ class GpuDecoder(Decoder):
                 out, table, missing = self._cropped(chunk, places, files, decoded.images)
                 self._fill_on_host(out, missing, chunk)
             finally:
-                # The GPU must not use the memory of files and images after it is freed.
+                # The GPU must not use the memory of files and images after that memory is freed.
                 began = perf_counter()
                 finish(stream)
                 progress.add("augment", perf_counter() - began)
@@ -110,7 +110,7 @@ class GpuDecoder(Decoder):
         return out
 
     def _read(self, chunk: Chunk) -> tuple[list[int], list[JpegFile]]:
-        """Returns the rows and the files of the samples that the GPU can decode."""
+        """Reads the samples of a chunk. Returns the rows and the files that the GPU can decode."""
         if not hasattr(self._local, "read"):
             self._local.read = BulkRead(self._source, pinned=self.device.type == "cuda")
         rows = [row for row, index in enumerate(chunk.wanted) if not self._host_samples.has(index)]
@@ -148,7 +148,12 @@ class GpuDecoder(Decoder):
         files: list[JpegFile],
         images: list[DeviceImage | None],
     ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """Returns the chunk, the table that its kernel reads, and the rows that are not filled yet."""
+        """Queues the crop kernel for the decoded images.
+
+        Returns:
+            The images of the chunk, the table that the kernel reads, and the rows that the host
+            must fill.
+        """
         from paceline.data.device import kernels
 
         began = perf_counter()
@@ -173,7 +178,7 @@ class GpuDecoder(Decoder):
         return out, table, sorted(missing)
 
     def _fill_on_host(self, out: torch.Tensor, rows: list[int], chunk: Chunk) -> None:
-        """Fills rows of the chunk while the GPU works on the others."""
+        """Fills `rows` on the host while the GPU works on the other rows."""
         if not rows:
             return
         squares = np.empty((len(rows), *out.shape[1:]), dtype=np.uint8)
@@ -184,7 +189,7 @@ class GpuDecoder(Decoder):
         out.index_copy_(0, places, torch.from_numpy(squares).to(self.device))
 
     def _cutout_corner(self, numbers: Sequence[float]) -> tuple[int, int]:
-        """Returns top and left, as in `TrainTransform`."""
+        """Returns top and left of the cutout, the same as in `TrainTransform`."""
         if not self._cutout:
             return 0, 0
         size, half = self._transform.size, self._cutout // 2
@@ -193,13 +198,13 @@ class GpuDecoder(Decoder):
 
     @contextmanager
     def _own_stream(self) -> Iterator[torch.cuda.Stream | None]:
-        """Uses the stream of this thread. Yields None on a CPU, on which tests interpret the kernel."""
+        """Makes this thread's own stream current. Yields None on a CPU, where tests run the kernel."""
         if self.device.type != "cuda":
             yield None
             return
         with torch.cuda.device(self.device):
             if not hasattr(self._local, "stream"):
-                # High priority: its few kernels do not wait for those of the training.
+                # High priority: the few kernels of input do not wait for the kernels of the training.
                 stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
                 self._local.stream = stream
             with torch.cuda.stream(self._local.stream):
@@ -210,7 +215,7 @@ class GpuDecoder(Decoder):
         return f"{self._name}, {threads}"
 
     def note(self) -> str:
-        """Returns how many samples the GPU did not decode, and why."""
+        """Describes how many samples the GPU did not decode, and why. Returns "" if there are none."""
         return self._host_samples.note()
 
 
@@ -220,7 +225,7 @@ class GpuBatch(BatchInProgress):
     def __init__(self, decoder: GpuDecoder, source: Source, samples: int) -> None:
         self._decoder = decoder
         self._source = source
-        # Allocated by the consumer: in a new thread, pinning would initialize the first GPU.
+        # Allocated in the consumer's thread: in a new thread, pinning would initialize GPU 0.
         pinned = decoder.device.type == "cuda"
         self._labels = torch.empty(samples, dtype=torch.int64, pin_memory=pinned)
         self.cuts = chunks_of(samples)
@@ -231,7 +236,7 @@ class GpuBatch(BatchInProgress):
         self._labels.numpy()[chunk.rows] = self._source.labels[chunk.indices]
 
     def finish(self, dropped: Sequence[int]) -> Batch:
-        # After this event, the consumer's stream works and does not wait for input.
+        # After this event, the consumer's stream does not wait for input.
         begun = mark_stream(self._decoder.device)
         images = _joined([self._parts[first] for first, _ in self.cuts])
         kept = kept_rows(len(self._labels), dropped)
@@ -241,19 +246,23 @@ class GpuBatch(BatchInProgress):
 
 
 def _is_whole(image: DeviceImage | None, file: JpegFile) -> bool:
-    """Returns True if the image was decoded and has the size in the file, for which boxes are drawn."""
+    """Returns True if the image was decoded with the size in the file's header, which the box needs."""
     return image is not None and image[1:] == (file.width, file.height)
 
 
 def chunks_of(length: int) -> list[tuple[int, int]]:
-    """Divides a batch into as few chunks of at most CHUNK samples as possible, of similar size."""
+    """Divides `length` samples into as few chunks as possible, of similar size and at most CHUNK each.
+
+    Returns:
+        The first row and the end row of each chunk.
+    """
     count = -(-length // CHUNK)
     size = -(-length // max(1, count))
     return [(start, min(start + size, length)) for start in range(0, length, max(1, size))]
 
 
 def _joined(images: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenates the chunks on the consumer's stream."""
+    """Concatenates the images of all chunks on the consumer's stream."""
     if images[0].is_cuda:
         stream = torch.cuda.current_stream(images[0].device)
         for image in images:
@@ -263,9 +272,9 @@ def _joined(images: list[torch.Tensor]) -> torch.Tensor:
 
 
 class HostSamples:
-    """The samples that the host decodes in place of the GPU. Thread-safe.
+    """Remembers the samples that the host decoded instead of the GPU. Thread-safe.
 
-    A sample that the GPU did not decode goes directly to the host in later epochs.
+    In later epochs, these samples go directly to the host.
     """
 
     def __init__(self, source: Source, decoder: str) -> None:
@@ -289,7 +298,12 @@ class HostSamples:
             self._counts[reason] += 1
 
     def warn(self, problem: str, index: int | None) -> None:
-        """Warns about the first failed sample, or chunk whose files decode one by one (None)."""
+        """Warns once about a failure of the GPU's decoder.
+
+        Args:
+            problem: The decoder's message.
+            index: The sample that failed. None if a chunk failed as a whole, but not its files.
+        """
         name = "a chunk" if index is None else self._source.name(index)
         with self._lock:
             if self._first_failure:
@@ -301,7 +315,7 @@ class HostSamples:
         )
 
     def note(self) -> str:
-        """Returns the counts, or "" if the GPU decoded all samples."""
+        """Describes the numbers of samples, or returns "" if the GPU decoded all samples."""
         with self._lock:
             unsupported, failed = self._counts["unsupported"], self._counts["failed"]
         reasons = [f"{unsupported:,} not supported by the GPU"] if unsupported else []
@@ -325,13 +339,14 @@ def create_decoder(
 
     Args:
         host: The decoder of files that the GPU does not support.
-        transform: The augmentation.
-        settings: Settings of the pipeline.
+        transform: Chooses the box and the flip of each sample.
+        settings: Settings of the input pipeline.
         device: The training device.
-        notes: Parts of the description.
+        notes: Notes to add to the description.
 
     Raises:
-        ConfigError: If the device is no GPU, the images are not files, or nvJPEG does not work.
+        ConfigError: If the device is no GPU, the images are stored as pixels, or nvJPEG does not
+            work.
     """
     check_source(host.source, settings)
     if device.type != "cuda":
@@ -358,10 +373,10 @@ def check_source(source: Source, settings: DataSettings) -> None:
 
 
 def check_crop_kernel(device: torch.device, *, size: int, cutout: int) -> None:
-    """Compiles and tests the kernel before the first batch, so that threads do not all compile it.
+    """Compiles and tests `crop_kernel` before threads use it, so that it is compiled only once.
 
     Raises:
-        ConfigError: If the kernel does not work here.
+        ConfigError: If the kernel does not work on `device`.
     """
     problem = _problem(device, size, cutout)
     if problem:
@@ -386,12 +401,12 @@ def _problem(device: torch.device, size: int, cutout: int) -> str:
 
 
 def _stretches(device: torch.device, size: int, cutout: int) -> bool:
-    """Resamples an image of a constant value. Returns True if the result has this value too."""
+    """Resamples an image of one constant value, and returns True if the result has the same value."""
     from paceline.data.device import kernels
 
     image = torch.full((3, 2, 2), _LEVEL, dtype=torch.uint8, device=device)
     table, boxes = kernels.new_table(1)
-    table[0, :7] = (image.data_ptr(), 2, 2, 0, 0, size, size)  # the cutout is outside
+    table[0, :7] = (image.data_ptr(), 2, 2, 0, 0, size, size)  # the cutout is outside of the image
     boxes[0, kernels.BOX :] = (0, 0, 2, 2)
     out = torch.zeros((1, size, size, 3), dtype=torch.uint8, device=device)
     kernels.crop_into(out, torch.from_numpy(table).to(device), cutout=cutout)

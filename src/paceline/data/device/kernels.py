@@ -1,10 +1,11 @@
-"""Triton kernels: resample boxes of decoded images to squares, and normalize images in one pass.
+"""Triton kernels that resample boxes of decoded images to squares, and normalize images in one pass.
 
-`crop_kernel` takes the addresses of decoded images of any size, with a box in each, flips and
-cutouts. One launch fills samples × height × width × 3 in uint8. The filter is Pillow's triangle,
-which widens when the image shrinks. As in Pillow, horizontal sums are rounded to levels before the
-vertical sum. Levels may differ from Pillow's by one: if the exact sum is halfway between two
-levels, because sums are float32, and in tall images, which Pillow 13 resamples vertically first.
+`crop_kernel` reads a table with the address, box, flip and cutout of each decoded image. Images may
+have any size. One launch fills samples × height × width × 3 in uint8. The filter is Pillow's
+triangle, which widens when an image shrinks. As in Pillow, horizontal sums are rounded to pixel
+values before the vertical sum. Pixel values may differ from Pillow's by one in two cases. Either
+the exact sum is halfway between two values, because sums are float32. Or the image is tall, because
+Pillow 13 resamples tall images vertically first.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Columns of the table: the first are whole numbers, the box is four doubles.
+# Columns of the table. The box is four doubles; the columns before the box are integers.
 ADDRESS, HEIGHT, WIDTH, FLIP, TARGET, CUTOUT_TOP, CUTOUT_LEFT, BOX = range(8)
 COLUMNS = 11
 _ADDRESS = tl.constexpr(ADDRESS)
@@ -32,7 +33,7 @@ _COLUMNS = tl.constexpr(COLUMNS)
 
 @triton.jit
 def _bound(position, most):
-    """Rounds the edge of a filter as Pillow does, within the image."""
+    """Rounds the edge of a filter as Pillow does, and clamps the result to the image."""
     return tl.minimum(tl.maximum((position + 0.5).to(tl.int32), 0), most)
 
 
@@ -45,7 +46,7 @@ def _weight(pixel, centre, reach):
 def crop_kernel(
     table, boxes, out, SIZE: tl.constexpr, CUTOUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Fills one line of one square per program. `boxes` is a view of the table as doubles."""
+    """Fills one line of one square per program. `boxes` is the memory of `table` as doubles."""
     line = tl.program_id(0)
     entry = tl.program_id(1) * _COLUMNS
     image = tl.load(table + entry + _ADDRESS).to(tl.pointer_type(tl.uint8))
@@ -112,18 +113,20 @@ def crop_kernel(
 
 
 def new_table(samples: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Returns an empty table, and a view of it as doubles for the columns from BOX on."""
+    """Returns a table for `crop_kernel`, and the same memory as doubles for the columns from BOX on."""
     table = np.zeros((samples, COLUMNS), dtype=np.int64)
     return table, table.view(np.float64)
 
 
 def crop_into(out: torch.Tensor, table: torch.Tensor, *, cutout: int) -> None:
-    """Fills the rows of `out` in `table`. The images must exist until the stream has finished.
+    """Resamples the images in `table` to squares in `out`.
+
+    The memory of the images must not be freed before the current stream has finished.
 
     Args:
-        out: Samples × size × size × 3.
+        out: Samples × size × size × 3, uint8.
         table: One row per image, on the device of `out`.
-        cutout: Side of the cutout, 0 for none.
+        cutout: Side of the cutout in pixels, 0 for none.
     """
     size = out.shape[1]
     if len(table):
@@ -140,7 +143,7 @@ _BLOCK = 1024
 def normalize_kernel(
     images, out, scale, shift, pixels, IN: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Computes scale · pixel + shift for BLOCK pixels per program, rounded once."""
+    """Computes scale · pixel + shift for BLOCK pixels per program, with a single rounding."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (at < pixels)[:, None]
     channel = tl.arange(0, OUT)[None, :]
@@ -155,14 +158,14 @@ def normalize_kernel(
 def normalized(
     images: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype, extra: int
 ) -> Tensor:
-    """Returns normalized images with `extra` channels of zeros.
+    """Returns normalized images, followed by `extra` channels of zeros.
 
     Uses torch operators if the number of channels is no power of two.
 
     Args:
         images: Samples × height × width × channels, uint8.
-        scale: Factor of each channel.
-        shift: Offset of each channel.
+        scale: Factor by which each channel is multiplied.
+        shift: Value that is then added to each channel.
         dtype: Type of the result.
         extra: Number of additional channels.
     """

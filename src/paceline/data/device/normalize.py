@@ -1,8 +1,8 @@
 """`Normalizer`: converts stored pixels to the input of the model, (pixel / 255 − mean) / std.
 
-It takes uint8 images (samples × height × width × channels) in host memory or on the device, so that only
-a quarter of the bytes is copied. The result is samples × channels × height × width in channels-last
-memory.
+The input is uint8 (samples × height × width × channels) in host memory or on the device. A copy of
+uint8 takes a quarter of the bytes of float32. The result is samples × channels × height × width, by
+default in channels-last memory.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch.nn.functional as F
 
 from paceline.data.batch import ReusedMemory
 
-# Number of values that fit into a core's cache, so that three passes cost one pass over memory.
+# Number of values that fit into a core's cache, so that three passes read main memory only once.
 _CHUNK = 64 * 1024
-# Number of results that may be in use at the same time.
+# Number of results whose memory is kept for reuse.
 _KEPT_RESULTS = 4
 
 
 class Normalizer:
     """Normalizes images with one multiplication and one addition per value, in float32.
 
-    Does not synchronize with the device. Call `prepare` before capturing a CUDA graph.
+    Calls do not synchronize with the device. Call `prepare` before capturing a CUDA graph.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class Normalizer:
         """Creates a normalizer.
 
         Args:
-            mean: Mean of all channels, or of each channel, on the scale 0 to 1.
-            std: Standard deviation of all channels, or of each channel.
-            channels: Channels of the images.
-            dtype: Type of the result, which is rounded once.
-            channels_out: Channels of the result. Additional channels are zeros. GPUs compute
-                convolutions of four channels faster than of three.
-            channels_last: Memory layout of the result.
+            mean: One mean for all channels, or one per channel, on the scale 0 to 1.
+            std: One standard deviation for all channels, or one per channel, on the same scale.
+            channels: Number of channels of the images.
+            dtype: Type of the result. The result is rounded to this type once.
+            channels_out: Number of channels of the result. Additional channels are zeros. GPUs
+                compute convolutions of four channels faster than convolutions of three.
+            channels_last: True for a result in channels-last memory, False for contiguous memory.
             kernel: Uses the Triton kernel on a GPU.
 
         Raises:
@@ -73,7 +73,7 @@ class Normalizer:
         self._memory = ReusedMemory(_KEPT_RESULTS)
 
     def without_padding(self) -> Normalizer:
-        """Returns a copy without additional channels, for models without accelerations."""
+        """Returns a normalizer without additional channels, for a model without accelerations."""
         if not self._extra:
             return self
         plain = copy(self)
@@ -100,7 +100,10 @@ class Normalizer:
         return result.contiguous(memory_format=self._format)
 
     def _chunked(self, images: torch.Tensor) -> torch.Tensor:
-        """Computes the same bits several times as fast, in parts that fit the cache and reused memory."""
+        """Normalizes part by part, so that each part fits into the cache, and reuses memory.
+
+        The result has the same bits as the plain operators, several times as fast.
+        """
         samples, height, width, channels = images.shape
         scale, shift = (c.view(1, -1).repeat(1, width) for c in (self._scale, self._shift))
         result = self._memory.take((samples * height, width * channels), torch.float32)
@@ -111,7 +114,10 @@ class Normalizer:
         return result.view(samples, height, width, channels).permute(0, 3, 1, 2)
 
     def prepare(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the constants on `device`. A CUDA graph cannot capture the first call, which copies."""
+        """Returns the scale and the shift on `device`.
+
+        The first call copies both to the device, which a CUDA graph cannot capture.
+        """
         name = str(device)
         if name not in self._on_device:
             self._on_device[name] = (self._scale.to(device), self._shift.to(device))

@@ -31,24 +31,25 @@ _INSTEAD = "or set data.decoder = 'auto'"
 _ALLOCATOR_FAILURE, _INTERNAL_ERROR = 5, 8
 _ALIGNMENT = 256
 _OTHER_SIZE = "not the size that the file says"
-# Range of sides for which only the kind of a file decides if the engines support it.
+# Range of sides, in pixels, within which the kind of a file alone decides if the engines support it.
 _USUAL = (64, 8192)
-# Invalid parameter, bad JPEG, not supported, execution failed, internal error, not implemented,
-# incomplete. The decoder itself may also cause some of them, which a valid file then shows.
+# nvJPEG's status codes that a file may cause: invalid parameter, bad JPEG, not supported, execution
+# failed, internal error, not implemented, incomplete. A decoder that does not work may return some of
+# these, too. Decoding a valid file then shows this.
 _FILES_FAULTS = frozenset({2, 3, 4, 6, 8, 9, 10})
 Bytes = bytes | memoryview
 _START = b"\xff\xd8\xff"
 _END = b"\xff\xd9"
-# Baseline, extended sequential and progressive, with Huffman codes.
+# Markers of supported frames: baseline, extended sequential and progressive, with Huffman codes.
 _TAKEN_FRAMES = frozenset({0xC0, 0xC1, 0xC2})
 _OTHER_FRAMES = frozenset({0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF})
 _SCAN, _APP1, _ADOBE, _RESTART = 0xDA, 0xE1, 0xEE, 0xDD
 _PROGRESSIVE = 0xC2
-# Zero, start, end and number of lines: decoders treat these differently before a scan.
+# Markers zero, start, end and number of lines. Decoders treat these differently before a scan.
 _MISPLACED = frozenset({0x00, 0xD8, 0xD9, 0xDC})
 _RELEVANT = _OTHER_FRAMES | {_APP1, _ADOBE}
 _ALONE = frozenset({0x01, *range(0xD0, 0xD8)})  # markers without a length
-# Length of the padding that some writers add after the end.
+# Maximum length of the padding that some writers add after the end marker.
 _TAIL_BYTES = 64
 _MOST_PIXELS = 64_000_000
 _ORIENTATION_TAG = 0x0112
@@ -68,9 +69,9 @@ class Decoded:
     """The result of decoding a chunk.
 
     Attributes:
-        images: The images, which are complete when the current stream has finished.
+        images: One image per file. The pixels are complete when the current stream has finished.
         held: Memory that must not be freed before the images are complete.
-        problem: The decoder's message for the first file or chunk that failed.
+        problem: nvJPEG's message for the first file or chunk that failed.
     """
 
     images: list[DeviceImage | None]
@@ -79,7 +80,7 @@ class Decoded:
 
 
 class JpegFile(NamedTuple):
-    """A file. Files with equal coding parameters, except the size, have the same `kind`."""
+    """A JPEG file. Files whose coding parameters differ only in the image size have the same `kind`."""
 
     data: Bytes
     width: int
@@ -88,11 +89,11 @@ class JpegFile(NamedTuple):
 
 
 def jpeg_file(data: Bytes) -> JpegFile | None:
-    """Returns the file if nvJPEG decodes it as Pillow does, else None.
+    """Returns the file as a `JpegFile` if nvJPEG decodes it as Pillow does, else None.
 
-    Unsupported are other formats, CMYK and RGB inside a JPEG, files rotated by Exif, arithmetic or
-    lossless coding, more than 8 bits, very large sizes and truncated files. Reads only the segments
-    before the first scan, which takes microseconds.
+    The result is None for formats other than JPEG, CMYK or RGB inside a JPEG, files rotated by
+    Exif, arithmetic or lossless coding, more than 8 bits, very large sizes and truncated files. The
+    function reads only the segments before the first scan, which takes microseconds.
     """
     if data[:3] != _START or _END not in bytes(data[-_TAIL_BYTES:]):
         return None
@@ -121,7 +122,7 @@ def _before_scan(data: Bytes) -> JpegFile | None:
             return _at_scan(found, data[place + 4], restarts)
         restarts |= marker == _RESTART
         if marker in _TAKEN_FRAMES:
-            if found is not None:  # one frame is what a JPEG has
+            if found is not None:  # a JPEG has exactly one frame
                 return None
             found = _frame(data, place + 4, marker)
             if found is None:
@@ -134,7 +135,11 @@ def _before_scan(data: Bytes) -> JpegFile | None:
 
 
 def _at_scan(found: JpegFile | None, components: int, restarts: bool) -> JpegFile | None:
-    """Completes the file at its first scan. JPEG engines do not support separate scans of components."""
+    """Adds to the kind at the first scan whether the file has restart markers.
+
+    Returns None for a sequential file with components in separate scans, which JPEG engines do not
+    support.
+    """
     if found is None or (found.kind[0] != _PROGRESSIVE and components != len(found.kind) - 1):
         return None
     return found._replace(kind=found.kind + bytes([restarts]))
@@ -157,14 +162,14 @@ def _frame(data: Bytes, place: int, marker: int) -> JpegFile | None:
     table = bytes(data[place + 6 : place + 6 + 3 * components])
     if len(table) < 3 * components or table[::3] == _RGB_NAMES:
         return None
-    # Names of components and quantization tables are not part of the kind.
+    # The kind does not include component names and quantization tables.
     return JpegFile(data, width, height, bytes([marker]) + table[1::3])
 
 
 def _is_upright(segment: bytes) -> bool:
     """Returns True if an APP1 segment is readable and does not rotate the image."""
     if not segment.startswith(b"Exif\0\0"):
-        return b"Orientation" not in segment  # XMP may have one too
+        return b"Orientation" not in segment  # XMP may also contain an orientation
     tiff = segment[6:]
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
     if order is None:
@@ -182,17 +187,17 @@ def _is_upright(segment: bytes) -> bool:
 
 
 class NvJpeg:
-    """Decodes many JPEG files on the GPU into planes, with NVIDIA's nvJPEG.
+    """Decodes many JPEG files on the GPU into planes of one channel, with NVIDIA's nvJPEG.
 
-    The GPU's JPEG engines decode many baseline files at a time. Without engines, and for other files, its
-    cores decode one by one. All work is on the caller's stream. One undecodable file fails the
-    whole call; then each file is decoded alone. Errors that are not caused by a file end the run,
-    because a silent fall-back to the host would be slow. Thread-safe if each thread has its own
-    stream.
+    The GPU's JPEG engines decode many baseline files at a time. If the GPU has no engines, or the
+    engines do not support a file, the GPU's cores decode file by file. All work is queued on the
+    caller's stream. If one file of a call cannot be decoded, the whole call fails, and each file is
+    decoded alone. Errors that no file causes end the run, because a silent fall-back to the host
+    would be slow. Thread-safe if each thread has its own stream.
     """
 
     def __init__(self, device: torch.device, library: NvJpegLibrary | None = None) -> None:
-        """Loads nvJPEG. Raises ConfigError if that fails, or if nvJPEG does not work here."""
+        """Loads nvJPEG. Raises ConfigError if nvJPEG cannot be loaded or does not work on `device`."""
         self._device = device
         # Kinds of files that the engines support.
         self._batched: set[bytes] = set()
@@ -216,7 +221,7 @@ class NvJpeg:
             ) from None  # fmt: skip
 
     def __call__(self, files: Sequence[JpegFile]) -> Decoded:
-        """Decodes at most CHUNK files.
+        """Queues the decoding of at most CHUNK files on the current stream.
 
         Raises:
             torch.OutOfMemoryError: If the GPU has no memory left.
@@ -253,7 +258,7 @@ class NvJpeg:
 
     def _decode(self, files: Sequence[JpegFile]) -> Decoded:
         stored = StoredFiles([file.data for file in files])
-        # The decoder writes as many bytes as it reads from the header, so both sizes must agree.
+        # nvJPEG writes the size that it reads from the header, so that size must equal the allocated one.
         handle = self._handles.any
         seen = [self._library.size(handle, *row) for row in stored.pairs()]
         good = [row for row, file in enumerate(files) if seen[row] == (file.width, file.height)]
@@ -286,7 +291,10 @@ class NvJpeg:
             finish_current(self._device)
 
     def _is_batched(self, states: NvJpegStates, file: JpegFile, address: int, length: int) -> bool:
-        """Returns True if the engines support the file. Queries each kind of common size once."""
+        """Returns True if the engines support the file.
+
+        Asks nvJPEG only once per kind, for files of common size.
+        """
         engine = self._handles.engine
         if not engine:
             return False
@@ -304,7 +312,7 @@ class NvJpeg:
 
 
 def _allocate(sizes: Int64, device: torch.device) -> tuple[torch.Tensor, Targets]:
-    """Allocates memory for images of these sizes, and returns it with nvJPEG's description of each."""
+    """Allocates memory for images of these sizes. Returns the memory, and its layout for nvJPEG."""
     pixels = sizes[:, 0] * sizes[:, 1]
     ends = np.cumsum(-(-3 * pixels // _ALIGNMENT) * _ALIGNMENT)
     memory = torch.empty(int(ends[-1]), dtype=torch.uint8, device=device)
@@ -323,7 +331,7 @@ def _stream(device: torch.device) -> int:
 
 
 def _raise_unless_a_file(error: NvJpegError) -> None:
-    """Raises RunError unless a file may have caused the error."""
+    """Raises RunError if `error` is of a kind that no file can cause."""
     _raise_if_memory(error)
     if error.status not in _FILES_FAULTS:
         raise RunError(
@@ -338,7 +346,7 @@ def _raise_if_memory(error: NvJpegError) -> None:
 
 
 def sound_jpeg() -> JpegFile:
-    """Returns a valid file of a size and kind that JPEG engines support."""
+    """Returns a valid JPEG of a size and kind that JPEG engines support."""
     stream = io.BytesIO()
     Image.new("RGB", (128, 128)).save(stream, "JPEG", subsampling="4:2:0")
     found = jpeg_file(stream.getvalue())

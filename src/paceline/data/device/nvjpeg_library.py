@@ -1,6 +1,6 @@
-"""Calls NVIDIA's nvJPEG directly: its functions (`NvJpegLibrary`), and its handles and states.
+"""`NvJpegLibrary` calls the functions of NVIDIA's nvJPEG; `NvJpegHandles` manages handles and states.
 
-torchvision also calls nvJPEG, but from pageable memory and with one call at a time.
+torchvision also calls nvJPEG, but reads files from pageable memory and makes one call at a time.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 
 from paceline.data.decode.library import StoredFiles
 
-# One row per image: addresses of up to four planes, then the length of a line in each.
+# One row per image: addresses of up to four planes, then the bytes per line in each plane.
 Targets = npt.NDArray[np.uint64]
 _PLANES = 4
 _RGB = 3
 _FULL_COLOUR = 0
 _BACKENDS = {"hardware": 3, "default": 0}
-# Files per call. Many keep the GPU's JPEG engines busy. With few, reading for the next call starts
-# sooner.
+# Files per call. More files keep the GPU's JPEG engines busier. With fewer files, reading for the next
+# call starts sooner.
 CHUNK = 64
-# One decodes while another prepares its files.
+# Number of `NvJpegStates`. One decodes while a thread prepares files for the other.
 _STATES = 2
-# Memory for images up to this side is allocated in advance.
+# Memory for images with sides of at most this many pixels is allocated in advance.
 _SIDE = 1280
 _OTHER_GPU = 7
 _FUNCTIONS = (
@@ -60,7 +60,7 @@ class NvJpegLibrary:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        # The first releases the interpreter lock, which takes longer than a short call.
+        # CDLL releases the interpreter lock, which takes longer than a short call. PyDLL keeps the lock.
         self._long, self._short = ctypes.CDLL(path), ctypes.PyDLL(path)
         missing = [name for name in _FUNCTIONS if not hasattr(self._long, name)]
         if missing:
@@ -75,7 +75,12 @@ class NvJpegLibrary:
         return ".".join(numbers)
 
     def handle(self, backend: str) -> int:
-        """Creates a handle on the current device. Status 7 if the GPU has no JPEG engines."""
+        """Creates a handle on the current device.
+
+        Raises:
+            NvJpegError: If the backend does not work. Status 7 means that the GPU has no JPEG
+                engines.
+        """
         return self._new("nvjpegCreateEx", _BACKENDS[backend], None, None, 0)
 
     def state(self, handle: int) -> int:
@@ -94,7 +99,7 @@ class NvJpegLibrary:
                 self._call(name, _pointer(value), long=True)
 
     def size(self, handle: int, address: int, length: int) -> tuple[int, int]:
-        """Returns the width and height that the decoder will write."""
+        """Returns the width and height of the image that nvJPEG will write for a file."""
         components, sampling = ctypes.c_int(), ctypes.c_int()
         widths, heights = (ctypes.c_int * _PLANES)(), (ctypes.c_int * _PLANES)()
         self._call(
@@ -116,9 +121,10 @@ class NvJpegLibrary:
         return no.value == 0
 
     def preallocate(self, handle: int, state: int, count: int, side: int) -> None:
-        """Allocates memory of the engines for `count` images of `side` × `side`.
+        """Allocates memory with which the engines decode `count` images of `side` × `side` at a time.
 
-        If that is too little, decoding allocates more, after it has waited until the GPU is idle.
+        For more or larger images, decoding first waits until the GPU is idle and then allocates
+        more.
         """
         self._call(
             "nvjpegDecodeBatchedPreAllocate", _pointer(handle), _pointer(state), count, side, side,
@@ -128,7 +134,7 @@ class NvJpegLibrary:
     def decode_batch(
         self, handle: int, state: int, files: StoredFiles, targets: Targets, stream: int
     ) -> None:
-        """Decodes with the engines. The files must exist until the stream has finished."""
+        """Queues the decoding of files by the engines. Files must exist until the stream has finished."""
         count = len(files.lengths)
         self._call(
             "nvjpegDecodeBatchedInitialize", _pointer(handle), _pointer(state), count, 1, _RGB,
@@ -143,7 +149,10 @@ class NvJpegLibrary:
     def decode_one(
         self, handle: int, state: int, address: int, length: int, target: Targets, stream: int
     ) -> None:
-        """Decodes on the host and the GPU's cores. The stream uses the state until it has finished."""
+        """Decodes one file on the host and the GPU's cores.
+
+        The work on the GPU is only queued. It uses `state` until the stream has finished.
+        """
         self._call(
             "nvjpegDecode", _pointer(handle), _pointer(state), _pointer(address),
             ctypes.c_size_t(length), _RGB, _array(target), _pointer(stream), long=True,
@@ -172,7 +181,7 @@ def load_nvjpeg(cuda: str) -> NvJpegLibrary:
 
 
 def _places(major: str) -> Iterator[str]:
-    """Yields the library of NVIDIA's package, then torchvision's copy, then the system's."""
+    """Yields the paths of nvJPEG in NVIDIA's package, in torchvision and in the system, in this order."""
     for package, pattern in (
         ("nvidia", "*/lib/libnvjpeg.so*"),
         ("torchvision", "../torchvision.libs/libnvjpeg*.so*"),
@@ -180,7 +189,7 @@ def _places(major: str) -> Iterator[str]:
         spec = importlib.util.find_spec(package)
         for root in (spec.submodule_search_locations or ()) if spec else ():
             found = sorted(str(path) for path in Path(root).glob(pattern))
-            # Several versions may be installed. That of torch's CUDA comes first.
+            # Several versions may be installed. The version for torch's CUDA comes first.
             yield from sorted(found, key=lambda path: _major(path) != major)
     yield f"libnvjpeg.so.{major}"
     yield "libnvjpeg.so"
@@ -196,12 +205,12 @@ def _pointer(value: int) -> ctypes.c_void_p:
 
 
 def _array(numbers: npt.NDArray[np.generic]) -> object:
-    """Returns an argument with the address of an array, which stays alive during the call."""
+    """Converts an array to a function argument that passes its address and keeps the array alive."""
     return np.ascontiguousarray(numbers).ctypes
 
 
 class NvJpegStates:
-    """States for one chunk at a time: one for batches of the engines, one for single files."""
+    """nvJPEG's states for decoding a chunk: one for batches on the engines, one for single files."""
 
     def __init__(self, library: NvJpegLibrary, engine: int, cores: int) -> None:
         self._library = library
@@ -222,22 +231,22 @@ class NvJpegStates:
 
 
 class NvJpegHandles:
-    """Handles of nvJPEG on one GPU, and states that threads borrow.
+    """Handles of nvJPEG on one GPU, and a few states that threads borrow.
 
-    There are few states, because each has its own memory and a dozen streams, and one state keeps
-    the JPEG engines busy.
+    Each state has its own memory and a dozen streams, and a single state keeps the JPEG engines
+    busy. So there are fewer states than threads.
 
     Attributes:
         engine: Handle of the JPEG engines. 0 if the GPU has none, or if they reject the valid file.
         cores: Handle of the GPU's cores.
-        any: `engine` or `cores`.
+        any: `engine` if it is not 0, else `cores`.
     """
 
     def __init__(self, library: NvJpegLibrary, device: torch.device, sound: bytes) -> None:
-        """Creates the handles on the current device, `device`. `sound` is a valid file."""
+        """Creates the handles on `device`, which must be current. `sound` is a valid JPEG for a test."""
         self._library = library
         self._device = device
-        # None stands for states that are not created yet.
+        # None in the queue stands for states that are not created yet.
         self._idle: queue.LifoQueue[NvJpegStates | None] = queue.LifoQueue()
         for _ in range(_STATES):
             self._idle.put(None)
@@ -268,7 +277,7 @@ class NvJpegHandles:
 
     @contextmanager
     def borrowed(self) -> Iterator[NvJpegStates]:
-        """Lends states, and waits if none are idle. States are not used again after an error."""
+        """Lends idle states. Waits if there are none. Discards the states after an error."""
         states, kept = self._idle.get(), None
         try:
             if states is None:
@@ -292,5 +301,5 @@ class NvJpegHandles:
                     self._library.destroy(handle=handle)
 
     def _current(self) -> AbstractContextManager[object]:
-        """Selects the device, because the caller may use another one."""
+        """Returns a context in which the GPU of the handles is the current device."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()

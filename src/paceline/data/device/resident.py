@@ -1,7 +1,7 @@
-"""`ResidentSet`, a whole split decoded once into device memory; and `ResidentDecoder`, which uses it.
+"""`ResidentSet`, a whole split decoded once into device memory; `ResidentDecoder`, its decoder.
 
-The batches equal those of decoders on the host. Only a few integers per sample are sent to the
-device. One thread computes them one batch ahead.
+The batches equal the batches of decoders on the host. Only a few integers per sample are sent to
+the device. One thread computes these integers one batch ahead.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Shape = tuple[int, int, int]
 _MIB = 2**20
 # Largest decoded split that `data.resident = "auto"` keeps on the device.
 RESIDENT_MAX_MIB = 4096
-# Bytes that are decoded in host memory at a time.
+# Size of the pixels that are decoded in host memory at a time.
 _PIECE_BYTES = 16 * _MIB
 
 
 class UnequalSizesError(Exception):
-    """Raised if images that must have the same size differ; the message names two sizes."""
+    """Raised if images that must have the same size differ. The message names two sizes."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class PixelForm:
 
     Attributes:
         channels: 1 or 3.
-        size: Side of the square. 0 keeps the images as they are.
-        short_side: Short side before the center crop, if `size` is not 0.
-        interpolation: Resampling filter, if `size` is not 0.
+        size: Side of the square in pixels. 0 keeps the images unchanged.
+        short_side: Short side in pixels before the center crop, if `size` is not 0.
+        interpolation: Name of the resampling filter, if `size` is not 0.
     """
 
     channels: int
@@ -58,7 +58,7 @@ class PixelForm:
 
     @classmethod
     def of(cls, settings: DataSettings, *, training: bool) -> PixelForm:
-        """Returns the form for training or evaluation. Random boxes need the whole images."""
+        """Returns the form for training or evaluation. For random resized crops, keeps whole images."""
         size = settings.image_size
         if not training:
             return cls(
@@ -69,7 +69,7 @@ class PixelForm:
         return cls(settings.channels, size, size, settings.interpolation)
 
     def shape(self, source: Source) -> Shape | None:
-        """Returns height, width and channels of the images, or None if no image can be decoded."""
+        """Returns height, width and channels of a stored image, or None if no image can be decoded."""
         if self.size:
             return self.size, self.size, self.channels
         if source.pixels is not None:
@@ -118,11 +118,11 @@ class ResidentSet:
     """A whole decoded split on the device. Must not be modified.
 
     Attributes:
-        pixels: One row per pixel, sample after sample, then one black pixel for positions outside of
-            images. Corrupt samples are zeros.
-        labels: The labels.
+        pixels: One row per pixel. All pixels of a sample are followed by the next sample. A last
+            black pixel serves positions outside of images. Corrupt samples are zeros.
+        labels: The class index of each sample.
         shape: Height, width and channels of an image.
-        corrupt: The corrupt samples by index.
+        corrupt: The corrupt samples by sample index.
     """
 
     pixels: torch.Tensor
@@ -132,7 +132,7 @@ class ResidentSet:
 
     @property
     def images(self) -> torch.Tensor:
-        """Samples × height × width × channels."""
+        """The pixels as samples × height × width × channels."""
         return self.pixels[:-1].view(-1, *self.shape)
 
     @property
@@ -147,7 +147,7 @@ class ResidentSet:
 
 
 class ResidentDecoder(Decoder):
-    """Makes batches of a resident set, and augments them on the device if `settings` is given."""
+    """Makes batches from a resident set. Augments on the device if `settings` is given."""
 
     def __init__(self, resident: ResidentSet, settings: DataSettings | None = None) -> None:
         self.resident = resident
@@ -171,13 +171,13 @@ class ResidentDecoder(Decoder):
 
 
 class ResidentBatch(BatchInProgress):
-    """The sample index of each row, and the integers of its augmentation."""
+    """A batch of a resident set: the sample index and augmentation integers of each row."""
 
     def __init__(self, decoder: ResidentDecoder, samples: int) -> None:
         self._decoder = decoder
         self.cuts = [(0, samples)]
         rows = 1 + (0 if decoder.numbers is None else decoder.numbers.count)
-        # Allocated by the consumer: in a new thread, pinning would initialize the first GPU.
+        # Allocated in the consumer's thread: in a new thread, pinning would initialize GPU 0.
         pinned = decoder.resident.device.type == "cuda"
         self._numbers = torch.empty((rows, samples), dtype=torch.int64, pin_memory=pinned)
 
@@ -194,7 +194,7 @@ class ResidentBatch(BatchInProgress):
         resident, augment = self._decoder.resident, self._decoder.augment
         kept = kept_rows(self._numbers.shape[1], dropped)
         numbers = self._numbers if kept is None else self._numbers[:, kept]
-        # After this event, the consumer's stream works and does not wait for input.
+        # After this event, the consumer's stream does not wait for input.
         begun = mark_stream(resident.device)
         numbers = numbers.to(resident.device, non_blocking=True)
         labels = resident.labels.index_select(0, numbers[0])
@@ -203,8 +203,8 @@ class ResidentBatch(BatchInProgress):
         return Batch(augment(numbers[0], numbers[1:]), labels, begun=begun)
 
 
-# One set per source, form and device, as long as the source exists: a run evaluates many times, and a
-# process may have several runs.
+# One set per source, form and device, kept as long as the source exists. A run evaluates many times, and
+# a process may have several runs.
 _SETS: WeakKeyDictionary[Source, dict[tuple[PixelForm, torch.device], ResidentSet]] = (
     WeakKeyDictionary()
 )
@@ -213,14 +213,14 @@ _SETS: WeakKeyDictionary[Source, dict[tuple[PixelForm, torch.device], ResidentSe
 def resident_set(
     source: Source, form: PixelForm, shape: Shape, workers: int, device: torch.device
 ) -> ResidentSet:
-    """Returns the existing set or decodes it.
+    """Returns the resident set of a split, and decodes the split on the first call.
 
     Args:
-        source: The split.
-        form: The form of the images.
-        shape: Height, width and channels.
-        workers: Number of threads.
-        device: The device.
+        source: The samples of the split.
+        form: How to store the images.
+        shape: Height, width and channels of a stored image.
+        workers: Number of threads that decode.
+        device: The device that stores the images.
 
     Raises:
         UnequalSizesError: If images are stored as they are and differ in size.
@@ -252,7 +252,7 @@ def _decoded(
         return ResidentSet(pixels, labels, shape, {})
     corrupt: dict[int, CorruptSample] = {}
     decoder = PillowDecoder(source, form.transform(shape), channels=channels)
-    # In pieces, so that the host never holds the whole set.
+    # Decoded in pieces, so that the host never holds all pixels.
     size = max(1, _PIECE_BYTES // math.prod(shape))
     jobs = (
         _job(decoder, start, images[start : start + size]) for start in range(0, len(images), size)
@@ -285,20 +285,21 @@ def _job(
 def create_decoder(
     source: Source, settings: DataSettings, device: torch.device, training: bool
 ) -> tuple[ResidentDecoder | None, str]:
-    """Creates a decoder of the whole split on the device.
+    """Creates a decoder that keeps the whole split on the device.
 
     Args:
-        source: The split.
-        settings: Settings of the pipeline.
-        device: The device.
+        source: The samples of the split.
+        settings: Settings of the input pipeline.
+        device: The training device.
         training: True to augment the images.
 
     Returns:
-        The decoder and "", or None and the reason if `data.resident` is "auto".
+        The decoder and "". If the split cannot be resident and `data.resident` is "auto", None and
+        the reason.
 
     Raises:
-        ConfigError: If `data.resident` is "on" and the split cannot be resident, or if it does not fit
-            into device memory.
+        ConfigError: If `data.resident` is "on" and the split cannot be resident, or if it does not
+            fit into device memory.
     """
     wanted = settings.resident
     if not source.is_constant:
@@ -325,7 +326,7 @@ def create_decoder(
         problem = f"random_resized_crop on the device needs images of one size, there are {error}"
         raise _error(settings, problem, "or data.augment = 'pad_crop'") from None
     except torch.OutOfMemoryError:
-        # Also with "auto": ranks and resumed runs must not choose differently by chance.
+        # An error even with "auto", because ranks and resumed runs must not choose differently by chance.
         raise _error(settings, f"no room for {size:,.0f} MiB on {device}") from None
     return ResidentDecoder(resident, settings if training else None), ""
 

@@ -1,7 +1,8 @@
-"""CUDA streams in addition to the training's, and copies to the device ahead of their use.
+"""CUDA streams other than the stream of the training, and copies of batches to the device in advance.
 
-Memory freed on a stream is reused by that stream only, so work on it must be finished before: hence the
-waits. On a CPU, on which tests replace the GPU, these functions do nothing.
+torch gives freed memory back to the stream that allocated the memory. Work on other streams must
+have finished by then, so these functions wait. On a CPU, where tests replace the GPU, they do
+nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from paceline.data.decode.decoder import BatchInProgress, Decoder
 
 @contextmanager
 def drained_stream(device: torch.device) -> Iterator[None]:
-    """Uses a new stream, and waits for all its work at the end of the context."""
+    """Makes a separate stream current. At the end of the context, waits for all work on it."""
     if device.type != "cuda":
         yield
         return
     with torch.cuda.device(device):
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # torch reuses a few streams in turn, so this one may have work.
+        # torch hands out a few streams in turn, so this stream may have unfinished work.
         finish(stream)
         with torch.cuda.stream(stream):
             try:
@@ -34,7 +35,7 @@ def drained_stream(device: torch.device) -> Iterator[None]:
 
 
 def finish(stream: torch.cuda.Stream | None) -> None:
-    """Waits for the stream without keeping a core busy."""
+    """Waits until all work on `stream` has finished, without keeping a CPU core busy."""
     if stream is not None:
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         done.record(stream)
@@ -49,8 +50,9 @@ def finish_current(device: torch.device) -> None:
 class CopyingDecoder(Decoder):
     """Copies the batches of a host decoder to the device ahead of their use.
 
-    The thread that fills the last chunk of a batch queues the copy on a separate stream, so that it
-    overlaps with the step of an earlier batch. The consumer's stream only waits for an event.
+    The thread that fills the last chunk of a batch queues the copy on a separate stream, so that
+    the copy overlaps with the step of an earlier batch. The consumer's stream only waits for an
+    event.
     """
 
     def __init__(self, inner: Decoder, device: torch.device) -> None:
@@ -58,13 +60,13 @@ class CopyingDecoder(Decoder):
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self.draws = inner.draws
-        # At least one thread, because the training thread neither decodes nor copies.
+        # At least one thread, because the training thread must neither decode nor copy.
         self.workers = max(1, inner.workers)
 
     def begin(self, samples: int) -> BatchInProgress:
         if self._device.type != "cuda":
             return _CopiedBatch(self._inner.begin(samples), self._device, None)
-        # Memory is pinned for this GPU, even if another one is current.
+        # Memory is pinned for this GPU, even if another GPU is current.
         with torch.cuda.device(self._device):
             if self._stream is None:
                 self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]

@@ -1,1 +1,1 @@
-"""Loaders: prefetched batches for training, evaluation and custom loops."""
+"""Loaders, which yield prefetched batches for training, evaluation and custom loops."""

@@ -1,7 +1,8 @@
-"""Creates the loaders that the settings describe.
+"""Creates the loaders for the settings, with the decoder that the settings choose.
 
-The decoder is a set that is resident on the device, the GPU's JPEG decoder, or a decoder on the host. The
-description of a loader names the choice, and the reason if it is not the fastest one.
+Batches come from a split that is resident on the device, from the GPU's JPEG decoder, or from a
+decoder on the host. The description of a loader names the decoder, and the reason if a faster one
+cannot be used.
 """
 
 from __future__ import annotations
@@ -47,17 +48,18 @@ def create_train_loader(
 
     Args:
         source: The training data.
-        plan: The batches of each step.
-        settings: Settings of the pipeline.
-        seed: Seed of order and augmentation.
+        plan: Determines the samples of each step and micro-batch.
+        settings: Settings of the input pipeline.
+        seed: Seed of the sample order and the augmentation.
         rank: The rank whose micro-batches are loaded, or several ranks.
         first_step: The first step to load.
         device: The training device.
-        augment: The user's augmentation of an image (`own_augment`).
+        augment: The user's function that augments an image on the host (see `own_augment`).
 
     Raises:
-        DataError: If a resident set cannot be read.
-        ConfigError: If `data.resident = on` or `data.decoder` is not possible here.
+        DataError: If the data cannot be read to make a split resident.
+        ConfigError: If `data.resident = on` or `data.decoder` is impossible with this data or
+            device.
     """
     transform = TrainTransform(settings) if augment is None else ImageAugment(settings, augment)
     decoder = _create_decoder(source, transform, settings, device)
@@ -83,7 +85,7 @@ def create_eval_loader(
     batch_size: int,
     device: torch.device,
 ) -> EvalLoader:
-    """Creates a loader of this rank's evaluation batches. Raises the errors of `create_train_loader`."""
+    """Creates a loader of this rank's evaluation batches. Raises the same errors as for training."""
     return EvalLoader(
         _create_decoder(source, EvalTransform(settings), settings, device),
         len(source),
@@ -99,7 +101,7 @@ def _create_decoder(
 ) -> Decoder:
     on_device = settings.decoder in DEVICE_DECODERS
     if on_device:
-        ask_for_connections()  # needed if a program uses a loader without a training
+        ask_for_connections()  # needed if a program uses a loader but no trainer
     resident, note = _resident_decoder(source, transform, settings, device)
     if resident is not None:
         return resident
@@ -124,14 +126,14 @@ def create_host_decoder(
     """Creates a decoder on the host. The region library is only built if the source has JPEGs.
 
     Args:
-        source: The data.
-        transform: The augmentation.
-        settings: Settings of the pipeline.
-        notes: Parts of the decoder's description.
-        pin_memory: Makes batches in pinned memory.
+        source: The samples.
+        transform: Converts a decoded image to the square of pixels.
+        settings: Settings of the input pipeline.
+        notes: Notes to add to the decoder's description.
+        pin_memory: Allocates batches in pinned memory.
 
     Raises:
-        ConfigError: If `data.decoder` is not available here, or decodes on a GPU.
+        ConfigError: If `data.decoder` is not available on this machine, or decodes on a GPU.
     """
     wanted = settings.decoder
     if wanted not in HOST_DECODERS:
@@ -158,7 +160,7 @@ def create_host_decoder(
 
 
 def _has_jpegs(source: Source) -> bool:
-    """Checks the names of some samples."""
+    """Returns True if the names of some samples suggest that the source has JPEGs."""
     step = max(1, len(source) // _CHECKED_NAMES)
     return any(source.name(i).lower().endswith(_JPEG_NAMES) for i in range(0, len(source), step))
 
@@ -166,7 +168,7 @@ def _has_jpegs(source: Source) -> bool:
 def _resident_decoder(
     source: Source, transform: SquareTransform, settings: DataSettings, device: torch.device
 ) -> tuple[Decoder | None, str]:
-    """Returns a decoder of a set on the device, or None and the reason if a user may expect one."""
+    """Returns a decoder of a resident split, or None and the reason for the loader's description."""
     own = isinstance(transform, ImageAugment)
     training = isinstance(transform, TrainTransform)
     if own and settings.decoder in DEVICE_DECODERS:

@@ -1,8 +1,8 @@
 """`ImageLoader`: normalized batches on the device, for custom training loops.
 
 `ImageLoader` has the same sample order, augmentation, decoders and prefetching as `paceline train`.
-In an epoch, the ranks together read every sample once. All ranks have the same number of batches,
-and no batch is empty.
+In an epoch, the ranks together read every sample once (except for `drop_last`). All ranks have the
+same number of batches, and no batch is empty.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ _STATE = ("epoch", "batch", "seed", "samples", "batch_size", "world_size", "drop
 
 @dataclass(frozen=True)
 class EpochPlan(BatchPlan):
-    """One epoch of the order, in whole steps of all ranks with at least one sample per rank.
+    """The plan of one epoch. Every rank has at least one sample in every step.
 
-    The samples after the last full step are divided among all ranks. If they are fewer than the ranks,
-    they and the last full step are divided into two equal steps. If they are too few even for that (with
-    batches of one sample), they join the last step, so the last batch of some ranks has two samples.
+    The samples that remain after the last full step are divided among all ranks. If fewer samples
+    remain than there are ranks, the remaining samples and the last full step are divided into two
+    equal steps. If that is impossible (with batches of one sample), the remaining samples join the
+    last full step, so the last batch of some ranks has two samples.
 
     Attributes:
-        epoch: The epoch.
+        epoch: Number of the epoch in the sample order, from 0.
         drop_last: Leaves out the samples after the last full step.
     """
 
@@ -52,7 +53,7 @@ class EpochPlan(BatchPlan):
 
     @property
     def _merges(self) -> bool:
-        """True if the rest joins the last full step."""
+        """True if the remaining samples join the last full step."""
         too_few = 0 < self._rest < self.world_size <= self.samples
         return too_few and self.global_batch + self._rest < 2 * self.world_size
 
@@ -62,7 +63,7 @@ class EpochPlan(BatchPlan):
         return full + (1 if self._rest and not self._merges else 0)
 
     def micro_batches(self, step: int, rank: int) -> list[Stretch]:
-        """Returns the one micro-batch of this rank."""
+        """Returns the positions of the single micro-batch of `rank` in `step`."""
         offset = self.epoch * self.samples
         rest = self._rest
         first, steps, length = step, 1, self.global_batch
@@ -82,12 +83,12 @@ class EpochPlan(BatchPlan):
 
 
 class ImageLoader:
-    """Iterates over batches `(images, labels)`: normalized floats in NCHW, and int64.
+    """Iterates over batches `(images, labels)`: normalized images in NCHW, and int64 labels.
 
-    Each `iter` runs from the current position to the end of the epoch, and the next one starts the next
-    epoch. After a `break` or `load_state_dict`, it continues after the last batch. With
-    `train=False` each `iter` is one pass over the validation images, in order and without
-    augmentation.
+    Each iteration runs from the current position to the end of the epoch, and the next iteration
+    starts the next epoch. After a `break` or `load_state_dict`, the next iteration continues after
+    the last batch. With `train=False`, each iteration is one pass over the validation images, in
+    order and without augmentation.
 
     Args:
         data: A directory as for `--data-dir`, a `Source`, or a map-style Dataset of (image, label).
@@ -96,16 +97,16 @@ class ImageLoader:
         image_size: Edge of the images in pixels.
         channels: 1 for grayscale, 3 for RGB.
         device: Device of the batches. The default is the current GPU, or the CPU without one.
-        layout: Memory layout. "NHWC" is `torch.channels_last`.
-        dtype: Type of the images.
-        seed: Seed of order and augmentation.
+        layout: Memory layout of the images. "NHWC" is `torch.channels_last`.
+        dtype: Type of the normalized images.
+        seed: Seed of the sample order and the augmentation.
         rank: Rank of this process. The default is the rank in torch.distributed.
-        world_size: Number of ranks. The default is that of torch.distributed.
-        workers: Number of threads.
-        mean: Mean for normalization. The default is ImageNet's.
-        std: Standard deviation for normalization. The default is ImageNet's.
-        drop_last: Leaves out the samples after the last full batch.
-        augment: A function of an image (see docs/data.md).
+        world_size: Number of ranks. The default is the number of ranks in torch.distributed.
+        workers: Number of threads that decode and augment.
+        mean: Mean for normalization, on the scale 0 to 1. The default is ImageNet's.
+        std: Standard deviation for normalization, on the scale 0 to 1. The default is ImageNet's.
+        drop_last: Leaves out the samples after the last full batch of an epoch.
+        augment: A function that augments one training image (see docs/data.md).
         classes: Names of the classes, for a Dataset without names.
         settings: Other settings of `[data]`, for example `{"data.val_split": 0.1}`. The prefix is
             optional.
@@ -189,11 +190,11 @@ class ImageLoader:
 
     @property
     def corrupt(self) -> tuple[CorruptSample, ...]:
-        """Corrupt samples, which are replaced in training and left out in validation."""
+        """The corrupt samples found so far. They are replaced in training and left out in validation."""
         return tuple(self._corrupt.values())
 
     def describe(self) -> str:
-        """Returns how batches are made, after the first one."""
+        """Describes how batches are made, for example by which decoder. Use after the first batch."""
         return self._described
 
     def __len__(self) -> int:
@@ -203,12 +204,12 @@ class ImageLoader:
         return -(-len(range(self.rank, len(self.source), self.world_size)) // self.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next `iter` start epoch `epoch`, unless that is the current one."""
+        """Makes the next iteration start epoch `epoch`. Does nothing if that is the current epoch."""
         if epoch != self._epoch:
             self._epoch, self._batch = epoch, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the position after the last batch."""
+        """Returns the position after the last batch, for `load_state_dict`."""
         epoch, batch = self._epoch, self._batch
         if self.train and batch == len(self):
             epoch, batch = epoch + 1, 0
@@ -222,7 +223,7 @@ class ImageLoader:
         """Continues at a position that `state_dict` returned.
 
         Raises:
-            ConfigError: If data, seed or batches differ from those of the saved state.
+            ConfigError: If data, seed or batch sizes differ from the loader that saved the state.
         """
         here = self.state_dict()
         for name in _STATE:
@@ -310,7 +311,7 @@ def _check(name: str, value: object, valid: bool, remedy: str) -> None:
 
 
 def _data_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values by the names of `DataSettings`, without the prefix `data.`."""
+    """Returns the given settings as field names of `DataSettings`, without the prefix `data.`."""
     hints = get_type_hints(DataSettings)
     values = {}
     for key, value in given.items():

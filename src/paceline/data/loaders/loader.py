@@ -1,7 +1,8 @@
-"""`TrainLoader` and `EvalLoader`: prefetched batches of any decoder.
+"""`TrainLoader` and `EvalLoader`: prefetched batches, made by any decoder.
 
-The batches depend on order, plan and decoder, never on the number of threads or their timing. A loader
-that starts at step s gives the same batches as one that reached step s.
+The batches depend on the sample order, the plan and the decoder, never on the number or timing of
+the threads. A loader that starts at step s gives the same batches as a loader that has reached step
+s.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from paceline.data.prefetch import Job, Prefetcher, Progress
 PREFETCH_BATCHES = 4
 
 _Job = Job[Chunk, Batch]
-# Identifies the samples of a batch: a position in the order, or sample indices.
+# Type that identifies the samples of a batch: a position in the sample order, or an array of indices.
 Samples = TypeVar("Samples")
 
 
 class _Loader(Protocol):
-    """The interface of both loaders, which benchmarks and tests replace."""
+    """The common interface of training and evaluation loaders. Benchmarks and tests implement it, too."""
 
     @property
     def corrupt(self) -> tuple[CorruptSample, ...]:
-        """All corrupt samples so far, each once, in sample order."""
+        """All corrupt samples found so far, each once, in the order of the batches."""
 
     def describe(self) -> str:
-        """Returns how batches are made."""
+        """Describes how batches are made, for example by which decoder."""
 
     def note(self) -> str:
-        """Returns a note for the end of the run, or ""."""
+        """Returns a note to print at the end of the run, or ""."""
 
     def __iter__(self) -> Iterator[Batch]: ...
 
@@ -51,14 +52,17 @@ class _Loader(Protocol):
 
 
 class TrainBatches(_Loader, Protocol):
-    """Iterates once over this rank's micro-batches, to the end of the run."""
+    """The interface of a training loader: iterates once over this rank's micro-batches of the run."""
 
     def __next__(self) -> Batch: ...
 
 
 @runtime_checkable
 class EvalBatches(_Loader, Protocol):
-    """Each `iter` is one pass. `len` is the number of this rank's samples, including corrupt ones."""
+    """The interface of an evaluation loader. Each iteration is one pass over this rank's samples.
+
+    `len` is the number of samples of this rank, including corrupt ones.
+    """
 
     def __len__(self) -> int: ...
 
@@ -81,7 +85,7 @@ class _Base(ABC, Generic[Samples]):
         return Prefetcher(jobs, self._decoder.workers, self._depth)
 
     def _job(self, count: int, samples: Samples) -> _Job:
-        """Returns the job of one batch. It has the only reference to the batch, for memory reuse."""
+        """Returns a job that makes one batch. Only the job refers to the batch, for memory reuse."""
         batch = self._decoder.begin(count)
         chunks = [partial(self._fill, batch, samples, rows) for rows in batch.cuts]
         return Job(chunks, partial(self._finish, batch), batch.complete)
@@ -90,7 +94,7 @@ class _Base(ABC, Generic[Samples]):
     def _fill(
         self, batch: BatchInProgress, samples: Samples, rows: tuple[int, int], progress: Progress
     ) -> Chunk:
-        """Fills `rows` of the batch of `samples` and returns their chunk."""
+        """Fills `rows` of `batch` with samples from `samples`. Returns the filled chunk."""
 
     def _finish(self, batch: BatchInProgress, chunks: list[Chunk]) -> Batch:
         corrupt = self._log.report(sample for chunk in chunks for sample in chunk.corrupt)
@@ -118,9 +122,10 @@ class _Base(ABC, Generic[Samples]):
 
 
 class TrainLoader(_Base[int]):
-    """Iterates over micro-batches in order, from `first_step` to the end of the run.
+    """Iterates over this rank's micro-batches in order, from `first_step` to the end of the run.
 
-    If `rank` is a sequence, each step has the micro-batches of these ranks, one rank after the other.
+    If `rank` is a sequence, each step has the micro-batches of these ranks, one rank after the
+    other.
     """
 
     def __init__(
@@ -167,9 +172,9 @@ class TrainLoader(_Base[int]):
 
 
 class EvalLoader(_Base[Int64]):
-    """Iterates over this rank's samples rank, rank + world_size, … Each `iter` is one pass.
+    """Iterates over batches of the samples rank, rank + world_size, rank + 2 · world_size, …
 
-    Corrupt samples are left out and reported once. No batch is empty.
+    Each iteration is one pass. Corrupt samples are left out and reported once. No batch is empty.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """`inspect_set`: counts the samples of a data set and reports its problems.
 
-Counts each split, decodes a sample of its images, and checks shards against their indexes and their
-manifest. Changes nothing.
+Counts the samples of each split, decodes some images, and checks shards against their indexes and
+the manifest. Changes no files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.data.sources.pack_manifest import PackedShard, PackManifest
 from paceline.data.sources.storage import Retry, unreadable
 from paceline.data.sources.tar_index import scan_file
 
-# Receives a task, how much of it is done, and how much there is to do.
+# Receives the name of a task, the amount that is done, and the total amount.
 OnProgress = Callable[[str, int, int], None]
 _NAMED = 20
 _PIECE_BYTES = 4 << 20
@@ -34,7 +34,7 @@ _PIECE_BYTES = 4 << 20
 
 @dataclass
 class SplitFacts:
-    """Facts about a split.
+    """Counts of the samples, formats and sizes in a split.
 
     Attributes:
         samples: Number of samples.
@@ -42,11 +42,11 @@ class SplitFacts:
         per_class: Minimum, median and maximum number of samples per class.
         empty_classes: Number of classes without samples.
         looked_at: Number of decoded images. All following attributes describe these images.
-            looked_bytes: Size of the decoded images in bytes.
-        formats: Number of images per format.
-        modes: Number of images per mode.
-        widths: Widths of the images.
-        heights: Heights of the images.
+        looked_bytes: Total size of the images as they are stored, in bytes.
+        formats: Number of images per file format.
+        modes: Number of images per Pillow mode.
+        widths: Widths of the images in pixels.
+        heights: Heights of the images in pixels.
         corrupt: Images that cannot be decoded.
     """
 
@@ -109,16 +109,16 @@ def inspect_set(
     """Inspects a data set.
 
     Args:
-        directory: Its directory. Empty for embedded or synthetic images.
-        kind: Kind of data, as `data.source`.
+        directory: Directory of the data set. Empty for embedded or synthetic images.
+        kind: Kind of data, with the values of `data.source`.
         split: "train", "val" or "all".
         look_at: Number of images to decode per split. None decodes all.
-        checksums: Compares the SHA-256 of shards with the manifest.
-        workers: Number of threads.
-        on_progress: Receives the progress.
+        checksums: Compares the SHA-256 of each shard with the manifest.
+        workers: Number of threads that decode.
+        on_progress: Called with the progress of each task.
 
     Raises:
-        DataError: If there is no data.
+        DataError: If the directory has no data.
     """
     report = SetReport()
     shards = _shards(directory) if directory and kind in ("auto", "shards") else []
@@ -149,7 +149,11 @@ def inspect_set(
 
 
 def _shards(directory: str) -> list[Path]:
-    """Returns the shards of all splits. None if the directory has other data, whose tars are archives."""
+    """Returns the shards of all splits.
+
+    If the directory has data of another kind, the result is empty: its tars are archives, not
+    shards.
+    """
     root = data_root(directory)
     kinds = {kind for split in SPLITS for kind in kinds_of(root, split)}
     if kinds and "shards" not in kinds:
@@ -165,14 +169,14 @@ def inspect_split(
     on_progress: OnProgress = lambda what, done, total: None,
     what: str = "images",
 ) -> SplitFacts:
-    """Decodes some images of a split.
+    """Counts the samples of a split, and decodes some of the images.
 
     Args:
-        source: The split.
-        look_at: Number of images.
-        workers: Number of threads.
-        on_progress: Receives the progress.
-        what: Name of the task.
+        source: The samples of the split.
+        look_at: Number of images to decode.
+        workers: Number of threads that decode.
+        on_progress: Called with the progress.
+        what: Name of the task for `on_progress`.
     """
     counts = np.bincount(source.labels, minlength=len(source.classes))
     facts = SplitFacts(
@@ -207,7 +211,7 @@ def inspect_split(
 
 
 def chosen(count: int, wanted: int) -> Int64:
-    """Returns `wanted` ascending indices, which a hash selects. Equal arguments give equal indices."""
+    """Selects `wanted` of `count` indices by a hash, in ascending order and equal in every call."""
     indices = np.arange(count, dtype=np.int64)
     if wanted >= count:
         return indices
@@ -223,19 +227,19 @@ def _spread(values: list[int]) -> dict[str, float] | None:
 def shard_problems(
     directory: Path, paths: Sequence[Path], checksums: bool, on_progress: OnProgress
 ) -> Iterator[str]:
-    """Yields the problems of shards.
+    """Yields a message for each problem of a shard, its index or the manifest.
 
     Args:
-        directory: The data set.
-        paths: Its shards.
-        checksums: Also reads all bytes and compares their SHA-256.
-        on_progress: Receives the progress.
+        directory: Directory of the data set.
+        paths: The shards to check.
+        checksums: Also reads each shard completely and compares its SHA-256 with the manifest.
+        on_progress: Called with the progress.
     """
     counts: dict[str, int] = {}
     for done, path in enumerate(paths, start=1):
         on_progress("structure of shards", done, len(paths))
         if path.name.endswith("gz"):
-            continue  # opening it reads all of it, with gzip's checksum
+            continue  # opening a compressed shard reads all of it and checks gzip's checksum
         try:
             counts[path.name] = len(scan_file(path, Retry(0)))
         except DataError as error:

@@ -1,7 +1,7 @@
-"""`pack_splits`: writes a source as tar shards of the WebDataset layout; `ShardWriter`: one shard.
+"""`pack_splits` writes sources as tar shards in the WebDataset layout; `ShardWriter` writes one shard.
 
-Writes `train-00000.tar` … with their indexes, `classes.json` and the manifest `pack.json`. An
-interrupted pack continues after its last complete shard. Incomplete files have temporary names.
+A pack contains `train-00000.tar` … with their indexes, `classes.json` and the manifest `pack.json`.
+An interrupted pack continues after its last complete shard. Incomplete files have temporary names.
 Nothing is written outside the directory.
 """
 
@@ -57,7 +57,7 @@ _FILTERS = {
 
 
 class ShardWriter:
-    """Writes one shard to an open file. The bytes depend on the samples only."""
+    """Writes one shard to an open file. Equal samples give equal bytes."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -70,7 +70,14 @@ class ShardWriter:
         return len(self._names)
 
     def add(self, key: str, extension: str, content: bytes, label: int) -> None:
-        """Adds an image and its label. `key` is a number, not a name from the source."""
+        """Adds an image and its label as two members of the tar.
+
+        Args:
+            key: Name of both members without the extension. A number, not a name from the source.
+            extension: Extension of the image.
+            content: Bytes of the image file.
+            label: Class index.
+        """
         self._names.append(f"{key}.{extension}")
         self._places.append((self.bytes + _BLOCK, len(content), label))
         self._member(f"{key}.{extension}", content)
@@ -89,12 +96,12 @@ class ShardWriter:
         self.bytes += len(content)
 
     def finish(self) -> str:
-        """Ends the tar and returns its SHA-256."""
+        """Writes the end of the tar and returns the SHA-256 of the shard."""
         self._write(_END)
         return self._digest.hexdigest()
 
     def write_index(self, path: Path) -> None:
-        """Writes the index of the complete shard `path`."""
+        """Writes the index of this shard, after the shard is complete and named `path`."""
         offsets, sizes, labels = np.array(self._places, dtype=np.int64).reshape(-1, 3).T
         index = ShardIndex(NameTable(self._names), offsets, sizes, labels)
         write_index(index_path(path), index, ShardStamp.of(path))
@@ -102,7 +109,7 @@ class ShardWriter:
 
 @dataclass(frozen=True)
 class PackedImage:
-    """An image in a shard. `copied` is False if it was encoded again."""
+    """An encoded image for a shard. `copied` is False if the image was encoded again."""
 
     extension: str
     content: bytes
@@ -110,21 +117,22 @@ class PackedImage:
 
 
 def pack_image(data: bytes | npt.NDArray[np.uint8], options: PackOptions) -> PackedImage:
-    """Copies an image, or turns it upright, scales it and encodes it again as gray or RGB.
+    """Returns an image as a file for a shard, encoded again if needed.
 
-    Images that are small enough and have the wanted format are copied. Equal input and options give
-    equal bytes with the same version of Pillow and its libraries.
+    Images that are small enough and have the wanted format are copied. All others are turned
+    upright, scaled, and encoded as grayscale or RGB. Equal input and options give equal bytes with
+    the same versions of Pillow and its libraries.
 
     Args:
-        data: The file, or pixels.
-        options: Size, format and quality.
+        data: The bytes of an image file, or pixels.
+        options: Maximum size, format and quality.
 
     Raises:
         CorruptImage: If the image cannot be decoded completely.
     """
     facts = image_facts(data)
     image = decode(data, facts.channels)
-    # MPO is a JPEG of a camera with a second image after the first.
+    # MPO is a JPEG file from a camera, with a second image after the first.
     current = "JPEG" if facts.format == "MPO" else facts.format
     wanted = current if options.format == "keep" else options.format.upper()
     size = fitted(image.size, options.short_side)
@@ -132,13 +140,13 @@ def pack_image(data: bytes | npt.NDArray[np.uint8], options: PackOptions) -> Pac
         return PackedImage(_EXTENSIONS[current], data, copied=True)
     if size != image.size:
         image = image.resize(size, _FILTERS[options.filter])
-    # Pixels and other formats, such as GIF, are encoded without loss.
+    # Pixels, and formats such as GIF that cannot be kept, are encoded without loss.
     kind = wanted if wanted in _EXTENSIONS else "PNG"
     return PackedImage(_EXTENSIONS[kind], _encoded(image, kind, options.quality), copied=False)
 
 
 def fitted(size: tuple[int, int], short_side: int) -> tuple[int, int]:
-    """Returns the size with a short side of at most `short_side`."""
+    """Returns the size after scaling an image to a short side of at most `short_side`."""
     shorter = min(size)
     if not short_side or shorter <= short_side:
         return size
@@ -159,7 +167,7 @@ def _encoded(image: Image.Image, kind: str, quality: int) -> bytes:
     return stream.getvalue()
 
 
-# Receives the split, the number of samples done, and how many of them are corrupt.
+# Receives the name of the split, the number of processed samples, and the number of corrupt ones.
 OnSample = Callable[[str, int, int], None]
 Result = PackedImage | CorruptSample
 _LOCK_FILE = ".pack.lock"
@@ -174,22 +182,23 @@ def pack_splits(
     on_sample: OnSample = lambda split, done, corrupt: None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> PackManifest:
-    """Packs every split that is not complete.
+    """Writes shards for every split that is not complete.
 
     Args:
-        sources: The splits.
+        sources: The samples of each split, by the name of the split.
         directory: A new or empty directory, or an unfinished pack.
-        options: The options.
-        workers: Number of threads.
-        on_sample: Receives the progress.
-        on_note: Called if the file system has no locks, which would prevent a second pack.
+        options: The options of the pack.
+        workers: Number of threads that prepare images.
+        on_sample: Called with the progress.
+        on_note: Called with a note if the file system has no locks, so that a second pack at the
+            same time is not prevented.
 
     Returns:
-        The manifest of the directory.
+        The manifest of the pack.
 
     Raises:
-        DataError: If the directory has other files or another pack, if storage or disk fails, or if
-            too many images are corrupt. Complete shards remain.
+        DataError: If the directory has other files or a pack with other options, if reading or
+            writing fails, or if too many images are corrupt. Complete shards remain.
     """
     _make_directory(directory)
     with _alone(directory) as alone:
@@ -225,7 +234,7 @@ def _make_directory(directory: Path) -> None:
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[bool]:
-    """Locks the directory. Yields False if its file system has no locks."""
+    """Locks the directory against other packs. Yields False if the file system has no locks."""
     with file_lock(directory / _LOCK_FILE, wait=False) as held:
         if held is False:
             raise DataError(
@@ -269,18 +278,18 @@ def _write_classes(directory: Path, source: Source) -> None:
 
 
 def _sweep(directory: Path) -> None:
-    """Removes incomplete files of a killed pack."""
+    """Removes the incomplete files that a killed pack left."""
     for path in directory.glob(LEFTOVERS):
         with suppress(OSError):
             path.unlink()
 
 
 class SplitPacker:
-    """Packs one split. Threads prepare images, and the caller writes shards in order.
+    """Packs one split. Threads prepare images, and the calling thread writes the shards in order.
 
-    Shards and their bytes depend on source and options, not on the number of threads or on
-    interruptions. Threads suffice, because Pillow releases the interpreter lock for nine tenths of the
-    time.
+    The bytes of the shards depend on the source and the options, not on the number of threads or on
+    interruptions. Processes would not be faster, because Pillow releases the interpreter lock for
+    nine tenths of the time.
     """
 
     def __init__(
@@ -305,7 +314,7 @@ class SplitPacker:
 
     def pack(self, directory: Path, workers: int) -> None:
         """Continues after the last complete shard. Raises the errors of `pack_splits`."""
-        # Before the first shard is complete, so that readers know that others are missing.
+        # Saved before the first shard is complete, so that readers know that shards are missing.
         self._manifest.save()
         positions = range(self._position, len(self._source))
         with closing(map_ahead(self._prepare, positions, workers)) as results:
@@ -323,12 +332,12 @@ class SplitPacker:
         try:
             return index, pack_image(self._source.read(index), self._options)
         except CorruptImage as error:
-            # Class and file only, so that the manifest does not depend on the place of the source.
+            # Class folder and file name only, so that the manifest is independent of the directory.
             name = "/".join(self._source.name(index).split("/")[-2:])
             return index, CorruptSample(index, name, str(error))
 
     def _images(self, results: Iterator[tuple[int, Result]]) -> Iterator[tuple[int, PackedImage]]:
-        """Yields the images that are not corrupt, and records the others."""
+        """Yields the images that are not corrupt, and records the corrupt ones."""
         for index, result in results:
             self._position += 1
             if isinstance(result, CorruptSample):
@@ -372,7 +381,7 @@ class SplitPacker:
 
 
 def pack_order(count: int, options: PackOptions) -> Int64:
-    """Returns every index once, shuffled by a hash or in the order of the source."""
+    """Returns all sample indices in the order of the pack: shuffled by a hash, or as in the source."""
     indices = np.arange(count, dtype=np.int64)
     if not options.shuffle:
         return indices

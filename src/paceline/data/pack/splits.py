@@ -25,13 +25,13 @@ def open_splits(
 
     Args:
         directory: The directory. Empty for embedded or synthetic images.
-        kind: Kind of data, as `data.source`.
-        split: "train", "val", or "all" for those that exist.
-        on_note: Called if data without splits is used as training data.
+        kind: Kind of data, with the values of `data.source`.
+        split: "train", "val", or "all" for every split that exists.
+        on_note: Called with a note if data without splits is used as training data.
 
     Raises:
-        DataError: If there is no data.
-        ConfigError: If `split` is unknown.
+        DataError: If the directory has no data.
+        ConfigError: If `split` has none of these values.
     """
     settings = DataSettings(dir=directory, source=kind)
     wanted = SPLITS if split == "all" else tuple(s for s in SPLITS if s == split)

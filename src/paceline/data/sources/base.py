@@ -1,12 +1,12 @@
 """`Source`: labelled images by index, independent of their storage.
 
-A source sets `classes` and `labels` and implements `read`. Everything else that a kind of storage
-may offer is declared here with a default, so that users of a source need not know its type.
-`OwnSource` checks sources of other packages, so that their errors are one line on all ranks.
+A source sets `classes` and `labels` and implements `read`. Optional features of a kind of storage
+have defaults in `Source`, so that callers need not know the type of a source.
+`OwnSource` wraps sources from other packages and checks what they return.
 
-`SubsetSource` has some samples of a source, and `validation_indices` are the samples that
-`data.val_split` takes. The split depends on the labels only, not on the seed: all runs validate on
-the same images, and a resumed or evaluated run computes its split again.
+`SubsetSource` contains some samples of a source. `validation_indices` selects the samples for
+validation with `data.val_split`. The selection depends on the labels only, not on the seed: all
+runs validate on the same images, also after a resume.
 """
 
 from __future__ import annotations
@@ -33,19 +33,21 @@ Extent = tuple[ShardFile, int, int]
 
 
 class Source(ABC):
-    """Labelled images by index. Several threads read at the same time.
+    """Labelled images by index. `read` may be called by several threads at the same time.
 
     Subclasses set `classes` and `labels` and implement `read`. The rest is optional.
 
     Attributes:
         classes: Names of the classes.
-        labels: Class index of each sample, as a list or an array.
+        labels: Class index of each sample, as a list or a NumPy array.
         shard_sizes: Number of samples of each shard, in order. None if the data is not in shards.
-        pixels: All images if they are in one array (samples × height × width × channels), else None.
+        pixels: All images if they are in one array (samples × height × width × channels), else
+            None.
         is_in_memory: True if reading needs no storage, so that a cache would be useless.
-        has_extents: True if `extent` finds samples, so that many can be read together.
-        is_constant: True if every read of a sample gives the same image.
-        retry: Counts repeated reads.
+        has_extents: True if `extent` returns positions in files, so that samples can be read
+            together.
+        is_constant: True if every read of a sample returns the same image.
+        retry: Repeats failed reads and counts the repetitions.
 
     Example:
         >>> class Album(Source):
@@ -59,7 +61,7 @@ class Source(ABC):
 
     classes: Sequence[str]
     if TYPE_CHECKING:
-        # An attribute that accepts any sequence of integers. `checked_source` makes an array of it.
+        # Assigning accepts any sequence of integers. `checked_source` converts the sequence to an array.
         @property
         def labels(self) -> Int64: ...
         @labels.setter
@@ -80,20 +82,20 @@ class Source(ABC):
         """Returns the bytes of an image file, or pixels as height × width × channels in uint8.
 
         Raises:
-            CorruptImage: If the sample is to be replaced by another one.
-            DataError: If storage fails.
+            CorruptImage: If the image is damaged. Training then uses another sample instead.
+            DataError: If reading from storage fails.
         """
 
     def name(self, i: int) -> str:
-        """Returns the place of a sample for messages."""
+        """Returns the path or another name of a sample, for messages."""
         return f"{type(self).__name__}[{i}]"
 
     def extent(self, i: int) -> Extent | None:
-        """Returns the place of an encoded image in a file, or None if only `read` can read it."""
+        """Returns file, offset and size of an encoded image, or None if only `read` can read it."""
         return None
 
     def close(self) -> None:  # noqa: B027  (optional)
-        """Closes open files. No read may be running."""
+        """Closes open files. Must not be called while another thread reads."""
 
     @property
     def kind(self) -> str:
@@ -106,11 +108,11 @@ class Source(ABC):
         return ""
 
     def counters(self) -> dict[str, int]:
-        """Returns counts so far: repeated reads, hits and misses of a cache."""
+        """Returns the numbers of repeated reads, cache hits and cache misses so far."""
         return {} if self.retry is None else {"read_retries": self.retry.count}
 
     def identity(self) -> bytes:
-        """Returns bytes that change if samples change, without reading every image."""
+        """Returns bytes that differ if the samples differ, without reading every image."""
         if self.pixels is not None:
             return self.pixels.tobytes()
         names = (self.name(i).encode("utf-8", "surrogateescape") for i in range(len(self)))
@@ -118,10 +120,10 @@ class Source(ABC):
 
 
 def source_identity(source: Source) -> str:
-    """Returns a digest of classes, labels and `identity`.
+    """Returns a digest of the classes, the labels and `Source.identity`.
 
-    Files and shards are identified by name, size and modification time, so a copy that keeps the
-    times has the same identity.
+    Files and shards are identified by name, size and modification time. A copy that keeps the
+    modification times has the same identity.
     """
     digest = hashlib.sha256()
     digest.update(json.dumps(list(source.classes)).encode())
@@ -131,14 +133,14 @@ def source_identity(source: Source) -> str:
 
 
 def checked_source(source: Source) -> Source:
-    """Returns `source`, in an `OwnSource` unless it is a class of this package."""
+    """Wraps `source` in an `OwnSource`, unless its class belongs to this package."""
     if type(source).__module__.startswith("paceline."):
         return source
     return OwnSource(source)
 
 
 class WrappedSource(Source):
-    """Forwards to the source `whole`. Sample i is sample `at(i)` of `whole`."""
+    """Forwards all calls to the source `whole`. Sample i is sample `at(i)` of `whole`."""
 
     def __init__(self, whole: Source) -> None:
         self.whole = whole
@@ -178,7 +180,7 @@ class WrappedSource(Source):
 
 
 class OwnSource(WrappedSource):
-    """Checks a source of another package. Its labels may be any sequence of integers."""
+    """Checks the attributes and results of a source from another package."""
 
     def __init__(self, source: Source) -> None:
         name = type(source).__name__
@@ -226,10 +228,11 @@ class OwnSource(WrappedSource):
 
 
 def validation_indices(labels: Int64, share: float) -> Int64:
-    """Returns about `share` of the samples of each class, at least one if a class has two or more.
+    """Selects about the fraction `share` of the samples of each class for validation.
 
-    A hash of the class and of the sample's position in it decides, so that a class that grows does
-    not change the split of the others. A class with one sample is used for training.
+    The selection has at least one sample of each class with two or more samples, and none of a
+    class with one sample. A hash of the class and of the sample's position in the class decides. So
+    a class that grows does not change the selection from other classes.
     """
     taken = []
     order = np.argsort(labels, kind="stable")
@@ -242,16 +245,16 @@ def validation_indices(labels: Int64, share: float) -> Int64:
 
 
 def split_source(source: Source, share: float, split: Split, *, owner: bool = True) -> SubsetSource:
-    """Returns the part of `source` that is `split`.
+    """Divides a source for training and validation, and returns the samples of `split`.
 
     Args:
         source: All samples.
-        share: Fraction of each class for validation.
-        split: The part.
-        owner: Closes `source` together with the part. Only one part of a source may own it.
+        share: Fraction of the samples of each class for validation.
+        split: The split to return.
+        owner: Closing the result also closes `source`. Set this for one split only.
 
     Raises:
-        ConfigError: If no class has two samples.
+        ConfigError: If no class has at least two samples.
     """
     held_out = validation_indices(source.labels, share)
     if not len(held_out):
@@ -282,9 +285,9 @@ class SubsetSource(WrappedSource):
 
         Args:
             source: All samples.
-            indices: Ascending indices.
-            note: Added to the source's note.
-            owner: Closes `source` and reports its counters.
+            indices: Indices of the samples in the subset, ascending.
+            note: Text to add to the note of `source`.
+            owner: Closing the subset also closes `source`, and the subset reports its counters.
         """
         super().__init__(source)
         self._indices = indices

@@ -1,8 +1,9 @@
 """`CachedSource`: keeps samples for later epochs, in memory or on a local disk.
 
-A cache keeps the bytes of files ("raw") or pixels ("decoded"), upright and with the channels of the run.
-Batches are the same as without a cache. Nothing is evicted: every sample is read once per epoch, so a
-cache that evicts would always miss. Stores are thread-safe. After an error a sample is not kept.
+A cache keeps encoded files ("raw") or pixels ("decoded"). Decoded pixels are upright and have the
+channels of the run. Batches are the same as without a cache. Nothing is evicted: every sample is
+read once per epoch, so a cache with eviction would always miss. The stores `MemoryStore` and
+`DiskStore` are thread-safe. A sample whose read fails is not kept.
 """
 
 from __future__ import annotations
@@ -32,21 +33,22 @@ _USED_FILE = "used"
 _USERS_FILE = "users"
 _FOLDERS = 1024
 _MAGIC = b"plc1"
-# Magic number, checksum, index, length; height, width and channels, which are 0 for encoded bytes.
+# Magic number, checksum, sample index, length, height, width, channels. The last three are 0 for
+# encoded bytes.
 _HEADER = struct.Struct("<4sIqqIII")
 
 
 def cached(source: Source, settings: DataSettings, split: Split) -> Source:
-    """Returns `source` with the cache of the settings. Each split has its own.
+    """Adds the cache that the settings choose to `source`. Each split has its own cache.
 
     Args:
-        source: The samples.
-        settings: Settings of the cache.
-        split: The split.
+        source: The samples of the split.
+        settings: Settings with the kind, form and size limit of the cache.
+        split: Name of the split, which separates caches on disk.
 
     Raises:
-        ConfigError: If a cache would be useless.
-        DataError: If the directory of the cache cannot be written.
+        ConfigError: If a cache would be useless for this source.
+        DataError: If the cache directory is not writable.
     """
     if source.is_in_memory:
         raise ConfigError(
@@ -71,7 +73,7 @@ def cached(source: Source, settings: DataSettings, split: Split) -> Source:
 
 
 class CachedSource(WrappedSource):
-    """A source with the samples, labels and names of another one, and a cache."""
+    """Reads the samples of another source through a cache."""
 
     def __init__(
         self, source: Source, store: MemoryStore | DiskStore, channels: int | None, limit_mib: int
@@ -79,10 +81,11 @@ class CachedSource(WrappedSource):
         """Creates a cached source.
 
         Args:
-            source: The samples.
-            store: The cache.
-            channels: Channels of decoded pixels. None keeps samples as they are stored.
-            limit_mib: Size limit, for the note.
+            source: The source to read samples from that are not in the cache.
+            store: Keeps the cached samples.
+            channels: Channels of decoded pixels. None keeps samples in the form that `source`
+                returns.
+            limit_mib: Size limit in MiB, for the note.
         """
         super().__init__(source)
         self.has_extents, self.pixels, self.retry = False, None, None
@@ -93,7 +96,7 @@ class CachedSource(WrappedSource):
         self._hits = self._misses = 0
 
     def read(self, i: int) -> Stored:
-        """Reads from the cache, or else from the source. Raises the errors of the source."""
+        """Returns a sample from the cache, or else from the source. Raises the errors of the source."""
         data = self._store.get(i)
         with self._lock:
             self._hits += data is not None
@@ -104,7 +107,7 @@ class CachedSource(WrappedSource):
         if self._channels is not None:
             if self._store.full:
                 return data  # decoding only the crop is cheaper
-            with suppress(CorruptImage):  # the loader decodes it again and reports it
+            with suppress(CorruptImage):  # the loader decodes the file again and reports it
                 data = pixels_of(decode(data, self._channels))
         self._store.put(i, data)
         return data
@@ -131,11 +134,11 @@ class CachedSource(WrappedSource):
 
 
 class MemoryStore:
-    """Keeps samples in memory. The limit does not include Python's 100 bytes per sample.
+    """Keeps samples in memory. The size limit does not include Python's 100 bytes per sample.
 
     Attributes:
         full: True if a sample did not fit. A smaller one may still fit.
-        damaged: Number of entries that were damaged.
+        damaged: Number of entries that were found to be damaged.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -175,21 +178,20 @@ class MemoryStore:
 
 
 class DiskStore:
-    """Keeps samples in files of a local disk, shared by all ranks of a host and by later runs.
+    """Keeps samples in files on a local disk, shared by all ranks of a host and by later runs.
 
-    Each sample is a file in `DIR/IDENTITY/`, which gets its name when it is complete. A locked
-    counter of the bytes in use keeps all ranks together within the limit. If the disk is full or
-    fails, a warning is printed and the run continues without adding samples. The limit applies to
-    the files of one data set.
+    Each sample is a file in `DIR/IDENTITY/`. The file gets its final name when it is complete. All
+    ranks share a size limit per data set and a locked counter of the used bytes. If the disk is
+    full or fails, a warning is printed, and the run continues without adding samples.
     """
 
     def __init__(self, directory: Path, identity: str, limit_bytes: int) -> None:
         """Opens the store.
 
         Args:
-            directory: Directory of all caches.
-            identity: Identity of the data set, split and form.
-            limit_bytes: Size limit.
+            directory: Directory that contains all caches.
+            identity: Digest of data set, split and form, which names the cache's subdirectory.
+            limit_bytes: Maximum total size of the files in bytes.
 
         Raises:
             DataError: If the directory cannot be created or written.
@@ -210,7 +212,7 @@ class DiskStore:
         self._count_if_alone()
 
     def _count_if_alone(self) -> None:
-        """Corrects what a killed run left, if no other process has the store open."""
+        """Removes incomplete files and corrects the counter, if no other process has the store open."""
         with suppress(OSError):
             fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
             total = 0
@@ -263,7 +265,7 @@ class DiskStore:
             self._stop(unwritable(path, error))
 
     def _reserve(self, size: int) -> bool:
-        """Adds to the bytes in use if they stay within the limit. One rank and thread at a time."""
+        """Adds `size` to the used bytes under a lock. Returns False if the limit would be exceeded."""
         with self._lock:
             fcntl.flock(self._used, fcntl.LOCK_EX)
             try:
@@ -292,7 +294,7 @@ class DiskStore:
         return f"in {self._root}{stopped}"
 
     def close(self) -> None:
-        """Closes the counter. The files remain."""
+        """Closes the counter file. The cached samples remain on disk."""
         with suppress(OSError):
             os.close(self._used)
             os.close(self._users)
@@ -302,7 +304,7 @@ class DiskStore:
 
 
 def to_entry(i: int, data: Stored) -> bytes:
-    """Returns a sample as a file: a header with checksum, index, length and shape, then the bytes."""
+    """Encodes a sample as a cache file: header (checksum, index, length, shape), then the bytes."""
     shape = data.shape if isinstance(data, np.ndarray) else (0, 0, 0)
     content = data.tobytes() if isinstance(data, np.ndarray) else data
     fields = (i, len(content), *shape)
@@ -310,7 +312,7 @@ def to_entry(i: int, data: Stored) -> bytes:
 
 
 def from_entry(i: int, entry: bytes) -> Stored | None:
-    """Returns the sample in a file, or None if the file is damaged."""
+    """Decodes sample `i` from the content of a cache file. Returns None if the content is damaged."""
     if len(entry) < _HEADER.size:
         return None
     magic, checksum, *fields = _HEADER.unpack_from(entry)

@@ -1,7 +1,7 @@
-"""Names of classes: from `classes.json`, or numbers.
+"""Class names: from `classes.json`, or the class indices as text.
 
-`classes.json` is a list of {"cls": index, "name": text}, a list of texts, or a table {name: index}. The
-indices must be 0, 1, 2 … without gaps.
+`classes.json` is a list of {"cls": index, "name": text}, a list of names, or an object {name:
+index}. The indices must be 0, 1, 2 … without gaps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FORM = 'write it as [{"cls": 0, "name": "…"}, …] or {"name": 0, …}'
 
 
 def read_classes(directory: Path) -> list[str] | None:
-    """Reads `classes.json` of a directory. Returns None if there is no such file."""
+    """Returns the class names from `classes.json` in a directory, or None without such a file."""
     path = directory / CLASSES_FILE
     try:
         content = parse_json(read_regular(path))
@@ -35,7 +35,7 @@ def read_classes(directory: Path) -> list[str] | None:
 
 
 def numbered_classes(count: int) -> list[str]:
-    """Returns the indices as names."""
+    """Returns the class indices 0 to `count` − 1 as names."""
     return [str(index) for index in range(count)]
 
 

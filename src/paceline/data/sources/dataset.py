@@ -4,7 +4,7 @@ Accepts datasets of torchvision, `Subset` and `ConcatDataset`, Hugging Face's `d
 (items are dicts with `image` and `label`), and other objects with `__len__` and `__getitem__`.
 Labels are needed before training. They come from `targets`, `labels` or `samples` of the dataset,
 or from reading every item once. Several threads read items at the same time, unless a check of a
-few items finds that this changes them.
+few items finds that concurrent reads change the items.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MOST_CLASSES = 1_000_000
 
 
 class DatasetSource(Source):
-    """A source of the items of a map-style Dataset.
+    """A source whose samples are the items of a map-style Dataset.
 
     Example:
         >>> source = DatasetSource(torchvision.datasets.CIFAR10("data", train=True))  # doctest: +SKIP
@@ -59,11 +59,11 @@ class DatasetSource(Source):
         """Checks a few items and finds the labels.
 
         Args:
-            dataset: The dataset.
-            classes: Names of the classes. The default is `dataset.classes`, or numbers.
+            dataset: A map-style dataset of (image, label).
+            classes: Names of the classes. The default is `dataset.classes`, or else class indices.
             labels: Class index of each item, for a dataset without a list of labels.
             serial: Reads one item at a time, for a dataset that threads must not share. The check
-                of a few items may not find this.
+                of a few items might not detect such a dataset.
 
         Raises:
             DataError: If the object is no map-style dataset, or an item is not (image, label).
@@ -90,7 +90,7 @@ class DatasetSource(Source):
             )  # fmt: skip
 
     def _check_reads(self, items: Sequence[int]) -> None:
-        """Checks if items are constant, and if several threads may read them."""
+        """Checks if repeated reads return equal items, and if several threads may read items."""
         expected = {}
         for i in items:
             try:
@@ -114,7 +114,7 @@ class DatasetSource(Source):
             )
 
     def _content(self, i: int) -> tuple[int, object, bytes]:
-        """Returns label, shape and bytes of an item."""
+        """Returns label, shape and bytes of item `i`, for comparisons."""
         label, stored = self._labelled(i)
         if isinstance(stored, bytes):
             return label, None, stored
@@ -123,7 +123,11 @@ class DatasetSource(Source):
     def _find_labels(
         self, count: int, given: Sequence[int] | None, first: Mapping[int, int | None]
     ) -> Int64:
-        """Returns the labels given, or the dataset's own if the items in `first` agree, or the items'."""
+        """Finds the label of each item.
+
+        Returns `given` if not None. Else returns the dataset's list of labels, if that list agrees
+        with the labels in `first`. Else reads every item.
+        """
         values = given if given is not None else _find(self._dataset, _own_labels)
         labels = None if values is None else _as_labels(values, count)
         if given is not None and labels is None:
@@ -140,7 +144,7 @@ class DatasetSource(Source):
                 raise self._error(
                     i, f"has label {first[i]}, `labels` has {labels[i]}", "leave `labels` out"
                 )
-            # A target_transform changes the labels of items, but not `targets`.
+            # A target_transform changes the labels of the items, but not `dataset.targets`.
             self._notes.append(
                 "labels come from the items, which differ from the dataset's own list"
             )
@@ -151,7 +155,7 @@ class DatasetSource(Source):
         corrupt = 0
         threads = min(_THREADS, os.cpu_count() or 1)
         for i, label in enumerate(map_ahead(self._label, range(count), threads)):
-            # A corrupt item has no label. The model never gets it.
+            # A corrupt item has no label. The model never gets this item.
             labels[i] = 0 if label is None else label
             corrupt += label is None
         if corrupt == count:
@@ -165,17 +169,17 @@ class DatasetSource(Source):
         with self._lock:
             image, label = self._item(i)
             stored = self._pixels(i, image)
-            # The dataset may use its memory for the next item.
+            # The dataset may reuse the memory of this array for the next item.
             if self._serial and isinstance(stored, np.ndarray):
                 stored = stored.copy()
             return label, stored
 
     def read(self, i: int) -> Stored:
-        """Returns encoded bytes, or height × width × channels.
+        """Returns the bytes of an image file, or pixels as height × width × channels.
 
         Raises:
-            CorruptImage: If the dataset fails to decode its image.
-            DataError: After any other error of the dataset.
+            CorruptImage: If the dataset fails to decode the image.
+            DataError: If the dataset raises any other error.
         """
         label, stored = self._labelled(i)
         self._check_label(i, self.labels[i], label)
@@ -200,7 +204,7 @@ class DatasetSource(Source):
         return "; ".join(self._notes)
 
     def _label(self, i: int) -> int | None:
-        """Returns the label, or None if the image cannot be decoded."""
+        """Returns the label of item `i`, or None if the image cannot be decoded."""
         try:
             with self._lock:
                 return self._item(i)[1]
@@ -287,7 +291,7 @@ class DatasetSource(Source):
 
 
 def _as_labels(values: Any, count: int) -> Int64 | None:
-    """Returns an array if `values` are integers, one for each item, else None."""
+    """Returns `values` as an array if they are `count` integers, else None."""
     try:
         array = np.asarray(values)
     except (ValueError, TypeError):
@@ -304,7 +308,7 @@ def _three_axes(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
 
 
 def _length(dataset: Any, name: str) -> int:
-    """Returns the number of items. Raises DataError if there is none, or no length."""
+    """Returns the number of items. Raises DataError if the dataset is empty or has no length."""
     remedy = "give a map-style dataset, with __len__ and __getitem__"
     if not hasattr(dataset, "__getitem__"):
         raise DataError(f"{name}: is no map-style dataset", remedy)
@@ -324,10 +328,10 @@ def _first(item: Mapping[Any, Any], keys: Sequence[str]) -> Any:
 
 
 def _is_decoding_error(error: Exception) -> bool:
-    """Returns True if an image file is damaged.
+    """Returns True if `error` means that an image file is damaged.
 
-    Code of Pillow or torchvision raises any type for damaged bytes. Errors of the system, such as a
-    missing file, have a number.
+    For damaged bytes, Pillow and torchvision raise exceptions of any type. Errors of the operating
+    system, such as a missing file, differ by having an error number.
     """
     if isinstance(error, OSError) and error.errno is not None:
         return False
@@ -350,11 +354,11 @@ def _described(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-# Labels and classes that a dataset has without reading its items.
+# Finding labels and classes in a dataset without reading its items.
 
 
 def _find(dataset: Any, own: Callable[[Any], Any]) -> Any:
-    """Returns `own` of a dataset, or of the datasets in a `Subset` or `ConcatDataset`."""
+    """Applies `own` to a dataset, or to the datasets in a `Subset` or `ConcatDataset`."""
     if isinstance(dataset, Subset):
         whole = _find(dataset.dataset, own)
         if whole is None or own is _own_classes:
@@ -397,15 +401,15 @@ def _own_classes(dataset: Any) -> Sequence[str] | None:
     return names
 
 
-# A dataset with one file handle, or one buffer for all items, would give wrong images silently. The
-# check finds races that occur often.
+# If threads shared a dataset with one file handle or one buffer for all items, images would silently be
+# wrong. The check finds races that occur often.
 _CHECKING_THREADS, _READS = 4, 4
 # Pauses of a thread between calls of the dataset. Without them, short reads would hardly ever overlap.
 _PAUSES, _PAUSE_S = 200, 1e-5
 
 
 def _threads_agree(read: Callable[[int], object], expected: Mapping[int, object]) -> bool:
-    """Returns True if several threads read the `expected` items."""
+    """Returns True if concurrent reads by several threads return the `expected` items."""
     items = list(expected)
     if len(items) < 2:
         return True

@@ -1,7 +1,7 @@
 """Images in separate files.
 
-`ImageFolder` has class folders, `FlatFolder` one folder with a label file, and `MetadataFolder` a folder
-with Hugging Face's metadata.
+`ImageFolder` reads class folders, `FlatFolder` reads one folder with a label file, and
+`MetadataFolder` reads a folder with Hugging Face's metadata.
 
 `ImageFolder` reads `DIR/<split>/<class>/…/name.jpg`. The index of a class is the position of its
 name among the sorted names of the training split. Hidden files are ignored. Other files that are
@@ -36,18 +36,18 @@ from paceline.data.sources.labels import (
 from paceline.data.sources.storage import Retry
 from paceline.data.sources.tar_index import IMAGE_EXTENSIONS, NameTable
 
-# Unlike members of shards, files come from cameras, scanners and web pages.
+# More suffixes than in shards, because files come from cameras, scanners and web pages.
 IMAGE_SUFFIXES = (*(f".{extension}" for extension in IMAGE_EXTENSIONS), ".jfif", ".bmp", ".gif")
 _SEARCHED_FOLDERS = 1000
 _NAMED = 5
-# `stat` on a network file system takes a millisecond, nearly all of it waiting.
+# `stat` on a network file system takes a millisecond, nearly all of which is waiting.
 _STAT_THREADS = 16
-# A task for each of a million files would take gigabytes.
+# Files per task. One task per file would take gigabytes for a million files.
 _STATS = 1024
 
 
 class ImageFiles(Source):
-    """Images in files. Files are opened when they are read."""
+    """Base class of sources with one file per image. Files are opened for each read."""
 
     retry: Retry
 
@@ -71,7 +71,7 @@ class ImageFiles(Source):
         return len(self._paths)
 
     def read(self, i: int) -> bytes:
-        """Returns the encoded image. Raises DataError if the file cannot be read."""
+        """Returns the bytes of image file `i`. Raises DataError if the file cannot be read."""
         path = self._root / self._paths[i]
         return self.retry.read(path, partial(read_regular, path))
 
@@ -86,7 +86,7 @@ class ImageFiles(Source):
         self._notes.append(text)
 
     def identity(self) -> bytes:
-        """Returns a digest of name, size and time of all files, which takes seconds for a million."""
+        """Returns a digest of the names, sizes and times of all files. A million takes seconds."""
         ends, letters = self._paths.parts
         digest = hashlib.sha256(ends.tobytes() + letters)
         with ThreadPoolExecutor(_STAT_THREADS, thread_name_prefix="paceline-data-stat") as pool:
@@ -110,7 +110,7 @@ def is_image(name: str) -> bool:
 
 
 class ImageFolder(ImageFiles):
-    """Class folders. Samples have the order of class, then of path."""
+    """Images in class folders. Samples are sorted by class, then by path."""
 
     def __init__(
         self, root: Path, classes: Sequence[str] | None = None, retry: Retry | None = None
@@ -118,8 +118,8 @@ class ImageFolder(ImageFiles):
         """Lists the images.
 
         Args:
-            root: The folder of the split.
-            classes: Classes of the training split. Other folders with images are errors.
+            root: The folder of the split, which contains the class folders.
+            classes: Class names of the training split. Any other folder with images is an error.
             retry: Repeats reads after temporary errors.
 
         Raises:
@@ -184,7 +184,10 @@ def _names(root: Path, wanted: Callable[[os.DirEntry[str]], bool]) -> list[str]:
 
 
 def has_images(root: Path, name: str) -> bool:
-    """Searches a limited number of folders, because `--data-dir /` is a mistake."""
+    """Returns True if class folder `name` has images.
+
+    Searches a limited number of folders, because a user may pass `--data-dir /` by mistake.
+    """
     return next(_images(root, name, most_folders=_SEARCHED_FOLDERS), None) is not None
 
 
@@ -193,8 +196,8 @@ def _images(
 ) -> Iterator[str]:
     """Yields the paths, relative to `root`, of all images below one class folder.
 
-    A directory counts once, even if several links lead to it. Links may form circles. The paths of other
-    visible files are added to `skipped`.
+    A directory is read only once, even if several links lead to it or links form cycles. The paths
+    of visible files that are no images are added to `skipped`.
     """
     seen = {_inode(root)}
 
@@ -210,7 +213,7 @@ def _images(
             below.clear()
             continue
         seen.add(inode)
-        # Sorted, because paths depend on the link by which a directory is reached first.
+        # Sorted, because the first link that leads to a directory determines its paths.
         below[:] = sorted(entry for entry in below if not entry.startswith("."))
         for file in files:
             path = os.path.relpath(os.path.join(folder, file), root)  # noqa: PTH118
@@ -230,7 +233,7 @@ def _inode(folder: Path | str) -> tuple[int, int]:
 
 
 class FlatFolder(ImageFiles):
-    """Images in one folder, with a label file."""
+    """Images in one folder, with labels from a label file."""
 
     def __init__(
         self, root: Path, classes: Sequence[str] | None, retry: Retry | None = None
@@ -253,7 +256,7 @@ class FlatFolder(ImageFiles):
 
 
 class MetadataFolder(ImageFiles):
-    """Hugging Face's `imagefolder` with metadata: a file name and a label in each row."""
+    """Hugging Face's `imagefolder` with metadata, whose rows contain a file name and a label."""
 
     def __init__(
         self, root: Path, classes: Sequence[str] | None, retry: Retry | None = None

@@ -1,11 +1,12 @@
-"""`open_shards`: opens the tar shards of a split; `IndexStore`: builds their indexes once, on disk.
+"""`open_shards` opens the tar shards of a split; `IndexStore` builds the indexes of shards on disk.
 
-An index is a small binary file: a header, four arrays of 64-bit integers, the names, and a SHA-256 of all
-that. It is `SHARD.tar.index` next to the shard, or in the user's cache if that folder is read-only.
-An index of another version, of another state of its shard, or with a wrong checksum is not used,
-and the shard is scanned. If several processes of a host start together, one of them scans and
-writes while the others wait. Small sets are scanned at every start, and their indexes are not
-written.
+An index is a small binary file: a header, four arrays of 64-bit integers, the sample names, and the
+SHA-256 of the preceding bytes. The file is `SHARD.tar.index` next to the shard, or in the user's
+cache if the folder of the shard is read-only.
+If an index has another format version or a wrong checksum, or the shard has changed since, the
+index is not used and the shard is scanned. If several processes of a host start together, one of
+them scans and writes while the others wait. Small sets are scanned at every start, and their
+indexes are not written.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from paceline.data.sources.storage import (
 )
 from paceline.data.sources.tar_index import NameTable, ShardIndex, scan_file, stamp_of
 
-# A sample takes at least four blocks of 512 bytes and 50 µs to scan, so smaller sets take 2 s at most.
+# Sets below this size get no index files. A sample has at least four blocks of 512 bytes and takes 50 µs
+# to scan, so such sets take at most 2 s.
 _KEPT_FROM_BYTES = 64 << 20
 _LOCK_FILE = ".paceline-index.lock"
 
@@ -40,11 +42,11 @@ def open_shards(
     retry: Retry | None = None,
     keep_index: bool = True,
 ) -> TarShards:
-    """Opens shards, with the index of each.
+    """Opens shards as a source, with their indexes.
 
     Args:
-        paths: The shards.
-        classes: Names of the classes, if they are known.
+        paths: The shards of one split.
+        classes: Names of the classes. None uses class indices as names.
         retry: Repeats reads after temporary errors.
         keep_index: Writes new indexes to disk.
 
@@ -68,14 +70,15 @@ def open_shards(
 
 
 class IndexStore:
-    """Reads, builds and writes indexes.
+    """Reads, builds and writes the indexes of shards.
 
     Attributes:
-        notes: Which indexes were rebuilt and why, and which could not be written.
+        notes: Messages that name rebuilt indexes with the reason, and indexes that were not
+            writable.
     """
 
     def __init__(self, retry: Retry, keep: bool = True) -> None:
-        """Creates a store. Without `keep` it writes nothing."""
+        """Creates a store. If `keep` is False, the store writes nothing."""
         self._retry = retry
         self._keeps = keep
         self.notes: list[str] = []
@@ -96,7 +99,7 @@ class IndexStore:
         if missing and self._keeps and (large or self._unusable):
             with file_lock(_lock_path(missing[0].parent)):
                 for path in missing:
-                    # Another process may have built it while this one waited for the lock.
+                    # Another process may have built the index while this process waited for the lock.
                     indexes[path] = self._find(path, stamps[path]) or self._build(
                         path, stamps[path]
                     )
@@ -123,7 +126,7 @@ class IndexStore:
     def _build(self, path: Path, stamp: ShardStamp) -> ShardIndex:
         index = scan_file(path, self._retry)
         if stamp_of(path, self._retry) != stamp:
-            return index  # the shard is being written to, which reading it will report
+            return index  # another program writes the shard, which reading will report
         for place in _places(path):
             try:
                 place.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +139,7 @@ class IndexStore:
 
 
 def _places(path: Path) -> Iterator[Path]:
-    """Yields where the index of a shard may be, the preferred place first."""
+    """Yields the possible paths of a shard's index, the preferred path first."""
     yield index_path(path)
     cached = _in_cache(path)
     if cached is not None:
@@ -144,7 +147,7 @@ def _places(path: Path) -> Iterator[Path]:
 
 
 def _in_cache(path: Path) -> Path | None:
-    """Returns a file in the user's cache, named by a digest of the whole path. None without a cache."""
+    """Returns the path of the index in the user's cache, or None if there is no cache."""
     cache = user_cache()
     if cache is None:
         return None
@@ -153,9 +156,10 @@ def _in_cache(path: Path) -> Path | None:
 
 
 def _lock_path(directory: Path) -> Path:
-    """Returns the lock file, in the directory of the shards or in the user's cache if that is read-only.
+    """Returns the path of the lock file for building indexes.
 
-    If neither is writable there is no lock, and every process scans.
+    The file is in the directory of the shards, or in the user's cache if that directory is
+    read-only. If neither is writable, there is no lock, and every process scans.
     """
     path = directory / _LOCK_FILE
     cached = None if os.access(directory, os.W_OK) else _in_cache(path)
@@ -169,8 +173,8 @@ def _lock_path(directory: Path) -> Path:
 
 
 SUFFIX = ".index"
-# The magic number ends with the version. Then size, time and probe of the shard, number of samples, bytes
-# of the names.
+# The header: magic number that ends with the format version; size, modification time and probe of the
+# shard; number of samples; length of the names in bytes.
 _MAGIC = b"paceline.index.1"
 _HEADER = struct.Struct("<16sqq32sqq")
 _NUMBER = np.dtype("<i8")
@@ -178,7 +182,7 @@ _DIGEST_BYTES = 32
 
 
 class UnfitIndexError(Exception):
-    """An index that must not be used. The message gives the reason."""
+    """Raised for an index that must not be used. The message gives the reason."""
 
 
 def index_path(shard: Path) -> Path:
@@ -186,7 +190,7 @@ def index_path(shard: Path) -> Path:
 
 
 def write_index(path: Path, index: ShardIndex, stamp: ShardStamp) -> None:
-    """Writes the index of a shard in the state `stamp`. Raises DataError if that fails."""
+    """Writes the index of a shard in the state `stamp` to `path`. Raises DataError if writing fails."""
     ends, letters = index.names.parts
     header = _HEADER.pack(
         _MAGIC, stamp.size, stamp.mtime_ns, stamp.probe, len(index), len(letters)
@@ -197,7 +201,7 @@ def write_index(path: Path, index: ShardIndex, stamp: ShardStamp) -> None:
 
 
 def read_index(path: Path, stamp: ShardStamp) -> ShardIndex | None:
-    """Reads the index of a shard in the state `stamp`. Returns None if there is no file.
+    """Reads the index of a shard in the state `stamp` from `path`. Returns None without such a file.
 
     Raises:
         UnfitIndexError: If the index must not be used.

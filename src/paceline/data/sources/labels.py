@@ -1,7 +1,7 @@
 """Labels from files next to the images.
 
-A validation folder without class folders, such as ImageNet's, takes its labels from one of these
-files, next to `val/` or in it:
+If a validation folder has no class folders, such as ImageNet's, the labels are read from one of
+these files, next to `val/` or inside:
 
 | file | a line is |
 | --- | --- |
@@ -35,14 +35,14 @@ FILE_NAMES = (
     "synset_labels.txt",
     ANNOTATIONS,
 )
-# For files that name their images: what follows a name, what follows a class, lines of the header.
+# For label files with image names: separator after the name, separator after the class, header lines.
 _NAMED = {_INDEXED: (" ", "\n", 0), _KAGGLE: (",", " ", 1), ANNOTATIONS: ("\t", "\t", 0)}
-# Kaggle has the images of ImageNet in this folder, and the labels next to its first part.
+# In Kaggle's ImageNet, this folder has the images. The label files are next to the folder `ILSVRC`.
 KAGGLE_FOLDER = Path("ILSVRC", "Data", "CLS-LOC")
 
 
 def find_label_file(root: Path) -> Path | None:
-    """Returns the first known file next to `root`, in it, or in Kaggle's folder."""
+    """Returns the first known label file next to `root`, in `root`, or in Kaggle's folder, or None."""
     places = [root.parent, root]
     above = root.absolute().parents
     if above[0].parts[-len(KAGGLE_FOLDER.parts) :] == KAGGLE_FOLDER.parts:
@@ -58,12 +58,15 @@ def read_flat_labels(path: Path, images: Sequence[str], classes: Sequence[str]) 
     """Reads the label of each image.
 
     Args:
-        path: One of `FILE_NAMES`.
-        images: Sorted file names.
+        path: A label file, whose name is one of `FILE_NAMES`.
+        images: Sorted file names of the images.
         classes: Names of the classes.
 
+    Returns:
+        The class index of each image.
+
     Raises:
-        DataError: If a line is invalid or missing.
+        DataError: If a line is invalid, or an image has no line.
     """
     try:
         lines = read_regular(path).decode("utf-8").splitlines()
@@ -129,7 +132,7 @@ def _text_file(path: Path) -> io.TextIOWrapper:
 
 
 def is_metadata(path: Path) -> bool:
-    """Returns True if the file has file names and labels."""
+    """Returns True if the header or the first row of a metadata file has file name and label."""
     try:
         with _text_file(path) as file:
             if path.suffix == ".csv":
@@ -141,7 +144,7 @@ def is_metadata(path: Path) -> bool:
 
 
 def read_metadata(path: Path) -> list[tuple[str, str]]:
-    """Returns file name and label of each row. Raises DataError with the number of an invalid row."""
+    """Returns file name and label of each row. For an invalid row, raises DataError with its number."""
     rows: list[tuple[str, str]] = []
     try:
         for name, label in _metadata_rows(path):
@@ -162,7 +165,7 @@ def read_metadata(path: Path) -> list[tuple[str, str]]:
 
 
 def first_row(path: Path) -> int:
-    """Returns the number of the first line with a file name. A csv file has a header."""
+    """Returns the line number of the first row of data, which follows the header in a csv file."""
     return 2 if path.suffix == ".csv" else 1
 
 
@@ -190,9 +193,10 @@ def metadata_labels(
     """Converts labels to class indices.
 
     Args:
-        path: The file, for messages.
-        labels: Class indices or names as text.
-        classes: Names of the classes. None derives them: numbers up to the largest, or sorted names.
+        path: The metadata file, for messages.
+        labels: Class indices or class names, as text.
+        classes: Names of the classes. None derives them from the labels: all indices up to the
+            largest, or the sorted names.
 
     Returns:
         The class indices, and the names of the classes.

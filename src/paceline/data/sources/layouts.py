@@ -1,7 +1,7 @@
 """Detects the kind of data in a directory and opens it as a `Source`.
 
-A directory has shards, class folders, CIFAR-10 or idx files. If something is
-missing, the error names the path, what was expected, and the remedy.
+A directory contains shards, class folders, CIFAR-10 or idx files. If a file or folder is
+missing, the error names the path, the expected content, and the remedy.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LAYOUT = (
     "Dataset for pl.Trainer(data=…) reads other formats; the embedded images are data.source = embedded"
 )
 _NO_VALIDATION = "add val/<class>/, or use --val-split 0.1 for a tenth of the training images"
-# Names of the folder of a split, in any case. Those of validation are in order of preference.
+# Names of the folder of each split, in upper or lower case, in order of preference.
 _FOLDERS: dict[str, tuple[str, ...]] = {
     "train": ("train", "training"),
     "val": ("val", "validation", "valid"),
@@ -55,13 +55,13 @@ def open_layout(
     classes: Sequence[str] | None = None,
     keep_index: bool = True,
 ) -> Source:
-    """Opens one split.
+    """Opens one split of the directory `data.dir`.
 
     Args:
-        settings: The settings.
-        split: The split.
-        classes: Classes of the training split, which may have more classes than the validation split.
-        keep_index: Allows writing indexes of shards.
+        settings: Settings with the directory and the kind of data.
+        split: The split to open.
+        classes: Class names of the training split. The validation split may have fewer classes.
+        keep_index: Allows writing the indexes of shards to disk.
 
     Raises:
         DataError: If the split is missing, incomplete or damaged.
@@ -87,13 +87,13 @@ Kind = Literal["shards", "folder", "cifar10", "idx"]
 
 
 def data_root(directory: str) -> Path:
-    """Returns the folder of the splits: `directory`, or the one in it that Kaggle's ImageNet has."""
+    """Returns the folder that contains the splits: `directory`, or a subfolder for Kaggle's ImageNet."""
     root = Path(directory).expanduser()
     return root / KAGGLE_FOLDER if (root / KAGGLE_FOLDER).is_dir() else root
 
 
 def kinds_of(directory: Path, split: Split) -> dict[Kind, str]:
-    """Returns the kinds of data that `directory` has for `split`, each with what shows it."""
+    """Returns the kinds of data that `directory` has for `split`, each with the evidence as text."""
     shards, folder = shard_paths(directory, split), split_folder(directory, split)
     inside = bool(shards) and shards[0].parent == folder
     shard_pattern = f"{shards[0].parent.name}/*.tar" if inside else f"{split}-*.tar"
@@ -130,12 +130,13 @@ def detect(directory: Path, split: Split) -> Kind:
 
 
 def split_folder(directory: Path, split: Split) -> Path | None:
-    """Returns the folder of a split, or None.
+    """Returns the folder of a split, or None if there is none.
 
-    Names may have any case. `test` is used for validation if there is no other folder.
+    Names may be in upper or lower case. The folder `test` is used for validation only if there is
+    no other validation folder.
 
     Raises:
-        DataError: If two folders are possible.
+        DataError: If more than one folder could be the split.
     """
     try:
         with os.scandir(directory) as entries:
@@ -158,24 +159,24 @@ def _has_split_folder(directory: Path) -> bool:
 
 
 def is_unsplit(directory: Path) -> bool:
-    """Returns True for class folders, or images with metadata, without folders of splits."""
+    """Returns True if `directory` has class folders or images with metadata, but no split folders."""
     if _has_split_folder(directory):
         return False
     if find_metadata(directory):
         return True
     names = (name for name in class_directories(directory) if has_images(directory, name))
-    # Two class folders, because any folder may have subfolders with a picture.
+    # Requires two class folders, because any folder might have one subfolder with a picture.
     first = list(itertools.islice(names, 2))
     return len(first) > 1 and not any(_is_data_set(directory / name) for name in first)
 
 
 def _is_data_set(directory: Path) -> bool:
-    """Returns True for a data set with both splits, which is no class folder."""
+    """Returns True if a folder is a data set with both splits, and thus not a class folder."""
     return all(split_folder(directory, split) for split in ("train", "val"))
 
 
 def _check_unsplit(directory: Path) -> None:
-    """Raises DataError for common mistakes in a directory without folders of splits."""
+    """Raises DataError for common mistakes in a directory without split folders."""
     if _has_split_folder(directory):
         return
     if unnamed := [path.name for path in all_shards(directory) if not path.name.endswith("gz")]:
@@ -203,7 +204,7 @@ def _check_unsplit(directory: Path) -> None:
 
 
 def has_validation(settings: DataSettings) -> str:
-    """Returns what shows that the data has a validation set, or ""."""
+    """Returns the evidence that the data has a validation set as text, or "" if it has none."""
     kinds = kinds_of(data_root(settings.dir), "val")
     if settings.source == "auto":
         return " and ".join(kinds.values())
@@ -224,14 +225,14 @@ def _check_directory(directory: Path) -> None:
 
 
 # Matches train-0000.tar, imagenet1k-validation-00.tar and set_train_0.tar, but not train.tar, which is an
-# archive of a folder train/.
+# archive of a folder `train/`.
 _SPLIT_IN_NAME = re.compile(r"(?:^|[-_.])(train|training|val|validation|valid|test)[-_.]", re.I)
 
 
 def shard_paths(directory: Path, split: Split) -> list[Path]:
-    """Returns the shards whose names contain the split, or else those in the folder of the split.
+    """Returns the shards whose file names contain the split, or else the shards in the split's folder.
 
-    Shards of `test` are used for validation if there are no others.
+    Shards named `test` are used for validation only if there are no other validation shards.
     """
     named: dict[str, list[Path]] = {}
     for path in all_shards(directory):
@@ -243,14 +244,14 @@ def shard_paths(directory: Path, split: Split) -> list[Path]:
 
 
 def _split_word(path: Path) -> str:
-    """Returns the name of the split in the name of a shard, or ""."""
+    """Returns the part of a shard's file name that names the split, or ""."""
     suffix = next(suffix for suffix in SHARD_SUFFIXES if path.name.endswith(suffix))
     match = _SPLIT_IN_NAME.search(path.name.removesuffix(suffix))
     return match[1].lower() if match else ""
 
 
 def all_shards(directory: Path) -> list[Path]:
-    """Returns the tars in `directory` that can be shards of any split."""
+    """Returns the tars in `directory` that could be shards of any split."""
     try:
         with os.scandir(directory) as entries:
             names = [e.name for e in entries if e.name.endswith(SHARD_SUFFIXES)]
@@ -260,7 +261,7 @@ def all_shards(directory: Path) -> list[Path]:
 
 
 def _shards_inside(folder: Path | None) -> list[Path]:
-    """Returns the tars in the folder of a split, unless it also has class folders."""
+    """Returns the tars in the folder of a split, or nothing if the folder also has class folders."""
     if folder is None or class_directories(folder):
         return []
     return all_shards(folder)
@@ -283,7 +284,7 @@ def _shards(
 
 
 def _folder(directory: Path, split: Split, classes: Sequence[str] | None, retry: Retry) -> Source:
-    """Opens class folders, or images with a label file or metadata."""
+    """Opens a split with class folders, or with images and a label file or metadata."""
     root = split_folder(directory, split)
     if root is None and split == "train" and is_unsplit(directory):
         root = directory
@@ -317,7 +318,7 @@ def _split_source(
 
 
 def _training_classes(root: Path) -> list[str] | None:
-    """Returns the classes of the training split. Folders without images are no classes."""
+    """Returns the class names of the training split: the names of all folders with images."""
     if find_metadata(root):
         return list(MetadataFolder(root, None).classes)
     folders = [name for name in class_directories(root) if has_images(root, name)]

@@ -1,4 +1,4 @@
-"""Opens the splits of the data that the settings describe, with their cache."""
+"""Opens the splits of a data set according to the settings, including the cache."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from paceline.data.sources.registry import source_kind
 def open_source(
     settings: DataSettings, split: Split, classes: Sequence[str] | None = None,
 ) -> Source:  # fmt: skip
-    """Opens one split, with the cache of the settings.
+    """Opens one split, with the cache that the settings choose.
 
     Args:
-        settings: The settings.
-        split: The split.
-        classes: Classes of the training split, for data that does not name them.
+        settings: Settings of the data set and the cache.
+        split: The split to open.
+        classes: Class names of the training split, for data without class names.
 
     Raises:
         DataError: If data is missing or damaged.
-        ConfigError: If `data.val_split` is set and there is a validation set.
+        ConfigError: If `data.val_split` is set although the data has a validation set.
     """
     if not settings.val_split:
         return _cached(_opened(settings, split, classes), settings, split)
@@ -50,7 +50,7 @@ def _opened(settings: DataSettings, split: Split, classes: Sequence[str] | None)
 
 
 def _cached(source: Source, settings: DataSettings, split: Split) -> Source:
-    """Returns `source` with the cache of the settings."""
+    """Adds the cache that the settings choose to `source`."""
     if settings.cache == "none":
         return source
     cached = load_part("data.sources.cache:cached", "data.cache", settings.cache)
@@ -61,18 +61,19 @@ def _cached(source: Source, settings: DataSettings, split: Split) -> Source:
 def open_other(
     settings: DataSettings, classes: Sequence[str], is_training_data: Callable[[Int64], bool]
 ) -> tuple[Source, str]:
-    """Opens the images to evaluate in another directory than that of the run.
+    """Opens images for evaluation in a directory other than the run's directory.
 
-    These are its validation set, or all its images if it has none. `data.val_split` applies to the
-    training data only, which may have moved.
+    The result is the validation set of the directory, or all its images if there is no validation
+    set. `data.val_split` applies only if these images are the training data of the run, for example
+    moved.
 
     Args:
-        settings: Settings with the other directory.
-        classes: Classes of the run.
-        is_training_data: Recognizes the training data by its labels.
+        settings: The run's settings with the other directory.
+        classes: Class names of the run.
+        is_training_data: Returns True if the labels are the labels of the run's training data.
 
     Returns:
-        The images, and a note about the choice.
+        The images, and a note that tells which images were chosen.
     """
     unsplit = replace(settings, val_split=0.0)
     if source_kind(unsplit.source).validation(unsplit):
@@ -93,12 +94,12 @@ def open_other(
 def open_data(
     settings: DataSettings, train: Source | None = None, val: Source | None = None,
 ) -> tuple[Source, Source]:  # fmt: skip
-    """Opens both splits.
+    """Opens the training and the validation split.
 
     Args:
-        settings: The settings.
-        train: The training data. None opens the data of the settings.
-        val: The validation data. None uses a part of `train`, or the data of the settings.
+        settings: Settings of the data set and the cache.
+        train: The training data. None opens the training data that the settings name.
+        val: The validation data. None uses a part of `train`, or the data that the settings name.
 
     Raises:
         DataError: If data is missing or damaged.
@@ -141,11 +142,11 @@ def as_source(
     data: Any, split: Split = "train", classes: Sequence[str] | None = None,
     settings: DataSettings | None = None,
 ) -> Source:  # fmt: skip
-    """Returns `data` as a source.
+    """Converts `data` to a source.
 
     Args:
         data: A source, a directory as for `--data-dir`, or a map-style Dataset of (image, label).
-        split: The split of a directory.
+        split: The split to open in a directory.
         classes: Names of the classes, for a Dataset without names.
         settings: Settings for opening a directory.
 

@@ -1,4 +1,4 @@
-"""`PackOptions`, the options of a pack; and `PackManifest`, what it has written so far."""
+"""`PackOptions`, the options of a pack; `PackManifest`, the record of the shards written so far."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class PackOptions:
     """The options of `paceline pack`. Equal options and data give equal bytes.
 
     Attributes:
-        short_side: Larger images are scaled to this short side. 0 keeps all sizes.
-        quality: Quality of images that are encoded again.
-        format: "jpeg", "png", "webp", or "keep" for the format of each image (PNG for pixels).
-        filter: Resampling filter.
-        shard_mib: A shard ends when it reaches this size.
+        short_side: Larger images are scaled to this short side in pixels. 0 keeps all sizes.
+        quality: JPEG or WebP quality of images that are encoded again.
+        format: "jpeg", "png", "webp", or "keep" for each image's own format (PNG for pixels).
+        filter: Name of the resampling filter.
+        shard_mib: A shard ends when it reaches this size in MiB.
         shard_samples: A shard ends after this many samples. 0 sets no limit.
-        shuffle: Shuffles once, so that every shard has a mixture of classes.
+        shuffle: Shuffles the samples once, so that every shard has a mixture of classes.
         seed: Seed of the shuffle.
-        max_corrupt_share: Fraction of a split that may be left out as corrupt.
+        max_corrupt_share: Maximum fraction of the samples of a split to leave out as corrupt.
     """
 
     short_side: int = 0
@@ -72,13 +72,13 @@ class PackOptions:
             )
 
     def table(self) -> dict[str, object]:
-        """Returns the options that decide about the bytes, for the manifest."""
+        """Returns the options that determine the bytes of the shards, for the manifest."""
         return {name: v for name, v in asdict(self).items() if name != "max_corrupt_share"}
 
 
 @dataclass(frozen=True)
 class PackedShard:
-    """A complete shard. `stop` is the position after it in the order of the pack."""
+    """A complete shard. `stop` is the position in the pack's sample order after the last sample."""
 
     name: str
     samples: int
@@ -89,7 +89,7 @@ class PackedShard:
 
 @dataclass
 class PackedSplit:
-    """A packed split. `source` is the identity of its source. `stop` includes corrupt samples."""
+    """A split in a pack. `source` is the source's identity. `stop` also counts corrupt samples."""
 
     source: str
     samples: int
@@ -107,7 +107,7 @@ class PackedSplit:
         return sum(shard.samples for shard in self.shards)
 
     def check_shards(self, directory: Path) -> None:
-        """Raises DataError if a shard is missing or has another size. Does not read the bytes."""
+        """Raises DataError if a shard is missing or its size differs from the manifest."""
         for shard in self.shards:
             path = directory / shard.name
             try:
@@ -126,8 +126,8 @@ class PackedSplit:
 class PackManifest:
     """The state of a pack, in `pack.json` next to the shards.
 
-    The file is replaced atomically after each shard. With it, a pack continues after an
-    interruption, and two packs are not mixed.
+    The file is replaced atomically after each shard. The manifest lets a pack continue after an
+    interruption, and prevents that different packs write to the same directory.
     """
 
     def __init__(self, directory: Path, options: Mapping[str, object]) -> None:
@@ -138,10 +138,10 @@ class PackManifest:
 
     @classmethod
     def read(cls, directory: Path) -> PackManifest | None:
-        """Reads the manifest of a directory, None if there is none.
+        """Reads the manifest of a directory. Returns None if there is no manifest.
 
         Raises:
-            DataError: If it is damaged.
+            DataError: If the manifest is damaged.
         """
         path = directory / MANIFEST_FILE
         try:
@@ -168,7 +168,7 @@ class PackManifest:
         return manifest
 
     def check_options(self, options: Mapping[str, object]) -> None:
-        """Raises DataError for the first option or version that differs from this pack."""
+        """Raises DataError for the first option or library version that differs from the manifest."""
         packed = self.options | {f"version of {k}": v for k, v in self.encoders.items()}
         wanted = dict(options) | {f"version of {k}": v for k, v in encoder_versions().items()}
         for name in sorted(packed.keys() | wanted.keys()):
@@ -190,7 +190,7 @@ class PackManifest:
 
 
 def check_packed(directory: Path, split: str) -> None:
-    """Raises DataError if the split of a pack is incomplete. Accepts other data."""
+    """Raises DataError if the directory has a pack whose `split` is incomplete."""
     manifest = PackManifest.read(directory)
     record = manifest.splits.get(split) if manifest is not None else None
     if record is None:
@@ -204,7 +204,7 @@ def check_packed(directory: Path, split: str) -> None:
 
 
 def encoder_versions() -> dict[str, str]:
-    """Returns the versions of libraries that decide about the bytes."""
+    """Returns the versions of the libraries that determine the bytes of encoded images."""
     versions = {name: features.version(name) for name in ("pil", "jpg", "zlib", "webp")}
     return {name: str(version) for name, version in versions.items()}
 
@@ -214,7 +214,7 @@ def _split(table: dict[str, Any]) -> PackedSplit:
         raise ValueError("a split needs shards and corrupt")
     split = from_table(PackedSplit, "splits", table)
     for shard in split.shards:
-        # The name becomes a path, which must not leave the directory and must be valid.
+        # The name becomes a path, which must be valid and inside the directory.
         plain = os.path.basename(shard.name) == shard.name and "\0" not in shard.name  # noqa: PTH119
         if not plain or shard.name in ("", ".", "..") or len(shard.name.encode()) > _LONGEST_NAME:
             raise ValueError(f"shard {short_repr(shard.name)}")

@@ -1,7 +1,7 @@
-"""Kinds of data, by their names in `data.source`.
+"""The kinds of data that `data.source` can name.
 
-The module of a kind is imported when its name is used. `register_source` adds a kind from outside the
-package: a function that opens a split.
+The module of a kind is imported when the name of the kind is used. `register_source` adds a kind
+that is defined outside of the package, by a function that opens a split.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ Opener = Callable[[DataSettings, Split, Sequence[str] | None], Source]
 
 
 def named_validation(settings: DataSettings) -> str:
-    """Returns the evidence of a validation set, for kinds that always have one."""
+    """Returns `data.source` as evidence of a validation set, for kinds that always have one."""
     return f"data.source = {settings.source}"
 
 
 @dataclass(frozen=True)
 class SourceKind:
-    """A kind of data.
+    """Functions for one kind of data.
 
     Attributes:
-        open_split: Opens one split. Its arguments are the settings, the split, the classes of the
-            training split if they are known, and False if nothing may be written next to the data.
-        validation: Returns what shows that the data has a validation set, or "" if it has none.
+        open_split: Opens one split. The arguments are the settings, the split, the class names of
+            the training split or None, and False if nothing must be written next to the data.
+        validation: Returns the evidence that the data has a validation set, or "" if it has none.
     """
 
     open_split: Callable[[DataSettings, Split, Sequence[str] | None, bool], Source]
@@ -40,8 +40,8 @@ def register_source(name: str, opener: Opener) -> None:
 
     Args:
         name: A new name.
-        opener: Returns a source. Its arguments are the settings, the split and, for validation, the
-            classes of the training split.
+        opener: Opens one split as a source. The arguments are the settings, the split and, for
+            validation, the class names of the training split.
     """
     SOURCES.register(name, opener)
 

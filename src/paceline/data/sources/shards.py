@@ -1,7 +1,8 @@
-"""`TarShards`: images in tars of the WebDataset layout.
+"""`TarShards`: images in tar files with the WebDataset layout.
 
-Any number of threads reads a plain tar by position. A compressed shard is unpacked into memory,
-which suits small sets such as the embedded one. `index_store.open_shards` opens both kinds.
+Any number of threads reads an uncompressed tar by position. A compressed shard is unpacked into
+memory, which suits small sets such as the embedded images. `index_store.open_shards` opens both
+kinds.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from paceline.data.sources.classes import CLASSES_FILE, numbered_classes
 from paceline.data.sources.storage import Retry, ShardFile, ShardStamp, unreadable
 from paceline.data.sources.tar_index import NameTable, ShardIndex, scan_shard
 
-# A process may usually have 1024 open files. Further shards are opened for each read.
+# Maximum number of shards kept open, because a process may usually have 1024 open files. Any other
+# shard is opened for each read.
 DESCRIPTORS_KEPT = 256
 _COMPRESSED_LIMIT_BYTES = 4 << 30
 _PIECE_BYTES = 1 << 20
 
 
 class UnpackedShard:
-    """A compressed shard, unpacked in memory. Raises DataError beyond `limit_bytes`."""
+    """The content of a compressed shard in memory. Raises DataError if it exceeds `limit_bytes`."""
 
     def __init__(self, path: Path, limit_bytes: int) -> None:
         try:
@@ -63,7 +65,7 @@ class UnpackedShard:
 
 @dataclass(frozen=True)
 class TarFile:
-    """An open tar. `stamp` is None if it is in memory."""
+    """An open tar. `stamp` is None if the content is in memory."""
 
     path: Path
     content: ShardFile | UnpackedShard
@@ -71,7 +73,7 @@ class TarFile:
 
 
 def files_on_disk(stamps: Iterable[tuple[Path, ShardStamp]], retry: Retry) -> list[TarFile]:
-    """Opens plain tars. Only the first ones keep a descriptor."""
+    """Opens uncompressed tars. Only the first `DESCRIPTORS_KEPT` tars keep a file descriptor."""
     return [
         TarFile(path, ShardFile(path, stamp, retry, number < DESCRIPTORS_KEPT), stamp)
         for number, (path, stamp) in enumerate(stamps)
@@ -79,7 +81,7 @@ def files_on_disk(stamps: Iterable[tuple[Path, ShardStamp]], retry: Retry) -> li
 
 
 def shards_in_memory(paths: Sequence[Path]) -> Iterator[tuple[TarFile, ShardIndex]]:
-    """Unpacks and indexes compressed shards. Raises DataError if they take too much memory."""
+    """Unpacks and indexes compressed shards. Raises DataError if they need too much memory."""
     left = _COMPRESSED_LIMIT_BYTES
     for path in paths:
         unpacked = UnpackedShard(path, left)
@@ -88,7 +90,7 @@ def shards_in_memory(paths: Sequence[Path]) -> Iterator[tuple[TarFile, ShardInde
 
 
 class TarShards(Source):
-    """Samples in the order of the shards, then in the order of each shard."""
+    """Images in tar shards. Samples are ordered by shard, then by position in the shard."""
 
     retry: Retry
 
@@ -101,8 +103,8 @@ class TarShards(Source):
         """Creates a source of opened shards.
 
         Args:
-            shards: Each shard and its index.
-            classes: Names of the classes. None uses numbers.
+            shards: Pairs of an open shard and the index of the shard.
+            classes: Names of the classes. None uses class indices as names.
             retry: Repeats reads after temporary errors.
 
         Raises:
@@ -122,7 +124,7 @@ class TarShards(Source):
             np.concatenate([getattr(index, name) for index in indexes])
             for name in ("offsets", "sizes", "labels")
         )
-        # Number of the shard, offset and size of each sample.
+        # For each sample, the number of the shard, and the offset and size in the shard.
         self._places = np.stack([np.repeat(np.arange(len(opened)), counts), offsets, sizes], axis=1)
         self._names = NameTable.joined([index.names for index in indexes])
         highest = int(self.labels.max())
@@ -145,7 +147,7 @@ class TarShards(Source):
         return self._files[file], offset, size
 
     def read(self, i: int) -> bytes:
-        """Returns the encoded image. Raises DataError if the tar cannot be read."""
+        """Returns the bytes of image file `i`. Raises DataError if the tar cannot be read."""
         file, offset, size = self._place(i)
         return file.content.read(offset, size)
 
@@ -158,7 +160,7 @@ class TarShards(Source):
 
     @property
     def note(self) -> str:
-        """The notes of `add_note`, for example about rebuilt indexes."""
+        """The notes added by `add_note`, for example about rebuilt indexes."""
         return "; ".join(self._notes)
 
     def add_note(self, text: str) -> None:
@@ -175,6 +177,6 @@ class TarShards(Source):
         return digest.digest()
 
     def extent(self, i: int) -> Extent | None:
-        """Returns the place of an image in its file, or None in a compressed shard."""
+        """Returns file, offset and size of an image, or None if the shard is compressed."""
         file, offset, size = self._place(i)
         return (file.content, offset, size) if isinstance(file.content, ShardFile) else None

@@ -1,4 +1,4 @@
-"""Reads files by position with retries, identifies and locks them, and writes them atomically."""
+"""Functions that read files by position with retries, detect changes, lock, and write atomically."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ READ_RETRIES = 6
 _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 5.0
 _PROBE_BYTES = 1024
-# An open descriptor does not show that a rename has replaced its file. The name is checked this often.
+# Seconds between checks that the name of an open file still refers to the same file. An open descriptor
+# does not show that a rename has replaced the file.
 _CHECK_EVERY_S = 1.0
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES, errno.EAGAIN)
 
@@ -37,7 +38,8 @@ _BUSY = (errno.EWOULDBLOCK, errno.EACCES, errno.EAGAIN)
 class Retry:
     """Repeats reads after temporary errors, such as those of a network file system.
 
-    Waits 0.1 s, 0.2 s, 0.4 s … and at most 5 s between tries. All readers of a source share one.
+    Waits 0.1 s, 0.2 s, 0.4 s … and at most 5 s between tries. All readers of a source share one
+    `Retry`.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class Retry:
         return self._count
 
     def call(self, read: Callable[[], T]) -> T:
-        """Calls `read`. Raises OSError if the error is not temporary, or after the last try."""
+        """Calls `read` until it succeeds. Raises OSError for a permanent error or after the last try."""
         wait_s = _FIRST_WAIT_S
         for _ in range(self.retries):
             try:
@@ -69,7 +71,7 @@ class Retry:
         return read()
 
     def read(self, path: Path | str, read: Callable[[], T]) -> T:
-        """Calls `read`. Raises a DataError that names `path` after the last try."""
+        """Calls `read` as `call` does. Raises a DataError that names `path` if all tries fail."""
         try:
             return self.call(read)
         except OSError as error:
@@ -81,9 +83,9 @@ class ShardStamp:
     """The state of a shard when it was indexed.
 
     Attributes:
-        size: Its size in bytes.
-        mtime_ns: Its modification time.
-        probe: Hash of some of its bytes, for files that a tool copied with equal size and time.
+        size: Size of the shard in bytes.
+        mtime_ns: Modification time of the shard in nanoseconds.
+        probe: Hash of some bytes of the shard. Detects another file with equal size and time.
     """
 
     size: int
@@ -103,15 +105,15 @@ class ShardStamp:
         return cls(status.st_size, status.st_mtime_ns, hashlib.sha256(probed).digest())
 
     def fits(self, status: os.stat_result) -> bool:
-        """Returns True if size and time are unchanged."""
+        """Returns True if size and modification time in `status` equal the stamp."""
         return status.st_size == self.size and status.st_mtime_ns == self.mtime_ns
 
 
 class ShardFile:
     """The content of a shard, read by position, so that threads share a descriptor without a lock.
 
-    Reading a shard that was removed, truncated or replaced after it was indexed raises DataError, because
-    images and labels would no longer match.
+    Reading a shard that was removed, truncated or replaced after it was indexed raises DataError,
+    because images and labels would no longer match.
     """
 
     def __init__(self, path: Path, stamp: ShardStamp, retry: Retry, keep_open: bool) -> None:
@@ -120,7 +122,7 @@ class ShardFile:
         self._retry = retry
         self._keep_open = keep_open
         self._lock = threading.Lock()
-        # Readers use duplicates of it, so that it can be closed at any time.
+        # Readers use duplicates of this descriptor, so that it can be closed at any time.
         self._kept: int | None = None
         self._checked_s = 0.0
 
@@ -134,7 +136,7 @@ class ShardFile:
         return data
 
     def lend(self, *, may_open: bool = True) -> Loan | None:
-        """Lends a descriptor to code outside of Python.
+        """Lends a file descriptor to C code.
 
         The caller checks `Loan.fits` after reading, because the file may have changed.
 
@@ -142,7 +144,8 @@ class ShardFile:
             may_open: Allows opening the file if it is not kept open.
 
         Returns:
-            None if the file must not be opened, or after an error. `read` then retries, or reports it.
+            The loan. None if the file must not be opened, or after an error, which `read` then
+            retries or reports.
         """
         if not (self._keep_open or may_open):
             return None
@@ -158,7 +161,7 @@ class ShardFile:
         return Loan(descriptor, self._stamp, extra=not self._keep_open)
 
     def _open(self) -> int:
-        """Returns a descriptor that the caller closes."""
+        """Returns an open descriptor of the shard. The caller closes the descriptor."""
         if not self._keep_open:
             return regular_descriptor(self._path)
         with self._lock:
@@ -186,14 +189,14 @@ class ShardFile:
         return data
 
     def _check_name(self, descriptor: int) -> None:
-        """Raises DataError if another file has the name of the open one."""
+        """Raises DataError if the path of the shard now refers to a file other than the open one."""
         now = time.monotonic()
         if not self._keep_open or now - self._checked_s < _CHECK_EVERY_S:
             return
         status = self._path.stat()
         if not self._stamp.fits(status) and status.st_ino != os.fstat(descriptor).st_ino:
             raise self._changed()
-        # Last, so that the next reader also gets an error of this check.
+        # Set last, so that after an error the next reader checks again.
         self._checked_s = now
 
     def _changed(self) -> DataError:
@@ -225,7 +228,7 @@ class Loan:
 
 
 def _pread(descriptor: int, offset: int, size: int) -> bytes:
-    """Reads until all bytes are there or the file ends. One system call may return fewer."""
+    """Reads `size` bytes, or fewer at the end of the file. One system call may return fewer bytes."""
     data = os.pread(descriptor, size, offset)
     while len(data) < size:
         more = os.pread(descriptor, size - len(data), offset + len(data))
@@ -244,15 +247,15 @@ def unreadable(path: Path | str, error: OSError) -> DataError:
 
 @contextmanager
 def file_lock(path: Path, *, wait: bool = True) -> Iterator[bool | None]:
-    """Locks a file between the processes of a host.
+    """Holds a lock that excludes other processes of this host.
 
     Args:
-        path: The lock file, which is created.
-        wait: Waits for another holder.
+        path: The lock file. Created if it does not exist.
+        wait: Waits while another process holds the lock.
 
     Yields:
-        True if this process holds the lock. False if another one holds it and `wait` is False. None
-        if the file system has no locks, or the directory is read-only.
+        True if this process holds the lock. False if another process holds it and `wait` is False.
+        None if the file system has no locks, or the directory is read-only.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -274,14 +277,14 @@ def _lock(descriptor: int, wait: bool) -> bool | None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Writes a file atomically. Raises DataError if that fails."""
+    """Writes a file atomically. Raises DataError if writing fails."""
     with written_file(path) as file:
         file.write(content)
 
 
 @contextmanager
 def written_file(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file as `whole_file` does. Raises DataError if that fails."""
+    """Opens a file for atomic writing by `whole_file`. Raises DataError if writing fails."""
     try:
         with whole_file(path) as file:
             yield file

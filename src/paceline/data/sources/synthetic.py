@@ -13,7 +13,7 @@ from paceline.data.sources.base import Source, Split
 from paceline.data.sources.classes import numbered_classes
 from paceline.data.sources.registry import SourceKind
 
-# The sum of two stripes and the noise is at most 255.
+# Maximum value of a stripe. The sum of two stripes and the noise is at most 255.
 _STRIPE_LEVELS = 80
 _NOISE_LEVELS = 95
 _NOISE_STARTS = 65_536
@@ -31,12 +31,12 @@ class SyntheticImages(Source):
     def __init__(
         self, count: int, classes: int, image_size: int, channels: int, salt: int = 0
     ) -> None:
-        """Creates a split. `salt` is the seed of its noise."""
+        """Creates a split of `count` images. `salt` is the seed of the noise."""
         self.classes = numbered_classes(classes)
         self.labels = np.arange(count, dtype=np.int64) % classes
         self._shape = (image_size, image_size, channels)
-        # Horizontal stripes are gray, vertical ones differ between channels. So each addition has whole
-        # rows of bytes, ten times as fast as pixels of three bytes.
+        # Horizontal stripes are gray; vertical stripes differ between channels. So each addition works on
+        # whole rows of bytes, ten times as fast as on pixels of three bytes.
         self._across = _stripes(classes, 0, image_size, 1)
         self._along = _stripes(classes, 1, image_size, channels)
         # Hashing every pixel would cost more than decoding a JPEG, so each image has its own window into
@@ -44,7 +44,7 @@ class SyntheticImages(Source):
         length = image_size * image_size * channels + _NOISE_STARTS
         strip = hash64(salt, SYNTHETIC_STREAM, 0, np.arange(length))
         self._noise = (to_unit(strip) * _NOISE_LEVELS).astype(np.uint8)
-        # All together, because hashing one number costs more than the rest of a small image.
+        # Hashes all indices at once, because a single hash costs more than the rest of a small image.
         starts = hash64(salt, SYNTHETIC_STREAM, 1, np.arange(count))
         self._starts = (starts % np.uint64(_NOISE_STARTS)).astype(np.int64)
 
@@ -61,7 +61,7 @@ class SyntheticImages(Source):
 
 
 def _stripes(classes: int, side: int, length: int, channels: int) -> npt.NDArray[np.uint8]:
-    """Returns classes × length × channels: along one side, waves of one to six periods."""
+    """Returns the stripes of all classes: waves of one to six periods, as classes × length × channels."""
     label = np.arange(classes)[:, None, None]
     channel = np.arange(channels)[None, None, :]
     periods = 1 + 5 * to_unit(hash64(0, SYNTHETIC_STREAM, 2, side, label, channel))

@@ -1,8 +1,8 @@
-"""The index of a tar shard: names, positions and labels of its samples. `index_store` keeps it on disk.
+"""The index of a tar shard: names, positions and labels of the samples. `index_store` writes indexes.
 
-A shard has the WebDataset layout: `key.jpg` (or .jpeg, .png, .webp) and `key.cls` with the class index in
-ASCII. The key ends at the first dot of the file name. Other members are ignored. Anything that would lose
-samples silently is an error.
+A shard has the WebDataset layout: `key.jpg` (or .jpeg, .png, .webp) and `key.cls` with the class
+index in ASCII. The key ends at the first dot of the file name. Other members are ignored. If
+samples would silently be lost, an error is raised.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_AFTER_END = 2 * _BLOCK + tarfile.RECORDSIZE
 _REBUILD = "copy or build the shard again"
 _OCTAL = frozenset(b"01234567")
 
-# Exceptions of tarfile for damaged headers. A header may also request too much memory.
+# Exceptions that tarfile raises for damaged headers. A header may also request too much memory.
 _DAMAGE = (
     tarfile.TarError, OSError, EOFError, ValueError, ArithmeticError, LookupError, TypeError,
     RecursionError, MemoryError,
@@ -58,11 +58,11 @@ def scan_shard(path: Path, content: BinaryIO) -> ShardIndex:
         content: The bytes of the tar.
 
     Raises:
-        DataError: If the shard is damaged, or if an image has no label or a label no image.
+        DataError: If the shard is damaged, an image has no label, or a label has no image.
     """
     images: dict[str, tuple[str, int, int]] = {}
     labels: dict[str, int] = {}
-    # Names with a further dot, such as `key.v2.jpg`, without their last extension.
+    # Names with more than one dot, such as `key.v2.jpg`, without the last extension.
     dotted: dict[str, set[str]] = {"images": set(), "labels": set()}
     for member in tar_members(path, content):
         key, field = split_name(member.name)
@@ -108,14 +108,20 @@ def scan_shard(path: Path, content: BinaryIO) -> ShardIndex:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Returns key and field of a member, as webdataset does. The key of hidden files is empty."""
+    """Divides the name of a member into key and extension, as webdataset does.
+
+    The key of a hidden file is empty.
+    """
     folder, slash, file_name = name.rpartition("/")
     stem, _, extension = file_name.partition(".")
     return (folder + slash + stem if stem else ""), extension.lower()
 
 
 class _Member(tarfile.TarInfo):
-    """Reads name and size of a regular file in a third of tarfile's time. tarfile reads other headers."""
+    """A member that parses headers of regular files three times as fast as tarfile.
+
+    All other headers are left to tarfile.
+    """
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
@@ -132,7 +138,7 @@ class _Member(tarfile.TarInfo):
             and checksum
             and _OCTAL.issuperset(checksum)
         )
-        # The bytes of the checksum itself count as spaces.
+        # In the sum, the bytes of the checksum field are replaced by spaces.
         if plain and int(checksum, 8) == sum(buf) - sum(buf[148:156]) + 8 * 0x20:
             member = cls(name.decode())
             member.size = int(size, 8)
@@ -145,7 +151,7 @@ def tar_members(path: Path, content: BinaryIO) -> Iterator[tarfile.TarInfo]:
 
     Args:
         path: The tar, for messages.
-        content: Its bytes.
+        content: The bytes of the tar.
 
     Raises:
         DataError: If the tar is damaged or truncated, or has links or devices.
@@ -157,7 +163,7 @@ def tar_members(path: Path, content: BinaryIO) -> Iterator[tarfile.TarInfo]:
             while (member := archive.next()) is not None:
                 # tarfile keeps every member, which takes gigabytes for millions of them.
                 archive.members = []  # type: ignore[attr-defined]
-                # Some Python versions go back after a negative size, and never end.
+                # After a negative size, some Python versions go back and loop forever.
                 if member.size < 0 or member.offset_data <= end:
                     raise DataError(f"{path}: damaged member header at byte {end}", _REBUILD)
                 if not (member.isfile() or member.isdir()) or member.issparse():
@@ -169,7 +175,7 @@ def tar_members(path: Path, content: BinaryIO) -> Iterator[tarfile.TarInfo]:
                 end = member.offset_data + -(-size // _BLOCK) * _BLOCK
                 if member.isfile():
                     yield member
-            # tarfile regards a truncated or damaged header as the end, but only zeros are the end.
+            # tarfile takes a truncated or damaged header for the end, but only zeros end a tar.
             content.seek(end)
             tail = content.read(_MOST_AFTER_END + 1)
     except DataError:
@@ -209,7 +215,7 @@ def _label(path: Path, key: str, content: BinaryIO, member: tarfile.TarInfo) -> 
 
 
 class NameTable:
-    """An immutable sequence of names in one block of bytes.
+    """An immutable sequence of names, stored in one block of bytes.
 
     A million Python strings would take over 100 MB in each rank. Names need not be valid Unicode.
     """
@@ -221,21 +227,21 @@ class NameTable:
 
     @classmethod
     def from_parts(cls, ends: Int64, letters: bytes) -> Self:
-        """Returns the table with these `parts`."""
+        """Creates a table from the two values that `parts` returns."""
         table = cls(())
         table._ends, table._letters = ends, letters
         return table
 
     @classmethod
     def joined(cls, tables: Sequence[NameTable]) -> Self:
-        """Returns the names of all tables, in order."""
+        """Concatenates the names of several tables."""
         lengths = np.concatenate([np.diff(table._ends) for table in tables])
         letters = b"".join(table._letters for table in tables)
         return cls.from_parts(np.cumsum([0, *lengths.tolist()], dtype=np.int64), letters)
 
     @property
     def parts(self) -> tuple[Int64, bytes]:
-        """A 0 and the end of each name, and the bytes of all names."""
+        """An array with 0 and the end of each name in the block, and the block of bytes."""
         return self._ends, self._letters
 
     def __len__(self) -> int:
@@ -249,7 +255,7 @@ class NameTable:
 
 
 def scan_file(path: Path, retry: Retry) -> ShardIndex:
-    """Indexes a plain shard. Raises DataError if it cannot be read."""
+    """Indexes an uncompressed shard. Raises DataError if the shard cannot be read."""
 
     def scan() -> ShardIndex:
         with open_regular(path) as content:
@@ -259,5 +265,5 @@ def scan_file(path: Path, retry: Retry) -> ShardIndex:
 
 
 def stamp_of(path: Path, retry: Retry) -> ShardStamp:
-    """Returns the stamp of a file. Raises DataError if it cannot be read."""
+    """Returns the stamp of a shard. Raises DataError if the shard cannot be read."""
     return retry.read(path, lambda: ShardStamp.of(path))
