@@ -1,4 +1,4 @@
-"""Rehearsals: one process trains as the ranks of a cluster would, with predicted times."""
+"""Rehearsals: one process trains in place of all ranks of a cluster, and predicts the times there."""
 
 from __future__ import annotations
 

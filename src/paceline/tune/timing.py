@@ -70,7 +70,7 @@ def steady_times(
     Args:
         launch: Starts a step; receives the number of the step.
         wait: Waits until the oldest step in flight has ended.
-        lag: Number of steps that are started before the first one is waited for.
+        lag: Number of steps that are still in flight after each `wait`.
         repeats: Number of measured steps.
         warm_up: Number of steps before the measured ones.
         ready: Called once during the warm-up. It may block until the measurement may start.
@@ -168,7 +168,7 @@ class RankGroup:
         self.group.completed("a barrier", lambda: dist.all_reduce(row, op=dist.ReduceOp.MAX))
 
     def decided(self, decide: Callable[[], Any]) -> Any:
-        """Calls `decide` on rank 0 and returns the result, which must be JSON data, on all ranks."""
+        """Calls `decide` on rank 0, and returns the result (JSON data) on all ranks."""
         data = json.dumps(decide()).encode() if self.rank == 0 else None
         return json.loads(self.group.broadcast_bytes(data))
 
