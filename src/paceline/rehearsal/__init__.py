@@ -1,4 +1,4 @@
-"""Rehearsals: one process trains in place of all ranks of a cluster, and predicts the times there."""
+"""Rehearsals: one process trains in place of a cluster's ranks, and predicts the times there."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class ClusterClock:
         )
 
     def totals(self, predicted_s: float) -> dict[str, Any]:
-        """Returns GPU hours and, if known, cost and energy of `predicted_s` seconds on the cluster."""
+        """Returns GPU hours and, if known, cost and energy of `predicted_s` on the cluster."""
         gpu_hours = self.ranks * predicted_s / 3600
         totals: dict[str, Any] = {"predicted_s": predicted_s, "gpu_hours": gpu_hours}
         if self.price_per_gpu_hour:
@@ -70,7 +70,7 @@ class ClusterClock:
 
 @dataclass(frozen=True)
 class RehearsedCluster:
-    """What the planner knows about the cluster that `settings` describe: its links, GPUs and step."""
+    """What the planner knows about the cluster of `settings`: its links, GPUs and step time."""
 
     settings: RehearsalSettings
 

@@ -155,7 +155,7 @@ class RehearsedExchange(GradientExchange):
                 reduce.begin()
 
     def end_rank(self, loss: Tensor) -> None:
-        """Adds the gradients of the current rank to the sums, after the last micro-step of the rank.
+        """Adds the gradients of the current rank to the sums, after the rank's last micro-step.
 
         `loss` is the loss of that rank. The next rank of `order` follows.
         """

@@ -118,10 +118,10 @@ def count_module(model: nn.Module, name: str, image_size: int, channels: int = 3
 
 
 def _half_kept(model: nn.Module, images: Tensor) -> list[float]:
-    """Returns how much each layer saves for the backward pass in half precision, in units of 2 bytes.
+    """Returns what each layer saves for the backward pass in half precision, in units of 2 bytes.
 
     Returns an empty list if the model does not run in the number formats that `_Formats` sets. The
-    caller then keeps only the counts in fp32.
+    planner then assumes two bytes for each element that was counted in fp32.
     """
     weights = [weight for weight in matrix_weights(model) if weight.dtype == torch.float32]
     try:

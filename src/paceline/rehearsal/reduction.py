@@ -291,7 +291,7 @@ class _Program:
             self._roots.append(self._compile(trees, stretch, root))
 
     def arrival(self, rank: int, start: int, segment: int, segments: int) -> Iterator[Instruction]:
-        """Yields the instructions for the row of `rank`, joined over neighbouring stretches if equal.
+        """Yields the instructions for the row of `rank`; neighbouring stretches share equal ones.
 
         Stretches are independent. So the first instruction of every stretch is yielded before the
         second instruction of any.

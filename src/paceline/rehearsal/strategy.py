@@ -1,4 +1,4 @@
-"""`Rehearsal`: one process computes the steps of all ranks of a cluster, and predicts the times there.
+"""`Rehearsal`: one process computes all ranks of a cluster, and predicts the times there.
 
 `VirtualStatistics` contains the running batch-norm statistics of each of these ranks.
 """
@@ -246,7 +246,7 @@ class Rehearsal(Synchronous):
         return fields
 
     def _advanced(self, seconds: float) -> dict[str, Any]:
-        """Advances the predicted time by `seconds`, and returns it as a field for the run's records.
+        """Advances the predicted time by `seconds`, and returns it as a field for the records.
 
         Returns no field if there is no clock.
         """
