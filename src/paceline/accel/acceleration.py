@@ -104,7 +104,7 @@ def _plan(model: nn.Module, context: AccelerationContext) -> _Plan:
 def _fused_convolutions(
     settings: AccelSettings, network: Network | None, fused: bool, context: AccelerationContext
 ) -> tuple[str, str]:
-    """Returns the mode of fused convolutions and "", or `off` and the reason why they are impossible.
+    """Returns the mode of fused convolutions and "", or `off` and why they are impossible.
 
     Args:
         settings: The settings, which request a mode.

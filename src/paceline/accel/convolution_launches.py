@@ -135,7 +135,7 @@ def _maps(
 
 
 def _or(tensor: Tensor | None, unused: Tensor) -> Tensor:
-    """Returns `tensor`, or `unused` for None, because a kernel needs a pointer for every argument."""
+    """Returns `tensor`, or `unused` for None, because kernels need a pointer for each argument."""
     return unused if tensor is None else tensor
 
 
@@ -162,7 +162,7 @@ def launch_weight_gradient(
 
 
 def _sums(end: Epilogue, form: int, parts: int, columns: int) -> Tensor | None:
-    """Allocates the partial sums of an epilogue [2 or 4, parts, columns]; None if it has no sums."""
+    """Allocates the partial sums of an epilogue, [2 or 4, parts, columns]; None for no sums."""
     if form == PLAIN:
         return None
     norms = 1 if end.shortcut is None else 2

@@ -1,4 +1,4 @@
-"""Tile shapes for the kernels of `product_kernels`, and which of them are timed for a convolution."""
+"""Tile shapes for the kernels of `product_kernels`, and which of them are timed for a shape."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHARED_BYTES, _OTHER_SHARED_BYTES = 228 * 1024, 5 * 1024
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile shape, with the warps and pipeline stages of a program and programs per multiprocessor.
+    """A tile shape, the warps and pipeline stages of a program, and programs per multiprocessor.
 
     Registers limit `programs`. `sums` tells which elements of a tile a thread holds in registers,
     and therefore how it accumulates the sums of an epilogue. "turned": many rows of few columns,
@@ -42,8 +42,7 @@ class Tile:
 
     def rows(self, columns: int) -> tuple[int, int]:
         """Returns `GROUPS` and `LINES` for `product_kernels._fold`, for a tile of `columns`."""
-        if self.sums == "turned":  # each warp has 16 columns; if there are more warps, they share
-        rows
+        if self.sums == "turned":  # each warp has 16 columns; further warps take other rows
             return max(min(self.warps * 16 // columns, self.block_m), 1), 1
         if self.sums == "fragments":
             return self.block_m // 16, 8
@@ -119,7 +118,7 @@ def fits(tile: Tile, k: int, n: int, *, reads: bool, sums: bool) -> bool:
 
 
 def weight_fits(tile: Tile, k: int, n: int) -> bool:
-    """Returns True if a tile of `WEIGHT_TILES` is worth timing for k input and n output channels."""
+    """Returns True if a tile of `WEIGHT_TILES` is worth timing for k inputs and n outputs."""
     wide, deep = max(power_of_two(n), 64), max(power_of_two(k), 64)
     if wide == deep == 64:
         return tile.block_n == tile.block_k == 64
