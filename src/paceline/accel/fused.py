@@ -186,7 +186,7 @@ def channels_last(gradient: Tensor) -> Tensor:
 
 
 def two_gradients(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients that are not None, in channels-last memory, followed by None."""
+    """Returns the gradients that are not None, filled up with None to two."""
     given = (channels_last(gradient) for gradient in gradients if gradient is not None)
     return next(given, None), next(given, None)
 

@@ -44,7 +44,7 @@ class ActivationSource:
         self._made: Tensor | None = None
 
     def set(self, y: Tensor, compute: Callable[[], Tensor]) -> None:
-        """Sets the activation, and a function that recomputes it bit for bit from stored tensors."""
+        """Sets the activation `y`, and a function that recomputes it bit for bit."""
         self._storage, self._shape, self._compute = _storage(y), y.shape, compute
 
     def get(self) -> Tensor:
@@ -116,7 +116,7 @@ def not_stored(x: object) -> AbstractContextManager[None]:
 def recomputed_norm(
     x: Tensor, norm: nn.BatchNorm2d, shortcut: Tensor | None = None
 ) -> RecomputedActivation:
-    """Computes relu(norm(x) + shortcut) with torch's operators, to be recomputed in the backward pass.
+    """Computes a recomputable relu(norm(x) + shortcut) with torch's operators.
 
     The shortcut, if there is one, must be stored.
     """
