@@ -82,11 +82,11 @@ class Choices:
     path: Path | None = None
 
     def own(self) -> dict[str, str]:
-        """Returns the choices for this model, without the file's choices for shapes it does not use."""
+        """Returns only those choices, of all in the file, that this model uses."""
         return {key: name for key, name in self.chosen.items() if key in self.used}
 
     def describe(self) -> str:
-        """Describes how many convolutions are fused, and how many implementations failed or lack."""
+        """Describes how many convolutions are fused, and why implementations failed or are missing."""
         ends = {key: name for key, name in self.own().items() if key.startswith(_OUTER)}
         missing = {key: why for key, why in self.missing.items() if key.startswith(_OUTER)}
         fused = sum(name != SEPARATE for name in ends.values())
@@ -152,7 +152,7 @@ class Choices:
         return differs
 
     def kind(self) -> str:
-        """Returns a text for the GPU, versions and mode; choices are valid only for an equal text."""
+        """Returns a text with GPU, versions and mode; choices are valid only where it is equal."""
         return self.path.name if self.path is not None else ""
 
     def choose(
@@ -198,7 +198,7 @@ class Choices:
         self, key: str, implementations: Mapping[str, Callable[[], object]],
         then: Callable[[Any], object] | None,
     ) -> dict[str, float]:  # fmt: skip
-        """Returns the milliseconds of each implementation that works, and records errors of the rest."""
+        """Times all implementations; returns the milliseconds, and records errors in `problems`."""
         # Only Triton's kernels are compiled; implementations of cuDNN and torch would run instead.
         own = [name for name in implementations if not name.startswith((SEPARATE, CUDNN))]
         _build([implementations[name] for name in own])
@@ -239,7 +239,7 @@ def _build(calls: Sequence[Callable[[], object]]) -> None:
 
 
 def is_fatal(error: Exception) -> bool:
-    """Returns True if the error means a lost device or too little memory, not a bad implementation."""
+    """Returns True for a lost device or too little memory, which no implementation causes."""
     return (
         isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError | MemoryError)
         or "out of memory" in str(error).lower()

@@ -1,4 +1,4 @@
-"""Divides models into parts that have faster implementations: convolutions with norms, residual blocks.
+"""Divides models into parts with faster implementations: convolutions with norms, and blocks.
 
 `network_of` supports Paceline's residual nets, AlexNet with norms, and residual nets whose modules
 are named like those of torchvision or timm. For the latter, a pass over random images must confirm
@@ -29,7 +29,7 @@ Pair = tuple[nn.Module, nn.BatchNorm2d]
 
 @dataclass(frozen=True)
 class ConvNorm:
-    """A convolution followed by norm, ReLU and an optional pool; `fusible` is False if kernels lack."""
+    """A convolution with norm, ReLU and an optional pool; kernels need `fusible`."""
 
     convolution: nn.Module
     norm: nn.BatchNorm2d
@@ -115,7 +115,7 @@ def _alexnet(model: AlexNet) -> Network | None:
 
 
 def _residual(model: nn.Module) -> Network:
-    """Returns the parts of a residual net with the modules conv1, bn1, maxpool, layer1, … and a head.
+    """Returns the parts of a residual net: conv1, bn1, ReLU, maxpool, layer1, layer2, … and a head.
 
     `maxpool` is optional. Raises `_UnknownLayerError` for any other structure.
     """
@@ -133,7 +133,7 @@ def _residual(model: nn.Module) -> Network:
 
 
 def _is_norm(module: nn.Module | None) -> TypeGuard[nn.BatchNorm2d]:
-    """Returns True for torch's `BatchNorm2d` and Paceline's batch norms, but not for users' classes."""
+    """Returns True for torch's and Paceline's batch norms, but not for users' classes."""
     own = isinstance(module, _BatchNorm) and type(module).__module__.startswith("paceline.")
     return own or type(module) is nn.BatchNorm2d
 
@@ -172,7 +172,7 @@ def part_of(module: nn.Module) -> ConvNorm | Block:
 
 
 def _head(model: nn.Module, children: dict[str, nn.Module]) -> Callable[[Tensor], Tensor]:
-    """Returns the head of a model of Paceline, timm or torchvision, as a function of activations."""
+    """Returns the head of a model of Paceline, timm or torchvision as a function."""
     for name in ("head", "forward_head"):
         if (name == "forward_head" or is_own(model)) and callable(getattr(model, name, None)):
             head: Callable[[Tensor], Tensor] = getattr(model, name)
@@ -221,7 +221,7 @@ def _confirmed(model: nn.Module, network: Network) -> bool:
 
 
 class _Both(nn.Module):
-    """Calls either a model or its parts, so that `functional_call` can replace the weights of both."""
+    """Calls either a model or its parts, so that `functional_call` sets the weights of both."""
 
     def __init__(self, model: nn.Module, parts: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

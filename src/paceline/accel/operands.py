@@ -1,4 +1,4 @@
-"""Inputs of the fused convolutions of a block, and the operations after the gradients of these inputs.
+"""Inputs of fused convolutions, and the operations on the gradients of these inputs.
 
 Activations are in channels-last memory, and in half precision on a GPU. An `Operand` is an input
 that a fused convolution computes while it loads other tensors; `Operand.stored` computes it in
@@ -143,7 +143,7 @@ class Epilogue:
         return [] if self.form == PLAIN else [tensor for tensor in maps if tensor is not None]
 
     def saved(self, unused: Tensor) -> list[Tensor]:
-        """Returns the statistics of the norms of branch and shortcut; `unused` for a missing norm."""
+        """Returns the statistics of the branch's and shortcut's norms; `unused` if missing."""
         return [unused if norm is None else norm.saved for norm in (self.branch, self.shortcut)]
 
     def describe(self) -> str:
@@ -167,7 +167,7 @@ class Gradients:
     joined: tuple[Tensor, ...] = ()
 
     def factors(self, norm: NormedMap, place: int) -> Tensor:
-        """Returns the rows of `fused.join_sums` for `norm`: `place` is 0 (branch) or 1 (shortcut)."""
+        """Returns the rows of `fused.join_sums` for `norm`, of branch (0) or shortcut (1)."""
         if self.joined:
             return self.joined[place]
         assert self.parts is not None

@@ -39,7 +39,7 @@ def is_plain(module: nn.Module) -> TypeGuard[nn.Conv2d]:
 
 
 def pads_images(first: nn.Module) -> bool:
-    """Returns True if this first convolution gets images with a fourth channel when norms are fused."""
+    """Returns True if this convolution takes images with a fourth channel when norms are fused."""
     return is_plain(first) and first.in_channels == 3
 
 

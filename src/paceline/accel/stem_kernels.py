@@ -52,7 +52,7 @@ def windows_kernel(
 
 
 def image_windows(images: Tensor, form: WindowForm, down: int, across: int) -> Tensor:
-    """Returns the `down` × `across` windows of each image, in channels-last memory, without gradient."""
+    """Returns the `down` × `across` windows of each image in channels-last memory; no gradient."""
     images = images.detach().contiguous(memory_format=torch.channels_last)
     samples, pixel, height, width = images.shape
     out = torch.empty(
