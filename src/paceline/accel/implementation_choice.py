@@ -86,7 +86,7 @@ class Choices:
         return {key: name for key, name in self.chosen.items() if key in self.used}
 
     def describe(self) -> str:
-        """Describes how many convolutions are fused, and why implementations failed or are missing."""
+        """Describes how many convolutions are fused, and what failed or is missing."""
         ends = {key: name for key, name in self.own().items() if key.startswith(_OUTER)}
         missing = {key: why for key, why in self.missing.items() if key.startswith(_OUTER)}
         fused = sum(name != SEPARATE for name in ends.values())

@@ -196,7 +196,7 @@ def backward_sums_kernel(
     TWO: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Computes Σ dz and Σ dz · (x − mean) for each part, where dz is the gradient of the ReLU's input.
+    """Computes Σ dz and Σ dz · (x − mean) for each part; dz is the gradient of the ReLU's input.
 
     With a residual, dz is stored, because it is also the residual's gradient. Otherwise
     `backward_input_kernel` recomputes it. With `TWO`, two operations read the output, and the
