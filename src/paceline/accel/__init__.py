@@ -1,4 +1,4 @@
-"""Faster implementations of layers: fused norms and convolutions, recomputed norms, torch.compile."""
+"""Faster layers for training: fused norms and convolutions, recomputed norms, torch.compile."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`ACCELERATION`: chooses the implementation of a model's forward pass by settings, model and device.
+"""`ACCELERATION`: chooses how to compute a model's forward pass, by settings, model and device.
 
-A switch that cannot be honored raises an error. An automatic choice that does not work with the model is
-dropped on all ranks, and a note says why.
+A setting `on` that is not possible raises an error. With `auto`, what does not work with the model
+is switched off on all ranks, and a note tells the reason.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _TABLE = "run.accel"
 
 @dataclass(frozen=True)
 class _Plan:
-    """The implementations of one model. `notes` say why an implementation is missing."""
+    """The implementations that one model uses; `notes` tell why others are switched off."""
 
     network: Network | None = None
     fused: bool = False
-    # The mode of fused convolutions that is in effect.
+    # The value of the setting `fused_convolutions`, or `off` if the model or device lacks support.
     fused_convolutions: str = "off"
     recompute: bool = False
     compile: str = "off"
@@ -42,7 +42,7 @@ class _Plan:
 
 
 class Accel:
-    """Fused norms and convolutions, recomputed norms and torch.compile."""
+    """The acceleration by fused norms and convolutions, recomputed norms and torch.compile."""
 
     def supports(self, model: nn.Module, context: AccelerationContext) -> str:
         plan = _plan(model, context)
@@ -88,7 +88,7 @@ def _plan(model: nn.Module, context: AccelerationContext) -> _Plan:
         )  # fmt: skip
     how = settings.compile
     if how == "auto":
-        # The compiler cannot handle recomputed or synchronized norms.
+        # torch.compile cannot handle fused, recomputed or synchronized norms.
         plain = not (fused or settings.recompute_norms or context.collective_norms)
         how = "model" if plain and context.device.type == "cuda" else "off"
     if how == "blocks" and (network is None or not network.blocks()):
@@ -104,9 +104,13 @@ def _plan(model: nn.Module, context: AccelerationContext) -> _Plan:
 def _fused_convolutions(
     settings: AccelSettings, network: Network | None, fused: bool, context: AccelerationContext
 ) -> tuple[str, str]:
-    """Returns the mode of fused convolutions that is in effect, and the reason if it is off.
+    """Returns the mode of fused convolutions and "", or `off` and why they are impossible.
 
-    Checks the model first, then the requirements of fused norms.
+    Args:
+        settings: The settings, which request a mode.
+        network: The parts of the model, if they are known.
+        fused: True if the norms are fused, which fused convolutions need.
+        context: The number format, memory layout and kernel support of the run.
     """
     cudnn = settings.fused_convolutions == CUDNN
     blocks = [] if network is None else network.blocks()
@@ -133,7 +137,10 @@ def _fused_convolutions(
 
 @dataclass
 class AppliedAccel(Applied):
-    """The implementations of one model, with its choices. See `models.acceleration.Applied`."""
+    """The implementations in use for one model, and the choices of its fused convolutions.
+
+    See `models.acceleration.Applied` for the methods.
+    """
 
     model: nn.Module
     plan: _Plan
@@ -157,8 +164,8 @@ class AppliedAccel(Applied):
     def _forward(self) -> Forward:
         plan = self.plan
         if plan.compile == "model":
-            # A separate compiled function: evaluation calls the plain model. With static shapes, only
-            # full micro-batches are compiled.
+            # Compiles a separate function, because evaluation calls the plain model. Shapes are
+            # static, so only full micro-batches are compiled.
             compiled: Forward = torch.compile(self.model, dynamic=False)
             return compiled
         if not plan.changes:
@@ -182,7 +189,7 @@ class AppliedAccel(Applied):
             self.forward = self._forward()
             ranks.agree_on("trial of fused convolutions", lambda: trial(self.forward))
             differs = self.choices.adopt(_agreed_choices(self.choices, ranks))
-            # Build the choices of other ranks before the first step.
+            # Compile kernels that only other ranks had chosen before the first step.
             ranks.agree_on(
                 "agreed fused convolutions", lambda: trial(self.forward) if differs else None
             )
@@ -223,9 +230,10 @@ class AppliedAccel(Applied):
 
 
 def _agreed_choices(choices: Choices, ranks: Ranks) -> dict[str, str]:
-    """Returns the choices of the first rank with this kind of GPU that has them.
+    """Returns the choices for this rank's kind of GPU on which all ranks agree.
 
-    Choices affect rounding, and ranks and resumed runs must round equally.
+    For each key, the lowest rank with this kind of GPU that has a choice decides. Choices affect
+    rounding, and all ranks and resumed runs must round equally.
     """
     agreed: dict[str, str] = {}
     for kind, chosen in reversed(ranks.all_gather([choices.kind(), choices.own()])):
@@ -235,10 +243,10 @@ def _agreed_choices(choices: Choices, ranks: Ranks) -> dict[str, str]:
 
 
 def _compile_problem(trial: TrialPass, forward: Forward, foreign: bool) -> str:
-    """Returns why a compiled pass fails; empty if it works.
+    """Runs a trial pass of a compiled model and returns the reason if it fails, else "".
 
-    With a user's model, any error counts: the following pass without the compiler raises the model's own
-    errors.
+    For a user's model (`foreign`), this includes errors that torch.compile does not cause. If the
+    model itself raises them, the next pass without the compiler reports them.
     """
     try:
         trial(forward)

@@ -1,8 +1,8 @@
 """Launches the kernels of `product_kernels`: 1 × 1 convolutions of stride 1 and their gradients.
 
-A launch divides the rows into parts, about as many as programs run on the GPU at a time, and allocates
-the outputs. `fused_convolutions` chooses the tile. While kernels are only compiled
-(`implementation_choice.building`), none runs.
+Activations are matrices of rows (pixels) × channels. A launch divides the rows into parts, about as
+many as the GPU can run programs at a time, and allocates the outputs. `fused_convolutions` chooses
+the tile. While `implementation_choice.building` is set, kernels are compiled but not run.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from paceline.accel.convolution_tiles import Tile
 from paceline.accel.implementation_choice import building
 from paceline.accel.operands import MERGED, PLAIN, Epilogue, Gradients, Operand
 
-# Offsets inside a part are counted in 32 bits.
+# The most elements of a part, because kernels compute offsets in a part with 32 bits.
 _MOST_ELEMENTS = 2**31 - 1
-# Parts and elements per program that sums partial products.
+# The tile of `join_products_kernel`: parts and elements that a program adds at a time.
 _JOIN_PARTS, _JOIN_ELEMENTS = 32, 64
-# Without a GPU, in Triton's interpreter.
+# The number of multiprocessors assumed in Triton's interpreter, which needs no GPU.
 _INTERPRETED_PROCESSORS = 3
 
 
@@ -35,14 +35,21 @@ def _processors(device: torch.device) -> int:
 
 
 def _span(rows: int, widest: int, block: int, programs: int) -> int:
-    """Returns the rows of a part, so that there are about `programs` parts of whole tiles."""
+    """Returns the number of rows of a part for about `programs` parts, a multiple of `block`.
+
+    Args:
+        rows: The number of rows in all parts.
+        widest: The largest number of channels of an activation.
+        block: The number of rows of a tile.
+        programs: The desired number of parts.
+    """
     tiles = -(-rows // block)
     span = -(-tiles // max(min(programs, tiles), 1)) * block
     return max(min(span, _MOST_ELEMENTS // widest // block * block), block)
 
 
 def resident_programs(tile: Tile, operand: Operand, end: Epilogue) -> int:
-    """Returns how many programs a multiprocessor can run at a time; 0 if the tile does not fit."""
+    """Returns how many programs fit on a multiprocessor at a time; 0 if the tile is too large."""
     k, maps = operand.x.shape[1], 1 if operand.other is None else 2
     return tile.resident(k, inputs=maps, computed=operand.form != PLAIN, ends=len(end.maps()))
 
@@ -58,10 +65,20 @@ def launch_convolution(
     operand: Operand, weight: Tensor, tile: Tile, *, forward: bool, epilogue: int, side: bool,
     centre: Tensor | None = None, end: Epilogue | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Computes a convolution, or the gradient of its input if not `forward`.
+    """Computes a convolution or, if not `forward`, the gradient of the convolution's input.
+
+    Args:
+        operand: The input, or the gradient of the output.
+        weight: The weight of the convolution.
+        tile: The tile of a program.
+        forward: True to compute the convolution.
+        epilogue: What the kernel applies to the result: `MOMENTS`, `MASKED`, `MERGED` or `PLAIN`.
+        side: True to store the operand, too.
+        centre: The running mean, from which `MOMENTS` measures deviations.
+        end: The tensors that the epilogue of a gradient reads.
 
     Returns:
-        The result, the sums of its epilogue, and the operand if `side`.
+        The result, the partial sums of the epilogue, and the stored operand if `side`.
     """
     x, rows = operand.x, operand.rows
     images, k, height, width = x.shape
@@ -97,9 +114,10 @@ def launch_convolution(
 def _maps(
     tile: Tile, block: int, out: Tensor, end: Epilogue
 ) -> tuple[list[Tensor | TensorDescriptor], bool]:
-    """Returns what an epilogue writes and reads, and True if as descriptors of `block` columns.
+    """Returns the activations that an epilogue writes and reads, as kernel arguments.
 
-    Descriptors are those of Hopper's copy engine, which needs rows of a multiple of 16 bytes.
+    The second result is True if the arguments are tensor descriptors with `block` columns, for the
+    copy engine of Hopper GPUs. That engine needs rows whose size is a multiple of 16 bytes.
     """
     n = out.shape[1]
     other = None if end.shortcut is None else end.shortcut.x
@@ -117,7 +135,7 @@ def _maps(
 
 
 def _or(tensor: Tensor | None, unused: Tensor) -> Tensor:
-    """Returns `unused` for None: a kernel needs a pointer for every argument."""
+    """Returns `tensor`, or `unused` for None, because kernels need a pointer for each argument."""
     return unused if tensor is None else tensor
 
 
@@ -144,7 +162,7 @@ def launch_weight_gradient(
 
 
 def _sums(end: Epilogue, form: int, parts: int, columns: int) -> Tensor | None:
-    """Returns memory for the partial sums of an epilogue."""
+    """Allocates the partial sums of an epilogue, [2 or 4, parts, columns]; None for no sums."""
     if form == PLAIN:
         return None
     norms = 1 if end.shortcut is None else 2
@@ -164,7 +182,7 @@ def _join_products(partial_products: Tensor, weight: Tensor) -> Tensor:
 def launch_both_gradients(
     gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, tile: Tile
 ) -> Gradients:
-    """Computes both gradients with one kernel, for few channels."""
+    """Computes the gradients of input and weight with one kernel, if the tile has all channels."""
     (out, into), rows = weight.shape[:2], gradient.rows
     span = _span(rows, max(out, into), tile.block_m, tile.programs * _processors(weight.device))
     parts = -(-rows // span)
@@ -183,7 +201,8 @@ def launch_both_gradients(
         FORM=gradient.form, RELU=gradient.relu, INPUT_FORM=inputs.form, EPILOGUE=end.form,
         ADD=end.add is not None, PROJECT=end.shortcut is not None, STAGES=tile.stages,
         TURNED=tile.turned, DESCRIBED=described, GROUPS=groups, LINES=lines,
-        # Without masks, the compiler does not load the gradient of other tiles ahead.
+        # Row masks are left out only for turned tiles: for the rest, the compiler would then not
+        # prefetch the gradient.
         EVEN_M=tile.turned and rows % tile.block_m == 0,
         EVEN=out == tile.block_n and into == tile.block_k,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,

@@ -1,4 +1,4 @@
-"""Tiles of the kernels of `product_kernels`, and which of them are timed for a shape."""
+"""Tile shapes for the kernels of `product_kernels`, and which of them are timed for a shape."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from dataclasses import dataclass
 
 from paceline.accel.fused import power_of_two
 
-# Shared memory of a Hopper multiprocessor, and what a program needs in addition to its tiles.
+# Bytes of shared memory of a Hopper multiprocessor, and those that a program needs besides its
+# tiles.
 _SHARED_BYTES, _OTHER_SHARED_BYTES = 228 * 1024, 5 * 1024
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The tile of a program, its warps and pipeline stages, and programs per multiprocessor.
+    """A tile shape, the warps and pipeline stages of a program, and programs per multiprocessor.
 
-    `programs` is limited by registers. `sums` is the part of a tile that a thread owns, and therefore how
-    it accumulates the sums of an epilogue: "turned" is many rows of few columns, because the tile is
-    computed as its transpose; "lines" is eight columns, as activations are loaded; "fragments" is a
-    quarter of all columns and two of every 16 rows, as tensor cores return them. If the compiler lays out
-    registers differently, the kernel is slower, not wrong.
+    Registers limit `programs`. `sums` tells which elements of a tile a thread holds in registers,
+    and therefore how it accumulates the sums of an epilogue. "turned": many rows of few columns,
+    because the tile is computed as its transpose. "lines": eight columns, as activations are
+    loaded. "fragments": a quarter of all columns and two of every 16 rows, as tensor cores return
+    them. If the compiler assigns registers differently, the kernel is slower, but still correct.
     """
 
     block_m: int
@@ -40,8 +41,8 @@ class Tile:
         return self.sums == "turned"
 
     def rows(self, columns: int) -> tuple[int, int]:
-        """Returns `GROUPS` and `LINES` of `product_kernels._fold` for an epilogue of `columns`."""
-        if self.sums == "turned":  # warps own 16 columns, and further warps own further rows
+        """Returns `GROUPS` and `LINES` for `product_kernels._fold`, for a tile of `columns`."""
+        if self.sums == "turned":  # each warp has 16 columns; further warps take other rows
             return max(min(self.warps * 16 // columns, self.block_m), 1), 1
         if self.sums == "fragments":
             return self.block_m // 16, 8
@@ -51,8 +52,8 @@ class Tile:
         """Returns how many programs fit into a multiprocessor's shared memory.
 
         Args:
-            k: The length of the sums.
-            inputs: The number of activations that the operand reads.
+            k: The number of products that are added for an element of the result.
+            inputs: The number of activations from which the operand is loaded or computed.
             computed: True if the operand is computed while it is loaded.
             ends: The number of activations that the epilogue reads.
         """
@@ -66,8 +67,8 @@ class Tile:
         return min(self.programs, _SHARED_BYTES // used)
 
 
-# Rows × output channels × input channels. Of about thirty tiles timed on an H200, these were fastest for
-# at least one shape of ResNet-50.
+# Tiles of `product_kernel`: rows × output columns × products per step. Each was the fastest of
+# about thirty on an H200 for at least one convolution of ResNet-50.
 TILES = (
     Tile(64, 128, 64, 4, 3, 4, sums="turned"),
     Tile(64, 256, 64, 8, 3, 2, sums="turned"),
@@ -79,7 +80,7 @@ TILES = (
     Tile(64, 128, 64, 4, 3, 2),
     Tile(64, 64, 64, 4, 4, 2),
 )
-# Rows of a step × output channels × input channels.
+# Tiles of `weight_gradient_kernel`: rows of a step × output channels × input channels.
 WEIGHT_TILES = (
     Tile(64, 64, 256, 8, 3, 1),
     Tile(64, 64, 128, 4, 3, 2),
@@ -87,7 +88,7 @@ WEIGHT_TILES = (
     Tile(64, 128, 128, 8, 3, 1),
     Tile(64, 64, 64, 4, 4, 2),
 )
-# Both gradients in one kernel: rows of a step × all output channels × all input channels.
+# Tiles of `both_gradients_kernel`: rows of a step × all output channels × all input channels.
 BOTH_TILES = (
     Tile(64, 256, 64, 8, 2, 1, sums="fragments"),
     Tile(32, 64, 256, 8, 3, 1, sums="turned"),
@@ -96,27 +97,28 @@ BOTH_TILES = (
 
 
 def fits(tile: Tile, k: int, n: int, *, reads: bool, sums: bool) -> bool:
-    """Returns True if a tile is worth timing for n output and k input channels.
+    """Returns True if a tile of `TILES` may be the fastest, so that it is worth timing.
 
     Args:
         tile: The tile.
-        k: The length of the sums.
-        n: The columns of the output.
+        k: The number of columns of the operand.
+        n: The number of columns of the result.
         reads: True if the epilogue reads activations.
         sums: True if the epilogue computes sums.
     """
     wide, deep = max(power_of_two(n), 16), max(power_of_two(k), 16)
     single = k <= tile.block_k
-    # The pipeline prefetches what the epilogue of a turned tile reads only in a single loop over tiles.
+    # If an epilogue reads activations, the pipeline of a turned tile prefetches them only if the
+    # kernel has no inner loop over k (`single`).
     if tile.turned != (sums and (single or not reads)):
         return False
-    if tile.block_m < 64 and not single:  # too few rows for weights that are read repeatedly
+    if tile.block_m < 64 and not single:  # weights would be read again for too few rows
         return False
     return min(wide, 128) <= tile.block_n <= max(wide, 64) and tile.block_k <= max(deep, 64)
 
 
 def weight_fits(tile: Tile, k: int, n: int) -> bool:
-    """Returns True if a tile of `WEIGHT_TILES` is worth timing."""
+    """Returns True if a tile of `WEIGHT_TILES` is worth timing for k inputs and n outputs."""
     wide, deep = max(power_of_two(n), 64), max(power_of_two(k), 64)
     if wide == deep == 64:
         return tile.block_n == tile.block_k == 64
@@ -124,5 +126,5 @@ def weight_fits(tile: Tile, k: int, n: int) -> bool:
 
 
 def both_fits(tile: Tile, k: int, n: int) -> bool:
-    """Returns True if a tile of `BOTH_TILES` covers all channels."""
+    """Returns True if a tile of `BOTH_TILES` is the smallest for k input and n output channels."""
     return power_of_two(max(n, 64)) == tile.block_n and power_of_two(max(k, 64)) == tile.block_k

@@ -1,13 +1,14 @@
-"""Convolutions of fused blocks as kernels of cuDNN, in fp16 on a GPU.
+"""Computes the convolutions of fused blocks and their gradients with cuDNN, in fp16 on a GPU.
 
 In the forward pass, a kernel computes relu(norm(x)), relu(norm(x) + residual) or relu(norm(x) +
-norm(residual)) while it loads its input, and sums the statistics of the next norm. In the backward pass,
-the kernel of the input's gradient applies sum and ReLU and sums the gradients of γ and β; that of the
-weight's gradient recomputes relu(norm(x)). cuDNN reads scale and shift of a norm in fp16, the fifth row
-of `fused.join_moments`, and sums about 0 in no fixed order.
+norm(residual)) while it loads the input of the convolution, and sums the statistics of the next
+norm. In the backward pass, one kernel computes the input's gradient, adds the second gradient,
+applies the ReLU and sums the gradients of γ and β. Another kernel computes the weight's gradient
+and recomputes relu(norm(x)) for it. cuDNN reads a norm's scale and shift in fp16 (the fifth row of
+`fused.join_moments`). It sums values, not deviations from the running mean, in no fixed order.
 
-Functions return implementations by name: all that are worth timing, or the `wanted` one. They raise
-`CudnnError` if there is none.
+The functions `forward`, `input_gradient` and `weight_gradient` return implementations by name: all
+that are worth timing, or only the one called `wanted`. They raise `CudnnError` if there is none.
 """
 
 from __future__ import annotations
@@ -35,16 +36,19 @@ from paceline.accel.operands import (
     out_dims,
 )
 
-# Of cuDNN's heuristics, best guess first.
+# The most plans to time, in the order of cuDNN's heuristics.
 _MOST_PLANS = 6
 _FACTORS = ("dgamma", "dbeta", "a", "b", "c")
-# Elements of a map: its kernels may count them in 32 bits.
+# The most elements of an activation, because cuDNN's kernels may count them with 32 bits.
 _MOST_ELEMENTS = 2**31 - 1
 _PREFIX, _STATISTICS = "cudnn ", "cudnn statistics "
 
 
 def check(weight: Tensor, *maps: Tensor | None, vectors: Sequence[Tensor] = ()) -> None:
-    """Raises `CudnnError` if cuDNN has no kernels for the tensors, or would misread them."""
+    """Checks that cuDNN supports the tensors and reads them correctly; else raises `CudnnError`.
+
+    `maps` are activations, and `vectors` are parameters of norms.
+    """
     given = [each for each in maps if each is not None]
     kinds = {each.dtype for each in (weight, *given)}
     if kinds != {torch.float16}:
@@ -56,7 +60,7 @@ def check(weight: Tensor, *maps: Tensor | None, vectors: Sequence[Tensor] = ()) 
         raise CudnnError("needs a multiple of 8 channels")
     if max(each.numel() for each in given) > _MOST_ELEMENTS:
         raise CudnnError("needs maps of less than 2³¹ elements")
-    # A weight may lie anywhere in a flat buffer.
+    # A weight may begin at any address, because it may be a view of a flat buffer.
     if any(each.data_ptr() % ALIGNMENT for each in (weight, *given, *vectors)):
         raise CudnnError(f"needs tensors at multiples of {ALIGNMENT} bytes")
     if not all(each.is_contiguous(memory_format=torch.channels_last) for each in (weight, *given)):
@@ -72,7 +76,7 @@ def _new_map(dims: Dims, like: Tensor) -> Tensor:
 
 
 class _Plans:
-    """Plans of a graph, built lazily: a start with known choices builds one."""
+    """The plans of a graph, built on demand: if the choice is known, only one plan is built."""
 
     def __init__(self, graph: Graph, device: torch.device) -> None:
         self._graph, self._device = graph, device
@@ -80,7 +84,7 @@ class _Plans:
         self._complete = False
 
     def get(self, wanted: str) -> dict[str, Plan]:
-        """Returns the plan with the name `wanted` or, if it is empty, all that are worth timing."""
+        """Returns the plan called `wanted` or, if `wanted` is "", all plans worth timing."""
         if wanted:
             if wanted not in self._found:
                 self._found |= plans(self._graph, self._device, 1, wanted)
@@ -97,14 +101,19 @@ class _Plans:
 def forward(
     operand: Operand, weight: Tensor, stride: int, keep: bool, wanted: str = ""
 ) -> dict[str, Callable[[], tuple[Tensor, Moments, Tensor | None]]]:
-    """Returns implementations for `fused_convolutions.forward_convolution`."""
+    """Returns implementations of a convolution, for `fused_convolutions.forward_convolution`.
+
+    Each returns the output, the partial statistics of the output, and the stored input or None.
+    `keep` requests the stored input.
+    """
     dims = out_dims(tuple(operand.x.shape), tuple(weight.shape), stride)
     check(weight, operand.x, operand.other)
     if math.prod(dims) > _MOST_ELEMENTS:
         raise CudnnError("needs maps of less than 2³¹ elements")
     shapes = (tuple(operand.x.shape), tuple(weight.shape), stride, operand.x.device)
     kinds = [(_STATISTICS, PLAIN, False)]
-    # cuDNN does not write relu(norm(x)), although it takes that graph. Other operands it has to store.
+    # cuDNN does not store relu(norm(x)), although it accepts a graph that requests it. JOINED and
+    # PROJECTED operands always have to be stored.
     if operand.form in (JOINED, PROJECTED) or (operand.form == NORMALIZED and not keep):
         kinds.append((_PREFIX, operand.form, operand.form != NORMALIZED))
     if wanted:  # the longest prefix comes first
@@ -116,7 +125,7 @@ def forward(
         try:
             made = _forward_plans(*shapes, form, side).get(wanted.removeprefix(prefix))
         except CudnnError as error:
-            refused = str(error)  # the error itself would keep this frame, and with it the maps
+            refused = str(error)  # keeping the error would keep this frame and its activations
             continue
         for name, plan in made.items():
             found[prefix + name] = partial(
@@ -196,7 +205,10 @@ def _input_plans(
 
 
 def input_graph(x: Dims, weight: Dims, stride: int, form: int, add: bool, project: bool) -> Graph:
-    """Builds the graph with the order of operations and operands that cuDNN supports."""
+    """Builds the graph of the input's gradient.
+
+    cuDNN supports only this order of operations and operands.
+    """
     graph, into = Graph(), x[1]
     dx = graph.map("", x)
     gradient = graph.map("gradient", out_dims(x, weight, stride))
@@ -243,7 +255,10 @@ def _normed_tensors(norm: NormedMap, factors: Tensor, tag: str) -> dict[str, Ten
 def input_gradient(
     gradient: Tensor, weight: Tensor, end: Epilogue, stride: int, wanted: str = ""
 ) -> dict[str, Callable[[], tuple[Tensor, tuple[Tensor, ...]]]]:
-    """Returns implementations of the input's gradient after `end`, and of `Gradients.joined`."""
+    """Returns implementations of the input's gradient with the epilogue `end`.
+
+    Each returns that gradient, and the values of `Gradients.joined`.
+    """
     assert end.branch is not None
     norms = [norm for norm in (end.branch, end.shortcut) if norm is not None]
     vectors = [each for norm in norms for each in (norm.gamma.detach(), norm.beta.detach())]
@@ -282,7 +297,10 @@ def _input_gradient(
 def weight_gradient(
     gradient: Tensor, weight: Tensor, inputs: Operand, stride: int, wanted: str = ""
 ) -> dict[str, Callable[[], Tensor]]:
-    """Returns implementations that compute the input, relu(norm(x)), while they load it."""
+    """Returns implementations of the weight's gradient.
+
+    The input of the convolution is relu(norm(x)), which they compute while they load x.
+    """
     assert inputs.form == NORMALIZED
     check(weight, gradient, inputs.x)
     shapes = (tuple(inputs.x.shape), tuple(weight.shape), stride, gradient.device)

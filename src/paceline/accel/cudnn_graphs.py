@@ -1,12 +1,14 @@
-"""cuDNN graphs: a convolution in half precision and the operations around it as one kernel.
+"""Computes a convolution in half precision and the operations around it as one kernel of cuDNN.
 
-Calls the C interface of cuDNN's graph API by ctypes in the library that torch has loaded, because
-NVIDIA's Python package has no node for the gradients of γ and β. A `Graph` is plain data; `plans` returns
-cuDNN's kernels for it on a device, best guess first. Activations are in channels-last memory and fp16,
-with a multiple of 8 channels; vectors have one value per channel. The numbers of descriptors, attributes
-and types are those of cuDNN's header `cudnn_graph.h` and are the same in all versions 9.
+The module calls the C interface of cuDNN's graph API by ctypes, in the library that torch has
+loaded, because NVIDIA's Python package has no node for the gradients of γ and β. A `Graph` is plain
+data; `plans` returns cuDNN's kernels for a graph, in the order of cuDNN's heuristics. Activations
+are in channels-last memory and fp16, with a multiple of 8 channels; vectors have one value per
+channel. The numbers of descriptors, attributes and types are defined in cuDNN's header
+`cudnn_graph.h` and are equal in all versions 9.x.
 
-cuDNN sums statistics and gradients of γ and β in no fixed order: repetitions agree within rounding.
+cuDNN sums statistics and gradients of γ and β in no fixed order, so repetitions agree only within
+rounding.
 """
 
 from __future__ import annotations
@@ -23,21 +25,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Types of attributes.
+# Types of attributes in `cudnnBackendSetAttribute`.
 _HANDLE, _DATA_TYPE, _BOOLEAN, _INT64, _FLOAT32, _DOUBLE, _POINTER = range(7)
 _CONVOLUTION_MODE, _HEURISTICS = 7, 8
 _KNOB, _POINTWISE_MODE, _DESCRIPTOR, _STATISTICS_MODE = 9, 14, 15, 16
 _FLOAT, _HALF = 0, 2
 _CROSS_CORRELATION, _MODE_A = 1, 3
 _POINTWISE = {"add": 0, "mul": 1, "sub": 9, "relu": 100, "relu_backward": 200}
-# Descriptor and first attribute (α) of a convolution, and of its operands in the order of `Node`.
+# By kind of convolution: the type of the descriptor, its first attribute (α), and the attributes of
+# the two inputs and the output, in the order of `Node`.
 _CONVOLUTIONS = {
     "forward": (10, 700, (704, 703, 705)),
     "input": (12, 706, (711, 709, 710)),
     "weight": (11, 712, (716, 717, 715)),
 }
 _KNOBS = 32
-# Of every tensor, in bytes.
+# The alignment of every tensor in bytes.
 ALIGNMENT = 16
 _NAME, _OLDEST = "libcudnn.so.9", 90000
 _FUNCTIONS: dict[str, list[Any]] = {
@@ -56,12 +59,12 @@ _FUNCTIONS: dict[str, list[Any]] = {
 
 
 class CudnnError(RuntimeError):
-    """Raised if cuDNN is missing or reports an error; the message is one line."""
+    """Raised if cuDNN is missing or reports an error; the message has one line."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of a graph. A tensor without a name is not stored and has the range of float32."""
+    """A tensor of a graph; one without a name is in fp32 and is not stored in memory."""
 
     uid: int
     name: str
@@ -71,7 +74,10 @@ class Value:
 
 @dataclass(frozen=True)
 class Node:
-    """An operation: a name of `_POINTWISE` or `_CONVOLUTIONS`, `statistics` or `norm_weights`."""
+    """An operation of a graph; `stride` is used by convolutions only.
+
+    `operation` is a key of `_POINTWISE` or `_CONVOLUTIONS`, or `statistics` or `norm_weights`.
+    """
 
     operation: str
     inputs: tuple[Value, ...]
@@ -96,37 +102,43 @@ class Graph:
         return value
 
     def pointwise(self, operation: str, *inputs: Value, name: str = "") -> Value:
-        """Adds an operation on an activation, and another one or a vector.
+        """Adds an elementwise operation and returns its output, which is stored if `name` is given.
 
-        `relu_backward` takes the gradient and the input of the ReLU.
+        The first input is an activation; a second one is an activation or a vector. The inputs of
+        `relu_backward` are the gradient and the input of the ReLU.
         """
         out = self.map(name, inputs[0].dims)
         self.nodes.append(Node(operation, inputs, (out,)))
         return out
 
     def convolution(self, kind: str, first: Value, second: Value, out: Value, stride: int) -> None:
-        """Adds a convolution with a padding of half its kernel size, or one of its gradients.
+        """Adds a convolution or a gradient of one; the padding is half the kernel size.
 
-        `forward` takes activation and weight, `input` the gradient of the output and the weight, `weight`
-        the activation and the gradient of the output.
+        The inputs `first` and `second` depend on `kind`. `forward`: the activation and the weight.
+        `input`: the gradient of the output and the weight. `weight`: the activation and the
+        gradient of the output.
         """
         self.nodes.append(Node(kind, (first, second), (out,), stride))
 
     def statistics(self, x: Value, total: Value, squares: Value) -> None:
-        """Adds sums and sums of squares."""
+        """Adds the sum of `x` and the sum of its squares for each channel, as two vectors."""
         self.nodes.append(Node("statistics", (x,), (total, squares)))
 
     def norm_weights(
         self, norm: tuple[Value, Value, Value], x: Value, dz: Value, found: Sequence[Value]
     ) -> None:
-        """Adds the gradients of γ and β.
+        """Adds the gradients of a norm's γ and β, and the factors of the gradient of its input.
 
-        `norm` has mean, 1/σ and γ. The outputs are the rows of `fused.join_sums`.
+        Args:
+            norm: The mean, 1/σ and γ of the norm.
+            x: The input of the norm.
+            dz: The gradient of the output of the norm.
+            found: The five outputs, which are the rows of `fused.join_sums`.
         """
         self.nodes.append(Node("norm_weights", (*norm, x, dz), tuple(found)))
 
     def work(self) -> tuple[str, int]:
-        """Returns the kind of the convolution and its operations; a multiply-add counts as two."""
+        """Returns the kind of the convolution, and its FLOPs (two for a multiply-add)."""
         (node,) = (each for each in self.nodes if each.operation in _CONVOLUTIONS)
         first, second, (result,) = *node.inputs, node.outputs
         behind, weight = {
@@ -136,7 +148,7 @@ class Graph:
 
 
 class _Library:
-    """Calls the C interface and raises `CudnnError` for errors."""
+    """The C interface of cuDNN; a call that fails raises `CudnnError`."""
 
     def __init__(self) -> None:
         expected = _torch_version()
@@ -156,7 +168,8 @@ class _Library:
         if self.version != expected:
             raise CudnnError(f"{_NAME} has version {self.version}, and torch uses {expected}")
         self.destroy = self._c.cudnnBackendDestroyDescriptor
-        # Of a handle's stream and what is put on it: a handle serves one thread at a time.
+        # Held while a handle's stream is set and used, because only one thread may use a handle at
+        # a time.
         self.lock = threading.Lock()
         self._handles: dict[int, c_void_p] = {}
 
@@ -169,7 +182,10 @@ class _Library:
             raise CudnnError(f"{self._c.cudnnGetErrorString(status).decode()}: {text}")
 
     def handle(self, device: torch.device) -> c_void_p:
-        """Returns the handle of `device`, torch's current device, set to its current stream."""
+        """Returns the handle of `device`, and sets it to the device's current stream in torch.
+
+        `device` must be torch's current device.
+        """
         index = torch.cuda.current_device()
         assert device.index in (None, index), device
         if index not in self._handles:
@@ -182,7 +198,7 @@ class _Library:
 
 
 def _torch_version() -> int:
-    """Returns the cuDNN library that torch has loaded."""
+    """Returns the version number of the cuDNN library that torch has loaded."""
     try:
         version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
@@ -204,12 +220,12 @@ def _library() -> _Library:
 
 
 def version() -> int:
-    """Returns the version of cuDNN. Raises `CudnnError` if cuDNN cannot be used."""
+    """Returns the version number of cuDNN. Raises `CudnnError` if cuDNN cannot be used."""
     return _library().version
 
 
 class _Descriptor:
-    """A cuDNN descriptor. It keeps the descriptors alive to which it refers."""
+    """A descriptor of cuDNN, which keeps all descriptors alive that were passed to `refer`."""
 
     def __init__(self, kind: int) -> None:
         self.at = c_void_p()
@@ -240,7 +256,7 @@ class _Descriptor:
         self.set(attribute, _DESCRIPTOR, array)
 
     def get(self, attribute: int, kind: int, array: Any) -> int:
-        """Fills `array` and returns the number of elements."""
+        """Reads an attribute into `array` and returns the number of its elements."""
         count = c_int64()
         _library().call(
             "cudnnBackendGetAttribute", self.at, c_int(attribute), c_int(kind), c_int64(len(array)),
@@ -290,7 +306,8 @@ def _convolution(node: Node, tensors: Mapping[Value, _Descriptor]) -> _Descripto
     padding = [size // 2 for size in weight.dims[2:]]
     for place, pair in ((102, (1, 1)), (103, (node.stride,) * 2), (104, padding), (105, padding)):
         inner.integers(place, pair)
-    # α and β. Kernels of single convolutions would take those of float64 for 0.
+    # α and β. They must be float32, because kernels of single convolutions take float64 values for
+    # 0.
     made.set(first, _FLOAT32, (c_float * 1)(1.0))
     made.set(first + 1, _FLOAT32, (c_float * 1)(0.0))
     made.refer(first + 2, inner.finish())
@@ -328,11 +345,11 @@ def _lowered(graph: Graph, device: torch.device) -> _Descriptor:
 
 
 class Plan:
-    """A kernel of cuDNN for a graph."""
+    """A kernel of cuDNN that computes a graph."""
 
     def __init__(self, graph: Graph, config: _Descriptor, device: torch.device) -> None:
         self.graph, self._device = graph, device
-        # Descriptors of cuDNN, which live as long as the plan: config, heuristics, graph and tensors.
+        # The plan keeps cuDNN's descriptors of its config, heuristics, graph and tensors alive.
         self._stored = [value for value in graph.values if value.name]
         self._plan = _Descriptor(5)
         self._plan.refer(401, config)
@@ -343,10 +360,14 @@ class Plan:
         self._workspace = size[0]
 
     def run(self, tensors: Mapping[str, Tensor]) -> None:
-        """Runs the kernel on torch's current stream, with tensors by name. CUDA graphs can capture it."""
+        """Runs the kernel on torch's current stream; CUDA graphs can capture the call.
+
+        `tensors` has the inputs and outputs by their names in the graph.
+        """
         for value in self._stored:
             _check(value, tensors[value.name])
-        # Freed on this stream, so that only what is queued later can get it.
+        # The workspace is freed on this stream, so only work that is queued later can reuse its
+        # memory.
         space = torch.empty(self._workspace, dtype=torch.uint8, device=self._device)
         pack, count = _Descriptor(16), len(self._stored)
         pack.integers(1000, [value.uid for value in self._stored])
@@ -361,7 +382,7 @@ class Plan:
 
 
 def _check(value: Value, tensor: Tensor) -> None:
-    """Checks a tensor, because cuDNN receives only its address."""
+    """Asserts type, shape and layout of a tensor, because cuDNN receives only the address."""
     assert tensor.dtype == (torch.float16 if value.half else torch.float32), value
     assert tensor.data_ptr() % ALIGNMENT == 0, value
     if value.dims[2:] == (1, 1) and tensor.dim() == 1:
@@ -373,7 +394,10 @@ def _check(value: Value, tensor: Tensor) -> None:
 
 
 def _name(config: _Descriptor) -> str:
-    """Returns engine number and settings, which are equal in all processes with this version of cuDNN."""
+    """Returns the name of a plan: the engine's number and settings.
+
+    The name is equal in all processes with the same version of cuDNN.
+    """
     engine, index = _Descriptor(2), (c_int64 * 1)()
     config.get(300, _DESCRIPTOR, (c_void_p * 1)(engine.at.value))
     engine.get(1301, _INT64, index)
@@ -389,10 +413,10 @@ def _name(config: _Descriptor) -> str:
 
 
 def plans(graph: Graph, device: torch.device, most: int, only: str = "") -> dict[str, Plan]:
-    """Builds up to `most` plans in the order of cuDNN's heuristics, or the one with the name `only`.
+    """Builds up to `most` plans in the order of cuDNN's heuristics, or only the plan called `only`.
 
     Raises:
-        CudnnError: If there is none.
+        CudnnError: If cuDNN has no such plan.
     """
     operations = _lowered(graph, device)
     heuristics = _Descriptor(4)

@@ -1,8 +1,9 @@
-"""The forward pass over the layers of a network, with torch's operators.
+"""The forward pass of a model over the parts of its `Network`, with torch's operators.
 
-`Forward` can leave the outputs of norms to be recomputed in the backward pass (`recompute`).
-`CompiledBlocks` calls residual blocks that torch.compile has compiled. `fused_forward` uses kernels. All
-share the parameters and buffers of the model and do not change it.
+`Forward` can recompute the outputs of norms in the backward pass instead of storing them
+(`recompute`). `CompiledBlocks` compiles the residual blocks with torch.compile, and
+`fused_forward.FusedForward` uses Triton kernels. All of them use the parameters and buffers of the
+model and do not change the model.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from paceline.accel.recompute import (
 
 
 class Forward:
-    """Computes the model's output; `recompute` leaves activations to be recomputed."""
+    """Computes the output of a model part by part.
+
+    With `recompute`, outputs of norms are recomputed in the backward pass instead of stored.
+    """
 
     def __init__(self, network: Network, *, recompute: bool = False) -> None:
         self.network = network
@@ -31,7 +35,7 @@ class Forward:
 
     @property
     def recomputes(self) -> bool:
-        """True if this pass leaves activations to be recomputed in the backward pass."""
+        """True if the current pass recomputes activations in its backward pass."""
         return self.recompute and torch.is_grad_enabled()
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -45,7 +49,7 @@ class Forward:
             return self.network.head(maps)
 
     def convolve(self, convolution: nn.Module, x: BlockInput, *, shortcut: bool = False) -> Tensor:
-        """Computes a convolution of the branch or, with `shortcut`, that of the shortcut."""
+        """Applies a convolution to the input of the branch or, if `shortcut`, of the shortcut."""
         maps = branch_and_shortcut(x)[int(shortcut)]
         with not_stored(x):
             out: Tensor = convolution(maps)
@@ -85,10 +89,10 @@ class Forward:
 
         Args:
             x: The output of a convolution.
-            norm: Its norm.
-            shortcut: The shortcut of a block.
-            stored: True if the shortcut is stored, which is required to recompute the output.
-            twice: True if the output is the input of a block, which reads it twice.
+            norm: The norm that follows the convolution.
+            shortcut: The activation to add at the end of a residual block.
+            stored: True if the shortcut is stored. Only then can the output be recomputed.
+            twice: True if a residual block reads the output twice, for the branch and the shortcut.
         """
         if self.recomputes and stored:
             return recomputed_norm(x, norm, shortcut)
@@ -97,12 +101,13 @@ class Forward:
 
 
 class CompiledBlocks(Forward):
-    """Compiles each residual block with torch.compile for its shapes."""
+    """A `Forward` that compiles each residual block separately with torch.compile."""
 
     def __init__(self, network: Network) -> None:
         super().__init__(network)
         blocks = network.blocks()
-        # Blocks of many shapes share a code object, which needs a compiled version for each of them.
+        # All blocks share one code object of Python, for which torch.compile keeps a version per
+        # shape.
         torch._dynamo.config.recompile_limit = max(64, 4 * len(blocks))
         self._compiled = {block: torch.compile(block.module, dynamic=False) for block in blocks}
 

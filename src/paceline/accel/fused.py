@@ -1,10 +1,13 @@
 """Batch norm fused with the residual sum, ReLU and max-pool that follow it, as autograd functions.
 
-Results equal those of the separate operators within rounding, with two thirds of the memory traffic.
-Inputs are activations in channels-last memory and their `nn.BatchNorm2d`, which owns parameters and
-statistics. Training mode only: evaluation uses torch's operators.
+Results equal those of separate torch operators within rounding, with two thirds of the memory
+traffic. The functions take an activation in channels-last memory and its `nn.BatchNorm2d`, which
+contains parameters and running statistics. They support only training mode; evaluation uses torch's
+operators.
 
-Tile shapes depend only on sizes, so equal runs on equal devices round equally.
+Below, a row is all channels of a pixel. `saved` has the rows of `statistics`, and dz is the
+gradient of a norm's output (plus residual) before the ReLU. Tile shapes depend only on sizes, so
+equal runs on equal devices round equally.
 """
 
 from __future__ import annotations
@@ -23,15 +26,16 @@ from paceline.accel import kernels
 from paceline.accel.recompute import ActivationSource, RecomputedActivation
 from paceline.accel.stem import can_launch
 
-# Parts and channels per program of the kernels that join partial sums.
+# The tile of kernels that join partial sums: parts at a time, and channels of a program.
 _JOIN_PARTS, _JOIN_CHANNELS = 64, 16
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Elements per tile, target number of programs and warps per program, measured on an H200.
+    """The elements of a tile, the desired number of programs, and the warps of a program.
 
-    The programs fill a GPU several times. Kernels that sum use fewer, so that joining the parts is fast.
+    The values were the fastest on an H200. The programs are several times as many as a GPU runs at
+    once. Kernels that sum use fewer programs, so that there are fewer partial sums to join.
     """
 
     elements: int
@@ -44,13 +48,16 @@ APPLY = Tile(4096, 8448, 8)
 SUMS = Tile(1024, 1056, 4)
 INPUT = Tile(4096, 8448, 8)
 POOL_SUMS = Tile(512, 2112)
-# Elements per tile of kernels with one tile per program.
+# The elements of a tile of the kernels whose programs compute a single tile.
 POOL, POOL_INPUT = 1024, 512
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A grid of `parts` programs of `span` rows each for every block of channels."""
+    """How a kernel's work is divided: `parts` × blocks of channels, each part with `span` rows.
+
+    `options` are the compile-time arguments of the kernel: the sizes of a tile and the warps.
+    """
 
     rows: int
     channels: int
@@ -66,7 +73,7 @@ def power_of_two(number: int) -> int:
 
 
 def cut(rows: int, channels: int, tile: Tile) -> Cut:
-    """Divides rows and channels into tiles of up to 64 channels (128 bytes in half precision)."""
+    """Divides an activation among programs; a tile has up to 64 channels (128 bytes in fp16)."""
     (tiles, blocks_c), options = _tiles(rows, channels, tile.elements)
     wanted = max(tile.programs // blocks_c, 1)
     span = -(-tiles // min(wanted, tiles)) * options["BLOCK_M"]
@@ -77,7 +84,7 @@ def cut(rows: int, channels: int, tile: Tile) -> Cut:
 
 
 def _tiles(rows: int, channels: int, elements: int) -> tuple[tuple[int, int], dict[str, int]]:
-    """Returns a grid of one tile per program, and the tile."""
+    """Returns the grid for one tile per program, and the sizes of a tile as kernel arguments."""
     block_c = min(power_of_two(channels), 64)
     block_m = max(elements // block_c, 1)
     grid = (-(-rows // block_m), -(-channels // block_c))
@@ -89,7 +96,7 @@ def _cut_of(x: Tensor, tile: Tile) -> Cut:
 
 
 def norm_can_fuse(norm: nn.Module) -> TypeGuard[nn.BatchNorm2d]:
-    """Returns True if the kernels support the norm: training mode, fixed momentum, γ and β."""
+    """Returns True if the kernels support the norm: in training mode, with momentum, γ and β."""
     return (
         isinstance(norm, nn.BatchNorm2d)
         and norm.training
@@ -100,7 +107,7 @@ def norm_can_fuse(norm: nn.Module) -> TypeGuard[nn.BatchNorm2d]:
 
 
 def can_fuse(x: Tensor, norm: nn.Module) -> bool:
-    """Returns True if the kernels can compute `norm(x)`: see `norm_can_fuse`; NHWC memory, on a GPU."""
+    """Returns True if the kernels support `norm`, and `x` is a channels-last tensor on a GPU."""
     return (
         norm_can_fuse(norm)
         and can_launch(x)
@@ -119,14 +126,14 @@ def norm_act(
 ) -> Tensor:
     """Computes relu(norm(x + bias) + residual).
 
-    The `bias` of a convolution before batch norm affects only the running mean: the norm removes it, and
-    its gradient is zero. Therefore this function neither adds nor differentiates it.
+    Batch norm subtracts the mean, so the `bias` of a convolution before it affects only the running
+    mean, and has a gradient of zero. Therefore this function adds it only to the running mean.
 
     Args:
-        x: The output of a convolution without its bias.
-        norm: The batch norm.
-        residual: The shortcut.
-        relu: Applies the ReLU.
+        x: The output of a convolution without the bias.
+        norm: The batch norm, whose running statistics are updated.
+        residual: The shortcut of a residual block.
+        relu: False to leave out the ReLU.
         bias: The bias of the convolution.
     """
     out: Tensor = _NormAct.apply(  # type: ignore[no-untyped-call]
@@ -138,10 +145,10 @@ def norm_act(
 def norm_act_twice(
     x: Tensor, norm: nn.BatchNorm2d, residual: Tensor | None = None, *, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Computes `norm_act` for an output with two readers and returns it twice.
+    """Computes `norm_act` and returns the output twice, for two operations that read it.
 
-    Autograd then passes both gradients separately, and the backward kernel adds them, which saves a pass
-    over the largest activations.
+    So autograd passes the gradients of both copies separately, and the backward kernel adds them.
+    This saves a pass over the largest activations.
     """
     out: tuple[Tensor, Tensor] = _NormAct.apply(  # type: ignore[no-untyped-call]
         x, norm.weight, norm.bias, residual, norm, True, True, bias, None
@@ -152,7 +159,10 @@ def norm_act_twice(
 def norm_act_recomputed(
     x: Tensor, norm: nn.BatchNorm2d, residual: Tensor | None = None, *, bias: Tensor | None = None
 ) -> RecomputedActivation:
-    """Computes `norm_act_twice` for an output that is not stored. The residual must be stored."""
+    """Computes `norm_act_twice` with an output that is recomputed in the backward pass.
+
+    The residual, if there is one, must be stored.
+    """
     source = ActivationSource()
     with source.not_stored():
         branch, shortcut = _NormAct.apply(  # type: ignore[no-untyped-call]
@@ -162,7 +172,7 @@ def norm_act_recomputed(
 
 
 def check_rows(shape: Sequence[int]) -> None:
-    """Raises the same error as torch's batch norm for a single value per channel."""
+    """Raises torch's error for a batch norm in training with a single value per channel."""
     if math.prod(shape) == shape[1]:
         raise ValueError(
             "Expected more than 1 value per channel when training, got input size "
@@ -171,12 +181,12 @@ def check_rows(shape: Sequence[int]) -> None:
 
 
 def channels_last(gradient: Tensor) -> Tensor:
-    """Returns a tensor in channels-last memory, which the kernels need."""
+    """Returns the tensor in channels-last memory, which the kernels need, copied if necessary."""
     return gradient.contiguous(memory_format=torch.channels_last)
 
 
 def two_gradients(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients from the readers of an output, of which the second or both may be None."""
+    """Returns the gradients that are not None, filled up with None to two."""
     given = (channels_last(gradient) for gradient in gradients if gradient is not None)
     return next(given, None), next(given, None)
 
@@ -194,7 +204,7 @@ class _NormAct(torch.autograd.Function):
         if source is not None:
             kept = None if shortcut is None else shortcut.detach()
             source.set(y, partial(apply, x.detach(), saved, kept, relu))
-        # Without a residual, the ReLU mask follows from x; with one, only from y.
+        # Without a residual, the ReLU mask is computed from x. With a residual, it needs y.
         ctx.save_for_backward(x, weight, saved, *([] if residual is None else [y]))
         ctx.relu = relu
         ctx.set_materialize_grads(False)
@@ -218,9 +228,9 @@ class _NormAct(torch.autograd.Function):
 
 
 def statistics(x: Tensor, norm: nn.BatchNorm2d, offset: Tensor | None = None) -> Tensor:
-    """Returns mean, 1/σ, scale and shift as four rows.
+    """Computes the statistics of `x` and returns mean, 1/σ, scale and shift as four rows.
 
-    Updates the running statistics like torch, with those of x + `offset`.
+    Updates the running statistics of `norm` like torch, for the activation x + `offset`.
     """
     check_rows(x.shape)
     return join_moments(moments(x), norm, offset)
@@ -228,11 +238,11 @@ def statistics(x: Tensor, norm: nn.BatchNorm2d, offset: Tensor | None = None) ->
 
 @dataclass(frozen=True)
 class Moments:
-    """Partial statistics of `rows` rows, [2, parts, channels].
+    """Partial statistics of an activation of `rows` rows, as a tensor [2, parts, channels].
 
-    With a `span`: mean and sum of squared deviations of parts of `span` rows. Without: sums and sums of
-    squares of the differences to the running mean, as fused convolutions compute them, or, if not
-    `centred`, to 0, as cuDNN does.
+    If `span` is not 0, a part has `span` rows, and the two values are the mean and the sum of
+    squared deviations. Otherwise they are the sum and the sum of squares: of the deviations from
+    the running mean (by fused convolutions) if `centred`, else of the values themselves (by cuDNN).
     """
 
     parts: Tensor
@@ -242,7 +252,7 @@ class Moments:
 
 
 def moments(x: Tensor) -> Moments:
-    """Computes the partial statistics of an activation."""
+    """Computes the mean and the sum of squared deviations for each part of an activation."""
     c = _cut_of(x, MOMENTS)
     parts = x.new_empty((2, c.parts, c.channels), dtype=torch.float32)
     kernels.moments_kernel[c.grid](x, parts, c.rows, c.channels, c.span, **c.options)
@@ -252,11 +262,17 @@ def moments(x: Tensor) -> Moments:
 def join_moments(
     found: Moments, norm: nn.BatchNorm2d, offset: Tensor | None = None, *, halves: bool = False
 ) -> Tensor:
-    """Joins partial statistics and updates the running ones.
+    """Joins partial statistics and updates the running statistics of `norm`.
+
+    Args:
+        found: The partial statistics.
+        norm: The norm.
+        offset: A bias to add to the running mean (see `norm_act`).
+        halves: True to compute scale and shift in fp16, too, as cuDNN reads them.
 
     Returns:
-        The rows of `statistics`. With `halves`, a fifth row has the scale in fp16 and the shift that
-        belongs to it, as cuDNN reads them.
+        The rows of `statistics`. With `halves`, a fifth row contains the fp16 scale and a shift
+        that fits the rounded scale.
     """
     assert norm.running_mean is not None
     assert norm.running_var is not None
@@ -276,7 +292,7 @@ def join_moments(
 
 
 def apply(x: Tensor, saved: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
-    """Computes relu(scale · x + shift + residual)."""
+    """Returns relu(scale · x + shift + residual), without ReLU or residual if not requested."""
     y = torch.empty_like(x)
     c = _cut_of(x, APPLY)
     kernels.apply_kernel[c.grid](
@@ -287,9 +303,10 @@ def apply(x: Tensor, saved: Tensor, residual: Tensor | None, relu: bool) -> Tens
 
 
 def join_sums(parts: Tensor, weight: Tensor, saved: Tensor, rows: int) -> Tensor:
-    """Joins partial sums [2, parts, channels] into five rows.
+    """Joins the partial sums of a norm's gradient, [2, parts, channels], into five rows.
 
-    The rows are the gradients of γ and β, and the three factors of `backward_input`.
+    The rows are the gradients of γ and β, and the factors a, b and c of `backward_input`. `weight`
+    is γ.
     """
     channels = parts.shape[2]
     factors = parts.new_empty((5, channels))
@@ -304,7 +321,17 @@ def backward_sums(
     dy: Tensor, dy2: Tensor | None, x: Tensor, y: Tensor | None, saved: Tensor, weight: Tensor,
     relu: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Returns the rows of `join_sums`, and dz if the norm has a residual (`y` is given)."""
+    """Returns the rows of `join_sums`, and dz if `y` is given.
+
+    Args:
+        dy: The gradient of the output.
+        dy2: The gradient of the output's second copy (see `norm_act_twice`).
+        x: The input of the norm.
+        y: The output, if the norm has a residual.
+        saved: The rows of `statistics`.
+        weight: γ.
+        relu: True if the output has a ReLU.
+    """
     parts, dz = gradient_sums(dy, dy2, x, y, saved, relu)
     return join_sums(parts, weight, saved, x.numel() // x.shape[1]), dz
 
@@ -312,7 +339,7 @@ def backward_sums(
 def gradient_sums(
     dy: Tensor, dy2: Tensor | None, x: Tensor, y: Tensor | None, saved: Tensor, relu: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns partial sums for `join_sums`, and dz if `y` is given."""
+    """Returns the partial sums for `join_sums`, and dz if `y` is given (see `backward_sums`)."""
     c = _cut_of(x, SUMS)
     parts = x.new_empty((2, c.parts, c.channels), dtype=torch.float32)
     dz = None if y is None else torch.empty_like(x)
@@ -327,7 +354,11 @@ def gradient_sums(
 def backward_input(
     dz: Tensor, dz2: Tensor | None, x: Tensor, saved: Tensor, found: Tensor, relu: bool
 ) -> Tensor:
-    """Returns the gradient of the norm's input."""
+    """Returns a · dz + b · x + c, the gradient of a norm's input `x`.
+
+    `found` has the rows of `join_sums`. `dz2` is added to `dz`; with `relu`, both are gradients
+    after the ReLU.
+    """
     dx = torch.empty_like(x)
     c = _cut_of(x, INPUT)
     kernels.backward_input_kernel[c.grid](
@@ -340,12 +371,12 @@ def backward_input(
 def norm_act_pool(
     x: Tensor, norm: nn.BatchNorm2d, *, padding: int = 1, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Computes max_pool2d(relu(norm(x + bias)), 3, 2, padding) and returns it twice.
+    """Computes max_pool2d(relu(norm(x + bias)), 3, 2, padding) and returns the result twice.
 
     Args:
-        x: The output of a convolution without its bias.
+        x: The output of a convolution without the bias.
         norm: The batch norm.
-        padding: 0 or 1.
+        padding: The padding of the pool, 0 or 1.
         bias: The bias of the convolution, which affects only the running mean (see `norm_act`).
     """
     assert padding in (0, 1), padding

@@ -1,20 +1,24 @@
-"""A residual block whose convolutions are fused with the norms around them, as autograd functions.
+"""Residual blocks whose convolutions are fused with the norms around them, as autograd functions.
 
     conv1 → norm → ReLU → conv2 (3 × 3) → norm → ReLU → conv3 → norm → + shortcut → ReLU
     conv1 (3 × 3) → norm → ReLU → conv2 (3 × 3) → norm → + shortcut → ReLU
 
-Outputs of convolutions are stored. Normalized activations are stored only if the shortcut reads them or,
-unless `recompute` is on, a convolution of torch does. A block returns a `DeferredOutput`: the fused
-convolution conv1 of the next block computes the last norm, sum and ReLU while it loads its input, and
-stores the result. In the backward pass, the convolution that produces the gradient of a normalized
-activation applies sum and ReLU and computes the sums of the gradients of γ and β.
+Outputs of convolutions are stored. A normalized activation is stored only if the shortcut reads it
+or, unless `recompute` is on, if torch computes the convolution that reads it. A block returns a
+`DeferredOutput`: conv1 of the next block computes the last norm, sum and ReLU while it loads its
+input, and stores the result. In the backward pass, the kernel that computes the gradient of a
+normalized activation also applies the sum and the ReLU, and computes the sums for the gradients of
+γ and β.
 
-With `recompute`, autograd does not save the output of a block whose shortcut is stored: the backward pass
-recomputes it from the input of the last norm and the shortcut (see `paceline.accel.recompute`).
+With `recompute`, autograd does not save the output of a block whose shortcut is stored. The
+backward pass recomputes the output from the input of the last norm and the shortcut (see
+`paceline.accel.recompute`).
 
-The gradient of a convolution's output is a · dz + b · x + c (see `kernels.backward_factors_kernel`), and
-dz is the gradient of the norm's output. Autograd passes dz in its place, and `Link` passes the factors to
-the gradients of that convolution. Therefore each such activation must have exactly one reader.
+The gradient of a convolution's output x is a · dz + b · x + c (see
+`kernels.backward_factors_kernel`), where dz is the gradient of the following norm's output.
+Autograd passes dz instead of this gradient, and `Link` passes the factors a, b and c to the
+backward pass of the convolution. Therefore exactly one operation may read each normalized
+activation.
 """
 
 from __future__ import annotations
@@ -53,7 +57,11 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Link:
-    """Passes the factors of a norm's gradient from the only reader of its output to the convolution."""
+    """Passes the factors of a norm's gradient to the convolution before it in the backward pass.
+
+    The only operation that reads the output of the norm calls `put`, and the convolution calls
+    `take`.
+    """
 
     def __init__(self) -> None:
         self._passed: tuple[int, Tensor] | None = None
@@ -71,7 +79,7 @@ class Link:
 
 @dataclass
 class Normed:
-    """norm(x) of the output `x` of a convolution, which is not stored."""
+    """The activation norm(x), which is not stored, for the output `x` of a convolution."""
 
     x: Tensor
     saved: Tensor
@@ -84,12 +92,13 @@ class Normed:
 
 @dataclass
 class DeferredOutput:
-    """relu(norm(x) + shortcut) of a block, which its only reader computes.
+    """The output of a block, relu(norm(x) + shortcut), which the next block computes.
 
     Attributes:
-        branch: The norm of the branch.
-        residual: The shortcut: an activation, or the norm of a convolution's output.
-        recompute: True if the reader does not save it for the backward pass; the shortcut must be stored.
+        branch: The last normalized activation of the branch.
+        residual: The shortcut: an activation, or a normalized output of a convolution.
+        recompute: True if the output is recomputed in the backward pass, which needs a stored
+            shortcut.
     """
 
     branch: Normed
@@ -97,7 +106,7 @@ class DeferredOutput:
     recompute: bool = False
 
     def output(self) -> tuple[Tensor, Tensor]:
-        """Computes the output and returns it twice, see `fused.norm_act_twice`."""
+        """Computes the output and returns it twice (see `fused.norm_act_twice`)."""
         out: tuple[Tensor, Tensor] = _Join.apply(  # type: ignore[no-untyped-call]
             self.links(), *self.tensors()
         )
@@ -106,7 +115,10 @@ class DeferredOutput:
     def reduced(
         self, convolution: Pair, choices: Choices
     ) -> tuple[Normed, Tensor | RecomputedActivation]:
-        """Computes the convolution of the output, and the output for the shortcut."""
+        """Applies the first convolution of the next block to the output.
+
+        Returns the result of the convolution, and the output, which the next shortcut reads.
+        """
         source = ActivationSource() if self.recompute else None
         # Either the output or the shortcut is not stored, never both.
         with not_stored(self.residual) if source is None else source.not_stored():
@@ -115,22 +127,22 @@ class DeferredOutput:
         return out, y if source is None else RecomputedActivation(y, y, source)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Returns activation, statistics, γ and β of the branch; the same of the shortcut if given."""
+        """Returns x, statistics, γ and β of the branch, and the shortcut or the same four of it."""
         if isinstance(self.residual, Normed):
             return *self.branch.tensors(), *self.residual.tensors()
         return *self.branch.tensors(), branch_and_shortcut(self.residual)[1]
 
     def links(self) -> tuple[Link, ...]:
-        """Returns the links of its norms."""
+        """Returns the links of the branch's norm and, if the shortcut has a norm, of that norm."""
         norms = (self.branch, self.residual)
         return tuple(norm.link for norm in norms if isinstance(norm, Normed))
 
 
 def can_fuse_block(block: Block, x: BlockInput) -> bool:
-    """Returns True if the kernels support the block.
+    """Returns True if the kernels support the block for the input `x`.
 
-    Its norms must pass `can_fuse`, and its weights must have the type of the activation, which is half
-    precision on a GPU.
+    The norms of the branch must pass `can_fuse`. The weights must have the type of the activation,
+    which must be half precision on a GPU.
     """
     maps = x.branch.x if isinstance(x, DeferredOutput) else branch_and_shortcut(x)[0]
     return (maps.dtype in _HALF or not maps.is_cuda) and all(
@@ -140,7 +152,10 @@ def can_fuse_block(block: Block, x: BlockInput) -> bool:
 
 
 def _is_plain(convolution: nn.Module, kind: torch.dtype) -> bool:
-    """Returns True for a convolution as ResNets use it."""
+    """Returns True for a plain convolution as in ResNets, with weights of type `kind`.
+
+    It has no bias, equal strides, and a padding of half the kernel size.
+    """
     if not is_plain(convolution) or convolution.bias is not None:
         return False
     down, across = convolution.kernel_size
@@ -154,13 +169,13 @@ def _is_plain(convolution: nn.Module, kind: torch.dtype) -> bool:
 def fused_block(
     block: Block, x: BlockInput, forward: FusedForward, choices: Choices
 ) -> DeferredOutput:
-    """Computes a block for which `can_fuse_block` is True.
+    """Computes a block for which `can_fuse_block` is True, except the last norm, sum and ReLU.
 
     Args:
         block: The block.
-        x: Its input.
-        forward: Computes what cannot be fused, and knows if norms are recomputed.
-        choices: The chosen implementations.
+        x: The input of the block.
+        forward: Computes a shortcut that cannot be fused; tells if activations are recomputed.
+        choices: The chosen implementations of convolutions.
     """
     first, *inner = block.branch
     if isinstance(x, DeferredOutput):
@@ -191,15 +206,15 @@ def _shortcut(
 
 @dataclass(frozen=True)
 class _Call:
-    """What a convolution needs besides tensors.
+    """The arguments of a convolution that are not tensors.
 
     Attributes:
-        stride: Its stride.
-        norm: Its norm.
-        link: The link of its norm.
-        links: The links of the norms of its input.
+        stride: The stride of the convolution.
+        norm: The norm of the convolution's output.
+        link: The link of that norm.
+        links: The links of the norms from which the input is computed.
         choices: The chosen implementations.
-        relu: True if a ReLU follows its norm.
+        relu: True if a ReLU follows the norm.
         recompute: True if the backward pass recomputes the input.
     """
 
@@ -216,9 +231,18 @@ def _convolve(
     x: Tensor | Normed | DeferredOutput, convolution: Pair, choices: Choices, *, relu: bool = True,
     recompute: bool = False, source: ActivationSource | None = None,
 ) -> tuple[Normed, Tensor | None]:  # fmt: skip
-    """Computes a convolution of x, relu(norm(x)) or an output; returns that output, too.
+    """Applies a convolution to an activation, to relu(norm(x)), or to the output of a block.
 
-    See `_Call`. If `source` is given, the output is not stored.
+    Args:
+        x: The input: an activation, a `Normed` activation, or the `DeferredOutput` of a block.
+        convolution: The convolution and the norm that follows.
+        choices: The chosen implementations.
+        relu: True if a ReLU follows the norm.
+        recompute: True if the backward pass recomputes the input.
+        source: If given, recomputes the output of the block, which is then not saved.
+
+    Returns:
+        The normalized result, and the computed output of the block if `x` is one.
     """
     layer, norm = convolution
     assert isinstance(layer, nn.Conv2d)
@@ -238,9 +262,10 @@ def _convolve(
 
 
 class _Convolve(torch.autograd.Function):
-    """The convolution of an activation, the statistics of its norm, and the activation if joined.
+    """A convolution, with the statistics of its output for the norm that follows.
 
-    The activation is x, relu(norm(x)) or relu(norm(x) + shortcut), see `DeferredOutput.tensors`.
+    The input is x, relu(norm(x)) or relu(norm(x) + shortcut), by the tensors given (see
+    `DeferredOutput.tensors`). In the last case, `forward` also returns the computed input.
     """
 
     @staticmethod
@@ -269,14 +294,15 @@ class _Convolve(torch.autograd.Function):
             assert y is not None
             assert saved is not None
             assert residual is not None
-            # Bit for bit y, because Triton's kernels round like `stored`. cuDNN reads the norm's scale in
-            # fp16, so its y agrees within rounding. That is enough: the ReLU mask in its backward pass
-            # uses fp32 scales, too, and its sums have no fixed order.
+            # Triton's kernels round like `stored`, which therefore reproduces y bit for bit. cuDNN
+            # reads the norm's scale in fp16, so y is reproduced within rounding. This suffices for
+            # cuDNN, whose sums have no fixed order and whose backward pass computes the ReLU mask
+            # with fp32 scales.
             again = Operand.joined(x.detach(), saved, residual.detach())
             source.set(y, again.stored)
         # Only cuDNN reads a stored residual in the backward pass.
         kept = residual if residual_saved is not None or call.choices.mode == CUDNN else None
-        # A stored input is saved, so that it need not be recomputed.
+        # If the computed input y was stored, it is saved, so that the backward pass can read it.
         ctx.save_for_backward(
             weight, out, out_saved, x, saved, gamma, beta, y, kept, residual_saved, *residual_norm
         )
@@ -309,19 +335,23 @@ class _Convolve(torch.autograd.Function):
             call.choices, Operand.gradient(dz, out, out_saved, call.link.take(dz), relu=call.relu),
             weight, inputs, end, call.stride, wants_weight=ctx.needs_input_grad[2],
         )  # fmt: skip
-        # With the separate implementation, the previous convolution's gradients apply the ReLU.
+        # For a separate implementation, the gradients of the previous convolution apply the ReLU
+        # mask.
         found = [None, None, gradients.weight]
         for place, (normed, link) in enumerate(zip(norms, call.links, strict=True)):
             factors = gradients.factors(normed, place)
             link.put(gradients.dx, factors)
             found += [gradients.dx, None, factors[0], factors[1]]
-        # The gradient of an input or of a shortcut without a norm.
+        # The gradient of an input, or of a shortcut, that has no norm.
         found += [gradients.dx] * (count > len(found))
         return tuple(found)
 
 
 class _Join(torch.autograd.Function):
-    """relu(norm(x) + shortcut), stored, if no fused block follows. See `DeferredOutput.tensors`."""
+    """Computes and stores relu(norm(x) + shortcut) if no fused block follows.
+
+    The arguments of `forward` after `links` are `DeferredOutput.tensors`.
+    """
 
     @staticmethod
     def forward(

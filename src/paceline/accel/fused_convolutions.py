@@ -1,9 +1,10 @@
-"""Convolutions of a fused block with the operations around them: forward, and both gradients.
+"""Convolutions of fused blocks, forward and backward, with the operations around them.
 
-Each has several implementations: the kernels of `convolution_launches`, one for each tile, for 1 × 1
-convolutions of stride 1; if requested, kernels of cuDNN in fp16 (`cudnn_forms`); and the separate one, a
-convolution of torch and kernels of norms. All have equal results within rounding. `implementation_choice`
-times them and keeps the fastest for each shape and device.
+Each convolution and gradient has several implementations with equal results within rounding. Those
+for 1 × 1 convolutions of stride 1 are the kernels of `convolution_launches`, one for each tile. If
+requested, there are kernels of cuDNN in fp16 (`cudnn_forms`). The separate implementation uses
+torch's convolution and the kernels of norms. `implementation_choice` times them and keeps the
+fastest for each shape and device.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from paceline.accel.operands import (
 
 
 def _key(what: str, operand: Operand, weight: Tensor, stride: int, *more: object) -> str:
-    """Returns the key of a choice, which contains everything that the times depend on."""
+    """Returns a text that identifies a choice and contains everything that affects the times."""
     out, into, size, _ = weight.shape
     form = FORMS[operand.form] + (" relu" if operand.relu else "")
     kind = str(weight.dtype).removeprefix("torch.")
@@ -67,7 +68,7 @@ def _key(what: str, operand: Operand, weight: Tensor, stride: int, *more: object
 
 
 def is_matrix_product(weight: Tensor, stride: int) -> bool:
-    """Returns True if the convolution is a product of matrices of rows × channels."""
+    """Returns True for a 1 × 1 convolution of stride 1, which is a product of two matrices."""
     return stride == 1 and tuple(weight.shape[2:]) == (1, 1)
 
 
@@ -75,20 +76,20 @@ def forward_convolution(
     choices: Choices, operand: Operand, weight: Tensor, norm: nn.BatchNorm2d, stride: int = 1, *,
     keep: bool = False, recompute: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Computes a convolution with a padding of half its kernel size, and the statistics of its norm.
+    """Computes a convolution and the statistics of its output; the padding is half the kernel size.
 
     Args:
         choices: The chosen implementations.
         operand: The input.
         weight: The weight of the convolution.
-        norm: Its norm, whose running statistics are updated.
+        norm: The norm of the output, whose running statistics are updated.
         stride: The stride of the convolution.
-        keep: Stores the input.
-        recompute: The input is recomputed in the backward pass.
+        keep: True to store the computed input.
+        recompute: True if the backward pass recomputes the input.
 
     Returns:
-        The output, its statistics (see `fused.statistics`), and the stored input if `keep`, or if the
-        implementation stored it and `recompute` is False.
+        The output, the statistics of the output (see `fused.statistics`), and the input if it is
+        stored and `recompute` is False, else None.
     """
     check_rows(out_dims(tuple(operand.x.shape), tuple(weight.shape), stride))
     out, into = weight.shape[:2]
@@ -99,7 +100,7 @@ def forward_convolution(
         and resident_programs(tile, operand, Epilogue.plain(operand.x))
     }
     cudnn = choices.mode == CUDNN
-    # Only cuDNN's times depend on what is saved for the backward pass.
+    # Only with cuDNN does the choice depend on what is saved for the backward pass.
     how = "kept" if keep else "recomputed" if recompute and cudnn else ""
     key = _key("forward", operand, weight, stride, how)
     implementations |= _of_cudnn(
@@ -107,12 +108,13 @@ def forward_convolution(
     )
 
     def weight_gradient_after(result: tuple[Tensor, Moments, Tensor | None]) -> Tensor:
-        """Computes a weight gradient for its time only; the output stands in for its gradient."""
+        """Computes a weight gradient only to time it, with the output in place of the gradient."""
         out, _, kept = result
         inputs = operand if kept is None or recompute else Operand(kept)
         return _stored_weight_gradient(choices, out, weight, inputs, stride)
 
-    # If the input is not stored, the weight's gradient takes longer.
+    # If an implementation does not store the input, the weight gradient takes longer, which is
+    # timed.
     then = weight_gradient_after if cudnn and operand.form == NORMALIZED else None
     implementations[SEPARATE] = partial(_separate_forward, operand, weight, stride)
     result, sums, kept = _fastest(
@@ -128,7 +130,10 @@ Result = TypeVar("Result")
 def _of_cudnn(
     choices: Choices, key: str, make: Callable[[str], dict[str, Callable[[], Result]]]
 ) -> dict[str, Callable[[], Result]]:
-    """Returns cuDNN's implementations if requested; records why if there are none."""
+    """Returns cuDNN's implementations if they are requested, and records why cuDNN has none.
+
+    `make` creates all of them for "", and only the named one for a name.
+    """
     wanted = choices.wanted_of_cudnn(key)
     if wanted is None:
         return {}
@@ -143,10 +148,10 @@ def _fastest(
     choices: Choices, key: str, implementations: Mapping[str, Callable[[], Result]], product: bool,
     device: torch.device, then: Callable[[Result], object] | None = None,
 ) -> Result:  # fmt: skip
-    """Returns the result of the fastest implementation.
+    """Chooses the fastest implementation, calls it and returns the result.
 
-    If the separate one is the only implementation, there is nothing to choose, unless an earlier run has
-    recorded a choice.
+    If there is only the separate implementation, it is called without a choice, unless the
+    convolution is a matrix product (`product`) or a choice is recorded for the key.
     """
     if not product and len(implementations) == 1 and key not in choices.chosen:
         return implementations[SEPARATE]()
@@ -179,27 +184,28 @@ def backward_convolution(
     choices: Choices, gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue,
     stride: int = 1, *, wants_weight: bool,
 ) -> Gradients:  # fmt: skip
-    """Computes both gradients of a convolution.
+    """Computes the gradients of a convolution's input and weight.
 
-    Either two kernels each compute the gradient of the convolution's output while they load it, or one
-    kernel computes both gradients (for few channels), or the gradient of the output is stored for kernels
-    of cuDNN or torch. A first kernel that stores it for the second was slower than all of these.
+    There are three ways. Two kernels each compute the gradient of the output while they load it. Or
+    one kernel computes both gradients, for few channels. Or the gradient of the output is stored,
+    for kernels of cuDNN or torch. Storing this gradient in one kernel for the second kernel was
+    slower.
 
     Args:
         choices: The chosen implementations.
         gradient: The gradient of the convolution's output.
         weight: The weight of the convolution.
         inputs: The input of the convolution.
-        end: What is applied to the gradient of the input.
+        end: The operations that are applied to the gradient of the input.
         stride: The stride of the convolution.
-        wants_weight: Whether the gradient of the weight is needed.
+        wants_weight: True if the gradient of the weight is needed.
     """
     return _Backward(choices, gradient, weight, inputs, end, stride, wants_weight).fastest()
 
 
 @dataclass(frozen=True)
 class _Backward:
-    """The arguments of `backward_convolution`, and its implementations."""
+    """The arguments of `backward_convolution`, with a method for each implementation."""
 
     choices: Choices
     gradient: Operand
@@ -265,7 +271,7 @@ class _Backward:
 
     def separate(self) -> Gradients:
         stored, end = self.gradient.stored(), self.end
-        # The gradient of the input needs only the shape of the input.
+        # Without the weight's gradient, torch needs only the shape of the input.
         source = self.inputs.stored() if self.wants_weight else end.like
         dx, dw = _torch_backward(
             stored, source, self.weight, self.stride, (True, self.wants_weight)
@@ -282,15 +288,18 @@ class _Backward:
         return Gradients(dz, parts, dw)
 
     def of_cudnn(self, wanted: str) -> dict[str, Callable[[], Gradients]]:
-        """Returns a single implementation; its two gradients have several each."""
-        # `gradient.x` stands in for the gradient, which is not stored yet: same shape and layout.
+        """Returns one implementation by cuDNN, in which each gradient has a choice of its own.
+
+        Raises `CudnnError` if cuDNN does not support the gradient of the input.
+        """
+        # The gradient is not stored yet; `gradient.x` has the same shape and layout.
         self.cudnn_inputs(self.gradient.x, timed=not wanted)
         return {CUDNN: self.cudnn}
 
     def cudnn_inputs(
         self, gradient: Tensor, *, timed: bool
     ) -> dict[str, Callable[[], tuple[Tensor, tuple[Tensor, ...]]]]:
-        """Returns implementations of the input's gradient, the chosen one only if not `timed`."""
+        """Returns implementations of the input's gradient: all if `timed`, else the chosen one."""
         chosen = "" if timed else self.choices.wanted_of_cudnn(self.cudnn_key()) or ""
         return cudnn_forms.input_gradient(gradient, self.weight, self.end, self.stride, chosen)
 

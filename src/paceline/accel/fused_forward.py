@@ -1,8 +1,9 @@
-"""The forward pass over the layers of a network with fused kernels, in training mode on a GPU.
+"""The forward pass of a model with fused kernels, in training mode on a GPU.
 
-Norms are fused with ReLU, residual sum and pool (`fused`), the first convolution takes images with a
-fourth channel (`stem`), and with `choices`, blocks have fused convolutions (`fused_blocks`). What the
-kernels do not support, such as a norm in evaluation mode, uses torch's operators.
+Norms are fused with the ReLU, residual sum and pool that follow (`fused`). The first convolution
+takes images with a fourth channel (`stem`). With `choices`, the convolutions of residual blocks are
+fused, too (`fused_blocks`). Layers that the kernels do not support use torch's operators, for
+example a norm in evaluation mode.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from paceline.accel.stem import can_launch, convolve_images, is_plain, pads_imag
 
 
 class FusedForward(Forward):
-    """A `Forward` with fused kernels, and with fused convolutions if `choices` is given."""
+    """A `Forward` with fused norms and, if `choices` is given, with fused convolutions."""
 
     def __init__(
         self, network: Network, *, recompute: bool = False, choices: Choices | None = None
@@ -42,7 +43,8 @@ class FusedForward(Forward):
             return self._plain.conv_norm(part, x)
         given, _ = branch_and_shortcut(x)
         convolution, norm, pool = part.convolution, part.norm, part.pool
-        # The norm removes the bias (see `norm_act`).
+        # The fused norm gets the bias separately, because the bias does not affect the output of a
+        # norm.
         bias = None
         if is_plain(convolution) and norm_can_fuse(norm) and can_launch(given):
             bias = convolution.bias
@@ -70,7 +72,7 @@ class FusedForward(Forward):
 
     def block(self, block: Block, x: BlockInput) -> BlockInput:
         choices = self.choices
-        # Without cuDNN, only bottlenecks are supported.
+        # Without cuDNN, only bottlenecks (blocks of three convolutions) are supported.
         if (
             choices is not None
             and (choices.mode == CUDNN or len(block.branch) == 3)

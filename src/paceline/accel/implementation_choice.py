@@ -1,11 +1,13 @@
 """Chooses the fastest implementation of each fused convolution on this device.
 
-Implementations are timed with the activations of the first call, between `begin` and `adopt`, in the
-trial pass at the start of a run. After that, nothing is timed: shapes that the trial did not have, such
-as those of a short last micro-batch, use the separate implementation. `adopt` receives the choices on
-which ranks have agreed and writes them to `$XDG_CACHE_HOME/paceline/products` or `~/.cache`, one file for
-each type of GPU and version of torch, Triton and, if it is used, cuDNN, so that later runs make the same
-choices without timing. A second file contains the times (`.times.json`), for people to read.
+Implementations are timed in the trial pass at the start of a run, between `begin` and `adopt`, with
+the activations of their first call. After that, nothing is timed: shapes that did not occur in the
+trial, such as a short last micro-batch, use the separate implementation.
+
+`adopt` receives the choices on which all ranks have agreed and writes them to a file in
+`$XDG_CACHE_HOME/paceline/products` or `~/.cache/paceline/products`, so that later runs make the
+same choices without timing. There is one file for each type of GPU and version of torch, Triton
+and, if used, cuDNN. A second file (`.times.json`) contains the times, for people to read.
 """
 
 from __future__ import annotations
@@ -34,15 +36,15 @@ from paceline.core.untrusted import parse_json
 SEPARATE = "separate"
 # Prefix of the names of cuDNN's implementations.
 CUDNN = "cudnn"
-# Calls that are timed together, and repetitions; the fastest time counts.
+# Calls that are timed together, and how often that is repeated; the shortest time is used.
 _CALLS, _REPEATS = 4, 3
-# Cycles of a waiting kernel, so that the host launches all calls before the first one starts.
+# Cycles for which a kernel waits before the calls, so that the host launches all of them in time.
 _WAIT_CYCLES = 3_000_000
 _VERSION = 2
-# Prefixes of the keys of whole convolutions; others are parts of them.
+# Prefixes of the keys of whole convolutions; all other keys are choices inside one of these.
 _OUTER = ("forward", "backward")
 _MAX_REASONS = 3
-# Threads that compile kernels; the compiler holds the GIL for a part of the time.
+# Number of threads that compile kernels; the compiler releases the GIL only for a part of the time.
 _BUILDERS = 4
 
 
@@ -58,14 +60,14 @@ class Choices:
         mode: `off`; `auto`; `on`, which uses the separate implementation only if no other works; or
             `cudnn`, which is `auto` with the implementations of cuDNN.
         open: True during the trial, in which implementations are timed.
-        chosen: The name of the chosen implementation by key.
-        used: The keys of this model.
-        times: The milliseconds of all implementations that this process timed.
-        problems: Why implementations failed.
-        missing: Why cuDNN has no implementation, by key.
-        without_cudnn: Why cuDNN cannot be used at all.
-        timed: The number of keys that this process timed.
-        path: The file of choices; None if there is no cache.
+        chosen: The name of the chosen implementation, by the key of the convolution.
+        used: The keys that this model needed in the trial.
+        times: The milliseconds of each implementation that this process timed, by key and name.
+        problems: The error of each implementation that failed, by "key: name".
+        missing: The reason why cuDNN has no implementation, by key.
+        without_cudnn: The reason why cuDNN cannot be used at all; "" if it can.
+        timed: The number of keys for which this process timed implementations.
+        path: The file in which choices are stored; None if there is no such file.
     """
 
     mode: str = "off"
@@ -80,11 +82,11 @@ class Choices:
     path: Path | None = None
 
     def own(self) -> dict[str, str]:
-        """Returns the choices of this model, without those of the file for other shapes."""
+        """Returns only those choices, of all in the file, that this model uses."""
         return {key: name for key, name in self.chosen.items() if key in self.used}
 
     def describe(self) -> str:
-        """Describes how many convolutions are fused, and which implementations failed or are missing."""
+        """Describes how many convolutions are fused, and what failed or is missing."""
         ends = {key: name for key, name in self.own().items() if key.startswith(_OUTER)}
         missing = {key: why for key, why in self.missing.items() if key.startswith(_OUTER)}
         fused = sum(name != SEPARATE for name in ends.values())
@@ -96,16 +98,17 @@ class Choices:
         without = f"; cuDNN cannot be used: {self.without_cudnn}" if self.without_cudnn else ""
         for reason, count in Counter(missing.values()).most_common(_MAX_REASONS):
             without += f"; cuDNN has no kernel for {count} of them: {reason}"
-        # If only cuDNN supports a convolution and has no kernel, there was nothing to choose.
+        # Includes convolutions without a choice, which only cuDNN supports but has no kernel for.
         kinds = len(ends.keys() | missing.keys())
         return (
             f"{fused} of {kinds} kinds of convolutions fused{by_cudnn} ({source}{failed}){without}"
         )
 
     def wanted_of_cudnn(self, key: str) -> str | None:
-        """Returns the chosen implementation of cuDNN for `key`.
+        """Returns which of cuDNN's implementations are needed for `key`.
 
-        The result is empty if all of them are timed, and None if none is used.
+        The result is the name of the chosen one, "" if all are to be timed, or None if none is
+        used.
         """
         name = self.chosen.get(key)
         if self.mode != CUDNN or self.without_cudnn or (name is None and not self.open):
@@ -114,7 +117,7 @@ class Choices:
 
     @classmethod
     def begin(cls, mode: str, device: torch.device) -> Choices:
-        """Starts the trial with the choices on disk for `device`."""
+        """Starts the trial with the choices that are stored on disk for this kind of GPU."""
         choices = cls(mode, open=mode != "off")
         if mode == CUDNN:
             try:
@@ -129,12 +132,13 @@ class Choices:
         return choices
 
     def adopt(self, agreed: Mapping[str, str]) -> bool:
-        """Ends the trial, replaces all choices by those of all ranks, and writes them to disk.
+        """Ends the trial, replaces all choices by the agreed ones, and writes them to disk.
 
-        Choices of the file for other shapes are dropped, so that a run does not depend on them.
+        Choices that came from the file but were not agreed on are dropped, so that a run does not
+        depend on them.
 
         Returns:
-            True if this process had chosen otherwise.
+            True if a choice of this process differs from the agreed one.
         """
         differs = any(agreed.get(key) != name for key, name in self.own().items())
         self.open = False
@@ -148,20 +152,21 @@ class Choices:
         return differs
 
     def kind(self) -> str:
-        """Returns the GPU, versions and mode to which choices apply; others may not work here."""
+        """Returns a text with GPU, versions and mode; choices are valid only where it is equal."""
         return self.path.name if self.path is not None else ""
 
     def choose(
         self, key: str, implementations: Mapping[str, Callable[[], object]], device: torch.device,
         then: Callable[[Any], object] | None = None,
     ) -> str:  # fmt: skip
-        """Returns the name of the fastest implementation.
+        """Returns the name of the chosen implementation; during the trial, times them to choose.
 
         Args:
-            key: The convolution and its shapes.
-            implementations: Functions by name, without side effects.
-            device: The device.
-            then: Later work on the result whose time depends on the implementation; it is timed, too.
+            key: Identifies the convolution, its shapes and number formats.
+            implementations: The implementations by name; they must have no side effects.
+            device: The device on which they run.
+            then: Later work whose time depends on the implementation. It receives the result, and
+                its time is added.
         """
         timing = self.open and device.type == "cuda" and not building.get()
         timing = timing and not torch.cuda.is_current_stream_capturing()
@@ -185,7 +190,7 @@ class Choices:
         elif SEPARATE in implementations:
             best = SEPARATE
         else:
-            return names[0]  # its error belongs to the convolution of which this is a part
+            return names[0]  # the convolution that contains this choice reports the error
         self.chosen[key] = best
         return best
 
@@ -193,8 +198,8 @@ class Choices:
         self, key: str, implementations: Mapping[str, Callable[[], object]],
         then: Callable[[Any], object] | None,
     ) -> dict[str, float]:  # fmt: skip
-        """Returns the milliseconds of implementations that work, and records why others fail."""
-        # cuDNN's and torch's have nothing to compile and would run.
+        """Times all implementations; returns the milliseconds, and records errors in `problems`."""
+        # Only Triton's kernels are compiled; implementations of cuDNN and torch would run instead.
         own = [name for name in implementations if not name.startswith((SEPARATE, CUDNN))]
         _build([implementations[name] for name in own])
         times = {}
@@ -214,7 +219,10 @@ def _both(call: Callable[[], object], then: Callable[[Any], object]) -> object:
 
 
 def _build(calls: Sequence[Callable[[], object]]) -> None:
-    """Compiles the kernels of all implementations with several threads. Timing reports their errors."""
+    """Compiles the kernels of all implementations with several threads.
+
+    Errors are ignored here, because timing the implementation reports them.
+    """
     import triton
 
     if not calls:
@@ -231,7 +239,7 @@ def _build(calls: Sequence[Callable[[], object]]) -> None:
 
 
 def is_fatal(error: Exception) -> bool:
-    """Returns True for an error that the implementation does not cause: a lost device, or no memory."""
+    """Returns True for a lost device or too little memory, which no implementation causes."""
     return (
         isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError | MemoryError)
         or "out of memory" in str(error).lower()
@@ -258,7 +266,7 @@ def _milliseconds(call: Callable[[], object]) -> float:
 
 
 def _file(device: torch.device, mode: str, without_cudnn: str = "") -> Path | None:
-    """Returns the file of choices; None if there is no home directory."""
+    """Returns the path of the file for choices; None if there is no home directory."""
     import triton
 
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
@@ -268,14 +276,14 @@ def _file(device: torch.device, mode: str, without_cudnn: str = "") -> Path | No
         except RuntimeError:
             return None
     names = [torch.cuda.get_device_name(device), torch.__version__, triton.__version__, mode]
-    if mode == CUDNN:  # kernel numbers depend on the version
+    if mode == CUDNN:  # the names of cuDNN's kernels depend on its version
         names.append("none" if without_cudnn else str(cudnn_graphs.version()))
     name = re.sub(r"[^A-Za-z0-9.]+", "-", "-".join((*names, f"v{_VERSION}")))
     return base / "paceline" / "products" / f"{name}.json"
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Reads a file; empty if it cannot be read, because lost choices are timed again."""
+    """Reads a JSON file; returns {} if that fails, because lost choices are timed again."""
     try:
         table = parse_json(read_regular(path))
     except (OSError, ValueError):
@@ -284,7 +292,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, added: Mapping[str, object]) -> None:
-    """Adds entries to a file, keeping those of other processes. Ignores write errors."""
+    """Adds entries to a JSON file and keeps its other entries. Ignores write errors."""
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         text = json.dumps({**_read(path), **added}, indent=1, sort_keys=True)

@@ -1,15 +1,19 @@
-"""Triton kernels of batch norm with ReLU, residual sum and max-pool, on NHWC memory as rows × channels.
+"""Triton kernels of batch norm with ReLU, residual sum and max-pool, for channels-last activations.
 
-Batch norm is memory-bound, so its cost is the number of passes over an activation. The forward pass reads
-it twice and writes it once, including ReLU and residual sum. The backward pass reads it and its gradient
-twice and writes once. Sums over rows take two stages, tiles to `parts` and `parts` to the result, both in
-a fixed order without atomics, so repetitions are bit-identical. Variances are sums about the first row of
-each part, joined by Chan's formula, which is precise even if the mean is far from zero.
+An activation is a matrix of rows (pixels) × channels. Batch norm is memory-bound, so the cost is
+the number of passes over an activation. The forward pass reads it twice and writes it once,
+including ReLU and residual sum. The backward pass reads the activation and its gradient twice and
+writes once.
 
-The pooling kernels never store the normalized activation at full size, which is the largest of a ResNet.
-The forward pass stores which of the nine inputs of a pooled value is the largest (`NONE` if the ReLU
-returns 0), and the backward pass reads the gradient of that input. Positions have 32 bits, because 64-bit
-division would take longer than the memory accesses; elements have 64.
+Sums over rows are computed in two stages without atomics: the rows of each part (`span` rows), and
+then all parts. The order is fixed, so repetitions are bit-identical. For variances, a part sums
+deviations from its first row, and parts are joined by Chan's formula. This is precise even if the
+mean is far from 0.
+
+The pooling kernels never store the normalized activation at full size, the largest one of a ResNet.
+The forward pass stores which of nine inputs is the largest (`NONE` if the ReLU returns 0), and the
+backward pass passes the gradient to this input. Positions have 32 bits, because 64-bit division
+would take longer than the memory accesses; offsets of elements have 64 bits.
 """
 
 from __future__ import annotations
@@ -23,9 +27,9 @@ FARTHEST_CENTRE = tl.constexpr(1e4)
 
 @triton.jit
 def moments_kernel(x, parts, rows, channels, span, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Computes mean and sum of squared deviations of `span` rows for a block of channels.
+    """Computes the mean and the sum of squared deviations of each part, per channel.
 
-    `parts` receives the means of all parts, then the sums.
+    `parts` [2, parts, channels] receives the means, followed by the sums.
     """
     part = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -56,10 +60,10 @@ def store_statistics(
     mean, m2, weight, bias, running_mean, running_var, tracked, saved, offset,
     rows, channels, momentum, eps, cols, col_ok, halves, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Stores mean, 1/σ, scale and shift in the four rows of `saved`, and updates the running statistics.
+    """Stores mean, 1/σ, scale and shift in the rows of `saved`, and updates running statistics.
 
-    The inputs are mean and sum of squared deviations of `rows` rows. If it is not None, `halves` receives
-    the scale in fp16 and the shift that belongs to it, so that the mean is mapped to β up to rounding.
+    `mean` and `m2` are the mean and the sum of squared deviations of `rows` rows. `halves`, if not
+    None, receives the scale in fp16, and the shift that maps the mean to β with this rounded scale.
     """
     inverse = 1.0 / tl.sqrt(m2 / rows + eps)
     scale = tl.load(weight + cols, mask=col_ok, other=0.0) * inverse
@@ -78,7 +82,7 @@ def store_statistics(
     if OFFSET:
         mean += tl.load(offset + cols, mask=col_ok, other=0.0)
     tl.store(running_mean + cols, old_mean + momentum * (mean - old_mean), mask=col_ok)
-    # torch keeps the unbiased variance.
+    # Like torch, the running variance is unbiased.
     tl.store(running_var + cols, old_var + momentum * (m2 / (rows - 1) - old_var), mask=col_ok)
     if tl.program_id(0) == 0:
         tl.store(tracked, tl.load(tracked) + 1)
@@ -90,7 +94,7 @@ def statistics_kernel(
     rows, channels, span, parts, momentum, eps, halves,
     OFFSET: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Joins the parts to mean, 1/σ, scale and shift in `saved`, with y = scale · x + shift."""
+    """Joins the parts of `moments_kernel` and calls `store_statistics`."""
     cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     col_ok = cols < channels
     lines = tl.arange(0, BLOCK_P)[:, None]
@@ -119,9 +123,10 @@ def statistics_kernel(
 
 @triton.jit
 def centre_of(running_mean, cols, col_ok):
-    """Returns the value about which convolutions sum: near the mean, sums keep their precision.
+    """Returns the value that fused convolutions subtract before they sum: the running mean.
 
-    It is 0 if the running mean is infinite or NaN after an overflow.
+    Sums of deviations from a value near the mean keep their precision. The value is 0 if the
+    running mean is very large, or infinite or NaN after an overflow.
     """
     centre = tl.load(running_mean + cols, mask=col_ok, other=0.0)
     return tl.where(tl.abs(centre) < FARTHEST_CENTRE, centre, 0.0)
@@ -133,7 +138,10 @@ def centred_statistics_kernel(
     rows, channels, span, parts, momentum, eps, halves,
     OFFSET: tl.constexpr, CENTRED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Does the same as `statistics_kernel` for sums and sums of squares of y − centre, or of y."""
+    """Joins sums and sums of squares, as `statistics_kernel` does for means and deviations.
+
+    The values were summed after subtraction of `centre_of` if `CENTRED`, else unchanged.
+    """
     cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     col_ok = cols < channels
     lines = tl.arange(0, BLOCK_P)[:, None]
@@ -146,7 +154,7 @@ def centred_statistics_kernel(
         square += tl.load(sums + parts * channels + at, mask=ok, other=0.0)
     away = tl.sum(total, 0) / rows
     m2 = tl.sum(square, 0) - away * away * rows
-    # Rounding may leave less than nothing of a constant channel; NaN stays.
+    # For a constant channel, rounding may give a negative value, which becomes 0. NaN stays NaN.
     m2 = tl.maximum(m2, 0.0, propagate_nan=tl.PropagateNan.ALL)
     mean = away
     if CENTRED:
@@ -188,10 +196,11 @@ def backward_sums_kernel(
     TWO: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Computes Σ dz and Σ dz · (x − mean) for each part; dz is the gradient before the ReLU.
+    """Computes Σ dz and Σ dz · (x − mean) for each part; dz is the gradient of the ReLU's input.
 
-    With a residual, dz is also the residual's gradient and is stored; otherwise the second pass
-    recomputes it. With `TWO`, the output has two readers, whose gradients are added here.
+    With a residual, dz is stored, because it is also the residual's gradient. Otherwise
+    `backward_input_kernel` recomputes it. With `TWO`, two operations read the output, and the
+    gradients `dy` and `dy2` are added.
     """
     part = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -232,7 +241,10 @@ def backward_factors_kernel(
     sums, weight, saved, found, rows, channels, parts,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Computes five rows: gradients of γ and β, and the factors of dx = a · dz + b · x + c."""
+    """Joins the parts and computes five rows: the gradients of γ and β, and the factors a, b and c.
+
+    The gradient of the norm's input is dx = a · dz + b · x + c.
+    """
     cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     col_ok = cols < channels
     lines = tl.arange(0, BLOCK_P)[:, None]
@@ -261,7 +273,11 @@ def backward_input_kernel(
     dz, dz2, x, dx, saved, found, rows, channels, span,
     TWO: tl.constexpr, RELU: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Computes dx = a · dz + b · x + c; with `RELU`, dz is the gradient after the ReLU."""
+    """Computes dx = a · dz + b · x + c, the gradient of a norm's input.
+
+    With `RELU`, the argument `dz` is the gradient of the ReLU's output, to which the mask is
+    applied. With `TWO`, `dz2` is added to it.
+    """
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     col_ok = cols < channels
     a = tl.load(found + 2 * channels + cols, mask=col_ok, other=0.0)[None, :]
@@ -290,7 +306,11 @@ def pool_kernel(
     x, y, winner, saved, positions, height, width, out_height, out_width, channels,
     PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Pools BLOCK_M positions of all images and BLOCK_C channels per program."""
+    """Computes max_pool(relu(scale · x + shift)) with a 3 × 3 window and stride 2.
+
+    A program computes BLOCK_M output positions and BLOCK_C channels. `winner` receives the number
+    of the largest input in its window.
+    """
     at = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     col_ok = cols < channels
@@ -326,7 +346,11 @@ def pool_sums_kernel(
     positions, height, width, out_height, out_width, channels, span,
     TWO: tl.constexpr, PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Computes Σ dz and Σ dz · (x − mean) for each part over pooled rows: only maxima have a gradient."""
+    """Computes Σ dz and Σ dz · (x − mean) for each part of the pooled positions.
+
+    Sums over the pooled positions suffice, because only the largest input of a window has a
+    gradient.
+    """
     part = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     col_ok = cols < channels
@@ -365,11 +389,11 @@ def pool_input_kernel(
     dy, dy2, x, winner, dx, found, quads, height, width, out_height, out_width, channels,
     TWO: tl.constexpr, PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Computes dx = a · dz + b · x + c for the full activation, four positions at a time.
+    """Computes dx = a · dz + b · x + c for all positions of the norm's input, four at a time.
 
-    With a padding of 1 the positions (2i, 2j) … (2i + 1, 2j + 1) lie in the windows (i, j) … (i + 1,
-    j + 1) only, so each window is read once for four positions. Without padding, positions and
-    windows are one less.
+    With a padding of 1, the positions (2i, 2j) to (2i + 1, 2j + 1) are only in the windows (i, j)
+    to (i + 1, j + 1), so four windows are read for four positions. Without padding, the indices of
+    these positions and windows are lower by one.
     """
     at = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -396,7 +420,7 @@ def pool_input_kernel(
         grad = tl.load(dy + place, mask=ok, other=0.0).to(tl.float32)
         if TWO:
             grad += tl.load(dy2 + place, mask=ok, other=0.0).to(tl.float32)
-        # Taps number the window's 3 × 3 positions row by row.
+        # `tap` is a position in the 3 × 3 window, counted row by row.
         if window == 0:
             g00 += tl.where(tap == 4, grad, 0.0)
             g01 += tl.where(tap == 5, grad, 0.0)

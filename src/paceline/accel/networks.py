@@ -1,8 +1,8 @@
-"""Splits models into parts with faster implementations: convolution with norm, residual block.
+"""Divides models into parts with faster implementations: convolutions with norms, and blocks.
 
-`network_of` supports Paceline's residual nets, AlexNet with norms, and residual nets with the layout of
-torchvision's and timm's. The latter are read by their structure, and a pass over noise must confirm that
-the parts compute the same as the model.
+`network_of` supports Paceline's residual nets, AlexNet with norms, and residual nets whose modules
+are named like those of torchvision or timm. For the latter, a pass over random images must confirm
+that the parts compute the same output as the model.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from paceline.models.alexnet import CONVOLUTIONS, AlexNet
 from paceline.models.registry import is_own
 from paceline.models.resnet import FastResNet, PooledConv, ResNet, SmallResNet
 
-# Image size and batch of the pass that confirms the structure of a model.
+# The side of images in pixels, and the batch, of the pass that confirms the structure of a model.
 _SIDE, _IMAGES = 64, 2
 
-# Synchronized norms are not a `BatchNorm2d` but have its attributes.
+# A convolution and its norm. Synchronized norms are not a `BatchNorm2d`, but have the same
+# attributes.
 Pair = tuple[nn.Module, nn.BatchNorm2d]
 
 
 @dataclass(frozen=True)
 class ConvNorm:
-    """A convolution, its norm, ReLU and an optional pool. If `fusible` is False, it cannot be fused."""
+    """A convolution with norm, ReLU and an optional pool; kernels need `fusible`."""
 
     convolution: nn.Module
     norm: nn.BatchNorm2d
@@ -41,7 +42,10 @@ class ConvNorm:
 
 @dataclass(frozen=True)
 class Block:
-    """A residual block: convolutions with norms, a ReLU after each norm and after the sum."""
+    """A residual block of convolutions with norms, for the branch and optionally for the shortcut.
+
+    A ReLU follows each norm of the branch, except the last one, and the sum of branch and shortcut.
+    """
 
     module: nn.Module
     branch: tuple[Pair, ...]
@@ -59,7 +63,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Network:
-    """The parts of a model in their order, an optional `norm` after them, and the `head`."""
+    """A model as parts that are computed in order, an optional final `norm`, and the `head`."""
 
     parts: tuple[ConvNorm | Block, ...]
     head: Callable[[Tensor], Tensor]
@@ -67,7 +71,7 @@ class Network:
 
     @property
     def first(self) -> nn.Module | None:
-        """The convolution of the images, if it can be fused."""
+        """The convolution that reads the images; None if it cannot be fused."""
         part = self.parts[0]
         return part.convolution if isinstance(part, ConvNorm) and part.fusible else None
 
@@ -80,7 +84,7 @@ class Network:
 
 
 def network_of(model: nn.Module) -> Network | None:
-    """Returns the parts of a model, or None if it has another structure. Does not change the model."""
+    """Returns the parts of a model, which it does not change; None if the structure is unknown."""
     if type(model) is AlexNet:
         return _alexnet(model)
     try:
@@ -111,7 +115,10 @@ def _alexnet(model: AlexNet) -> Network | None:
 
 
 def _residual(model: nn.Module) -> Network:
-    """Reads conv1, bn1, ReLU, an optional pool, layer1, layer2, … and a head."""
+    """Returns the parts of a residual net: conv1, bn1, ReLU, maxpool, layer1, layer2, … and a head.
+
+    `maxpool` is optional. Raises `_UnknownLayerError` for any other structure.
+    """
     children = _children(model)
     stages = [children.pop(name) for name in list(children) if name.startswith("layer")]
     pool = children.pop("maxpool", None)
@@ -126,13 +133,13 @@ def _residual(model: nn.Module) -> Network:
 
 
 def _is_norm(module: nn.Module | None) -> TypeGuard[nn.BatchNorm2d]:
-    """Returns True for torch's batch norm and Paceline's subclasses, but not for those of users."""
+    """Returns True for torch's and Paceline's batch norms, but not for users' classes."""
     own = isinstance(module, _BatchNorm) and type(module).__module__.startswith("paceline.")
     return own or type(module) is nn.BatchNorm2d
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:
-    """Returns the children except ReLUs and identities."""
+    """Returns the child modules by name, without ReLUs and identities."""
     return {
         name: child
         for name, child in module.named_children()
@@ -148,7 +155,7 @@ def _pair(children: dict[str, nn.Module], number: str) -> Pair:
 
 
 def part_of(module: nn.Module) -> ConvNorm | Block:
-    """Reads a residual block, or a `PooledConv`. Raises `_UnknownLayerError` for others."""
+    """Returns the part for a residual block or `PooledConv`, else raises `_UnknownLayerError`."""
     children = _children(module)
     if type(module) is PooledConv:
         return ConvNorm(*_pair(children, ""), module.maxpool)
@@ -165,7 +172,7 @@ def part_of(module: nn.Module) -> ConvNorm | Block:
 
 
 def _head(model: nn.Module, children: dict[str, nn.Module]) -> Callable[[Tensor], Tensor]:
-    """Returns the head of one of our models, or of timm's or torchvision's."""
+    """Returns the head of a model of Paceline, timm or torchvision as a function."""
     for name in ("head", "forward_head"):
         if (name == "forward_head" or is_own(model)) and callable(getattr(model, name, None)):
             head: Callable[[Tensor], Tensor] = getattr(model, name)
@@ -177,10 +184,10 @@ def _head(model: nn.Module, children: dict[str, nn.Module]) -> Callable[[Tensor]
 
 
 def _confirmed(model: nn.Module, network: Network) -> bool:
-    """Compares the output of the parts with that of the model for noise.
+    """Returns True if the parts and the model compute the same output for random images.
 
-    Noise is added to weights, too, because zeros in γ would hide differences. The model, its mode and the
-    random generators do not change.
+    Noise is added to the weights for this comparison, because zeros in γ would hide differences.
+    The model, its training mode and the random generators do not change.
     """
     from paceline.accel.forward import Forward
 
@@ -214,7 +221,7 @@ def _confirmed(model: nn.Module, network: Network) -> bool:
 
 
 class _Both(nn.Module):
-    """Calls a model or its parts with the weights of a functional call."""
+    """Calls either a model or its parts, so that `functional_call` sets the weights of both."""
 
     def __init__(self, model: nn.Module, parts: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

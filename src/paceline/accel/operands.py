@@ -1,8 +1,8 @@
-"""Inputs of the convolutions of a fused block, and what follows their gradients.
+"""Inputs of fused convolutions, and the operations on the gradients of these inputs.
 
-Activations are in channels-last memory, in half precision on a GPU. An `Operand` is an activation that a
-fused convolution computes while it loads it, and `Operand.stored` returns it in memory. An `Epilogue` is
-applied to the gradient of an input before it is stored.
+Activations are in channels-last memory, and in half precision on a GPU. An `Operand` is an input
+that a fused convolution computes while it loads other tensors; `Operand.stored` computes it in
+memory. An `Epilogue` is applied to the gradient of an input before this gradient is stored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ def out_dims(x: Dims, weight: Dims, stride: int) -> Dims:
 
 @dataclass(frozen=True)
 class Operand:
-    """A stored activation, or one that is computed from `x`, `other` and statistics as `form` says."""
+    """An activation, stored as `x` or computed from tensors in one of several forms.
+
+    The class methods create the forms. `saved` and `found` are statistics or factors of norms, and
+    `relu` is used by `GRADIENT` only.
+    """
 
     x: Tensor
     form: int = PLAIN
@@ -43,14 +47,17 @@ class Operand:
 
     @classmethod
     def normalized(cls, x: Tensor, saved: Tensor) -> Operand:
-        """Returns the operand relu(norm(x))."""
+        """Returns the operand relu(norm(x)), with the rows of `fused.statistics` in `saved`."""
         return cls(x, NORMALIZED, saved=saved)
 
     @classmethod
     def joined(
         cls, x: Tensor, saved: Tensor, residual: Tensor, residual_saved: Tensor | None = None
     ) -> Operand:
-        """Returns relu(norm(x) + residual), or + norm(residual) if its statistics are given."""
+        """Returns the operand relu(norm(x) + residual).
+
+        If the statistics `residual_saved` are given, it is relu(norm(x) + norm(residual)).
+        """
         form = JOINED if residual_saved is None else PROJECTED
         return cls(x, form, residual, saved, residual_saved)
 
@@ -58,7 +65,11 @@ class Operand:
     def gradient(
         cls, dz: Tensor, x: Tensor, saved: Tensor, found: Tensor, *, relu: bool
     ) -> Operand:
-        """Returns the gradient of a norm's input `x`, with `dz` after its ReLU if `relu`."""
+        """Returns the gradient of a norm's input `x`, a · dz + b · x + c.
+
+        `found` has the factors (see `fused.join_sums`). With `relu`, `dz` is the gradient after the
+        ReLU of the norm.
+        """
         return cls(dz, GRADIENT, x, saved, found, relu)
 
     @property
@@ -66,7 +77,7 @@ class Operand:
         return self.x.numel() // self.x.shape[1]
 
     def stored(self) -> Tensor:
-        """Returns the activation in memory."""
+        """Computes the activation in memory, and returns it; returns `x` if the form is `PLAIN`."""
         if self.form == PLAIN:
             return self.x
         assert self.saved is not None
@@ -84,7 +95,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class NormedMap:
-    """The input of a norm, its statistics, γ and β."""
+    """The input `x` of a norm, the rows of `fused.statistics`, γ and β."""
 
     x: Tensor
     saved: Tensor
@@ -94,12 +105,12 @@ class NormedMap:
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What is applied to the gradient of a convolution's input.
+    """The operations that are applied to the gradient of a convolution's input.
 
-    `PLAIN` applies nothing; the result has the shape of `like`. `MASKED` applies the ReLU after the norm
-    of `branch`. `MERGED` applies sum and ReLU of a block with output `y` after adding `add`, the gradient
-    of the output's other reader. The terms of the sum are the norm of `branch`, and `residual`, which
-    only cuDNN reads, or the norm of `shortcut`.
+    The result has the shape of `like`. `PLAIN` applies nothing. `MASKED` applies the mask of the
+    ReLU after the norm of `branch`. `MERGED` adds `add`, the gradient that the shortcut returns,
+    and then applies the ReLU mask of the block's output `y`. That output is relu(norm of `branch` +
+    shortcut). The shortcut is the norm of `shortcut`, or `residual`, which only cuDNN reads.
     """
 
     form: int
@@ -127,12 +138,12 @@ class Epilogue:
         return cls(MERGED, branch.x, branch, y, add, shortcut)
 
     def maps(self) -> list[Tensor]:
-        """Returns the activations that a kernel of `product_kernels` reads for it."""
+        """Returns the activations that the kernels of `product_kernels` read for this epilogue."""
         maps = (self.like, self.y, self.add, None if self.shortcut is None else self.shortcut.x)
         return [] if self.form == PLAIN else [tensor for tensor in maps if tensor is not None]
 
     def saved(self, unused: Tensor) -> list[Tensor]:
-        """Returns the statistics of both norms, `unused` for one that is missing."""
+        """Returns the statistics of the branch's and shortcut's norms; `unused` if missing."""
         return [unused if norm is None else norm.saved for norm in (self.branch, self.shortcut)]
 
     def describe(self) -> str:
@@ -141,12 +152,12 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Both gradients of a convolution.
+    """The gradients of a convolution's input and weight.
 
     Attributes:
         dx: The gradient of the input after the epilogue.
-        parts: Partial sums of the epilogue, two rows for each norm.
-        weight: The gradient of the weight, if requested.
+        parts: The partial sums of the epilogue, [2 or 4, parts, channels]: two for each norm.
+        weight: The gradient of the weight; None if it was not requested.
         joined: The rows of `fused.join_sums` for each norm, if cuDNN computed them.
     """
 
@@ -156,7 +167,7 @@ class Gradients:
     joined: tuple[Tensor, ...] = ()
 
     def factors(self, norm: NormedMap, place: int) -> Tensor:
-        """Returns the rows of `fused.join_sums` for the norm of the branch (0) or of the shortcut (1)."""
+        """Returns the rows of `fused.join_sums` for `norm`, of branch (0) or shortcut (1)."""
         if self.joined:
             return self.joined[place]
         assert self.parts is not None

@@ -1,19 +1,22 @@
 """Triton kernels of 1 × 1 convolutions fused with the batch norms around them.
 
-A convolution is a product of matrices of rows × channels in NHWC memory. It reads its input from memory,
-or computes it while it loads (`FORM`): `NORMALIZED` relu(scale · x + shift); `JOINED` relu(scale · x +
-shift + residual), the output of a residual block; `PROJECTED` the same with a residual that is
-normalized, too; `GRADIENT` a · dz + b · x + c, the gradient of a norm's input (see
-`backward_factors_kernel`). The epilogue is applied to each tile in registers (`EPILOGUE`): `MOMENTS` sums
-the statistics of the next norm; `MASKED` applies the ReLU of the previous norm to the gradient, `MERGED`
-the sum and ReLU of a block, and both sum the gradients of γ and β.
+A convolution is a product of two matrices: the operand (rows × channels in channels-last memory)
+and the weight. `FORM` tells how the operand is computed while it is loaded. `PLAIN`: it is read
+from memory. `NORMALIZED`: relu(scale · x + shift). `JOINED`: relu(scale · x + shift + residual),
+the output of a residual block. `PROJECTED`: the same with a normalized residual. `GRADIENT`: a · dz
++ b · x + c, the gradient of a norm's input (see `backward_factors_kernel`).
 
-A program computes one block of columns of `span` rows, tile by tile, and keeps its sums in registers.
-Threads combine their sums only after the last tile: doing so for each tile took more instructions than
-all else. Most tiles are computed as their transpose (`TURNED`), because tensor cores return two rows of
-many columns to a thread, hence many rows of two columns of a transposed tile. Parts are joined in a fixed
-order, so repetitions are bit-identical. Values are rounded to the type of the activations wherever the
-separate operators store them.
+`EPILOGUE` tells what is applied to each tile of the result in registers. `MOMENTS` sums the
+statistics of the next norm. `MASKED` applies the ReLU mask of the previous norm to a gradient.
+`MERGED` does the same for the sum and ReLU of a residual block. `MASKED` and `MERGED` also sum the
+gradients of γ and β.
+
+A program computes one block of columns of `span` rows (a part), tile by tile, and keeps sums in
+registers. Threads combine their sums only after the last tile, because doing this for each tile
+would take most of the instructions. Most tiles are computed as their transpose (`TURNED`): tensor
+cores return two rows of many columns to a thread, which are many rows of two columns of the
+original tile. Parts are joined in a fixed order, so repetitions are bit-identical. Values are
+rounded to the activations' type wherever the separate operators store them.
 """
 
 from __future__ import annotations
@@ -38,10 +41,11 @@ def _operand(
     x, other, saved, found, at, ok, cols, col_ok, channels,
     FORM: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    """Returns a tile of the operand in the type of `x`.
+    """Loads or computes a tile of the operand, in the type of `x`.
 
-    With `RELU`, `x` is the gradient after the ReLU of the norm whose input is `other`. `found` contains
-    the factors of `GRADIENT`, or the statistics of `other` for `PROJECTED`.
+    For `GRADIENT`, `x` is dz, `other` is the norm's input, and `found` has the factors; with
+    `RELU`, `x` is the gradient after the norm's ReLU. For `PROJECTED`, `found` has the statistics
+    of `other`.
     """
     value = tl.load(x + at, mask=ok, other=0.0)
     if FORM == NORMALIZED or FORM == JOINED or FORM == PROJECTED:  # noqa: SIM109
@@ -51,7 +55,7 @@ def _operand(
         if FORM == JOINED:
             wide += tl.load(other + at, mask=ok, other=0.0).to(tl.float32)
         if FORM == PROJECTED:
-            # Rounded where the separate operators store it.
+            # The residual is rounded, because the separate operators store it.
             scale = tl.load(found + 2 * channels + cols, mask=col_ok, other=0.0)[None, :]
             shift = tl.load(found + 3 * channels + cols, mask=col_ok, other=0.0)[None, :]
             residual = tl.load(other + at, mask=ok, other=0.0).to(tl.float32) * scale + shift
@@ -77,10 +81,10 @@ def _columns(
     out_saved, out_other_saved, centre, cols, col_ok, n,
     EPILOGUE: tl.constexpr, PROJECT: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Loads the column values of an epilogue.
+    """Loads the values that the epilogue needs for each column.
 
-    These are the value about which it sums, scale and shift of the norm, and the mean of the residual's
-    norm.
+    These are the value that is subtracted before sums, the norm's scale and shift, and the mean of
+    the norm of the residual.
     """
     middle = tl.zeros(cols.shape, tl.float32)
     scale, shift, other_middle = middle, middle, middle
@@ -101,7 +105,7 @@ def _columns(
 
 @triton.jit
 def _along(vector, FIRST: tl.constexpr):
-    """Expands a vector along the first or second axis of a tile; a turned tile has columns first."""
+    """Makes a vector the first axis of a tile if `FIRST`, else the second axis."""
     return vector[:, None] if FIRST else vector[None, :]
 
 
@@ -116,7 +120,7 @@ def _product(tile, factors, result, TURNED: tl.constexpr):
 
 @triton.jit
 def _part_of(maps, elements, DESCRIBED: tl.constexpr):
-    """Offsets an activation to the part of this program; descriptors count from the first row."""
+    """Advances a pointer by `elements` to this program's part; leaves a descriptor unchanged."""
     return maps if DESCRIBED else maps + elements
 
 
@@ -139,7 +143,7 @@ def _finish(
 ):  # fmt: skip
     """Applies the epilogue to a tile, stores it in `TYPE`, and returns the values to sum over rows.
 
-    With `LOADED`, `y_tile` is the tile of `out_y`.
+    With `LOADED`, the tile of `out_y` is given as `y_tile` instead of loaded.
     """
     value, second, third = result, result, result
     if EPILOGUE == MASKED or EPILOGUE == MERGED:  # noqa: SIM109
@@ -176,10 +180,10 @@ def _fold(
     value, TURNED: tl.constexpr, GROUPS: tl.constexpr, LINES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Sums the rows of a tile that a thread owns, or a quarter of a warp for a turned tile.
+    """Sums the rows of a tile that one thread (if `TURNED`, four threads of a warp) has.
 
-    Threads and warps combine their sums once, after the last tile. Rows are divided into `GROUPS`; a
-    thread owns the rows of a group that are `LINES` apart.
+    Rows are divided into `GROUPS` groups. In a group, a thread has rows at a distance of `LINES`.
+    Threads and warps combine their sums only once, after the last tile.
     """
     if TURNED:
         folded = tl.sum(tl.reshape(value, (BLOCK_N, GROUPS, BLOCK_M // GROUPS)), 2)
@@ -193,7 +197,7 @@ def _fold(
 def _no_sums(
     TURNED: tl.constexpr, GROUPS: tl.constexpr, LINES: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Returns zeros in the shape of `_fold`."""
+    """Returns zeros in the shape of the result of `_fold`."""
     if TURNED:
         sums = tl.zeros((BLOCK_N, GROUPS), tl.float32)
     else:
@@ -230,14 +234,15 @@ def product_kernel(
     EVEN_M: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Computes out [rows, n] = operand [rows, k] · weight, stored [n, k] if `FORWARD`, else [k, n].
+    """Computes out [rows, n] = operand [rows, k] · weight, with an epilogue.
 
-    `SIDE` also stores the operand. `SINGLE` means k ≤ BLOCK_K, so that the weights are read once;
-    otherwise the compiler fuses two loops. `parts` [2, parts, n] receives two sums per part: Σ (y −
-    centre) and Σ (y − centre)² for `MOMENTS`, otherwise Σ dz and Σ dz · (x − mean) for the norm of
-    `out_x` and `out_saved`. With `PROJECT` it is [4, parts, n] and includes the norm of `out_other`.
-    `TURNED` computes a tile as its transpose. `DESCRIBED` passes the activations of the epilogue as
-    descriptors. `GROUPS` and `LINES`: see `_fold`.
+    The weight is stored as [n, k] if `FORWARD`, else as [k, n]. With `SIDE`, the operand is stored,
+    too. `SINGLE` means k ≤ BLOCK_K, so that the weight is read once; otherwise the compiler fuses
+    the loops over rows and k. `parts` [2, parts, n] receives two sums per part. For `MOMENTS`,
+    these are Σ (y − centre) and Σ (y − centre)², else Σ dz and Σ dz · (x − mean) for the norm with
+    input `out_x`. With `PROJECT`, `parts` is [4, parts, n] and includes the sums for the norm of
+    `out_other`. With `TURNED`, a tile is computed as its transpose. With `DESCRIBED`, the
+    activations of the epilogue are tensor descriptors. `_fold` explains `GROUPS` and `LINES`.
     """
     blocks = tl.cdiv(n, BLOCK_N)
     block = tl.program_id(0) % blocks
@@ -328,7 +333,7 @@ def weight_gradient_kernel(
     FORM: tl.constexpr, RELU: tl.constexpr, INPUT_FORM: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Computes partial [part, n, k] = Σ gradientᵀ · input over the `span` rows of a part."""
+    """Computes partial [part, n, k] = gradientᵀ · input over the rows of each part."""
     tiles_k = tl.cdiv(k, BLOCK_K)
     tiles = tl.cdiv(n, BLOCK_N) * tiles_k
     tile = tl.program_id(0) % tiles
@@ -350,7 +355,7 @@ def weight_gradient_kernel(
         ok = row_ok if EVEN else row_ok & out_ok[None, :]
         at = row[:, None] * n + outs[None, :]
         grad = _operand(dz, x, saved, found, at, ok, outs, out_ok, n, FORM, RELU)
-        if FORM == GRADIENT:  # not 0 where dz and x are
+        if FORM == GRADIENT:  # c makes masked rows nonzero
             grad = tl.where(row_ok, grad, 0.0).to(dz.dtype.element_ty)
         ok = row_ok if EVEN else row_ok & in_ok[None, :]
         at = row[:, None] * k + ins[None, :]
@@ -372,11 +377,11 @@ def both_gradients_kernel(
     EVEN_M: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Computes both gradients, which read the same activations.
+    """Computes the gradients of input and weight together, because they read the same activations.
 
-    Combines `product_kernel` for the gradient of the input and `weight_gradient_kernel`. For few
-    channels: n ≤ BLOCK_N and k ≤ BLOCK_K, so that the results fit into registers. With `MERGED`, `inputs`
-    is the block's output, `out_y`.
+    Does the work of `product_kernel`, for the input's gradient, and of `weight_gradient_kernel`.
+    Channels must be few (n ≤ BLOCK_N and k ≤ BLOCK_K), so that the results fit into registers. With
+    `MERGED`, `inputs` must be `out_y`, the output of the block.
     """
     part = tl.program_id(0)
     outs = tl.arange(0, BLOCK_N)
@@ -412,7 +417,7 @@ def both_gradients_kernel(
         ok = row_ok[:, None] if EVEN else row_ok[:, None] & out_ok[None, :]
         at = row[:, None] * n + outs[None, :]
         grad = _operand(dz, x, saved, found, at, ok, outs, out_ok, n, FORM, RELU)
-        if FORM == GRADIENT:  # not 0 where dz and x are
+        if FORM == GRADIENT:  # c makes masked rows nonzero
             grad = tl.where(row_ok[:, None], grad, 0.0).to(dz.dtype.element_ty)
         ok = row_ok[:, None] if EVEN else row_ok[:, None] & in_ok[None, :]
         at = row[:, None] * k + ins[None, :]
@@ -448,7 +453,7 @@ def both_gradients_kernel(
 def join_products_kernel(
     partial, out, elements, parts, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr
 ):
-    """Computes out = Σ partial over its parts."""
+    """Computes out [elements] as the sum of `partial` [parts, elements] over the parts."""
     at = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     at_ok = at < elements
     lines = tl.arange(0, BLOCK_P)

@@ -1,15 +1,17 @@
 """Outputs of batch norm and ReLU that are recomputed in the backward pass instead of stored.
 
-A convolution saves its input for the backward pass. If that input is relu(norm(x)), the norm saves x,
-too, and one pass over x reproduces it bit for bit. The readers of the activation run in
-`ActivationSource.not_stored`, so that autograd saves a reference to the source instead. The backward pass
-computes the activation for its first reader and frees it after the last.
+A convolution saves its input for the backward pass. If that input is relu(norm(x)), the norm has
+saved x anyway, and one pass over x reproduces the input bit for bit. Operations that read such an
+activation run in the context `ActivationSource.not_stored`, so that autograd saves a reference to
+the source instead. The backward pass recomputes the activation when it is first needed and frees it
+after the last use.
 
-The output of a block, relu(norm(x) + shortcut), is not stored if the shortcut is. So every second of
-consecutive blocks stores its output, and a recomputation never needs another one.
+The output of a block, relu(norm(x) + shortcut), is recomputed only if the shortcut is stored. So of
+consecutive blocks, every second one stores its output, and a recomputation never needs another
+recomputation.
 
-torch's operators and the fused kernels (`paceline.accel.fused`, `fused_blocks`) support this,
-torch.compile does not.
+torch's operators and the fused kernels (`fused`, `fused_blocks`) support this; torch.compile does
+not.
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ if TYPE_CHECKING:
 
 
 class ActivationSource:
-    """Recomputes an activation of the forward pass.
+    """Recomputes an activation of the forward pass when the backward pass needs it.
 
-    Autograd's saved tensors refer to it. Autograd releases them one by one during the backward pass, and
-    with the last of them the activation and its inputs.
+    Autograd saves references to this object in place of the activation. When it releases the last
+    reference during the backward pass, the recomputed activation and its inputs are freed.
     """
 
     def __init__(self) -> None:
@@ -42,7 +44,7 @@ class ActivationSource:
         self._made: Tensor | None = None
 
     def set(self, y: Tensor, compute: Callable[[], Tensor]) -> None:
-        """Sets the activation `y` and the function that recomputes it bit for bit from stored tensors."""
+        """Sets the activation `y`, and a function that recomputes it bit for bit."""
         self._storage, self._shape, self._compute = _storage(y), y.shape, compute
 
     def get(self) -> Tensor:
@@ -53,10 +55,11 @@ class ActivationSource:
         return self._made
 
     def not_stored(self) -> AbstractContextManager[None]:
-        """Returns a context in which operators do not save the activation.
+        """Returns a context in which autograd saves this source instead of the activation.
 
-        The caller must keep a reference to it, so that no other tensor reuses its memory. Outer hooks do
-        not see tensors that are saved in this context.
+        While the context is used, the caller must keep a reference to the activation, so that no
+        other tensor gets its memory. Outer saved-tensor hooks do not see tensors that are saved
+        here.
         """
 
         def pack(kept: Tensor) -> tuple[Tensor, int] | ActivationSource:
@@ -67,7 +70,7 @@ class ActivationSource:
             if isinstance(kept, ActivationSource):
                 return kept.get()
             tensor, version = kept
-            if tensor._version != version:  # torch's check does not include tensors saved by hooks
+            if tensor._version != version:  # torch does not check this for tensors saved by hooks
                 raise RuntimeError(
                     f"a tensor of shape {tuple(tensor.shape)} that backward needs has been changed in "
                     "place since forward"
@@ -79,20 +82,20 @@ class ActivationSource:
 
 @dataclass(frozen=True)
 class RecomputedActivation:
-    """An activation that is recomputed, for branch and shortcut of a block (see `norm_act_twice`)."""
+    """An activation that is not stored, given twice: for the branch and the shortcut of a block."""
 
     branch: Tensor
     shortcut: Tensor
     source: ActivationSource
 
 
-# An activation; the same activation twice, for branch and shortcut (see `fused.norm_act_twice`); one that
-# is not stored; or one that its reader computes.
+# The input of a block: an activation; the same activation twice, for branch and shortcut (see
+# `fused.norm_act_twice`); an activation that is recomputed; or one that the next block computes.
 BlockInput: TypeAlias = "Tensor | tuple[Tensor, Tensor] | RecomputedActivation | DeferredOutput"
 
 
 def branch_and_shortcut(x: BlockInput) -> tuple[Tensor, Tensor]:
-    """Returns the activation for the branch and for the shortcut of a block."""
+    """Returns the input of a block's branch and that of the shortcut, which have equal values."""
     if isinstance(x, Tensor):
         return x, x
     if isinstance(x, RecomputedActivation):
@@ -101,19 +104,22 @@ def branch_and_shortcut(x: BlockInput) -> tuple[Tensor, Tensor]:
 
 
 def computed(x: BlockInput) -> BlockInput:
-    """Computes a deferred activation; returns any other `x` unchanged."""
+    """Returns `x`, but as two computed tensors if it is a `DeferredOutput`."""
     return x if isinstance(x, Tensor | RecomputedActivation) else branch_and_shortcut(x)
 
 
 def not_stored(x: object) -> AbstractContextManager[None]:
-    """Returns the context of an operator that reads `x`."""
+    """Returns the context in which an operator must read `x`: a real one if `x` is recomputed."""
     return x.source.not_stored() if isinstance(x, RecomputedActivation) else nullcontext()
 
 
 def recomputed_norm(
     x: Tensor, norm: nn.BatchNorm2d, shortcut: Tensor | None = None
 ) -> RecomputedActivation:
-    """Computes relu(norm(x) + shortcut) with torch's operators, for a stored shortcut."""
+    """Computes a recomputable relu(norm(x) + shortcut) with torch's operators.
+
+    The shortcut, if there is one, must be stored.
+    """
     out, again = normalized(x, norm)
     source = ActivationSource()
     if shortcut is not None:
@@ -131,5 +137,5 @@ def recomputed_norm(
 
 
 def _storage(tensor: Tensor) -> Any:
-    """Identifies the storage of a tensor on any device; tensors on the meta device have no address."""
+    """Returns a number that identifies a tensor's storage, even on the meta device."""
     return tensor.untyped_storage()._cdata

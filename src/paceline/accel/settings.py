@@ -20,7 +20,7 @@ _COMPILED_BY = "cannot be compiled by run.accel.compile = {run.owned[accel].comp
 class AccelSettings:
     """Faster implementations of the model's layers in training; evaluation uses the plain model."""
 
-    # Results of a step are equal within rounding only.
+    # These settings change the results of a step within rounding.
     EXACT: ClassVar[bool] = False
     # No other setting selects these.
     UNCHOSEN: ClassVar[bool] = True

@@ -1,9 +1,9 @@
 """The first convolution of a network, in an implementation that tensor cores compute faster.
 
-The input is normalized images, with a fourth channel of zeros on the fused path. With few channels, most
-of a tensor core is idle, so `convolve_images` converts windows of pixels to channels and convolves these
-with the rearranged weight: the same products, summed in another order. The weight in the state dict does
-not change.
+The input is normalized images, with a fourth channel of zeros if norms are fused. Tensor cores are
+mostly idle in convolutions of few channels. So `convolve_images` makes the pixels of a small window
+into channels and convolves the windows with a rearranged weight. The products are the same, but are
+summed in a different order. The weight in the state dict does not change.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TypeGuard
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Channels of images on the fused path: GPUs convolve four channels faster than three.
+# Channels of images if norms are fused, because GPUs convolve four channels faster than three.
 PADDED_CHANNELS = 4
 
 
@@ -25,11 +25,11 @@ def can_launch(x: Tensor) -> bool:
 
 
 def is_plain(module: nn.Module) -> TypeGuard[nn.Conv2d]:
-    """Returns True for a plain convolution: one group, no dilation, zero padding, own `forward`."""
+    """Returns True for an unmodified `nn.Conv2d` with one group, no dilation and zero padding."""
     return (
         type(module) is nn.Conv2d
         and "forward" not in vars(module)
-        # Otherwise a hook computes the weight, as torch's `spectral_norm` does.
+        # If the weight is not a parameter, a hook computes it, as with torch's `spectral_norm`.
         and "weight" in module._parameters
         and not isinstance(module.padding, str)
         and module.padding_mode == "zeros"
@@ -39,17 +39,18 @@ def is_plain(module: nn.Module) -> TypeGuard[nn.Conv2d]:
 
 
 def pads_images(first: nn.Module) -> bool:
-    """Returns True if the fused path takes images with a fourth channel for this convolution."""
+    """Returns True if this convolution takes images with a fourth channel when norms are fused."""
     return is_plain(first) and first.in_channels == 3
 
 
 @dataclass(frozen=True)
 class WindowForm:
-    """An implementation of a convolution on windows of pixels.
+    """The sizes of an implementation that convolves windows of pixels.
 
-    A window has `side` × `side` pixels, one window every `stride` pixels. Its values become channels:
-    `channels` of each pixel, then zeros up to `width`. A convolution of `kernel` × `kernel` pixels
-    becomes one of `taps` × `taps` windows with stride 1 and without padding.
+    Windows of `side` × `side` pixels begin every `stride` pixels. The values of a window become
+    channels: `channels` values of each pixel, then zeros up to `width`. A convolution with a kernel
+    of `kernel` × `kernel` pixels becomes one of `taps` × `taps` windows with stride 1 and without
+    padding.
     """
 
     kernel: int
@@ -64,11 +65,14 @@ class WindowForm:
         return -(-self.kernel // self.side)
 
     def windows(self, pixels: int) -> int:
-        """Returns the windows along a side; fewer than `taps` if the kernel does not fit."""
+        """Returns the number of windows along an image side of `pixels` pixels.
+
+        There are fewer than `taps` if the kernel does not fit into the image.
+        """
         return (pixels + 2 * self.padding - self.kernel) // self.stride + self.taps
 
     def weight(self, weight: Tensor) -> Tensor:
-        """Returns the weight of the convolution of windows, differentiable, in channels-last memory."""
+        """Rearranges the weight for windows as input, in channels-last memory; differentiable."""
         filters, channels = weight.shape[:2]
         taps, side = self.taps, self.side
         more = taps * side - self.kernel
@@ -78,19 +82,19 @@ class WindowForm:
         return F.pad(blocks, (0, self.width - blocks.shape[3])).permute(0, 3, 1, 2)
 
 
-# Side of a window, channels of a pixel and width, by kernel and stride, if an H200 was faster. The 7 × 7
-# convolution of stride 2 was not.
+# `side`, `channels` and `width` of `WindowForm` by kernel size and stride, where windows were
+# faster on an H200. For the 7 × 7 convolution of stride 2 they were not.
 _MEASURED = {(11, 4): (4, 4, 64), (3, 1): (3, 3, 32)}
 
 
 def describe_stem(first: nn.Module) -> str:
-    """Describes the implementation of the first convolution on the fused path; empty if unchanged."""
+    """Describes how the first convolution is computed when norms are fused; "" if as usual."""
     form = window_form(first) if pads_images(first) else None
     return "" if form is None else f"first convolution on windows of {form.width} channels"
 
 
 def window_form(convolution: nn.Module) -> WindowForm | None:
-    """Returns the window implementation of a convolution of three channels, if there is one."""
+    """Returns the sizes of the window implementation of a convolution; None if it has none."""
     if not is_plain(convolution):
         return None
     (kernel, *kernels), (stride, *strides) = convolution.kernel_size, convolution.stride
@@ -109,13 +113,13 @@ def window_form(convolution: nn.Module) -> WindowForm | None:
 def convolve_images(
     convolution: nn.Conv2d, x: Tensor, *, padded: bool, biased: bool = True
 ) -> Tensor:
-    """Computes the first convolution.
+    """Computes the first convolution, on windows of pixels if possible.
 
     Args:
-        convolution: The convolution.
+        convolution: The first convolution of a network.
         x: Normalized images.
-        padded: True if images may have a fourth channel of zeros; these are convolved by windows if
-            possible.
+        padded: True if images may have a fourth channel of zeros. Only such images are convolved as
+            windows.
         biased: False to leave out the bias.
     """
     if not padded or x.shape[1] != PADDED_CHANNELS:
@@ -125,7 +129,7 @@ def convolve_images(
         return F.conv2d(x, convolution.weight, None, convolution.stride, convolution.padding)
     bias = convolution.bias if biased else None
     form = window_form(convolution)
-    # The kernel has no backward pass.
+    # The kernel that makes windows has no backward pass, so images must not require a gradient.
     if form is not None and can_launch(x) and not x.requires_grad and len(x):
         down, across = form.windows(x.shape[2]), form.windows(x.shape[3])
         if min(down, across) >= form.taps:

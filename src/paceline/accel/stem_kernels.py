@@ -1,4 +1,4 @@
-"""A Triton kernel that makes windows of the pixels of images into channels, in one pass over memory."""
+"""A Triton kernel that makes the pixels of image windows into channels, in one pass over memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.accel.stem import WindowForm
 
-# Per program.
+# The number of elements that a program writes.
 ELEMENTS = 2048
 
 
@@ -19,11 +19,12 @@ def windows_kernel(
     PIXEL: tl.constexpr, SIDE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """out[n, y, x, (r · SIDE + q) · CHANNELS + c] = images[n, y · STRIDE + r − PAD, x · STRIDE + q − PAD,
-    c], 0 outside of the images and in channels without a pixel. A pixel of the images has PIXEL channels.
+    """Copies the window of each position (n, y, x) to the channels of `out`.
 
-    One program: BLOCK_M windows. Positions are counted in 32 bits, because 64-bit division is slow;
-    elements in 64.
+    out[n, y, x, (r · SIDE + q) · CHANNELS + c] = images[n, y · STRIDE + r − PAD, x · STRIDE + q −
+    PAD, c], and 0 outside of the images and in channels without a pixel. A pixel of `images` has
+    PIXEL channels. A program copies BLOCK_M windows. Positions have 32 bits, because 64-bit
+    division is slow; offsets of elements have 64 bits.
     """
     at = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first_col = (at % across) * STRIDE - PAD
@@ -31,11 +32,12 @@ def windows_kernel(
     image = at // (across * down)
     values = tl.arange(0, WIDTH)
     row = values // (SIDE * CHANNELS)
-    # In this order: of (values % ...) // CHANNELS the compiler does not know that it is constant over a
-    # pixel, and a mask that may change within a pixel keeps it from loading pixels as a whole.
+    # Divide first, then take the remainder: only then does the compiler know that `col` is constant
+    # over a pixel. If the mask might change within a pixel, the compiler would not load whole
+    # pixels at once.
     col = values // CHANNELS % SIDE
     offset = values % (SIDE * CHANNELS)
-    if CHANNELS != PIXEL:  # else a line of a window is contiguous
+    if CHANNELS != PIXEL:  # if they are equal, a line of a window is contiguous in memory
         offset = col * PIXEL + values % CHANNELS
     rows = first_row[:, None] + row[None, :]
     cols = first_col[:, None] + col[None, :]
@@ -50,7 +52,7 @@ def windows_kernel(
 
 
 def image_windows(images: Tensor, form: WindowForm, down: int, across: int) -> Tensor:
-    """The `down` × `across` windows of each image, in channels-last memory. No gradient."""
+    """Returns the `down` × `across` windows of each image in channels-last memory; no gradient."""
     images = images.detach().contiguous(memory_format=torch.channels_last)
     samples, pixel, height, width = images.shape
     out = torch.empty(

@@ -1,4 +1,4 @@
-"""Rehearsals: one process trains as the ranks of a cluster would, with predicted times."""
+"""Rehearsals: one process trains in place of a cluster's ranks, and predicts the times there."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`ClusterClock`: the predicted times of the cluster that a rehearsal simulates.
 
-`cluster_clock` asks the planner for the time of a step, an evaluation and the start with the run's own
-plan.
+`cluster_clock` creates it: the planner predicts the time of a step, an evaluation and the start-up
+with the fusion plan of the run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from paceline.rehearsal.settings import RehearsalSettings
 
 @dataclass(frozen=True)
 class ClusterClock:
-    """Predicted seconds on the cluster. `uncertainty` is the relative standard error of a step."""
+    """Predicted seconds of a step, an evaluation and the start-up on the cluster.
+
+    `uncertainty` is the relative standard error of the step time.
+    """
 
     ranks: int
     step_s: float
@@ -41,9 +44,9 @@ class ClusterClock:
     efficiency: float
     price_per_gpu_hour: float = 0.0
     watts_per_gpu: float = 0.0
-    # Where the step comes from.
+    # Describes the measurement or the prediction from which the step time was computed.
     source: str = ""
-    # Links between nodes that no setting describes.
+    # Descriptions of the assumptions about links between nodes that no setting describes.
     assumed: tuple[str, ...] = ()
 
     def describe(self) -> str:
@@ -55,7 +58,7 @@ class ClusterClock:
         )
 
     def totals(self, predicted_s: float) -> dict[str, Any]:
-        """Returns the totals for `predicted_s` on the cluster, for the summary."""
+        """Returns GPU hours and, if known, cost and energy of `predicted_s` on the cluster."""
         gpu_hours = self.ranks * predicted_s / 3600
         totals: dict[str, Any] = {"predicted_s": predicted_s, "gpu_hours": gpu_hours}
         if self.price_per_gpu_hour:
@@ -67,7 +70,7 @@ class ClusterClock:
 
 @dataclass(frozen=True)
 class RehearsedCluster:
-    """The planner's data about the cluster of `settings`."""
+    """What the planner knows about the cluster of `settings`: its links, GPUs and step time."""
 
     settings: RehearsalSettings
 
@@ -79,22 +82,25 @@ class RehearsedCluster:
 
     @property
     def watts(self) -> float:
-        """Returns the power of the GPU's board; 0 if the GPU is not known."""
+        """Returns the watts of one GPU's board; 0 if the settings name no GPU."""
         return accelerator(self.settings.gpu).watts if self.settings.gpu else 0.0
 
     def network(
         self, model: str, image_size: int, classes: int, stem: str = "auto",
         count: Callable[[], Network] | None = None, *, channels: int = 3,
     ) -> Network | None:  # fmt: skip
-        """Returns the model's layers for a GPU of the catalog; None if they are not needed.
+        """Returns the model's layers, from which the step on a GPU of the catalog is predicted.
+
+        Returns None if the settings name no GPU, or if the step is measured and the layers are
+        unknown.
 
         Args:
             model: The name of the model.
-            image_size: Pixels of an image's side.
+            image_size: Side of an image in pixels.
             classes: Number of classes.
-            stem: The stem of the model.
-            count: Counts the layers of a model that the planner does not know.
-            channels: Channels of an image.
+            stem: The variant of the model's first layers.
+            count: Called to count the layers if the planner does not know the model.
+            channels: Number of channels of an image.
 
         Raises:
             ConfigError: If the layers cannot be counted.
@@ -119,11 +125,11 @@ class RehearsedCluster:
     def check_batch(
         self, net: Network | None, *, batch: int, half: bool, fused: bool = True
     ) -> None:
-        """Raises ConfigError for a micro-batch that does not fit the GPU, if the layers are known.
+        """Raises ConfigError if a micro-batch does not fit into the memory of the GPU.
 
         Args:
-            net: The layers.
-            batch: The micro-batch.
+            net: The layers of the model; without them, nothing is checked.
+            batch: Number of images in the micro-batch.
             half: True for half precision.
             fused: True if the settings allow fused norms.
         """
@@ -139,13 +145,16 @@ class RehearsedCluster:
 
     @property
     def is_measured(self) -> bool:
-        """Returns True if the step comes from a file, not from the catalog."""
+        """Returns True if the step time is measured (read from a file), not predicted for a GPU."""
         return bool(self.settings.profile) or not self.settings.gpu
 
     def _check_step(
         self, work: Workload, model: str, image_size: int, trained: Collection[str]
     ) -> None:
-        """Raises ConfigError if the step belongs to another model, or to images of another size."""
+        """Raises ConfigError if `work` belongs to a different model or image size than the run.
+
+        `trained` are the names of the tensors that the run trains.
+        """
         field = "profile" if self.settings.profile else "gpu" if self.settings.gpu else "cluster"
         command = "tune" if field == "cluster" else "profile"
         again = f"paceline {command} --model {model} --image-size {image_size}"
@@ -166,14 +175,14 @@ class RehearsedCluster:
         self, model: str, image_size: int, net: Network | None = None,
         tensors: Mapping[str, tuple[int, bool]] | None = None,
     ) -> Workload | None:  # fmt: skip
-        """Returns the workload of one rank's step; None without a GPU name and a measured step.
+        """Returns the workload of one rank's step; None if it can be neither read nor predicted.
 
         Args:
             model: The name of the model.
-            image_size: Pixels of an image's side.
-            net: The layers of the model, needed if no measured step is given.
-            tensors: Elements of each trained tensor, and True for half precision. A measured step
-                with different tensors is refused.
+            image_size: Side of an image in pixels.
+            net: The layers of the model, from which the step is predicted if it is not measured.
+            tensors: By the name of each trained tensor: the number of elements, and True for half
+                precision. A step that lacks one of these tensors is refused.
         """
         work: Workload | None = None
         if self.settings.profile:
@@ -194,7 +203,7 @@ class RehearsedCluster:
         return work
 
     def start_up(self, plan: FusionPlan) -> StartUp:
-        """Returns the predicted start-up: processes, rendezvous, agreement, process groups."""
+        """Predicts the time of the start-up: processes, rendezvous, agreement, process groups."""
         settings, probed = self.settings, None
         if settings.cluster:
             probed = self._file("cluster").probed
@@ -210,7 +219,7 @@ class RehearsedCluster:
         )
 
     def place(self) -> Cluster:
-        """Returns the cluster's links."""
+        """Returns the cluster with its links, measured or from the reference system of the GPU."""
         if self.settings.cluster:
             file = self._file("cluster")
             tuned = planned_cluster(file)
@@ -233,7 +242,7 @@ class RehearsedCluster:
 
     @property
     def assumed_links(self) -> tuple[str, ...]:
-        """Describes the assumed bandwidth between nodes if the settings do not set it."""
+        """Describes what is assumed about links between nodes, because no setting gives it."""
         if self.settings.cluster or not self.settings.gpu or self.settings.nodes < 2:
             return ()
         given = {"node_gbps"} if self.settings.node_gbps is not None else set()
@@ -245,22 +254,22 @@ def cluster_clock(
     settings: RehearsalSettings, plan: FusionPlan, work: Workload, *, batch: int, accumulation: int,
     validation: int, eval_batch: int,
 ) -> ClusterClock:  # fmt: skip
-    """Predicts the times of the cluster.
+    """Predicts the times of steps, evaluations and the start-up on the cluster.
 
     Args:
-        settings: The cluster.
-        plan: The fusion plan.
-        work: The step of one rank.
-        batch: A rank's micro-batch.
-        accumulation: Number of micro-batches in a step.
-        validation: Number of images of an evaluation.
-        eval_batch: The batch of an evaluation.
+        settings: The settings that describe the cluster.
+        plan: The fusion plan of the gradient exchange.
+        work: The workload of one rank's step.
+        batch: Number of images in a rank's micro-batch.
+        accumulation: Number of micro-batches of a rank in a step.
+        validation: Number of images in an evaluation, of all ranks together.
+        eval_batch: Number of images in a rank's batch in an evaluation.
     """
     there = RehearsedCluster(settings)
     place = there.place()
     predicted = predict(work, place, plan, batch)
     slow = slowest_of(place.ranks)
-    # Only the last micro-step of a step hides an exchange.
+    # The exchange overlaps only with the last micro-step of a step.
     extra = (accumulation - 1) * (work.forward.at(batch) + work.backward.at(batch)) * slow
     # The loader prepares the micro-batches of a step one after the other.
     input_s = accumulation * work.input.at(batch)

@@ -1,10 +1,10 @@
 """`RehearsedExchange`: the gradient exchange of many ranks in one process.
 
-The ranks of a cluster are virtual: they compute their gradients here one after the other, and pass them
-to `end_rank`. Each bucket is rounded to its wire format and added to the partial sums of earlier ranks,
-in the order and with the roundings of the plan's algorithm (`reduction`). So the sums are
-bit-identical to the sums of the cluster. `reduce` then writes them to the same place as an exchange
-over a network.
+The ranks of the cluster are virtual: this process computes their gradients one rank after the
+other, and calls `end_rank` after each. Each bucket is rounded to its wire format and added to the
+partial sums of earlier ranks, in the order and with the roundings of the plan's algorithm
+(`reduction`). So the sums are bit-identical to those on the cluster. `reduce` then writes the sums
+to the gradient buffers, like an exchange over a network.
 """
 
 from __future__ import annotations
@@ -27,23 +27,29 @@ from paceline.rehearsal.reduction import ROW, WIDE, Plane, Reduction, compile_re
 
 
 def cluster_groups(nodes: int, ranks_per_node: int, group_size: int = 0) -> Groups:
-    """Returns the groups of ranks on such nodes, with `group_size` as in `comm.group_size`."""
+    """Returns the groups into which an exchange on these nodes divides the ranks.
+
+    Args:
+        nodes: Number of nodes.
+        ranks_per_node: Number of ranks on each node.
+        group_size: The setting `comm.group_size`: ranks in a group; 0 means all ranks of a node.
+    """
     node_of_rank = [rank // ranks_per_node for rank in range(nodes * ranks_per_node)]
     return Groups(group_ranks(node_of_rank, group_size or None))
 
 
 def rank_order(ranks: int, plan: FusionPlan) -> range:
-    """Returns the order in which the ranks are computed, so that few partial sums have to be kept.
+    """Returns the order in which the ranks are computed so that few partial sums must be kept.
 
-    Gloo's own ring visits ranks in descending order, Paceline's algorithms in ascending order. The
-    order does not change the sums.
+    Gloo's own ring adds ranks in descending order, and Paceline's algorithms add them in ascending
+    order. The sums do not depend on the order in which ranks are computed.
     """
     native = all(bucket.algorithm == NATIVE for bucket in plan.buckets)
     return range(ranks - 1, -1, -1) if native else range(ranks)
 
 
 class VirtualAllReduce:
-    """Sums one buffer over virtual ranks that are added one after the other."""
+    """Sums a buffer over virtual ranks, each of which is added as soon as it is computed."""
 
     def __init__(self, reduction: Reduction, dtype: torch.dtype, device: torch.device) -> None:
         self._reduction = reduction
@@ -58,11 +64,11 @@ class VirtualAllReduce:
         return sum(tensor.nbytes for _, tensor in self._planes.values())
 
     def begin(self) -> None:
-        """Resets the sum to no ranks."""
+        """Starts a new sum, to which no rank has been added."""
         self._come = 0
 
     def add(self, row: Tensor) -> None:
-        """Adds the buffer of the next rank. `row` is not kept."""
+        """Adds `row`, the buffer of the next rank, which the caller may then overwrite."""
         for into, term, first, adds, start, stop in self._reduction.arrivals[self._come]:
             target, value = self._part(into, start, stop), self._part(term, start, stop, row)
             if first is not None:
@@ -70,14 +76,14 @@ class VirtualAllReduce:
             if not adds:
                 target.copy_(value)
             elif target.dtype != value.dtype:
-                # Torch's loop over mixed formats is slow on the CPU.
+                # Converting first is faster on the CPU than torch's addition of mixed formats.
                 target.add_(value.to(target.dtype))
             else:
                 target.add_(value)
         self._come += 1
 
     def result(self, into: Tensor) -> None:
-        """Writes the sum once all ranks have been added."""
+        """Writes the sum to the buffer `into`. All ranks must have been added."""
         assert self._come == len(self._reduction.arrivals), "ranks are missing"
         for plane, start, stop in self._reduction.result:
             into[start:stop].copy_(self._part(plane, start, stop))
@@ -91,10 +97,10 @@ class VirtualAllReduce:
 
 
 class RehearsedExchange(GradientExchange):
-    """Sums the gradients of virtual ranks.
+    """Sums the gradients of virtual ranks in one process, in place of an exchange over a network.
 
-    The calls of a step are `begin`; for each rank, in `order`, its micro-steps and `end_rank`; then
-    `reduce`.
+    In a step, the caller first calls `begin`. Then it runs, for each rank in `order`, the
+    micro-steps of that rank and calls `end_rank`. At the end it calls `reduce`.
     """
 
     def __init__(
@@ -134,7 +140,7 @@ class RehearsedExchange(GradientExchange):
 
     @property
     def held_bytes(self) -> int:
-        """Returns the bytes of the partial sums that wait for later ranks."""
+        """Returns the bytes of memory for the partial sums of all buckets."""
         return sum(reduce.held_bytes for bucket in self._reduces for reduce in bucket)
 
     @property
@@ -149,7 +155,10 @@ class RehearsedExchange(GradientExchange):
                 reduce.begin()
 
     def end_rank(self, loss: Tensor) -> None:
-        """Adds the gradients of the next rank of `order` to the sums, after its last micro-step."""
+        """Adds the gradients of the current rank to the sums, after the rank's last micro-step.
+
+        `loss` is the loss of that rank. The next rank of `order` follows.
+        """
         self._write_tail(loss, Signals())
         for number, bucket in enumerate(self._reduces):
             for reduce, piece in zip(bucket, self._pieces(number), strict=True):
@@ -158,7 +167,11 @@ class RehearsedExchange(GradientExchange):
         self._forget()
 
     def reduce(self, loss: Tensor, signals: Signals) -> None:
-        """Writes the sums. If a rank failed or stopped nothing is summed, and the signals report it."""
+        """Writes the sums of all ranks to the gradient buffers, and publishes the signals.
+
+        If a rank is missing because of a failure or a stop, the buffers are set to 0, and the
+        signals report the reason.
+        """
         complete = self._come == len(self.order)
         if not complete:
             for buffer in self.buffers.values():
@@ -168,7 +181,7 @@ class RehearsedExchange(GradientExchange):
                 if complete:
                     reduce.result(self.buffers[message.dtype][message.start : message.stop])
         own = [getattr(signals, name) for name in SIGNALS]
-        if any(own):  # the loss is the ranks'
+        if any(own):  # the first element of the tail is the summed loss, which stays
             values = torch.tensor(own[1:], pin_memory=self.tail.is_cuda)
             self.tail[1 : len(SIGNALS)].copy_(values, non_blocking=True)
         self._publish(0.0)

@@ -1,9 +1,10 @@
-"""Counts the layers of any model from one traced step on the meta device.
+"""Counts the layers of any model in one traced forward pass on the meta device.
 
-Nothing is computed: tensors on the meta device only have shapes. Every operation that autograd records
-is counted: multiply-adds by torch's own formulas, activations read and written, and what autograd keeps
-for the backward pass. The count assumes that elementwise work on an activation is fused into the
-operation before it, and that attention is one kernel.
+Nothing is computed, because tensors on the meta device have only shapes. For each operation, the
+count has the floating-point operations by torch's own formulas, the elements of activations read
+and written, and the elements that autograd saves for the backward pass. The count assumes that
+elementwise work on an activation is fused into the operation before it, and that attention is one
+kernel.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from paceline.planner.layers import INDEX_BYTES, Layer, NetTensor, Network
 from paceline.precision.policy import matrix_weights
 
 _BATCH = 2
-# What autocast computes in half precision on a GPU, and in fp32, of what networks are made of.
+# Functions of networks that autocast on a GPU computes in half precision, and those in fp32.
 _HALF = {
     "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear",
     "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum",
@@ -40,22 +41,23 @@ _FULL = {
     "layer_norm", "group_norm", "softmax", "log_softmax", "norm", "normalize", "cosine_similarity", "pow",
     "__pow__", "exp", "log", "log1p", "prod", "sum", "cumsum", "rsqrt", "reciprocal", "softplus",
 }  # fmt: skip
-# Operations that read and write their map and are no product: one pass each way.
+# Words in the names of operations that are not products: each reads and writes an activation once.
 _PASSES = ("norm", "pool", "softmax", "upsample", "grid_sampler")
-# Sums and products of two maps, fused into what makes one of them: the other one is read.
+# Prefixes of elementwise operations on two activations. They count as fused into the operation that
+# computes one of the two, so only the other activation is read.
 _JOINS = ("add", "mul", "sub", "div", "cat")
 
 
 def count_layers(
     name: str, image_size: int = 224, num_classes: int = 1000, channels: int = 3
 ) -> Network:
-    """Counts the layers of a model by its name, such as `timm:convnext_tiny` or `module:factory`.
+    """Creates a model by its name and counts its layers.
 
     Args:
-        name: The name of the model.
-        image_size: Pixels of an image's side.
+        name: The name of the model, such as `timm:convnext_tiny` or `module:factory`.
+        image_size: Side of an image in pixels.
         num_classes: Number of classes.
-        channels: Channels of an image.
+        channels: Number of channels of an image.
 
     Raises:
         ConfigError: If the model cannot be created or does not run on the meta device.
@@ -70,9 +72,10 @@ def count_layers(
 
 
 def count_trained(model: nn.Module, name: str, image_size: int, channels: int) -> Network:
-    """Counts the layers of a model that is already on a device.
+    """Counts the layers of an existing model on any device, by means of a copy on the meta device.
 
-    The model, its buffers and all generators do not change. Raises ConfigError as `count_layers`.
+    The model, its buffers and the state of all random generators do not change. Raises ConfigError
+    if the model cannot be copied or does not run on the meta device.
     """
     drawn = random.getstate(), np.random.get_state()
     try:
@@ -84,7 +87,7 @@ def count_trained(model: nn.Module, name: str, image_size: int, channels: int) -
 
 
 def _on_meta(model: nn.Module, name: str) -> nn.Module:
-    """Returns a copy of the model on the meta device, without memory for its tensors."""
+    """Returns a copy of the model on the meta device; the copy's tensors use no memory."""
     made: dict[int, Any] = {}
     for parameter in model.parameters():
         trains = parameter.is_floating_point()
@@ -98,7 +101,7 @@ def _on_meta(model: nn.Module, name: str) -> nn.Module:
 
 
 def count_module(model: nn.Module, name: str, image_size: int, channels: int = 3) -> Network:
-    """Counts the layers of a model on the meta device."""
+    """Counts the layers of a model that is on the meta device; `name` is only for messages."""
     images = torch.empty(_BATCH, channels, image_size, image_size, device="meta")
     try:
         layers = _traced(model, images, half=False)
@@ -115,10 +118,10 @@ def count_module(model: nn.Module, name: str, image_size: int, channels: int = 3
 
 
 def _half_kept(model: nn.Module, images: Tensor) -> list[float]:
-    """Returns the elements that each layer keeps in half precision.
+    """Returns what each layer saves for the backward pass in half precision, in units of 2 bytes.
 
-    Returns an empty list if the model does not run in the formats of `_Formats`. The caller then
-    uses the fp32 counts with elements of two bytes.
+    Returns an empty list if the model does not run in the number formats that `_Formats` sets. The
+    planner then assumes two bytes for each element that was counted in fp32.
     """
     weights = [weight for weight in matrix_weights(model) if weight.dtype == torch.float32]
     try:
@@ -141,7 +144,10 @@ def _traced(model: nn.Module, images: Tensor, *, half: bool) -> tuple[Layer, ...
 
 
 class _Formats(TorchFunctionMode):
-    """Calls operations in the formats of autocast, and attention as one kernel."""
+    """Intercepts torch functions: casts inputs like autocast, and calls attention as one kernel.
+
+    Inputs are cast only if `half` is True.
+    """
 
     def __init__(self, half: bool) -> None:
         super().__init__()
@@ -165,9 +171,9 @@ class _Formats(TorchFunctionMode):
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Calls attention as one kernel, without its mask.
+    """Computes attention by one kernel, without the mask, which does not affect the count.
 
-    The kernel keeps its inputs, its output and the logarithms of its sums.
+    Autograd saves the inputs and the output of this kernel, and the log-sum-exp of each row.
     """
     heads = query.shape[-3] if query.dim() > 3 else 1
     parts = (part.reshape(-1, heads, *part.shape[-2:]) for part in (query, key, value))
@@ -176,7 +182,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
-    """Casts between fp32 and half precision only, as autocast does."""
+    """Casts tensors in fp32 and half precision to `dtype`; leaves all other values unchanged."""
 
     def one(value: Any) -> Any:
         is_float = isinstance(value, Tensor) and value.dtype in (torch.half, torch.float32)
@@ -205,14 +211,14 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._fixed = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._left = dict(self._trained)
         self._kept: set[int] = set()
-        # Storages that were counted stay alive, so that none takes another's place.
+        # Keeps counted storages alive, because a new storage could get the address of a freed one.
         self._alive: list[Tensor] = []
         self._found: list[dict[str, Any]] = []
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Counts an activation that autograd saves for the first time.
+        """Counts an activation when autograd saves it for the first time, and returns it.
 
-        Indices and masks have the same bytes in any number format.
+        Indices and masks are counted separately, because half precision does not make them smaller.
         """
         place = _storage(tensor)
         if place not in self._fixed and place not in self._kept and self._found:
@@ -248,7 +254,8 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             depth = max(1, round(flops / 2 / max(1, written)))
         elif any(word in kind for word in _PASSES):
             read = max((tensor.numel() for tensor in maps), default=0)
-            # A pool writes less than it reads; a norm may first write its statistics.
+            # A pool writes less than it reads. Other operations read and write equally much, but
+            # the first output of a norm may be its statistics.
             moved = float(read + written) if "pool" in kind else 2.0 * max(read, written)
         elif any(kind.startswith(word) for word in _JOINS) and len(maps) > 1:
             moved = float(min(tensor.numel() for tensor in maps))
@@ -262,7 +269,10 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def layers(self, half: bool) -> tuple[Layer, ...]:
-        """Returns the layers. Trained tensors that no counted operation reads join the first one."""
+        """Returns the counted layers.
+
+        Trained tensors that no counted operation reads are assigned to the first layer.
+        """
         if not self._found or not self._trained:
             raise ConfigError("--model", None, "has no layers that train", "name another model")
         self._found[0]["tensors"] += list(self._left.values())

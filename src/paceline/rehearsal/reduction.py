@@ -1,13 +1,14 @@
-"""The order in which a schedule adds the ranks' numbers, and where it rounds, without any messages.
+"""Computes in which order an all-reduce schedule adds the ranks' values, and where it rounds.
 
-A schedule (`paceline.plan.schedules`) is played once with symbols in place of numbers. The result at
-rank 0 is, for each stretch of the buffer, a tree of additions over the ranks. `compile_reduction` turns
-these trees into a `Reduction`: instructions for ranks that come one after the other, each of which is
-forgotten as soon as the trees allow. `paceline.rehearsal.exchange` executes them on tensors.
+A schedule (`paceline.plan.schedules`) is simulated once with symbols in place of values. The result
+is, for each stretch of the buffer (a range of elements), a tree of additions over the ranks.
+`compile_reduction` turns these trees into a `Reduction`: instructions for one process that gets the
+ranks' buffers one after the other and frees each as soon as the trees allow.
+`paceline.rehearsal.exchange` executes the instructions on tensors.
 
-Planes are memory of the buffer's format (`HELD` for rows that wait, `SUM` for partial sums) or fp32
-(`WIDE`), each as long as the stretch that uses it. Neighbouring stretches with equal instructions share
-one instruction.
+A rank's buffer is called a row. A plane is memory for intermediate values of some stretches: `HELD`
+for rows that wait and `SUM` for partial sums, both in the buffer's format, and `WIDE` for sums in
+fp32. Neighbouring stretches with equal instructions share one instruction.
 """
 
 from __future__ import annotations
@@ -29,18 +30,20 @@ from paceline.plan.steps import (
     Span,
 )
 
-# Kinds of nodes: a sum in the buffer's format, a sum that stays in fp32, a rounding of such a sum.
+# Kinds of nodes: a sum in the buffer's format, a sum that stays in fp32, and the rounding of an
+# fp32 sum.
 _ADD, _ADD_WIDE, _ROUND = range(3)
 HELD, SUM, WIDE, ROW = "held", "sum", "wide", "row"
-# A plane: its kind and number; the row of the rank that has come is no plane.
+# The kind and number of a plane. `_ROW` stands for the row of the rank that is being added.
 Plane = tuple[str, int]
 _ROW: Plane = (ROW, 0)
 
 
 class Instruction(NamedTuple):
-    """Computes `into` ← `into` + `term` on elements `start` to `stop` of the buffer.
+    """Computes `into` ← `into` + `term` on the elements `start` to `stop` of the buffer.
 
-    If `first` is given, computes `first` + `term` instead. If `adds` is False, copies `term`.
+    If `first` is given, the instruction computes `into` ← `first` + `term`. If `adds` is False, it
+    computes `into` ← `term`.
     """
 
     into: Plane
@@ -52,12 +55,14 @@ class Instruction(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """The instructions that sum a buffer.
+    """The instructions that sum a buffer over all ranks.
 
     Attributes:
-        arrivals: The instructions for the row of each rank, in the order in which the ranks come.
-        result: The plane that holds the sum of each stretch.
-        planes: The stretch of each plane.
+        arrivals: For each rank, in the order in which ranks are added, the instructions for its
+            row.
+        result: The planes that hold the final sum, each with the first and last element
+            (exclusive).
+        planes: The range of elements for which each plane needs memory.
     """
 
     arrivals: tuple[tuple[Instruction, ...], ...]
@@ -69,16 +74,17 @@ def compile_reduction(
     name: str, groups: Groups, length: int, item_bytes: int, *, order: Sequence[int],
     segmented: bool = True,
 ) -> Reduction:  # fmt: skip
-    """Compiles the sum of a buffer.
+    """Compiles the instructions that sum a buffer exactly as an algorithm on the cluster does.
 
     Args:
-        name: The algorithm. `native` is Gloo's ring; the order of NCCL is not documented.
+        name: The algorithm. `native` means Gloo's ring; the order of NCCL is not documented.
         groups: The groups of ranks.
-        length: Elements of the buffer.
-        item_bytes: Bytes of an element. 2 means sums in fp32 that are rounded where the schedule
-            rounds.
-        order: The order in which the ranks come. It changes the memory, and no number.
-        segmented: Cut the buffer as over Gloo; over NCCL a buffer is one segment.
+        length: Number of elements of the buffer.
+        item_bytes: Bytes of an element. With 2 bytes, values are added in fp32 and rounded where
+            the schedule rounds.
+        order: The order in which ranks are added. It affects the memory, but not the sums.
+        segmented: True to divide the buffer into segments, as Paceline does over Gloo. Over NCCL, a
+            buffer is one segment.
     """
     ranks = len(groups.order)
     parts: list[tuple[int, _Program]] = []
@@ -114,15 +120,16 @@ def compile_reduction(
 
 
 def _renumbered(plane: Plane, segment: int, segments: int) -> Plane:
-    """Numbers the planes of a segment apart from those of other segments."""
+    """Returns the plane with a number that is unique among the planes of all segments."""
     return plane if plane == _ROW else (plane[0], plane[1] * segments + segment)
 
 
 class _Trees(NamedTuple):
-    """Additions of one segment.
+    """The trees of additions of one segment, with a tree for each stretch between two `bounds`.
 
-    Nodes below the number of ranks are the ranks' own numbers; `kind`, `left` and `right` describe the
-    other nodes. `roots` has the node of each stretch between two `bounds`.
+    Nodes are integers. A node below the number of ranks is a leaf, the row of that rank. `kind`,
+    `left` and `right` describe the remaining nodes in their order. `roots` has the root of each
+    stretch.
     """
 
     bounds: list[int]
@@ -132,15 +139,16 @@ class _Trees(NamedTuple):
     right: list[int]
 
 
-# Gloo's largest message, in bytes, and its least number of messages for each rank.
+# In Gloo's ring: the largest message in bytes, and the least number of messages for each rank.
 _GLOO_MOST_BYTES, _GLOO_LEAST_MESSAGES = 1 << 20, 2
 
 
 def _gloo_ring(ranks: int, length: int, item_bytes: int) -> _Trees:
-    """Returns the additions of Gloo's all-reduce, as tests have shown.
+    """Returns the additions of Gloo's ring all-reduce, whose order was found by tests.
 
-    It cuts a buffer into equal chunks of whole messages, one for each rank. Chunk c starts on rank c −
-    1 and travels downwards; every rank on its way adds and rounds.
+    Gloo divides a buffer into equal chunks of whole messages, one chunk for each rank. Chunk c
+    starts on rank c − 1 and is sent to ever lower ranks, each of which adds its own values and
+    rounds.
     """
     size = length * item_bytes
     most = item_bytes * (_GLOO_MOST_BYTES // item_bytes)
@@ -161,10 +169,10 @@ def _gloo_ring(ranks: int, length: int, item_bytes: int) -> _Trees:
 
 
 def _play(chosen: Algorithm, groups: Groups, segment: Segment) -> _Trees:
-    """Runs all ranks' steps on symbols.
+    """Simulates the schedule of all ranks with symbols, and returns the resulting additions.
 
-    A rank continues until it waits for a message, so the order in which ranks are taken does not
-    matter.
+    Each rank runs until it waits for a message that has not been sent. The result does not depend
+    on the order in which ranks are simulated.
     """
     ranks = groups.order
     steps = {rank: list(_steps(chosen, rank, groups, segment)) for rank in ranks}
@@ -212,7 +220,10 @@ def _steps(
 
 
 class _Symbols:
-    """The node of each stretch on each rank. With 16 bits, `_wide` has the sums in fp32."""
+    """The state of a simulation: which node each rank holds for each stretch of the buffer.
+
+    For 16-bit elements, `_wide` contains the nodes of a rank's fp32 sums.
+    """
 
     def __init__(self, ranks: int, stretches: int, *, half: bool) -> None:
         self.content = [[rank] * stretches for rank in range(ranks)]
@@ -235,7 +246,8 @@ class _Symbols:
                 wide[low:high] = self._nodes(_ADD_WIDE, wide[low:high], arrival)
         else:
             terms = [*arrivals[: step.own], own[low:high], *arrivals[step.own :]]
-            # Two 16-bit numbers are added in fp32 and rounded once; more of them are rounded at the end.
+            # A sum of two 16-bit terms is rounded at once. More than two are added in fp32, and
+            # only the final sum is rounded.
             at_once = len(terms) == 2 or not self._half
             total: Sequence[int] = terms[0]
             for term in terms[1:]:
@@ -246,7 +258,7 @@ class _Symbols:
         if not self._half or rank not in self._wide:
             return
         wide = self._wide[rank][low:high]
-        # What has not been added to is in the buffer's format already.
+        # A rank's own values, to which nothing was added, already have the buffer's format.
         self.content[rank][low:high] = [
             node if node < self._ranks else self._nodes(_ROUND, [node], [node])[0] for node in wide
         ]
@@ -259,14 +271,14 @@ class _Symbols:
         return range(first, first + len(left))
 
 
-# An instruction without its stretch: into, term, first, adds.
+# The fields `into`, `term`, `first` and `adds` of an `Instruction`, which has a range in addition.
 _Op = tuple[Plane, Plane, Plane | None, bool]
 
 
 class _Program:
-    """The instructions of one segment: `steps[rank][stretch]`.
+    """The instructions of one segment, as lists `steps[rank][stretch]`.
 
-    A plane is reused as soon as nothing waits in it.
+    A plane is reused for another value as soon as the previous value is no longer needed.
     """
 
     def __init__(self, trees: _Trees, order: Sequence[int]) -> None:
@@ -279,10 +291,16 @@ class _Program:
             self._roots.append(self._compile(trees, stretch, root))
 
     def arrival(self, rank: int, start: int, segment: int, segments: int) -> Iterator[Instruction]:
-        """Yields the instructions for the row of `rank`.
+        """Yields the instructions for the row of `rank`; neighbouring stretches share equal ones.
 
-        The first instructions of every stretch come first, then the second ones; stretches are
-        independent.
+        Stretches are independent. So the first instruction of every stretch is yielded before the
+        second instruction of any.
+
+        Args:
+            rank: The rank.
+            start: The first element of the segment in the buffer.
+            segment: The number of the segment.
+            segments: The number of segments.
         """
         stretches = self.steps[rank]
         for at in range(max((len(ops) for ops in stretches), default=0)):
@@ -315,7 +333,8 @@ class _Program:
         live: dict[str, set[int]] = {HELD: set(), SUM: set(), WIDE: set()}
 
         def take(kind: str) -> Plane:
-            # By how many wait, because that is mostly the same in neighbouring stretches.
+            # The number of planes in use is mostly equal in neighbouring stretches, which then have
+            # equal instructions.
             number = len(live[HELD]) if kind == HELD else len(live[SUM]) + len(live[WIDE])
             while number in live[kind]:
                 number += 1
@@ -344,7 +363,7 @@ class _Program:
                     if other is None:
                         break
                     wanted = SUM if kind == _ADD else WIDE
-                    # Addition is commutative: the operand that can take the sum takes it.
+                    # Addition is commutative, so the sum overwrites an operand in the right format.
                     same = next((p for p in (other, value) if p[0] == wanted), None)
                     if same is not None:
                         into = same
@@ -365,7 +384,7 @@ class _Program:
 
 
 def _parents(trees: _Trees, ranks: int, root: int) -> dict[int, int]:
-    """Returns the parents of all nodes below `root`."""
+    """Returns the parent of each node in the tree with this root."""
     parent_of: dict[int, int] = {}
     stack = [root]
     while stack:

@@ -9,14 +9,15 @@ from paceline.core.exclusions import Exclusion, above, not_in, one_of, switched_
 from paceline.core.settings import SettingChecks, check_input_rate
 from paceline.core.topology import RANKS_LIMIT
 
-# The order of additions is worked out in time and memory in proportion to the square of the ranks: for
-# 1,024, the most that were tried, 18 s and 0.9 GB with `ring` (records/rehearsal).
+# Time and memory to compute the order of additions grow with the square of the number of ranks.
+# 1,024 is the largest number that was tried; it needs 18 s and 0.9 GB with `ring`
+# (records/rehearsal).
 MOST_RANKS = 1024
 
 
 @dataclass(frozen=True)
 class RehearsalSettings:
-    """The simulated cluster, and data about its speed."""
+    """The cluster that a rehearsal simulates, and data from which the speed there is predicted."""
 
     nodes: int = 0
     """Nodes of the cluster; a rehearsal needs them."""

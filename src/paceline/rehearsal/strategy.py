@@ -1,6 +1,6 @@
-"""`Rehearsal`: one process computes the ranks of a cluster, and predicts the times there.
+"""`Rehearsal`: one process computes all ranks of a cluster, and predicts the times there.
 
-`VirtualStatistics` are the running statistics of batch norm of all these ranks.
+`VirtualStatistics` contains the running batch-norm statistics of each of these ranks.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from paceline.train.step_parts import StepParts
 from paceline.train.strategy import MicroBatch, Synchronous, micro_batches_of
 from paceline.train.training import Training
 
-# Algorithms for which an exchange keeps few partial sums.
+# Algorithms with which a rehearsed exchange needs to keep few partial sums.
 _FRUGAL = ("hierarchical", "torus2d", "tree")
 
 
 class VirtualStatistics(BatchNormState):
-    """Running statistics with a row for each virtual rank in `kept`.
+    """The running batch-norm statistics of all virtual ranks, one row of `kept` for each.
 
-    The layers use `flat`, which `load` fills for one rank and `store` saves.
+    The model's layers use the statistics in `flat`. `load` copies a rank's row to `flat`, and
+    `store` copies `flat` back to that row.
     """
 
     def __init__(self, model: nn.Module, ranks: int) -> None:
@@ -55,7 +56,7 @@ class VirtualStatistics(BatchNormState):
         return self.kept_tracked[0]
 
     def load(self, rank: int) -> None:
-        """Copies the statistics of a virtual rank to the layers."""
+        """Makes the layers use the statistics of a virtual rank."""
         self.flat.copy_(self.kept[rank])
         self.tracked.copy_(self.kept_tracked[rank])
 
@@ -112,18 +113,18 @@ class Rehearsal(Synchronous):
         self._to_target = saved.get("predicted_s_to_target")
 
     def prepare(self, model: nn.Module, inputs: RunInputs) -> None:
-        # With the mirror image of each.
+        # With `eval_flip`, an evaluation computes the mirror image of each image, too.
         self._validation = len(inputs.validation) * (2 if self.config.data.eval_flip else 1)
         classes = self.config.model.num_classes or len(inputs.source.classes)
         self._layers = self._count_layers(model, classes)
 
     def _count_layers(self, model: nn.Module, classes: int) -> Network | None:
-        """Returns the layers that the cluster's step is predicted from; None if they are not needed."""
+        """Returns the layers from which the step time is predicted; None if they are not needed."""
         config = self.config
         name, pixels, channels = config.model.name, config.data.image_size, config.data.channels
 
         def count() -> Network:
-            # Here, because torch's counter of operations imports Triton.
+            # Imported only if needed, because torch's FLOP counter imports Triton.
             from paceline.rehearsal.layer_count import count_trained
 
             return count_trained(model, name, pixels, channels)
@@ -174,7 +175,8 @@ class Rehearsal(Synchronous):
         super().attach(parts, micro)
         self._micro = micro
         config, batch, half = self.config, self._plan.micro_batch, parts.policy.is_half
-        # The format of the run here, which is fp32 on a CPU with `auto`, whatever a GPU would choose.
+        # The number formats of this process: with `auto` on a CPU, these are fp32, even if the GPUs
+        # of the cluster would use half precision.
         tensors = {
             name: (p.numel(), p.dtype != torch.float32)
             for name, p in parts.exchange.parameters.items()
@@ -204,9 +206,10 @@ class Rehearsal(Synchronous):
         return {**super().describe(), "clock": clock}
 
     def start(self, training: Training) -> None:
-        """Starts the clock.
+        """Starts the predicted clock, or continues the clock of the checkpoint.
 
-        If the checkpoint has no clock, earlier steps count as long as later steps.
+        If the checkpoint has no predicted time, its steps are assumed to take as long as later
+        ones.
         """
         self._progress = progress = training.progress
         if progress.time_to_target_s is None:
@@ -243,7 +246,10 @@ class Rehearsal(Synchronous):
         return fields
 
     def _advanced(self, seconds: float) -> dict[str, Any]:
-        """Advances the clock, and returns the record field if there is a clock."""
+        """Advances the predicted time by `seconds`, and returns it as a field for the records.
+
+        Returns no field if there is no clock.
+        """
         self._predicted_s += seconds
         return {"predicted_s": self._predicted_s} if self.clock else {}
 

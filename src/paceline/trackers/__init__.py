@@ -1,7 +1,7 @@
 """Experiment trackers: CSV, TensorBoard, Weights & Biases, MLflow.
 
-They receive every number of `metrics.jsonl`. The training loads this package if `run.trackers` names a
-tracker. A program adds one with `register`.
+Trackers receive every number that is written to `metrics.jsonl`. Training imports this package only
+if `run.trackers` names a tracker. A program adds its own tracker with `register`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.core.errors import ConfigError, nearest
 from paceline.trackers.clients import CsvTracker, MlflowTracker, TensorBoardTracker, WandbTracker
 from paceline.trackers.thread import Tracker, TrackerThread
 
-# From the run folder, the first step of this process and the settings of the run.
+# Creates a tracker from the run folder, the first step of this process and the settings of the run.
 Make = Callable[[Path, int, Mapping[str, Any]], Tracker]
 
 
@@ -28,12 +28,12 @@ _REGISTRY: dict[str, _Registered] = {}
 
 
 def register(name: str, make: Make, package: str = "") -> None:
-    """Adds a tracker.
+    """Makes a tracker available under a name.
 
     Args:
-        name: The name in `run.trackers`.
+        name: The name that selects the tracker in `run.trackers`.
         make: Creates the tracker from the run folder, the first step of this process and the settings.
-        package: The package that the tracker needs, or "".
+        package: The Python package that must be installed for this tracker; "" if it needs none.
     """
     _REGISTRY[name] = _Registered(make, package)
 
@@ -49,7 +49,7 @@ register("mlflow", lambda folder, _, settings: MlflowTracker(folder, settings), 
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Raises ConfigError for a name that is unknown or whose package is not installed."""
+    """Raises ConfigError if a tracker is not registered or if its package is not installed."""
     for name in names:
         if name not in _REGISTRY:
             raise ConfigError("run.trackers", name, "unknown", nearest(name, _REGISTRY))
@@ -65,14 +65,14 @@ def open_trackers(
     names: Iterable[str], folder: Path, first_step: int, settings: Mapping[str, Any],
     note: Callable[[str], None],
 ) -> list[TrackerThread]:  # fmt: skip
-    """Returns an observer for each tracker of the run.
+    """Starts each tracker on its own thread and returns the observers that pass events to them.
 
     Args:
-        names: The names of the trackers.
-        folder: The run folder.
-        first_step: The first step of this process.
-        settings: The settings of the run.
-        note: Receives one line if a tracker fails.
+        names: The names of the trackers; repeated names are opened once.
+        folder: The run folder, in which trackers write files.
+        first_step: The step at which this process starts, which is above 0 in a resumed run.
+        settings: The settings of the run, which some trackers store with the run.
+        note: Is called with one line of text if a tracker fails.
     """
 
     def start(name: str) -> TrackerThread:

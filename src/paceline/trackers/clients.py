@@ -1,4 +1,7 @@
-"""CSV, TensorBoard, Weights & Biases and MLflow. Each loads its library when it is created."""
+"""Trackers for CSV, TensorBoard, Weights & Biases and MLflow.
+
+A tracker imports the library that it needs when it is created.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ from paceline.core.files import whole_file
 class CsvTracker:
     """Writes `metrics.csv` and `metrics-more.csv`.
 
-    `metrics.csv` has a column for each number of steps and evaluations, and a row for each step.
-    `metrics-more.csv` has other numbers as step, name, value.
+    `metrics.csv` has one column for each number of a step or evaluation event, and rows by step.
+    All other numbers are written to `metrics-more.csv`, one per row: step, name, value.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
         causes = [f"input_stall_causes/{name}" for name in ("read", "decode", "augment", "copy")]
-        # Tables, texts and fields of strategies.
+        # Fields that are not single numbers: tables, texts, and the extra fields of strategies.
         left_out = ("step", "input_stall_causes", "remark", "fields")
         of_steps, of_evaluations = (
             [field.name for field in fields(event) if field.name not in left_out]
@@ -56,7 +59,10 @@ class CsvTracker:
 
 
 def _opened(path: Path, columns: list[str], first_step: int) -> Any:
-    """Opens a file to append to its rows up to `first_step`: a resumed run repeats the later ones."""
+    """Opens a CSV file for appending, after it has removed the rows of steps after `first_step`.
+
+    A resumed run computes these steps again and writes their rows again.
+    """
     kept: list[list[str]] = []
     if first_step and path.is_file():
         with path.open(newline="", encoding="utf-8") as file:
@@ -75,7 +81,8 @@ class TensorBoardTracker:
     def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Hides steps that a killed process logged after its last checkpoint; the checkpoint's step stays.
+        # Hides the steps that a killed process logged after its last checkpoint, which are
+        # repeated.
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -89,9 +96,10 @@ class TensorBoardTracker:
 class WandbTracker:
     """Logs to a run of Weights & Biases, with the settings as its configuration.
 
-    `WANDB_MODE=offline` keeps it in `RUN/wandb`, and `WANDB_PROJECT` names its project. The step is a
-    value, and the x-axis of all others: W&B drops what is logged for an earlier step of its own
-    counter, such as a checkpoint that was written in the background.
+    `WANDB_MODE=offline` keeps the run in `RUN/wandb`, and `WANDB_PROJECT` names the project. The
+    step is logged as a value and used as the x-axis of all other values. W&B's own step counter is
+    not used, because W&B drops values for an earlier step, such as those of a checkpoint written in
+    the background.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
@@ -99,12 +107,12 @@ class WandbTracker:
 
         offline = os.environ.get("WANDB_MODE") in ("offline", "dryrun", "disabled")
         if not offline and not wandb.api.api_key:
-            # It would ask for one at the terminal.
+            # Without a key, W&B would ask for one at the terminal.
             raise RuntimeError("no API key; run `wandb login`, or set WANDB_MODE=offline")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "paceline"),
             name=folder.resolve().name,
-            # The same after a resume.
+            # The id depends only on the folder, so that a resumed run continues the same W&B run.
             id=hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16],
             resume="allow",
             dir=str(folder),
@@ -122,9 +130,9 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """Logs to a run of MLflow, at `MLFLOW_TRACKING_URI`, or in files in `RUN/mlruns`.
+    """Logs to a run of MLflow at `MLFLOW_TRACKING_URI` or, if that is not set, in `RUN/mlruns`.
 
-    `MLFLOW_EXPERIMENT_NAME` names its experiment.
+    `MLFLOW_EXPERIMENT_NAME` names the experiment to which the run belongs.
     """
 
     _LONGEST_VALUE, _AT_ONCE = 500, 100
@@ -136,7 +144,7 @@ class MlflowTracker:
         self._metric = Metric
         place = os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlruns").resolve().as_uri()
         if place.startswith("file:"):
-            # MLflow requires this if runs are kept in files.
+            # MLflow stores runs in files only if this variable is set.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self._client = MlflowClient(place)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "paceline")

@@ -1,7 +1,7 @@
 """`TrackerThread`: passes the numbers of events to a tracker.
 
-A tracker runs on a thread behind a queue, because its server may be slow, offline or full. If it fails,
-training continues, and one line reports the failure.
+A tracker runs on its own thread and reads from a queue, because its server may be slow, offline or
+full. If the tracker fails, training continues, and one line reports the failure.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from paceline.core.events import (
 )
 from paceline.core.untrusted import one_line
 
-# Events that wait for a slow tracker; later ones are dropped.
+# The most events that wait in the queue for a slow tracker; further events are dropped.
 _QUEUE = 20_000
-# How long the end of a run waits for a tracker.
+# Seconds for which the end of a run waits until a tracker has finished.
 _CLOSE_S = 20.0
 _PREFIXES: dict[type[Event], str] = {
     StepEvent: "train", EvalEvent: "val", CheckpointEvent: "checkpoint", RanksEvent: "ranks",
@@ -34,10 +34,10 @@ _PREFIXES: dict[type[Event], str] = {
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """Returns all finite numbers of an event by name.
+    """Returns all finite numbers of an event, with the names under which trackers log them.
 
-    For example `train/loss`, `train/input_stall_causes/decode`, `val/top1`, `ranks/step_s/max`,
-    `metric/NAME`.
+    Examples of names are `train/loss`, `train/input_stall_causes/decode`, `val/top1`,
+    `ranks/step_s/max` and `metric/NAME`.
     """
     prefix = _PREFIXES.get(type(event))
     if prefix is None:
@@ -47,7 +47,7 @@ def scalars(event: Event) -> dict[str, float]:
         if name == "step":
             continue
         if isinstance(value, Mapping):
-            # The values of a callback are the event itself.
+            # An event of a callback has only `values`, which are named without that level.
             inner = prefix if name == "values" else f"{prefix}/{name}"
             named |= {f"{inner}/{key}": number for key, number in value.items()}
         else:
@@ -59,7 +59,7 @@ def scalars(event: Event) -> dict[str, float]:
 
 
 class Tracker(Protocol):
-    """A client of a tracking service. It is called from one thread, and may raise anything."""
+    """A client of a tracking service; one thread calls it, and it may raise any exception."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -69,12 +69,13 @@ class Tracker(Protocol):
 class TrackerThread:
     """An `Observer` that passes the numbers of events to a tracker on its own thread.
 
-    The first error ends the tracker.
+    After its first error, the tracker is not called any more.
 
     Args:
-        name: The name of the tracker.
-        make: Creates the tracker, on the thread.
-        note: Receives the line about an error, on the caller's thread.
+        name: The name of the tracker, for the report of an error and for the thread.
+        make: Creates the tracker; it is called on the new thread.
+        note: Is called with one line about an error, on the thread that calls `on_event` or
+            `close`.
     """
 
     def __init__(self, name: str, make: Callable[[], Tracker], note: Callable[[str], None]) -> None:
@@ -121,7 +122,7 @@ class TrackerThread:
         )
 
     def close(self) -> None:
-        """Waits some time for queued numbers, and reports errors since the last event."""
+        """Waits a limited time until the queue is logged, and reports an unreported error."""
         if self._thread.is_alive():
             try:
                 self._queue.put(None, timeout=1.0)

@@ -1,1 +1,1 @@
-"""Measurements for plans: links, all-reduces by size, a profiled step, and the plan file."""
+"""Measurements of links, all-reduces and the step of a model, from which plans are made."""

@@ -1,7 +1,8 @@
-"""A profile: the real step of a model on this device, as a `Workload` for the planner.
+"""Measures the training step of a model on this device, as a `Workload` for the planner.
 
-The whole step is timed at each batch as training runs it. Then one step is split into its parts,
-without CUDA graphs, to measure when each gradient is ready.
+The whole step is timed at each batch size, exactly as training runs it. Then steps are run without
+CUDA graphs to measure the forward pass, backward pass and update separately, and when each gradient
+is ready.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from paceline.train.step import TrainStep
 from paceline.tune.step import StepRow, build_step, measure_ours
 
 _TAKEN_APART = 5
-# Settings of the run and of the data that the step depends on.
+# The settings in `[run]` and `[data]` that affect the step (prefixes of their names).
 _STEP = (
     "run.accel.", "run.cuda_graphs", "run.channels_last",
 )  # fmt: skip
@@ -34,13 +35,13 @@ _IMAGES = (
 
 
 def config_row(config: RunConfig, classes: int, ranks: int, device: str) -> StepRow:
-    """Returns the step that `config` trains on each of `ranks`, with a micro-batch of synthetic images.
+    """Returns the step to measure, which is the micro-step of one rank in the run of `config`.
 
     Args:
-        config: The run.
-        classes: Number of classes.
-        ranks: Number of ranks.
-        device: The device.
+        config: The settings of the run.
+        classes: The number of classes that the model distinguishes.
+        ranks: The number of ranks among which the global batch is divided.
+        device: The device on which the step is measured.
     """
     first = config.optim.batch_growth.first_batch(config.run.global_batch_size)
     sizes = resolve_batch_sizes(first, config.run.batch_size, ranks)
@@ -58,7 +59,7 @@ def config_row(config: RunConfig, classes: int, ranks: int, device: str) -> Step
 
 
 def profile_workload(row: StepRow, batches: Sequence[int]) -> Workload:
-    """Measures the step of `row` at each of `batches`; the batch of the row does not count."""
+    """Measures the step of `row` at each batch size in `batches`; ignores `row.batch_size`."""
     steps = [
         (batch, measure_ours(replace(row, batch_size=batch), lambda: None)[0].median)
         for batch in sorted(set(batches))
@@ -71,7 +72,7 @@ def profile_workload(row: StepRow, batches: Sequence[int]) -> Workload:
 
 
 def take_apart(row: StepRow) -> StepAnatomy:
-    """Returns the median of a few steps, part by part."""
+    """Runs a few steps and returns the parts of the one with the median forward + backward."""
     device = torch.device(row.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -124,7 +125,7 @@ def _one(step: TrainStep, device: torch.device) -> StepAnatomy:
 
 
 class _Clock:
-    """Marks of the host, or of the GPU's own clock, which are read after the step."""
+    """Takes times during a step, by CUDA events on a GPU; they are read after the step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,7 +1,7 @@
-"""`RangeTest`: the learning-rate range test (Smith 2017), a callback of a short run whose rate grows.
+"""Learning-rate range test (Smith 2017) in a short run whose learning rate grows.
 
-It records rate and loss of each step and ends the run if the loss explodes. `RangeResult` has the rates
-that the losses suggest.
+The callback `RangeTest` records the learning rate and loss of each step and ends the run if the
+loss explodes. `RangeResult` contains the learning rates that the losses suggest.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from paceline.core.errors import RunError
 from paceline.core.events import StepEvent
 from paceline.train.callbacks import Callback, RunControl
 
-# Weight of the past in the smoothed loss; losses of single steps are too noisy for a slope.
+# The decay of the moving average of losses; without smoothing, losses are too noisy for a slope.
 SMOOTHING = 0.9
 # The run ends if the smoothed loss is this many times the lowest one.
 EXPLODED = 4.0
-# With fewer steps the smoothed loss is not meaningful.
+# The least number of steps for which the smoothed loss is meaningful.
 _LEAST_STEPS = 10
-# A fall of the smoothed loss counts from its highest value after these first steps, because their average
-# covers few values.
+# The fall of the smoothed loss is measured from its highest value after these first steps, in which
+# the average covers too few losses.
 _SETTLING_STEPS = 4
-# A fall by less than this many standard deviations of the losses is noise: that of losses without any
-# trend is as large in at most two tests of a hundred, of 10 steps as of 1,000.
+# A fall by less than this many standard deviations of the losses is taken for noise. Losses without
+# a trend fall that far in at most 2 % of tests, whether a test has 10 or 1,000 steps.
 _CLEAR_FALL = 1.85
-# The share of second differences that counts, the smallest ones, and their mean for normal numbers, in
-# their standard deviations: 0.5586 √6.
+# `_noise` averages this share of the absolute second differences, the smallest ones. For normally
+# distributed losses, that average is 0.5586 √6 standard deviations of the losses.
 _COUNTED_BENDS = 0.8
 _BEND_OF_NOISE = 1.368
 
@@ -40,14 +40,15 @@ class RangeResult:
     """The result of a range test.
 
     Attributes:
-        rates: The rates of the steps with a finite loss.
-        losses: Their losses.
-        smoothed: Their smoothed losses.
-        suggested: The rate at which the smoothed loss falls fastest with the logarithm of the rate.
-            None if its fall is lost in noise.
-        largest: The rate at its lowest point, an upper bound for the peak of a cycle.
-        exploded: The loss exploded or was not finite.
-        fall: The fall of the smoothed loss, in standard deviations of the losses from step to step.
+        rates: The learning rate of each step with a finite loss.
+        losses: The loss of each of these steps.
+        smoothed: The smoothed loss after each of these steps (see `smooth`).
+        suggested: The learning rate at which the smoothed loss falls fastest, as a function of the
+            logarithm of the rate. None if the fall is too small to tell from noise.
+        largest: The rate at which the smoothed loss is lowest, an upper bound for a schedule's
+            peak.
+        exploded: True if the loss exploded or was not finite.
+        fall: The fall of the smoothed loss, in standard deviations of the losses (see `_noise`).
     """
 
     rates: Sequence[float]
@@ -60,14 +61,15 @@ class RangeResult:
 
     @classmethod
     def of(cls, rates: Sequence[float], losses: Sequence[float], exploded: bool) -> RangeResult:
-        """Computes the result. Raises RunError if there are too few losses."""
+        """Computes the result from the rate and loss of each step; too few steps raise RunError."""
         if len(rates) < _LEAST_STEPS:
             raise RunError(
                 f"only {len(rates)} steps had a finite loss", "start with a lower --from"
             )
         smoothed = smooth(losses)
         lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
-        # A slope over several steps, up to the lowest point; if there is none, the first rate.
+        # Slopes over `reach` steps to each side, up to the lowest point of the smoothed loss. If
+        # there is no slope, the first rate is suggested.
         reach = max(2, len(rates) // 20)
         slopes = {
             n: (smoothed[n + reach] - smoothed[n - reach])
@@ -76,14 +78,14 @@ class RangeResult:
         }
         steepest = min(slopes, key=slopes.__getitem__, default=0)
         highest = max(smoothed[_SETTLING_STEPS : lowest + 1], default=smoothed[lowest])
-        # Equal losses have a smoothed loss that differs by rounding.
+        # Even if all losses are equal, their smoothed values differ by rounding.
         noise = max(_noise(losses[: max(lowest + 1, _LEAST_STEPS)]), 1e-9 * abs(highest)) or 1.0
         fall = (highest - smoothed[lowest]) / noise
         suggested = rates[steepest] if fall >= _CLEAR_FALL else None
         return cls(rates, losses, smoothed, suggested, rates[lowest], exploded, fall)
 
     def to_table(self) -> dict[str, Any]:
-        """Returns the result for JSON."""
+        """Returns the result as a dict that can be written as JSON."""
         return {
             "suggested_lr": self.suggested,
             "fall": self.fall,
@@ -96,17 +98,17 @@ class RangeResult:
 
 
 def _noise(losses: Sequence[float]) -> float:
-    """Returns the standard deviation around a trend.
+    """Estimates the standard deviation of losses around their trend, from second differences.
 
-    A steady descent does not change second differences, and an explosion does not change the smaller
-    ones.
+    A steady descent does not change second differences. An explosion changes only the largest ones,
+    which are left out.
     """
     bends = sorted(abs(a - 2 * b + c) for (a, b), (_, c) in pairwise(pairwise(losses)))
     return fmean(bends[: int(_COUNTED_BENDS * len(bends))]) / _BEND_OF_NOISE
 
 
 def smooth(losses: Sequence[float]) -> list[float]:
-    """Returns the exponential moving average, without the bias of its first values."""
+    """Returns the exponential moving average after each loss, corrected for its start at zero."""
     smoothed, average = [], 0.0
     for n, loss in enumerate(losses, start=1):
         average = SMOOTHING * average + (1 - SMOOTHING) * loss
@@ -116,7 +118,10 @@ def smooth(losses: Sequence[float]) -> list[float]:
 
 @dataclass
 class RangeTest(Callback):
-    """Ends the run after `steps` steps, or if the loss explodes or is not finite."""
+    """Records learning rates and losses, and ends the run after `steps` steps or an explosion.
+
+    A loss that is not finite ends the run, too.
+    """
 
     steps: int
     rates: list[float] = field(default_factory=list)
@@ -125,7 +130,7 @@ class RangeTest(Callback):
 
     def on_step(self, run: RunControl, event: StepEvent) -> None:
         if self.exploded or len(self.rates) == self.steps:
-            return  # a step that was already under way: there may be several
+            return  # this step was already in flight when the run was stopped
         if not math.isfinite(event.loss):
             self.exploded = True
             run.stop("the loss is not finite")
@@ -140,5 +145,5 @@ class RangeTest(Callback):
             run.stop("the last rate is reached")  # after the next step
 
     def result(self) -> RangeResult:
-        """Returns the result of the test."""
+        """Returns the result for all recorded steps."""
         return RangeResult.of(self.rates, self.losses, self.exploded)

@@ -1,9 +1,8 @@
-"""Chooses the algorithm for each size from measurements, and checks whether they are too noisy.
+"""Chooses the all-reduce algorithm for each message size, and checks the noise of the measurements.
 
-Medians count. The backend's own all-reduce is chosen unless another one is faster by a margin. The
-algorithm of the next smaller size is kept if it is as good as the best one within the margin, so that
-noise does not make the table alternate. So the choice is never slower than the best by more than the
-margin.
+Algorithms are compared by their median times. The chosen one is never slower than the fastest by
+more than a relative margin. Within this margin, the backend's own all-reduce is preferred, and then
+the algorithm of the next smaller size, so that noise does not make the table alternate.
 """
 
 from __future__ import annotations
@@ -17,13 +16,18 @@ from paceline.plan.schedules import NATIVE
 from paceline.plan.size_table import MeasuredSize, SizeRow, SizeTable
 
 MARGIN = 0.05
-# The largest spread of repeated samples (`noise`) that is accepted. Idle machines of the records, two
-# cores with up to 16 ranks, have 0.07 to 0.31.
+# The largest accepted spread of repeated samples (`noise`). It was 0.07 to 0.31 on the idle
+# machines in records/, which have two cores and ran up to 16 ranks.
 NOISE_LIMIT = 0.5
 
 
 def measured_size(size_bytes: int, samples: Mapping[str, Sequence[float]]) -> MeasuredSize:
-    """Returns the medians of one size, and the spread of the backend's own samples."""
+    """Returns the median time of each algorithm at one size, and the spread of native samples.
+
+    Args:
+        size_bytes: The size of the buffer.
+        samples: The measured seconds, by the name of the algorithm.
+    """
     medians = {name: statistics.median(taken) for name, taken in samples.items()}
     return MeasuredSize(size_bytes, medians, _spread(samples.get(NATIVE, ())))
 
@@ -36,22 +40,22 @@ def _spread(samples: Sequence[float]) -> float:
 
 
 def noise(measured: Sequence[MeasuredSize]) -> float:
-    """Returns the median spread over all sizes, so that one disturbed size does not count."""
+    """Returns the median spread over all sizes, which a single disturbed size does not change."""
     return statistics.median(row.spread for row in measured) if measured else 0.0
 
 
 def check_noise(measured: Sequence[MeasuredSize], accept: bool) -> str:
-    """Checks that samples of one size differ little enough to choose by them.
+    """Checks that repeated samples agree well enough to choose algorithms by them.
 
     Args:
-        measured: The samples.
-        accept: Return a note instead of raising an error.
+        measured: The measurement of each size.
+        accept: True to return a note instead of raising an error if the noise is too large.
 
     Returns:
-        A note on the noise; empty if there is none.
+        A note if the noise is too large and `accept` is True, else "".
 
     Raises:
-        RunError: If the samples differ too much.
+        RunError: If the noise is above `NOISE_LIMIT` and `accept` is False.
     """
     spread = noise(measured)
     if spread <= NOISE_LIMIT:
@@ -68,7 +72,7 @@ def check_noise(measured: Sequence[MeasuredSize], accept: bool) -> str:
 
 
 def choose_algorithms(measured: Sequence[MeasuredSize], margin: float = MARGIN) -> list[str]:
-    """Returns an algorithm for each size, in ascending order of sizes."""
+    """Chooses an algorithm for each measured size; `measured` must have ascending sizes."""
     chosen: list[str] = []
     for row in measured:
         chosen.append(_choose(row, chosen[-1] if chosen else None, margin))
@@ -76,7 +80,7 @@ def choose_algorithms(measured: Sequence[MeasuredSize], margin: float = MARGIN) 
 
 
 def _choose(row: MeasuredSize, before: str | None, margin: float) -> str:
-    """Chooses for one size; `before` is the choice for the next smaller size."""
+    """Chooses an algorithm for one size; `before` is the choice for the next smaller size."""
     best = min(row.medians_s, key=lambda name: (row.medians_s[name], name))
     bound = (1 + margin) * row.medians_s[best]
     for name in (NATIVE, before):
@@ -86,7 +90,10 @@ def _choose(row: MeasuredSize, before: str | None, margin: float) -> str:
 
 
 def table_of(measured: Sequence[MeasuredSize], chosen: Sequence[str]) -> SizeTable:
-    """Returns a table that changes halfway, in factors, between two measured sizes."""
+    """Returns a table of algorithms by size from the choices at the measured sizes.
+
+    Where two neighbouring sizes have different algorithms, the limit is their geometric mean.
+    """
     rows: list[SizeRow] = []
     for at in range(len(measured) - 1):
         if chosen[at] != chosen[at + 1]:

@@ -37,18 +37,19 @@ class StepRow:
     """A step to measure.
 
     Attributes:
-        name: The name of the row.
-        kind: `ours` or `plain`.
+        name: The name of the measurement in a table of results.
+        kind: `ours` for Paceline's step, `plain` for a step in plain PyTorch.
         model: The name of the model.
-        batch_size: The batch of a rank.
-        image_size: Pixels of an image's side.
+        batch_size: Number of images in the batch of one rank.
+        image_size: Side of an image in pixels.
         classes: Number of classes.
-        device: The device.
+        device: The device that computes the step, such as `cuda`.
         steps: Number of measured steps.
-        warm_up: Number of steps before them.
-        switches: For `ours` settings `section.key`. For `plain` `dtype` (fp32, tf32, bf16, fp16),
-            `compile` (off, default, reduce-overhead, max-autotune) and `channels_last`.
-        group: Run as the only rank of a process group.
+        warm_up: Number of steps before the measured ones.
+        switches: Values that differ from the defaults. For `ours`: settings by `section.key`. For
+            `plain`: `dtype` (fp32, tf32, bf16, fp16), `compile` (off, default, reduce-overhead,
+            max-autotune) and `channels_last`.
+        group: True to create a process group of one rank, so that collectives are really called.
     """
 
     name: str
@@ -72,7 +73,7 @@ class StepRow:
 
 
 class SyntheticBatches:
-    """An endless loader of a few batches of noise on the device."""
+    """An endless loader that repeats a few batches of random images, which stay on the device."""
 
     corrupt: tuple[CorruptSample, ...] = ()
 
@@ -104,7 +105,7 @@ class SyntheticBatches:
         return self._batches[self._next % _BATCHES]
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Does nothing, because this loader has no resources to release."""
 
     def __enter__(self) -> SyntheticBatches:
         return self
@@ -114,7 +115,7 @@ class SyntheticBatches:
 
 
 def build_step(row: StepRow, group: Group) -> tuple[TrainStep, str]:
-    """Returns the step that training would run, and a description of its parts."""
+    """Builds the step that training would run, and returns it with a description of its parts."""
     config = RunConfig().with_values(
         {**_DEFAULTS, "model.name": row.model, "data.image_size": row.image_size,
          "data.eval_resize": 0, **row.switches}
@@ -141,16 +142,17 @@ def build_step(row: StepRow, group: Group) -> tuple[TrainStep, str]:
 
 
 def measure_ours(row: StepRow, ready: Callable[[], None]) -> tuple[Times, str]:
-    """Measures the `TrainStep` of training.
+    """Measures the complete step of a training, a `TrainStep`, on synthetic images.
 
-    It includes loss scaling, finite check, gradient buckets, LARS on masters, and reading the outcome.
+    The times include loss scaling, the check for finite gradients, gradient buckets, the update of
+    fp32 master weights, and reading the outcome.
 
     Args:
-        row: The step.
+        row: The step to measure.
         ready: Called during the warm-up; see `steady_times`.
 
     Returns:
-        The times, and a description of the step.
+        The time of each measured step, and a description of the step.
     """
     device = torch.device(row.device)
     if device.type == "cuda":
@@ -174,7 +176,10 @@ def measure_ours(row: StepRow, ready: Callable[[], None]) -> tuple[Times, str]:
 
 
 def _topology(row: StepRow) -> Topology:
-    """Returns a single process, or a group of one rank, whose collectives are really called."""
+    """Returns the topology of a single process, with a process group of one rank if `row.group`.
+
+    With a process group, collectives are really called.
+    """
     if not row.group:
         return Topology()
     with socket.socket() as free:

@@ -1,6 +1,7 @@
-"""Times of repeated work after a warm-up, and the ranks of a benchmark.
+"""Measures the time of repeated work after a warm-up, on one or several ranks.
 
-With several ranks the slowest one counts. Alternatives take turns, sample by sample (`interleaved`).
+With several ranks, a sample is the time of the slowest one. Alternatives that are compared take
+turns, sample by sample (`interleaved`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from paceline.train.machine import choose_device
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of each repetition."""
+    """The seconds of each repetition of some work, with their median and percentiles."""
 
     seconds: tuple[float, ...]
 
@@ -44,7 +45,12 @@ class Times:
         return ordered[round(0.1 * last)], ordered[round(0.9 * last)]
 
     def to_row(self, name: str, scale: float = 1.0) -> dict[str, float]:
-        """Returns median and spread, for a row of a benchmark."""
+        """Returns the median as `name` and the percentiles as `name_p10` and `name_p90`.
+
+        Args:
+            name: The name of the median.
+            scale: The factor for all values; 1000 converts seconds to milliseconds.
+        """
         parts = {name: self.median}
         parts[f"{name}_p10"], parts[f"{name}_p90"] = self.spread
         return {part: scale * seconds for part, seconds in parts.items()}
@@ -59,15 +65,15 @@ def steady_times(
     warm_up: int,
     ready: Callable[[], None] = lambda: None,
 ) -> Times:
-    """Returns the wall time between completed steps, with `lag` steps in flight.
+    """Returns the wall time between the ends of successive steps, with `lag` steps in flight.
 
     Args:
-        launch: Starts the step of this number.
-        wait: Waits for the oldest step in flight.
-        lag: Number of steps in flight.
+        launch: Starts a step; receives the number of the step.
+        wait: Waits until the oldest step in flight has ended.
+        lag: Number of steps that are still in flight after each `wait`.
         repeats: Number of measured steps.
-        warm_up: Number of steps before them.
-        ready: Called after a first part of the warm-up. It may block until the measurement may start.
+        warm_up: Number of steps before the measured ones.
+        ready: Called once during the warm-up. It may block until the measurement may start.
     """
     first = max(warm_up // 2, 1)
     for number in range(first):
@@ -85,19 +91,20 @@ def steady_times(
     return Times(tuple(b - a for a, b in itertools.pairwise(marks[-repeats - 1 :])))
 
 
-# Rounds that are measured regardless of the time limit, for a meaningful median.
+# The least number of rounds, even beyond the time limit, so that the median is meaningful.
 _LEAST_ROUNDS = 3
 _TIMEOUT_S = 300.0
 
 
 class RankGroup:
-    """The ranks of a benchmark. All ranks call its methods in the same order.
+    """The process group of a benchmark. All ranks must call the methods in the same order.
 
     Args:
-        backend: The backend of torch.distributed.
-        device: The device.
-        group_size: The number of ranks in a group. None takes the ranks of a node.
-        share_gpus: Allow several ranks on one GPU.
+        backend: The backend of torch.distributed, or `auto`.
+        device: The device of each rank, or `auto`.
+        group_size: The number of ranks in a group of `ProcessGroups`. None means all ranks of a
+            node.
+        share_gpus: True to allow several ranks on one GPU.
     """
 
     def __init__(
@@ -131,7 +138,7 @@ class RankGroup:
         return self.group.world_size
 
     def timed(self, work: Callable[[], object]) -> float:
-        """Returns the seconds of `work` on this rank, started at the same time on all ranks."""
+        """Runs `work` at the same time on all ranks, and returns the seconds on this rank."""
         self.barrier()
         start = time.perf_counter()
         work()
@@ -146,13 +153,13 @@ class RankGroup:
             self.group.watched("the device", lambda: torch.cuda.synchronize(self.device))
 
     def agree_max(self, value: float) -> float:
-        """Returns the maximum over all ranks."""
+        """Returns the maximum of all ranks' values."""
         self._value.fill_(value)
         self._max(self._value)
         return float(self._value)
 
     def slowest(self, seconds: list[float]) -> list[float]:
-        """Returns the maximum over all ranks, for each sample."""
+        """Returns for each sample the maximum of all ranks' times."""
         row = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         self._max(row)
         return [float(value) for value in row]
@@ -161,7 +168,7 @@ class RankGroup:
         self.group.completed("a barrier", lambda: dist.all_reduce(row, op=dist.ReduceOp.MAX))
 
     def decided(self, decide: Callable[[], Any]) -> Any:
-        """Returns rank 0's decision, as JSON, on every rank."""
+        """Calls `decide` on rank 0, and returns the result (JSON data) on all ranks."""
         data = json.dumps(decide()).encode() if self.rank == 0 else None
         return json.loads(self.group.broadcast_bytes(data))
 
@@ -207,19 +214,20 @@ def interleaved(
     check: Callable[[str], object] = lambda name: None,
     limit_s: float | None = None,
 ) -> dict[str, list[float]]:
-    """Returns samples of several functions, by name: the time of the slowest rank.
+    """Times several functions in turn, and returns the samples of each in seconds, by name.
 
-    Each round takes one sample of every function and starts with another one. So other load on the
-    machine affects all alike, and ratios within one run are meaningful.
+    A sample is the time of the slowest rank. Each round takes one sample of every function, and
+    each round begins with a different function. So other load on the machine affects all functions
+    alike, and the ratios of their times are meaningful.
 
     Args:
-        ranks: The ranks.
-        ways: The functions by name.
-        iterations: Number of samples.
-        warm_up: Number of rounds before them.
-        prepare: Called before each sample, outside its time.
-        check: Called with the name after each sample, outside its time.
-        limit_s: Rounds stop after so many seconds.
+        ranks: The ranks, which all call this function.
+        ways: The functions to time, by name.
+        iterations: Number of measured rounds, and so of samples of each function.
+        warm_up: Number of rounds before the measured ones.
+        prepare: Called before each sample, outside the measured time.
+        check: Called with the function's name after each sample, outside the measured time.
+        limit_s: Seconds after which no further round starts, once three rounds are measured.
     """
     names = list(ways)
     taken: dict[str, list[float]] = {name: [] for name in names}
@@ -233,7 +241,7 @@ def interleaved(
             if number >= warm_up:
                 taken[name].append(seconds)
         if limit_s is not None and number - warm_up >= _LEAST_ROUNDS - 1:
-            # All ranks must stop in the same round, so rank 0's clock decides.
+            # All ranks must stop after the same round, so rank 0's clock decides.
             late = ranks.rank == 0 and time.perf_counter() - begun > limit_s
             if ranks.agree_max(float(late)) > 0:
                 break

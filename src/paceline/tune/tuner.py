@@ -1,8 +1,9 @@
 """Measures this cluster, and plans the exchange of a profiled model on it (`paceline tune`).
 
-The result is a `PlanFile`, the same on every rank. Each size is screened by two samples of every
-algorithm; those close to the best one are then sampled in turn. Sizes ascend; those that do not fit
-into the time limit are left out and reported. Rank 0 decides for all ranks.
+The result is a `PlanFile`, which is equal on every rank. At each message size, two samples of every
+algorithm are taken first, and then more samples of the algorithms that are close to the fastest.
+Sizes are measured in ascending order; those for which the time limit leaves no time are reported as
+missing. Rank 0 decides for all ranks.
 """
 
 from __future__ import annotations
@@ -31,18 +32,20 @@ from paceline.planner.workload import Workload
 from paceline.tune.size_choice import choose_algorithms, measured_size, table_of
 from paceline.tune.timing import RankGroup, interleaved
 
-# An algorithm whose screening takes this many times as long as the best is not sampled again.
+# An algorithm is not sampled again if its first samples took more than this many times the fastest.
 _SCREEN = 1.6
 _SCREENING_ROUNDS = 2
-# The bucket size of a run without a plan, which uses native all-reduces.
+# The bucket size in bytes of a run without a plan; such a run uses the backend's own all-reduce.
 _DEFAULT_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
 class TuneJob:
-    """The sizes and algorithms to measure.
+    """What to measure: the buffer sizes in bytes, and the algorithms.
 
-    `limit_s` bounds the sampling of all sizes together; at least one size is measured.
+    `iterations` is the number of samples of each algorithm and size, and `margin` that of
+    `size_choice`. `limit_s` bounds the seconds of all sizes together; at least one size is
+    measured.
     """
 
     sizes: tuple[int, ...]
@@ -56,7 +59,7 @@ OnSize = Callable[[MeasuredSize], None]
 
 
 class Tuner:
-    """Measures links and all-reduces. All ranks call every method in the same order."""
+    """Measures links and all-reduces. All ranks must call the methods in the same order."""
 
     def __init__(self, ranks: RankGroup, job: TuneJob) -> None:
         self._ranks, self.job = ranks, job
@@ -64,7 +67,7 @@ class Tuner:
         self._made = {name: HybridAllReduce(ranks.groups, SizeTable.single(name)) for name in names}
 
     def cluster(self) -> ProbedCluster:
-        """Measures the links, and the cost of hiding an exchange."""
+        """Measures the links in and between nodes, and how much an exchange slows down compute."""
         ranks = self._ranks
         assert ranks.groups.world is not None
         probe = LinkProbe(ranks.groups.world, ranks.rank, ranks.nodes, ranks.device)
@@ -77,14 +80,14 @@ class Tuner:
         )
 
     def measure(self, on_size: OnSize) -> list[MeasuredSize]:
-        """Measures all sizes for which there is time."""
+        """Measures the sizes of the job until its time limit; calls `on_size` after each size."""
         measured: list[MeasuredSize] = []
         start, last_s = time.perf_counter(), 0.0
         for at, size in enumerate(self.job.sizes):
             begun = time.perf_counter()
             left_s = self.job.limit_s - (begun - start)
             share_s = left_s / (len(self.job.sizes) - at)
-            # Sizes ascend: the next one takes at least as long as the last. Rank 0's clock decides.
+            # Sizes ascend, so the next one takes at least as long as the last one did.
             late = self._ranks.rank == 0 and bool(measured) and left_s < last_s
             if self._ranks.agree_max(float(late)) > 0:
                 break
@@ -113,7 +116,7 @@ class Tuner:
         return measured_size(size, {**screened, **samples})
 
     def conclude(self, measured: list[MeasuredSize], probed: ProbedCluster) -> PlanFile:
-        """Returns the plan file with rank 0's choice."""
+        """Returns the plan file with the links, the samples and rank 0's choice of algorithms."""
         chosen = self._ranks.decided(lambda: choose_algorithms(measured, self.job.margin))
         return PlanFile(
             cluster=probed.facts, sizes=table_of(measured, chosen), measured=tuple(measured),
@@ -122,12 +125,12 @@ class Tuner:
 
 
 def plan_model(tuned: PlanFile, work: Workload, batch: int) -> PlanFile:
-    """Adds the best plan for a model, its predicted time, and the reasons.
+    """Returns `tuned` with the best plan for a model, the predicted step time, and the reasons.
 
     Args:
-        tuned: The measured cluster.
-        work: The profiled step.
-        batch: The batch of a rank.
+        tuned: The plan file with the measurements of the cluster.
+        work: The profiled step of the model.
+        batch: Number of images in the batch of one rank.
     """
     cluster = planned_cluster(tuned)
     names = cluster.probed.algorithms if cluster.probed else None
@@ -160,7 +163,7 @@ def _reasons(
 
 
 def near_the_best(screened: Mapping[str, list[float]]) -> list[str]:
-    """Returns the algorithms that deserve more samples; the backend's own always does."""
+    """Returns the algorithms to sample further: the backend's own, and those near the fastest."""
     best = min(min(taken) for taken in screened.values())
     return [
         name for name, taken in screened.items() if name == NATIVE or min(taken) <= _SCREEN * best
@@ -168,17 +171,21 @@ def near_the_best(screened: Mapping[str, list[float]]) -> list[str]:
 
 
 _BYTES = 512 * 1024
-# The edge of a matrix whose product takes a short time compared to an exchange.
+# The side of a square matrix; multiplying two such matrices is short compared to an exchange.
 _EDGE = 160
 _PIECES = 200
 _ROUNDS = 5
-# Number of exchanges in a round, and about how long they take.
+# Least and most exchanges in a round, and the seconds that they take together, approximately.
 _LEAST, _MOST, _SENDING_S = 4, 40, 1.0
 _LONGEST_S = 1.0
 
 
 def hidden_cost(ranks: RankGroup) -> float | None:
-    """Returns the mean cost over all ranks, on every rank; one thread computes on each."""
+    """Measures how much an exchange delays the compute that runs during it, on CPU ranks.
+
+    Returns the mean of all ranks, as a share of the exchange's time, and None on a GPU, on one
+    rank, or if an exchange takes too long. Each rank computes with one thread.
+    """
     if ranks.device.type != "cpu" or ranks.size < 2:
         return None
     threads = torch.get_num_threads()
@@ -190,7 +197,7 @@ def hidden_cost(ranks: RankGroup) -> float | None:
 
 
 class _HiddenCostProbe:
-    """Measures how much an exchange delays the compute that hides it. All ranks call every method."""
+    """Measures how much an exchange delays simultaneous compute; all ranks call every method."""
 
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
@@ -199,7 +206,7 @@ class _HiddenCostProbe:
         self._result = torch.empty_like(self._matrix)
 
     def measure(self) -> float | None:
-        """Returns None if an exchange takes too long for that."""
+        """Returns the delay divided by the exchange's time; None if an exchange is too slow."""
         ranks = self._ranks
         self._compute(_PIECES)  # warm-up
         if ranks.slowest([ranks.timed(lambda: self._send().wait())])[0] > _LONGEST_S:
@@ -207,7 +214,7 @@ class _HiddenCostProbe:
         exchange_s = self._slowest(lambda: self._send().wait())
         own = [ranks.timed(lambda: self._compute(_PIECES)) for _ in range(_ROUNDS)]
         piece_s = statistics.median(own) / _PIECES
-        # Equal on all ranks, because all know the slowest rank's time.
+        # The count is equal on all ranks, because all of them have the slowest rank's time.
         count = min(max(round(_SENDING_S / exchange_s), _LEAST), _MOST)
         costs = []
         for _ in range(_ROUNDS):
@@ -219,7 +226,7 @@ class _HiddenCostProbe:
         return max(0.0, float(mean) / ranks.size)
 
     def _slowest(self, work: Callable[[], object]) -> float:
-        """Returns the median of some samples, each of the slowest rank."""
+        """Times `work` several times and returns the median of the slowest rank's times."""
         taken = [self._ranks.timed(work) for _ in range(_ROUNDS + 1)]
         return statistics.median(self._ranks.slowest(taken[1:]))
 
@@ -235,7 +242,11 @@ class _HiddenCostProbe:
         return work
 
     def _both(self, count: int) -> tuple[float, int]:
-        """Runs `count` successive exchanges. Returns their seconds and the pieces of work done then."""
+        """Runs `count` successive exchanges and computes meanwhile.
+
+        Returns the seconds of all exchanges, and the number of matrix products computed in that
+        time.
+        """
         begun, sent, pieces = time.perf_counter(), 1, 0
         under_way = self._send()
         while True:
