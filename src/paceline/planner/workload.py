@@ -140,7 +140,7 @@ class Workload:
             last = gradient.ready
 
     def fed_at(self, images_per_s: float) -> Workload:
-        """Returns the workload with an input of this rate; returns it unchanged for rate 0."""
+        """Returns the workload with an input of this rate; rate 0 changes nothing."""
         return replace(self, input=Affine(0.0, 1 / images_per_s)) if images_per_s else self
 
     def well_fed(self) -> Workload:
