@@ -80,7 +80,7 @@ class StartEvent(Event):
     changed: list[str] = field(default_factory=list)
     # Seconds of this rank from the start of the command, or of `Trainer.fit`, to this record, by part.
     startup_s: dict[str, float] = field(default_factory=dict)
-    # Record fields of steps that count by number: title, label of the number, label of the count.
+    # By step field that maps numbers to counts: title of the table, label of numbers, label of counts.
     counts: dict[str, list[str]] = field(default_factory=dict)
     # Figures of the strategy, as `ShownField`s with the name of its `part` of the summary.
     shown: list[dict[str, str]] = field(default_factory=list)
@@ -178,7 +178,7 @@ class CheckpointEvent(Event):
 
 @dataclass(frozen=True)
 class CorruptEvent(Event):
-    """A sample that could not be decoded: replaced by the next one in training, omitted in val."""
+    """A sample that could not be decoded. Training uses the next sample; validation leaves it out."""
 
     kind: ClassVar[str] = "corrupt"
     step: int
@@ -316,7 +316,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the records of a file; ignores a last line that a kill has cut.
+    """Yields the records of a metrics file; ignores an incomplete last line of a killed process.
 
     Raises:
         DataError: If any other line is not a JSON object with an `event`.

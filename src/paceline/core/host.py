@@ -61,7 +61,7 @@ class LoadReading:
 
 @dataclass(frozen=True)
 class _Account:
-    """Seconds since start; `own_s` includes ended threads, `ran_s` and `waited_s` do not."""
+    """Times at one reading, in seconds; `own_s` includes ended threads, `ran_s`, `waited_s` do not."""
 
     at_s: float
     ran_s: float
@@ -71,7 +71,7 @@ class _Account:
 
 
 class HostLoad:
-    """Reads the accounts at most every two seconds; a reading takes well under a millisecond."""
+    """Measures the load of the host from `/proc`, at most every two seconds."""
 
     def __init__(self, proc: Path = _PROC, clock: Callable[[], float] = time.monotonic) -> None:
         self._proc, self._clock = proc, clock
@@ -272,7 +272,7 @@ def in_thread(action: Callable[[], object]) -> Callable[[float], None]:
 
 
 class SignalContext:
-    """Sets a handler for signals while it is entered, which must be in the main thread."""
+    """A context that sets a handler for signals; only the main thread may enter the context."""
 
     def __init__(
         self,
@@ -304,7 +304,7 @@ def hold_back(numbers: Iterable[signal.Signals]) -> None:
 
 
 def release(numbers: Iterable[signal.Signals]) -> set[signal.Signals]:
-    """Unblocks signals; returns those that `hold_back` had blocked."""
+    """Unblocks signals; returns the signals that `hold_back` had blocked."""
     blocked = _held & set(numbers)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
     _held.difference_update(blocked)

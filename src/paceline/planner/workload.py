@@ -250,8 +250,8 @@ def _error(field: str, value: object, problem: str, remedy: str) -> ConfigError:
 class StepAnatomy:
     """The parts of one measured step in seconds.
 
-    `gradients` lists the gradients in the order in which they become ready: name, number of elements, True
-    for half precision, and seconds from the start of the backward pass.
+    `gradients` lists the gradients in the order in which they become ready: name, number of elements,
+    True for half precision, and seconds from the start of the backward pass.
     """
 
     forward_s: float
