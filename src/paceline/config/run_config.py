@@ -168,7 +168,7 @@ def _nearest_key(name: str) -> str:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tables:
-    """Updates the sections of `below` with the values of `above`, key by key.
+    """Returns the sections of `below`, updated with the values of `above` key by key.
 
     If `above` changes the image size or the channels, dependent settings of `below` are adapted, unless
     `above` sets these settings, too.

@@ -25,7 +25,7 @@ from paceline.core.untrusted import ParseError, parse_json
 
 @dataclass(frozen=True)
 class Event:
-    """Base of all records; `kind` becomes the field `event`."""
+    """Base class of all event records; `kind` becomes the entry `event` of the record."""
 
     kind: ClassVar[str] = "event"
 
@@ -90,7 +90,7 @@ class StartEvent(Event):
 
 @dataclass(frozen=True)
 class StepEvent(Event):
-    """An optimizer step; `step` includes this one, and the loss is the mean over all ranks."""
+    """An optimizer step. `step` counts from 1, and `loss` is the mean over all ranks."""
 
     kind: ClassVar[str] = "step"
     step: int
@@ -226,7 +226,7 @@ _LONGEST_LINE = 64 << 20
 
 
 class JsonlWriter:
-    """Appends events to a file, each as one write of a whole line, so that a kill loses no earlier event.
+    """Appends each event to a file as one write of a whole line, so that a kill loses no earlier event.
 
     If the file is truncated, replaced or deleted between two events, the writer opens it again and begins
     an empty file with the latest `StartEvent`. It drops events that could not be written.
@@ -305,7 +305,7 @@ def _drop_cut_line(path: Path) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """Replaces NaN and infinities by None, because JSON has none."""
+    """Replaces NaN and infinities by None, because JSON does not support them."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
