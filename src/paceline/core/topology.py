@@ -231,7 +231,7 @@ def _mpi(
     env: Mapping[str, str], launcher: str, size: str, place: str, local_size: str, local_place: str,
     *, guess: Callable[[int, int], int | None],
 ) -> Topology:  # fmt: skip
-    """Reads four variables; `guess` returns the local rank if its variable is not set."""
+    """Reads the four named variables; `guess` gives the local rank if `local_place` is not set."""
     world, rank = _integer(env, size), _integer(env, place)
     local = _local_world(env, local_size, world)
     # If all ranks are on this host, rank 0 is also here, and the loopback address is correct.

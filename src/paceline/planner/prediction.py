@@ -43,7 +43,7 @@ class BucketScore:
 def score_plan(
     plan: FusionPlan, workload: Workload, cluster: Cluster, batch: int
 ) -> list[BucketScore]:
-    """Computes the time at which each bucket is ready, and the time of its exchange.
+    """Computes when each bucket is ready, and how long the exchange of each bucket takes.
 
     Raises:
         ConfigError: If the plan is for another model.

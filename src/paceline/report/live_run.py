@@ -115,8 +115,8 @@ def _state(path: Path) -> tuple[int, int, int] | None:
 def run_folders(given: Iterable[Path]) -> list[Path]:
     """Replaces each folder that contains run folders by these run folders.
 
-    A run folder, and a folder without run folders, is returned as it is. The latter may exist or
-    receive its first run later.
+    Run folders and folders without run folders are returned as they are. A folder need not exist yet,
+    because it can become a run folder or receive its first run later.
     """
     folders: dict[Path, Path] = {}
     for path in given:

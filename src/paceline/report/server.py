@@ -224,7 +224,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.NOT_FOUND, b"no such page\n")
 
     def _run_number(self, page: str) -> int | bool | None:
-        """Returns a run's number, None for the page of all runs, or False if the page does not exist.
+        """Returns the number of a page's run, None for the page of all runs, or False for no page.
 
         The first page shows all runs, or the only run.
         """
