@@ -1,7 +1,8 @@
 """`paceline bench allreduce`: compares all-reduce algorithms with the backend's own at several sizes.
 
 Rows have the columns of nccl-tests (size, time, algbw, busbw), the spread, all samples, and the speed
-relative to `native` in the same run. Every result is checked; in the warm-up, every element.
+relative to `native` in the same run. The first result of each algorithm and size is checked completely,
+and every later result at its first and last element.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ _PERIOD = 3
 
 @dataclass(frozen=True)
 class AllReduceJob:
-    """What to measure.
+    """The sizes, algorithms and numbers of samples of a measurement.
 
     Attributes:
-        sizes: Bytes of the float32 buffers.
-        algorithms: Names of algorithms.
-        wire: The format that is sent; `native` always sums float32.
-        iterations: Samples of each size and algorithm.
-        warm_up: Samples before those.
+        sizes: The sizes of the float32 buffers in bytes.
+        algorithms: The names of the all-reduce algorithms.
+        wire: The wire format; `native` always sums float32.
+        iterations: The number of timed samples of each size and algorithm.
+        warm_up: The number of samples before the timed samples.
     """
 
     sizes: tuple[int, ...]
@@ -46,7 +47,7 @@ class AllReduceJob:
 
 
 class AllReduceBench:
-    """Measures all-reduces with one object for each algorithm, which all sizes share."""
+    """Measures all-reduces. Each algorithm has one all-reduce object, which is used for all sizes."""
 
     def __init__(self, ranks: RankGroup, job: AllReduceJob) -> None:
         self._ranks, self._job = ranks, job
@@ -61,7 +62,7 @@ class AllReduceBench:
                 self._all_reduces[name] = HybridAllReduce(ranks.groups, table, job.wire).all_reduce
 
     def measure(self, size: int) -> list[dict[str, Any]]:
-        """Returns the rows of one size in bytes, `native` first."""
+        """Measures all algorithms at one size in bytes; returns their rows, `native` first."""
         job, ranks = self._job, self._ranks
         buffer = torch.empty(max(size // 4, 1), device=ranks.device)
         calls = {name: partial(run, buffer) for name, run in self._all_reduces.items()}
@@ -102,7 +103,7 @@ def choose_sizes(least: int, most: int, factor: float) -> tuple[int, ...]:
 
 
 class Pattern:
-    """Numbers whose sum over ranks is known: element i on rank r is (i + r) mod 3."""
+    """Test values whose sum over ranks is known: element i on rank r is (i + r) mod 3."""
 
     def __init__(
         self, length: int, rank: int, world_size: int, wire: str, device: torch.device

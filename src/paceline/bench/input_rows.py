@@ -1,8 +1,8 @@
 """`paceline bench input`: the speed of input pipelines.
 
-A row is one pipeline. Its speed is the number of images per second that arrive as normalized tensors on
-the device. Prefetched batches do not count, and the clock stops after the same number of batches from
-every worker.
+A row measures one pipeline: the number of images per second that arrive as normalized tensors on the
+device. Batches that were prefetched before the start are not counted. The clock stops after the same
+number of batches from every worker.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ OpenStream = Callable[[InputRow], AbstractContextManager[InputStream]]
 
 
 def normalized(batches: Iterator[Batch], row: InputRow) -> Iterator[torch.Tensor]:
-    """Returns our batches as normalized tensors on the device, without keeping their bytes."""
+    """Converts the batches of our loader to normalized tensors on the device of the row."""
     settings = row.settings
     normalize = Normalizer(settings.mean, settings.std, settings.channels, row.dtype)
 
@@ -130,7 +130,7 @@ def endless(loader: TrainBatches | EvalBatches) -> Iterator[Batch]:
 
 @contextmanager
 def open_threads(row: InputRow) -> Iterator[InputStream]:
-    """Opens our pipeline."""
+    """Opens our input pipeline for a row; closes the data at the end of the block."""
     settings = replace(row.settings, workers=row.workers)
     source = open_repeated(settings, row.split)
     try:
@@ -158,7 +158,7 @@ def one_torch_thread() -> Iterator[None]:
 
 
 class Repeated(WrappedSource):
-    """A source that repeats a small one: sample i is sample i modulo its length."""
+    """A source that repeats a small source: sample i is sample i modulo the small source's length."""
 
     def __init__(self, inner: Source, times: int) -> None:
         super().__init__(inner)
@@ -178,7 +178,7 @@ def open_repeated(settings: DataSettings, split: Split) -> Source:
 
 @dataclass
 class RowRates:
-    """Images per second of a row in each round, with each description and remark once."""
+    """The images per second of a row in each round, and the distinct descriptions and remarks."""
 
     row: InputRow
     rates: list[float] = field(default_factory=list)
@@ -233,11 +233,11 @@ def measure_rows(
     Each round starts with another row, so that other load on the machine affects all rows alike.
 
     Args:
-        rows: The pipelines.
-        rounds: Number of rounds.
-        seconds: Time of each row in a round.
-        on_progress: Receives a line for each measurement.
-        open_stream: Opens the pipeline of a row.
+        rows: The pipelines to measure.
+        rounds: The number of rounds.
+        seconds: The least time of each measurement in seconds.
+        on_progress: A function that receives a line of text for each measurement.
+        open_stream: A function that opens the pipeline of a row.
     """
     results = [RowRates(row) for row in rows]
     for turn in range(rounds):

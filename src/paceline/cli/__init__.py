@@ -1,1 +1,1 @@
-"""The command line: dispatch and exit codes. Packages are imported only when they are used."""
+"""The command line `paceline`: commands and exit codes. Packages are imported only when needed."""

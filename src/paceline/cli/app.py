@@ -1,4 +1,4 @@
-"""The command line `paceline`: commands, exit codes, and standard streams that may fail.
+"""Runs the command line `paceline`: finds the command, sets the exit code, protects the streams.
 
 Exit codes: 0 success, 1 the command failed, 2 wrong input, 128 + n stopped by signal n. An error that a
 user can cause is one line on standard error; a bug keeps its traceback.
@@ -30,15 +30,15 @@ from paceline.version import __version__
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-# The longest wait for the reader of a full non-blocking pipe, before its output is dropped.
+# The longest wait for the reader of a full non-blocking pipe. After that, the output is dropped.
 _READER_WAIT_S = 5.0
-# Errors of a pipe whose reader has ended, and of a closed terminal.
+# The errors that mean that the reader of a pipe has ended or a terminal was closed.
 _READER_IS_GONE = frozenset({errno.EPIPE, errno.EIO, errno.ENXIO})
 
 # Packages of the extra `train`, by their import names.
 _TRAINING_PACKAGES = ("torch", "PIL", "safetensors")
 
-# The module and function of each command. It is imported if the command runs, or for `paceline --help`.
+# The module and function of each command. A module is imported when its command runs, and for --help.
 _COMMANDS = {
     "train": "train:train", "lr-find": "lr_find:find_rate", "rehearse": "rehearse:rehearse",
     "eval": "evaluate:evaluate_checkpoint", "recipes": "listings:recipes",
@@ -54,7 +54,7 @@ _PLAIN: dict[str, Any] = {
 
 
 class _Commands(typer.core.TyperGroup):
-    """Loads commands on demand."""
+    """The group of all commands, which imports a command only when it is needed."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -79,7 +79,7 @@ class _Commands(typer.core.TyperGroup):
         return typer.main.get_group(group).commands[cmd_name]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Lists the commands; omits those whose package is not installed."""
+        """Lists the commands; omits commands whose extension package is not installed."""
         self._lists_commands = True
         super().format_commands(ctx, formatter)
 
@@ -110,7 +110,7 @@ def _root(
 
 def main() -> None:
     """Runs the command line of `sys.argv` and ends the process."""
-    # Torch's C++ code would print stack frames when a peer ends, which we report in one line.
+    # When a peer ends, torch's C++ code would print stack frames. We report the end in one line instead.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     make_streams_robust()
     code = run_command()
@@ -123,7 +123,7 @@ def main() -> None:
 def run_command() -> int:
     """Runs the command line of `sys.argv` and returns its exit code."""
     try:
-        # Before all else, because a launcher may end while a rank still imports torch.
+        # This is first, because a launcher can end while a rank still imports torch.
         watch = _watch_launcher()
         code = app(standalone_mode=False)
         if code and (loss := watch.loss()):  # the reason why the run saved and stopped
@@ -147,7 +147,7 @@ def run_command() -> int:
         else:
             return _unexpected(error).report()
         return Failure(f"paceline {command} needs the package {needs}", 2).report()
-    except Exception as error:  # noqa: BLE001 - the last place that can report it
+    except Exception as error:  # noqa: BLE001 - the last chance to report an error
         if type(error).__name__ == "NoArgsIsHelpError":
             sys.stderr.write(f"{error.format_message()}\n")  # type: ignore[attr-defined]
             return 2
@@ -159,7 +159,7 @@ def run_command() -> int:
 
 
 def _watch_launcher() -> Unwatched:
-    """Starts the watch of the launcher, if one has started this process as a rank."""
+    """Starts watching the launcher if a launcher has started this process as a rank."""
     if os.environ.keys().isdisjoint(RANK_VARIABLES.values()):
         return Unwatched()
     from paceline.cli.launcher_watch import LauncherWatch
@@ -168,7 +168,7 @@ def _watch_launcher() -> Unwatched:
 
 
 def _command() -> str:
-    """Returns the command of this process, as in `paceline bench step`."""
+    """Returns the command of this process without arguments, as in `paceline bench step`."""
     command: Any = typer.main.get_command(app)
     names = ["paceline"]
     for word in sys.argv[1:]:
@@ -187,10 +187,10 @@ def _unexpected(error: Exception) -> Failure:
 
 
 def _check_output(code: int) -> int:
-    """Returns the exit code, or 1 if a command succeeded but its output could not be written.
+    """Returns `code`, or 1 if the command succeeded but its output could not be written.
 
-    A reader that ends early (`| head`) changes nothing. Neither does lost output of `paceline train`,
-    whose results are in the run folder.
+    A reader that ends early (`| head`) is no error. Lost output of `paceline train` and `rehearse` is no
+    error either, because their results are in the run folder.
     """
     problem = lost_output()
     if problem is None:
@@ -216,7 +216,7 @@ def make_streams_robust() -> None:
 
 
 def lost_output() -> str | None:
-    """Returns the reason why output was lost although there is a reader; None if none was lost."""
+    """Returns why output was lost although its reader exists; None if no output was lost."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if not isinstance(raw, LossyOutput):
         return None
@@ -227,7 +227,7 @@ def lost_output() -> str | None:
 
 
 class LossyOutput(io.RawIOBase):
-    """A stream that drops all output after the first error, which is kept as `problem`."""
+    """A stream that stores its first error as `problem` and then drops all output."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -244,13 +244,13 @@ class LossyOutput(io.RawIOBase):
 
     @property
     def reader_is_gone(self) -> bool:
-        """True if the error means that the reader of a pipe has ended; never True for files."""
+        """True if `problem` means that the reader of a pipe has ended; never True for files."""
         if self.problem is None or self.problem.errno not in _READER_IS_GONE:
             return False
         return not stat.S_ISREG(os.fstat(self._descriptor).st_mode)
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """Writes or drops bytes and returns their number."""
+        """Writes bytes or, after an error, drops them; returns the number of written or dropped bytes."""
         while self.problem is None:
             try:
                 return os.write(self._descriptor, data)
@@ -266,7 +266,7 @@ class LossyOutput(io.RawIOBase):
 def _open_closed_descriptors() -> None:
     """Opens /dev/null for standard descriptors that the caller has closed (`>&-`).
 
-    Otherwise the next file that this process opens gets their number and receives the output.
+    Otherwise, the next file that this process opens would get the same number and receive the output.
     """
     for descriptor in (0, 1, 2):
         try:

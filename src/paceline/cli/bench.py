@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from paceline.tune.timing import RankGroup, Times
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
-# Settings that have a flag in `bench`.
+# The flags of `bench` for settings, which `--set` must not name.
 _FLAG_OF = {
     "model.name": "--model", "data.image_size": "--image-size", "run.device": "--device",
     "run.batch_size": "--batch-size", "run.global_batch_size": "--batch-size",
@@ -48,10 +48,10 @@ _FLAG_OF = {
 
 
 def parse_switches(settings: list[str]) -> dict[str, Any]:
-    """Parses the values of `--set`.
+    """Parses the values of `--set` to `{"section.key": value}`.
 
     Raises:
-        ConfigError: If a setting has a flag of its own.
+        ConfigError: If the command has another flag for the setting.
     """
     switches = dict(parse_assignment(text) for text in settings)
     for name, flag in _FLAG_OF.items():
@@ -95,7 +95,7 @@ def step(
 
 
 def measure_step(row: StepRow) -> dict[str, Any]:
-    """Builds a training step, warms it up, times it and returns its `step_result`."""
+    """Builds, warms up and times a training step; returns the result of `step_result`."""
     from paceline.train.machine import explain_out_of_memory
     from paceline.tune.step import measure_ours
 
@@ -114,10 +114,10 @@ def step_result(row: StepRow, times: Times, description: str, start_s: float) ->
     """Returns the figures of a measured step.
 
     Args:
-        row: The step.
-        times: Seconds of each timed step.
-        description: The choices that the step made.
-        start_s: Seconds until the step was warm, compilation included.
+        row: The model, batch and device of the step.
+        times: The seconds of each timed step.
+        description: A text about the automatic choices of the step.
+        start_s: The seconds until the warm-up had ended, including compilation.
     """
     import torch
 
@@ -134,7 +134,7 @@ def step_result(row: StepRow, times: Times, description: str, start_s: float) ->
 
 
 def print_steps(results: Sequence[dict[str, Any]]) -> None:
-    """Prints a table of training steps; a step that could not be measured has an `error`."""
+    """Prints a table of results of `step_result`, or of errors of steps that were not measured."""
     table = Table("row", "images/s", "ms a step", "p10–p90", "start s", "GiB", "what")
     for result in results:
         if "error" in result:
@@ -187,10 +187,10 @@ def bench_input(
 
 
 def parse_data_settings(settings: list[str]) -> dict[str, Any]:
-    """Parses the values of `--set` of an input benchmark.
+    """Parses the values of `--set` of an input benchmark to `{"data.key": value}`.
 
     Raises:
-        ConfigError: If a setting does not belong to the data.
+        ConfigError: If a setting is not in the section `data`.
     """
     changed = parse_switches(settings)
     for name in changed:
@@ -203,7 +203,7 @@ def input_rows(
     kind: str, workers: list[int], data_dir: str, split: str, batch_size: int, image_size: int,
     device: str, changed: dict[str, Any],
 ) -> list[InputRow]:  # fmt: skip
-    """Returns one row per number of workers; `changed` contains changed settings of the data."""
+    """Returns one row for each number in `workers`; `changed` has the settings given by `--set`."""
     from paceline.bench.input_rows import InputRow
 
     if split not in ("train", "val"):
@@ -220,7 +220,7 @@ def input_rows(
 
 
 def parse_counts(flag: str, text: str) -> list[int]:
-    """Parses `1,2,4` to [1, 2, 4]."""
+    """Parses the value of a flag such as `1,2,4` to [1, 2, 4]."""
     try:
         counts = [int(word) for word in text.split(",")]
     except ValueError:
@@ -231,7 +231,7 @@ def parse_counts(flag: str, text: str) -> list[int]:
 
 
 def print_input_rows(rows: Sequence[dict[str, Any]]) -> None:
-    """Prints a table of `RowRates.to_dict`, and the notes on each row."""
+    """Prints a table of results of `RowRates.to_dict`, and notes on each row."""
     console = Console(highlight=False)
     table = Table("row", "images/s", "lowest–highest", "from")
     for row in rows:
@@ -239,7 +239,7 @@ def print_input_rows(rows: Sequence[dict[str, Any]]) -> None:
         table.add_row(row["name"], f"{row['images_per_s']:,.0f}", spread, row["directory"])
     console.print(table)
     for row in rows:
-        # The remarks of rounds differ in counts only, so that the last one is enough.
+        # The remarks of different rounds differ only in numbers, so the last remark is enough.
         for note in filter(None, (row["input"], *row["remarks"][-1:])):
             console.print(f"{row['name']}: {note}", markup=False)
 
@@ -303,7 +303,7 @@ def allreduce(
 def _measure_sizes(
     joined: RankGroup, job: AllReduceJob, *, print_lines: bool
 ) -> list[dict[str, Any]]:
-    """Measures all sizes. Prints the lines of each size at once, since a size can take minutes."""
+    """Measures all sizes; prints the lines of a size when it is done, as sizes can take minutes."""
     from paceline.bench.allreduce import AllReduceBench
 
     benchmark, rows = AllReduceBench(joined, job), []

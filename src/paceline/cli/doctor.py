@@ -1,7 +1,7 @@
 """`paceline doctor`: checks if this machine is ready for training, and names remedies.
 
-It reports missing packages (torch, Pillow, safetensors) instead of failing. It changes nothing, except
-that it builds the region decoder if necessary, as a run does.
+The command reports missing packages (torch, Pillow, safetensors) instead of failing. It changes nothing,
+except that it builds the region decoder if necessary, as a run does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.core.units import format_bytes
 from paceline.core.untrusted import one_line
 from paceline.version import __version__
 
-# Checkpoints of a ResNet-50 run need about this much.
+# Checkpoints of a ResNet-50 run need about this many bytes.
 _ENOUGH_DISK_BYTES = 2 * 2**30
 _CONNECT_S = 5.0
 # Packages that a run needs, with their import names.
@@ -46,7 +46,7 @@ _PACKAGES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the table; a problem has a remedy."""
+    """One row of the table. `ok` is False for a problem, which has a `remedy`."""
 
     what: str
     found: str
@@ -78,7 +78,7 @@ def doctor(
 
 
 def _run(what: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """Yields the findings of a check, and a problem if a package cannot be imported."""
+    """Yields the findings of `check`, and a problem if a package that it needs cannot be imported."""
     try:
         yield from check()
     except ImportError as error:
@@ -128,7 +128,7 @@ def _available(what: str, there: bool, remedy: str) -> Finding:
 
 
 def check_decoder() -> Iterator[Finding]:
-    """Yields no problem if the decoder is missing: Pillow decodes the same pixels more slowly."""
+    """Yields the state of the region decoder; a missing one is no problem, as Pillow replaces it."""
     from paceline.data import RegionUnavailableError, region_library
 
     try:
@@ -165,7 +165,7 @@ def check_rendezvous() -> Iterator[Finding]:
 
 
 def _connecting_problem(address: str, port: int) -> tuple[str, str] | None:
-    """Returns problem and remedy if the port does not answer."""
+    """Returns a problem and its remedy if the port does not answer, else None."""
     try:
         socket.create_connection((address, port), timeout=_CONNECT_S).close()
     except OSError as error:
@@ -174,7 +174,7 @@ def _connecting_problem(address: str, port: int) -> tuple[str, str] | None:
 
 
 def _listening_problem(address: str, port: int) -> tuple[str, str] | None:
-    """Returns problem and remedy if this process cannot listen at the port."""
+    """Returns a problem and its remedy if this process cannot listen at the port, else None."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,7 +1,7 @@
 """`paceline train --dry-run`: describes a run without training or writing anything.
 
-It resolves the configuration, opens the data, builds the model and measures a few steps on synthetic
-images.
+The dry run resolves the configuration, opens the data, builds the model and measures a few steps on
+synthetic images.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 _WARM_UP, _STEPS = 2, 5
-# No step begins after this time.
+# The number of seconds after which no further step begins.
 _LIMIT_S = 20.0
 _CPU_IMAGES = 8
 
@@ -76,7 +76,7 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     # A process that computes several ranks makes one update.
     images_s *= ranks / processes
     passes = config.optim.own_optimizer.passes(plan.steps_per_epoch)
-    # The time of a pass is proportional to its samples, also if the batch grows.
+    # The time of an epoch is proportional to its samples, even if the batch grows.
     batches = plan.total_samples / sizes.global_batch
     train_s = batches * passes * images_s + plan.total_steps * update_s
     _show("batch", sizes.describe(ranks))
@@ -104,7 +104,7 @@ def _changed(config: RunConfig) -> Mapping[str, Any]:
 
 
 def _data(config: RunConfig) -> tuple[int, int, str]:
-    """Returns the number of training images, the number of classes, and a description."""
+    """Returns the number of training images, the number of classes, and a description of the data."""
     from paceline.data import open_source
 
     settings = replace(config.data, cache="none")
@@ -142,10 +142,10 @@ def _measure(
     config: RunConfig, group: Group, sizes: BatchSizes, classes: int, steps_per_epoch: float,
     ranks: int,
 ) -> tuple[float, float]:  # fmt: skip
-    """Measures steps of one rank without an exchange, and prints the choices.
+    """Measures steps of one rank without a gradient exchange; prints the model and automatic choices.
 
     Returns:
-        Seconds for the images of a step, and seconds for its update.
+        The seconds for forward and backward of all images of a step, and the seconds for the update.
     """
     import torch
 
@@ -209,13 +209,13 @@ def _measure(
 def step_seconds(
     steps_s: Sequence[float], updates_s: Sequence[float], parts: float
 ) -> tuple[float, float]:
-    """Returns the seconds for the images of a step, and the seconds for its update.
+    """Returns the seconds for forward and backward of a step, and the seconds for the update.
 
     Args:
-        steps_s: Seconds of measured steps, each with a part of the images of a step. The first
-            steps warm up and are ignored if there are later steps.
-        updates_s: Seconds of the updates of these steps.
-        parts: Number of parts of a step.
+        steps_s: The seconds of measured steps, each of which has only a part of the images of a real
+            step. The first steps warm up and are ignored if there are later steps.
+        updates_s: The seconds of the updates in these steps.
+        parts: The number of such parts in a real step.
     """
     pairs = list(zip(steps_s, updates_s, strict=True))
     pairs = pairs[_WARM_UP:] or pairs

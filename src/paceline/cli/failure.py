@@ -1,4 +1,4 @@
-"""`Failure`: reports the error that ends a process, on standard error and to torchrun's agent."""
+"""`Failure`: an error that ends a process; it is reported on standard error and to torchrun."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 from paceline.core.errors import CommError, PacelineError
 from paceline.core.untrusted import one_line, printable
 
-# The process id of `paceline train --nproc-per-node`, in the environment of its children.
+# The environment variable that tells ranks the process id of `paceline train --nproc-per-node`.
 LAUNCHER_VARIABLE = "PACELINE_LAUNCHER"
 # The connections of a killed process break before its children can see that it has ended.
 _LAUNCHER_END_S = 1.0
-# A variable that each launcher sets for its ranks but does not have itself.
+# For each launcher, a variable in the environment of its ranks but not of the launcher itself.
 RANK_VARIABLES = {
     "torchrun": "TORCHELASTIC_RUN_ID",
     "openmpi": "OMPI_COMM_WORLD_RANK",
@@ -28,7 +28,7 @@ RANK_VARIABLES = {
 
 
 def is_child_of_launcher() -> bool:
-    """Returns True while Paceline's launcher runs; otherwise a rank reports its own failure."""
+    """Returns True if Paceline's launcher, which then shows errors, is the parent of this process."""
     return os.environ.get(LAUNCHER_VARIABLE) == str(os.getppid())
 
 
@@ -41,20 +41,20 @@ def _launcher_stays() -> bool:
 
 
 class _Reports:
-    """The state of the reports of this process."""
+    """The state that all reports of this process share: a lock, and whether an error was shown."""
 
     lock = threading.Lock()
     shown = False
 
 
 class Unwatched:
-    """Replaces the launcher watch in processes without a launcher."""
+    """A replacement for `LauncherWatch` in processes without a launcher."""
 
     def __init__(self) -> None:
         _Reports.shown = False  # each command reports once
 
     def cause(self, failure: Failure) -> Failure:
-        """Returns the failure that caused this failure."""
+        """Returns the failure that caused `failure`; here, `failure` itself."""
         return failure
 
     def loss(self) -> Failure | None:
@@ -67,12 +67,12 @@ class Failure:
     """An error that ends this process.
 
     Attributes:
-        line: The message, one line.
+        line: The message in one line.
         exit_code: The exit code of the process.
-        trace: The traceback of a bug.
-        consequence: True if the failure of another rank is the cause, which is shown instead.
-        between_ranks: True for an error of communication, which the end of the launcher and its store
-            may have caused.
+        trace: The traceback if the error is a bug, else empty.
+        consequence: True if the failure of another rank is the cause; the cause is shown instead.
+        between_ranks: True for a communication error, whose cause can be the end of the launcher and of
+            its store.
     """
 
     line: str
@@ -96,11 +96,11 @@ class Failure:
         sys.stderr.flush()
 
     def report(self) -> int:
-        """Records the failure, shows it unless our launcher does, and returns the exit code.
+        """Records the failure, shows it unless our launcher will, and returns the exit code.
 
-        Only the first failure is shown, because the main thread, the watch of the launcher and the
-        watchdog of the ranks may report at the same time. The other threads wait until it is written,
-        because they end the process next.
+        Only the first failure is shown, because the main thread, the launcher watch and the watchdog of
+        the ranks can report at the same time. Other threads wait until the message is written, because
+        they end the process after their report.
         """
         with _Reports.lock:
             if not _Reports.shown:
@@ -112,7 +112,7 @@ class Failure:
         return self.exit_code
 
     def record(self) -> None:
-        """Writes the error file that torch's agent has named, if any, in its format."""
+        """Writes the failure to the error file that torch's elastic agent expects, if there is one."""
         target = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if not target:
             return
@@ -132,7 +132,7 @@ class Failure:
 
     @classmethod
     def from_record(cls, message: object, exit_code: int) -> Failure | None:
-        """Reads what `record` has written; returns None for any other message."""
+        """Builds a failure from a message that `record` wrote; returns None for another message."""
         if not isinstance(message, dict):
             return None
         extra = message.get("extraInfo", {})

@@ -1,6 +1,6 @@
 """The local launcher: starts ranks on this node with torch's elastic agent, as torchrun does.
 
-If a rank fails, only the root cause is shown. After a signal the launcher stops all ranks and waits until
+If ranks fail, only the root cause is shown. After a signal, the launcher stops all ranks and waits until
 they have saved. Ranks do not outlive their launcher.
 """
 
@@ -52,16 +52,16 @@ ADDRESS = "127.0.0.1"
 BACKEND = "paceline-local"
 _LAUNCHER_OPTIONS = ("--nproc-per-node", "--master-port", "--max-restarts")
 _STORE_TIMEOUT = timedelta(seconds=60)
-# The agent gives ranks 30 s to stop. A signal after that counts again, in case the first was lost.
+# The agent gives ranks 30 s to stop. A signal after this time is handled, in case the first was lost.
 _REPEAT_S = 35.0
-# Exit codes of ranks that saved and stopped on request.
+# The exit codes of ranks that saved and stopped because of a signal.
 _ASKED_TO_STOP = {
     128 + number
     for number in (
         signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
     )
 }  # fmt: skip
-# The agent sends SIGTERM to the other ranks when one has ended, which may interrupt their exit.
+# When one rank has ended, the agent sends SIGTERM to the other ranks, which can interrupt their exit.
 _TERMINATED = {-signal.SIGTERM}
 
 
@@ -70,12 +70,12 @@ def launch_ranks(config: RunConfig, processes: int, port: int, max_restarts: int
 
     Args:
         config: The configuration, which is checked once here, before the ranks start.
-        processes: Number of ranks.
-            port: Port of the rendezvous; 0 finds a free port.
-            max_restarts: Maximum number of restarts of the ranks after a failure.
+        processes: The number of ranks.
+        port: The port of the rendezvous; 0 finds a free port.
+        max_restarts: The maximum number of restarts of the ranks after a failure.
 
-        Returns:
-            The exit code.
+    Returns:
+        The exit code.
     """
     _refuse_to_nest(processes)
     if not 0 <= port < 65536:
@@ -94,10 +94,10 @@ def launch_ranks(config: RunConfig, processes: int, port: int, max_restarts: int
 
 
 def _refuse_to_nest(processes: int) -> None:
-    """Raises ConfigError in a rank, which would multiply the ranks."""
+    """Raises ConfigError if this process is a rank itself, because each rank would start ranks."""
     variables = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
     variable = next((name for name in variables if name in os.environ), None)
-    # One srun task may start the ranks of a node; several tasks are ranks themselves.
+    # A single srun task may start the ranks of a node. Several tasks are ranks themselves.
     if variable is None and Topology.from_env(os.environ).world_size > 1:
         variable = "SLURM_PROCID"
     if variable is not None:
@@ -120,12 +120,12 @@ def launch(
     """Runs `python -m paceline ARGUMENTS` on several ranks.
 
     Args:
-        processes: Number of ranks.
-        arguments: The command line of a rank.
-        port: Port of the rendezvous; 0 finds a free one.
-        max_restarts: How often the ranks are restarted after a failure.
-        stops: Signals that request a stop, besides SIGTERM, SIGINT and SIGHUP.
-        saves: Signals that request a checkpoint.
+        processes: The number of ranks.
+        arguments: The command-line arguments of a rank, after `paceline`.
+        port: The port of the rendezvous; 0 finds a free port.
+        max_restarts: The maximum number of restarts of the ranks after a failure.
+        stops: The signals that request a stop, besides SIGTERM, SIGINT and SIGHUP.
+        saves: The signals that request a checkpoint.
 
     Returns:
         The exit code of the ranks.
@@ -188,12 +188,12 @@ def launch(
 def root_cause(failures: Mapping[int, ProcessFailure]) -> Failure | int:
     """Returns the failure to show, or an exit code if the ranks stopped on request.
 
-    A reported cause has priority over the end of a rank without a report, and both have priority
-    over failures that are only consequences.
+    A reported cause has priority over a rank that ended without a report. Both have priority over
+    failures that are only consequences of another failure.
 
     Args:
-        failures: The failures by rank, in the order in which the agent saw them. The exit code of a rank
-            that signal n has ended is -n.
+        failures: The failures by rank, in the order in which the agent saw them. A rank that signal n
+            has ended has exit code -n.
     """
     reported = {
         rank: Failure.from_record(failure.message, failure.exitcode)
@@ -207,7 +207,7 @@ def root_cause(failures: Mapping[int, ProcessFailure]) -> Failure | int:
     expected = _ASKED_TO_STOP | _TERMINATED
     if codes & _ASKED_TO_STOP and codes <= expected:
         return max(codes)
-    # The agent kills ranks that do not stop, but it saw the end of the first one before.
+    # The agent kills ranks that do not stop, but the rank that caused this ended earlier.
     ended = [rank for rank in silent if failures[rank].exitcode not in expected] or silent
     if ended:
         return Failure(_unreported_end(ended[0], failures[ended[0]].exitcode), 1)
@@ -229,10 +229,10 @@ def _unreported_end(rank: int, exit_code: int) -> str:
 
 
 def end_ranks(limit_s: float = 30.0) -> None:
-    """Ends ranks that the agent did not know yet when a signal arrived.
+    """Ends ranks that the agent had not registered yet when a signal arrived.
 
-    These ranks would report a lost rendezvous, because it ends with the agent. Kills ranks that
-    have not ended after the time limit.
+    The rendezvous ends with the agent, and these ranks would report that it is lost. Ranks that have not
+    ended after `limit_s` seconds are killed.
     """
     deadline = time.monotonic() + limit_s
     for child in _children():
@@ -256,7 +256,7 @@ def _silence_agent() -> None:
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Sets environment variables for the processes that start in the block."""
+    """Sets environment variables in the block, so that processes started there inherit them."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -270,7 +270,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns the reason of an error of the store, or the first line of its message."""
+    """Returns a short reason for an error of the store: a known one, or the first line of its text."""
     text = str(error.__cause__ or error).strip()
     if "EADDRINUSE" in text or "in use" in text.lower():
         return "the port is in use"
@@ -279,20 +279,20 @@ def _reason(error: BaseException) -> str:
 
 
 class LaunchSignals(SignalContext):
-    """Handles the signals to the launcher while it is entered.
+    """A context that handles the signals to the launcher.
 
-    The first signal that requests a stop goes to the ranks that handle it, which report it. Then an
-    exception ends the agent's loop: it sends SIGTERM to the ranks and waits for them. Further signals are
+    The first signal that requests a stop is sent on to the ranks, which report it. Then an exception ends
+    the loop of the agent, which sends SIGTERM to the ranks and waits for them. Further signals are
     ignored while ranks save.
 
-    Ranks inherit the signal mask of the main thread, which blocks the forwarded signals, so that none can
-    end a rank whose interpreter is still starting. Another thread receives the blocked signals for
-    the launcher.
+    The main thread blocks the forwarded signals. Ranks inherit this signal mask, so that no forwarded
+    signal can end a rank whose interpreter is still starting. Another thread receives the blocked signals
+    for the launcher.
 
     Args:
         raised: Makes the exception from a text and a signal.
-        stops: Signals that request a stop, besides SIGTERM, SIGINT and SIGHUP.
-        forwarded: Signals that request a checkpoint and are sent to the ranks.
+        stops: The signals that request a stop, besides SIGTERM, SIGINT and SIGHUP.
+        forwarded: The signals that request a checkpoint and are sent to the ranks.
     """
 
     def __init__(
@@ -326,7 +326,7 @@ class LaunchSignals(SignalContext):
         super().__exit__(*details)
 
     def _listen(self) -> None:
-        """Receives the forwarded signals; Python runs their handler in the main thread."""
+        """Receives the forwarded signals in this thread; Python runs the handler in the main thread."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._forwarded)
         self._left.wait()
 
@@ -348,7 +348,7 @@ class LaunchSignals(SignalContext):
 def _send_to_ranks(*numbers: int) -> None:
     """Sends the first of these signals to the child processes that handle all of them.
 
-    A process that is still starting would be ended by the signal.
+    The signal would end a process that is still starting and has no handler yet.
     """
     for child in _children():
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -359,7 +359,7 @@ def _send_to_ranks(*numbers: int) -> None:
 
 
 def _children() -> list[int]:
-    """Returns the ids of the child processes that /proc shows."""
+    """Returns the process ids of the children of this process, as /proc shows them."""
     stats = {pid: process_stat(pid) for pid in process_ids()}
     return [pid for pid, stat in stats.items() if stat is not None and stat.parent == os.getpid()]
 
@@ -426,7 +426,7 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def register() -> str:
-    """Registers the handler with torch and returns its name for a `LaunchConfig`."""
-    # Torch accepts the same function again, but no other one, under the same name.
+    """Registers `LocalRendezvous` with torch and returns its backend name for a `LaunchConfig`."""
+    # Under a registered name, torch accepts the same function again, but no other function.
     rendezvous_handler_registry.register(BACKEND, _create)
     return BACKEND

@@ -23,11 +23,12 @@ from paceline.core.errors import CommError, LaunchError
 from paceline.core.host import DeferredEnd, in_thread, process_ids, process_stat, started_with
 from paceline.core.topology import Topology
 
-# The connections of a killed process break before its children can see that it has ended, and torchrun
-# ends the other ranks a tenth of a second after the first one.
+# The wait for the end of the launcher after a communication error. When a process is killed, its
+# connections break before its children can see its end. Torchrun ends the other ranks a tenth of a second
+# after the first rank.
 _LAUNCHER_SEEN_S = 0.05
 _POLL_S = 1.0
-# Torch's agent gives ranks the same time to save after a signal.
+# The time to save after a signal; torch's agent gives ranks the same time.
 _STOP_S = 30.0
 _REPORT_S = 2.0
 # The start time of a process that /proc does not show to this user.
@@ -36,7 +37,7 @@ _HIDDEN = "?"
 
 @dataclass(frozen=True)
 class Launcher:
-    """A process, identified by id and start time, because ids are reused."""
+    """The process of a launcher, identified by id and start time, because ids are reused."""
 
     name: str
     pid: int
@@ -45,7 +46,7 @@ class Launcher:
     def is_gone(self) -> bool:
         """Returns True if the process has ended.
 
-        Checks with a signal if /proc hides the process (`hidepid`).
+        If /proc hides the process (`hidepid`), a signal 0 checks if the process exists.
         """
         stat = process_stat(self.pid)
         if stat is None or self.start == _HIDDEN:
@@ -67,10 +68,10 @@ def _exists(pid: int) -> bool:
 
 
 def find_launcher(env: Mapping[str, str]) -> Launcher | None:
-    """Returns the process that started this rank, also through shells; None if there is none."""
+    """Returns the launcher of this rank, which can be above wrapper shells; None without launcher."""
     if not process_ids():
         return None
-    # A shell that was started from a rank may have our variable, but not torch's.
+    # A shell that a rank has started can have our variable without torch's variable.
     if env.get(LAUNCHER_VARIABLE, "").isdecimal() and "TORCHELASTIC_RUN_ID" in env:
         return _own_launcher(int(env[LAUNCHER_VARIABLE]))
     try:
@@ -86,10 +87,10 @@ def find_launcher(env: Mapping[str, str]) -> Launcher | None:
         stat = process_stat(pid)
         if stat is None and _exists(pid):
             return Launcher(topology.launcher, pid, _HIDDEN)
-        if stat is None:  # it has just ended, and this process has another parent
+        if stat is None:  # the parent has just ended, and this process has another parent
             pid = os.getppid()
             continue
-        # The daemon of a launcher (slurmstepd) may belong to root, a wrapper shell does not.
+        # The daemon of a launcher (slurmstepd) can belong to root, so its environment is unreadable.
         if not started_with(pid, variable, env[variable]):
             return Launcher(topology.launcher, pid, stat.start)
         pid = stat.parent
@@ -97,7 +98,7 @@ def find_launcher(env: Mapping[str, str]) -> Launcher | None:
 
 
 def _own_launcher(pid: int) -> Launcher:
-    """Returns Paceline's own launcher, whose process id is known; it may have ended."""
+    """Returns Paceline's own launcher from its process id; the launcher can have ended already."""
     stat, ancestor = process_stat(pid), os.getppid()
     while ancestor > 1 and ancestor != pid:
         above = process_stat(ancestor)
@@ -112,12 +113,12 @@ class LauncherWatch(Unwatched):
     """Ends a rank whose launcher (torchrun, mpirun, slurmstepd or our own) has ended.
 
     A daemon thread watches the launcher. The rank stops as after SIGTERM: between steps with a
-    checkpoint, or at once before the first step. A rank that has not ended after half a minute hangs
-    and is killed.
+    checkpoint, or at once before the first step. If the rank has not ended after half a minute, it hangs
+    and is ended.
 
-    The launcher is the nearest ancestor without the environment variables that make this process a rank;
-    wrapper shells inherit these variables. Processes without a launcher are not watched: a single process
-    under nohup or tmux, and ranks that were started by hand.
+    The launcher is the nearest ancestor process without the environment variables that make this process
+    a rank. Wrapper shells have these variables. Processes without a launcher are not affected, such as a
+    single process under nohup or tmux, or ranks that were started by hand.
 
     Args:
         env: The environment of this process.
@@ -130,7 +131,7 @@ class LauncherWatch(Unwatched):
             threading.Thread(target=self._watch, name="paceline-launcher", daemon=True).start()
 
     def cause(self, failure: Failure) -> Failure:
-        """Returns the loss of the launcher, if it has ended, as the cause of later failures."""
+        """Returns the failure that the launcher has ended or, if the launcher runs, `failure`."""
         # `Failure.report` waits for our own launcher.
         waits = failure.between_ranks and not is_child_of_launcher()
         deadline = time.monotonic() + (_LAUNCHER_SEEN_S if waits else 0.0)
@@ -153,15 +154,15 @@ class LauncherWatch(Unwatched):
             time.sleep(_POLL_S)
         handler = signal.getsignal(signal.SIGTERM)
         if not callable(handler) or isinstance(getattr(handler, "__self__", None), DeferredEnd):
-            # Before the first step there is nothing to save; after the last step, everything is saved.
-            # After an error, a checkpoint that is still being written is lost, the one before is kept.
+            # Before the first step there is nothing to save, and after the last step everything is saved.
+            # After an error, an unfinished checkpoint is lost, but the checkpoint before it is kept.
             self._end(failure)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_STOP_S)
         self._end(failure)
 
     def _end(self, failure: Failure) -> None:
-        """Ends the process without exit handlers, which may wait for ranks that have ended."""
+        """Ends the process without exit handlers, because these could wait for ranks that ended."""
         await_report = in_thread(partial(self._report, failure))
         await_report(_REPORT_S)  # a pipe without a reader must not block the exit
         os._exit(failure.exit_code)

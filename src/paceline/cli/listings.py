@@ -78,7 +78,10 @@ def list_models(
 
 
 def count_parameters(name: str) -> int:
-    """Returns the number of parameters of one of our models, for 1,000 classes by default."""
+    """Returns the number of parameters of one of Paceline's models.
+
+    The model has 1,000 classes, or 10 for models that are made for small images.
+    """
     import torch
 
     from paceline.models.registry import create_model

@@ -43,7 +43,7 @@ def _range_flags(
     output: str | None = typer.Option(None, help="Run folder. Default: runs/RECIPE-lr-find-NNN."),
     as_json: AsJson = False,
 ) -> None:
-    """Declares the flags of `lr-find` that `train` does not have or has in another form."""
+    """Declares the flags of `lr-find` that `train` does not have, or that differ from `train`."""
 
 
 def find_rate(**given: Any) -> int:
@@ -55,7 +55,7 @@ def find_rate(**given: Any) -> int:
         raise ConfigError("--steps", steps, "must be at least 20", "try 100")
     ranks = given["nproc_per_node"]
     check_at_least(1, {"--nproc-per-node": ranks})
-    # An optimizer class without a default rate needs one, which the range replaces.
+    # An optimizer class without a default rate needs a rate. The range test replaces it.
     flags = {"optim.lr": high, **parse_flags(given, _FLAGS)}
     config = resolve(given["recipe"], flags, given["settings"], given["trust"])
     config = range_config(config, low, high, steps, ranks)
@@ -76,11 +76,11 @@ def range_config(
     """Returns the configuration of a range test.
 
     Args:
-        config: The configuration of the recipe; schedule, length and records are replaced.
-        low: First rate.
-        high: Last rate.
-        steps: Steps from the first rate to the last.
-        ranks: Number of ranks that this process starts.
+        config: The configuration of the recipe. Schedule, number of epochs and checkpoints are replaced.
+        low: The first learning rate.
+        high: The last learning rate.
+        steps: The number of steps from the first rate to the last.
+        ranks: The number of ranks that this process starts.
 
     Raises:
         ConfigError: If the recipe resumes a run or is a rehearsal.
@@ -150,9 +150,9 @@ def _run(config: RunConfig, steps: int, as_json: bool) -> int:
 
 
 def range_chart(result: RangeResult) -> Chart:
-    """Draws the loss over the decimal logarithm of the rate."""
+    """Returns a chart of the loss over the decimal logarithm of the learning rate."""
     powers = [math.log10(rate) for rate in result.rates]
-    # Losses far above the lowest one would flatten all others.
+    # Cut off very high losses, which would flatten the rest of the curve.
     top = 2.0 * max(result.smoothed[: len(result.smoothed) // 2 + 1])
     losses, smoothed = (
         [(x, min(y, top)) for x, y in zip(powers, values, strict=True)]
@@ -173,7 +173,13 @@ def range_chart(result: RangeResult) -> Chart:
 
 
 def range_page(name: str, chart: Chart, rows: list[tuple[str, str]]) -> str:
-    """Returns the page of a learning-rate range test."""
+    """Returns the HTML page of a learning-rate range test.
+
+    Args:
+        name: The name of the run.
+        chart: The chart of the losses.
+        rows: The results as (label, value) pairs.
+    """
     head = f"<header><p>{markup(name)}</p><h1>{markup(chart.title)}</h1></header>"
     return document(name, [head, definition_list(rows, "facts"), figures([chart])])
 

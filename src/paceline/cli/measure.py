@@ -1,4 +1,4 @@
-"""Helpers of the commands that measure: checks of values, start of ranks, and JSON output."""
+"""Helpers for commands that measure: check values, start ranks, and print JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_rank(ranks: int) -> bool:
     """Returns True if a launcher has started this process as a rank; `ranks` is --nproc-per-node.
 
     Raises:
-        ConfigError: If both a launcher and `ranks` start ranks, or neither does.
+        ConfigError: If a launcher has started this process and `ranks` is given, or neither is the case.
     """
     topology = Topology.from_env(os.environ)
     launched = topology.launcher != "single"
@@ -70,7 +70,7 @@ def check_settings(device: str, backend: str, group_size: int = 0) -> None:
 
 
 def parse_size_range(min_bytes: str, max_bytes: str, factor: float) -> tuple[int, int]:
-    """Returns the first and last size of a series that grows by `factor`."""
+    """Parses and checks the first and last size, in bytes, of a series that grows by `factor`."""
     if factor <= 1:
         raise ConfigError("--factor", factor, "must be above 1", "try 4")
     low, high = parse_bytes("--min-bytes", min_bytes), parse_bytes("--max-bytes", max_bytes)
@@ -80,7 +80,7 @@ def parse_size_range(min_bytes: str, max_bytes: str, factor: float) -> tuple[int
 
 
 def parse_algorithms(text: str) -> tuple[str, ...]:
-    """Parses names of all-reduce algorithms, or `all`."""
+    """Parses the names of all-reduce algorithms, separated by commas, or `all`."""
     if text == "all":
         return algorithm_names()
     names = tuple(part.strip() for part in text.split(",") if part.strip())
@@ -90,7 +90,7 @@ def parse_algorithms(text: str) -> tuple[str, ...]:
 
 
 def chosen_device(name: str) -> str:
-    """Returns the device of `--device`, `cpu` or `cuda`."""
+    """Returns `cpu` or `cuda` for the value of `--device`, which can be `auto`."""
     import torch
 
     from paceline.core.host import ask_for_connections
@@ -108,7 +108,7 @@ def print_json(report: Mapping[str, Any]) -> None:
 
 
 def environment(device: torch.device | str) -> dict[str, Any]:
-    """Returns versions and hardware, for the JSON of a measurement."""
+    """Returns versions and hardware for the JSON output of a measurement."""
     import torch
 
     from paceline.train.machine import hardware, versions

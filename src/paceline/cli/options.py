@@ -37,7 +37,7 @@ Workers = Annotated[int | None, typer.Option(min=0, help="Threads. Default: a co
 
 
 def without_options(arguments: Sequence[str], options: Collection[str]) -> list[str]:
-    """Returns command-line arguments without some options and their values."""
+    """Returns command-line arguments without the given options and without the values of these."""
     kept, skip = [], False
     for argument in arguments:
         if skip:
@@ -50,7 +50,7 @@ def without_options(arguments: Sequence[str], options: Collection[str]) -> list[
 
 
 def check_at_least(least: int, values: Mapping[str, float]) -> None:
-    """Raises ConfigError for an option whose value is below `least`."""
+    """Checks option values, by option name; raises ConfigError for a value below `least`."""
     for option, value in values.items():
         if value < least:
             raise ConfigError(option, value, f"must be at least {least}")

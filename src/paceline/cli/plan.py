@@ -51,7 +51,7 @@ from paceline.report.run_page import write_page
 
 
 class _Step(StepRequest):
-    """A request that counts unknown models from a trace, with torch."""
+    """A step request that uses torch to trace the layers of models that the planner does not know."""
 
     def network(self, name: str) -> Network:
         if ":" not in name and name not in TRACED:
@@ -83,7 +83,7 @@ def _step_flags(
     classes: int | None = typer.Option(None, help="Outputs of the model; 1000."),
     channels: int | None = typer.Option(None, help="Channels of an image; 3."),
 ) -> _Step:
-    """Makes the request from the flags about the step."""
+    """Makes the step request from its flags."""
     return _Step(model, gpu, software, profile, image_size, classes, channels)
 
 
@@ -100,7 +100,7 @@ def _cluster_flags(
     oversubscription: float | None = typer.Option(None, help="Between nodes; 1."),
     cluster: Path | None = typer.Option(None, help="A file of paceline tune, instead of flags."),
 ) -> ClusterRequest:
-    """Makes the request from the flags about the cluster."""
+    """Makes the cluster request from its flags."""
     return ClusterRequest(
         nodes, gpus_per_node, node_gbps, latency_us, links, oversubscription, cluster
     )
@@ -205,7 +205,7 @@ def _is_gpu(chip: Accelerator | None, file: PlanFile, profiled: Workload | None)
 
 
 def _meets_over_nccl(chip: Accelerator | None, file: PlanFile, profiled: Workload | None) -> bool:
-    """Returns True if ranks use NCCL: as in the probe or, without a probe, if they have GPUs."""
+    """Returns True if ranks use NCCL: as in the measured cluster or else if the ranks have GPUs."""
     if file.probed is None:
         return _is_gpu(chip, file, profiled)
     return file.probed.backend == "nccl"
@@ -215,7 +215,7 @@ def _memory(
     net: Network | None, chip: Accelerator | None, batch: int, work: Workload, *, is_gpu: bool,
     half: bool | None,
 ) -> MemoryEstimate | None:  # fmt: skip
-    """Returns the memory of a step; None if the layers are unknown.
+    """Estimates the memory of a step; returns None if the layers are unknown.
 
     Raises:
         ConfigError: If the memory of the GPU is too small for the batch.
@@ -228,7 +228,7 @@ def _memory(
 
 
 def _check_batch(batch: int, place: Cluster, samples: int) -> None:
-    """Raises ConfigError if the global batch is larger than the data set."""
+    """Checks the global batch; raises ConfigError if it is larger than the data set."""
     if batch * place.ranks > samples:
         raise ConfigError(
             "--batch-size", batch,
@@ -241,7 +241,10 @@ def _check_batch(batch: int, place: Cluster, samples: int) -> None:
 def _fusion_plan(
     path: Path | None, question: Question, place: Cluster, *, restricted: bool
 ) -> FusionPlan:
-    """Returns the plan of the file, or the best plan that the flags allow."""
+    """Returns the plan in the file `path` or, without a file, the best plan that the flags allow.
+
+    `restricted` is True if flags restrict the algorithms or wire formats, which excludes a file.
+    """
     work = question.workload
     if path is None:
         return best_plan(work, place, question.batch, question.algorithms, question.wires)
@@ -257,9 +260,9 @@ def _fusion_plan(
 
 
 def _network(step: _Step, profiled: Workload | None) -> Network | None:
-    """Returns the model's layers; None if the workload is profiled and its model is unknown.
+    """Returns the layers of the model; None if the step is profiled and its model is unknown.
 
-    Code that a profile names is not run. Only the layers of Paceline's own models are traced.
+    Code that a profile names is not run: with a profile, only Paceline's own models are traced.
     """
     if profiled is None:
         return step.network(step.model or "resnet50")
@@ -291,7 +294,7 @@ def _recomputing_norms(net: Network | None, profiled: Workload | None) -> Networ
 def _write_plan(path: Path, file: PlanFile, chosen: FusionPlan, answer: Answer) -> None:
     """Writes the plan, with the contents of the cluster file if it is for the same number of nodes.
 
-    A start-up time that the user gave is not divided into parts and is omitted.
+    A start-up time that the user gave has no parts, so the file does not contain it.
     """
     work, place = answer.workload, answer.cluster
     cluster = ClusterFacts(place.ranks, place.nodes)
@@ -305,7 +308,7 @@ def _write_plan(path: Path, file: PlanFile, chosen: FusionPlan, answer: Answer) 
 
 
 def _print(answer: Answer) -> None:
-    """Prints facts and tables; a pipe is as wide as the widest table, so that no number is cut."""
+    """Prints facts and tables. A pipe gets the width of the widest table, so that nothing is cut."""
     console = Console()
     tables = [
         rich_table(table, boxed=True, caption=table.title)

@@ -1,6 +1,6 @@
-"""The answer of `paceline plan`, as tables for the terminal and as a page.
+"""Displays the answer of `paceline plan`, as tables for the terminal and as an HTML page.
 
-The page shows the prediction, the scaling, the choices of nodes and batch, and the times of the buckets.
+The page shows the prediction, the scaling, further numbers of nodes and batches, and the bucket times.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FROM_BACKWARD = "ms from the start of backward"
 
 
 def plan_page(answer: Answer) -> str:
-    """Returns the page of a prediction."""
+    """Returns the HTML page of an answer."""
     now = answer.now
     title = (
         f"{answer.workload.model} on {now.ranks:,} ranks, batch {now.batch:,} each: "
@@ -41,7 +41,7 @@ def plan_page(answer: Answer) -> str:
 
 
 def answer_tables(answer: Answer) -> list[Table]:
-    """Returns the tables after the facts, in the order of the terminal: the most important one last."""
+    """Returns the tables that follow the facts, in the order of the terminal: the main table last."""
     cost = ("cost",) if answer.limits.price else ()
     energy = ("kWh",) if answer.job.watts else ()
     buckets = ("bucket", "tensors", "MiB", "algorithm", "ready ms", "start ms", "end ms")
@@ -69,12 +69,12 @@ def _speed(answer: Answer) -> Chart:
 
 
 Row = tuple[str, ...]
-# Further buckets are counted, not listed.
+# The number of listed buckets. Further buckets are only counted.
 _MAX_BUCKETS = 12
 
 
 def fact_rows(answer: Answer) -> list[Row]:
-    """Returns the facts of a prediction, as names and values."""
+    """Returns the facts of an answer as (name, value) pairs."""
     now, work = answer.now, answer.workload
     sure = _sure(now.uncertainty)
     picked = ", recommended" if answer.recommended else ""
@@ -117,12 +117,12 @@ def _limit_words(answer: Answer) -> str:
     return f"{limits.global_batch:,} in all: {limits.why} ({flag}){over}"
 
 
-# From this spread on, the faster end of a ± would make no sense.
+# For a larger relative uncertainty, "±" would make no sense, because its lower end is near zero.
 _WIDE = 0.5
 
 
 def _sure(spread: float) -> str:
-    """Formats an uncertainty.
+    """Formats a relative uncertainty.
 
     >>> _sure(0.08), _sure(1.4)
     ('± 8%', 'within a factor of 2.4')
@@ -152,7 +152,7 @@ def _memory_rows(answer: Answer) -> list[Row]:
 
 
 def _input_words(answer: Answer) -> str:
-    """Describes the input rate that a node needs, and the cores for it."""
+    """Describes the input rate that a node needs, and the number of cores that decode at this rate."""
     need = answer.needed_images_per_s
     cores, packed = (math.ceil(need / rate) for rate in (CORE_IMAGES_PER_S, PACKED_IMAGES_PER_S))
     return (
@@ -220,14 +220,14 @@ def format_gbps(rate: float) -> str:
 
 
 def _slowdown(now: Prediction) -> str:
-    """Describes how hidden exchanges slow the compute; empty unless this was measured."""
+    """Describes by how much hidden exchanges slow the compute; empty if they do not."""
     if not now.hidden_comm_s:
         return ""
     return f", compute slowed by hidden communication {1e3 * now.hidden_comm_s:,.2f}"
 
 
 def _or_more(answer: Answer) -> str:
-    """Returns a suffix for the largest number of ranks if a limit has ended the search."""
+    """Returns a suffix that tells if a limit ended the search for the largest number of ranks."""
     if not answer.cluster.has_network:
         return ": more nodes are not known"
     step = answer.cluster.ranks_per_node
@@ -267,7 +267,7 @@ def bucket_rows(answer: Answer) -> list[Row]:
 
 
 def _exchange(score: BucketScore) -> str:
-    """Returns the algorithm of a bucket, as in `ring`, and its wire format if it has one."""
+    """Returns the algorithm of a bucket, such as `ring`, and the wire format unless it is `auto`."""
     return score.algorithm + ("" if score.wire == "auto" else f", {score.wire}")
 
 

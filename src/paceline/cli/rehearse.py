@@ -1,4 +1,4 @@
-"""`paceline rehearse`: trains on this machine as a cluster would, with predicted times."""
+"""`paceline rehearse`: trains on this machine as a cluster would, and predicts the cluster's times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.cli.signature import take_signature
 from paceline.cli.train import FLAGS, parse_flags, resolve, train, train_here
 from paceline.train.stop_signals import interrupted_at_once, without_save_requests
 
-# The settings of the flags that describe the cluster, by the names of their parameters.
+# The flags that describe the cluster: the setting of each flag, by the flag's parameter name.
 _CLUSTER = {
     name: f"run.rehearsal.{name}"
     for name in (

@@ -81,7 +81,7 @@ def compare_runs(
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
-    """Prints caption, table and notes; in a pipe without a box, with each row on one line."""
+    """Prints caption, table and notes. In a pipe, the table has no box, and each row is one line."""
     drawn = rich_table(compare_table(comparison), boxed=console.is_terminal)
     widen_pipe(console, [drawn])
     if text := compare_caption(comparison):
@@ -122,7 +122,7 @@ def watch_runs(
 
 
 def find_runs(given: Iterable[Path]) -> list[Path]:
-    """Returns the run folders, and given folders that do not exist yet."""
+    """Returns all run folders in `given`, and the given folders that have no runs or do not exist."""
     given = list(given)
     for path in given:
         if path.exists() and not path.is_dir():

@@ -1,4 +1,4 @@
-"""Signatures of commands, from which Typer makes flags."""
+"""Sets the signatures of commands; Typer makes flags from signatures."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, get_type_hints
 def take_signature(
     command: Callable[..., int], names: Collection[str], *functions: Callable[..., Any]
 ) -> None:
-    """Gives `command` the signature of other functions, from which Typer makes its flags.
+    """Sets the signature of `command` to parameters of other functions, so that Typer makes flags.
 
     Args:
-        command: A function of keyword arguments.
-        names: The parameters to take.
-        functions: The functions that have them. If two have a parameter of the same name, `command` gets
-            the later one.
+        command: A function that accepts any keyword arguments.
+        names: The names of the parameters to copy.
+        functions: The functions that have these parameters. If two functions have a parameter of the same
+            name, the later function decides.
     """
     parameters: dict[str, inspect.Parameter] = {}
     hints: dict[str, Any] = {"return": int}
@@ -32,11 +32,11 @@ def take_signature(
 
 
 def flags_of(**makers: Callable[..., Any]) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Returns a decorator that replaces parameters of a command by flags.
+    """Returns a decorator that replaces some parameters of a command by several flags each.
 
     Args:
-        makers: For each parameter the function that makes its value; the parameters of that function
-            become flags.
+        makers: By parameter of the command, a function that makes the parameter's value. The parameters
+            of this function become flags.
     """
 
     def decorate(command: Callable[..., int]) -> Callable[..., int]:

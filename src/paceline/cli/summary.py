@@ -1,4 +1,4 @@
-"""Tables in the terminal: the summary of a run, and those of comparisons and predictions."""
+"""Prints tables in the terminal: the summary of a run, comparisons and predictions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.train.display import print_line
 
 
 def print_summary(console: Console, folder: Path, page: Path) -> None:
-    """Prints the verdict, the table and the path of the report."""
+    """Prints the verdict and the main results of the run in `folder`, and the path of its report."""
     run = RunFiles.read(folder)
     table = RichTable(show_header=False)
     table.add_column("what")
@@ -29,7 +29,7 @@ def print_summary(console: Console, folder: Path, page: Path) -> None:
 
 
 def rich_table(table: Table, *, boxed: bool, caption: str | None = None) -> RichTable:
-    """Returns a table of a report for the terminal; heads and labels wrap, numbers do not."""
+    """Converts a report table for the terminal; headings and text cells wrap, numbers do not."""
     drawn = RichTable(
         box=box.SIMPLE_HEAD if boxed else None, pad_edge=False, show_edge=False,
         collapse_padding=boxed, caption=caption, caption_justify="left",
@@ -46,7 +46,7 @@ def rich_table(table: Table, *, boxed: bool, caption: str | None = None) -> Rich
 
 
 def widen_pipe(console: Console, tables: Iterable[RichTable]) -> None:
-    """Makes a pipe as wide as the widest table, so that each row is one line."""
+    """Sets the width of a pipe to the widest table, so that each row is one line."""
     if not console.is_terminal:
         wide = console.options.update(width=10_000)
         widths = (console.measure(table, options=wide).maximum for table in tables)

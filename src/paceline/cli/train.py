@@ -88,7 +88,7 @@ def train(
             return train_here(config)
 
 
-# The settings of flags that `rehearse` and `lr-find` have, too, by the names of their parameters.
+# The flags that `rehearse` and `lr-find` share: the setting of each flag, by parameter name.
 FLAGS = {
     "data_dir": "data.dir", "val_split": "data.val_split", "image_size": "data.image_size",
     "model": "model.name", "batch_size": "run.batch_size",
@@ -104,7 +104,12 @@ FLAGS = {
 
 
 def parse_flags(given: Mapping[str, Any], settings_of: Mapping[str, str] = FLAGS) -> dict[str, Any]:
-    """Returns the values of the flags that were given, by setting."""
+    """Parses the flags that were given and returns their values by setting.
+
+    Args:
+        given: The values of all parameters of a command; None if a flag was not given.
+        settings_of: The setting of each flag, by parameter name.
+    """
     return {
         setting: parse_value(setting, given[name])
         for name, setting in settings_of.items()
@@ -115,7 +120,7 @@ def parse_flags(given: Mapping[str, Any], settings_of: Mapping[str, str] = FLAGS
 def resolve(
     recipe: str | None, flags: dict[str, Any], settings: list[str], trust: bool = False
 ) -> RunConfig:
-    """Builds the configuration from defaults, recipe, flags and `--set`."""
+    """Builds the configuration from defaults, the recipe, flags and the values of `--set`."""
     overrides = flags | dict(parse_assignment(text) for text in settings)
     if "data.dir" in overrides:
         # The user's data replaces the embedded set of a recipe.
@@ -130,7 +135,7 @@ def train_here(config: RunConfig) -> int:
     from paceline.trainer import Trainer
 
     startup = StartUp(process_age_s())
-    # Ranks of mpirun have terminals even if its output is redirected.
+    # Ranks of mpirun have terminals even if the output of mpirun is redirected.
     console = Console(force_terminal=False if "OMPI_COMM_WORLD_RANK" in os.environ else None)
     outcome = Trainer.from_config(config).run(
         lambda: create_display(console, config.run.log_interval),

@@ -1,8 +1,8 @@
 """`paceline tune` measures a cluster and writes a plan; `paceline profile` measures a training step.
 
-The plan file of `tune` (`paceline.plan.plan_file`) contains the links, the times of every size and
-algorithm, and the size table. With a recipe or a model it also contains the profiled step, the best plan
-and its predicted time.
+The plan file of `tune` (`paceline.plan.plan_file`) contains the links, the all-reduce times of every size
+and algorithm, and the size table. With a recipe or a model, it also contains the profiled step, the best
+plan and the predicted step time.
 """
 
 from __future__ import annotations
@@ -128,7 +128,11 @@ def tune(
 
 
 def _measure(tuner: Tuner, accept_noise: bool, show: Callable[[str], None]) -> tuple[PlanFile, str]:
-    """Measures links and all-reduces and shows each at once; also returns a note on the noise."""
+    """Measures links and all-reduces, and shows each result at once.
+
+    Returns:
+        The plan file, and a warning if the measurements are noisy, else an empty text.
+    """
     cluster = tuner.cluster()
     links = [_link_line("inside a node", cluster.intra),
              _link_line("between nodes", cluster.inter), _hidden_line(cluster)]  # fmt: skip
@@ -152,7 +156,7 @@ def _show(text: str) -> None:
 
 
 def _ignore(text: str) -> None:
-    """Prints nothing, on ranks other than 0."""
+    """Replaces `_show` on ranks other than 0 and prints nothing."""
 
 
 def _config(
@@ -171,7 +175,7 @@ def _config(
 
 
 def _classes(config: RunConfig) -> tuple[int, str]:
-    """Returns the number of classes, and a line if it is an assumption."""
+    """Returns the number of classes, and a line for the user if the number is an assumption."""
     from paceline.data import open_source
     from paceline.train.resolve import check_num_classes
 
@@ -187,7 +191,7 @@ def _classes(config: RunConfig) -> tuple[int, str]:
 
 
 def _profile(config: RunConfig, classes: int, here: RunConfig) -> tuple[Workload, int]:
-    """Profiles the step of this rank, at the same time as the other ranks; returns its batch, too."""
+    """Profiles the step of this rank while the other ranks do the same; returns step and batch."""
     from paceline.train.machine import choose_device
     from paceline.tune.profile import config_row, profile_workload
 
@@ -199,7 +203,7 @@ def _profile(config: RunConfig, classes: int, here: RunConfig) -> tuple[Workload
 def _planned(
     tuned: PlanFile, profiled: tuple[Workload, int], joined: RankGroup, show: Callable[[str], None]
 ) -> PlanFile:
-    """Adds the plan of the model, for the step of rank 0."""
+    """Adds the plan of the model to the plan file, based on the profiled step of rank 0."""
     from paceline.planner.workload import Workload
     from paceline.tune.tuner import plan_model
 
@@ -262,7 +266,11 @@ def profile(
 
 
 def check_output(output: Path, force: bool) -> Path:
-    """Raises ConfigError if the file exists, unless `force` is set, or if its folder does not exist."""
+    """Returns `output` if the file can be written.
+
+    Raises:
+        ConfigError: If the file exists and `force` is False, or if the folder does not exist.
+    """
     if output.exists() and not force:
         raise ConfigError("--output", str(output), "exists already", "give --force or another name")
     if not output.parent.is_dir():

@@ -16,8 +16,8 @@ class Job:
     """Facts about the job that are known before the data is open.
 
     Attributes:
-        processes: Number of processes.
-        device: Type of their devices, `cpu` or `cuda`; empty if it is unknown.
+        processes: The number of processes.
+        device: The device type of the processes, `cpu` or `cuda`; empty if unknown.
     """
 
     processes: int

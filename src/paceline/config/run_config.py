@@ -1,6 +1,6 @@
 """`RunConfig`: the settings of all packages, in sections.
 
-Values come from defaults, then a recipe (shipped, by name, or a TOML file), then flags (`load_config`).
+Values come from defaults, then from a recipe (shipped, or a TOML file), then from flags (`load_config`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ DEFAULTS = 1
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The settings of a run, with a section for each package that has settings."""
+    """The settings of a run. Each package that has settings has a section."""
 
     run: RunSettings = field(default_factory=RunSettings)
     data: DataSettings = field(default_factory=DataSettings)
@@ -67,21 +67,25 @@ class RunConfig:
         check_exclusions(self.exclusions(), **self.sections())
 
     def exclusions(self) -> list[Exclusion]:
-        """Returns the exclusions between sections and the exclusions of the owners in use."""
+        """Returns the exclusions between sections and the exclusions of owners that are in use."""
         owners = (s.exclusions() for s in self.sections().values() if isinstance(s, Section))
         return [*EXCLUSIONS, *chain.from_iterable(owners)]
 
     def check_job(self, job: Job, program: object = None) -> None:
-        """Checks combinations with facts about the job and with the objects of the program, if any.
+        """Checks the settings against facts about the job and the objects of the program.
+
+        Args:
+            job: The facts about the job.
+            program: The objects that a Python program gave, or None.
 
         Raises:
-            ConfigError: If a combination is refused.
+            ConfigError: If a combination of a setting and a fact is refused.
         """
         facts = {"job": job} | ({} if program is None else {"program": program})
         check_exclusions(self.exclusions(), **self.sections(), **facts)
 
     def check_wire(self, wire: str) -> None:
-        """Checks a wire format of a plan as if `comm.wire` named it.
+        """Checks that a wire format in a plan would be valid as `comm.wire`.
 
         Raises:
             ConfigError: If the wire format is refused.
@@ -118,7 +122,7 @@ class RunConfig:
         return {f.name: to_table(getattr(self, f.name)) for f in fields(self)}
 
     def to_toml(self) -> str:
-        """Returns a recipe with the settings in use and the version of the other defaults."""
+        """Returns a TOML recipe with the settings in use and the version of the defaults."""
         return tomli_w.dumps({"defaults": DEFAULTS, **self.in_use()})
 
     def in_use(self) -> Tables:
@@ -129,17 +133,17 @@ class RunConfig:
         return tables
 
     def unused(self) -> Iterator[tuple[Section, str]]:
-        """Yields section and name of each owner that has settings but is not chosen."""
+        """Yields (section, table name) of each owner whose settings are given but not chosen."""
         for section in self.sections().values():
             for owner in section.unused() if isinstance(section, Section) else ():
                 yield section, owner
 
     def flat(self) -> dict[str, Any]:
-        """Returns `{"run.seed": 0, …}`, with settings of owners as `comm.hybrid.sizes`."""
+        """Returns all values as `{"run.seed": 0, …}`; owners' settings are named `comm.hybrid.sizes`."""
         return flatten(self.to_tables())
 
     def with_values(self, values: Mapping[str, Any]) -> RunConfig:
-        """Returns a copy with the given values, `{"section.key": value}`."""
+        """Returns a copy with changed values, given as `{"section.key": value}`."""
         return RunConfig.from_tables(merge(self.to_tables(), unflatten(values)))
 
 
@@ -155,7 +159,7 @@ SECTIONS: dict[str, type] = {
 
 
 def _nearest_key(name: str) -> str:
-    """Returns a remedy with the nearest `section.key`; compares the keys only."""
+    """Returns a remedy that suggests the setting whose key, without the section, is most similar."""
     known = {key: f"{s}.{key}" for s, kind in SECTIONS.items() for key in own_hints(kind)}
     hint = nearest(name.rpartition(".")[2], known)
     for key, full in known.items():
@@ -164,10 +168,10 @@ def _nearest_key(name: str) -> str:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tables:
-    """Updates the sections of `below` with the values of `above`, key by key.
+    """Returns the sections of `below`, updated with the values of `above` key by key.
 
-    If `above` changes a setting on which another setting of `below` depends, the dependent setting
-    is adapted, unless `above` sets it too.
+    If `above` changes the image size or the channels, dependent settings of `below` are adapted, unless
+    `above` sets these settings, too.
     """
     merged = merge_tables(below, above)
     lower, upper = below.get("data"), above.get("data")
@@ -179,7 +183,7 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tables:
 def _follow_image(
     below: Mapping[str, Any], above: Mapping[str, Any], merged: dict[str, Any]
 ) -> None:
-    """Keeps the ratio of validation resize to image size; drops statistics of other channels."""
+    """Scales `eval_resize` with the image size; drops `mean` and `std` if the channels change."""
     was = below.get("image_size", DataSettings.image_size)
     size, resize = above.get("image_size", was), below.get("eval_resize", 0)
     numbers = all(type(value) is int and value > 0 for value in (was, size, resize))
@@ -193,7 +197,7 @@ def _follow_image(
 
 
 def setting_names() -> list[str]:
-    """Returns the names of all settings, those of owners included, as `section.key`."""
+    """Returns the names of all settings as `section.key`, including the settings of owners."""
     names = []
     for section, kind in SECTIONS.items():
         names += [f"{section}.{key}" for key in own_hints(kind)]
@@ -203,7 +207,7 @@ def setting_names() -> list[str]:
 
 
 def _defaults(tables: Mapping[str, Any]) -> RunConfig:
-    """Returns the defaults of all sections, and of the owners that `tables` contains or chooses."""
+    """Returns the defaults of all sections and of the owners that `tables` contains or chooses."""
     kept: Tables = {}
     for section, kind in SECTIONS.items():
         table = tables.get(section)
@@ -229,7 +233,7 @@ def without_version(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_defaults(tables: Mapping[str, Any]) -> Tables:
-    """Returns a stored configuration with the defaults of settings that it does not contain."""
+    """Adds the defaults of missing settings to the tables of a stored configuration."""
     tables = without_version(tables)
     return merge(_defaults(tables).to_tables(), tables)
 
@@ -247,7 +251,7 @@ def unflatten(values: Mapping[str, Any]) -> Tables:
 
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-# The share of the quickstart, and more than most recipes have; recipes with more set it themselves.
+# The default of `optim.warmup_max_share`: the share in the quickstart; most recipes have less.
 WARMUP_MAX_SHARE = 0.2
 
 
@@ -284,9 +288,9 @@ def load_config(
     """Builds a configuration from defaults, recipe and overrides.
 
     Args:
-        recipe: A shipped recipe or a TOML file; None for the defaults.
-        overrides: Values that replace values of the recipe, `{"section.key": value}`.
-        trust: Allow the recipe to name code.
+        recipe: The name of a shipped recipe, or a TOML file; None for the defaults.
+        overrides: Values that replace values of the recipe, as `{"section.key": value}`.
+        trust: True to allow a recipe that names code to run.
 
     Raises:
         ConfigError: If a setting is unknown or wrong, or if the recipe names code without `trust`.
@@ -317,9 +321,9 @@ def load_config(
 
 
 def _refuse_unused(config: RunConfig, overrides: Mapping[str, Any]) -> None:
-    """Refuses a flag without effect, because its owner is not chosen or does not use it.
+    """Raises ConfigError for a flag without effect: its owner is not chosen or does not use it.
 
-    Recipes may contain such settings, for owners that a flag may choose.
+    Recipes may contain such settings, because a flag can choose their owners.
     """
     for name, value in overrides.items():
         section, *table, key = name.split(".")
@@ -339,19 +343,19 @@ def _refuse_unused(config: RunConfig, overrides: Mapping[str, Any]) -> None:
 def stored_config(
     tables: Mapping[str, Any], overrides: Mapping[str, Any], origin: object, trust: bool | RunConfig
 ) -> RunConfig:
-    """Returns the configuration in a checkpoint.
+    """Builds the configuration that a checkpoint contains.
 
-    Registered parts that only training needs, such as another program's optimizer, are omitted.
+    Leaves out parts that another program registered and only training needs, such as an optimizer.
 
     Args:
-        tables: The tables in the checkpoint.
+        tables: The configuration tables in the checkpoint.
         overrides: Values that replace values in the checkpoint.
         origin: The checkpoint, for messages.
-        trust: True to allow the code that the checkpoint names, or a configuration of this program that
-            names the same code.
+        trust: True to allow any code that the checkpoint names. A configuration of this program allows
+            the code that it names itself.
 
     Raises:
-        ConfigError: If the checkpoint names other code, or if a setting is unknown or wrong.
+        ConfigError: If the checkpoint names code that is not allowed, or a setting is unknown or wrong.
     """
     tables = _without_registered(tables)
     # Overrides first, because they may replace a value that is not valid in this version.
@@ -363,9 +367,9 @@ def stored_config(
 
 
 def _without_registered(tables: Mapping[str, Any]) -> Tables:
-    """Returns the tables without optimizer, schedule, strategy and wire format of another program.
+    """Removes optimizer, schedule, strategy and wire format from tables if this program lacks them.
 
-    Evaluation and export do not use them.
+    Another program registered these parts. Evaluation and export do not need them.
     """
     kept = {name: dict(table) for name, table in without_version(tables).items()}
     for section, setting, known in (
@@ -383,7 +387,7 @@ def _without_registered(tables: Mapping[str, Any]) -> Tables:
 def _from_file(
     tables: Mapping[str, Any], named: Mapping[str, Any], origin: object, trust: bool | RunConfig
 ) -> RunConfig:
-    """Builds a configuration with values from a file; `named` are the values from elsewhere."""
+    """Builds a configuration and checks the code that it names; values in `named` need no trust."""
     config = RunConfig.from_tables(tables)
     if trust is not True:
         own = trust.flat() if isinstance(trust, RunConfig) else {}
@@ -392,7 +396,7 @@ def _from_file(
 
 
 def _known_good(recipe: Tables, overrides: Mapping[str, Any], batch: int | None) -> KnownGood:
-    """Returns the origin of values, which the rule of `optim.scaling` needs."""
+    """Returns which values come from a recipe or from flags, for the rule of `optim.scaling`."""
     keeps = tuple(name for name in SCALED if name in overrides)
     if not recipe:
         return KnownGood(keeps=keeps)
@@ -412,9 +416,9 @@ def _known_good(recipe: Tables, overrides: Mapping[str, Any], batch: int | None)
 
 
 def _without_rates(recipe: Tables, optimizer: object) -> Tables:
-    """Drops the rates of a recipe for SGD, LARS or Muon if a flag chooses Adam.
+    """Drops the learning rates of a recipe for another optimizer if a flag chooses an Adam variant.
 
-    The rates of Adam are some hundred times smaller.
+    Adam needs rates that are some hundred times smaller.
     """
     own = recipe.get("optim", {}).get("name", OptimSettings.name)
     if optimizer is None or optimizer == own or _rates_of(optimizer) == SGD:
@@ -424,15 +428,15 @@ def _without_rates(recipe: Tables, optimizer: object) -> Tables:
 
 
 def _rates_of(optimizer: object) -> str:
-    """Returns the scale of an optimizer's rates; empty for a class or an unknown name."""
+    """Returns the name of an optimizer's range of rates (`RATES`); empty for a class or unknown name."""
     kind = settings_class(OptimSettings, str(optimizer), "optim.name")
     return getattr(kind, "RATES", "")
 
 
 def _warmup_share(recipe: Tables, asked: bool) -> float:
-    """Returns the default of the largest share of a run that warm-up may take.
+    """Returns the default of `optim.warmup_max_share`, the largest share of a run for warm-up.
 
-    Without it, a recipe with 3 epochs of warm-up would end at its peak rate with `--epochs 2`.
+    Without this limit, a recipe with 3 epochs of warm-up and `--epochs 2` would end during warm-up.
     """
     if asked:
         return 1.0
@@ -443,7 +447,7 @@ def _warmup_share(recipe: Tables, asked: bool) -> float:
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """Parses `section.key=value`, the form of `--set`."""
+    """Parses a value of `--set`, `section.key=value`, to a name and a value."""
     name, equals, value = text.partition("=")
     name = name.strip()
     if not equals or not name:
@@ -454,7 +458,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 def parse_value(name: str, text: str) -> Any:
     """Parses the text of a flag for the setting `name`: TOML, or a number in Python's notation.
 
-    The text itself is the value of a setting of type str, so that `--output 7` names a folder.
+    For a setting of type str, the text itself is the value, so that `--output 7` names a folder.
     """
     try:
         value = parse_toml(f"value = {text}".encode(errors="surrogateescape"))["value"]

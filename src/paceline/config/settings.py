@@ -141,7 +141,7 @@ class RunSettings(Section):
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """Times of checkpoints, and their number; a signal and the end of a run always save."""
+    """When checkpoints are saved, and how many are kept. A signal and the end of a run always save."""
 
     interval_epochs: int = 1
     """Epochs between two checkpoints; 0 disables this interval."""

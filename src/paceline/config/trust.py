@@ -32,8 +32,8 @@ LOSSES_OF_TORCH: Mapping[str, frozenset[str]] = {
         "smooth_l1_loss", "soft_margin_loss",
     )),
 }  # fmt: skip
-# Arguments of timm's and torchvision's factories that only change numbers of the network. Others read
-# files, hubs or pickles.
+# Arguments of timm's and torchvision's factories that only change numbers in the network. Other arguments
+# can read files, hubs or pickles.
 PLAIN_MODEL_ARGUMENTS = frozenset((
     "attention_dropout", "attn_drop_rate", "aux_logits", "drop_block_rate", "drop_path_rate",
     "drop_rate", "dropout", "init_values", "init_weights", "patch_drop_rate", "pos_drop_rate",
@@ -99,12 +99,11 @@ CODE_SETTINGS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
 
 
 def check_trust(values: Mapping[str, Any], named: Mapping[str, Any], origin: object) -> None:
-    """Raises ConfigError if the file `origin` names code that is not allowed without trust.
+    """Checks the code that a file names; raises ConfigError for code that needs trust.
 
     Args:
         values: All settings as `{"section.key": value}`.
-        named: Settings that the command line or a program has set; these settings may have any
-            value.
+        named: The values that the command line or a program has set; these may name any code.
         origin: The file, for the message.
     """
     for name, reason_against in CODE_SETTINGS.items():

@@ -36,14 +36,14 @@ __all__ = [
 def lazy_exports(
     package: str, modules: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Makes a package import its public names on first use, so that its settings load without torch.
+    """Makes a package import its public names on first use, so that importing it needs no torch.
 
     >>> __getattr__, __dir__ = lazy_exports("paceline.optim", {"LARS": "lars"})
 
     Args:
         package: The name of the package.
-        modules: For each name the module that defines it, relative to the package or with its full name.
-            By default the names that the package imports in its block `if TYPE_CHECKING`.
+        modules: The module that defines each name, relative to the package or with its full name. The
+            default is the names that the package imports in its block `if TYPE_CHECKING`.
 
     Returns:
         The functions `__getattr__` and `__dir__` of the package.

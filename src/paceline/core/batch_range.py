@@ -6,7 +6,7 @@ recommend such a batch. The range is in `core` because these packages do not imp
 
 from __future__ import annotations
 
-# Runs with fewer steps were not measured.
+# The smallest numbers of steps, in total and per epoch, with which the rule was tested.
 LEAST_STEPS, LEAST_STEPS_PER_EPOCH = 90, 2.0
 
 

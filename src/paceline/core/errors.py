@@ -1,7 +1,7 @@
 """Errors that a user can cause: one line each, with the cause and the remedy.
 
-The text of an exception is the line that the command line shows; its class has the exit code. Bugs are
-other exceptions, which keep their traceback.
+The text of an exception is the line that the command line shows, and its class determines the exit code.
+Any other exception is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def is_compile_error(error: Exception) -> bool:
 
 
 def compile_reason(error: Exception) -> str:
-    """Returns the first line with a reason; torch adds pages of advice."""
+    """Returns the first line of a compile error that tells the reason; torch adds pages of advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # A line such as "backend='inductor' raised:" only announces the reason.
     return next((line for line in lines if not line.endswith(":")), type(error).__name__)[:200]
@@ -107,7 +107,7 @@ def compile_reason(error: Exception) -> str:
 def nearest(name: str, known: Iterable[str]) -> str:
     """Returns the remedy `did you mean 'x'?`, or the list of known names if none is similar."""
     names = sorted(known)
-    # Keys of an untrusted document may be long, and the time of the search is quadratic in the length.
+    # Names from an untrusted document can be long, and the search time is quadratic in the length.
     close = difflib.get_close_matches(str(name)[:100], names, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]!r}?"

@@ -25,7 +25,7 @@ from paceline.core.untrusted import ParseError, parse_json
 
 @dataclass(frozen=True)
 class Event:
-    """Base of all records; `kind` becomes the field `event`."""
+    """Base class of all event records; `kind` becomes the entry `event` of the record."""
 
     kind: ClassVar[str] = "event"
 
@@ -80,7 +80,7 @@ class StartEvent(Event):
     changed: list[str] = field(default_factory=list)
     # Seconds of this rank from the start of the command, or of `Trainer.fit`, to this record, by part.
     startup_s: dict[str, float] = field(default_factory=dict)
-    # Record fields of steps that count by number: title, label of the number, label of the count.
+    # By step field that maps numbers to counts: title of the table, label of numbers, label of counts.
     counts: dict[str, list[str]] = field(default_factory=dict)
     # Figures of the strategy, as `ShownField`s with the name of its `part` of the summary.
     shown: list[dict[str, str]] = field(default_factory=list)
@@ -90,7 +90,7 @@ class StartEvent(Event):
 
 @dataclass(frozen=True)
 class StepEvent(Event):
-    """An optimizer step; `step` includes this one, and the loss is the mean over all ranks."""
+    """An optimizer step. `step` counts from 1, and `loss` is the mean over all ranks."""
 
     kind: ClassVar[str] = "step"
     step: int
@@ -178,7 +178,7 @@ class CheckpointEvent(Event):
 
 @dataclass(frozen=True)
 class CorruptEvent(Event):
-    """A sample that could not be decoded: replaced by the next one in training, omitted in val."""
+    """A sample that could not be decoded. Training uses the next sample; validation leaves it out."""
 
     kind: ClassVar[str] = "corrupt"
     step: int
@@ -226,7 +226,7 @@ _LONGEST_LINE = 64 << 20
 
 
 class JsonlWriter:
-    """Appends events to a file, each as one write of a whole line, so that a kill loses no earlier event.
+    """Appends each event to a file as one write of a whole line, so that a kill loses no earlier event.
 
     If the file is truncated, replaced or deleted between two events, the writer opens it again and begins
     an empty file with the latest `StartEvent`. It drops events that could not be written.
@@ -305,7 +305,7 @@ def _drop_cut_line(path: Path) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """Replaces NaN and infinities by None, because JSON has none."""
+    """Replaces NaN and infinities by None, because JSON does not support them."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -316,7 +316,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the records of a file; ignores a last line that a kill has cut.
+    """Yields the records of a metrics file; ignores an incomplete last line of a killed process.
 
     Raises:
         DataError: If any other line is not a JSON object with an `event`.

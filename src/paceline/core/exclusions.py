@@ -49,7 +49,7 @@ class Exclusion:
 
 
 def switched_off(fields: Mapping[str, object], problem: str) -> tuple[Exclusion, ...]:
-    """Returns rows for settings that must keep the given values, whatever else is set."""
+    """Returns exclusions that refuse every value of a setting except the given value."""
     return tuple(
         Exclusion(
             field, not_in(value), {}, problem,
@@ -60,11 +60,11 @@ def switched_off(fields: Mapping[str, object], problem: str) -> tuple[Exclusion,
 
 
 def check_exclusions(rows: Iterable[Exclusion], **sections: object) -> None:
-    """Checks the rows whose settings all belong to the given sections, if their owners are in use.
+    """Checks rows against settings and facts; skips a row if a section or owner in it is missing.
 
     Args:
-        rows: The table.
-        sections: Settings objects and facts by the first part of their names.
+        rows: The exclusions to check.
+        sections: The settings objects and facts, by the first part of the setting names.
 
     Raises:
         ConfigError: If a combination is refused.

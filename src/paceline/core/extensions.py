@@ -46,10 +46,10 @@ def load_extension(name: str, field: str, value: object) -> Any:
     Args:
         name: The name of the package or module without `paceline.`.
         field: The setting that needs the extension.
-            value: The value of the setting.
+        value: The value of the setting.
 
-        Raises:
-            ConfigError: If the extension is not installed.
+    Raises:
+        ConfigError: If the extension is not installed.
     """
     with needed_by(field, value):
         return importlib.import_module(f"paceline.{name}")
@@ -57,7 +57,7 @@ def load_extension(name: str, field: str, value: object) -> Any:
 
 @cache
 def _tables() -> Mapping[str, Mapping[str, Mapping[str, str]] | None]:
-    """Returns the table of each extension package; None for one that is not installed."""
+    """Returns the table of each extension package; None for a package that is not installed."""
     tables: dict[str, Mapping[str, Mapping[str, str]] | None] = {}
     for package in importlib.import_module("paceline.extensions").PACKAGES:
         try:
@@ -70,7 +70,7 @@ def _tables() -> Mapping[str, Mapping[str, Mapping[str, str]] | None]:
 
 
 def provided(kind: str) -> Mapping[str, str]:
-    """Returns the parts of one kind in extension packages, as name and `module:attribute`."""
+    """Returns the `module:attribute` of each part of one kind in extension packages, by name."""
     added: dict[str, str] = {}
     for table in _tables().values():
         added |= (table or {}).get(kind, {})
@@ -87,12 +87,12 @@ def load_part(place: str, field: str, value: object) -> Any:
     """Imports `module:attribute` of Paceline.
 
     Args:
-        place: The place of the part.
+        place: The module and the attribute, without `paceline.`.
         field: The setting that needs the part.
-            value: The value of the setting.
+        value: The value of the setting.
 
-        Raises:
-            ConfigError: If the module is not installed.
+    Raises:
+        ConfigError: If the module is not installed.
     """
     module, _, attribute = place.partition(":")
     return getattr(load_extension(module, field, value), attribute)

@@ -1,7 +1,7 @@
 """Reads regular files, writes files atomically, and locates the user's cache folder.
 
-A file gets its name after its bytes have reached the disk. Until then it has a hidden name in the same
-folder, and a failure removes it. Callers explain errors of the operating system to the user.
+A file gets its final name after its bytes have reached the disk. Until then, the file has a hidden name
+in the same folder, and a failure removes the file. Callers explain errors of the operating system.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The host: load of its cores, processes in `/proc`, connections to the GPU, and signals.
+"""Functions for the host: load of the cores, processes in `/proc`, GPU connections, and signals.
 
-`HostLoad` reads Linux's accounts (`/proc`) and explains a slow run in one sentence with the remedy. A
-thread that could run but has no core adds to the run delay in `schedstat`; slow compute does not. On a
-system without such accounts nothing is reported.
+`HostLoad` reads Linux's statistics in `/proc` and describes an overloaded host in one sentence with the
+remedy. A thread that could run but has no core adds to the run delay in `schedstat`; slow compute does
+not. On a system without these statistics, nothing is reported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.core.errors import RunError
 # Threads of one process that decode and compute on the same cores wait for each other a little. Above
 # this share of the time in which they could run, waiting decides how long a step takes.
 NOTABLE_WAIT = 0.3
-# Shorter spans say little: clocks of /proc/stat tick 100 times a second.
+# Shorter time spans are too inaccurate, because clocks in /proc/stat tick 100 times a second.
 _MIN_SPAN_S = 2.0
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PROC = Path("/proc")
@@ -61,7 +61,7 @@ class LoadReading:
 
 @dataclass(frozen=True)
 class _Account:
-    """Seconds since start; `own_s` includes ended threads, `ran_s` and `waited_s` do not."""
+    """Times at one reading, in seconds; `own_s` includes ended threads, `ran_s`, `waited_s` do not."""
 
     at_s: float
     ran_s: float
@@ -71,7 +71,7 @@ class _Account:
 
 
 class HostLoad:
-    """Reads the accounts at most every two seconds; a reading takes well under a millisecond."""
+    """Measures the load of the host from `/proc`, at most every two seconds."""
 
     def __init__(self, proc: Path = _PROC, clock: Callable[[], float] = time.monotonic) -> None:
         self._proc, self._clock = proc, clock
@@ -86,7 +86,7 @@ class HostLoad:
         before, now = self._last, self._account()
         if now is None:
             return None
-        # The accounts of ended threads are gone.
+        # The statistics of threads that have ended are gone, so differences can be negative.
         ran, waited = max(0.0, now.ran_s - before.ran_s), max(0.0, now.waited_s - before.waited_s)
         foreign_s = now.busy_s - before.busy_s - (now.own_s - before.own_s)
         others = max(0.0, foreign_s) / ((now.at_s - before.at_s) * self._cores)
@@ -111,7 +111,7 @@ class HostLoad:
         return _Account(at_s, ran_ns / 1e9, waited_ns / 1e9, time.process_time(), busy_s)
 
     def _busy_s(self) -> float:
-        """Returns the seconds that all processes used of the cores that this process may use."""
+        """Returns the CPU seconds of all processes on the cores that this process may use."""
         ours = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
         ticks = 0
         for line in (self._proc / "stat").read_text().splitlines():
@@ -228,7 +228,10 @@ def ask_for_connections(sharing: int = 1) -> None:
 
 
 def connections() -> str:
-    """Returns the number of connections; wrong if the variable was set after CUDA had started."""
+    """Returns the number of connections to the GPU, as the environment variable sets it.
+
+    The result is wrong if the variable was set after CUDA had started.
+    """
     return os.environ.get(_CONNECTIONS, str(_DEFAULT_CONNECTIONS))
 
 
@@ -272,7 +275,7 @@ def in_thread(action: Callable[[], object]) -> Callable[[float], None]:
 
 
 class SignalContext:
-    """Sets a handler for signals while it is entered, which must be in the main thread."""
+    """A context that sets a handler for signals; only the main thread may enter the context."""
 
     def __init__(
         self,
@@ -304,7 +307,7 @@ def hold_back(numbers: Iterable[signal.Signals]) -> None:
 
 
 def release(numbers: Iterable[signal.Signals]) -> set[signal.Signals]:
-    """Unblocks signals; returns those that `hold_back` had blocked."""
+    """Unblocks signals; returns the signals that `hold_back` had blocked."""
     blocked = _held & set(numbers)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
     _held.difference_update(blocked)
@@ -319,7 +322,7 @@ def is_held_back(number: signal.Signals) -> bool:
 END_SIGNALS = (
     signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2,
 )  # fmt: skip
-# The longest time that a process runs on after one of them.
+# The longest time in seconds for which a process continues after one of these signals.
 _DEFERRED_S = 8.0
 
 

@@ -142,12 +142,12 @@ def owner_names(section: type) -> list[str]:
 
 
 def settings_class(section: type, owner: str, asked_by: str) -> type | None:
-    """Returns the class of an owner's settings, or None if it has none.
+    """Returns the class of an owner's settings, or None if the owner has no settings.
 
     Args:
         section: The class of the section.
         owner: The name of the owner.
-        asked_by: The setting or table that names the owner, for the message if it is not installed.
+        asked_by: The setting or table that names the owner, for the message of the error.
 
     Raises:
         ConfigError: If the owner belongs to a package that was removed.
@@ -250,12 +250,12 @@ def to_table(settings: object) -> dict[str, Any]:
 def convert(value: Any, hint: Any, name: str) -> Any:
     """Converts a value to a declared type.
 
-    It converts integers to floats, lists to tuples and tables to dataclasses, and nothing else.
+    The only conversions are integers to floats, lists to tuples, and tables to dataclasses.
 
     Args:
-        value: The value.
-        hint: The type.
-        name: The setting, for messages.
+        value: The value from a table.
+        hint: The declared type.
+        name: The name of the setting, for messages.
 
     Raises:
         ConfigError: If the value cannot be converted to the declared type.
@@ -382,7 +382,7 @@ class SettingChecks:
             raise self.error(name, f"must be {limits}", remedy)
 
     def error(self, name: str, problem: str, remedy: str = "") -> ConfigError:
-        """Returns the error of a setting."""
+        """Returns the error for the value of the setting `name`."""
         value = getattr(self._settings, name)
         return ConfigError(f"{self._section}.{name}", value, problem, remedy)
 

@@ -18,17 +18,18 @@ RANKS_LIMIT = 1 << 20
 
 @dataclass(frozen=True)
 class Topology:
-    """The place of this process in the job.
+    """The rank of this process, the sizes of job and node, and the rendezvous.
 
     Attributes:
-        rank: Rank of this process.
-        world_size: Number of ranks.
-        local_rank: Rank within the node.
-        local_world_size: Number of ranks on the node.
-        node_rank: Number of the node.
-        master_addr: Address of the rendezvous.
-        master_port: Port of the rendezvous.
-        launcher: `single`, `torchrun`, `environment`, `slurm`, `openmpi` or `mpi`.
+        rank: The rank of this process.
+        world_size: The number of ranks in the job.
+        local_rank: The rank of this process within the node.
+        local_world_size: The number of ranks on this node.
+        node_rank: The index of this node.
+        master_addr: The host name or address of the rendezvous.
+        master_port: The port of the rendezvous.
+        launcher: The kind of launcher: `single` (none), `torchrun`, `environment`, `slurm`, `openmpi` or
+            `mpi`.
     """
 
     rank: int = 0
@@ -70,7 +71,7 @@ class Topology:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Topology:
-        """Reads the variables of the launcher; torchrun's have precedence over a scheduler's.
+        """Reads the launcher's variables; variables of torchrun precede those of a scheduler.
 
         Raises:
             CommError: If the variables are incomplete or contradict each other.
@@ -230,10 +231,10 @@ def _mpi(
     env: Mapping[str, str], launcher: str, size: str, place: str, local_size: str, local_place: str,
     *, guess: Callable[[int, int], int | None],
 ) -> Topology:  # fmt: skip
-    """Reads four variables; `guess` returns the local rank if its variable is not set."""
+    """Reads the four named variables; `guess` gives the local rank if `local_place` is not set."""
     world, rank = _integer(env, size), _integer(env, place)
     local = _local_world(env, local_size, world)
-    # If all ranks are on this host, so is rank 0, and the loopback address is correct.
+    # If all ranks are on this host, rank 0 is also here, and the loopback address is correct.
     address, port = _address(env, world, "127.0.0.1" if local == world else None)
     return Topology(
         rank=rank,

@@ -1,6 +1,6 @@
-"""Formats quantities for the terminal and for pages: bytes, durations, percentages, dates and others.
+"""Formats quantities such as bytes, durations, percentages and dates for the terminal and for pages.
 
-An unknown quantity (None) is an en dash.
+An unknown quantity (None) is shown as an en dash.
 """
 
 from __future__ import annotations

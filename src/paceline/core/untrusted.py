@@ -1,4 +1,4 @@
-"""Untrusted text and documents: file names, TOML, JSON.
+"""Handles untrusted text and documents: file names, TOML and JSON.
 
 `printable` makes a name safe for a terminal and a page. `parse_toml`, `parse_json` and `parse_table`
 raise only `ParseError` for invalid bytes; the libraries also raise `RecursionError` for deep nesting and
@@ -23,7 +23,7 @@ _NESTING = "is nested too deeply"
 # product or quotient of the planner overflows.
 LONGEST_S = 1e6
 SHORTEST_S = 1e-9
-# Deeper than any document of ours; recursive code relies on this limit.
+# The largest nesting depth, deeper than any document of Paceline; recursive code relies on this limit.
 _DEEPEST = 32
 _LARGEST_INTEGER = 2**1000  # a float holds it
 

@@ -1,1 +1,4 @@
-"""Predictions for jobs on clusters that are not there: times, memory, recommendations. Without torch."""
+"""Predicts times and memory of jobs on clusters that need not exist, and recommends batch and nodes.
+
+The package works without torch.
+"""

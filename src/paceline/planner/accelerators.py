@@ -1,7 +1,7 @@
-"""The catalog of accelerators, and clusters of accelerators.
+"""Reads the catalog of accelerators, and builds clusters of accelerators.
 
-The catalog is `accelerators.toml` in this folder; each figure has a source. A user's file has the same
-form.
+The catalog is `accelerators.toml` in this folder and gives the source of each figure. A user's file has
+the same form.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class StepConstants:
     """Constants that `tools/fit_planner.py` fits to measured systems.
 
     Attributes:
-        matrix_share: The share of the peak of matrix products that a step reaches.
-        memory_share: The share of the memory bandwidth that a step reaches.
-        layer_cycles: The latency of one pass of a layer in cycles of the chip.
-        power_exponent: Clocks are proportional to the power limit of the board to this exponent.
-        hidden_cost: See `Cluster`.
-        depth_cost: See `Cluster`.
+        matrix_share: The share of the peak FLOP/s that matrix products reach in a step.
+        memory_share: The share of the peak memory bandwidth that a step reaches.
+        layer_cycles: The latency of one forward pass of a layer, in clock cycles of the chip.
+        power_exponent: The exponent x in the law that the clock rate is proportional to watts ** x.
+        hidden_cost: The value for `Cluster.hidden_cost`.
+        depth_cost: The value for `Cluster.depth_cost`.
         residual: The relative standard error of predictions after the fit.
-        software: By chip and round of MLPerf Training: the factor by which matrix products are
-            slower with that round's libraries.
+        software: The factor by which matrix products are slower with the libraries of a round of MLPerf
+            Training, by chip and round.
     """
 
     matrix_share: float
@@ -49,14 +49,14 @@ class StepConstants:
 
 @cache
 def step_constants() -> StepConstants:
-    """Reads the fitted constants."""
+    """Reads the fitted constants from `step_constants.toml`."""
     text = files("paceline.planner").joinpath("step_constants.toml").read_text(encoding="utf-8")
     return StepConstants(**tomllib.loads(text))
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One measured training: images/s of one accelerator at `batch`, with `ranks` in one node."""
+    """A measured training in one node: `images_per_s` and `batch` of one rank, with `ranks` ranks."""
 
     images_per_s: float
     batch: int
@@ -66,7 +66,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class NodeNetwork:
-    """The links between nodes: `gbps` of all `links` of a node, as in the reference system `system`."""
+    """The links of a node to other nodes: their number, and their rate `gbps` in Gb/s together.
+
+    `system` is the name of the reference system that has these links.
+    """
 
     gbps: float = 100.0
     links: int = 1
@@ -88,7 +91,7 @@ TRITON_CAPABILITY = 7.0
 
 @dataclass(frozen=True)
 class Specification:
-    """An accelerator as it is written in TOML; `accelerators.toml` explains the keys."""
+    """The entry of an accelerator in a TOML file; `accelerators.toml` explains the keys."""
 
     tflops: float
     memory_gb_per_s: float
@@ -108,9 +111,9 @@ class Specification:
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator(Specification):
-    """A specification with defaults filled in, and its name.
+    """A specification with a name and with values for its optional keys.
 
-    `is_own` is True for an accelerator from a user's file, to which the constants were not fitted.
+    `is_own` is True for an accelerator from a user's file. The constants were not fitted to it.
     """
 
     name: str
@@ -158,7 +161,7 @@ class Accelerator(Specification):
 
 @cache
 def catalogue() -> dict[str, Accelerator]:
-    """Reads the catalog."""
+    """Reads the catalog and returns its accelerators by name."""
     text = files("paceline.planner").joinpath("accelerators.toml").read_text(encoding="utf-8")
     return {
         name: Accelerator.of(name, from_table(Specification, name, table))
@@ -167,7 +170,7 @@ def catalogue() -> dict[str, Accelerator]:
 
 
 def accelerator(name: str) -> Accelerator:
-    """Returns an accelerator of the catalog, or of a user's file if `name` ends in `.toml`.
+    """Returns the accelerator `name` of the catalog, or of the user's file `name` if it ends in `.toml`.
 
     Raises:
         ConfigError: If the name is unknown, or the file is invalid.
@@ -185,7 +188,7 @@ def accelerator(name: str) -> Accelerator:
     )  # fmt: skip
 
 
-# Wider than the range of real chips; within it no time of a step overflows.
+# These ranges are wider than the range of real chips. Within them, no time of a step overflows.
 _RANGES = {
     "tflops": (1e-3, 1e6), "memory_gb_per_s": (0.1, 1e7), "memory_gb": (0.1, 1e6),
     "node_gb_per_s": (1e-3, 1e6), "processors": (1, 1e6), "clock_ghz": (0.01, 100), "watts": (1, 1e6),
@@ -214,7 +217,7 @@ def own_accelerator(path: Path) -> Accelerator:
         ((key, table),) = tables.items()
         name = one_line(key)[:_LONGEST_NAME]
         chip = from_table(Specification, name, table)
-        # The law of clocks by watts is not known to hold further out.
+        # Outside of this range, the law that relates clock and watts was not tested.
         watts = {"reference_watts": (0.5 * chip.watts, 2 * chip.watts)}
         _check_ranges(name, chip, _RANGES | watts)
         _check_ranges(f"{name}.network", chip.network, _NETWORK_RANGES)
@@ -247,7 +250,7 @@ PAYLOAD_SHARE = 0.8
 INTRA_LATENCY_US = 3.0
 INTER_LATENCY_US = 10.0
 GPUS_PER_NODE = 8
-# Start of a collective: kernel launch and the handshake of the ranks.
+# The start-up time of a collective: the kernel launch and the handshake of the ranks.
 LAUNCH_US = 20.0
 # A cast reads one format and writes the other, twice: 2 · (4 + 2) bytes an element.
 CAST_BYTES = 12
@@ -263,13 +266,14 @@ def gpu_cluster(
     Args:
         gpu: The accelerator.
         nodes: The number of nodes.
-        gpus_per_node: The number of accelerators of a node.
-        node_gbps: The rate of all links of a node in Gb/s; that of the reference system by default.
-        latency_us: The start-up time of a message between nodes.
-        links: The number of links of a node. The default is 1 if `node_gbps` is given, otherwise that of
-            the reference system.
-        oversubscription: The oversubscription of the network between nodes.
-        constants: The constants of the step; those of the package by default.
+        gpus_per_node: The number of accelerators in a node.
+        node_gbps: The rate of all links of a node together in Gb/s; by default as in the accelerator's
+            reference system.
+        latency_us: The start-up time of a message between nodes in microseconds.
+        links: The number of links of a node. The default is 1 if `node_gbps` is given, otherwise the
+            number in the reference system.
+        oversubscription: The factor by which the network between nodes is oversubscribed.
+        constants: The fitted constants; `step_constants()` by default.
 
     Raises:
         ConfigError: If a figure is out of range.
@@ -303,7 +307,7 @@ def gpu_cluster(
 
 
 def assumed(gpu: Accelerator, given: Collection[str]) -> dict[str, str]:
-    """Describes what `gpu_cluster` assumes for the arguments that are not `given`, by argument."""
+    """Describes the defaults that `gpu_cluster` uses for arguments not in `given`, by argument."""
     network = gpu.network
     words = {
         "gpus_per_node": f"{GPUS_PER_NODE} GPUs a node",

@@ -1,10 +1,10 @@
 """`analytic_workload`: predicts the step of a network from its layers and the figures of a chip.
 
-The time of a layer is the larger of its matrix products and its memory traffic, plus a latency that no
-batch hides. Products are computed in tiles: a batch too small to give each multiprocessor a tile takes as
-long as one that does. The shares of the peaks that a step reaches and the latency in cycles are fitted to
-measured systems (`step_constants.toml`, `tools/fit_planner.py`) and hold for all chips with tensor cores.
-For other chips, the times are scaled to one measured training of ResNet-50.
+The time of a layer is the larger of the times of its matrix products and its memory traffic, plus a fixed
+latency. Products are computed in tiles, so a batch too small to give each multiprocessor a tile takes as
+long as a batch that does. `tools/fit_planner.py` fits the reached shares of the peaks and the latency to
+measured systems (`step_constants.toml`). These constants hold for all chips with tensor cores. For other
+chips, the times are scaled to one measured training of ResNet-50.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from paceline.planner.accelerators import (
 from paceline.planner.layers import Layer, Network, network
 from paceline.planner.workload import Affine, Workload
 
-# Outputs of one tile of a matrix product, the unit of work of a multiprocessor.
+# The outputs in one tile of a matrix product. A multiprocessor computes one tile at a time.
 _TILE = 128 * 128
 # Bytes per weight of an update: half-precision gradient and weight, fp32 master and momentum read and
 # written. In fp32, the gradient has twice the bytes, and there is no half-precision weight.
 _UPDATE_BYTES = 20
 # Each step reads a weight in the forward and the backward pass, and writes its gradient.
 _WEIGHT_PASSES = 3
-# The batch at which the decay of the small-batch part is fitted.
+# The batch at which the exponential term for small batches is fitted.
 _FILL_AT = 16
-# Relative standard errors by basis: scaled to a training on the chip or on a similar chip, from the peaks
-# of a user's chip (9 % too fast for the H200, the only comparison), and from rough peaks.
+# Relative standard errors of a prediction by basis: scaled to a training on the chip or on a similar
+# chip, from the peaks of a user's chip (9 % too fast for the H200, the only comparison), and from rough
+# peaks.
 _SPREAD = {"measured": 0.05, "like": 0.20, "own": 0.10, "rough": 0.30}
-# A measured training outside of this range of scales must be a mistake.
+# If a measured training differs from the prediction by a factor outside this range, it is a mistake.
 _SCALES = (0.2, 20.0)
 
 
@@ -52,7 +53,7 @@ def analytic_workload(
         gpu: The accelerator.
         software: A round of MLPerf Training, such as `v0.7`, whose libraries are used; the newest by
             default.
-        constants: The constants of the step; those of the package by default.
+        constants: The fitted constants; `step_constants()` by default.
 
     Raises:
         ConfigError: If `software` is unknown, or the accelerator's measured training cannot be right.
@@ -79,8 +80,8 @@ def analytic_workload(
     latency = law.layer_cycles / gpu.clock_hz * len(net.layers)
     weights = _width(gpu) * net.elements / memory
     fill_s, fill_batch = _filling(net.layers, gpu, law)
-    # The sums of a weight's gradient run over the batch and can be split, so only the gradient of the
-    # input leaves a part of the chip idle.
+    # The gradient of a weight is a sum over the batch, which can be split across the chip. So only the
+    # gradient of the input leaves a part of the chip idle.
     fill = {"fill_s": scale * fill_s, "fill_batch": fill_batch}
     return Workload(
         model=net.name,
@@ -100,7 +101,7 @@ def _matrix_rate(gpu: Accelerator, law: StepConstants) -> float:
 
 
 def _width(gpu: Accelerator) -> int:
-    """Returns the bytes of an activation and of a weight."""
+    """Returns the bytes of one element of an activation or a weight."""
     return 2 if gpu.in_half else 4
 
 
@@ -111,16 +112,16 @@ def _forward(layer: Layer, gpu: Accelerator, law: StepConstants) -> float:
 
 
 def _filling(layers: Sequence[Layer], gpu: Accelerator, law: StepConstants) -> tuple[float, float]:
-    """Returns time and decay batch of the part of a pass in which small batches leave the chip idle.
+    """Returns `fill_s` and `fill_batch` of `Affine`: the extra time of batches that do not fill the chip.
 
-    A layer adds floor · max(0, 1 − batch/full); the sum over a network is close to an exponential.
+    A layer adds floor · max(0, 1 − batch / full). Over a network, the sum is close to an exponential.
     """
     floors = []
     for layer in layers:
         if layer.depth and layer.flops:
             floor = 2 * _TILE * layer.depth * gpu.processors / _matrix_rate(gpu, law)
             floors.append((floor, floor / _forward(layer, gpu, law)))
-    # A product with few outputs, such as a classifier, is split along its sums instead.
+    # A product with few outputs, as in a classifier, is not limited: its sums are split across the chip.
     floors = [(floor, full) for floor, full in floors if full <= 8 * _FILL_AT]
     start = sum(floor for floor, _ in floors)
     left = sum(floor * max(0.0, 1 - _FILL_AT / full) for floor, full in floors)
@@ -144,7 +145,7 @@ def _software(gpu: Accelerator, law: StepConstants, software: str) -> float:
 
 
 def _scale(gpu: Accelerator, law: StepConstants) -> tuple[float, str]:
-    """Returns the factor by which a step takes longer than predicted, and the basis of that factor."""
+    """Returns the factor by which a step takes longer than computed, and the basis of the prediction."""
     if gpu.measured is not None:
         return _measured_scale(gpu, gpu.measured, law), "measured"
     if gpu.like:
@@ -158,7 +159,7 @@ def _scale(gpu: Accelerator, law: StepConstants) -> tuple[float, str]:
 
 def _measured_scale(gpu: Accelerator, seen: Measured, law: StepConstants) -> float:
     plain = analytic_workload(network("resnet50"), replace(gpu, measured=None, like=""), "", law)
-    # A step takes as long as that of the slowest rank.
+    # The measured step is the step of the slowest rank.
     step = seen.batch / seen.images_per_s / slowest_of(seen.ranks)
     fixed = plain.forward.fixed_s + plain.backward.fixed_s + plain.update_s
     scale = (step - fixed) / (plain.compute_s(seen.batch) - fixed)

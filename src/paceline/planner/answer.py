@@ -1,6 +1,7 @@
-"""The answer of `paceline plan`: a prediction, its efficiency by number of ranks, and its cost.
+"""The answer of `paceline plan`: the predicted step, the efficiency by number of ranks, and the cost.
 
-`paceline.cli.plan_page` displays it. Every point of the scaling curve uses the best plan for its size.
+`paceline.cli.plan_page` displays the answer. Every point of the scaling curve uses the best plan for its
+number of nodes.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ class Question:
     """The parts of a planning question that do not depend on the number of nodes.
 
     Attributes:
-        workload: The step of one rank without communication.
+        workload: The times of a step of one rank without communication.
         batch: The batch of one rank.
-        algorithms: Allowed all-reduce algorithms.
-        wires: Allowed wire formats.
+        algorithms: The all-reduce algorithms that a plan may use.
+        wires: The wire formats that a plan may use.
     """
 
     workload: Workload
@@ -48,14 +49,15 @@ class Question:
         return predict(self.workload, cluster, plan, self.batch)
 
     def is_priced(self, cluster: Cluster) -> bool:
-        """Returns True if the cost of any allowed algorithm is known for the cluster."""
+        """Returns True if the cost of at least one allowed algorithm is known for the cluster."""
         return any(is_priced(name, cluster) for name in self.algorithms)
 
 
 def scaling_curve(question: Question, cluster: Cluster) -> list[Prediction]:
-    """Predicts the step for 1, 2, 4, … nodes, up to at least twice the cluster, and for the cluster.
+    """Predicts the step for 1, 2, 4, … nodes and for the nodes of the cluster.
 
-    If the links between nodes are unknown, the curve has only the cluster.
+    The powers of two go up to twice the nodes of the cluster, or to 16 if that is more. If the links
+    between nodes are unknown, the curve contains only the cluster.
     """
     last = max(2 * cluster.nodes, 16) if cluster.has_network else 1
     counts = {1 << power for power in range(last.bit_length()) if 1 << power <= last}
@@ -65,11 +67,13 @@ def scaling_curve(question: Question, cluster: Cluster) -> list[Prediction]:
 
 
 def largest_ranks(question: Question, cluster: Cluster, efficiency: float = 0.9) -> int | None:
-    """Finds the largest number of ranks, in whole nodes up to 65,536 ranks, that keeps an efficiency.
+    """Finds the largest number of ranks with at least the given efficiency.
+
+    The search goes over whole nodes up to 65,536 ranks. If the links between nodes are unknown, it ends
+    after one node.
 
     Returns:
-        The number of ranks, or None if one node does not keep the efficiency. It is at most one node if
-        the links between nodes are unknown.
+        The number of ranks, or None if even one node is less efficient.
     """
 
     def keeps(nodes: int) -> bool:
@@ -88,7 +92,7 @@ def largest_ranks(question: Question, cluster: Cluster, efficiency: float = 0.9)
 
 
 def bound_by(now: Prediction) -> str:
-    """Names the bottleneck of a step."""
+    """Names the bottleneck of a predicted step."""
     if now.input_stall_s > max(now.exposed_comm_s, _NOTABLE * now.step_s):
         return "input"
     if now.exposed_comm_s > _NOTABLE * now.step_s:
@@ -98,7 +102,7 @@ def bound_by(now: Prediction) -> str:
 
 
 def node_gbps(cluster: Cluster) -> float:
-    """Returns the payload rate of all links of a node in Gb/s."""
+    """Returns the payload rate of all links of a node together in Gb/s."""
     return cluster.links * 8e-9 / cluster.inter.beta_s if cluster.inter.beta_s else math.inf
 
 
@@ -107,19 +111,19 @@ class Answer:
     """The results of `paceline plan`.
 
     Attributes:
-        workload: The step of one rank without communication.
-        cluster: The cluster.
-        now: The prediction for the cluster.
-        curve: Predictions for other numbers of nodes.
+        workload: The times of a step of one rank without communication.
+        cluster: The cluster in question.
+        now: The prediction for this cluster.
+        curve: The predictions of `scaling_curve`.
         most_ranks: The largest number of ranks with at least 90 % efficiency; None if even one node
             is less efficient.
-        job: What is trained, and for how long.
+        job: The length, data size and prices of the training.
         limits: The limits on batch, time and cost.
-        options: Other numbers of nodes and batches.
-        recommended: True if the planner recommended the batch because the user gave none.
-        memory: The memory of a step, None if the layers of the model are unknown.
-        memory_bytes: The memory of the accelerator, 0 if unknown.
-        assumed: What is assumed about the cluster, by argument of `gpu_cluster`.
+        options: Predictions for further numbers of nodes and batches.
+        recommended: True if the planner chose the batch because the user gave none.
+        memory: The memory that a step needs; None if the layers of the model are unknown.
+        memory_bytes: The memory of the accelerator; 0 if unknown.
+        assumed: Texts about assumed properties of the cluster, by argument of `gpu_cluster`.
     """
 
     workload: Workload
@@ -143,12 +147,12 @@ class Answer:
         """Predicts the step with a plan and compares it with other numbers of nodes and batches.
 
         Args:
-            question: The workload, the batch and the allowed algorithms and formats.
-            cluster: The cluster.
+            question: The workload, the batch, and the allowed algorithms and wire formats.
+            cluster: The cluster in question.
             plan: The plan of the gradient exchange.
-            job: What is trained, and for how long.
+            job: The length, data size and prices of the training.
             limits: The limits on batch, time and cost.
-            **fields: Further fields of the answer.
+            **fields: Values of further attributes of the answer.
         """
         return cls(
             workload=question.workload,
@@ -164,17 +168,17 @@ class Answer:
 
     @property
     def option(self) -> Option:
-        """The cost of the job on the cluster."""
+        """Time and cost of the job on the cluster in question."""
         return self.job.option(self.now, self.cluster.nodes)
 
     @property
     def chosen(self) -> Option | None:
-        """The option that meets --target-minutes and --budget."""
+        """The best option that meets --target-minutes and --budget; None if no option does."""
         return choose(self.options, self.limits)
 
     @property
     def needed_images_per_s(self) -> float:
-        """The input rate at which the GPUs of one node never wait."""
+        """The images per second at which the input of one node never makes its GPUs wait."""
         fed_s = self.now.step_s - self.now.input_stall_s
         return self.cluster.ranks_per_node * self.now.batch / fed_s
 
@@ -184,7 +188,7 @@ class Answer:
 
     @property
     def start_up(self) -> StartUp:
-        """The predicted start-up, even if --startup-s gives another time."""
+        """The predicted start-up, even if --startup-s replaces it."""
         return start_up(self.now, self.cluster.nodes, nccl=self.job.nccl)
 
     @property

@@ -1,9 +1,9 @@
-"""Layers of networks, without torch.
+"""Describes the layers of networks, without torch.
 
-For a model's name and an image size, `network` returns the multiply-adds of each layer, the activations
-that it reads, writes and keeps for the backward pass, and its trained tensors, named as in the model.
-`paceline.planner.analytic_workload` computes the times of a step from them, `paceline.planner.memory` its
-memory. `paceline.rehearsal.layer_count` counts the layers of other models from a trace.
+`network` returns the layers of a built-in model for an image size. Each layer has its operations, the
+activations that it moves or keeps for the backward pass, and its trained tensors, named as in the model.
+`paceline.planner.analytic_workload` computes the times of a step from the layers, and
+`paceline.planner.memory` the memory. `paceline.rehearsal.layer_count` traces other models.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from functools import partial
 
 from paceline.core.errors import ConfigError, nearest
 
-# Kernel and channels of the window implementation of a first convolution (`accel.stem`), by its channels,
-# kernel and stride.
+# `accel.stem` rewrites some first convolutions so that windows of pixels become channels. By (channels,
+# kernel, stride) of the original convolution: kernel and channels of the rewritten convolution.
 _WINDOWS = {(3, 11, 4): (3, 64), (3, 3, 1): (1, 32)}
 # torch stores the index of a maximum in 8 bytes, our fused kernels in one.
 INDEX_BYTES = 8
@@ -23,7 +23,7 @@ INDEX_BYTES = 8
 
 @dataclass(frozen=True)
 class NetTensor:
-    """A trained tensor. `half` is False for biases and norms, which stay fp32 in half precision."""
+    """A trained tensor. `half` is False for biases and norms, which are fp32 even in half precision."""
 
     name: str
     elements: int
@@ -44,20 +44,20 @@ class Layer:
 
     Attributes:
         name: The name of the layer.
-        flops: Operations of the forward pass; a multiply-add counts as two.
+        flops: Operations of the forward pass; a multiply-add is two operations.
         moved: Elements that the forward pass reads and writes.
         tensors: The trained tensors of the layer.
-        depth: The length of the sums of a matrix product (input channels times kernel area), 0 for other
-            layers.
-        kept: Elements that are kept for the backward pass.
-        unfused: Elements that are kept in addition if our fused kernels do not run.
-        indices: The number of maxima of a pool, whose indices are kept.
-        recomputable: The part of `kept` that can be recomputed.
-        recomputed: True if that part is recomputed.
-        half_kept: Elements of two bytes that half precision keeps, if that differs from `kept`: autocast
-            keeps copies, and inputs of some operations in fp32.
-        windows: Elements that a first convolution keeps instead of the images if our fused kernels run
-            (windows of pixels as channels).
+        depth: The number of terms in each sum of a matrix product (input channels times kernel area); 0
+            for layers without a matrix product.
+        kept: Elements that are stored for the backward pass.
+        unfused: Further elements that are stored if our fused kernels do not run.
+        indices: The number of max-pool outputs, whose argmax indices are stored.
+        recomputable: The part of `kept` that can be recomputed in the backward pass.
+        recomputed: True if `recomputable` is recomputed instead of stored.
+        half_kept: Stored elements in half precision, in units of two bytes; None if equal to `kept`. They
+            differ because autocast stores copies and some fp32 inputs.
+        windows: Elements that a first convolution stores instead of the images if our fused kernels run
+            (see `_WINDOWS`).
     """
 
     name: str
@@ -85,10 +85,10 @@ class Layer:
         return self.recomputed_elements * (inputs + 1)
 
     def kept_bytes(self, width: int, fused: bool) -> float:
-        """Returns the bytes that one image keeps for the backward pass.
+        """Returns the bytes that the layer stores for the backward pass of one image.
 
         Args:
-            width: Bytes of an element.
+            width: The bytes of one activation element.
             fused: True if our fused kernels run.
         """
         kept = self.kept if width > 2 or self.half_kept is None else self.half_kept
@@ -104,10 +104,10 @@ class Network:
 
     Attributes:
         name: The name of the model.
-        image_size: The edge of the images in pixels.
+        image_size: The edge length of the images in pixels.
         layers: The layers in the order of the forward pass.
         traced: True if the layers were counted from a trace.
-        channels: The channels of an image.
+        channels: The number of channels of an image.
     """
 
     name: str
@@ -122,11 +122,11 @@ class Network:
 
     @property
     def has_fused_kernels(self) -> bool:
-        """True if there are fused kernels for the model; others keep what torch's operators keep."""
+        """True if there are fused kernels for the model; without them, torch's operators run."""
         return not self.traced and self.name != "alexnet"
 
     def recomputing_norms(self) -> Network:
-        """Returns the network with `run.accel.recompute_norms`."""
+        """Returns the network as it runs with `run.accel.recompute_norms`."""
         layers = (replace(layer, recomputed=True) for layer in self.layers)
         return replace(self, layers=tuple(layers))
 
@@ -136,7 +136,7 @@ class Network:
 
     @property
     def pads_images(self) -> bool:
-        """True if the fused kernels take images with a fourth channel."""
+        """True if the fused kernels need images that are padded to four channels."""
         return self.has_fused_kernels and self.channels == 3
 
     @property
@@ -160,7 +160,7 @@ class _Builder:
 
     @property
     def elements(self) -> float:
-        """The size of the current activation."""
+        """The number of elements of the current activation."""
         return self.channels * self.size**2
 
     def conv(
@@ -183,10 +183,12 @@ class _Builder:
         self.recomputable = False
 
     def norm(self, name: str, before: str = "product") -> None:
-        """Records a norm, whose statistics are computed by the product before it.
+        """Records a batch norm. The matrix product before the norm computes the statistics.
 
-        Its output is kept before a `product` and before the classifier's `average`, not before a `sum`.
-        Our fused kernels do not keep it before a `pool`.
+        Args:
+            name: The name of the layer.
+            before: The operation that follows. Before a `product` or an `average`, the output of the norm
+                is stored; before a `sum` it is not; before a `pool` only without our fused kernels.
         """
         tensors = tuple(
             NetTensor(f"{name}.{part}", self.channels, half=False) for part in ("weight", "bias")
@@ -214,13 +216,13 @@ class _Builder:
         return size
 
     def in_place_relu(self, name: str) -> None:
-        """Records a ReLU that replaces its input."""
+        """Records a ReLU that overwrites its input."""
         self.layers.append(Layer(name, 0.0, 2.0 * self.elements))
 
     def residual_sum(self, name: str, recomputable: bool) -> None:
-        """Records a sum that is fused with the norm before it and reads one activation more.
+        """Records a residual sum that is fused with the norm before it and reads the shortcut.
 
-        The sum can be recomputed from the input of the norm and a stored shortcut.
+        The sum is `recomputable` if the shortcut is stored: from the shortcut and the input of the norm.
         """
         size = self.elements
         self.recomputable = recomputable
@@ -245,10 +247,10 @@ class _Builder:
 
 # Arguments: image size, classes, stem and channels of an image.
 Build = Callable[[int, int, str, int], list[Layer]]
-# For images up to this size, residual nets have the small stem (3 × 3, no pool), as in `ModelSettings`.
+# For images up to this edge length, ResNets have the small stem (3 × 3, no pool), as in `ModelSettings`.
 SMALL_STEM_MAX_PIXELS = 64
 _LEAST_PIXELS = 32
-# Larger than any image; up to this size no time of a step overflows.
+# Larger than any real image. Up to this edge length, no time of a step overflows.
 MOST_PIXELS = 1 << 16
 _MOST_CLASSES = 10_000_000
 _MOST_CHANNELS = 1024
@@ -265,7 +267,7 @@ def is_network(name: str) -> bool:
 def known_network(
     name: str, image_size: int, num_classes: int = 1000, stem: str = "auto", channels: int = 3
 ) -> Network | None:
-    """Returns the result of `network`, or None if the model is unknown or the image size unusable."""
+    """Returns the result of `network`; None if the model is unknown or the image size is not usable."""
     known = is_network(name) and _LEAST_PIXELS <= image_size <= MOST_PIXELS
     return network(name, image_size, num_classes, stem, channels) if known else None
 
@@ -277,10 +279,10 @@ def network(
 
     Args:
         name: The name of the model.
-        image_size: The edge of the images in pixels.
-        num_classes: The outputs of the model.
-        stem: The stem of a residual net: `imagenet`, `small`, or `auto` for the choice of a training.
-        channels: The channels of an image.
+        image_size: The edge length of the images in pixels.
+        num_classes: The number of outputs of the model.
+        stem: The stem of a ResNet: `imagenet`, `small`, or `auto` to choose by image size as a training.
+        channels: The number of channels of an image.
 
     Raises:
         ConfigError: If the planner does not know the model, or a number is out of range.
@@ -299,14 +301,14 @@ def network(
 
 
 def check_image_size(pixels: int, least: int = 1) -> None:
-    """Raises ConfigError if the image size is out of range."""
+    """Checks an image size; raises ConfigError if it is out of range."""
     if not least <= pixels <= MOST_PIXELS:
         problem = f"must be from {least} to {MOST_PIXELS:,}"
         raise ConfigError("--image-size", pixels, problem, "224 is usual")
 
 
 def check_ends(classes: int, channels: int) -> None:
-    """Raises ConfigError if the outputs of a model or the channels of its images are out of range."""
+    """Checks the number of classes and of image channels; raises ConfigError if one is out of range."""
     for flag, value, most in (
         ("--classes", classes, _MOST_CLASSES),
         ("--channels", channels, _MOST_CHANNELS),
@@ -384,7 +386,7 @@ RESNETS: dict[str, Build] = {
 }
 
 
-# Number in `features`, channels, kernel, stride, padding; True if a pool follows.
+# For each convolution: index in `features`, channels, kernel, stride, padding, True if a pool follows.
 _CONVOLUTIONS = (
     (0, 64, 11, 4, 2, True),
     (3, 192, 5, 1, 2, True),

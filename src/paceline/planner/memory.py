@@ -1,10 +1,10 @@
-"""The memory of a training step on one GPU, and the largest batch that fits.
+"""Estimates the memory of a training step on one GPU, and the largest batch that fits.
 
-The model counts bytes by purpose at the peak of a step and fits nothing: weights, fp32 masters and
-momentum, the flat gradients of the exchange and those that the backward pass has produced so far,
-activations, images, buffers of the matrix library, and the private memory of the CUDA graph. Workspaces
-that cuDNN tries before the first step do not count: they use free memory only. docs/planner.md compares
-the result with measured peaks.
+The estimate adds up bytes by purpose at the peak of a step, without fitted constants. The purposes are
+weights, fp32 master weights, momentum, gradients (the flat buffers of the exchange and the tensors of the
+backward pass), activations, images, cuBLAS buffers, and the private memory of the CUDA graph. Workspaces
+that cuDNN tries before the first step are left out, because they use free memory only. docs/planner.md
+compares the result with measured peaks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.planner.workload import LARGEST_BATCH
 _CHANNELS = 3
 # Our fused kernels take normalized images with a fourth channel of zeros, which GPUs convolve faster.
 _PADDED_CHANNELS = 4
-# Batches of uint8 images on the device: the current one and those that are prefetched.
+# Batches of uint8 images on the device: the current batch and the prefetched batches.
 _RESIDENT_BATCHES = 4
 # torch gives cuBLAS a buffer for each thread and stream (32 MiB on Hopper, 8 MiB before). Forward and
 # backward use one thread each, and a CUDA graph is captured on a separate stream.
@@ -57,9 +57,9 @@ def step_memory(
     Args:
         net: The layers of the model.
         batch: The batch of one rank.
-        half: True for fp16 or bf16 with fp32 masters, False for fp32, whose weights are the masters.
-        graphs: True if the step is a CUDA graph.
-        fused: True if our fused kernels run, provided that the model has them.
+        half: True for fp16 or bf16 with fp32 master weights; False for fp32, without master weights.
+        graphs: True if the step is captured as a CUDA graph.
+        fused: True if our fused kernels run for models that have them.
         on_gpu: False for a CPU, which has neither graphs nor cuBLAS buffers.
     """
     width = 2 if half else 4
@@ -94,7 +94,7 @@ def memory_on(
         gpu: The accelerator. Fused kernels run only if it supports Triton.
         net: The layers of the model.
         batch: The batch of one rank.
-        half: True for half precision; the accelerator's default if None.
+        half: True for half precision; None for the default of the accelerator.
         fused: False if fused kernels are switched off.
     """
     half = gpu.in_half if half is None else half
@@ -102,12 +102,12 @@ def memory_on(
 
 
 def _peak(net: Network, batch: int, half: bool, fused: bool, forward: float) -> tuple[float, float]:
-    """Returns the bytes of activations and of parameter gradients at the moment with the largest sum.
+    """Returns the bytes of activations and of parameter gradients when their sum is largest.
 
-    At the end of the forward pass, all activations are stored, and `forward` bytes that the backward pass
-    does not need. The backward pass frees the activations of a layer and produces its gradients, which
-    are copied to the flat gradients when all are ready. At each layer, the gradients of its input and
-    output exist, and the input or output itself if it is recomputed.
+    At the end of the forward pass, all activations are stored, and `forward` further bytes that the
+    backward pass does not need. The backward pass frees the activations of a layer and produces the
+    layer's gradients. They are copied to the flat gradients when all are ready. While the backward pass
+    is in a layer, the gradients of the layer's input and output exist, and recomputed activations.
     """
     width = 2 if half else 4
     kept = sum(layer.kept_bytes(width, fused) for layer in net.layers)
@@ -124,14 +124,14 @@ def _peak(net: Network, batch: int, half: bool, fused: bool, forward: float) -> 
 
 
 def usable_bytes(gpu: Accelerator) -> float:
-    """Returns the memory that a training can use."""
+    """Returns the bytes of an accelerator's memory that a training can use."""
     return _USABLE * gpu.memory_bytes - _CONTEXT_BYTES
 
 
 def largest_batch(
     net: Network, gpu: Accelerator, half: bool | None = None, fused: bool = True
 ) -> int:
-    """Returns the largest batch that fits, or 0 if none fits. Arguments: see `memory_on`."""
+    """Returns the largest batch that fits, or 0 if no batch fits. Arguments: see `memory_on`."""
     sizes = range(1, LARGEST_BATCH + 1)
     return bisect_right(
         sizes, usable_bytes(gpu), key=lambda batch: memory_on(gpu, net, batch, half, fused).total
@@ -141,11 +141,11 @@ def largest_batch(
 def check_memory(
     net: Network, gpu: Accelerator, batch: int, half: bool | None = None, fused: bool = True
 ) -> MemoryEstimate:
-    """Estimates the memory of a step that must fit. Arguments: see `memory_on`.
+    """Estimates the memory of a step and checks that it fits. Arguments: see `memory_on`.
 
     Raises:
-        ConfigError: If the batch does not fit. The remedy names the largest batch that fits, with
-            and without recomputed norms.
+        ConfigError: If the batch does not fit. The remedy names the largest batches that fit with and
+            without recomputed norms.
     """
     needed = memory_on(gpu, net, batch, half, fused)
     if needed.total > usable_bytes(gpu):

@@ -1,4 +1,4 @@
-"""The parts of a plan file that only the planner reads: the measured cluster and the profiled step."""
+"""Reads the parts of a plan file that only the planner needs: measured cluster and profiled step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CAST_S = {"cpu": 0.4e-9, "cuda": 12e-12}
 
 
 def profile_of(file: PlanFile) -> Workload | None:
-    """Returns the profiled step of a file, or None if it has none.
+    """Returns the profiled step of a plan file, or None if the file has no profile.
 
     Raises:
         ConfigError: If the profile is damaged.
@@ -30,7 +30,7 @@ def profile_of(file: PlanFile) -> Workload | None:
 
 
 def required_profile(file: PlanFile) -> Workload:
-    """Returns the profiled step of a file.
+    """Returns the profiled step of a plan file that must have one.
 
     Raises:
         ConfigError: If the file has no valid profile.
@@ -42,7 +42,7 @@ def required_profile(file: PlanFile) -> Workload:
 
 
 def planned_cluster(file: PlanFile) -> Cluster:
-    """Returns the cluster of a file. Its measured times take precedence over formulas.
+    """Returns the cluster of a plan file, with the measured all-reduce times if the file has them.
 
     Raises:
         ConfigError: If the file has no measured links, or if nodes have different numbers of ranks.
@@ -59,7 +59,7 @@ def planned_cluster(file: PlanFile) -> Cluster:
 
 
 def _points(file: PlanFile) -> dict[str, list[tuple[float, float]]]:
-    """Returns (bytes, seconds) of each algorithm."""
+    """Returns the measured (bytes, seconds) pairs of each algorithm."""
     points: dict[str, list[tuple[float, float]]] = {}
     for row in file.measured:
         for name, seconds in row.medians_s.items():
@@ -70,7 +70,7 @@ def _points(file: PlanFile) -> dict[str, list[tuple[float, float]]]:
 
 
 def _links(probed: ProbedCluster) -> Cluster:
-    """Returns the cluster without its measured times."""
+    """Returns the cluster with its measured links, without the measured all-reduce times."""
     counts, intra, inter = probed.ranks_per_node, probed.intra, probed.inter
     if len(set(counts)) > 1:
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""Predicts the step of a job with a plan: its parts, its speed, its efficiency and its uncertainty.
+"""Predicts the step of a job with a plan: time of each part, speed, efficiency and uncertainty.
 
-The gradient exchange executes the same plan, so a prediction can be compared with a run.
+The gradient exchange of a run executes the same plan, so a prediction can be compared with the run.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _INPUT_SPREAD = 0.1
 
 @dataclass(frozen=True)
 class BucketScore:
-    """The exchange of one bucket.
+    """The predicted exchange of one bucket.
 
-    `ready_s` counts from the start of the backward pass. `small_algorithm` is the algorithm of messages
-    that are exchanged in addition to the bulk of the bucket.
+    `ready_s` is the time from the start of the backward pass until the gradients are ready, and `cost_s`
+    is the time of the exchange. `small_algorithm` is the all-reduce algorithm for small messages that are
+    sent in addition to the bulk of the bucket.
     """
 
     tensors: int
@@ -42,7 +43,7 @@ class BucketScore:
 def score_plan(
     plan: FusionPlan, workload: Workload, cluster: Cluster, batch: int
 ) -> list[BucketScore]:
-    """Computes ready time and cost of each bucket.
+    """Computes when each bucket is ready, and how long the exchange of each bucket takes.
 
     Raises:
         ConfigError: If the plan is for another model.
@@ -89,7 +90,7 @@ def _score(
 
 @dataclass(frozen=True)
 class Exchange:
-    """When the exchange of one bucket starts and ends, from the start of the backward pass."""
+    """The start and end of the exchange of one bucket, in seconds from the start of backward."""
 
     ready_s: float
     start_s: float
@@ -97,7 +98,12 @@ class Exchange:
 
 
 def exchanges(ready_s: Sequence[float], cost_s: Sequence[float]) -> list[Exchange]:
-    """Schedules exchanges: each starts when its bucket is ready and the previous one has ended."""
+    """Schedules exchanges: each starts when its bucket is ready and the previous exchange has ended.
+
+    Args:
+        ready_s: The time at which each bucket is ready, from the start of the backward pass.
+        cost_s: The seconds of the exchange of each bucket.
+    """
     schedule: list[Exchange] = []
     free = 0.0
     for ready, cost in zip(ready_s, cost_s, strict=True):
@@ -108,7 +114,7 @@ def exchanges(ready_s: Sequence[float], cost_s: Sequence[float]) -> list[Exchang
 
 
 def exposed_s(ready_s: Sequence[float], cost_s: Sequence[float], backward_s: float) -> float:
-    """Returns the time of the exchanges after the end of the backward pass."""
+    """Returns the seconds from the end of the backward pass to the end of the last exchange."""
     schedule = exchanges(ready_s, cost_s)
     return max(0.0, schedule[-1].end_s - backward_s) if schedule else 0.0
 
@@ -117,7 +123,8 @@ def exposed_s(ready_s: Sequence[float], cost_s: Sequence[float], backward_s: flo
 class StepTimes:
     """The parts of one rank's step in seconds.
 
-    `hidden_cost` is the time by which one second of a hidden exchange slows the compute that hides it.
+    `ready_s` and `cost_s` are as for `exchanges`. `hidden_cost` is the number of seconds by which one
+    second of hidden exchange slows the compute that runs at the same time.
     """
 
     input_s: float
@@ -136,7 +143,8 @@ class StepTimes:
     def slowed_s(self) -> float:
         """Returns the seconds by which hidden exchanges slow the backward pass.
 
-        Exchanges are assumed to become slower by the same time, so the exposed part stays the same.
+        The exchanges are assumed to become slower by the same time, so their exposed part does not
+        change.
         """
         exposed = exposed_s(self.ready_s, self.cost_s, self.backward_s)
         return self.hidden_cost * max(0.0, sum(self.cost_s) - exposed)
@@ -147,20 +155,20 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for one step of the whole job.
+    """The prediction for one step on all ranks.
 
     Attributes:
         ranks: The number of ranks.
         batch: The batch of one rank.
-        step_s: The step time.
-        compute_s: Forward, backward and update of the slowest rank.
-        exposed_comm_s: The part of the exchanges that compute does not hide.
-        hidden_comm_s: Seconds by which hidden exchanges slow the compute.
-        input_stall_s: The wait for the input.
+        step_s: The time of the step in seconds.
+        compute_s: The seconds of forward, backward and update on the slowest rank.
+        exposed_comm_s: The seconds of the exchanges after the end of the backward pass.
+        hidden_comm_s: The seconds by which hidden exchanges slow the compute.
+        input_stall_s: The seconds that the step waits for the input.
         efficiency: The step time of one rank alone, divided by `step_s`.
         uncertainty: The relative standard error of `step_s`.
-        scores: The buckets.
-        exchanges: When the exchange of each bucket starts and ends.
+        scores: The cost and the algorithm of each bucket.
+        exchanges: The start and end of the exchange of each bucket.
     """
 
     ranks: int
@@ -184,7 +192,7 @@ class Prediction:
         return self.batch / self.step_s
 
     def expected(self) -> Expected:
-        """Returns the values of a plan file that are compared with a run."""
+        """Returns the predicted times for a plan file, with which a run compares its times."""
         return Expected(
             batch=self.batch,
             step_s=self.step_s,
@@ -200,7 +208,12 @@ class Prediction:
         return math.ceil(epochs * samples / (self.ranks * self.batch))
 
     def epochs_s(self, epochs: float, samples: int) -> float:
-        """Returns the time of the steps alone, without start-up and evaluation."""
+        """Returns the seconds of all steps, without start-up and evaluations.
+
+        Args:
+            epochs: The number of epochs.
+            samples: The number of training images.
+        """
         return self.steps(epochs, samples) * self.step_s
 
 
@@ -208,11 +221,11 @@ def step_times(
     workload: Workload, cluster: Cluster, plan: FusionPlan, batch: int,
     spread: float = RANK_SPREAD,
 ) -> tuple[StepTimes, list[BucketScore]]:  # fmt: skip
-    """Computes the parts of a step of the slowest rank, for which all others wait.
+    """Computes the parts of a step on the slowest rank, for which all other ranks wait.
 
     Args:
-        workload: The step of one rank without communication.
-        cluster: The cluster.
+        workload: The times of a step of one rank without communication.
+        cluster: The ranks and the links between them.
         plan: The plan of the gradient exchange.
         batch: The batch of one rank.
         spread: The relative standard deviation of the ranks' compute times.
@@ -261,7 +274,10 @@ def predict(workload: Workload, cluster: Cluster, plan: FusionPlan, batch: int) 
 
 
 def _uncertainty(workload: Workload, cluster: Cluster, plan: FusionPlan, batch: int) -> float:
-    """Changes each uncertain figure by one standard error and adds the effects in quadrature."""
+    """Returns the relative standard error of the step time.
+
+    Changes each uncertain input by one standard error and adds the effects in quadrature.
+    """
 
     def step(
         work: Workload = workload, there: Cluster = cluster, spread: float = RANK_SPREAD

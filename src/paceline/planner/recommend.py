@@ -1,7 +1,7 @@
 """Recommendations of `paceline plan`: the batch, and the number of nodes for a time or a budget.
 
-Time is start-up and training. Energy assumes that every board draws its power limit and leaves out hosts
-and cooling. There are no built-in prices.
+The time includes start-up and training. The energy assumes that every board draws its power limit, and
+leaves out hosts and cooling. There are no built-in prices.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _PUBLISHED_WHY = (
 _EPOCH_WHY = "the images of an epoch"
 # Larger values are mistakes; up to this value neither times nor prices overflow.
 _MAX_VALUE = 1e12
-# The smallest batch is recommended whose speed is within this share of the fastest.
+# The recommended batch is the smallest batch whose speed is within this share of the highest speed.
 _WORTH = 0.03
-# Without a limit of memory, at most this multiple of the largest profiled batch is recommended.
+# If the memory limit is unknown, at most this multiple of the largest profiled batch is recommended.
 _TIMED_TIMES = 2
-# Images/s that one core decodes during a training (16 threads, records/input-pipeline): full-size
-# ImageNet JPEGs, and shards packed to 256 pixels.
+# The images/s that one core decodes during a training with 16 threads (records/input-pipeline), for
+# full-size ImageNet JPEGs and for shards packed to 256 pixels.
 CORE_IMAGES_PER_S = 368.0
 PACKED_IMAGES_PER_S = 833.0
 
@@ -52,14 +52,14 @@ class Limits:
     """Limits on batch, time and cost.
 
     Attributes:
-        memory_batch: The largest batch that fits one GPU, None if the model's layers are unknown.
-        global_batch: The largest batch of all GPUs.
-        minutes: The longest time of the job, 0 for no limit.
-        budget: The highest cost of the job, 0 for no limit.
-        price: The price of a GPU for an hour, 0 if unknown.
-        why: The reason for `global_batch`.
-        set_by: The flag behind `global_batch` and its value.
-        timed_batch: The largest batch of one GPU that is recommended from a profile.
+        memory_batch: The largest batch that fits one GPU; None if the model's layers are unknown.
+        global_batch: The largest batch of all GPUs together.
+        minutes: The longest time of the job; 0 for no limit.
+        budget: The highest cost of the job; 0 for no limit.
+        price: The price of one GPU for one hour; 0 if unknown.
+        why: The reason for the value of `global_batch`, for messages.
+        set_by: The name and the value of the flag that determined `global_batch`.
+        timed_batch: The largest batch of one GPU for which a profile is used; None for no limit.
     """
 
     memory_batch: int | None = None
@@ -88,16 +88,16 @@ class Limits:
 
     @property
     def is_an_epoch(self) -> bool:
-        """True if only --dataset-size allows a larger batch."""
+        """True if `global_batch` is limited by the number of images in the data set."""
         return self.why == _EPOCH_WHY
 
     def largest(self, ranks: int) -> int:
-        """Returns the largest batch of one GPU; 0 if even one image each exceeds the global batch."""
+        """Returns the largest batch of one GPU; 0 if one image per GPU already exceeds a limit."""
         known = (self.memory_batch, self.timed_batch)
         return min([self.global_batch // ranks, *(size for size in known if size is not None)])
 
     def near_timed(self, work: Workload) -> Limits:
-        """Limits the recommended batch to twice the largest profiled one if the memory is unknown."""
+        """Adds a limit of twice the largest profiled batch if the memory limit is unknown."""
         if self.memory_batch is not None or not work.batches:
             return self
         return replace(self, timed_batch=_TIMED_TIMES * max(work.batches))
@@ -105,7 +105,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Option:
-    """A number of nodes and a batch, with time and cost of the job.
+    """A number of nodes and a batch of one GPU, with the predicted time and cost of the job.
 
     GPU-hours, cost and energy include the start-up. `cost` is 0 if the price is unknown.
     """
@@ -141,15 +141,15 @@ class Option:
 
 @dataclass(frozen=True)
 class Job:
-    """The model, data and length of a training job.
+    """The length, data size and prices of a training job.
 
     Attributes:
         epochs: The number of epochs.
         samples: The number of training images.
-        watts: The power limit of a board, 0 if unknown.
-        price: The price of a GPU for an hour, 0 if unknown.
-        nccl: True if ranks communicate over NCCL, whose start takes time.
-        startup_s: Seconds until the first step; an estimate if None.
+        watts: The power limit of one GPU in watts; 0 if unknown.
+        price: The price of one GPU for one hour; 0 if unknown.
+        nccl: True if ranks communicate over NCCL, which takes time to start.
+        startup_s: The seconds until the first step; None to estimate them.
     """
 
     epochs: float
@@ -168,7 +168,7 @@ class Job:
             raise ConfigError("--startup-s", self.startup_s, f"must be from 0 to {_MAX_VALUE:g}")
 
     def option(self, prediction: Prediction, nodes: int) -> Option:
-        """Computes time and cost of the job for a predicted step."""
+        """Computes the time and the cost of the job from a predicted step on `nodes` nodes."""
         train_s = prediction.epochs_s(self.epochs, self.samples)
         startup_s = self.startup_s
         if startup_s is None:
@@ -189,7 +189,7 @@ class Job:
 
 
 def start_up(prediction: Prediction, nodes: int, *, nccl: bool) -> StartUp:
-    """Estimates the time until the first step."""
+    """Estimates the time until the first step of a predicted job on `nodes` nodes."""
     scores = prediction.scores
     algorithms = {name for score in scores for name in (score.algorithm, score.small_algorithm)}
     ranks_per_node = prediction.ranks // nodes
@@ -205,10 +205,10 @@ def candidate_batches(most: int) -> list[int]:
 
 
 def recommended_batch(question: Question, cluster: Cluster, limits: Limits) -> int:
-    """Finds the smallest batch whose speed is within 3 % of the fastest.
+    """Finds the smallest batch of one GPU whose speed is within 3 % of the highest speed.
 
-    The input is assumed to keep up: an input that caps the speed of every batch does not tell which batch
-    is best.
+    The input is assumed to keep up. A slow input would limit all batches to the same speed, so the result
+    would not depend on the compute.
 
     Raises:
         ConfigError: If no batch satisfies the limits.
@@ -242,9 +242,10 @@ def recommended_batch(question: Question, cluster: Cluster, limits: Limits) -> i
 
 
 def options(question: Question, cluster: Cluster, limits: Limits, job: Job) -> list[Option]:
-    """Predicts a quarter to four times the nodes, each with up to three batches.
+    """Predicts the job for several numbers of nodes, each with up to three batches.
 
-    With a limit on time or cost, powers of two up to 1,024 nodes are added.
+    The numbers are a quarter to four times the nodes of the cluster and, with a limit on time or cost,
+    also the powers of two up to 1,024.
     """
     counts = {max(1, round(cluster.nodes * factor)) for factor in (0.25, 0.5, 1, 2, 4)}
     if limits.minutes or limits.budget:
@@ -267,7 +268,10 @@ def options(question: Question, cluster: Cluster, limits: Limits, job: Job) -> l
 
 
 def choose(rows: Sequence[Option], limits: Limits) -> Option | None:
-    """Chooses the option with the fewest GPU-hours within a time, or the fastest within a budget."""
+    """Chooses the option with the fewest GPU-hours under a time limit, or else the fastest option.
+
+    Returns None if no option meets the limits.
+    """
     fitting = [option for option in rows if option.within(limits)]
     if not fitting:
         return None
@@ -277,7 +281,7 @@ def choose(rows: Sequence[Option], limits: Limits) -> Option | None:
 
 
 class BatchLimit(NamedTuple):
-    """The largest global batch, the reason, and the flag behind it with its value."""
+    """The largest global batch, the reason for it, and the flag that set it with the flag's value."""
 
     images: int
     why: str = _PUBLISHED_WHY
@@ -289,13 +293,13 @@ def largest_global_batch(
 ) -> BatchLimit:
     """Finds the largest global batch that is recommended.
 
-    By default, this is the smaller of the paper's batch and the largest for which the large-batch rule
-    holds. It never exceeds an epoch.
+    The default is the smaller of the paper's batch and the largest batch for which the large-batch rule
+    was tested. The result never exceeds the number of training images.
 
     Args:
-        most: The limit that the user gave, if any.
-        noise_scale: A measured noise scale, 0 if unknown. It lowers the limit to the batch from which on
-            doubling the batch saves less than a tenth of the time.
+        most: The limit that the user gave, or None.
+        noise_scale: A measured gradient noise scale; 0 if unknown. It limits the batch to the size from
+            which on doubling the batch saves less than a tenth of the time.
         samples: The number of training images.
         epochs: The number of epochs.
 
@@ -339,16 +343,16 @@ def limits_of(
     net: Network | None, gpu: Accelerator | None, limit: BatchLimit | None = None,
     minutes: float = 0.0, budget: float = 0.0, price: float = 0.0, half: bool | None = None,
 ) -> Limits:  # fmt: skip
-    """Builds limits, with the largest batch that fits the memory of the accelerator.
+    """Builds limits, including the largest batch that fits the memory of the accelerator.
 
     Args:
         net: The layers of the model, if known.
         gpu: The accelerator, if known.
-        limit: The largest global batch.
-        minutes: The longest time of the job, 0 for no limit.
-        budget: The highest cost of the job, 0 for no limit.
-        price: The price of a GPU for an hour, 0 if unknown.
-        half: True for half precision; the accelerator's default if None.
+        limit: The largest global batch; the paper's batch if None.
+        minutes: The longest time of the job; 0 for no limit.
+        budget: The highest cost of the job; 0 for no limit.
+        price: The price of one GPU for one hour; 0 if unknown.
+        half: True for half precision; None for the default of the accelerator.
     """
     memory = None if net is None or gpu is None else largest_batch(net, gpu, half)
     images, why, set_by = limit or BatchLimit(PUBLISHED_GLOBAL_BATCH)

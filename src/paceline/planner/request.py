@@ -1,6 +1,6 @@
-"""The step and the cluster that a user gives to `paceline plan` or `predict_scaling`.
+"""Describes the step and the cluster that a user gives to `paceline plan` or `predict_scaling`.
 
-Errors name the flags of the command; `predict_scaling` converts them to its arguments.
+Errors name the flags of `paceline plan`; `predict_scaling` replaces these names by its arguments.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from paceline.planner.workload import Workload
 
 @dataclass(frozen=True)
 class StepRequest:
-    """The requested step: a model on an accelerator, or a profile. None and "" mean not given."""
+    """The step to predict: a model on an accelerator, or a profile. None or "" means not given."""
 
     model: str = ""
     gpu: str = ""
@@ -45,12 +45,12 @@ class StepRequest:
 
     @cached_property
     def chip(self) -> Accelerator | None:
-        """The named accelerator."""
+        """The accelerator that `gpu` names; None if `gpu` is empty."""
         return accelerator(self.gpu) if self.gpu else None
 
     @property
     def images(self) -> tuple[int, int, int]:
-        """Edge, classes and channels of the images."""
+        """The edge length of the images in pixels, the number of classes, and the image channels."""
         return (
             224 if self.image_size is None else self.image_size,
             1000 if self.classes is None else self.classes,
@@ -58,14 +58,14 @@ class StepRequest:
         )
 
     def network(self, name: str) -> Network:
-        """Returns the layers of a built-in model for these images."""
+        """Returns the layers of the built-in model `name` for the requested images."""
         size, classes, channels = self.images
         return network(name, size, classes, channels=channels)
 
     def read(self, where: ClusterRequest) -> tuple[PlanFile, Workload | None]:
-        """Reads the cluster's file and the profile.
+        """Reads the cluster file and the profiled step; the latter is None if there is no profile.
 
-        The profile comes from the file `profile` or, if no GPU is named, from the cluster's file.
+        The profile comes from the file `profile` or, if no GPU is named, from the cluster file.
 
         Raises:
             ConfigError: If a file is invalid, or the request contradicts the profile.
@@ -79,11 +79,11 @@ class StepRequest:
         return file, profile_of(file)
 
     def workload(self, net: Network | None, profiled: Workload | None) -> Workload:
-        """Returns the times of the step.
+        """Returns the times of the step: the profiled times, or times computed from the layers.
 
         Args:
-            net: The layers of the model, if known.
-            profiled: The profile, if there is one.
+            net: The layers of the model, or None if unknown.
+            profiled: The profiled step, or None.
 
         Raises:
             ConfigError: If neither GPU nor profile is given, or the request contradicts the profile.
@@ -104,7 +104,7 @@ class StepRequest:
         return profiled
 
     def _refuse_own(self) -> None:
-        """Refuses arguments whose values are fixed by a profile."""
+        """Raises ConfigError for an argument whose value the profile already determines."""
         for flag, value in (
             ("--image-size", self.image_size), ("--classes", self.classes),
             ("--channels", self.channels), ("--software", self.software or None),
@@ -115,7 +115,7 @@ class StepRequest:
 
 @dataclass(frozen=True)
 class ClusterRequest:
-    """Nodes and the links between them, or the file of a measured cluster."""
+    """The cluster to predict for: nodes and links, or the file of a measured cluster."""
 
     nodes: int | None = None
     gpus_per_node: int | None = None
@@ -132,7 +132,7 @@ class ClusterRequest:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def read(self) -> PlanFile:
-        """Reads the cluster's file; returns an empty one if none is given."""
+        """Reads the cluster file; returns an empty `PlanFile` if no file is given."""
         if self.cluster is None:
             return PlanFile()
         for name, value in self.given.items():
@@ -141,7 +141,7 @@ class ClusterRequest:
         return PlanFile.read(self.cluster, "--cluster")
 
     def place(self, chip: Accelerator | None, file: PlanFile) -> Cluster:
-        """Returns the measured cluster, or builds one of accelerators and links."""
+        """Returns the measured cluster of `file`, or builds a cluster of accelerators and links."""
         if self.cluster is not None:
             measured = planned_cluster(file)
             return measured if self.nodes is None else measured.with_nodes(self.nodes)
@@ -155,14 +155,14 @@ class ClusterRequest:
         return gpu_cluster(chip or accelerator("CPU"), nodes, **given)
 
     def assumed(self, chip: Accelerator | None) -> dict[str, str]:
-        """Describes what `place` assumes, by argument."""
+        """Describes the defaults that `place` uses for arguments that were not given, by argument."""
         return {} if self.cluster else assumed(chip or accelerator("CPU"), self.given)
 
 
 def question_about(
     work: Workload, place: Cluster, algorithms: Sequence[str], wires: Sequence[str]
 ) -> Question:
-    """Builds a question whose batch is not set yet.
+    """Builds a question with batch 1, which the caller replaces.
 
     Without `algorithms`, all algorithms that were measured on the cluster are allowed. If the
     cluster was not measured, all algorithms are allowed.

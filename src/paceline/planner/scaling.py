@@ -24,19 +24,22 @@ from paceline.planner.recommend import (
 )
 from paceline.planner.request import ClusterRequest, StepRequest, question_about
 
-# The planner's errors contain flags of the command line; these are the arguments.
+# The arguments of `predict_scaling` for flags of the command line, which the planner's errors name.
 _ARGUMENTS = {"--gpu": "accelerator", "--wire": "wires", "--algorithm": "algorithms"}
 _REMEDIES = {
     "--gpu": "accelerator=", "--profile": "profile=", "--max-global-batch": "max_global_batch=",
     ", or leave --model out": "",
 }  # fmt: skip
-# The size of the data is not an argument, so it limits no batch.
+# `predict_scaling` does not know the number of training images; this number limits no batch.
 _ANY_SAMPLES = 10**12
 
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """The prediction for one number of nodes; `uncertainty` is the relative standard error."""
+    """The prediction for one number of nodes.
+
+    `exposed_s` is the exposed communication, and `uncertainty` the relative standard error of `step_s`.
+    """
 
     nodes: int
     ranks: int
@@ -53,10 +56,10 @@ class ScalingPrediction(ScalingRow):
 
     Attributes:
         model: The name of the model.
-        source: The origin of the step's times.
+        source: The origin of the compute times.
         batch_size: The batch of one rank.
         rows: The predictions for 1, 2, 4, … nodes.
-        assumed: What is assumed about the cluster, by argument.
+        assumed: Texts about assumed properties of the cluster, by argument.
 
     Example:
         >>> predict_scaling(nodes=2).describe().splitlines()[1].split()
@@ -189,7 +192,7 @@ def _predicted(
     place, chip = where.place(step.chip, file), step.chip
     question = question_about(work, place, algorithms, wires)
     if batch is None:
-        # A profile may have another number format than the accelerator's default.
+        # The number format of a profile can differ from the default of the accelerator.
         half = None if profiled is None else work.in_half
         net = net or known_network(step.model, work.image_size)
         limits = limits_of(net, chip, limit, half=half)
@@ -215,7 +218,7 @@ def _row(found: Prediction, place: Cluster) -> ScalingRow:
 
 @contextmanager
 def _python_names() -> Iterator[None]:
-    """Replaces flags by arguments in errors."""
+    """Replaces the names of flags in errors of the block by the arguments of `predict_scaling`."""
     try:
         yield
     except ConfigError as error:

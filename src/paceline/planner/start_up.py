@@ -1,7 +1,7 @@
 """Estimates the time before the first step: processes, rendezvous, agreement, communicators.
 
-The times of the store were measured (`records/control-plane`). Those of processes and of NCCL are
-assumptions: Paceline has run on at most four ranks over NCCL.
+The times of the store were measured (`records/control-plane`). The times of processes and of NCCL are
+assumptions, because Paceline has run on at most four ranks over NCCL.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import Any
 from paceline.plan.schedules import NATIVE, parts_used
 from paceline.plan.steps import Groups
 
-# Assumed time for interpreter, torch, model and first kernels.
+# The assumed time to start the interpreter, import torch, build the model and load the first kernels.
 PROCESS_S = 20.0
 # The largest number of agreement phases of a training; a test counts them.
 PHASES = 11
-# CPU time of the store's single thread per rank; measured with up to 1,024 ranks.
+# The CPU time of the store's single thread per rank, for the rendezvous and for each phase; measured with
+# up to 1,024 ranks.
 MEET_S = 0.3e-3
 PHASE_S = 50e-6
 # An NCCL communicator of p ranks needs `_NCCL_S + p · _NCCL_RANK_S`. Users of V100 and InfiniBand
@@ -30,20 +31,20 @@ MOST_NCCL_S = 150.0
 
 
 def communicator_s(ranks: int) -> float:
-    """Estimates the time to create one NCCL communicator."""
+    """Estimates the seconds to create one NCCL communicator of the given number of ranks."""
     return _NCCL_S + _NCCL_RANK_S * ranks
 
 
 @dataclass(frozen=True)
 class StartUp:
-    """The parts of the start-up.
+    """The parts of the start-up, in seconds.
 
     Attributes:
         ranks: The number of ranks.
-        phases: The number of agreement phases.
+        phases: The number of phases in which all ranks agree on something over the store.
         meet_s: The time of the rendezvous.
-        agree_s: The time of all phases.
-        backend_s: The time in which the slowest rank creates its communicators; 0 for Gloo.
+        agree_s: The time of all agreement phases.
+        backend_s: The time in which the slowest rank creates its NCCL communicators; 0 for Gloo.
         process_s: The time to start the processes.
     """
 
@@ -59,11 +60,11 @@ class StartUp:
         cls, nodes: int, ranks_per_node: int, algorithms: Collection[str], *, buckets: int = 2,
         nccl: bool = True,
     ) -> StartUp:  # fmt: skip
-        """Estimates the start-up.
+        """Estimates the start-up of a job.
 
         Args:
             nodes: The number of nodes.
-            ranks_per_node: The number of ranks of a node.
+            ranks_per_node: The number of ranks in a node.
             algorithms: The all-reduce algorithms of the plan.
             buckets: The number of buckets of the plan.
             nccl: True if ranks communicate over NCCL, False for Gloo.
@@ -71,13 +72,13 @@ class StartUp:
         ranks = nodes * ranks_per_node
         backend_s = 0.0
         if nccl and ranks > 1:
-            # Two nodes use the same kinds of groups as many nodes, and are faster to examine.
+            # Two nodes need the same kinds of groups as more nodes, and this computation is faster.
             example = Groups.of_nodes([ranks_per_node] * min(nodes, 2), nested=True)
             used = parts_used(algorithms, example)
             # One group for the run, and one for the exchange unless it is a single native all-reduce.
             shared = set(algorithms) <= {NATIVE} and buckets == 1
             sizes = [ranks] if shared else [ranks, ranks]
-            # A rank belongs to one row, and to one column or the masters.
+            # A rank belongs to the group of its row, and to the group of its column or of the masters.
             if "rows" in used:
                 sizes.append(ranks_per_node)
             if used & {"masters", "columns"}:
@@ -91,7 +92,7 @@ class StartUp:
         return self.process_s + self.meet_s + self.agree_s + self.backend_s
 
     def describe(self) -> str:
-        """Describes the parts and says which of them are assumed."""
+        """Describes the parts in one line and marks the assumed times."""
         nccl = f", NCCL {self.backend_s:,.0f} s (assumed)" if self.backend_s else ""
         return (
             f"processes {self.process_s:g} s (assumed), rendezvous {self.meet_s:.2g} s, {self.phases} "

@@ -1,8 +1,8 @@
-"""`Workload`: one rank's step without communication, as a function of its batch.
+"""`Workload`: the times of one rank's step without communication, as functions of the batch size.
 
-`fit_workload` builds one from measured steps, `analytic_workload` from a network and a chip. Times are
-affine in the batch: a fixed part for launches and latency, and a part for each image. Small batches take
-longer if layers leave a part of the chip idle.
+`fit_workload` builds a workload from measured steps, and `analytic_workload` from a network and a chip. A
+time is affine in the batch: a fixed part for launches and latency, and a part for each image. A third
+term makes small batches slower if they leave a part of the chip idle.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from paceline.core.untrusted import LONGEST_S, SHORTEST_S
 from paceline.plan.optimizer import Gradient
 from paceline.planner.layers import MOST_PIXELS
 
-# The tables of the planner grow with the square of the number of gradients.
+# The largest number of gradients: tables of the planner grow with the square of it.
 _MOST_GRADIENTS = 4096
 # Up to this number, sums of bytes are exact in 64-bit integers and in doubles.
 _MOST_ELEMENTS = 2**48
 # The largest batch of one rank; larger than any in use.
 LARGEST_BATCH = 1 << 20
-# Deviation of steps from a line as a relative standard error: between profiled batches, and for every
-# doubling above and below them. With a single profiled batch: the factor by which a step may be off for
-# every doubling. From 15 series of steps of six models on an H200, of which about 68 and 95 % are within
-# one and two standard errors (records/planner, coverage).
+# The deviation of step times from a line, as a relative standard error: between profiled batches
+# (`_LINE`), and for every doubling above and below them. `_ONE_…`: the factor by which a step can be off
+# for every doubling from a single profiled batch. About 68 % and 95 % of 15 series of steps of six models
+# on an H200 are within one and two of these standard errors (records/planner, coverage).
 _LINE = 0.04
 _LINE_ABOVE = 0.04
 _LINE_BELOW = 0.07
@@ -43,8 +43,8 @@ _ONE_BELOW = 1.17
 class Affine:
     """The time `fixed_s` + `per_image_s` · batch + `fill_s` · exp(−batch / `fill_batch`).
 
-    The last term exists because matrix products whose tiles do not fill all multiprocessors take as long
-    as if they did.
+    The last term models small batches: a matrix product whose tiles do not fill all multiprocessors takes
+    as long as one whose tiles do.
     """
 
     fixed_s: float
@@ -65,20 +65,20 @@ class Affine:
 
 @dataclass(frozen=True)
 class Workload:
-    """One rank's step without communication.
+    """The times of one rank's step without communication.
 
     Attributes:
         model: The name of the model.
         gradients: The gradients in the order in which the backward pass produces them.
         forward: The time of the forward pass.
         backward: The time of the backward pass.
-        update_s: The time of the weight update.
-        input: The time in which the input delivers a batch.
+        update_s: The time of the weight update in seconds.
+        input: The time in which the input pipeline delivers a batch.
         spread: The relative standard error of the times.
-        source: The origin of the times.
-        image_size: The edge of the images, 0 if unknown.
-        batches: The profiled batches, empty if nothing was profiled.
-        device: "cpu" or "cuda" for a profile, otherwise empty.
+        source: A text about the origin of the times.
+        image_size: The edge length of the images in pixels; 0 if unknown.
+        batches: The profiled batch sizes; empty if nothing was profiled.
+        device: The profiled device, "cpu" or "cuda"; empty if nothing was profiled.
     """
 
     model: str
@@ -140,7 +140,7 @@ class Workload:
             last = gradient.ready
 
     def fed_at(self, images_per_s: float) -> Workload:
-        """Returns the workload with an input of this rate; unchanged for 0."""
+        """Returns the workload with an input of this rate; rate 0 changes nothing."""
         return replace(self, input=Affine(0.0, 1 / images_per_s)) if images_per_s else self
 
     def well_fed(self) -> Workload:
@@ -154,9 +154,9 @@ class Workload:
     def spread_at(self, batch: int) -> float:
         """Returns the relative standard error of a step with this batch.
 
-        Between profiled batches, steps deviate slightly from a line. Outside of them, they deviate more
-        with every doubling, and the line through the smallest and the largest batch is less certain. With
-        a single profiled batch, the fixed part of a step is unknown.
+        Between profiled batches, step times deviate slightly from a line. Outside of their range, the
+        deviation grows with every doubling, and the line itself is less certain. With a single profiled
+        batch, the fixed part of a step is unknown.
         """
         if not self.batches or batch in self.batches:
             return self.spread
@@ -173,10 +173,11 @@ class Workload:
         return math.hypot(line, _LINE, (_LINE_ABOVE if batch > high else _LINE_BELOW) * doublings)
 
     def with_tensors(self, tensors: Mapping[str, tuple[int, bool]]) -> Workload:
-        """Returns the workload with the gradients that a run exchanges, whatever step was profiled.
+        """Returns the workload with the sizes and formats of gradients that a run really exchanges.
 
         Args:
-            tensors: The number of elements of each trained tensor, and True for half precision.
+            tensors: For each trained tensor, the number of elements, and True for half precision.
+                Gradients of other tensors are removed.
         """
         gradients = tuple(
             replace(g, elements=tensors[g.name][0], half=tensors[g.name][1])
@@ -191,14 +192,14 @@ class Workload:
         return any(gradient.half for gradient in self.gradients)
 
     def compute_s(self, batch: int) -> float:
-        """Returns the time of forward, backward and update."""
+        """Returns the seconds of forward pass, backward pass and update."""
         return self.forward.at(batch) + self.backward.at(batch) + self.update_s
 
     def backward_s(self, batch: int) -> float:
         return self.backward.at(batch)
 
     def ready_s(self, batch: int) -> list[float]:
-        """Returns when each gradient is ready, from the start of the backward pass."""
+        """Returns the seconds from the start of the backward pass until each gradient is ready."""
         backward = self.backward.at(batch)
         return [gradient.ready * backward for gradient in self.gradients]
 
@@ -249,8 +250,8 @@ def _error(field: str, value: object, problem: str, remedy: str) -> ConfigError:
 class StepAnatomy:
     """The parts of one measured step in seconds.
 
-    `gradients` has name, elements, half precision and ready time of each gradient, in order of readiness
-    from the start of the backward pass.
+    `gradients` lists the gradients in the order in which they become ready: name, number of elements,
+    True for half precision, and seconds from the start of the backward pass.
     """
 
     forward_s: float
@@ -267,11 +268,11 @@ def fit_workload(
 
     Args:
         model: The name of the model.
-        steps: The batch and the seconds of each step.
-        anatomy: The parts of one step.
-        source: The origin of the times.
-        image_size: The edge of the images in pixels.
-        device: "cpu" or "cuda".
+        steps: The batch size and the seconds of each measured step.
+        anatomy: The parts of one step. They determine how the seconds of `steps` are divided.
+        source: A text about the origin of the times.
+        image_size: The edge length of the images in pixels; 0 if unknown.
+        device: The device of the measurement, "cpu" or "cuda".
 
     Raises:
         ConfigError: If a larger batch took less time than a smaller one.
@@ -284,8 +285,8 @@ def fit_workload(
                 f"a step of {large} took {1e3 * slower:.3g} ms, one of {small} {1e3 * faster:.3g}",
                 "profile on a quiet machine, or with batches further apart",
             )  # fmt: skip
-    # The update does not depend on the batch. With several batches it is a part of the line's intercept:
-    # a step that is measured in parts runs eagerly, and its update may take longer than in a CUDA graph.
+    # The update does not depend on the batch. With several batches, it cannot exceed the intercept of the
+    # line: a step that is measured in parts runs eagerly, which can be slower than a CUDA graph.
     if len(points) > 1:
         fixed, per_image, spread = _line(points)
         update = min(anatomy.update_s, fixed)
@@ -315,7 +316,7 @@ def fit_workload(
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
-    """Fits a line with non-negative intercept and slope, through the origin for a single point.
+    """Fits a line with non-negative intercept and slope; a single point gives a line through 0.
 
     Returns:
         Intercept, slope and relative residual.

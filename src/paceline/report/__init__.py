@@ -1,7 +1,7 @@
 """Tables, charts and HTML pages of run folders, without torch.
 
-The package exports what the end of a training needs. Commands import the modules of comparisons
-(`compare_page`, `comparison`, `compare_runs`) and live pages (`server`, `live_run`).
+The package exports the names that a training uses when it ends. Commands import the modules for
+comparisons (`compare_page`, `comparison`, `compare_runs`) and live pages (`server`, `live_run`) directly.
 """
 
 from paceline.report.bottleneck import bound_by

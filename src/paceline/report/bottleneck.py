@@ -27,8 +27,8 @@ class Straggler:
 
     Attributes:
         rank: The number of the rank.
-            share_last: The fraction of steps in which this rank arrives last.
-        lost_s: The median time per step that other ranks wait for this rank.
+        share_last: The fraction of steps in which this rank arrives last.
+        lost_s: The median seconds per step that the other ranks wait for this rank.
     """
 
     rank: int
@@ -45,17 +45,17 @@ class Straggler:
 
 @dataclass(frozen=True)
 class ExposedWaits:
-    """Seconds that ranks wait for the gradient exchange after their own backward pass, by step.
+    """The waits of the ranks for the gradient exchange after their own backward pass, for each step.
 
-    The rank that arrives last waits only for the exchange. All others also wait for that rank.
+    The rank that arrives last waits only for the exchange. All other ranks also wait for that rank.
 
     Attributes:
-        step: Step numbers.
+        step: The step numbers; the following arrays have one entry for each of these steps.
         last: The rank that arrived last.
-        least_s: The wait of that rank.
-        other_ranks_s: The median wait of the other ranks.
+        least_s: The wait of the last rank in seconds.
+        other_ranks_s: The median wait of the other ranks in seconds.
         complete: True if the waits of all ranks are known.
-        step_s: The median step time of rank 0.
+        step_s: The median step time of rank 0 in seconds.
     """
 
     step: Ints
@@ -68,7 +68,7 @@ class ExposedWaits:
     @classmethod
     @computed_once
     def of(cls, run: RunFiles) -> ExposedWaits:
-        """Computes the waits; empty for one rank and for records without `exposed_comm_s`."""
+        """Computes the waits; all arrays are empty for one rank or without `exposed_comm_s`."""
         step_s = middle(run.steps()["step_s"]) or 0.0
         none = np.zeros(0)
         if (finite(run.start, "world_size") or 1) <= 1:
@@ -97,7 +97,7 @@ class ExposedWaits:
         return f"{format_duration(self.exposed_s)} a step ({format_percent(share, 0)})"
 
     def straggler(self) -> Straggler | None:
-        """Returns the rank that is nearly always last and late enough to matter, if there is one."""
+        """Returns the rank that is nearly always last and notably late, or None if no rank is."""
         last = self.last[self.complete]
         if len(last) < _STRAGGLER_MIN_STEPS:
             return None
@@ -154,7 +154,10 @@ def _waits_of_records(records: list[Record]) -> _Waits:
 
 
 def first_after_start(run: RunFiles, rank: int = 0) -> Bools:
-    """Marks the first step after each start, which fills the pipeline, compiles and captures graphs."""
+    """Marks the first step after each start.
+
+    This step is slow because it fills the input pipeline, compiles, and captures CUDA graphs.
+    """
     first = [record["step"] + 1 for record in run.of_kind("start", rank)]
     return np.isin(run.steps(rank).number, first)
 
@@ -165,8 +168,8 @@ class InputStall:
 
     Attributes:
         steps: The number of steps with a measured stall.
-        step_s: The total time of these steps.
-        causes: The stalled seconds of each cause, largest first.
+        step_s: The total time of these steps in seconds.
+        causes: The seconds of stall by cause, largest first.
     """
 
     steps: int
@@ -176,7 +179,7 @@ class InputStall:
     @classmethod
     @computed_once
     def of(cls, run: RunFiles, rank: int = 0) -> InputStall:
-        """Sums the stalls of a rank, without the first step after each start."""
+        """Sums the stalls of a rank; leaves out the first step after each start."""
         steps = run.steps(rank)
         measured = ~np.isnan(steps["input_stall_s"]) & ~np.isnan(steps["step_s"])
         measured &= ~first_after_start(run, rank)
@@ -193,12 +196,12 @@ class InputStall:
 
     @property
     def share(self) -> float:
-        """The share of the step time."""
+        """The share of the step time that is stall, from 0 to 1."""
         return self.stall_s / self.step_s if self.step_s > 0 else 0.0
 
     @property
     def main_cause(self) -> str:
-        """The largest cause; empty if the input hardly matters."""
+        """The cause with the most stall; empty if stalls take less than 5 % of the step time."""
         return next(iter(self.causes), "") if self.share >= _NOTABLE else ""
 
     def describe(self) -> str:
@@ -214,7 +217,7 @@ class InputStall:
 class MeasuredStep:
     """The parts of a typical step in seconds.
 
-    All are medians except `input_s`, which is a mean: a median hides stalls that come in bursts.
+    `input_s` is a mean, because a median hides stalls that come in bursts. The other times are medians.
     """
 
     step_s: float
@@ -228,7 +231,7 @@ class MeasuredStep:
 
     @classmethod
     def of(cls, run: RunFiles) -> MeasuredStep | None:
-        """Returns the parts, or None before the first step."""
+        """Computes the parts; returns None if the run has no step yet."""
         step_s = middle(run.steps()["step_s"])
         if step_s is None:
             return None
@@ -238,7 +241,7 @@ class MeasuredStep:
 
 
 def bound_by(run: RunFiles) -> str | None:
-    """Returns text such as `exposed communication, 31 % of a step`; None before the first step."""
+    """Names the bottleneck, such as `exposed communication, 31 % of a step`; None without steps."""
     measured = MeasuredStep.of(run)
     if measured is None:
         return None
@@ -259,14 +262,14 @@ def bound_by(run: RunFiles) -> str | None:
 
 
 def overloaded_host(run: RunFiles) -> str | None:
-    """Describes the rank whose threads wait longest for cores, if that slows its steps."""
+    """Describes the rank whose threads wait longest for CPU cores; None if no steps are slowed."""
     waits = {
         rank: middle(run.steps(rank)["core_wait_share"]) or 0.0
         for rank in run.ranks
         # Host threads slow the steps of a GPU only if the GPU waits for its input.
         if _on_cpu(run, rank) or InputStall.of(run, rank).main_cause
     }
-    # If there are many ranks, only rank 0 writes records: also about the rank that waited longest.
+    # If there are many ranks, only rank 0 writes records. They also name the rank that waited longest.
     of_all = [
         record["core_wait_share"]
         for record in run.of_kind("ranks")

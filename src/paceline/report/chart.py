@@ -17,7 +17,7 @@ PLOT_WIDTH, PLOT_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 FOOT = TOP + PLOT_HEIGHT
 # The number of series colours in style.css.
 SERIES_COLOURS = 8
-# A line of more points has no dots; hover strips show its values.
+# A line with more points than this has no dots; its values appear on hover.
 _MAX_DOTS = 60
 _STRIPS = 75
 
@@ -29,10 +29,10 @@ class Line:
     """One series of a chart.
 
     Attributes:
-        name: Shown in the legend and on hover; a line without a name has neither.
+        name: The name in the legend and on hover; a line with an empty name has neither.
         points: The (x, y) pairs.
-        colour: The number of a series colour, from 1.
-        faint: Draws the line thin, behind all others.
+        colour: The number of a series colour in the style sheet, from 1.
+        faint: Draws the line thin and behind the other lines.
         dashed: Draws the line dashed.
     """
 
@@ -63,14 +63,14 @@ class Chart:
     Attributes:
         title: The caption of the figure.
         x_label: The label of the x axis.
-        lines: The series.
-        x_range: Ends of the x axis, which align the charts of one run; fitted to the lines by default.
+        lines: The lines to draw.
+        x_range: The ends of the x axis. The default fits the lines; one range aligns several charts.
         log: Makes the y axis logarithmic.
         from_zero: Lets the y axis include zero.
         markers: Events on the x axis.
         show_value: Formats y values.
         note: A remark next to the title.
-        legend: Draws a legend; without it, the page names the lines elsewhere.
+        legend: Draws a legend. False if the page names the lines elsewhere.
         log_x: Makes the x axis logarithmic.
     """
 
@@ -185,7 +185,7 @@ def _line(chart: Chart, line: Line, x_axis: Axis, y_axis: Axis) -> list[str]:
 
 
 def _strips(chart: Chart, x_axis: Axis) -> list[str]:
-    """Draws invisible columns over the plot, whose titles list the values in them on hover."""
+    """Draws invisible columns over the plot that list the values below them on hover."""
     columns: dict[int, tuple[float, dict[str, str]]] = {}
     for line in filter(lambda line: line.name, chart.lines):
         for x, y in line.points:
@@ -226,11 +226,11 @@ _BAR_WIDTH, _BAR_HEIGHT = 1000.0, 26.0
 
 
 def share_bar(title: str, parts: Sequence[tuple[str, float, str]]) -> str:
-    """Draws a bar of shares as one `<svg>` element, and a legend.
+    """Draws a bar that is divided by shares, as one `<svg>` element, and a legend.
 
     Args:
         title: A title for screen readers.
-        parts: Name, share and style class of each part; shares sum to one, empty parts are left out.
+        parts: Name, share and style class of each part. The shares sum to one; zero shares are not drawn.
     """
     drawn, items, x = [], [], 0.0
     shown = [part for part in parts if part[1] > 0]
@@ -251,7 +251,7 @@ def share_bar(title: str, parts: Sequence[tuple[str, float, str]]) -> str:
     )
 
 
-# Values closer to each other (relative), or to zero, than this would need very long labels.
+# Values with a smaller relative distance than `_SAME`, or below `_ZERO`, would need very long labels.
 _SAME = 1e-4
 _ZERO = 1e-100
 

@@ -1,6 +1,6 @@
-"""A comparison as table, Markdown, JSON, charts and HTML page.
+"""Renders a comparison as table, Markdown, JSON, charts and HTML page.
 
-Values that are equal in all rows are in the caption instead of in a column.
+The caption shows the values that are equal in all rows; they have no column.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paceline.report.curves import MAX_POINTS, over_figure, spans_decades
 from paceline.report.html import document, figures, list_section, section
 from paceline.report.tables import Table
 
-# The curves of runs shorter than this number of epochs are cut into as many parts.
+# If no run is longer than this number of epochs, the loss curves are cut into this number of parts.
 _MIN_PARTS = 20
 
 
@@ -40,9 +40,9 @@ class _Column:
 
     Attributes:
         name: The heading.
-        cell: Returns the text of a row; a column without any text is left out.
-        caption: The name in the caption, to which the column moves if all rows are equal.
-        setting: The setting that the column shows; it is left out if the labels show that setting.
+        cell: Returns the text of the cell in a row. If all cells are empty, the column is left out.
+        caption: The name in the caption. If all cells are equal, the caption replaces the column.
+        setting: The setting that the column shows. If the row labels show it, the column is left out.
     """
 
     name: str
@@ -147,7 +147,7 @@ def compare_caption(comparison: Comparison) -> str:
 
 
 def differing_table(comparison: Comparison) -> Table:
-    """Returns a table of the settings in which rows differ, with their value in each row."""
+    """Returns a table of the settings in which rows differ, with the value of each row."""
     names = comparison.differing
     rows = [
         (row.label, *(value_text(row.first.settings, name) for name in names))
@@ -157,7 +157,7 @@ def differing_table(comparison: Comparison) -> Table:
 
 
 def runs_table(comparison: Comparison) -> Table:
-    """Returns a table of single runs with the labels of their rows."""
+    """Returns a table with one line for each run and the label of the row to which the run belongs."""
     rows = [
         (
             row.label,
@@ -177,7 +177,7 @@ def runs_table(comparison: Comparison) -> Table:
 
 
 def compare_markdown(comparison: Comparison) -> str:
-    """Returns caption, table and notes as Markdown."""
+    """Returns the caption, the table and the notes as Markdown."""
     table = compare_table(comparison)
     rules = ("---" if i in table.text_columns else "--:" for i in range(len(table.columns)))
     lines = [table.columns, tuple(rules), *(tuple(map(_escaped, row)) for row in table.rows)]
@@ -193,9 +193,9 @@ def _escaped(text: str) -> str:
 
 
 def compare_json(comparison: Comparison) -> dict[str, Any]:
-    """Returns all numbers unrounded; unknown values are None.
+    """Returns the comparison as plain data; numbers are not rounded, and unknown values are None.
 
-    Accuracies are in percent, differences in points, times in seconds.
+    Accuracies are in percent, differences in percentage points, and times in seconds.
     """
     return {
         "caption": compare_caption(comparison),
@@ -270,7 +270,7 @@ def render_comparison(comparison: Comparison) -> str:
 
 
 def _legend(comparison: Comparison) -> str:
-    """Builds one legend for all charts: labels are too long for a legend in each chart."""
+    """Builds one legend for all charts, because the labels are too long for a legend in each chart."""
     items = []
     for i, row in enumerate(comparison.rows):
         colour, dashed = series_look(i)
@@ -279,21 +279,21 @@ def _legend(comparison: Comparison) -> str:
 
 
 def series_look(row: int) -> tuple[int, bool]:
-    """Returns the color of a row, and True if its line is dashed because colors repeat."""
+    """Returns the color of a row, and True if the line is dashed because colors repeat."""
     return row % SERIES_COLOURS + 1, row // SERIES_COLOURS % 2 == 1
 
 
 def compare_charts(comparison: Comparison) -> list[Chart]:
-    """Returns charts of validation top-1 and training loss by epoch.
+    """Returns charts of validation top-1 accuracy and training loss by epoch.
 
-    A line shows the mean over the seeds of a row; thin lines show the seeds.
+    A thick line shows the mean over the seeds of a row, and thin lines show the single seeds.
     """
     runs = [run for row in comparison.rows for run in row.runs]
     last = max((run.outcome.epochs or 0.0 for run in runs), default=0.0) or 1.0
     width = last / _MIN_PARTS if last < _MIN_PARTS else float(-(-last // MAX_POINTS))
 
     def top1(run: ComparedRun) -> dict[float, float]:
-        # Rounded because the epochs of seeds may differ in the last digit.
+        # Round, because the epoch of the same evaluation can differ in the last digit between seeds.
         curve = run.files.eval_curve("top1")
         epochs = (round(epoch, 4) for epoch in curve.epoch.tolist())
         return dict(zip(epochs, curve.value.tolist(), strict=True))
@@ -319,7 +319,7 @@ def compare_charts(comparison: Comparison) -> list[Chart]:
 
 
 def _charts_over_figures(comparison: Comparison, note: str) -> list[Chart]:
-    """Returns charts of top-1 over each extension figure that is an axis."""
+    """Returns a chart of top-1 accuracy over each extension figure that can be an x axis."""
     charts = []
     axes = {name: figure for row in comparison.rows for name, figure in row.figures.items()}
     for name, figure in axes.items():
@@ -345,7 +345,7 @@ def _lines(
         curves = [curve_of(run) for run in row.runs]
         if len(curves) > 1:
             lines += [Line("", sorted(curve.items()), colour, faint=True) for curve in curves]
-        # Without points that only some seeds have: the mean would jump there.
+        # Leave out points that only some seeds have, because the mean would jump there.
         common = sorted(set(curves[0]).intersection(*curves[1:]))
         mean = [(x, fmean(curve[x] for curve in curves)) for x in common]
         lines.append(Line(row.label, mean, colour, dashed=dashed))
@@ -353,9 +353,9 @@ def _lines(
 
 
 def _medians(points: Iterable[XY], width: float) -> dict[float, float]:
-    """Returns the median of the values up to each multiple of `width`."""
+    """Returns the median of the values in each interval of length `width`, by the interval's end."""
     parts: dict[int, list[float]] = {}
     for x, value in points:
-        # Rounded so that the last step of an epoch belongs to that epoch.
+        # Round, so that the last step of an epoch belongs to that epoch.
         parts.setdefault(int(-(-round(x / width, 6) // 1)), []).append(value)
     return {round(part * width, 4): median(values) for part, values in parts.items()}

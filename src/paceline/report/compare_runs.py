@@ -1,7 +1,7 @@
 """`ComparedRun`: one run of a comparison. `read_runs`: finds and reads the runs to compare.
 
-A run that cannot be compared raises an error: leaving it out silently would falsify the table. Runs in a
-folder of runs that have no evaluation yet are left out with a note.
+A run that cannot be compared raises an error, because leaving it out silently would falsify the table.
+Only runs in a folder of runs are left out, with a note, if they have no evaluation yet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.report.tables import flat
 
 # Settings in which the runs of one row may differ.
 _NOT_COMPARED = frozenset({"run.seed", "run.name", "run.output", "run.resume"})
-# Not a setting, but it changes the speed and, through batch norm, the result.
+# The number of ranks is no setting, but it changes the speed and, through batch norm, the result.
 RANKS = "ranks"
 GLOBAL_BATCH = "run.global_batch_size"
 
@@ -36,7 +36,7 @@ class NoEvaluationError(CompareError):
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One run of a comparison. `top1` and `val_loss` are from the last evaluation, not the best."""
+    """One run of a comparison. `top1` and `val_loss` are from the last evaluation, not the best one."""
 
     path: Path
     files: RunFiles
@@ -94,7 +94,7 @@ class ComparedRun:
 
 
 def read_runs(paths: Sequence[Path], notes: list[str] | None = None) -> list[ComparedRun]:
-    """Reads the runs to compare, each once.
+    """Reads the runs to compare. A run that is given twice is read once.
 
     Args:
         paths: Run folders, or folders of run folders.
@@ -104,7 +104,7 @@ def read_runs(paths: Sequence[Path], notes: list[str] | None = None) -> list[Com
         At least two runs, in the order of `paths`.
 
     Raises:
-        CompareError: If a run cannot be compared, or if there are fewer than two.
+        CompareError: If a run cannot be compared, or if there are fewer than two runs.
     """
     folders: dict[Path, Path] = {}
     for path in paths:
@@ -152,7 +152,7 @@ def _run_folders(path: Path) -> list[Path]:
 
 
 def _last_loss(files: RunFiles) -> float | None:
-    """Returns the last validation loss; None if it is not finite, even if earlier losses are."""
+    """Returns the last validation loss; None if the last loss is not finite or unknown."""
     evaluations = files.of_kind("eval")
     if not evaluations:
         return finite(files.summary or {}, "val_loss")

@@ -1,7 +1,7 @@
 """`Comparison`: runs grouped into rows by their settings, with labels and differences to a baseline.
 
-The runs of a row differ only in their seed. The label of a row contains the settings that distinguish it
-from other rows.
+The runs of a row differ only in the seed. The label of a row contains the settings in which this row
+differs from the other rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.report.outcome import ExtraFigure
 
 Settings = Mapping[str, Any]
 _UNSET = "unset"
-# Settings that describe a row best, and those that describe it least; all others are in between.
+# The settings that describe a row best, and the settings that describe a row least.
 _DESCRIPTIVE = (
     "optim.name", "model.name", GLOBAL_BATCH, "run.epochs", "optim.schedule", "optim.batch_schedule",
     "run.strategy", "comm.wire", "comm.algorithm", "optim.lr", "optim.lr_base",
@@ -34,14 +34,14 @@ _LEAST_DESCRIPTIVE = (
     "comm.plan", "comm.hybrid.sizes",
 )  # fmt: skip
 _SECTIONS = ("optim", "precision", "model", "data", "run", "comm", RANKS, "checkpoint")
-# If rows differ in these, every label shows them.
+# If rows differ in one of these settings, every label shows that setting.
 _ALWAYS = ("optim.name", GLOBAL_BATCH, "optim.lr", "optim.lr_base")
 _SHORT_NAMES = {"optim.name": "opt", "model.name": "model", GLOBAL_BATCH: "batch"}
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Number, mean, sample standard deviation (None for a single value) and range of values."""
+    """The number, mean, sample standard deviation (None for one value) and range of some values."""
 
     n: int
     mean: float
@@ -57,9 +57,9 @@ class Spread:
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference to the baseline in percentage points.
+    """The difference of a row's top-1 accuracy to the baseline in percentage points.
 
-    Its standard error is known if both rows have at least two runs.
+    The standard error is None unless both rows have at least two runs.
     """
 
     points: float
@@ -96,17 +96,17 @@ class CompareRow:
 
     @property
     def val_loss(self) -> float | None:
-        """The mean loss, or None if the loss of any run is unknown: a partial mean would mislead."""
+        """The mean loss; None if any loss is unknown, because a mean of the rest would mislead."""
         losses = [run.val_loss for run in self.runs if run.val_loss is not None]
         return fmean(losses) if len(losses) == len(self.runs) else None
 
     def median(self, name: str) -> float | None:
-        """Returns the median of a figure of `Outcome` over the runs in which it is known."""
+        """Returns the median of an attribute of `Outcome` over the runs in which its value is known."""
         return _median(getattr(run.outcome, name) for run in self.runs)
 
     @property
     def exposed_s(self) -> float | None:
-        """The exposed communication of a step; None for runs of one rank."""
+        """The median exposed communication of a step in seconds; None for runs of one rank."""
         return _median(ExposedWaits.of(run.files).exposed_s for run in self.runs)
 
     @property
@@ -122,12 +122,12 @@ class CompareRow:
 
     @property
     def skipped_steps(self) -> int:
-        """The total over all runs."""
+        """The number of skipped steps of all runs together."""
         return sum(run.outcome.skipped_steps for run in self.runs)
 
     @property
     def epochs_done(self) -> tuple[float, float]:
-        """The fewest and the most epochs of any run: a run that reaches its target ends early."""
+        """The fewest and the most epochs of any run; they differ if a run ends early at its target."""
         done = [run.outcome.epochs or 0.0 for run in self.runs]
         return min(done), max(done)
 
@@ -139,14 +139,14 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows of runs.
+    """The compared runs, grouped into rows.
 
     Attributes:
         rows: The rows in the order of their first runs.
-        baseline: The row to which differences are computed.
+        baseline: The row that all other rows are compared with.
         differing: All settings in which rows differ, the most descriptive first.
-        naming: The settings in the labels.
-        renamed: True if the user named rows.
+        naming: The settings that the row labels show.
+        renamed: True if the user gave names to rows.
         left_out: A note for each run that is not in the table.
     """
 
@@ -168,9 +168,9 @@ class Comparison:
         """Groups runs into rows.
 
         Args:
-            runs: The runs.
-            labels: Names of rows in the form RUN=NAME.
-            baseline: A label or a run of the baseline; the first complete row by default.
+            runs: The runs to compare.
+            labels: Names for rows, in the form RUN=NAME.
+            baseline: The label or a run of the baseline row; the first complete row by default.
             left_out: Notes about runs that are not in the table.
 
         Raises:
@@ -215,10 +215,9 @@ class Comparison:
 
 
 def group_runs(runs: Iterable[ComparedRun]) -> list[CompareRow]:
-    """Groups runs by settings into rows without labels.
+    """Groups runs with equal settings into rows without labels.
 
-    Each incomplete run has a row of its own, because averaging it with complete runs would be
-    meaningless.
+    Each incomplete run has its own row, because a mean of incomplete and complete runs is meaningless.
     """
     groups: dict[object, list[ComparedRun]] = {}
     for run in runs:
@@ -227,7 +226,7 @@ def group_runs(runs: Iterable[ComparedRun]) -> list[CompareRow]:
 
 
 def _labelled(rows: Sequence[CompareRow], names: Sequence[str]) -> list[CompareRow]:
-    """Labels rows by settings, and incomplete runs also by their folder."""
+    """Labels rows by their settings, and rows of incomplete runs also by the run folder."""
     short = _short_names(name for row in rows for name in row.first.settings)
     labelled = []
     for row in rows:
@@ -254,7 +253,7 @@ def _renamed(rows: Sequence[CompareRow], labels: Sequence[str]) -> list[CompareR
 
 
 def _find(rows: Sequence[CompareRow], key: str, option: str, given: str) -> int:
-    """Returns the number of the row with the label `key`, or with a run of that path or folder name."""
+    """Returns the index of the row whose label, or the path or folder name of whose run, is `key`."""
     path = Path(key).resolve()
     runs = [(i, run.path) for i, row in enumerate(rows) for run in row.runs]
     matches = {i for i, row in enumerate(rows) if row.label == key}
@@ -269,7 +268,7 @@ def _find(rows: Sequence[CompareRow], key: str, option: str, given: str) -> int:
 
 
 def identity(settings: Settings) -> str:
-    """Returns equal text for equal settings in any order; 1 and 1.0 are equal."""
+    """Returns a text that is equal for equal settings in any order; 1 and 1.0 are equal."""
     return json.dumps({key: _plain(value) for key, value in settings.items()}, sort_keys=True)
 
 
@@ -280,15 +279,15 @@ def differing_settings(rows: Sequence[Settings]) -> list[str]:
 
 
 def naming_settings(rows: Sequence[Settings], different: Sequence[str]) -> list[str]:
-    """Chooses the settings of the labels.
+    """Chooses the settings that the row labels show.
 
     Args:
         rows: The settings of each row.
         different: The result of `differing_settings`.
 
     Returns:
-        Optimizer, batch and rate if rows differ in them, and each further setting, the most descriptive
-        first, that distinguishes more rows.
+        Optimizer, batch and learning rate if rows differ in them, and each further setting that tells
+        more rows apart. The most descriptive setting is first.
     """
     names = [name for name in different if name in _ALWAYS]
     for name in different:
@@ -298,7 +297,7 @@ def naming_settings(rows: Sequence[Settings], different: Sequence[str]) -> list[
 
 
 def _short_names(names: Iterable[str]) -> dict[str, str]:
-    """Returns `opt` for `optim.name`, and `momentum` for `optim.momentum` if no other section has it."""
+    """Maps full names to short names: `optim.name` to `opt`, and unique last parts to themselves."""
     # `run.name` is not compared, but makes a plain `name` ambiguous.
     known = {*names, "run.name"}
     sections = Counter(name.rpartition(".")[2] for name in known)
@@ -307,19 +306,19 @@ def _short_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def value_text(settings: Settings, name: str) -> str:
-    """Formats a setting without spaces; TOML omits settings that are unset."""
+    """Formats the value of a setting without spaces; `unset` if TOML omits the setting."""
     if name not in settings:
         return _UNSET
     value = settings[name]
     if isinstance(value, list | tuple):
         return f"[{','.join(text_of(item) for item in value)}]"
-    if isinstance(value, float):  # all digits: rows that differ must not look equal
+    if isinstance(value, float):  # show all digits, so that different rows do not look equal
         return f"{value:g}" if float(f"{value:g}") == value else repr(value)
     return '""' if value == "" else text_of(value)
 
 
 def _distinct(rows: Sequence[Settings], names: Sequence[str]) -> int:
-    """Counts the rows that these settings distinguish."""
+    """Counts the distinct combinations of values that these settings have in the rows."""
     return len({identity({name: row[name] for name in names if name in row}) for row in rows})
 
 

@@ -1,4 +1,4 @@
-"""The curves of a run: accuracy, loss, learning rate, throughput and others, thinned and smoothed."""
+"""The charts of a run: accuracy, loss, learning rate, throughput and more, thinned and smoothed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.report.outcome import Outcome
 from paceline.report.records import Floats, finite
 from paceline.report.run_files import Curve, RunFiles
 
-# With more points than this, neighbors are closer than a pixel in a chart of one column.
+# With more points than this, neighboring points would be less than a pixel apart.
 MAX_POINTS = 600
 # Shorter curves are not smoothed.
 _MIN_SMOOTHED = 40
@@ -29,7 +29,7 @@ _MAX_LOGGED_CHARTS = 24
 
 
 def run_charts(run: RunFiles) -> list[Chart]:
-    """Returns the charts of a run, without those that do not apply to it."""
+    """Returns the charts of a run. Charts without data for this run are left out."""
     axis = _XAxis(run)
     losses, speeds = run.step_curve("loss"), run.step_curve("images_per_s")
     loss_lines = [
@@ -82,7 +82,7 @@ def run_charts(run: RunFiles) -> list[Chart]:
 
 
 def logged_charts(run: RunFiles) -> list[Chart]:
-    """Returns a chart of each metric that callbacks logged, with a line for each rank."""
+    """Returns a chart for each metric that callbacks logged; each rank has a line."""
     axis, charts = _XAxis(run), []
     for name, by_rank in list(run.logged().items())[:_MAX_LOGGED_CHARTS]:
         lines: list[Line] = []
@@ -95,7 +95,7 @@ def logged_charts(run: RunFiles) -> list[Chart]:
 
 
 def charts_over_figures(run: RunFiles) -> list[Chart]:
-    """Returns charts of accuracy over each extension figure that is declared as an axis."""
+    """Returns a chart of accuracy over each extension figure that is declared as an x axis."""
     charts = []
     for figure in Outcome.of(run).figures:
         top1, top5 = (over_figure(run, name, figure.name) for name in ("top1", "top5"))
@@ -107,7 +107,13 @@ def charts_over_figures(run: RunFiles) -> list[Chart]:
 
 
 def over_figure(run: RunFiles, name: str, time_name: str) -> list[XY]:
-    """Returns a field of the evaluations over a time field, converted to minutes."""
+    """Returns (minutes, value) pairs of the evaluations.
+
+    Args:
+        run: The run.
+        name: The field of an evaluation record with the value.
+        time_name: The field of an evaluation record with the time in seconds.
+    """
     return sorted(
         (time / 60, value)
         for record in run.of_kind("eval")
@@ -150,7 +156,7 @@ class _XAxis:
         return Line(name, list(zip(x.tolist(), shown.value.tolist(), strict=True)), colour, faint)
 
     def smoothed(self, name: str, points: Curve) -> list[Line]:
-        """Returns the smoothed curve and, behind it, the single steps."""
+        """Returns the smoothed curve and a faint line of the single steps; short curves stay as is."""
         if len(points) < _MIN_SMOOTHED:
             return [self.line(name, points, 1)]
         return [
@@ -193,13 +199,13 @@ class _XAxis:
         return float(self.epochs([step])[0]) if self._by_epoch else float(step)
 
     def epochs(self, steps: Sequence[int]) -> Floats:
-        """Returns the epoch of each step: that of the last record up to it."""
+        """Returns the epoch of each step, taken from the last record at or before that step."""
         before = np.searchsorted(self._steps, steps, side="right")
         return np.concatenate([[0.0], self._epochs])[before]
 
 
 def spans_decades(lines: Sequence[Line]) -> bool:
-    """Returns True if values differ so much that only a logarithmic axis shows all of them."""
+    """Returns True if the values are positive and need a logarithmic axis (ratio above 100)."""
     values = [value for line in lines for _, value in line.points]
     return bool(values) and min(values) > 0 and max(values) / min(values) > _LOG_SPAN
 
@@ -227,19 +233,19 @@ def thin(points: Curve, limit: int = MAX_POINTS) -> Curve:
 
 
 def smoothing_window(length: int) -> int:
-    """Returns an odd number of points, about 4 % of the curve."""
+    """Returns the width of the smoothing window: an odd number, about 4 % of the curve's points."""
     return max(9, min(501, length // 25)) | 1
 
 
 def moving_median(values: Floats, window: int | None = None) -> Floats:
     """Replaces each value by the median of its neighbors, so that a spike does not bend the curve.
 
-    At the start, the window grows symmetrically, which keeps a steep start. At the end, it shrinks on the
-    right side only, so that the last value is not a single measurement.
+    Near the start, the window is shortened on both sides, which keeps a steep start. Near the end, it is
+    shortened only on the right, so that the last value is not a single measurement.
 
     Args:
-        values: The curve.
-        window: The number of points of a window; chosen by the length of the curve by default.
+        values: The values of the curve.
+        window: The number of points in the window; `smoothing_window` of the length by default.
     """
     length, half = len(values), (window or smoothing_window(len(values))) // 2
     given, ordered, smooth, entered = values.tolist(), list[float](), list[float](), 0

@@ -1,7 +1,7 @@
 """Details of an evaluation: accuracy of each class, confusions and the most confident mistakes.
 
-A run writes them to `evaluation.json` (`run.eval_details`). The file is untrusted: invalid parts are
-ignored.
+With `run.eval_details`, a run writes these details to `evaluation.json`. The file is untrusted, so
+invalid parts are ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_CLASSES = 100_000
 _MAX_CONFUSIONS = 20
 _MAX_MISTAKES = 48
 _CLASS_ROWS = 40
-# Bytes; a thumbnail has a few thousand.
+# Limits in bytes; a thumbnail has a few thousand bytes.
 _LARGEST_FILE, _LARGEST_IMAGE = 64 << 20, 40_000
 _IMAGE = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 
@@ -43,10 +43,10 @@ class Evaluation:
     """The contents of `evaluation.json`.
 
     Attributes:
-        step: The step of the evaluation.
+        step: The step after which the evaluation ran.
         classes: The names of the classes.
-        counts: The number of samples by (class, prediction).
-        mistakes: The most confident mistakes.
+        counts: The number of samples by (true class, predicted class).
+        mistakes: The wrong predictions with the highest confidence.
     """
 
     step: int
@@ -64,7 +64,7 @@ class Evaluation:
 
     @classmethod
     def read(cls, folder: Path) -> Evaluation | None:
-        """Reads the details of a run; None if the file is missing or invalid."""
+        """Reads the details from a run folder; returns None if the file is missing or invalid."""
         try:
             table = parse_json(read_regular(folder / EVALUATION_NAME, _LARGEST_FILE))
         except (OSError, ParseError):
@@ -140,7 +140,7 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 def _mistake(entry: Any, classes: int) -> Mistake | None:
-    """Returns a valid entry of the file as a mistake, otherwise None."""
+    """Converts an entry of the file to a `Mistake`; returns None if the entry is invalid."""
     if not isinstance(entry, dict):
         return None
     label, predicted = entry.get("label"), entry.get("predicted")

@@ -1,7 +1,7 @@
-"""Parts that all pages share: document, sections, tables, figures.
+"""Builds the HTML parts that all pages share: document, sections, tables and figures.
 
-A page is one HTML document with inline style and charts. A page in a file has no script and loads
-nothing. The functions of this module escape all text.
+A page is one HTML document with inline style and charts. A page that is written to a file has no script
+and loads nothing. The functions of this module escape all text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from paceline.core.units import markup
 from paceline.report.chart import Chart, line_chart
 from paceline.report.tables import Table
 
-# Pixels inside of a card on a phone.
+# The width in pixels that a phone has for the contents of a card.
 _PHONE_WIDTH = 340
 
 
@@ -22,9 +22,9 @@ def document(title: str, parts: Iterable[str], script: str = "") -> str:
     """Builds a page.
 
     Args:
-        title: Text of the title.
-        parts: Markup; empty parts are left out.
-        script: Address of a script, for live pages only.
+        title: The title of the page, as plain text.
+        parts: HTML markup of the body; empty parts are left out.
+        script: The address of a script, for live pages only.
     """
     loaded = f'<script src="{markup(script)}" defer></script>\n' if script else ""
     return (
@@ -58,12 +58,12 @@ def figures(charts: Iterable[Chart]) -> str:
 
 
 def section(title: str, tables: Sequence[Table], *, titled: bool = False) -> str:
-    """Builds a heading and a card for each table that has rows; empty if no table has rows.
+    """Builds a heading and a card for each table that has rows; returns "" if no table has rows.
 
     Args:
-        title: The heading.
-        tables: The tables.
-        titled: Whether cards show the titles of their tables.
+        title: The heading of the section.
+        tables: The tables to show.
+        titled: True if each card shows the title of the table.
     """
     cards = _cards(tables, titled=titled)
     if not cards:
@@ -72,7 +72,7 @@ def section(title: str, tables: Sequence[Table], *, titled: bool = False) -> str
 
 
 def card_section(title: str, tables: Sequence[Table], otherwise: str) -> str:
-    """Builds a heading and small tables in columns, or the sentence `otherwise` if there are none."""
+    """Builds a heading and small tables in columns, or the text `otherwise` if no table has rows."""
     cards = _cards(tables, titled=True)
     body = (
         f'<div class="cards">{cards}</div>' if cards else f'<p class="note">{markup(otherwise)}</p>'
@@ -81,7 +81,7 @@ def card_section(title: str, tables: Sequence[Table], otherwise: str) -> str:
 
 
 def list_section(title: str, lines: Iterable[str]) -> str:
-    """Builds a heading and a list; empty if there are no lines."""
+    """Builds a heading and a bulleted list; returns "" if there are no lines."""
     items = "".join(f"<li>{markup(text)}</li>" for text in lines)
     if not items:
         return ""
@@ -89,7 +89,7 @@ def list_section(title: str, lines: Iterable[str]) -> str:
 
 
 def definition_list(rows: Iterable[tuple[str, str]], css_class: str) -> str:
-    """Builds a list of labels and values; empty if there are no rows."""
+    """Builds a list of (label, value) pairs; returns "" if there are no rows."""
     pairs = "".join(
         f"<div><dt>{markup(label)}</dt><dd>{markup(value)}</dd></div>" for label, value in rows
     )
@@ -122,7 +122,7 @@ def _table(table: Table, *, titled: bool) -> str:
 
 
 def _width(table: Table) -> float:
-    """Estimates the least width in pixels: text columns wrap, number columns do not."""
+    """Estimates the least width of a table in pixels; text columns wrap, other columns do not."""
     width = 0.0
     for n, (head, *cells) in enumerate(zip(table.columns, *table.rows, strict=True)):
         longest = max(6.6 * len(head), *(7.8 * len(cell) for cell in cells))
@@ -131,6 +131,6 @@ def _width(table: Table) -> float:
 
 
 def scrolled(content: str, width: float) -> str:
-    """Wraps content that scrolls sideways on a phone, with a hint if it is wider than the screen."""
+    """Makes content scroll sideways, with a hint if `width` (in pixels) is too wide for a phone."""
     hint = '<p class="hint">more to the right: scroll →</p>' if width > _PHONE_WIDTH else ""
     return f'{hint}<div class="scroll">{content}</div>'

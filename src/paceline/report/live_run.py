@@ -1,7 +1,7 @@
 """`LiveRun`: a run folder that is read repeatedly while the run writes to it.
 
-A refresh reads only what was appended since the last one. A file that was replaced or has become shorter
-is read from its start. A last line without its line end is left for the next refresh.
+A refresh reads only what was appended since the last refresh. A file that was replaced or has become
+shorter is read from its start. An incomplete last line is left for the next refresh.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_BYTES = 64 << 20
 
 @dataclass
 class _Tail:
-    """One metrics file: its records, and how far it has been read."""
+    """The state of reading one metrics file: the records so far, and the position in the file."""
 
     path: Path
     identity: tuple[int, int] = (0, 0)
@@ -31,7 +31,7 @@ class _Tail:
     log: RecordLog = field(default_factory=RecordLog)
 
     def read_on(self) -> bool:
-        """Reads what was appended; returns True if the records have changed."""
+        """Reads the appended lines; returns True if the records have changed."""
         with open_regular(self.path) as file:
             status = os.fstat(file.fileno())
             identity, restarted = (status.st_dev, status.st_ino), False
@@ -54,9 +54,9 @@ class LiveRun:
     """A run folder that is read repeatedly.
 
     Attributes:
-        path: The folder.
-        files: Its contents, or None if it cannot be read.
-        problem: Reason why the folder cannot be read; empty if it can be read.
+        path: The run folder.
+        files: The contents of the folder, or None if the folder cannot be read.
+        problem: The reason why the folder cannot be read; empty if it can be read.
         version: A number that changes whenever `files` or `problem` changes.
     """
 
@@ -69,7 +69,7 @@ class LiveRun:
         self._file_states: tuple[object, ...] = ()
 
     def refresh(self) -> None:
-        """Reads what is new. Never raises because of the contents of the folder."""
+        """Reads what is new in the folder. Errors in the folder set `problem` and raise nothing."""
         try:
             changed = self._read_on()
             problem = ""
@@ -104,7 +104,7 @@ class LiveRun:
 
 
 def _state(path: Path) -> tuple[int, int, int] | None:
-    """Returns values that change when a file changes; None if the file does not exist."""
+    """Returns inode, size and time of a file, to detect changes; None if the file does not exist."""
     try:
         status = path.stat()
     except OSError:
@@ -113,9 +113,10 @@ def _state(path: Path) -> tuple[int, int, int] | None:
 
 
 def run_folders(given: Iterable[Path]) -> list[Path]:
-    """Returns the run folders in each folder, or the folder itself if it is one or contains none.
+    """Replaces each folder that contains run folders by these run folders.
 
-    A folder that does not exist yet may later become a run folder or a folder of run folders.
+    Run folders and folders without run folders are returned as they are. A folder need not exist yet,
+    because it can become a run folder or receive its first run later.
     """
     folders: dict[Path, Path] = {}
     for path in given:

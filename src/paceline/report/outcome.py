@@ -1,8 +1,9 @@
-"""`Outcome`: the figures of a run, final or so far. `Efficiency`: its throughput T = S · N · e.
+"""`Outcome`: the results of a finished or unfinished run. `Efficiency`: the throughput T = S · N · e.
 
-Figures come from the summary if there is one, otherwise from the records. T is the number of images that
-contributed to updates, divided by the time of the whole training. S is the throughput of one rank while
-it computes. All other time is attributed to one cause, so e and the shares of the causes sum to one.
+The results come from the summary if there is one, otherwise from the records. T is the number of images
+that contributed to updates per second of the whole training. S is the throughput of one rank while the
+rank computes, N is the number of ranks, and e is the efficiency. All time without compute is attributed
+to one of several causes, so e and the shares of the causes sum to one.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _MAX_FIGURES = 20
 class ExtraFigure:
     """A figure of an extension, declared in the run's start record (`core.events.ShownField`).
 
-    Its value is in the extension's part of the summary or, before the end, in the latest evaluation.
+    The value comes from the extension's part of the summary or, before the end, from the evaluations.
     """
 
     name: str
@@ -71,7 +72,7 @@ class ExtraFigure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The figures of a run; None if unknown. `state` is finished, stopped or unfinished."""
+    """The results of a run; unknown values are None. `state` is finished, stopped or unfinished."""
 
     name: str
     state: str
@@ -100,13 +101,13 @@ class Outcome:
     state_bytes_per_parameter: float | None
     exchange_state_bytes_per_parameter: float | None
     exchange_bytes_per_step: float | None
-    # Fewer than ranks if each process computes several of them.
+    # Smaller than `world_size` if each process computes several ranks.
     processes: int | None
     figures: tuple[ExtraFigure, ...]
 
     @property
     def is_virtual(self) -> bool:
-        """True if processes compute several ranks each."""
+        """True if each process computes several ranks."""
         return bool(self.processes) and (self.processes or 0) < (self.world_size or 0)
 
     @property
@@ -116,7 +117,7 @@ class Outcome:
     @classmethod
     @computed_once
     def of(cls, run: RunFiles) -> Outcome:
-        """Computes the figures of a run."""
+        """Computes the results of a run."""
         summary, start, steps = run.summary or {}, run.start, run.steps()
         top1, top5 = run.eval_curve("top1").value, run.eval_curve("top5").value
         noise, batches = steps.known("noise_scale"), steps.known("batch_size")
@@ -170,7 +171,8 @@ def verdict(run: RunFiles) -> str:
     """Summarizes a run in one line.
 
     Returns:
-        Text such as `quickstart: 90.3 % top-1 in 101 s, 1,430 images/s on 1 rank`, or the progress.
+        A text such as `quickstart: 90.3 % top-1 in 101 s, 1,430 images/s on 1 rank`. For a run that has
+        not finished, the text tells the progress.
     """
     outcome = Outcome.of(run)
     result = _result(outcome)
@@ -217,7 +219,10 @@ def _result(outcome: Outcome) -> str:
 
 
 def _corrupt_count(run: RunFiles, field: str, split: str) -> int:
-    """Returns the summary's exact count or, before the end, the number of distinct names so far."""
+    """Counts the corrupt samples of a split.
+
+    Without a count in the summary, counts the distinct sample names in the records so far.
+    """
     exact = integer(run.summary or {}, field)
     if exact is not None:
         return exact
@@ -232,7 +237,7 @@ def _corrupt_count(run: RunFiles, field: str, split: str) -> int:
 
 
 def _stopped_by(run: RunFiles) -> str | None:
-    """Returns why the last process left the loop; None if it has not left it, or was killed."""
+    """Returns why the training loop ended; None if it has not ended or the process was killed."""
     reason = (run.summary or {}).get("stopped_by")
     if reason is None:
         ends = [record for record in run.events if record["event"] in ("start", "stop")]
@@ -248,7 +253,7 @@ def _state(run: RunFiles, stopped_by: str | None) -> str:
 
 
 def _name(run: RunFiles) -> str:
-    """Returns the recipe's name, without folder and suffix if it is a file, or the folder's name."""
+    """Returns the name of the recipe (for a file, the stem) or else the name of the run folder."""
     settings = run.config.get("run")
     configured = settings.get("name") if isinstance(settings, dict) else None
     for recipe in ((run.summary or {}).get("recipe"), configured):
@@ -270,9 +275,9 @@ class Efficiency:
     """The factors of T = S · N · e.
 
     Attributes:
-        total: T, images per second of all ranks over the whole training.
-        alone: S, images per second of one rank while it computes.
-        ranks: N.
+        total: T, the images per second of all ranks over the whole training.
+        alone: S, the images per second of one rank while it computes.
+        ranks: N, the number of ranks.
         lost: The share of the training time lost to each of `CAUSES`.
     """
 
@@ -289,7 +294,7 @@ class Efficiency:
     @classmethod
     @computed_once
     def of(cls, run: RunFiles) -> Efficiency | None:
-        """Computes the factors; None without timed steps, or if processes compute several ranks."""
+        """Computes the factors; returns None without timed steps or for virtual ranks."""
         steps = run.steps()
         timed = steps.or_zero("step_s") > 0
         lengths, first = steps["step_s"][timed], first_after_start(run)[timed]
@@ -299,12 +304,12 @@ class Efficiency:
         if all_images <= 0 or outcome.is_virtual:
             return None
         ranks = outcome.world_size or 1
-        # By how much the first step after each start is longer than a typical one.
+        # The time by which the first steps after a start are longer than a typical step.
         startup_s = float(np.maximum(lengths[first] - np.median(lengths), 0.0).sum())
         steps_s = float(lengths.sum())
         stepping_s = steps_s - startup_s
         shares = _shares_of_a_step(run, ranks)
-        # Skipped steps are counted as a whole: their parts are not distinguished.
+        # The time of skipped steps is not divided further.
         skipped_share = float(images[steps.skipped[timed]].sum()) / all_images
         seconds = {cause: share * stepping_s for cause, share in shares.items()}
         computing_s = max(stepping_s - sum(seconds.values()), 1e-9)
@@ -320,7 +325,7 @@ class Efficiency:
 
     @property
     def largest_loss(self) -> str:
-        """The cause of most of the lost time; empty if hardly any time was lost."""
+        """The cause that lost the most time; empty if it lost less than 0.5 % of the training time."""
         cause = max(self.lost, key=lambda cause: self.lost[cause])
         return cause if self.lost[cause] >= _NOTABLE else ""
 
@@ -337,9 +342,10 @@ class Efficiency:
 
 
 def _shares_of_a_step(run: RunFiles, ranks: int) -> dict[str, float]:
-    """Returns which share of a step the mean rank waits for the exchange, the slowest rank and its input.
+    """Returns the share of a step that a rank waits on average, by cause.
 
-    The first step after each start is left out.
+    The causes are the exchange, the slowest rank, and the input. The first step after each start is left
+    out.
     """
     waits, steps = ExposedWaits.of(run), run.steps()
     shares = {COMMUNICATION: 0.0, STRAGGLER: 0.0, INPUT: _input_share(run)}
@@ -348,7 +354,7 @@ def _shares_of_a_step(run: RunFiles, ranks: int) -> dict[str, float]:
         waits.step, steps.number[usable], assume_unique=True, return_indices=True
     )
     if total := float(steps["step_s"][usable][stepped].sum()):
-        # The last rank waits only for the exchange, all others also for that rank.
+        # The last rank waits only for the exchange. All other ranks also wait for the last rank.
         late = np.maximum(waits.other_ranks_s - waits.least_s, 0.0)[waited]
         late_s = float(late[waits.complete[waited]].sum())
         shares[COMMUNICATION] = float(waits.least_s[waited].sum()) / total
@@ -359,7 +365,7 @@ def _shares_of_a_step(run: RunFiles, ranks: int) -> dict[str, float]:
 
 
 def _input_share(run: RunFiles) -> float:
-    """Returns the input stall of the mean rank, as a share of the step."""
+    """Returns the mean input stall of the ranks as a share of the step time."""
     of_all = [
         (finite(record["input_stall_s"], "median"), finite(record["step_s"], "median"))
         for record in run.of_kind("ranks")

@@ -1,9 +1,8 @@
 """Records of one metrics file: steps as columns of numbers, all other records as dictionaries.
 
-`RecordLog` accepts records in file order and can grow. `RecordLog.current` returns the records that are
-valid now: a resumed run repeats some steps, so the records after the step to which it returned are
-superseded. Columns need a fraction of the memory of dictionaries, and medians over 100,000 steps are
-fast.
+`RecordLog` collects records in file order. `RecordLog.current` returns the records that are valid now: a
+resumed run returns to an earlier step and repeats the steps after it, so their old records are
+superseded. Columns need much less memory than dictionaries and make medians over 100,000 steps fast.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-# The field of a step that contains the seconds of each cause of an input stall.
+# The field of a step record that contains the seconds of input stall by cause.
 CAUSES = "input_stall_causes"
 # A page shows at most this many declared counts.
 _MAX_COUNTS = 8
-# Other fields are dropped: an untrusted file may contain any number of them.
+# The fields of a step record that are kept. An untrusted file may contain any number of other fields.
 _COLUMNS = (
     "time",
     *(f.name for f in fields(StepEvent) if f.name not in ("step", "skipped", "fields", CAUSES)),
 )
-# A step has at most one record of these kinds, and any number of the others.
+# The kinds of which a step has at most one record.
 _ONE_PER_STEP = frozenset({"eval", "checkpoint", "ranks"})
-# Larger values are no measurements and would overflow the arithmetic of an axis.
+# Larger values cannot be measurements and would overflow the computation of a chart's axis.
 _MAX_VALUE = 1e100
 
 
 def finite(record: Record, name: str) -> float | None:
-    """Returns a field as a float, or None if it is missing, not a number, not finite or huge."""
+    """Returns a field as a float, or None if the value is missing, no number, not finite or huge."""
     value = record.get(name)
     if not is_finite(value) or abs(value) > _MAX_VALUE:
         return None
@@ -62,19 +61,21 @@ def known(values: Floats) -> Floats:
 
 
 def middle(values: Floats) -> float | None:
-    """Returns the median without NaN values, or None if no value is left."""
+    """Returns the median of the values that are not NaN, or None if there is none."""
     numbers = known(values)
     return float(np.median(numbers)) if len(numbers) else None
 
 
 def declared_counts(start: Record) -> dict[str, list[str]]:
-    """Returns the step fields that count events by number, as a start record declares them.
+    """Returns the histogram fields of step records that a start record declares.
+
+    Such a field maps a number, for example a staleness, to the count of events with that number.
 
     Args:
-        start: A record of any kind.
+        start: A record; a record of another kind than "start" declares no field.
 
     Returns:
-        Title, name of the number and name of the count, by field.
+        By field: the title of the table, the heading of the numbers, and the heading of the counts.
     """
     declared = start.get("counts")
     if start["event"] != "start" or type(declared) is not dict:
@@ -87,7 +88,7 @@ def declared_counts(start: Record) -> dict[str, list[str]]:
 
 
 class _NamedValues:
-    """Numbers by row and name, stored as three columns."""
+    """Values that belong to a row and a name, stored as three columns."""
 
     def __init__(self) -> None:
         self.names: dict[str, int] = {}
@@ -99,9 +100,9 @@ class _NamedValues:
         self._values.append(value)
 
     def sums(self, rows: Bools) -> dict[str, float]:
-        """Returns the sum of each name over the selected rows, without sums of zero."""
+        """Returns the sum of the values of each name over the selected rows; leaves out zeros."""
         row, name = np.array(self._rows, np.int64), np.array(self._names, np.int64)
-        selected = row < len(rows)  # later rows were appended after the view was made
+        selected = row < len(rows)  # further rows were appended after `rows` was made
         selected[selected] = rows[row[selected]]
         values = np.array(self._values)[selected]
         totals = np.bincount(name[selected], values, len(self.names)).tolist()
@@ -109,7 +110,7 @@ class _NamedValues:
 
 
 class RecordLog:
-    """Records of one file, appended in file order."""
+    """The records of one metrics file, appended in file order."""
 
     def __init__(self) -> None:
         self._length = 0
@@ -146,8 +147,8 @@ class RecordLog:
     def current(self) -> Records:
         """Returns the records without superseded ones.
 
-        A start at step s supersedes all earlier records of steps after s, except starts, which are the
-        history of the run.
+        A start at step s supersedes all earlier records of steps after s. Start records are never
+        superseded, because they are the history of the run.
         """
         starts = [(place, r["step"]) for place, r in self._events if r["event"] == "start"]
         start_places = [place for place, _ in starts]
@@ -181,7 +182,7 @@ class RecordLog:
 
 
 class Steps:
-    """The current step records, sorted by step. Read-only: columns are computed once."""
+    """The current step records, sorted by step, as columns. Callers must not change the arrays."""
 
     def __init__(self, log: RecordLog, rows: Ints) -> None:
         self._log, self._rows = log, rows
@@ -207,7 +208,7 @@ class Steps:
         return np.array(self._log.skipped, np.bool_)[self._rows]
 
     def __getitem__(self, name: str) -> Floats:
-        """Returns a column, with NaN for values that `finite` refuses."""
+        """Returns a column; values for which `finite` returns None are NaN."""
         if name not in self._columns:
             values = np.array(self._log.columns[name])[self._rows]
             size = np.abs(values)
@@ -229,11 +230,11 @@ class Steps:
         return None if not len(self) or np.isnan(self[name][-1]) else float(self[name][-1])
 
     def sums(self, field_name: str, selected: Bools | None = None) -> dict[str, float]:
-        """Returns the sum of each name in `CAUSES` or in a declared count.
+        """Sums a field that maps names to numbers over steps, and returns the sum of each name.
 
         Args:
             field_name: `CAUSES`, or a field that `declared_counts` returns.
-            selected: The steps to sum over; all of them by default.
+            selected: A mask of the steps to sum over; all steps by default.
         """
         rows = np.zeros(self._log_length, np.bool_)
         rows[self._rows if selected is None else self._rows[selected]] = True
@@ -270,9 +271,9 @@ class Records:
         return groups
 
     def elapsed_s(self) -> float | None:
-        """Returns the seconds from each start to the last record of its process, summed over starts.
+        """Returns the seconds in which the run was running, or None without a start record.
 
-        Pauses between processes do not count. Without a start the result is None.
+        This is the time from each start to the last record before the next start, summed over all starts.
         """
         times = np.array([finite(r, "time") for r in self.events], np.float64)
         places = np.append(np.array(self._places, np.int64), self.steps.place)

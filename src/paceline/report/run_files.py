@@ -36,7 +36,7 @@ _WITH_STEP = frozenset(
 
 @dataclass(frozen=True)
 class Curve:
-    """Finite values by step."""
+    """The finite values of a quantity, with the step and the epoch of each value."""
 
     step: Ints
     epoch: Floats
@@ -54,7 +54,7 @@ class RunFiles:
         path: The folder.
         ranks: The records of each rank.
         summary: The contents of `summary.json`, or None if the run has not ended.
-        config: The contents of `config.toml`, empty if there is no such file.
+        config: The contents of `config.toml`; empty if the file does not exist.
     """
 
     path: Path
@@ -90,7 +90,7 @@ class RunFiles:
 
     @property
     def events(self) -> tuple[Record, ...]:
-        """The records of rank 0 except steps; they describe the whole run."""
+        """All records of rank 0 except step records. They describe the whole run."""
         return self.ranks[0].events
 
     def steps(self, rank: int = 0) -> Steps:
@@ -118,7 +118,7 @@ class RunFiles:
         ]
 
     def chosen(self, name: str) -> str:
-        """Returns the run's description of an automatic choice; empty if there is none."""
+        """Returns the description of an automatic choice, such as `threads`; empty if unknown."""
         choices = self.start.get("chosen")
         description = choices.get(name) if isinstance(choices, dict) else None
         return description if isinstance(description, str) else ""
@@ -135,14 +135,14 @@ class RunFiles:
         return not 0 < self.classes < 10
 
     def step_curve(self, name: str) -> Curve:
-        """Returns a field of rank 0's steps, without the steps in which it is not finite."""
+        """Returns a field of rank 0's step records as a curve; leaves out values that are not finite."""
         steps = self.steps()
         values = steps[name]
         valid = ~np.isnan(values)
         return Curve(steps.number[valid], steps.or_zero("epoch")[valid], values[valid])
 
     def eval_curve(self, name: str) -> Curve:
-        """Returns a field of the evaluations, without evaluations in which it is not finite."""
+        """Returns a field of the evaluations as a curve; leaves out values that are not finite."""
         points = sorted(
             (record["step"], finite(record, "epoch") or 0.0, value)
             for record in self.of_kind("eval")
@@ -169,7 +169,7 @@ class RunFiles:
 def computed_once(
     derive: Callable[Concatenate[Any, RunFiles, P], Derived],
 ) -> Callable[Concatenate[Any, RunFiles, P], Derived]:
-    """Decorates a class method so that its result is kept in the run: many parts of a page need it."""
+    """Decorates a class method so that its result for a run is computed once and stored in the run."""
 
     @wraps(derive)
     def cached(cls: Any, run: RunFiles, /, *args: P.args, **named: P.kwargs) -> Derived:
@@ -183,7 +183,7 @@ def computed_once(
 
 
 def finite_values(records: Iterable[Record], name: str) -> list[float]:
-    """Returns the finite values of a field."""
+    """Returns the finite values of the field `name` of some records."""
     return [value for record in records if (value := finite(record, name)) is not None]
 
 

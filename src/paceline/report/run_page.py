@@ -1,6 +1,6 @@
-"""The report of a run: one HTML page, and its figures as rows for the terminal.
+"""The report of a run: an HTML page, and the main results as rows for the terminal.
 
-The report of an unfinished run shows what is recorded so far.
+The report of an unfinished run shows the results so far.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from paceline.report.records import finite, integer
 from paceline.report.run_files import EVENTS_NAME, RunFiles
 
 REPORT_NAME = "report.html"
-# Figures in large type.
+# The results that the page shows in large type.
 _LARGE = ("top-1", "top-5", "images/s", "training time", "time to target")
-# No line break between a number and its unit.
+# Matches the space between a number and its unit, where a line break would be ugly.
 _UNIT_GAP = re.compile(r"(?<=\d) (?=(?:%|s|min|h|images/s|ranks?)(?!\w))")
 # Smaller parts of the start-up are not shown.
 _NOTABLE_SHARE = 0.02
@@ -53,8 +53,8 @@ def write_report(
 
     Args:
         run_dir: The run folder.
-        out: A file, or a folder for it; the run folder by default.
-        summary: Used instead of `summary.json`, which a run writes last.
+        out: The file to write, or a folder that receives `report.html`; the run folder by default.
+        summary: A summary that replaces `summary.json`, which a run writes only after its report.
 
     Returns:
         The path of the page.
@@ -75,7 +75,7 @@ def render_run(run: RunFiles) -> str:
 
 
 def run_parts(run: RunFiles) -> list[str]:
-    """Returns the parts of the page; some are empty."""
+    """Returns the HTML parts of the report; a part is "" if the run has no data for it."""
     results = tables.result_rows(run)
     large = {*_LARGE, *(figure.label for figure in Outcome.of(run).figures if figure.axis)}
     incidents = [tables.resume_table(run), tables.skipped_table(run), tables.corrupt_table(run)]
@@ -101,7 +101,7 @@ def run_parts(run: RunFiles) -> list[str]:
 
 
 def efficiency_section(run: RunFiles, *, heading: bool = True) -> str:
-    """Shows T = S · N · e, the bottleneck of the steps, and a bar with the causes of lost time."""
+    """Builds the section with T = S · N · e, the bottleneck, and a bar with the causes of lost time."""
     efficiency = Efficiency.of(run)
     if efficiency is None:
         return ""
@@ -130,13 +130,13 @@ def efficiency_section(run: RunFiles, *, heading: bool = True) -> str:
 
 
 def _logged_section(run: RunFiles) -> str:
-    """Shows the metrics that callbacks logged."""
+    """Builds a table and charts of the metrics that callbacks logged."""
     table = section("Logged metrics", [tables.logged_table(run)])
     return table + figures(logged_charts(run)) if table else ""
 
 
 def _mistakes_section(run: RunFiles) -> str:
-    """Shows accuracy by class, confusions and the most confident mistakes."""
+    """Builds the section with accuracy by class, confusions and the most confident mistakes."""
     evaluation = Evaluation.read(run.path)
     if evaluation is None:
         return ""
@@ -149,7 +149,7 @@ def _mistakes_section(run: RunFiles) -> str:
 
 
 def _configuration(run: RunFiles) -> str:
-    """Shows the changed settings and, in a folded section, all other settings."""
+    """Builds a table of the changed settings and, in a folded section, tables of all settings."""
     changed = tables.changed_table(run)
     everything = card_section("Configuration", tables.configuration_tables(run), "no config.toml")
     if not changed.rows:
@@ -159,9 +159,9 @@ def _configuration(run: RunFiles) -> str:
 
 
 def _startup(run: RunFiles) -> str:
-    """Returns the parts of the latest start-up, from the command to the end of the first step.
+    """Describes how long each part of the latest start-up took, up to the end of the first step.
 
-    The result is empty if the start record has no parts, or if no step followed.
+    The result is empty if the start record has no `startup_s`, or if no step followed.
     """
     parts, started = run.start.get("startup_s"), finite(run.start, "time")
     steps, before = run.steps(), integer(run.start, "step") or 0
@@ -180,7 +180,7 @@ def _startup(run: RunFiles) -> str:
 
 
 def summary_rows(run: RunFiles) -> list[tuple[str, str]]:
-    """Returns labels and values for the end of `paceline train` and for `paceline report`."""
+    """Returns the (label, value) pairs that `paceline train` prints at its end, and `paceline report`."""
     rows = [("run", Outcome.of(run).name), *tables.result_rows(run)]
     if startup := _startup(run):
         rows.append(("to the first step", startup))
@@ -227,15 +227,15 @@ def write_page(page: str, target: Path, name: str) -> Path:
     """Writes a page atomically: readers see the old page or the new one.
 
     Args:
-        page: The page.
-        target: A file, or a folder.
+        page: The HTML text.
+        target: The file to write, or an existing folder for the file.
         name: The name of the file if `target` is a folder.
 
     Returns:
         The path of the file.
 
     Raises:
-        DataError: If the file is not a page, or cannot be written.
+        DataError: If `target` is an existing file that is no page, or cannot be written.
     """
     try:
         if target.is_dir():
@@ -253,7 +253,7 @@ def write_page(page: str, target: Path, name: str) -> Path:
 
 
 def _check_target(target: Path) -> None:
-    """Refuses to replace a file that is not a page, such as records or checkpoints."""
+    """Raises DataError if writing would replace a file that is no page, such as a checkpoint."""
     if target.suffix.lower() in _PAGE_SUFFIXES:
         return
     problem = ""

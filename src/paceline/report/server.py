@@ -1,9 +1,9 @@
 """The server of `paceline watch`: live reports of run folders over HTTP.
 
-The server is read-only and answers only GET and HEAD. On the loopback interface it answers only requests
-for that host; on any other address every request needs a token. Pages load nothing from other servers.
-`python -m paceline.report.server FD RUN` serves for `paceline train --watch` until the training ends, on
-a socket that the training has opened.
+The server is read-only and answers only GET and HEAD. Without a token, it answers only requests that name
+a loopback host or its own address; with a token, every request needs the token. Pages load nothing from
+other servers. `paceline train --watch` starts `python -m paceline.report.server FD RUN`, which serves on
+the socket FD until the training ends.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from paceline.report.outcome import Outcome, verdict
 from paceline.report.run_page import efficiency_section, run_parts
 
 LOOPBACK, PORT = "127.0.0.1", 8970
-# A browser cannot show more runs at once.
+# The largest number of runs on one page.
 MAX_RUNS = 64
 # The minimum time between two reads of the folders, however many pages are open.
 _REFRESH_S = 1.0
-# After a read or a rendering, the server rests for this multiple of its duration, so that the pages of
-# long runs do not take a core from the training.
+# After reading or rendering for t seconds, the server pauses for this multiple of t, so that the pages
+# of long runs do not take a core from the training.
 _REST = 8.0
-# Maximum number of connections, each of which has a thread. Further clients get an error.
+# The largest number of connections. Each connection has a thread; further clients get an error.
 _MAX_CLIENTS = 32
 # Maximum time from the connection to the end of the answer.
 _REQUEST_S = 30.0
@@ -73,10 +73,10 @@ _BUSY = "".join(
 
 
 class Content:
-    """Pages of the runs, rendered once per version for all clients.
+    """The pages of all runs. A page is rendered once for all clients when its content changes.
 
-    Folders of run folders are searched again at every refresh. A run keeps its number, which is part of
-    its address.
+    Each refresh searches folders of run folders for new runs. The number of a run is part of the address
+    of its page and does not change.
     """
 
     def __init__(self, given: Sequence[Path]) -> None:
@@ -92,7 +92,11 @@ class Content:
         self._pages: dict[int | None, tuple[str, str, str]] = {}
 
     def page(self, number: int | None) -> tuple[str, str, str]:
-        """Returns title, version and content of the page of a run, or of all runs (None)."""
+        """Returns title, version and content of a page.
+
+        Args:
+            number: The number of the run, or None for the page of all runs.
+        """
         with self._lock:
             self._refresh()
             shown = self.runs if number is None else [self.runs[number]]
@@ -112,7 +116,7 @@ class Content:
             return page
 
     def _find(self) -> None:
-        """Appends new runs. The first run in a folder that had none takes the number of the folder."""
+        """Appends new runs. The first run in a watched folder without runs gets the folder's number."""
         folders = run_folders(self._given)
         known = {run.path for run in self.runs}
         new = [path for path in folders if path not in known]
@@ -220,7 +224,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.NOT_FOUND, b"no such page\n")
 
     def _run_number(self, page: str) -> int | bool | None:
-        """Returns a run's number, None for the page of all runs, or False if the page does not exist.
+        """Returns the number of a page's run, None for the page of all runs, or False for no page.
 
         The first page shows all runs, or the only run.
         """
@@ -233,10 +237,10 @@ class _Handler(BaseHTTPRequestHandler):
         return False
 
     def _host_is_ours(self) -> bool:
-        """Checks the host of the request.
+        """Returns True if the `Host` header names this server, or if a token protects the server.
 
-        Without a token, a page of another site must not reach this server by a name that resolves to the
-        loopback address (DNS rebinding).
+        Without a token, this check prevents DNS rebinding: the page of another site could otherwise reach
+        this server by a name that resolves to the loopback address.
         """
         if self.server.token:
             return True
@@ -260,7 +264,7 @@ class _Handler(BaseHTTPRequestHandler):
         return any(hmac.compare_digest(text.encode(), token.encode()) for text in given)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answers a request that http.server refuses with the headers of all pages."""
+        """Answers a request that http.server refuses; the answer has the same headers as every page."""
         status = HTTPStatus(code)
         self._send(status, f"{status.phrase.lower()}\n".encode())
 
@@ -284,9 +288,9 @@ class WatchServer(ThreadingHTTPServer):
     """An HTTP server of live reports.
 
     Args:
-        runs: Run folders and folders of run folders.
-        listening: The listening socket.
-        token: If not empty, every request needs it.
+        runs: Run folders, and folders of run folders.
+        listening: The socket on which the server listens.
+        token: A secret that every request must contain; "" for no secret.
     """
 
     daemon_threads = True
@@ -325,7 +329,7 @@ class WatchServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Shuts down expired connections, so that their threads read the end of the stream."""
+        """Shuts down connections after their deadline, which ends the threads that read from them."""
         now = time.monotonic()
         with self._lock:
             for request, deadline in self._deadlines.items():
@@ -334,7 +338,7 @@ class WatchServer(ThreadingHTTPServer):
                         request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Prints errors in one line, except that a client has disconnected."""
+        """Prints an error in one line; ignores disconnected clients and time-outs."""
         error = sys.exc_info()[1]
         if not isinstance(error, ConnectionError | TimeoutError):
             sys.stderr.write(
@@ -353,11 +357,11 @@ def open_socket(host: str, port: int) -> socket.socket:
     """Opens a listening socket.
 
     Args:
-        host: A host name or address.
-        port: A port number; 0 chooses a free one.
+        host: The host name or address to listen on.
+        port: The port number; 0 chooses a free port.
 
     Raises:
-        ConfigError: If host or port cannot be used.
+        ConfigError: If the host or the port cannot be used.
     """
     if not 0 <= port < 65536:
         raise ConfigError("--port", port, "must be 0 to 65535")
@@ -392,8 +396,8 @@ def url_of(opened: socket.socket, token: str = "") -> str:
 
 
 def _serve_for_training(descriptor: int, folder: Path) -> None:
-    """Serves until standard input ends, which the training holds open."""
-    # Ctrl-C is for the training.
+    """Serves a run folder until standard input ends; the training holds that pipe open."""
+    # Ctrl-C must stop only the training.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(5)
     server = WatchServer([folder], socket.socket(fileno=descriptor))

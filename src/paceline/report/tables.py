@@ -1,7 +1,7 @@
 """`Table`, and the tables of a run: results, evaluations, incidents, configuration, environment.
 
-Cells are plain text, for the terminal and for pages. A long table shows its first rows and the number of
-those left out.
+Cells are plain text, for the terminal and for pages. A long table shows only its first rows and tells how
+many rows are left out.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_ROWS = 200
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text. `text_columns` are aligned to the left, all others to the right."""
+    """A table of text. Columns whose index is in `text_columns` are aligned left, others right."""
 
     title: str
     columns: Row
@@ -56,20 +56,20 @@ class Table:
         text_columns: set[int],
         max_rows: int = MAX_ROWS,
     ) -> Table:
-        """Builds a table of at most `max_rows` rows, with a note about those left out."""
+        """Builds a table of at most `max_rows` rows; a note tells how many rows are left out."""
         left_out = len(rows) - max_rows
         note = f"{count(left_out)} more not shown" if left_out > 0 else ""
         return cls(title, columns, tuple(rows[:max_rows]), frozenset(text_columns), note)
 
     @classmethod
     def of_pairs(cls, title: str, values: Record) -> Table:
-        """Builds a table of two columns without headings, with nested tables as dotted keys."""
+        """Builds a table of keys and values without headings; nested keys are joined by dots."""
         rows = tuple((key, text_of(value)) for key, value in flat(values))
         return cls(title, ("", ""), rows, frozenset({0, 1}))
 
 
 def result_rows(run: RunFiles) -> list[tuple[str, str]]:
-    """Returns label and value of each figure of the run that applies to it."""
+    """Returns the label and the value of each result of a run."""
     outcome, waits = Outcome.of(run), ExposedWaits.of(run)
     rows = [("top-1", format_percent(outcome.top1))]
     if outcome.best_top1 is not None and outcome.best_top1 > (outcome.top1 or 0.0) + 0.005:
@@ -122,7 +122,7 @@ def result_rows(run: RunFiles) -> list[tuple[str, str]]:
 
 
 def expectation_table(run: RunFiles) -> Table:
-    """Compares measured times with those that the plan predicts; no rows without a prediction."""
+    """Compares measured times with the prediction in the plan; no rows without a prediction."""
     try:
         expected = PlanFile.read(run.path / "plan.toml").expected
     except ConfigError:
@@ -156,7 +156,7 @@ def stall_table(run: RunFiles) -> Table:
 
 
 def count_tables(run: RunFiles) -> list[Table]:
-    """Returns a table of each count that the run's strategy declares, over all steps."""
+    """Returns a table for each count that the run declares (`declared_counts`), over all steps."""
     declared = declared_counts(run.start) if run.start else {}
     tables = []
     for name, (title, numbered, counted) in declared.items():
@@ -173,7 +173,7 @@ def count_tables(run: RunFiles) -> list[Table]:
 
 
 def epoch_table(run: RunFiles) -> Table:
-    """Lists evaluations, latest first, with the training since the previous one."""
+    """Lists evaluations, latest first, with medians of the training steps since the previous one."""
     rows, done, steps = [], 0, run.steps()
     for record in sorted(run.of_kind("eval"), key=lambda record: record["step"]):
         first, done = done, int(np.searchsorted(steps.number, record["step"], side="right"))
@@ -201,7 +201,7 @@ def epoch_table(run: RunFiles) -> Table:
 
 
 def logged_table(run: RunFiles) -> Table:
-    """Lists latest, lowest and highest value of the metrics that callbacks logged, by rank."""
+    """Lists the latest, lowest and highest value of each metric that callbacks logged, by rank."""
     rows = []
     for name, by_rank in run.logged().items():
         for rank, entries in by_rank.items():
@@ -213,7 +213,7 @@ def logged_table(run: RunFiles) -> Table:
 
 
 def corrupt_table(run: RunFiles) -> Table:
-    """Lists the samples that could not be decoded, with the first step that needed each of them."""
+    """Lists the samples that could not be decoded, each with the first step that needed it."""
     first: dict[str, tuple[int, int, str]] = {}
     for rank in run.ranks:
         for record in run.of_kind("corrupt", rank):
@@ -229,7 +229,7 @@ def corrupt_table(run: RunFiles) -> Table:
 
 
 def save_table(run: RunFiles) -> Table:
-    """Lists checkpoints, latest first, with the time in which no step could run."""
+    """Lists checkpoints, latest first, with the time for which each of them stopped the steps."""
     rows = [
         (
             text_of(record.get("path")).replace("\\", "/").rpartition("/")[2],
@@ -245,7 +245,7 @@ def save_table(run: RunFiles) -> Table:
 
 
 def skipped_table(run: RunFiles) -> Table:
-    """Lists the steps that all ranks skipped because a gradient was not finite on one of them."""
+    """Lists the steps that all ranks skipped because a gradient was not finite on some rank."""
     steps = run.steps()
     rows = [
         (count(steps.number[i]), number(middle(epoch)), loss(middle(value)))
@@ -286,7 +286,7 @@ def rank_table(run: RunFiles) -> Table:
 
 
 def changed_table(run: RunFiles) -> Table:
-    """Lists the settings that differ from their defaults, if the run recorded which."""
+    """Lists the settings that differ from their defaults; no rows if the run did not record them."""
     changed = run.start.get("changed")
     names = set(map(text_of, changed)) if isinstance(changed, list) else set()
     rows = [(name, text_of(value)) for name, value in flat(run.config) if name in names]
@@ -302,7 +302,10 @@ def configuration_tables(run: RunFiles) -> list[Table]:
 
 
 def environment_tables(run: RunFiles) -> list[Table]:
-    """Returns versions, hardware and automatic choices, from the start record if there is no summary."""
+    """Returns tables of versions, hardware and automatic choices.
+
+    The values come from the summary or, if it lacks them, from the start record.
+    """
     known = run.start | (run.summary or {})
     contents = {
         "Versions": known.get("versions"),
@@ -317,7 +320,7 @@ def environment_tables(run: RunFiles) -> list[Table]:
 
 
 def flat(table: Record, prefix: str = "") -> list[tuple[str, Any]]:
-    """Returns nested tables as pairs of dotted key and value."""
+    """Flattens nested tables to (key, value) pairs; nested keys are joined by dots."""
     rows: list[tuple[str, Any]] = []
     for key, value in table.items():
         name = f"{prefix}{text_of(key)}"
