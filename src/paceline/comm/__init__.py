@@ -1,7 +1,7 @@
 """Communication: process groups, agreement between ranks, all-reduce algorithms, the gradient exchange.
 
-torch.distributed (NCCL, Gloo) does the work; nothing here opens its own sockets. Public names load on
-first use, so importing this package does not import torch.
+torch.distributed (NCCL, Gloo) transfers the tensors. Public names are loaded on first use, so that
+importing this package does not import torch.
 """
 
 from __future__ import annotations

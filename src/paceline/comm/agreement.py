@@ -1,8 +1,8 @@
 """Agreement between ranks over the rendezvous store, without collectives.
 
 Each rank reports an error, or facts that must be equal on all ranks. Then all ranks continue, or all
-raise the same error. This works before the first collective and between ranks whose state differs, and
-needs neither a GPU nor a backend. `ActiveClock` measures how long a rank waits.
+raise the same error. An agreement needs neither a GPU nor a backend. So it works before the first
+collective, and also between ranks whose state differs. `ActiveClock` measures how long a rank waits.
 """
 
 from __future__ import annotations
@@ -36,26 +36,25 @@ _STOP = "paceline/stop"
 _NEWS = "paceline/news"
 _LEFT = "paceline/left"
 _ROLL = "paceline/roll"
-# Torch may log a wait that ends without its key, so waits are long. A fault or the loss of rank 0 ends
-# them early.
+# Length of one wait for a key. Torch may log a wait that ends before the key exists, so waits are long.
 _SLICE_S = 30.0
-# Only rank 0 polls, because it has to give up in time.
+# Only rank 0 polls for the verdict, because rank 0 must give up exactly after the timeout.
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.01
 _GRACE_S = 15.0
 _LONGEST_TEXT = 100_000
 _MOST_RANKS = 1 << 20
-# How long the store's host stays for ranks that still have to read; longer than they wait.
+# How long rank 0, if it hosts the store, waits for ranks that still have to read from the store.
 _LEAVE_WAIT_S = 3.0
-# No value equals this text, so comparing a key with it only reads the key.
+# No key has this value, so `compare_set` with this text as the expected value only reads the key.
 _NOTHING = "none"
 
 
 class ActiveClock:
     """Counts the seconds in which this process could run.
 
-    A scheduler or a user may suspend a job as a whole (SIGSTOP, then SIGCONT). Its timeouts must not all
-    have expired when it continues. So the clock advances by at most `longest_s` between two calls of
-    `now_s`, which must be called more often than that.
+    A scheduler or a user may suspend a whole job (SIGSTOP, then SIGCONT). The timeouts of the job must
+    not have expired when the job continues. So the clock advances by at most `longest_s` between two
+    calls of `now_s`. Callers must call `now_s` at shorter intervals than `longest_s`.
     """
 
     def __init__(self, longest_s: float = 2.0) -> None:
@@ -73,7 +72,7 @@ class ActiveClock:
 
     @contextmanager
     def ticking(self) -> Iterator[Self]:
-        """Calls `now_s` from a thread, for callers that may block for longer."""
+        """Calls `now_s` regularly from a thread, for callers that may block longer than `longest_s`."""
         ended = threading.Event()
 
         def tick() -> None:
@@ -88,30 +87,33 @@ class ActiveClock:
 
 
 def came(store: Store, key: str, wait_s: float) -> bool:
-    """Waits for a key. Returns False if it does not exist after `wait_s`."""
+    """Waits up to `wait_s` seconds for a key of the store. Returns True if the key exists."""
     try:
         store.wait([key], timedelta(seconds=wait_s))
     except DistNetworkError:
         raise
-    except RuntimeError:  # the time is over
+    except RuntimeError:  # `wait_s` has passed
         return bool(store.check([key]))
     return True
 
 
 def peek(store: Store, key: str) -> str:
-    """Returns the value of a key, or "", with one request. Torch's `get` makes two."""
+    """Returns the value of a key, or "" if it does not exist.
+
+    This takes one request to the store; torch's `get` takes two.
+    """
     value = store.compare_set(key, _NOTHING, "").decode(errors="replace")
     return "" if value == _NOTHING else value
 
 
 class Report(NamedTuple):
-    """An error that a rank has found, or the verdict about the reports of all ranks."""
+    """The error of one rank, or the verdict of a phase: the error for all ranks, or none."""
 
     rank: int = 0
     error: str = ""
     code: int = 0
     kind: str = ""
-    # The error is a difference between this rank's facts and those of another one.
+    # True if the error is that this rank's facts differ from the facts of another rank.
     is_difference: bool = False
 
     @classmethod
@@ -140,14 +142,14 @@ class Report(NamedTuple):
         return json.dumps(self._asdict())
 
     def as_error(self, ranks: int) -> AgreedError:
-        """Returns the error that all ranks raise; it names the rank if there are several."""
+        """Returns the error that all ranks raise. The text names the failed rank if `ranks` > 1."""
         where = f"rank {self.rank}: " if ranks > 1 and not self.is_difference else ""
         return AgreedError.of_kind(self.kind, where + self.error, self.code)
 
 
 @contextmanager
 def explain_lost_store(rank: int, phase: str, error: PacelineError | None = None) -> Iterator[None]:
-    """Replaces errors of the store in this block by `error`, or by a PeerError if it is None."""
+    """Replaces errors of the store in this block by `error`, or by a PeerError if `error` is None."""
     try:
         yield
     except ParseError as strange:
@@ -163,12 +165,13 @@ def explain_lost_store(rank: int, phase: str, error: PacelineError | None = None
 
 
 class Agreement:
-    """Agrees on the phases of a run, which all ranks reach in the same order.
+    """Makes all ranks continue, or raise the same error, at the end of each phase of a run.
 
-    If several runs share the group, `run` keeps their phases apart. In a phase without errors each rank
-    makes three requests to the store, and four if it compares facts: it counts itself (`Attendance`) and
-    waits for the verdict. The last rank to arrive writes the verdict, and is the only one that looks for
-    reports, which come from ranks that failed or differ.
+    All ranks reach the phases in the same order. If several runs share the group, the prefix `run`
+    distinguishes their phases. At the end of a phase each rank records its arrival (`Attendance`) and
+    waits for the verdict. Ranks that failed or whose facts differ post a report before. Only the last
+    rank to arrive reads the reports; it writes the verdict. Without errors a phase takes each rank three
+    requests to the store, or four with facts.
     """
 
     def __init__(self, store: Store, topology: Topology, timeout_s: float) -> None:
@@ -196,8 +199,8 @@ class Agreement:
                 fact name.
 
         Raises:
-            AgreedError: If a rank failed, differs or did not arrive in time.
-            PeerError: If the store is gone.
+            AgreedError: If a rank failed, has different facts or did not arrive in time.
+            PeerError: If the process that hosts the store has ended.
         """
         with explain_lost_store(self._topology.rank, phase, error):
             verdict = self._verdict(phase, error, facts, remedy)
@@ -224,15 +227,19 @@ class Agreement:
         return self._await_verdict(base, phase, attendance)
 
     def _compare(self, key: str, facts: Mapping[str, Any], remedy: Remedies) -> Report | None:
-        """Compares this rank's facts with the first rank's to arrive; returns a difference."""
+        """Compares this rank's facts with the facts of the first rank that arrived.
+
+        Returns:
+            A report on the first fact that differs, or None if all facts are equal.
+        """
         rank, own = self._topology.rank, json.loads(json.dumps(dict(facts)))
         published = self._store.compare_set(key, "", json.dumps({"rank": rank, "facts": own}))
         table = parse_table(published)
         peer, theirs = table.get("rank"), table.get("facts")
         if not is_count(peer, 0, _MOST_RANKS) or not isinstance(theirs, dict):
             raise ParseError("is no list of facts")
-        # In the order in which the phase compares them: later differences may follow from the first.
-        # As text, because NaN is not equal to itself.
+        # The first fact that differs, in the order of the dict: later differences may follow from the
+        # first one. Values are compared as text, because NaN is not equal to itself.
         text = partial(json.dumps, sort_keys=True)
         name = next((n for n in (own | theirs) if text(own.get(n)) != text(theirs.get(n))), None)
         if name is None:
@@ -248,7 +255,11 @@ class Agreement:
         self._store.compare_set(f"paceline/verdict/{number}", "", verdict.to_text())
 
     def _decide(self, base: str) -> Report:
-        """Returns the error of the lowest failed rank, else the difference of the lowest rank."""
+        """Returns the verdict of a phase from the reports of the ranks.
+
+        The verdict is the error of the lowest rank that failed. If no rank failed, it is the difference
+        in facts that the lowest rank reported, or no error.
+        """
         if not self._store.check([f"{base}/reports"]):
             return Report()
         reports = []
@@ -265,7 +276,7 @@ class Agreement:
     def _await_verdict(self, base: str, phase: str, attendance: Attendance) -> Report:
         """Waits for the phase's verdict and returns it; stops waiting if a rank posts a fault."""
         key = f"paceline/verdict/{self._number}"
-        # Rank 0 gives up first: its verdict names who is missing.
+        # Rank 0 gives up first and publishes a verdict that names the missing ranks.
         if self._topology.is_main:
             if not self._polled(key):
                 missing = attendance.missing()
@@ -290,7 +301,7 @@ class Agreement:
         clock = ActiveClock(longest_s=2 * _SLICE_S)
         while not came(self._store, key, min(_SLICE_S, patience_s)):
             fault = self.read_fault()
-            # A rank may have failed right after the decision: then the verdict exists by now.
+            # A rank may fail right after it has written the verdict: then the verdict counts.
             if fault is not None and not self._store.check([key]):
                 raise fault
             if clock.now_s() > patience_s:
@@ -308,12 +319,13 @@ class Agreement:
         return Report.of(0, error)
 
     def post_fault(self, error: PacelineError) -> None:
-        """Publishes this rank's error unless another rank has published one.
+        """Publishes this rank's error unless another rank has already published one.
 
-        The published error also becomes the verdict of the next phase, for ranks that wait there.
+        The published error also becomes the verdict of the next phase, so that ranks that wait at the
+        end of that phase raise it.
         """
         report = Report.of(self._topology.rank, error)
-        # If the store is gone with its host no rank can read it, and the error itself counts.
+        # If the store has ended with its host, no rank can read the error. The caller then raises it.
         with suppress(RuntimeError, ParseError):
             first = self._agreed(self._store.compare_set(_FAULT, "", report.to_text()))
             self._publish_verdict(self._number + 1, Report.of(report.rank, first))
@@ -322,18 +334,22 @@ class Agreement:
         return Report.parse(text).as_error(self._topology.world_size)
 
     def read_fault(self, wait_s: float = 0.0) -> AgreedError | None:
-        """Returns the error that some rank published, or None. Waits up to `wait_s` for one."""
+        """Returns the error that a rank has published with `post_fault`, or None.
+
+        Args:
+            wait_s: How many seconds to wait for an error.
+        """
         try:
             if wait_s > 0:
                 self._store.wait([_FAULT], timedelta(seconds=wait_s))
             elif not self._store.check([_FAULT]):
                 return None
             return self._agreed(self._store.get(_FAULT))
-        except (RuntimeError, ParseError):  # nothing came, or the store is gone with its host
+        except (RuntimeError, ParseError):  # no error within `wait_s`, or the store has ended
             return None
 
     def call_roll(self) -> None:
-        """Asks every rank to show that it is alive (`answer_roll`)."""
+        """Starts a roll call: asks every rank to show that it is alive (`answer_roll`)."""
         self._store.set(_ROLL, "")
         self.post_news()
 
@@ -341,7 +357,7 @@ class Agreement:
         return bool(self._store.check([_ROLL]))
 
     def answer_roll(self) -> None:
-        """Shows that this rank is alive. A rank calls this once."""
+        """Answers the roll call to show that this rank is alive. Each rank calls this at most once."""
         Attendance(self._store, _ROLL, self._topology.world_size).arrive(self._topology.rank)
 
     def missing_in_roll(self) -> set[int]:
@@ -368,8 +384,8 @@ class Agreement:
     def leave(self, wait_s: float = _LEAVE_WAIT_S) -> None:
         """Records in the store that this rank does not need the store any more.
 
-        If rank 0 hosts the store, it waits for the other ranks. Otherwise the store would be gone before
-        a slower rank has read why all ranks end.
+        If rank 0 hosts the store, rank 0 waits up to `wait_s` seconds for the other ranks. Otherwise the
+        store could end before a slower rank has read why all ranks end.
         """
         if self._left:
             return
@@ -382,6 +398,6 @@ class Agreement:
                 self._store.wait([f"{_LEFT}/all"], timedelta(seconds=wait_s))
 
     def left(self) -> set[int]:
-        """Returns the ranks that have recorded with `leave` that they do not need the store."""
+        """Returns the ranks that have called `leave`."""
         size = self._topology.world_size
         return set(range(size)) - set(Attendance(self._store, _LEFT, size).missing())

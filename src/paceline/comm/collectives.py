@@ -1,4 +1,4 @@
-"""`Collectives`: what all ranks compute together with tensors and bytes."""
+"""`Collectives`: the collectives on tensors and bytes that all ranks of a run use."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Made = TypeVar("Made")
 
 # How long aborting NCCL's communicators may take before the process ends regardless.
 _ABORT_WAIT_S = 3.0
-# Of all ranks, on rank 0's device at a time.
+# Number of bytes of all ranks that `gather_bytes` holds on rank 0's device at the same time.
 _GATHERED_BYTES = 256 * 2**20
 
 
 class Collectives(ABC):
     """Collectives on tensors and bytes. All ranks call every method in the same order.
 
-    With the backend `none` a single process has nothing to send.
+    The backend `none` is for a single process, which has nothing to send.
     """
 
     def __init__(self, topology: Topology, device: torch.device, backend: str) -> None:
@@ -42,13 +42,20 @@ class Collectives(ABC):
 
     @abstractmethod
     def watched(self, what: str, action: Callable[[], Made]) -> Made:
-        """Runs a collective under the watchdog and returns its result."""
+        """Runs `action`, a collective, under the watchdog and returns its result.
+
+        `what` is the name of the collective in error messages.
+        """
 
     def completed(self, what: str, action: Callable[[], object]) -> None:
         """Runs a collective under the watchdog and waits until the device has completed it.
 
-        NCCL's calls return once the work is queued. Without this wait, the host would wait for a
-        lost rank later, outside of the watchdog.
+        NCCL's calls return once the work is queued. Without waiting here, the host could later wait for
+        a lost rank at a point that the watchdog does not observe.
+
+        Args:
+            what: The name of the collective, for error messages.
+            action: Function that starts the collective.
         """
 
         def complete() -> None:
@@ -62,8 +69,8 @@ class Collectives(ABC):
         """Replaces `tensor` by its sum over ranks, which is bit-identical on all ranks.
 
         Args:
-            tensor: The tensor.
-            wait: Wait until a GPU has finished. If False, the caller waits for the device under
+            tensor: This rank's summand, which the sum replaces.
+            wait: Wait until a GPU has finished. If False, the caller must wait for the device inside
                 `watched`.
         """
         if self.backend == "none":
@@ -76,8 +83,8 @@ class Collectives(ABC):
     def create_subgroup(self, size: int, timeout_s: float) -> Callable[[Tensor], None]:
         """Returns a function that sums a tensor over this rank's group of `size` neighbouring ranks.
 
-        All ranks call this. The function does not wait for a GPU; over Gloo the sum is complete on
-        return.
+        All ranks call this method. The returned function does not wait for a GPU. Over Gloo the sum is
+        complete when the function returns.
 
         Args:
             size: Number of ranks in a group.
@@ -87,7 +94,8 @@ class Collectives(ABC):
         wait = timedelta(seconds=timeout_s + BACKEND_GRACE_S)
         for first in range(0, self.world_size, size):
             members = list(range(first, first + size))
-            # Every rank goes through all of them, members or not: torch counts groups to name them.
+            # Every rank creates every group, also groups to which it does not belong: torch numbers
+            # groups to name them.
             make = partial(dist.new_group, members, timeout=wait, backend=self.backend)
             created = self.watched("creating a group of ranks", make)
             made = created if self.rank in members else made
@@ -103,13 +111,13 @@ class Collectives(ABC):
             self.completed("broadcast", lambda: dist.broadcast(tensor, src=0))
 
     def gather_rows(self, rows: Tensor, lengths: Sequence[int]) -> None:
-        """Completes `rows`, of which each rank has filled its own row.
+        """Copies each rank's row of `rows` to all ranks. Each rank has filled only its own row.
 
-        NCCL's collective can be captured in a CUDA graph, and transfers whole rows. Gloo's all-gather
-        is slower than its broadcasts, so Gloo broadcasts only the elements that count.
+        NCCL transfers whole rows, with one all-gather that a CUDA graph can capture. Over Gloo each rank
+        broadcasts only the elements that contain data, which is faster than Gloo's all-gather.
 
         Args:
-            rows: One row for each rank.
+            rows: A tensor with one row for each rank, which is completed in place.
             lengths: Number of elements at the start of each row that contain data.
         """
         if self.backend == "none":
@@ -132,7 +140,7 @@ class Collectives(ABC):
         self.watched("all-gather", send)
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
-        """Returns rank 0's bytes on every rank."""
+        """Returns rank 0's `data` on every rank. Other ranks may pass None."""
         if self.backend == "none":
             assert data is not None
             return data
@@ -151,7 +159,7 @@ class Collectives(ABC):
             return row.detach().cpu()[None].clone()
         rows = [torch.empty_like(row) for _ in range(self.world_size)] if self.rank == 0 else None
         self.completed("gather", lambda: dist.gather(row.contiguous(), rows, dst=0))
-        # One by one: a stack on the device would take its memory twice.
+        # Rows are copied one by one: stacking them on the device would double the memory.
         return torch.stack([own.cpu() for own in rows]) if rows is not None else None
 
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
@@ -163,7 +171,7 @@ class Collectives(ABC):
         row[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[
             : len(data)
         ]
-        # Piece by piece: rank 0's device holds a piece of every rank at a time, not all their bytes.
+        # Data is sent in pieces, so that rank 0's device never holds the whole data of all ranks.
         piece = max(1, _GATHERED_BYTES // self.world_size)
         parts = [self.gather(own.to(self.device)) for own in torch.split(row, piece)]
         if lengths is None:
@@ -182,21 +190,21 @@ def abort_process_groups(
 ) -> None:
     """Ends all process groups without waiting for the other ranks, within about `limit_s` seconds.
 
-    The abort ends kernels that wait for a lost rank. It returns once no CUDA graph refers to the
-    communicators any more, so graphs are destroyed first. This runs in a thread, because the calls may
-    not return after a CUDA error or on a stuck device.
+    The abort ends kernels that wait for a lost rank. Torch's abort only returns if no CUDA graph refers
+    to the communicators, so graphs are destroyed first. All this runs in a thread, because the calls
+    might not return after a CUDA error or on a stuck device.
 
     Args:
         release_graphs: Functions that destroy CUDA graphs.
-        limit_s: How long to wait for the thread.
+        limit_s: How many seconds to wait for the thread.
     """
 
     def run() -> None:
         for release in release_graphs:
-            # On a lost context: the other graphs are released and the groups aborted all the same.
+            # A lost CUDA context can raise. Then still release the other graphs and abort the groups.
             with suppress(Exception):
                 release()
-        with suppress(Exception):  # likewise, or the groups are gone already
+        with suppress(Exception):  # a lost CUDA context, or the groups do not exist any more
             if dist.is_initialized():
                 distributed_c10d._abort_process_group()
 
@@ -206,13 +214,16 @@ def abort_process_groups(
 
 
 def backend_reason(error: RuntimeError) -> str:
-    """Returns the first sentence of a backend's error, without the line of source code at its start."""
+    """Returns the first sentence of a backend's error, without the source location at its start."""
     text = re.sub(r"^\[[^\]]*:\d+\]\s*", "", str(error).strip())
     return text.splitlines()[0].partition(". ")[0][:160] if text else type(error).__name__
 
 
 def _either(new: str, old: str) -> Callable[..., Any]:
-    """Returns a collective that torch renamed: old names warn from 2.13 on, and 2.11 has only them."""
+    """Returns the collective of torch.distributed that is named `new`, or `old` in older versions.
+
+    Torch 2.11 has only the old names; from 2.13 on they cause warnings.
+    """
     function: Callable[..., Any] = getattr(dist, new if hasattr(dist, new) else old)
     return function
 

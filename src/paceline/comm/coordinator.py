@@ -1,4 +1,4 @@
-"""Rank 0's part of a rendezvous: reads greetings, answers them, and waits until all ranks have come."""
+"""Rank 0's part of a rendezvous: answers greetings and waits until all ranks have joined."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ LOBBY = "paceline-lobby"
 JOB = f"{LOBBY}/job"
 GREETINGS = f"{LOBBY}/greetings"
 _POLL_S = 0.02
-# After rank 0 has refused a rank whose job has no id, it waits this long for the right one.
+# After rank 0 has refused a rank whose job has no id, it waits this long for the right rank.
 _REFUSED_S = 30.0
 LINGER_S = 1.0
-# How long rank 0 stays after a failed rendezvous, for ranks that still have to read why.
+# How long rank 0 waits after a failed rendezvous, so that other ranks can read the reason.
 _DISMISS_S = 3.0
-# The same if a rank was asked to end while other ranks may still start.
+# The same limit if a signal asked a rank to end while other ranks might still start.
 _EARLY_S = 5.0
-# Many times the length that all settings take.
+# Limit for a greeting in bytes; far more than all settings of a job take.
 _LONGEST_GREETING = 1 << 20
 TOKEN = re.compile(r"[0-9a-f]{32}")
 _SIGNAL = re.compile(r"(SIG[A-Z0-9]{1,12})?")
@@ -45,7 +45,7 @@ def restart_count() -> int:
 
 
 class Greeting(NamedTuple):
-    """The message with which a rank asks to join."""
+    """The message with which a rank asks rank 0 to join the job."""
 
     token: str
     rank: int
@@ -78,7 +78,7 @@ class Greeting(NamedTuple):
 
 
 class Coordinator:
-    """Admits the ranks of one attempt, on rank 0."""
+    """Admits the ranks of one attempt to start the job. Only rank 0 creates it."""
 
     def __init__(
         self,
@@ -97,10 +97,11 @@ class Coordinator:
         self.restarts = restart_count()
         self._complete = False
         self._failure = ""
-        # Ranks that were asked to end before all ranks had met, with the signal.
+        # The signal of each rank that was asked to end before all ranks had joined.
         self._leaving: dict[int, str] = {}
         self._answered: set[int] = set()
-        # Refused ranks that may belong to this job, with the reason, and when the last one was refused.
+        # The reason for each refused rank that might belong to this job, and the time of the last
+        # refusal.
         self._refused: dict[int, str] = {}
         self._refused_s = 0.0
 
@@ -109,7 +110,7 @@ class Coordinator:
         self._publish_job()
         all_in = f"{LOBBY}/in/{self._name}/all"
         take_place(self._store, self._name, self._topology)
-        # Only rank 0 polls: it waits for greetings and for the last place at once.
+        # Rank 0 polls, because it waits for greetings and for the last rank at the same time.
         while not self._store.check([all_in]):
             self._answer_all(clock)
             if self._end.received is not None:
@@ -117,7 +118,8 @@ class Coordinator:
             if clock.now_s() > timeout_s:
                 if missing := self._missing():
                     raise self._absent(missing, timeout_s)
-                # The last rank has not published it, or a stranger has changed the count.
+                # All ranks are in, but the key is missing: a foreign process has changed the count, or
+                # the last rank has not set the key.
                 self._store.set(all_in, "")
             if self._refused and clock.now_s() > self._refused_s + _REFUSED_S:
                 for rank in self._missing():
@@ -126,7 +128,8 @@ class Coordinator:
                 self._refused.clear()
             time.sleep(_POLL_S)
         post_hosts(PrefixStore(self._name, self._store), self._hosts)
-        # A later rank finds that the job is complete. One that came just before waits for an answer.
+        # Ranks that come from now on read that the job is complete. A rank that has already sent a
+        # greeting still waits for an answer.
         self._complete = True
         self._publish_job()
         self._answer_all(clock)
@@ -135,14 +138,14 @@ class Coordinator:
     def dismiss(self, error: CommError) -> None:
         """Tells the other ranks why the job does not start.
 
-        These ranks wait in the job's first phase, or have not received an answer yet. The store may
-        end with this process.
+        The other ranks wait in the job's first phase, or for the answer to a greeting. Rank 0 waits a few
+        seconds for them to read the error, because the store might end with this process.
         """
         self._failure = str(error)
         agreement = Agreement(PrefixStore(self._name, self._store), self._topology, LINGER_S)
         with suppress(RuntimeError):
             agreement.post_fault(error)
-            # Ranks that have their place wait for this.
+            # Ranks that have joined wait for this key.
             self._store.set(f"{LOBBY}/in/{self._name}/all", "")
             others = set(range(1, self._topology.world_size))
             joined, started = others - set(self._missing()), time.monotonic()
@@ -172,7 +175,7 @@ class Coordinator:
             EndedEarlyError: If a rank was asked to end.
         """
         answers: dict[str, str] = {}
-        # A stranger may fill or empty the queue. Ranks without an answer greet again.
+        # A foreign process might fill or empty the queue. Ranks without an answer send another greeting.
         waiting = min(self._store.queue_len(GREETINGS), 2 * self._topology.world_size + 64)
         for _ in range(waiting):
             with suppress(ParseError, QueueEmptyError):
@@ -182,7 +185,7 @@ class Coordinator:
         if answers:
             self._store.multi_set(list(answers), list(answers.values()))  # type: ignore[attr-defined]
         if not self._failure:
-            # Also a rank that had its place already: the last place may be taken just now.
+            # This includes ranks that have already joined.
             for rank, name in self._leaving.items():
                 raise ended_early(name, rank)
 
@@ -191,7 +194,7 @@ class Coordinator:
         conflict = self._job.conflict(greeting.job)
         if not conflict:
             self._answered.add(rank)
-            # An agent's store also has greetings of earlier attempts.
+            # The store of a torchrun agent can also contain greetings of earlier attempts.
             if greeting.leaves and greeting.restarts >= restart_count():
                 self._leaving[rank] = greeting.leaves
             if self._failure:
@@ -203,8 +206,8 @@ class Coordinator:
                 self.restarts = max(self.restarts, greeting.restarts)
                 return {"name": self._name}
         elif not self._agent_hosts and self._job.same_id(greeting.job) is not False:
-            # It may be a rank of this job that was started with other settings. In an agent's store it
-            # may be one of an earlier attempt.
+            # The rank might belong to this job but have different settings. In the store of a torchrun
+            # agent, the greeting might be of an earlier attempt and is not recorded.
             self._refused[rank], self._refused_s = conflict, clock.now_s()
         return {"refused": conflict or COMPLETE, "job": self._job.to_table()}
 
@@ -228,7 +231,12 @@ class EndedEarlyError(CommError):
 
 
 def ended_early(name: str, rank: int | None = None) -> EndedEarlyError:
-    """Returns the error for signal `name`; `rank` is None for this rank."""
+    """Returns the error for a rank that the signal `name` asked to end.
+
+    Args:
+        name: The name of the signal.
+        rank: The rank that was asked to end, or None for this rank.
+    """
     who = "" if rank is None else f"rank {rank} "
     return EndedEarlyError(
         f"{who}was ended by {name} before all ranks had met", "start all ranks again"

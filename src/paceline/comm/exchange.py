@@ -1,14 +1,15 @@
 """`GradientExchange`: sums the gradients of all ranks, in the buckets of a fusion plan.
 
-The gradients are in one flat buffer for each number format, in the plan's order. The calls of a step
-are `begin`; for each micro-step `arm` (before the last one), backward, and `gather`, which moves
-`.grad` into the buffers; then `reduce`. Several micro-steps add up in fp32 and are rounded once. After
-`reduce`, `.grad` are views of the sums over all ranks. The sums of a few `Signals` travel in the last
-bucket: so stopping, failing and counting need no messages of their own.
+There is one flat buffer for each number format, with the gradients in the plan's order. A step calls
+`begin`. Each micro-step then runs backward and calls `gather`, which moves `.grad` into the buffers; the
+last micro-step calls `arm` before backward. At the end the step calls `reduce`. The gradients of several
+micro-steps are summed in fp32 and rounded once. After `reduce`, each `.grad` is a view of the sum over
+all ranks. A few `Signals` are summed in the last bucket, so that stopping, failing and counting need no
+messages of their own.
 
-If the transport overlaps, an armed exchange sends each bucket as soon as backward has filled it,
-strictly in the plan's order; `reduce` sends the rest and waits. A micro-step may be captured in a CUDA
-graph: `capture` and `replay` keep the exchange's own state in step with the graph.
+If the transport overlaps, an armed exchange sends each bucket as soon as backward has filled it and all
+earlier buckets of the plan. `reduce` sends the rest and waits. A micro-step can be captured in a CUDA
+graph: `capture` and `replay` update the Python state of the exchange accordingly.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from paceline.plan.wires import wire_bytes
 
 @dataclass(frozen=True)
 class Message:
-    """Elements `start` to `stop` of the flat buffer of `dtype`."""
+    """A message of the exchange: elements `start` to `stop` − 1 of the flat buffer of `dtype`."""
 
     dtype: str
     start: int
@@ -50,15 +51,15 @@ class Message:
 def plan_messages(
     plan: FusionPlan, layouts: Mapping[str, FlatLayout], tail: int
 ) -> list[list[Message]]:
-    """Returns the messages of each bucket, with one contiguous piece for each number format.
+    """Returns the messages of each bucket: one for each number format of the bucket's gradients.
 
-    The signals travel with the last bucket, always in fp32: inside its fp32 message if there is one,
-    otherwise in a message of their own.
+    The last bucket also sends the signals, always in fp32: inside its fp32 message if there is one,
+    otherwise in a separate message.
 
     Args:
         plan: The fusion plan.
         layouts: The layout of each number format, with tensors in the plan's order.
-        tail: Number of elements of signals after the float32 tensors.
+        tail: Number of elements after the float32 tensors that contain the signals.
     """
     messages: list[list[Message]] = []
     for bucket in plan.buckets:
@@ -67,7 +68,7 @@ def plan_messages(
         for dtype, layout in layouts.items():
             slots = [slot for slot in layout.slots if slot.name in names]
             if slots:
-                # Up to the begin of the next tensor: padding travels, so that pieces stay aligned.
+                # Padding is sent too, so that every message starts and ends at an aligned offset.
                 end = padded(slots[-1].stop)
                 start = slots[0].offset
                 pieces.append(Message(dtype, start, end, bucket.algorithm, bucket.wire))
@@ -89,7 +90,7 @@ def _add_tail(last: list[Message], length: int, tail: int, algorithm: str) -> No
 
 @dataclass(frozen=True)
 class Signals:
-    """Values of each rank that are summed over ranks together with the gradients of a step."""
+    """Values of one rank that are summed over all ranks together with the gradients of a step."""
 
     loss: float = 0.0
     corrupt: float = 0.0
@@ -111,19 +112,19 @@ SIGNALS = tuple(field.name for field in fields(Signals))
 
 
 class GradientExchange:
-    """Owns the gradients' memory between backward pass and update, and all state of the exchange.
+    """Sums gradients over ranks; owns the flat gradient buffers and all other state of the exchange.
 
     Args:
         parameters: Names and parameters of the model. Parameters that are not trained are ignored.
-        group: All ranks.
+        group: The group of all ranks.
         plan: The fusion plan. The default is one bucket.
-        accumulate: True if a step may gather more than once.
-        transport: Sums the buckets. The default is the group's own all-reduce.
-        overlap: Send full buckets during backward, if the transport can.
+        accumulate: True if a step may have more than one micro-step.
+        transport: Sums the buckets. The default is the backend's own all-reduce.
+        overlap: Send full buckets during backward, if the transport supports this.
         squares: Also sum the squared norms of the gradients of all micro-steps, for the noise scale.
     """
 
-    # Replaces the text about when buckets are sent in a description.
+    # If not empty, this text replaces the statement in descriptions about when buckets are sent.
     note = ""
 
     def __init__(
@@ -139,11 +140,11 @@ class GradientExchange:
     ) -> None:
         self.group = group
         self.transport: Transport = transport or DirectTransport(group)
-        # May be replaced between steps.
+        # Callers may replace the observer between steps.
         self.observer = ExchangeObserver()
         self._exposed = ExposedTime(group.device)
         self._trained = {name: p for name, p in parameters if p.requires_grad}
-        # Backward reaches the last layer first; for a chain this is the order of readiness.
+        # Backward computes the gradients of the last layer first.
         self.plan = plan or FusionPlan.single(tuple(reversed(self._trained)))
         self.plan.check(tuple(self._trained))
         self.names = self.plan.tensors
@@ -152,16 +153,17 @@ class GradientExchange:
         self._squares = torch.zeros((), device=group.device) if squares else None
         self._allocate(tail, accumulate=accumulate)
         self.messages = plan_messages(self.plan, self.layouts, tail)
-        # In this step: tensors with a gradient, buckets sent, and functions that wait for them.
+        # In this step: tensors with a gradient, number of sent buckets, functions that wait for them.
         self._used: set[str] = set()
         self._next = 0
         self._waits: list[Wait] = []
-        # While armed: tensors that each bucket still waits for.
+        # While armed: for each bucket, the tensors whose gradients are not ready.
         self._armed = False
         self._missing: list[set[str]] = []
-        # For each captured micro-step: what it gathers, and how many buckets it sends.
+        # State after a captured micro-step that sends buckets (True) or does not (False): the tensors
+        # with a gradient, and the number of sent buckets.
         self._captured: dict[bool, tuple[frozenset[str], int]] = {}
-        # The last bucket waits for the signals, so a single one has nothing to gain.
+        # The last bucket waits for the signals, so overlap cannot help if there is only one bucket.
         self.overlaps = overlap and self.transport.overlaps and len(self.messages) > 1
         self._hooks: list[Any] = []
         if self.overlaps:
@@ -178,7 +180,7 @@ class GradientExchange:
         return self._trained
 
     def _allocate(self, tail: int, *, accumulate: bool) -> None:
-        """Allocates the flat buffers and views of them; `tail` numbers follow the float32 gradients."""
+        """Allocates the flat buffers and their views; `tail` elements follow the float32 gradients."""
         device = self.group.device
         self.buffers: dict[str, Tensor] = {}
         self._views: dict[str, Tensor] = {}
@@ -203,19 +205,19 @@ class GradientExchange:
 
     @property
     def uses(self) -> Tensor:
-        """Returns, after `reduce`, how many ranks had a gradient for each tensor of the plan."""
+        """Returns how many ranks had a gradient for each tensor of the plan. Valid after `reduce`."""
         return self.tail[len(SIGNALS) : len(SIGNALS) + len(self.names)]
 
     @property
     def squares(self) -> Tensor | None:
-        """Returns, after `reduce`, the sum of the squared norms of the gradients of all micro-steps."""
+        """Returns the sum of the squared gradient norms of all micro-steps. Valid after `reduce`."""
         return None if self._squares is None else self.tail[-1]
 
     @property
     def exposed(self) -> Reading:
-        """Returns a function that reads how long the latest step waited.
+        """Returns a function that returns how many seconds the latest step waited for its exchange.
 
-        On a GPU the function may be called once the device is past that step.
+        On a GPU the function may only be called after the device has completed that step.
         """
         return self._exposed.reading
 
@@ -244,13 +246,13 @@ class GradientExchange:
         self.observer.step_begun(step)
 
     def arm(self) -> None:
-        """Makes the exchange send full buckets, before the last backward pass of a step."""
+        """Lets backward send full buckets. Called before the last backward pass of a step."""
         if self.overlaps:
             self._armed = True
             self._missing = [set(bucket.tensors) for bucket in self.plan.buckets]
 
     def gather(self) -> None:
-        """Moves the gradients of unsent buckets into the flat buffers, in one or two kernels."""
+        """Moves the gradients of unsent buckets into the flat buffers and drops `.grad`."""
         self._armed = False
         for bucket in self.plan.buckets[: self._next]:
             for name in bucket.tensors:
@@ -289,7 +291,8 @@ class GradientExchange:
             *(() if self._squares is None else (0.0,)),
         )
         if own != self._sent_tail:
-            # Pinned, so that the copy does not wait. Mostly equal to those of the last step.
+            # In most steps the values do not change and are not copied. Pinned memory makes the copy
+            # asynchronous.
             host = torch.tensor(own, pin_memory=self._own_tail.is_cuda)
             self._own_tail.copy_(host, non_blocking=True)
             self._sent_tail = own
@@ -299,13 +302,13 @@ class GradientExchange:
             self.tail[-1].copy_(self._squares)
 
     def _publish(self, waited_s: float) -> None:
-        """Sets `.grad` of the parameters to views of the sums over ranks."""
+        """Sets each parameter's `.grad` to a view of its sum over ranks."""
         for name, view in self._views.items():
             self._trained[name].grad = view
         self.observer.step_ended(waited_s)
 
     def join(self) -> None:
-        """Waits for all sent buckets, as a CUDA graph must before its capture ends."""
+        """Waits for all sent buckets. The capture of a CUDA graph must call this before it ends."""
         while self._waits:
             self._waits.pop(0)()
 
@@ -313,8 +316,8 @@ class GradientExchange:
     def capture(self, *, sends: bool) -> Iterator[None]:
         """Surrounds the capture of a micro-step in a CUDA graph and the graph's first replay.
 
-        Remembers what the micro-step gathers and sends, for `replay`. If the capture fails nothing has
-        been sent, since a capture only records: the micro-step can then run uncaptured.
+        Records what the micro-step gathers and sends, for `replay`. A capture only records kernels, so if
+        it fails, nothing has been sent. The micro-step can then run without a graph.
 
         Args:
             sends: True if the micro-step was armed, and so sends buckets.
@@ -331,23 +334,26 @@ class GradientExchange:
         self._captured[sends] = (frozenset(self._used), self._next)
 
     def replay(self, *, sends: bool) -> None:
-        """Updates the state after the replay of the captured micro-step, in which no Python ran.
+        """Updates the Python state after the replay of a captured micro-step.
 
-        The replay has written the gradients to the buffers and has sent the buckets of the
-        micro-step.
+        The replay has written the gradients to the buffers. If `sends` is True, it has also sent the
+        buckets of the micro-step.
         """
         gathered, self._next = self._captured[sends]
         self._used |= gathered
 
     def close(self) -> None:
-        """Closes the transport. CUDA graphs with its collectives must be destroyed before."""
+        """Closes the transport. CUDA graphs that contain its collectives must already be destroyed."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         self.transport.close()
 
     def _hook(self, name: str, number: int) -> Callable[[Tensor], None]:
-        """Returns a hook that sends all full buckets once the gradient of `name` is ready."""
+        """Returns a hook for the gradient of `name`, which sends the next buckets if they are full.
+
+        `number` is the index of the bucket that contains `name`.
+        """
 
         def ready(parameter: Tensor) -> None:
             if not self._armed:
@@ -360,7 +366,7 @@ class GradientExchange:
         return ready
 
     def _fill(self, names: set[str]) -> None:
-        """Copies the gradients of `names` into the buffers and adds the buffers to the sums."""
+        """Copies the gradients of `names` into the buffers, and adds them to existing fp32 sums."""
         for dtype, all_places in self._places.items():
             places = [place for place in all_places if place[0] in names]
             ready = [name for name, *_ in places if self._trained[name].grad is not None]
@@ -383,7 +389,7 @@ class GradientExchange:
         self._drop_grads(names)
 
     def _drop_grads(self, names: Iterable[str]) -> None:
-        """Drops gradients, so that backward assigns new tensors instead of adding."""
+        """Sets `.grad` to None, so that backward assigns new tensors instead of adding to old ones."""
         for name in names:
             self._trained[name].grad = None
 
@@ -421,7 +427,10 @@ def tensor_spec(name: str, parameter: Tensor) -> TensorSpec:
 
 
 def flat_layouts(tensors: Sequence[tuple[str, nn.Parameter]]) -> dict[str, FlatLayout]:
-    """Returns the layout of the gradients of each number format, and of float32 for the signals."""
+    """Returns the layout of the flat buffer of each number format.
+
+    There is always a layout for float32, because the signals use this buffer.
+    """
     by_dtype: dict[str, list[TensorSpec]] = {"float32": []}
     for name, parameter in tensors:
         spec = tensor_spec(name, parameter)
@@ -439,5 +448,5 @@ def _dense(name: str, gradient: Tensor | None) -> Tensor:
 
 
 def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
-    """Returns the strides with which channels_last weights get channels_last gradients."""
+    """Returns the strides of a dense gradient in the parameter's memory format (channels_last or not)."""
     return torch.empty_like(parameter, memory_format=torch.preserve_format).stride()

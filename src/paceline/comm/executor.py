@@ -1,12 +1,12 @@
 """`Executor`: runs the schedules of `paceline.plan` over torch.distributed.
 
-Its input is a contiguous 1-D tensor on every rank, of one size and number format, and the name of an
-algorithm. The tensor then holds the sum over ranks, bit-identical on all of them.
+The input is the name of an algorithm and, on every rank, a contiguous 1-D tensor of the same size and
+number format. The tensor is replaced by the sum over ranks, which is bit-identical on all ranks.
 
-Gloo sends a message only after its receiver has asked for it. So all receives of a segment are posted
-before its first round. Several segments are under way at once, each with its own tag. NCCL runs
-messages in the order of posting. So a buffer is one segment there, and sends are held back until a
-round waits: they are posted in one batch with what the round receives.
+Gloo sends a message only after the receiver has asked for it. So all receives of a segment are posted
+before the segment's first round. Several segments are in progress at once, each with its own tag. NCCL
+runs messages in the order in which they were posted. So with NCCL a buffer is one segment, and sends are
+delayed until a round receives: sends and receives are then posted in one batch.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from paceline.plan.steps import (
 )
 
 FORMATS = (torch.float32, torch.float16, torch.bfloat16)
-# Elements of a buffer for which every algorithm has the rounds of long ones.
+# Number of elements of a buffer that every algorithm treats as a long buffer.
 _LONG = 1 << 24
-# Number of compiled segments that are kept: a training has a few dozen sizes.
+# Number of compiled programs that are kept; a training has segments of a few dozen sizes.
 _KEPT_PROGRAMS = 512
 
 
@@ -63,9 +63,9 @@ def check_buffer(buffer: Tensor) -> None:
 
 
 class Staging:
-    """Named memory for messages in flight, which is kept between calls and grows on demand.
+    """Reusable tensors for messages, identified by name. They are kept between calls and grow on demand.
 
-    The content of the memory is undefined.
+    The content of a returned tensor is undefined.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,10 @@ class Staging:
         self, name: str, length: int, dtype: torch.dtype, device: torch.device, *,
         pinned: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Returns memory of this name; `pinned` memory of the host speeds up copies from and to a GPU."""
+        """Returns a 1-D tensor of `length` elements from the memory with this name.
+
+        `pinned` host memory makes copies from and to a GPU faster.
+        """
         key = (name, dtype, device)
         held = self._tensors.get(key)
         if held is None or held.numel() < length:
@@ -85,13 +88,13 @@ class Staging:
 
 
 class Executor:
-    """Runs all algorithms on the process groups of the communication thread.
+    """Runs all-reduce algorithms on process groups of their own.
 
     Every rank calls the same methods in the same order, from one thread at a time.
 
     Args:
         groups: The process groups.
-        batched: Post each round's messages together. None, the default, means True for NCCL only.
+        batched: Post each round's messages in one batch. None, the default, means True for NCCL only.
     """
 
     def __init__(self, groups: ProcessGroups, *, batched: bool | None = None) -> None:
@@ -100,15 +103,15 @@ class Executor:
         self._layout = groups.layout
         self._batched = groups.backend == "nccl" if batched is None else batched
         self._programs: dict[tuple[str, Segment], Program] = {}
-        # The prepared algorithms by name; the backend's own has no schedule.
+        # The prepared algorithms by name; the value for `native` is None.
         self._algorithms: dict[str, Algorithm | None] = {}
 
     def all_reduce(self, buffer: Tensor, name: str) -> None:
         """Replaces `buffer` by its sum over ranks.
 
         Args:
-            buffer: A contiguous 1-D tensor.
-            name: The algorithm.
+            buffer: A contiguous 1-D tensor of a type in `FORMATS`.
+            name: The name of the algorithm.
         """
         check_buffer(buffer)
         chosen = self.prepare(name)
@@ -152,13 +155,13 @@ class Executor:
                 lanes[number].finish()
 
     def prepare(self, name: str) -> Algorithm | None:
-        """Opens NCCL's connections to all peers of an algorithm, once.
+        """Opens NCCL's connections to all peers of an algorithm, unless this was done before.
 
         All ranks call this at the same point. NCCL connects two ranks at their first message, and both
-        must then post the same sends and receives in one batch. The batches of an algorithm differ
-        between ranks: the root of a tree receives and later sends, but its children do both at
-        once. So each pair of ranks connects in advance, with one message in each direction. All
-        ranks take pairs in the same order, so no cycle of waits can arise.
+        must then post matching sends and receives in one batch. The batches of an algorithm differ
+        between ranks: the root of a tree first receives and later sends, but its children do both at
+        once. So each pair of ranks connects in advance, with one message in each direction. All ranks
+        process the pairs in the same order, so that no ranks wait for one another in a cycle.
 
         Returns:
             The algorithm, or None if the backend's own all-reduce is used.
@@ -193,7 +196,7 @@ class Executor:
         return program
 
     def part(self, members: Sequence[int]) -> ProcessGroup:
-        """Returns the process group of a row, a column or the masters of the layout."""
+        """Returns the process group of `members`: a row, a column or the masters of the layout."""
         layout, rank = self._layout, self.groups.rank
         process_group: ProcessGroup | None
         if members == layout.row_of(rank):
@@ -210,10 +213,10 @@ class Executor:
 
 
 def schedule_peers(chosen: Algorithm, rank: int, groups: Groups) -> set[int]:
-    """Returns the ranks with which `rank` exchanges messages.
+    """Returns the ranks with which `rank` exchanges messages in an algorithm.
 
-    Some algorithms run different rounds for short and for long buffers. The result includes the
-    peers of both.
+    Some algorithms run different rounds for short and for long buffers. The result includes the peers in
+    both cases.
     """
     peers: set[int] = set()
     for length in (4 * len(groups.order), _LONG):
@@ -227,7 +230,7 @@ def schedule_peers(chosen: Algorithm, rank: int, groups: Groups) -> set[int]:
 
 
 class _Lane:
-    """A segment whose all-reduce is running, with its own message tag on a process group."""
+    """The running all-reduce of one segment, with its own message tag on a process group."""
 
     def __init__(
         self, executor: Executor, segment: Tensor, program: Program, number: int, batched: bool
@@ -259,7 +262,7 @@ class _Lane:
         return self._staging.take(place, length, dtype or like.dtype, like.device)
 
     def _view(self, span: Span) -> Tensor:
-        """Returns a view of the segment. Most spans are sent and received several times."""
+        """Returns a view of the segment; views are cached, because most spans are used several times."""
         view = self._views.get(span)
         if view is None:
             view = self._views[span] = self._segment[span[0] : span[1]]
@@ -329,7 +332,7 @@ class _Lane:
         if step.wide:
             self._sums(step.span).add_(self._into[number][0])
         elif step.add:
-            # Torch adds two 16-bit numbers in fp32 and rounds once: fp32 memory gains nothing.
+            # Torch adds two 16-bit values in fp32 and rounds once, so an fp32 buffer is not needed.
             self._view(step.span).add_(self._into[number][0])
 
     def _arrivals(self, number: int) -> Iterator[Tensor]:
@@ -340,7 +343,7 @@ class _Lane:
             yield tensor
 
     def _add(self, step: Receive, arrivals: Iterator[Tensor]) -> None:
-        """Adds messages as they arrive; sums 16-bit numbers in fp32 and rounds the sum once."""
+        """Adds the messages of several peers; sums 16-bit values in fp32 and rounds the sum once."""
         own, place = self._view(step.span), step.own
         if step.wide:
             for arrival in arrivals:
@@ -357,13 +360,16 @@ class _Lane:
         own.copy_(total)
 
     def _in_fp32(self, tensor: Tensor) -> Tensor:
-        """Converts to fp32: torch's CPU loop for `add_` over mixed formats is 2.5 × as slow."""
+        """Returns `tensor` in fp32.
+
+        Torch's `add_` of a 16-bit to an fp32 tensor takes 2.5 times as long on CPUs.
+        """
         if not self._half:
             return tensor
         return self._scratch("in fp32", tensor.numel(), torch.float32).copy_(tensor)
 
     def _sums(self, span: Span) -> Tensor:
-        """Returns the fp32 sums of a span: the segment itself, if it is fp32."""
+        """Returns the fp32 sums of a span: a view of the segment if the segment is fp32."""
         if not self._half:
             return self._view(span)
         low, high = self._program.wide
@@ -374,14 +380,14 @@ class _Lane:
 
 
 def _run_collectives(executor: Executor, buffer: Tensor, steps: Sequence[Collective]) -> None:
-    """All-reduces a buffer with the backend's own collectives among rows, columns or masters."""
+    """All-reduces a buffer by collectives of the backend in rows, columns or among the masters."""
     length, needed = buffer.numel(), max(step.span[1] for step in steps)
     whole = buffer
     if needed > length:
         whole = executor.staging.take("padded", needed, buffer.dtype, buffer.device)
         whole[:length].copy_(buffer)
         whole[length:].zero_()
-    # What the reduce-scatter has left on this rank.
+    # The span and the values that the reduce-scatter has left on this rank.
     own_span, own = (0, 0), whole[:0]
     for step in steps:
         group, (low, high) = executor.part(step.members), step.span

@@ -1,6 +1,6 @@
-"""`Group`: the ranks of a run, with agreement, errors of single ranks, and a watchdog over collectives.
+"""`Group`: all ranks of a run; handles agreement, errors of single ranks, and watched collectives.
 
-A single process without a launcher is a group of one rank that needs no backend.
+A single process without a launcher is a group of one rank, which needs no backend.
 """
 
 from __future__ import annotations
@@ -29,14 +29,19 @@ if TYPE_CHECKING:
 
 
 class SharedFacts:
-    """Values that must be equal on all ranks, collected in a `Group.phase`."""
+    """Collects values that must be equal on all ranks, during a `Group.phase`."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.remedies: dict[str, str] = {}
 
     def compare(self, facts: Mapping[str, Any], remedy: str = SAME_SETTINGS) -> None:
-        """Compares `facts` with those of the other ranks at the end of the phase."""
+        """Adds `facts` to the values that ranks compare at the end of the phase.
+
+        Args:
+            facts: Values that must be equal on all ranks, by name.
+            remedy: What the user can do if one of them differs.
+        """
         self.values |= facts
         self.remedies |= dict.fromkeys(facts, remedy)
 
@@ -49,13 +54,13 @@ class Group(Collectives):
         settings: The section `[comm]`.
         device: The device of this rank's tensors.
         show_error: Shows an error if the watchdog ends this process.
-        shared: Settings that all ranks of the job have in common. They distinguish another job at the
-            same port, and are compared once all ranks have met.
-        versions: Versions of the software, which are compared too.
+        shared: Settings that must be equal on all ranks of the job. They also help to recognize ranks
+            of another job at the same port.
+        versions: Version of each software package, which must be equal on all ranks.
 
     Raises:
-        CommError: If the ranks cannot meet or this process has a process group already.
-        AgreedError: If a rank failed or the ranks differ.
+        CommError: If the ranks cannot meet or this process already has a process group.
+        AgreedError: If a rank failed, or if settings or versions differ between ranks.
     """
 
     def __init__(
@@ -68,7 +73,7 @@ class Group(Collectives):
         versions: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(topology, device, choose_backend(settings, topology, device))
-        # An observer of the exchange; the watchdog reads it.
+        # Observes the exchange; the watchdog reads this rank's progress from the board.
         self.board = ProgressBoard()
         self._watchdog: Watchdog | None = None
         self._hosts: RankHosts | None = None
@@ -80,9 +85,9 @@ class Group(Collectives):
         self._release_graphs: list[Callable[[], None]] = []
         self._left = self._device_lost = False
         self._share_gpus = settings.share_gpus
-        # The process groups have been aborted and must not be closed any more.
+        # True if the process groups have been aborted and so must not be destroyed.
         self.aborted = False
-        # On rank 0: the launcher has restarted the ranks of this job.
+        # True on rank 0 if the launcher has restarted the ranks of this job.
         self.restarted = False
         if self.backend == "none":
             return
@@ -112,9 +117,10 @@ class Group(Collectives):
         self.watched("joining the process group", lambda: members.connect(device))
 
     def lost_client(self) -> str:
-        """Describes a lost rank after this rank's device failed; "" unless ranks share a GPU.
+        """Describes the ranks that do not answer, after this rank's device has failed.
 
-        Under MPS, a killed process can break the GPU for all others.
+        Returns "" if all ranks answer or if ranks do not share GPUs. Under MPS, a killed process can
+        break the GPU for all processes that share it.
         """
         return self._lost.silent() if self._share_gpus and self._lost is not None else ""
 
@@ -140,10 +146,10 @@ class Group(Collectives):
     def phase(self, name: str) -> Iterator[SharedFacts]:
         """Runs a block on all ranks; then all ranks continue, or all raise the same error.
 
-        The error is that of the lowest rank on which the block failed. If no block failed, the
-        error names the first fact that differs. Every phase makes all ranks wait for the slowest
-        one, and costs some requests to the store. So a block contains everything that may fail
-        between two collectives, and no collective.
+        All ranks raise the error of the lowest rank on which the block failed. If no block failed, the
+        error names the first fact that differs. In every phase all ranks wait for the slowest rank and
+        make some requests to the store. So a block should contain everything that can fail between two
+        collectives, but no collective.
         """
         facts, error = SharedFacts(), None
         try:
@@ -179,14 +185,17 @@ class Group(Collectives):
             self._agreement.post_fault(error)
 
     def fault(self) -> PacelineError:
-        """Returns the error that some rank posted, after a collective has shown that there is one."""
+        """Returns the error that a rank has posted.
+
+        Called after a collective has told all ranks that a rank failed.
+        """
         error = self._lost.posted_fault() if self._lost is not None else self._own_fault
         return error or CommError(
             "a rank failed without posting its error", "look into the ranks' logs"
         )
 
     def announce_stop(self) -> None:
-        """Tells the other ranks that this one was asked to stop.
+        """Tells the other ranks that this rank was asked to stop.
 
         The next collective also transmits the stop, but the ranks may need minutes to reach it.
         """
@@ -195,30 +204,30 @@ class Group(Collectives):
             self._agreement.announce_stop()
 
     def stop_announced(self) -> bool:
-        """Returns True if some rank was asked to stop, without a request to the store."""
+        """Returns True if a rank was asked to stop. Makes no request to the store."""
         if self._watchdog is not None and self._watchdog.stop_announced:
             self._stop_heard = True
         return self._stop_heard
 
     def begin_run(self, name: str) -> None:
-        """Starts another run in this group, under a name that no earlier run had."""
+        """Starts another run in this group. `name` must differ from the names of earlier runs."""
         if self._agreement is not None:
             self._agreement.run = f"{name}/"
 
     def release_on_abort(self, release: Callable[[], None]) -> None:
-        """Registers a function that destroys CUDA graphs with collectives of this group."""
+        """Registers a function that destroys CUDA graphs with this group's collectives, for `abort`."""
         self._release_graphs.append(release)
 
     def released(self, release: Callable[[], None]) -> None:
-        """Removes a registered function whose graphs are destroyed."""
+        """Removes a function registered with `release_on_abort`, whose graphs have been destroyed."""
         if release in self._release_graphs:
             self._release_graphs.remove(release)
 
     def leaving(self, error: BaseException) -> None:
-        """Prepares the teardown after an error. From here on the watchdog ends a teardown that is stuck.
+        """Prepares the teardown after an error. The watchdog ends the process if the teardown is stuck.
 
-        Aborts NCCL's communicators unless the other ranks leave at the same point. Otherwise
-        kernels of this rank or of other ranks would wait forever.
+        Aborts NCCL's communicators unless the error makes all ranks leave at the same point. Without the
+        abort, kernels could wait forever for another rank.
         """
         if self._left:
             return
@@ -289,14 +298,17 @@ class Group(Collectives):
             raise no_thread(error) or alone from error
 
     def peer_error(self, error: CommError) -> PeerError:
-        """Returns the error that a failed rank posted, else `error`, for an exchange that broke."""
+        """Returns the error for a failed exchange: the failed rank's posted error, or else `error`."""
         if self._lost is None:
             return PeerError(error.cause, error.remedy)
         return self._lost.peer_error(error)
 
 
 def choose_backend(settings: CommSettings, topology: Topology, device: torch.device) -> str:
-    """Returns the backend: for `auto` NCCL on GPUs and otherwise Gloo; `none` for a single process."""
+    """Returns the backend: `nccl`, `gloo`, or `none` for a single process without a launcher.
+
+    The setting `auto` means NCCL on GPUs and Gloo on CPUs.
+    """
     if topology.launcher == "single" and topology.world_size == 1:
         return "none"
     backend = settings.backend

@@ -1,8 +1,8 @@
-"""`HeartbeatChannel`: what the watchdogs of all ranks exchange through the rendezvous store.
+"""`HeartbeatChannel`: exchanges messages between the watchdogs of all ranks through the store.
 
-With every heartbeat a rank publishes its progress and checks for news: a verdict, a roll call, or a
-stop request. This takes two requests to the store. Reading the progress of all N ranks transfers N
-values, so in a large job only some ranks do it.
+With every heartbeat a rank publishes its progress and checks for news: a verdict, a roll call, or a stop
+request. This takes two requests to the store. Reading the progress of all N ranks transfers N values, so
+in a large job only some ranks read it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from paceline.core.untrusted import ParseError
 _VERDICT = "paceline/watchdog/verdict"
 _END_WAIT_S = 0.5
 _POLL_S = 0.02
-# How soon a rank learns that another one was asked to stop.
+# Longest interval at which a rank reads the store, and so learns that another rank was asked to stop.
 _LONGEST_LOOK_S = 1.0
-# During a roll call readers look this often. They wait longer than two looks by `_ANSWER_S`, because a
-# host may have more ranks than cores.
+# Interval at which readers read the store during a roll call. They wait for answers `_ANSWER_S` longer
+# than the other ranks' interval requires, because a host may have more ranks than cores.
 _CALLING_S = 0.1
 _ANSWER_S = 0.5
-# So many ranks, spread over the job, read the heartbeats of all ranks.
+# Number of ranks, spread over the job, that read the heartbeats of all ranks.
 _READERS = 64
 # Keys per second that the store's host checks until all ranks have read the verdict.
 _KEYS_PER_S = 50_000
@@ -39,9 +39,9 @@ _KEYS_PER_S = 50_000
 class HeartbeatChannel:
     """Publishes this rank's progress, reads the progress of other ranks, and shares one verdict.
 
-    A thread makes every request, on its own connection to the store. If the store's host is
-    unreachable, torch waits for an answer forever, but only this thread is blocked. Apart from this
-    thread, only the constructor and, briefly, `close` wait for the store.
+    A thread makes the requests, on its own connection to the store. If the store's host is unreachable,
+    torch waits for an answer forever, but only this thread is blocked. Besides this thread only the
+    constructor, `linger` and, briefly, `close` wait.
     """
 
     def __init__(self, store: Store, topology: Topology, beat_s: float) -> None:
@@ -55,19 +55,19 @@ class HeartbeatChannel:
         self._proposal: CommError | None = None
         self._wake = threading.Event()
         self._closed = False
-        # Results of the thread; each is replaced as a whole.
+        # Results of the thread. The thread assigns new objects and does not modify published ones.
         self.answers = 0
         self.lost = False
         self.verdict: AgreedError | None = None
         self.verdict_here: CommError | None = None  # the verdict, if it is this rank's proposal
         self.heartbeats: dict[int, tuple[int, RankProgress]] = {}
         self.left: set[int] = set()
-        # What the thread reads with each beat. The watchdog asks for the progress of all ranks once this
-        # rank has waited for long, and for a posted error, which may be why it waits.
+        # Set by the watchdog: what the thread additionally reads with each heartbeat. If this rank has
+        # waited long, these are the progress of all ranks and a posted error.
         self.reads_progress = False
         self.reads_fault = False
         self.fault: AgreedError | None = None
-        # Whether this rank calls the roll, and which ranks have not answered as far as it has read.
+        # Whether this rank calls the roll, and the ranks that had not answered at the latest reading.
         self._calls_roll = self._answered_roll = False
         self.unanswered: set[int] | None = None
         self.stop_announced = False
@@ -81,12 +81,15 @@ class HeartbeatChannel:
         self._mine = progress
 
     def propose(self, error: CommError) -> None:
-        """Proposes a verdict. The first proposal of all ranks becomes the verdict."""
+        """Proposes `error` as the verdict. The first proposal of any rank becomes the verdict."""
         self._proposal = error
         self._wake.set()
 
     def linger(self, wait_s: float) -> None:
-        """Waits, on the store's host, until the other ranks have read the verdict."""
+        """Waits up to `wait_s` seconds until the other ranks have read the verdict.
+
+        The process that hosts the store calls this before it ends.
+        """
         deadline = time.monotonic() + wait_s
         keys = [self._read_key(rank) for rank in range(self._size) if rank != self._rank]
         try:
@@ -99,10 +102,10 @@ class HeartbeatChannel:
     def silent_ranks(self) -> set[int]:
         """Returns the ranks whose process has ended or does not answer a roll call.
 
-        Starts a roll call, which each rank's heartbeat thread answers the next time it reads the
-        store, whatever the main thread does. Even a rank that leaves because a collective with the
-        lost rank broke answers. Waits for two heartbeat intervals, or until all ranks have
-        answered. If the store ended together with rank 0, returns rank 0.
+        Starts a roll call. The heartbeat thread of each rank answers when it next reads the store, even
+        while the main thread is blocked or leaves after a failed collective. Waits a little longer than
+        two heartbeat intervals, or until all ranks have answered. If the store ended together with
+        rank 0, returns rank 0.
         """
         look_s = min(self._beat_s, _LONGEST_LOOK_S)
         deadline = time.monotonic() + 2.5 * look_s + _ANSWER_S
@@ -135,8 +138,8 @@ class HeartbeatChannel:
     def _pause_s(self) -> float:
         """Returns the seconds until the heartbeat thread reads the store again.
 
-        A broken collective makes all ranks of a large job call the roll. Ranks that have answered
-        and do not read all heartbeats keep the normal interval, to limit the load of the store.
+        After a failed collective all ranks call the roll and read the store more often. Ranks that have
+        answered and are not readers keep the normal interval, to limit the load of the store.
         """
         look_s = min(self._beat_s, _LONGEST_LOOK_S)
         hurries = self._calls_roll and (self.is_reader or not self._answered_roll)
@@ -146,8 +149,8 @@ class HeartbeatChannel:
         if time.monotonic() >= self._publish_at:
             self._publish()
         if self._proposal is not None:
-            # The first posted fault stays: a rank that reported its own error knows best. Of two
-            # proposals at once one counts, also for a rank that only reads the fault.
+            # An error that a rank has already posted takes precedence over the proposal. If two ranks
+            # propose concurrently, the first posted error becomes the verdict of both.
             self._agreement.post_fault(self._proposal)
             fault = self._agreement.read_fault() or self._proposal
             verdict = Report(error=str(fault), code=fault.exit_code)
@@ -176,12 +179,12 @@ class HeartbeatChannel:
         if self._store.check([_VERDICT]):
             try:
                 verdict = Report.parse(self._store.get(_VERDICT))
-            except ParseError:  # a stranger's
+            except ParseError:  # written by a foreign process
                 return
             if verdict.error == f"rank {self._rank}: {self._proposal}":
                 self.verdict_here = self._proposal
             self.verdict = AgreedError(verdict.error, verdict.code)
-            # Last: after this the store's host may end at once, and the store with it.
+            # This comes last, because the store's host may end as soon as it reads this key.
             self._store.set(self._read_key(self._rank), "")
 
     def _publish(self) -> None:

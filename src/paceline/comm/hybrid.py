@@ -1,4 +1,4 @@
-"""`HybridAllReduce` chooses the all-reduce algorithm of a buffer by its size, also as a hook of DDP."""
+"""`HybridAllReduce`: an all-reduce whose algorithm depends on the buffer size; also a hook for DDP."""
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with its classes.
 
@@ -40,7 +40,8 @@ class HybridAllReduce:
         WireFormat.named(wire)
         groups.check_same({"comm.wire": wire, "comm.hybrid.sizes": table.to_table()})
         self._planned = PlannedAllReduce(groups)
-        # In DDP's `join` with means over the ranks that still have batches: True if this one has.
+        # Set inside DDP's `join` if means are over the ranks that still have batches: True if this rank
+        # has a batch. Otherwise None.
         self.present: bool | None = None
         for name in table.algorithms:
             self._planned.prepare(name)

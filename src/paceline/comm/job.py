@@ -1,9 +1,9 @@
-"""Which job a rank belongs to, on which host each rank runs, and which ranks have reached a point.
+"""The identity of a rank's job, the host of each rank, and the ranks that have reached a point.
 
-Two jobs that use one port by mistake must not mix. Every launcher except a bare environment gives its job
-an id, and two known ids decide. If one of them is unknown, the settings that all ranks share decide.
-Anything that may differ between ranks of one job is not compared: restart counts (agents on several nodes
-do not count alike), hosts, and a node's own paths and worker counts.
+Ranks of two jobs that use the same port by mistake must not join. Most launchers give the job an id. If
+both ids are known, they decide whether two ranks belong to the same job. Otherwise the settings that all
+ranks share decide. Values that can differ between ranks of one job are not compared: restart counts,
+hosts, and a node's own paths and worker counts.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from paceline.core.topology import Topology
 from paceline.core.untrusted import ParseError, is_count, parse_json
 
 _NAMED_SETTINGS = 3
-# Limits for what is read from the store: far more than any job has.
+# Limits for values that are read from the store; far more than any job needs.
 _MOST_RANKS = 1 << 20
 _LONGEST_NAME = 1000
-# By launcher: the first of these variables that is set identifies the job.
+# For each launcher, the variables that can contain the job's id; the first one that is set counts.
 _ID_VARIABLES = {
     "torchrun": ("TORCHELASTIC_RUN_ID",),
     "openmpi": ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     "mpi": ("PMI_JOBID", "PALS_APID"),
 }
-# The id of every torchrun job that was not given a name with --rdzv-id.
+# torchrun uses this id for every job without --rdzv-id.
 _NO_RUN_ID = "none"
 _HOSTS_KEY = "paceline/hosts"
 _NAMED_HOSTS = 4
@@ -41,9 +41,10 @@ _NAMED_RUNS = 12
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """The job of a rank.
+    """The identity of a rank's job.
 
-    `job_id` is empty if the launcher gives none, and `settings` if the program has none.
+    `job_id` is empty if the launcher gives the job no id. `settings` contains the settings that are equal
+    on all ranks; it is empty if the program has no such settings.
     """
 
     launcher: str
@@ -61,7 +62,7 @@ class JobIdentity:
             topology.launcher,
             _job_id(env, topology.launcher),
             topology.world_size,
-            # As the other ranks receive them: JSON has no tuples.
+            # Converted as JSON converts them (tuples to lists), because other ranks receive JSON.
             json.loads(json.dumps(dict(settings or {}), default=str)),
             socket.gethostname(),
             os.getpid(),
@@ -72,7 +73,7 @@ class JobIdentity:
 
     @classmethod
     def from_table(cls, table: object) -> JobIdentity:
-        """Builds the identity from `to_table`'s result. Raises ParseError for any other value."""
+        """Builds the identity from the result of `to_table`. Raises ParseError if `table` is invalid."""
         if not isinstance(table, dict) or table.keys() != cls.__dataclass_fields__.keys():
             raise ParseError("is no job")
         job = cls(**table)
@@ -86,11 +87,11 @@ class JobIdentity:
         return job
 
     def same_id(self, other: JobIdentity) -> bool | None:
-        """Returns True if the job ids are equal; None if one of the ids is unknown."""
+        """Returns whether the job ids are equal, or None if at least one id is unknown."""
         return self.job_id == other.job_id if self.job_id and other.job_id else None
 
     def conflict(self, other: JobIdentity) -> str:
-        """Returns why `other` is not a rank of this job, or "" if it may be one."""
+        """Returns why `other` is a different job, or "" if both can be the same job."""
         same = self.same_id(other)
         if same is False:
             return "their job ids differ"
@@ -114,7 +115,7 @@ class JobIdentity:
         return ", ".join(shown) + (f", and {more} more settings differ" if more > 0 else "")
 
     def describe(self) -> str:
-        """Returns a text such as `torchrun job 4711, configuration 1f3a5b7c, process 99 on node3`."""
+        """Describes the job, as in `torchrun job 4711, configuration 1f3a5b7c, process 99 on node3`."""
         text = json.dumps(self.settings, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
         return (
@@ -141,12 +142,12 @@ def _job_id(env: Mapping[str, str], launcher: str) -> str:
 
 
 def rank_hosts_store() -> bool:
-    """Returns True if rank 0's process hosts the rendezvous store; under torchrun the agent does."""
+    """Returns True if rank 0's process hosts the rendezvous store, False if torchrun's agent does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 class RankHost(NamedTuple):
-    """A host's own name, and its address on the network of the rendezvous."""
+    """The name of a rank's host, and the host's address on the network of the rendezvous."""
 
     name: str
     address: str
@@ -163,7 +164,10 @@ class RankHost(NamedTuple):
 
 
 def post_hosts(store: Store, hosts: Mapping[int, RankHost]) -> None:
-    """Publishes the hosts of all ranks: one row for each host, because every rank reads it."""
+    """Publishes the hosts of all ranks in the store.
+
+    Neighbouring ranks on the same host share one entry, because every rank reads all entries.
+    """
     in_order = [hosts[rank] for rank in sorted(hosts)]
     runs = [[*host, len(list(ranks))] for host, ranks in itertools.groupby(in_order)]
     store.set(_HOSTS_KEY, json.dumps(runs))
@@ -180,10 +184,10 @@ def _is_run(run: object) -> bool:
 
 
 class RankHosts:
-    """The hosts of all ranks, as messages name them.
+    """The hosts of all ranks, for messages.
 
-    Messages name ranks alone if a job has a single host, or if its hosts are unknown (a test, a single
-    process).
+    Messages do not name hosts if the job has a single host, or if the hosts are unknown (in tests or with
+    a single process).
     """
 
     def __init__(self, hosts: Collection[RankHost] = ()) -> None:
@@ -192,7 +196,7 @@ class RankHosts:
 
     @classmethod
     def read(cls, store: Store) -> RankHosts:
-        # Ranks may come here before rank 0 has published the hosts: `get` waits.
+        # `get` waits if rank 0 has not published the hosts yet.
         runs = parse_json(store.get(_HOSTS_KEY))
         if not isinstance(runs, list) or not all(map(_is_run, runs)):
             raise ParseError("is no list of hosts")
@@ -212,12 +216,12 @@ class RankHosts:
         return self._hosts.index(self._hosts[rank]) if rank < len(self._hosts) else rank
 
     def rank_label(self, rank: int) -> str:
-        """Returns `rank 3`, or `rank 3 on node7 (10.0.0.7)`."""
+        """Returns `rank 3`, or `rank 3 on node7 (10.0.0.7)` if the job has several hosts."""
         host = self.of(rank)
         return f"rank {rank} on {host}" if host else f"rank {rank}"
 
     def whole_hosts(self, ranks: Collection[int]) -> dict[RankHost, list[int]]:
-        """Returns the ranks of each host that has several ranks, all of which are in `ranks`."""
+        """Returns the hosts with two or more ranks, all of them in `ranks`, and the ranks of each."""
         if not self._several:
             return {}
         by_host: dict[RankHost, list[int]] = {}
@@ -263,11 +267,11 @@ _BLOCK = 60
 
 
 class Attendance:
-    """Counts the ranks that have reached a point of the program, under a key of its own.
+    """Records in the store which ranks have reached a point of the program. Each point has its own key.
 
-    Every rank calls `arrive` once: it adds one bit to a counter that it shares with 59 other ranks. The
-    rank that completes the last counter knows that all ranks have arrived. So a point costs each rank one
-    request, and the counters still name every rank that is missing.
+    Every rank calls `arrive` once, which adds the rank's bit to a counter that 60 ranks share. The rank
+    that completes the last counter knows that all ranks have arrived. So each rank makes only one or two
+    requests to the store, and the counters still show which ranks are missing.
     """
 
     def __init__(self, store: Store, key: str, world_size: int) -> None:
@@ -275,7 +279,7 @@ class Attendance:
         self._blocks = -(-world_size // _BLOCK)
 
     def arrive(self, rank: int) -> bool:
-        """Returns True on the rank that completes the attendance."""
+        """Records that `rank` has arrived. Returns True on the last rank to arrive."""
         block, bit = divmod(rank, _BLOCK)
         if self._store.add(self._counter(block), 1 << bit) != self._complete(block):
             return False
@@ -293,5 +297,5 @@ class Attendance:
         return f"{self._key}/ranks/{block}"
 
     def _complete(self, block: int) -> int:
-        """Returns the value of the counter once all of its ranks have arrived."""
+        """Returns the value that the counter of `block` has once all of its ranks have arrived."""
         return (1 << min(_BLOCK, self._size - block * _BLOCK)) - 1

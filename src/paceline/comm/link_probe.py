@@ -1,7 +1,8 @@
 """`LinkProbe`: latency and bandwidth between pairs of ranks, and contention when all ranks send.
 
-Measures the cost of a message inside a node and between nodes, by the slowest pair that was tried. All
-ranks call its methods. Pairs are tried one after the other, so that each has the network to itself.
+The probe measures the cost of a message inside a node and between nodes. The result is the cost for the
+slowest pair of those that were measured. Pairs are measured one after the other, so that no other
+traffic disturbs them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from paceline.plan.plan_file import LinkFacts
 
-# The large ones show the bandwidth also of a link that lets short bursts pass.
+# Message sizes in bytes. Large ones show the bandwidth of a link that passes short bursts faster.
 SIZES = (4, 1024, 16 * 1024, 128 * 1024, 1024 * 1024, 2 * 1024 * 1024)
 _PAIRS = 3
 _REPEATS = 9
@@ -29,7 +30,7 @@ _CONTENTION_BYTES = 512 * 1024
 
 
 class LinkProbe:
-    """Measures half the time of round trips of real messages.
+    """Measures the time of a message as half the time of a round trip. All ranks call its methods.
 
     Args:
         group: A process group of all ranks.
@@ -42,20 +43,20 @@ class LinkProbe:
         self, group: ProcessGroup, rank: int, nodes: Sequence[Sequence[int]], device: torch.device
     ) -> None:
         self._group, self._rank, self._nodes = group, rank, nodes
-        # Gloo carries memory of the host only; NCCL that of a GPU only.
+        # Gloo sends only host memory, and NCCL only GPU memory.
         cuda = device.type == "cuda" and dist.get_backend(group) == "nccl"
         self._device = device if cuda else torch.device("cpu")
         self._message = torch.zeros(max(SIZES), dtype=torch.uint8, device=self._device)
         self._answer = torch.zeros_like(self._message)
 
     def inside(self) -> LinkFacts | None:
-        """Returns the link between neighbours on one node; None if no node has two ranks."""
+        """Returns the cost of a message inside a node; None if no node has two ranks."""
         pairs = [(node[0], node[1]) for node in self._nodes if len(node) > 1]
         rings = [list(node) for node in self._nodes if len(node) > 1]
         return self._facts(pairs[:_PAIRS], [_neighbours(ring) for ring in rings])
 
     def between(self) -> LinkFacts | None:
-        """Returns the link between nodes; None if there is only one node."""
+        """Returns the cost of a message between nodes; None if there is only one node."""
         heads = [node[0] for node in self._nodes]
         if len(heads) < 2:
             return None
@@ -79,7 +80,10 @@ class LinkProbe:
         return replace(slowest, contention=max(1.0, all_s / alone_s))
 
     def _round_trip_s(self, pair: tuple[int, int], size: int) -> float:
-        """Returns on every rank the median time that the pair's first rank measured."""
+        """Returns the median seconds of a round trip of `size` bytes, on every rank.
+
+        The first rank of the pair measures the time.
+        """
         out, back = self._message[:size], self._answer[:size]
         first, second = pair
 
@@ -95,7 +99,10 @@ class LinkProbe:
         return self._median_s(trip, repeats, of=first)
 
     def _shift_s(self, rings: Sequence[dict[int, tuple[int, int]]]) -> float:
-        """Returns the slowest rank's time if all ring members send to their successors at once."""
+        """Returns the seconds in which all members of all rings concurrently send to their successors.
+
+        This is the time of the slowest rank.
+        """
         places = [ring[self._rank] for ring in rings if self._rank in ring]
         out, back = self._message[:_CONTENTION_BYTES], self._answer[:_CONTENTION_BYTES]
 
@@ -116,7 +123,10 @@ class LinkProbe:
         return self._median_s(shift, _REPEATS, of=None)
 
     def _median_s(self, work: Callable[[], None], repeats: int, of: int | None) -> float:
-        """Returns the median time of rank `of` on every rank; None means the slowest rank."""
+        """Returns the median seconds that rank `of` needs for `work`, on every rank.
+
+        If `of` is None, returns the largest median of all ranks.
+        """
         taken = []
         for _ in range(repeats + 1):
             dist.barrier(group=self._group)
@@ -125,7 +135,7 @@ class LinkProbe:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             taken.append(time.perf_counter() - start)
-        own = statistics.median(taken[1:])  # the first connects
+        own = statistics.median(taken[1:])  # the first repetition also opens the connection
         said = torch.tensor(
             [own if of in (None, self._rank) else 0.0], dtype=torch.float64, device=self._device
         )
@@ -134,7 +144,7 @@ class LinkProbe:
 
 
 def _neighbours(ring: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """Returns the predecessor and the successor of each member."""
+    """Returns for each rank of a ring its predecessor and its successor."""
     return {
         rank: (ring[at - 1], ring[(at + 1) % len(ring)])
         for at, rank in enumerate(ring)
@@ -143,7 +153,10 @@ def _neighbours(ring: Sequence[int]) -> dict[int, tuple[int, int]]:
 
 
 def _only(ring: dict[int, tuple[int, int]], pair: tuple[int, int]) -> dict[int, tuple[int, int]]:
-    """Returns a ring with one message, from the pair's first to its second rank (-1: no rank)."""
+    """Returns a ring in which only the first rank of the pair sends, to the second rank.
+
+    A predecessor or successor of -1 means that there is none.
+    """
     first, second = pair
     assert first in ring
     return {first: (-1, second), second: (first, -1)}
@@ -152,20 +165,20 @@ def _only(ring: dict[int, tuple[int, int]], pair: tuple[int, int]) -> dict[int, 
 def fit_cost(points: Sequence[tuple[int, float]]) -> LinkFacts:
     """Fits the cost α + β·m of a message of m bytes to measured points.
 
-    Minimizes the squares of (α + β·m − t) / t, so that small messages weigh as much as large ones.
-    Neither α nor β is negative.
+    The fit minimizes the sum of the squares of (α + β·m − t) / t for measured times t. So small messages
+    have the same weight as large ones. Neither α nor β is negative.
 
     Args:
         points: Pairs of bytes and seconds.
 
     Returns:
-        α, β, and as `residual` the root mean square of the relative errors: 0.1 is 10 %.
+        α, β, and as `residual` the root mean square of the relative errors (0.1 means 10 %).
     """
     if not points or any(seconds <= 0 for _, seconds in points):
         raise ValueError("a fit needs points with a time above 0")
     sizes, seconds = np.array(points, dtype=np.float64).T
     largest = max(float(sizes.max()), 1.0)
-    # β counts in messages of the largest size, so that both numbers are of one magnitude.
+    # Sizes are relative to the largest size, so that both unknowns have a similar magnitude.
     shares = np.stack([1 / seconds, sizes / largest / seconds])
     fits = []
     for used in ([0, 1], [0], [1]):

@@ -1,4 +1,4 @@
-"""`Membership`: the ranks of a job that have met, with agreement, hosts and the watchdog of this rank."""
+"""`Membership`: joins the ranks of a job, and creates the agreement and the watchdog of this rank."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from paceline.core.topology import Topology
 
 
 class Membership:
-    """Meets the other ranks, opens the watchdog's connection, and agrees on the first phase.
+    """Joins the rendezvous, starts the watchdog, and agrees with the other ranks on the first phase.
 
     Args:
         topology: This rank, and the address of the rendezvous.
         settings: The section `[comm]`.
         backend: `nccl` or `gloo`.
         board: The progress that the watchdog reads.
-        shared: Settings that all ranks of the job have in common.
-        facts: Values that are compared in the first phase.
-        remedy: The remedies for different facts.
+        shared: Settings that are equal on all ranks of the job, to recognize ranks of another job.
+        facts: Values that must be equal on all ranks; they are compared in the first phase.
+        remedy: What the user can do if facts differ.
         show_error: Shows an error if the watchdog ends this process.
-        before_exit: Runs before the watchdog ends this process.
+        before_exit: Function that runs before the watchdog ends this process.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class Membership:
                     if failed is None:
                         raise
             self.lost = LostRanks(topology.rank, self.agreement, self.watchdog, self.hosts)
-            # All ranks are here before the backend connects: so a late or dead rank is named. The
-            # backend's own handshake would wait for it without a name.
+            # All ranks agree before the backend connects, so that errors name a late or dead rank. The
+            # backend would wait for this rank without naming it.
             try:
                 self.agreement.agree("join", failed, facts, remedy)
             except PacelineError:
@@ -83,5 +83,5 @@ class Membership:
                 raise
 
     def connect(self, device: torch.device) -> None:
-        """Creates the default process group."""
+        """Creates the default process group of torch.distributed."""
         init_default_group(self._backend, self._store, self._topology, self._wait_s, device)

@@ -1,8 +1,8 @@
 """`Memory`: the state that a gradient exchange keeps between steps.
 
-Most exchanges remember nothing. Those that compress gradients keep the rounding errors for the next
-step. This state differs between ranks. It is part of the checkpoint, and a skipped step does not change
-it.
+Most exchanges keep no state. An exchange that compresses gradients keeps the rounding errors and adds
+them in the next step. This state differs between ranks and is part of the checkpoint. A skipped step does
+not change the state.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from torch import Tensor
 
 
 class Memory:
-    """The base class, whose methods do nothing.
+    """The base class of such states. Its methods do nothing.
 
     Attributes:
-        kind: Names the state in checkpoints and notes, in the plural.
-        scale: The loss scale of the step on the device. Gradients arrive multiplied by it.
+        kind: The name of the state in checkpoints and messages, in the plural.
+        scale: The loss scale of the current step, by which the gradients have been multiplied. A tensor
+            on the device, or None.
     """
 
     kind = "memories"
@@ -27,11 +28,11 @@ class Memory:
         self.scale: Tensor | None = None
 
     def commit(self, discard: Tensor) -> None:
-        """Keeps the changes of the completed step, unless the device flag `discard` is set."""
+        """Keeps the changes of the completed step, unless the tensor `discard` on the device is true."""
 
     @property
     def state_bytes(self) -> int:
-        """Returns the bytes of device memory on this rank."""
+        """Returns the bytes of device memory that the state takes on this rank."""
         return 0
 
     def state(self) -> dict[str, Any]:
@@ -39,4 +40,4 @@ class Memory:
         return {}
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
-        """Loads the result of `state` from this rank. Ranks and plan must be unchanged."""
+        """Restores a result of `state` of this rank. Number of ranks and plan must not have changed."""

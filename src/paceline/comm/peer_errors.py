@@ -1,4 +1,4 @@
-"""`AgreedError`, which all ranks raise, and `PeerError`, for the loss of another rank."""
+"""`AgreedError`, which all ranks raise together, and `PeerError`, for the loss of another rank."""
 
 from __future__ import annotations
 
@@ -27,29 +27,30 @@ class AgreedError(PacelineError):
 
     @classmethod
     def of_kind(cls, kind: str, text: str, exit_code: int) -> AgreedError:
-        """Returns an AgreedError that is also of class `kind`, the class on the rank that found it.
+        """Returns an AgreedError that is also an instance of the error class named `kind`.
 
-        So a program catches the same class on one rank and on many.
+        This is the class of the error on the rank that found it. So a program can catch the same class
+        on any number of ranks.
         """
         return _KINDS.get(kind, cls)(text, exit_code)
 
 
 class AgreedConfigError(AgreedError, ConfigError):
-    """A ConfigError of another rank, whose `field` is not known here."""
+    """A ConfigError that some rank found. Its `field` is not known on all ranks and therefore empty."""
 
     field = ""
 
 
 class AgreedDataError(AgreedError, DataError):
-    """A DataError of another rank."""
+    """A DataError that some rank found."""
 
 
 class AgreedCheckpointError(AgreedError, CheckpointError):
-    """A CheckpointError of another rank."""
+    """A CheckpointError that some rank found."""
 
 
 class AgreedRunError(AgreedError, RunError):
-    """A RunError of another rank."""
+    """A RunError that some rank found."""
 
 
 _KINDS: dict[str, type[AgreedError]] = {
@@ -61,12 +62,12 @@ _KINDS: dict[str, type[AgreedError]] = {
 
 
 def error_kind(error: PacelineError) -> str:
-    """Returns the name of the public class that `error` belongs to, or ""."""
+    """Returns the name of the class of `error` for `AgreedError.of_kind`, or "" for other classes."""
     return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS), "")
 
 
 class PeerError(CommError):
-    """A failure that is only the consequence of another process that has ended."""
+    """A failure on this rank that was caused by the end of another process."""
 
     @classmethod
     def from_agreed(cls, cause: AgreedError) -> PeerError:

@@ -1,8 +1,7 @@
-"""Chooses the fusion plan of a run, and records the order of the gradients that it depends on.
+"""Chooses the fusion plan of a run, and records the order of gradients on which the plan depends.
 
 The choice depends on the settings, the files that the settings name, the trained tensors and the
-cluster. The order comes from a function that runs one backward pass. Every rank arrives at the same
-plan.
+cluster. The order of the gradients is recorded in one backward pass. Every rank chooses the same plan.
 """
 
 from __future__ import annotations
@@ -23,13 +22,17 @@ from paceline.plan.schedules import NATIVE, check_name
 from paceline.plan.size_table import SizeTable
 from paceline.plan.wires import own_algorithm, wire_bytes, wire_format
 
-# The small messages of a bucket have some hundred numbers: the signals, norms, biases.
+# Assumed bytes of a bucket's smaller messages: some hundred elements of signals, norms and biases.
 _BESIDE_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """The plan of a run. `fixed` is None if the plan depends on the order of the gradients."""
+    """The plan of a run, or the rules from which the plan follows.
+
+    `fixed` is the plan, or None if the plan depends on the order of the gradients. `table` contains the
+    algorithm for each bucket size.
+    """
 
     settings: CommSettings
     tensors: tuple[TensorSpec, ...]
@@ -62,17 +65,17 @@ class PlanChoice:
         elif settings.algorithm != "auto":
             table = SizeTable.single(settings.algorithm)
         elif cluster.ranks == 1:
-            # Nothing travels, and one bucket costs the least.
+            # A single rank sends nothing, and one bucket costs the least.
             fixed = FusionPlan.single([spec.name for spec in reversed(tensors)])
         choice = cls(settings, tuple(tensors), table, fixed)
         fits_one_bucket = 0 < choice._threshold >= sum(map(choice._bytes, tensors))
         if fixed is None and (not tensors or fits_one_bucket):
-            # One bucket is sent after its last gradient, so their order does not matter.
+            # A single bucket is sent after all gradients are ready, so their order does not matter.
             fixed = choice.plan([spec.name for spec in reversed(tensors)])
         return replace(choice, fixed=fixed)
 
     def plan(self, order: Sequence[str]) -> FusionPlan:
-        """Returns the plan for this order of the gradients."""
+        """Returns the plan for gradients that become ready in the given order."""
         if self.fixed is not None:
             return self.fixed
         by_name = {spec.name: spec for spec in self.tensors}
@@ -92,11 +95,11 @@ class PlanChoice:
         return int(self.settings.fusion_mib * 2**20)
 
     def _bytes(self, spec: TensorSpec) -> int:
-        """Returns the bytes of a tensor on the wire."""
+        """Returns the bytes of a tensor in the wire format."""
         return wire_bytes(spec.length, spec.dtype, self.settings.wire)
 
     def _bulk_bytes(self, pool: FusionBucket, by_name: dict[str, TensorSpec]) -> int:
-        """Returns the bytes of the largest message; all tensors of one format form one message."""
+        """Returns the bytes of a bucket's largest message; all tensors of one dtype form one message."""
         totals: dict[str, int] = {}
         for name in pool.tensors:
             spec = by_name[name]
@@ -112,12 +115,12 @@ def _hybrid_table(settings: HybridSettings, cluster: ClusterFacts) -> SizeTable:
 
 
 def checked_table(file: PlanFile, cluster: ClusterFacts, setting: str) -> SizeTable:
-    """Returns the table of sizes of a file. Refuses a table that was measured on another cluster.
+    """Returns a file's table of sizes. Raises ConfigError if it was measured on another cluster.
 
     Args:
         file: The plan file.
-        cluster: The number of ranks and nodes here.
-        setting: The setting that names the file.
+        cluster: The number of ranks and nodes of this run.
+        setting: The setting that names the file, for error messages.
     """
     tuned = file.cluster
     if tuned is not None and tuned != cluster:
@@ -155,8 +158,8 @@ def record_order(
 ) -> tuple[str, ...]:
     """Returns the order in which `backward` completes gradients.
 
-    A parameter that two layers share counts when its gradient is complete. Parameters without a
-    gradient come last.
+    A parameter that is used several times gets its position when its gradient is complete. Parameters
+    without a gradient come last. Afterwards all gradients are None.
 
     Args:
         trained: The trained parameters by name.

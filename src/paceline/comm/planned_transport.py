@@ -1,9 +1,9 @@
 """Transports with their own process groups, for plans of several buckets, algorithms or formats.
 
-`NativeTransport` is NCCL's all-reduce on NCCL's stream, if every algorithm is native. `ThreadTransport`
-runs the plan of a bucket on the communication thread (`CommThread`): `PlannedAllReduce` casts to the
-wire format (`WireFormat`), sums by the algorithm and casts back. The sums are bit-identical on all
-ranks.
+`NativeTransport` runs NCCL's all-reduce on NCCL's stream, if all algorithms of the plan are `native`.
+Otherwise `ThreadTransport` sums each bucket on the communication thread (`CommThread`):
+`PlannedAllReduce` casts to the wire format (`WireFormat`), sums by the bucket's algorithm, and casts
+back. The sums are bit-identical on all ranks.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ WIRES = tuple(_DTYPES)
 class WireFormat:
     """The number format in which a gradient buffer travels, scaled by 2^-`shift` before it is sent.
 
-    fp16 ends at 65504, which a sum over thousands of ranks exceeds. For such sums each rank divides by
-    a power of two that is at least the number of ranks, and the sum is multiplied back. Both are exact,
-    except for results below 2⁻²⁴, the smallest positive number of fp16.
+    The largest fp16 value is 65504, which a sum over many ranks can exceed. For such sums each rank
+    divides by 2^`shift`, which is at least the number of ranks, and the sum is multiplied by 2^`shift`.
+    Both operations are exact, except where the division underflows in fp16.
     """
 
     name: str = "float32"
@@ -66,7 +66,10 @@ class WireFormat:
 
     @classmethod
     def for_tensor(cls, tensor: Tensor, name: str) -> Self:
-        """Returns the unscaled format, for sums that are means; `auto` keeps the tensor's dtype."""
+        """Returns the format `name` without scaling; `auto` keeps the tensor's dtype.
+
+        Use this if each rank's values are already divided, so that their sum is a mean.
+        """
         return cls.named(str(tensor.dtype).removeprefix("torch.") if name == "auto" else name,
                          scaled=False)  # fmt: skip
 
@@ -80,14 +83,14 @@ class WireFormat:
         return float(torch.finfo(self.dtype).eps) / 2
 
     def encode(self, buffer: Tensor, wire: Tensor) -> None:
-        """Computes wire ← buffer · 2^-shift, rounded once. Both may be the same tensor."""
+        """Writes buffer · 2^-shift, rounded once, to `wire`, which can be the same tensor as `buffer`."""
         if self.shift:
             torch.mul(buffer, 2.0**-self.shift, out=wire)
         elif wire is not buffer:
             wire.copy_(buffer)
 
     def decode(self, wire: Tensor, buffer: Tensor, divide_by: int = 1) -> None:
-        """Computes buffer ← wire · 2^shift / divide_by; exact if that is a power of two."""
+        """Writes wire · 2^shift / divide_by to `buffer`. Exact if `divide_by` is a power of two."""
         if wire is not buffer:
             buffer.copy_(wire)
         factor = 2.0**self.shift
@@ -112,9 +115,9 @@ class _Job:
 class CommThread:
     """The one thread of a process that runs collectives during the backward pass, in order of submission.
 
-    Submitting never waits. After a job has failed the ranks are no longer in step, so every later job
-    fails with its error. The thread starts with the first job. It is a daemon, so that a stuck
-    collective cannot keep the process alive.
+    `submit` never waits. After a job has failed, ranks might run different jobs, so every later job fails
+    with the error of the failed job. The thread starts with the first job. It is a daemon thread, so that
+    a stuck collective cannot keep the process alive.
     """
 
     def __init__(self, name: str = "paceline-comm") -> None:
@@ -185,9 +188,9 @@ def _value(future: Future[Any]) -> Tensor:
 
 
 class WireCarrier(Protocol):
-    """The all-reduce of wire formats that schedules cannot sum."""
+    """The protocol for the all-reduce of a wire format that has its own all-reduce."""
 
-    # What the format remembers between steps; a carrier without this attribute remembers nothing.
+    # The state that the format keeps between steps. A carrier without this attribute keeps no state.
     memory: Memory | None = None
 
     def run(self, buffer: Tensor, wire: str) -> None:
@@ -229,9 +232,9 @@ def _memories(carriers: Mapping[str, WireCarrier]) -> Iterator[Memory]:
 class PlannedAllReduce:
     """Casts to the wire format, sums by the given algorithm, and casts back.
 
-    It runs in the caller's thread or on the communication thread. Every rank passes the same buffers in
-    the same order. A failed exchange fails its future, and every later one, with a `CommError`; the
-    timeout is that of the process groups.
+    It runs in the caller's thread or on the communication thread. Every rank passes buffers of the same
+    sizes in the same order. If an all-reduce on the communication thread fails, its future and all later
+    futures raise a `CommError`. The timeout is the timeout of the process groups.
 
     Args:
         groups: The process groups.
@@ -262,7 +265,7 @@ class PlannedAllReduce:
         self._executor.prepare(algorithm)
 
     def carry(self, buffer: Tensor, algorithm: str, wire: str) -> None:
-        """Sums `buffer` over ranks, in this thread; the wire format `auto` is the buffer's own.
+        """Sums `buffer` over ranks, in this thread. The wire format `auto` means the dtype of `buffer`.
 
         The sum must not overflow the format. If `buffer` is already divided by the number of ranks,
         the sum cannot overflow.
@@ -279,7 +282,7 @@ class PlannedAllReduce:
         self.groups.close()
 
     def run(self, buffer: Tensor, algorithm: str, wire: WireFormat, divide_by: int = 1) -> None:
-        """Sums `buffer` over ranks, in this thread, and divides the sum."""
+        """Sums `buffer` over ranks, in this thread, and divides the sum by `divide_by`."""
         check_buffer(buffer)
         staging = self.staging
         travelling = buffer
@@ -301,7 +304,7 @@ class PlannedAllReduce:
         self._guarded(algorithm, buffer, lambda: self._executor.all_reduce(buffer, algorithm))
 
     def _guarded(self, algorithm: str, buffer: Tensor, reduce: Callable[[], None]) -> None:
-        """Replaces errors of the backend in this block by errors that name the all-reduce."""
+        """Calls `reduce`, and replaces errors of the backend by a CommError that names the all-reduce."""
         try:
             reduce()
         except torch.AcceleratorError:
@@ -319,8 +322,9 @@ class PlannedAllReduce:
 class NativeTransport(Transport):
     """NCCL's all-reduce on NCCL's stream, concurrent with the backward pass.
 
-    The waiting stream waits, and the host never does, so a CUDA graph can contain both. A separate
-    process group keeps its order apart from collectives of the default group.
+    Only the CUDA stream waits for the sums, not the host, so a CUDA graph can capture both the all-reduce
+    and the wait. The all-reduces use a separate process group, so that their order is independent of
+    collectives of the default group.
     """
 
     overlaps = True
@@ -329,7 +333,7 @@ class NativeTransport(Transport):
     def __init__(self, group: Group, groups: ProcessGroups) -> None:
         self._group = group
         self._groups = groups
-        # Several messages are under way at once: each has memory for its wire format.
+        # Several messages are sent concurrently, so each message has its own memory in the wire format.
         self._wires: dict[tuple[int, int], Tensor] = {}
 
     def send(self, pieces: Sequence[Piece], begun: Notify, ended: Notify) -> Wait:
@@ -373,9 +377,9 @@ class NativeTransport(Transport):
 class ThreadTransport(Transport):
     """Runs each message on the communication thread, by the algorithm and in the format of the plan.
 
-    A gradient is already scaled for the mean over the global batch, so its sum needs no room for the
-    number of ranks. The thread reads GPU memory once backward's stream has filled it, and the stream
-    that continues waits for the sum.
+    Gradients are already scaled for the mean over the global batch, so their sums need no scaling. On a
+    GPU, the thread's stream waits until backward has written the gradients, and the stream of the
+    training waits for the sums.
     """
 
     overlaps = True
@@ -416,8 +420,9 @@ class ThreadTransport(Transport):
     def close(self) -> None:
         """Closes the thread and its groups, unless a message is under way.
 
-        A thread that may be stuck in a message is left behind, because it is a daemon. If it has
-        failed, its connections are closed, so that the other ranks notice.
+        If a message is under way, the thread might be stuck and is left running; as a daemon thread it
+        ends with the process. If a message has failed, the groups are closed, so that the other ranks
+        notice the failure.
         """
         if self._under_way == 0 or self.planned.thread.failure is not None:
             self.planned.close()
@@ -432,7 +437,7 @@ def create_planned(
         group: All ranks.
         settings: The section `[comm]`.
         plan: The fusion plan.
-        native: True if all algorithms of the plan are the backend's own.
+        native: True if all algorithms of the plan are `native`, the backend's own all-reduce.
     """
     only_world = native and group.backend == "nccl"
     groups = ProcessGroups(

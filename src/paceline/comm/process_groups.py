@@ -1,8 +1,9 @@
 """`ProcessGroups`, the torch.distributed groups of the gradient exchange, and NCCL's environment.
 
-A group of all ranks carries messages. If the backend's own collectives run in parts of the cluster
-(NCCL), there are also groups for this rank's row, its columns and the masters of the layout
-(`plan.steps.Groups`). All ranks create them at once, in one order, or all raise the same error.
+A group of all ranks carries messages. With NCCL, algorithms also run the backend's own collectives among
+some of the ranks. Then there are also groups for this rank's row and columns, and for the masters of the
+layout (`plan.steps.Groups`). All ranks create the groups together in the same order, or all raise the
+same error.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from paceline.plan.steps import Groups
 
 
 def group_ranks(nodes: Sequence[int], k: int | None = None) -> tuple[tuple[int, ...], ...]:
-    """Returns one group for each node, or groups of k ranks; the last one may be smaller.
+    """Returns the ranks of each group: one group for each node, or groups of k ranks.
 
-    A k that fits into a node splits each node separately, so that no group spans two nodes. A larger k
-    joins neighbouring nodes.
+    If k is at most the number of ranks on the largest node, each node is split separately, so that no
+    group spans two nodes. A larger k joins neighbouring nodes. The last group of a node or of the job can
+    be smaller than k.
 
     Args:
-        nodes: The node of each rank.
-        k: The number of ranks in a group. None takes the ranks of a node.
+        nodes: The index of each rank's node.
+        k: The number of ranks in a group. None makes each node a group.
     """
     by_node: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
@@ -51,39 +53,39 @@ def group_ranks(nodes: Sequence[int], k: int | None = None) -> tuple[tuple[int, 
     return tuple(tuple(sorted(row[at : at + k])) for row in rows for at in range(0, len(row), k))
 
 
-# torch's own NCCL watchdog aborts the process with a C++ stack trace if a peer is gone. Paceline's
-# watchdog knows which rank is missing and in which collective, so torch's is switched off. Variables that
-# a user has set do not change.
+# torch's own NCCL watchdog aborts the process with a C++ stack trace if another rank has ended.
+# Paceline's watchdog can name the missing rank and the collective, so torch's watchdog is disabled.
+# Variables that the user has set are not changed.
 _NCCL_ENVIRONMENT = {
     # 0: no abort of the process; NCCL's errors stay readable, and our watchdog ends the rank.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    # After a CUDA error torch's watchdog would throw in its own thread, which ends in SIGABRT.
+    # Without this, torch's watchdog thread throws after a CUDA error, and the process ends with SIGABRT.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
-# After a failed collective torch asks all ranks, by a key in the store, to write a debug dump. The key
-# does not name the attempt. In torchrun's store it outlives a restart: the new monitor obeys it,
-# blocks the end of the process for 8 minutes, and aborts a run that takes longer.
+# After a failed collective torch sets a key in the store that asks all ranks to write a debug dump.
+# torchrun's store keeps this key when it restarts the ranks. Torch's monitor thread in the new processes
+# then obeys the old request: it blocks the end of the process for 8 minutes, and aborts a longer run.
 _RESTARTED_ENVIRONMENT = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 _MPS_PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ProcessGroups:
-    """The process groups of the exchange, apart from the default group.
+    """The process groups of the exchange, separate from the default group.
 
-    So collectives of the main thread cannot interleave with them. The default group must exist, unless
-    this process is alone.
+    So the collectives of the exchange cannot interleave with collectives of the main thread. The default
+    group must exist, unless the job has a single process.
 
     Args:
-        topology: This rank.
-        k: The number of ranks in a group. None takes the ranks of a node.
-        timeout_s: The time limit of a collective.
+        topology: This rank and the number of ranks.
+        k: The number of ranks in a row. None makes each node a row.
+        timeout_s: The time limit of a collective in seconds.
         grace_s: Seconds that the backend waits beyond `timeout_s`, if a watchdog enforces
             `timeout_s`.
-        subgroups: Create groups for parts of the cluster. None means True for NCCL only. Over Gloo
-            the algorithms only need the group of all ranks, and each further group is a mesh of
-            sockets.
+        subgroups: Create groups for rows, columns and masters. None means True for NCCL only. Over Gloo
+            the algorithms only need the group of all ranks, and each further group opens sockets
+            between all its members.
         algorithms: Create only the sub-groups that these algorithms need. None creates all.
     """
 
@@ -124,20 +126,21 @@ class ProcessGroups:
             self._make_parts(every if algorithms is None else parts_used(algorithms, self.layout))
 
     def _make_parts(self, used: Collection[str]) -> None:
-        # Every rank goes through all of them, members or not: torch counts groups to name them.
+        # Every rank creates every group, also groups to which it does not belong: torch numbers groups
+        # to name them.
         for row in self.layout.groups if "rows" in used else ():
             self.row = self._make(row) or self.row
         masters = self.layout.masters
         if "masters" in used or "columns" in used:
             self.masters = self._make(masters)
         for number, column in enumerate(self.layout.columns if "columns" in used else ()):
-            # The first column contains the masters.
+            # The first column is the group of masters.
             made = self._make(column) if column != masters else self.masters
             if made is not None:
                 self.columns[number] = made
 
     def _make(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
-        """Creates a process group. Returns None on ranks outside of the group."""
+        """Creates the process group of `ranks`. Returns None if this rank is not a member."""
         group = dist.new_group(list(ranks), timeout=self._wait, backend=self.backend)
         if not isinstance(group, ProcessGroup) or self.rank not in ranks:
             return None
@@ -145,12 +148,16 @@ class ProcessGroups:
         return group
 
     def check_same(self, facts: Mapping[str, object]) -> None:
-        """Raises CommError on every rank unless all ranks have the same facts. All ranks call this."""
+        """Checks that `facts` are equal on all ranks. All ranks call this.
+
+        Raises:
+            CommError: On every rank, if a fact differs.
+        """
         if self.world is not None:
             compare_reports(all_gather_json(dict(facts), self.world))
 
     def close(self) -> None:
-        """Leaves the groups, except the default group."""
+        """Destroys the process groups that this object has created."""
         while self._made:
             group = self._made.pop()
             if dist.is_initialized():
@@ -162,9 +169,9 @@ class ProcessGroups:
 def current_topology(known: Topology | None = None) -> Topology:
     """Returns `known`, or the topology from the launcher's environment if `known` is None.
 
-    An existing process group takes precedence: programs also start ranks by other means
-    (torch.multiprocessing), even inside a job whose variables describe their parent. Such ranks count
-    as ranks of one node.
+    If a default process group exists, its rank and its number of ranks take precedence. A program can
+    start ranks with torch.multiprocessing inside a job whose environment describes only the parent
+    process. Such ranks are treated as ranks of one node.
     """
     if not dist.is_initialized():
         return known or Topology.from_env(os.environ)
@@ -177,7 +184,10 @@ def current_topology(known: Topology | None = None) -> Topology:
 
 
 def _agree(topology: Topology, k: int | None, timeout_s: float) -> tuple[tuple[int, ...], ...]:
-    """Returns the groups. All ranks read the same reports, so all raise the same error."""
+    """Returns the ranks of each group after checking that all ranks agree on topology and settings.
+
+    All ranks check the same gathered values, so all ranks raise the same error.
+    """
     own = [topology.rank, topology.world_size, topology.node_rank, topology.local_world_size]
     facts = {"comm.group_size": k, "comm.timeout_s": timeout_s}
     places, reports = zip(*all_gather_json([own, facts]), strict=True)
@@ -196,10 +206,11 @@ def _agree(topology: Topology, k: int | None, timeout_s: float) -> tuple[tuple[i
 def all_gather_json(value: object, group: ProcessGroup | None = None) -> list[Any]:
     """Returns every rank's value, in order of rank, on all ranks. All ranks of the group call this.
 
-    Torch's `all_gather_object` unpickles received data, and so runs any code that a peer sends.
+    This replaces torch's `all_gather_object`, which unpickles received data and so can run any code that
+    another rank sends. JSON must be able to represent `value`.
     """
     data = json.dumps(value).encode()
-    # NCCL moves memory of the GPU only.
+    # NCCL sends only GPU memory.
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     ranks = dist.get_world_size(group)
     lengths = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(ranks)]
@@ -220,14 +231,14 @@ def init_default_group(
 ) -> None:
     """Creates the default process group for ranks that have met in `store`.
 
-    With Gloo the ranks then wait for each other: a rank that left early would break connections
+    With Gloo the ranks then wait for each other, because a rank that ends early would break connections
     that other ranks are still opening.
 
     Args:
         backend: `nccl` or `gloo`.
         store: The store of the rendezvous.
-        topology: This rank.
-        timeout_s: The time limit of a collective.
+        topology: This rank and the number of ranks.
+        timeout_s: The time limit of a collective in seconds.
         device: The device of this rank.
     """
     dist.init_process_group(
@@ -262,7 +273,8 @@ def prepare_nccl(topology: Topology, *, share_gpus: bool, watched: bool = True) 
     Args:
         topology: This rank.
         share_gpus: Allow several ranks on one GPU.
-        watched: A `Watchdog` follows the collectives. If False, torch's own stays on.
+        watched: True if a `Watchdog` observes the collectives. If False, torch's own watchdog stays
+            enabled.
     """
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     chosen = _NCCL_ENVIRONMENT if watched else _RESTARTED_ENVIRONMENT if restarted else {}
@@ -271,17 +283,18 @@ def prepare_nccl(topology: Topology, *, share_gpus: bool, watched: bool = True) 
     if not share_gpus or topology.world_size == 1:
         return
     require_mps()
-    # NCCL refuses two ranks of one host on one GPU. Ranks with different host ids take each other for
-    # remote and talk through sockets.
+    # NCCL refuses two ranks of one host on one GPU. With different host ids, each rank treats the other
+    # ranks as remote and exchanges data with them through sockets.
     os.environ.setdefault("NCCL_HOSTID", f"{socket.gethostname()}-rank{topology.rank}")
     if topology.master_addr in _LOOPBACK:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def require_mps() -> None:
-    """Raises ConfigError if NVIDIA MPS does not run.
+    """Checks that NVIDIA MPS runs. Raises ConfigError otherwise.
 
-    Without MPS the kernels of the processes take turns, and a collective waits for its peer forever.
+    Without MPS, kernels of different processes do not run concurrently on a GPU. A collective would then
+    wait forever for the kernel of the other process.
     """
     pipes = Path(os.environ.get(_MPS_PIPES) or "/tmp/nvidia-mps")
     if not (pipes / "control").exists():

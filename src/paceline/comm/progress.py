@@ -1,8 +1,8 @@
-"""The progress of each rank.
+"""The progress of a rank, for the watchdog and for messages.
 
 `ExchangeObserver` receives the events of a step's exchange. `ProgressBoard` is such an observer and
-keeps this rank's `RankProgress`. The progress is small enough to be published every few seconds. It
-is comparable between ranks because all ranks make the same calls in the same order.
+keeps this rank's `RankProgress`, which is small enough to be published every few seconds. The progress
+of two ranks can be compared, because all ranks call the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _NAMED_TENSORS = 3
 class ExchangeObserver:
     """Receives the events of an exchange. The methods of this base class do nothing.
 
-    The order in each step is `step_begun`; for each bucket of the plan, by its index, `sent`, `begun` and
-    `ended`; then `step_ended`. An observer never changes what is exchanged. It must be quick, because the
-    exchange waits for it.
+    Each step calls `step_begun` first and `step_ended` last. In between, it calls `sent`, `begun` and
+    `ended` for each bucket, with the bucket's index in the plan. An observer must not change the
+    gradients, and must be quick, because the exchange waits for it.
 
     A transport with a communication thread calls `begun` and `ended` on that thread, possibly at the same
-    time as methods on the main thread. If the device exchanges by itself (NCCL) they mean that the
-    all-reduce, and the wait for it, have been queued. A replayed CUDA graph only calls `step_begun` and
-    `step_ended`.
+    time as methods on the main thread. With NCCL, `begun` means that the all-reduce has been queued on
+    the device, and `ended` that the wait for its result has been queued. A step that replays a CUDA graph
+    only calls `step_begun` and `step_ended`.
     """
 
     def step_begun(self, step: int) -> None:
@@ -90,9 +90,9 @@ class RankProgress:
         step: The step of the exchange, counted from 0.
         begun: Number of buckets that have begun in this step.
         ended: Number of buckets that have ended in this step.
-        calls: Number of collectives of the group that this rank has entered between steps.
-        call: The collective that this rank is in, or "".
-        computes: True between the begin of a step and the end of its exchange.
+        calls: Number of collectives that this rank has entered outside of steps.
+        call: The name of the collective in which this rank is, or "".
+        computes: True from the begin of a step to the end of its exchange.
     """
 
     step: int = -1
@@ -113,7 +113,7 @@ class RankProgress:
 
     @property
     def doing(self) -> str:
-        """Returns a text for messages, such as `in bucket 3 of step 12`."""
+        """Returns what this rank does, as a text for messages such as `in bucket 3 of step 12`."""
         if self.in_exchange:
             return f"in bucket {self.ended + 1} of step {self.step + 1}"
         if self.call:
@@ -143,7 +143,8 @@ class RankProgress:
 class ProgressBoard(ExchangeObserver):
     """Keeps this rank's progress. Several threads may write and read concurrently.
 
-    Every step writes it many times and a background thread reads it rarely, so writing is fast.
+    Each step updates the progress many times, and a background thread seldom reads it. So updates are
+    fast.
     """
 
     def __init__(self) -> None:
@@ -173,9 +174,13 @@ class ProgressBoard(ExchangeObserver):
 
     @contextmanager
     def during(self, call: str) -> Iterator[None]:
-        """Marks a collective of the group. If it fails the rank ends, and `call` keeps its name."""
+        """Records that this rank is in the collective `call` while the block runs.
+
+        If the collective fails, the rank ends, and the progress keeps the name `call`.
+        """
         now = self._now
-        # Inside a step only buckets count: ranks may differ if one of them replays a CUDA graph.
+        # Calls inside a step are not counted: their number differs if only some ranks replay a CUDA
+        # graph.
         self._update(calls=now["calls"] + (not now["computes"]), call=call)
         yield
         self._update(call="")
@@ -183,7 +188,7 @@ class ProgressBoard(ExchangeObserver):
 
 @dataclass(frozen=True)
 class BucketInfo:
-    """A bucket of the plan for messages and traces: its bytes on the wire, algorithm and tensors."""
+    """The description of a bucket for messages and traces. `bytes` is the size in the wire format."""
 
     bytes: int
     algorithm: str

@@ -1,24 +1,25 @@
 """The rendezvous: ranks meet at the address that the launcher names.
 
-The result is a `Meeting`: a key-value store that exactly the ranks of this attempt share. Under
-torchrun the agent hosts it, so it outlives a dying rank; otherwise rank 0 does.
+The result is a `Meeting`: a key-value store that exactly the ranks of this attempt to start the job
+share. Under torchrun the agent hosts the store, which so outlives a failed rank; otherwise rank 0 hosts
+the store.
 
-1. Rank 0 draws a name for this attempt, and publishes the identity of its job.
-2. Every other rank pushes a greeting: its rank, its `JobIdentity` and a unique token.
+1. Rank 0 draws a random name for this attempt, and publishes the identity of its job.
+2. Every other rank sends a greeting: its rank, its `JobIdentity` and a unique token.
 3. Rank 0 answers each greeting with the attempt's name, or with the reason why that rank belongs to
    another job. A refused rank ends at once and never joins.
-4. An accepted rank takes its place, which only one process can have. The rendezvous is complete when all
-   places are taken, which the last rank publishes.
-5. If a signal asks a rank to end before the rendezvous is complete, the rank sends another greeting
-with the signal, and rank 0 tells the other ranks.
+4. An accepted rank registers in the store; only one process can register as this rank. When the last
+   rank registers, it publishes that the rendezvous is complete.
+5. If a signal asks a rank to end before the rendezvous is complete, the rank sends another greeting with
+   the signal, and rank 0 tells the other ranks.
 
-An agent keeps its store when it restarts the ranks, with everything that the last attempt wrote, and
-agents on several nodes may count restarts differently. Greetings of dead ranks are answered too, but only
-live ranks take their places. In an agent's store the published job may be that of an earlier attempt with
-another number of ranks, so only the job's id counts there. A store hosted by rank 0 is always new.
+When a torchrun agent restarts the ranks, it keeps the store with all keys of the last attempt. Agents on
+several nodes might count restarts differently. Rank 0 also answers greetings of ended processes, but only
+running ranks register. In an agent's store the published job can be of an earlier attempt with a
+different number of ranks. So ranks there only compare the job's id. A store of rank 0 is always new.
 
-Everyone who reaches the port can write to the store. What is read from it is checked, and greetings that
-no rank has written are ignored. Ranks without an answer greet again.
+Every process that reaches the port can write to the store. Values that are read from the store are
+checked, and invalid greetings are ignored. A rank without an answer sends another greeting.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from paceline.core.host import DeferredEnd, no_thread
 from paceline.core.topology import Topology
 from paceline.core.untrusted import ParseError, parse_table
 
-# Torch may log a wait that ends without its key, so waits are long.
+# Length of one wait for a key. Torch may log a wait that ends before the key exists, so waits are long.
 _WAIT_S = 30.0
 _SIGNAL_WAIT_S = 1.0
 
@@ -67,7 +68,7 @@ class Meeting:
     """The store that the ranks of this attempt share."""
 
     store: Store
-    # On rank 0: the launcher has restarted the ranks of this job.
+    # True on rank 0 if the launcher has restarted the ranks of this job.
     restarted: bool
 
 
@@ -78,12 +79,12 @@ def meet(
     lookups: ExitStack | None = None,
     end: DeferredEnd | None = None,
 ) -> Meeting:
-    """Waits until all ranks have come.
+    """Waits until all ranks have joined the rendezvous.
 
     Args:
         topology: This rank, and the address of the rendezvous.
         timeout_s: How long to wait for the other ranks.
-        settings: Settings that all ranks share, to recognize ranks of another job.
+        settings: Settings that are equal on all ranks of the job, to recognize ranks of another job.
         lookups: Stack that keeps DNS lookups disabled (`names_from_files`) until the caller closes
             it. If None, lookups are disabled until this function returns.
         end: Records a signal that asks this rank to end. Before it ends, the rank tells the other
@@ -134,7 +135,10 @@ def meet(
 
 
 def _met(meeting: Meeting, topology: Topology, end: DeferredEnd) -> Meeting:
-    """Posts a signal received at the end of the rendezvous: other ranks wait in the first phase."""
+    """Returns `meeting`. If a signal has asked this rank to end, posts an error for the other ranks.
+
+    The other ranks read this error in the first phase after the rendezvous.
+    """
     if end.received is not None:
         first = Agreement(meeting.store, topology, LINGER_S)
         first.post_fault(ended_early(end.received.name))
@@ -149,11 +153,11 @@ class _JoiningRank:
     ) -> None:
         self._store, self._topology, self._job, self._here = store, topology, job, here
         self._end = end
-        # A signal is seen between two waits.
+        # Signals are only checked between two waits.
         self._wait_s = _SIGNAL_WAIT_S if end.active else _WAIT_S
 
     def join(self, timeout_s: float, clock: ActiveClock) -> str:
-        """Takes this rank's place, and returns the name of the attempt."""
+        """Joins the rendezvous as this rank, and returns the name of the attempt."""
         token, rank = uuid.uuid4().hex, self._topology.rank
         greeting = {
             "token": token, "rank": rank, "restarts": restart_count(),
@@ -168,7 +172,7 @@ class _JoiningRank:
             self._leave_if_asked(greeting)
             if clock.now_s() > timeout_s:
                 raise TimeoutError("rank 0 did not answer")
-            self._greet(greeting)  # a stranger may have removed the first one
+            self._greet(greeting)  # a foreign process may have removed the first greeting
         answer = parse_table(peek(self._store, answer_key))
         if "failed" in answer:
             raise PeerError.from_agreed(AgreedError(str(answer["failed"]), CommError("").exit_code))
@@ -182,7 +186,7 @@ class _JoiningRank:
             there = JobIdentity.from_table(parse_table(self._store.get(JOB)).get("job"))
             raise self._refusal(there, f"it has another process as rank {rank}")
         take_place(self._store, name, self._topology)
-        # The agreement that follows finds what goes wrong from here on.
+        # Errors from here on are found in the first phase after the rendezvous.
         with suppress(DistNetworkError):
             while self._end.active and clock.now_s() <= timeout_s:
                 if came(self._store, f"{LOBBY}/in/{name}/all", min(self._wait_s, timeout_s)):
@@ -194,20 +198,23 @@ class _JoiningRank:
         self._store.queue_push(GREETINGS, json.dumps(greeting))
 
     def _leave_if_asked(self, greeting: Mapping[str, Any]) -> None:
-        """Tells rank 0 about a signal; rank 0 tells the other ranks."""
+        """If a signal has asked this rank to end, tells rank 0 and raises EndedEarlyError."""
         if self._end.received is not None:
             self._greet({**greeting, "leaves": self._end.received.name})
             raise ended_early(self._end.received.name)
 
     def _check_job(self) -> None:
-        """Raises CommError if the store belongs to another job, even if its rank 0 does not answer."""
+        """Raises CommError if the store belongs to another job.
+
+        This check does not need an answer of that job's rank 0.
+        """
         text = peek(self._store, JOB)
         if not text:
             return
         try:
             published = parse_table(text)
             job = JobIdentity.from_table(published.get("job"))
-        except ParseError:  # a stranger's; the answer decides
+        except ParseError:  # written by a foreign process; rank 0's answer decides
             return
         if published.get("agent") is True:
             conflict = "their job ids differ" if job.same_id(self._job) is False else ""

@@ -15,11 +15,11 @@ from paceline.plan.wires import WIRES, own_algorithm, wire_format
 
 BACKENDS = ("auto", "gloo", "nccl")
 OVERLAPS = ("auto", "on", "off")
-# A plan file decides these itself.
+# Settings that must not be combined with `comm.plan`, because the plan file decides them.
 _PLANNED = ("algorithm", "fusion_mib", "wire")
-# By how much torch's own timeout is longer than `timeout_s`. The watchdog enforces `timeout_s`: it can
-# name the missing rank, and its clock does not count the time in which the process is stopped. The
-# backend's clock counts it, so a shorter timeout here would end a job that was suspended as a whole.
+# Seconds by which torch's own timeout is longer than `timeout_s`. The watchdog enforces `timeout_s`: it
+# can name the missing rank, and does not count the time during which the process is suspended. Torch
+# counts this time, so a shorter timeout would end a job that was suspended as a whole.
 BACKEND_GRACE_S = 7 * 86400.0
 
 
@@ -37,7 +37,7 @@ class HybridSettings:
 
     @property
     def eta_kib(self) -> int | None:
-        """Returns `sizes` if it is a number, else None."""
+        """Returns `sizes` as a number of KiB, or None if `sizes` is a file."""
         return int(self.sizes) if re.fullmatch("[0-9]{1,12}", self.sizes) else None
 
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = (
@@ -101,9 +101,10 @@ class CommSettings(Section):
         check_exclusions((*EXCLUSIONS, *self.exclusions()), comm=self)
 
     def unused(self) -> list[str]:
-        """Returns the owners whose settings are given although no setting has chosen these owners.
+        """Returns the subsections that are given although no setting chooses their algorithm or format.
 
-        A plan file may choose any wire format.
+        With `comm.plan`, the subsections of wire formats are never returned, because the plan file can
+        choose any wire format.
         """
         unused = super().unused()
         if not self.plan or not unused:

@@ -1,4 +1,4 @@
-"""Error messages for an exchange that stalls: the progress of all ranks as one line, `cause; remedy`."""
+"""Error messages for a stalled exchange, made from the progress of all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def stall_error(
         progress: The last known progress of all ranks. At least one of them waits.
         silent: Ranks that have published nothing for a while, so their progress is out of date.
         buckets: The buckets of the exchange.
-        stalled_s: How long this rank has waited.
+        stalled_s: Number of seconds that this rank has waited.
         timeout_s: The setting `comm.timeout_s`.
         hosts: The hosts of all ranks.
     """
@@ -33,7 +33,7 @@ def stall_error(
     waiting = {rank: s for rank, s in known.items() if s.waits}
     inside = [s for s in waiting.values() if s.in_exchange]
     if inside:
-        # The earliest place at which a rank waits: later ones wait for that one too.
+        # The earliest bucket in which a rank waits: ranks in later buckets indirectly wait for it, too.
         first = min(inside, key=lambda s: (s.step, s.ended))
         what = f"step {first.step + 1}: the exchange of {_bucket(first.ended, buckets)}"
         place = (first.step, first.ended + 1)
@@ -72,7 +72,7 @@ def unreachable_error(
         progress: This rank's progress.
         rank: This rank.
         host: The address of rank 0's host.
-        silent_s: How long the store has not answered.
+        silent_s: Number of seconds since the last answer of the store.
         closed: True if the store's connection was closed, which means that its process has ended.
         hosts: The hosts of all ranks.
     """
@@ -96,10 +96,10 @@ def _culprits(
     silent: Collection[int],
     hosts: RankHosts,
 ) -> list[str]:
-    """Names the ranks that caused a stall: silent ranks first, or hosts if all are silent.
+    """Returns a description of each rank or host that caused a stall.
 
-    Ranks that have not reached the exchange but still publish progress come last, because they may
-    only be slower.
+    Hosts whose ranks are all silent come first, then other silent ranks. Ranks that still publish
+    progress but have not reached the exchange come last, because they might only be slower.
     """
     silent_hosts = hosts.whole_hosts(silent)
     named = [

@@ -1,12 +1,11 @@
 """Opens the rendezvous store of this process: hosts it, or connects to it.
 
-The store is torch's `TCPStore` at the address that the launcher names, opened once in a process.
-Failures are exceptions of torch and of the socket layer, which `rendezvous.explain` turns into a line.
+The store is torch's `TCPStore` at the address that the launcher names. A process opens the store once.
+Failures raise exceptions of torch or of the socket layer; `rendezvous.explain` describes them.
 
-`TCPStore` looks up the host name of every peer for its log lines: the client once for a connection, the
-server in its only thread for each connection that it accepts. If the name server does not answer, each
-lookup takes seconds, and a rendezvous of 256 ranks took a minute. `names_from_files` prevents these
-lookups.
+For its log, `TCPStore` looks up the host name of every peer: the client for its connection, and the
+server, which has only one thread, for each accepted connection. If the name server does not answer, each
+lookup takes seconds; a rendezvous of 256 ranks took a minute. `names_from_files` prevents these lookups.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from paceline.comm.agreement import ActiveClock
 from paceline.core.topology import Topology
 
 _RETRY_S = 0.1
-# Torch's own timeout comes first if it works: its message says more.
+# Torch's own timeout should come first, because its error message is more precise.
 _GRACE_S = 1.0
 _BACKLOG = 8192
 
@@ -47,7 +46,8 @@ class _Opened:
 
 
 # A program may run several jobs in a row, such as a training and an evaluation. Rank 0 keeps hosting the
-# store, and each further job has its own keys in it. All ranks run the same jobs and so count alike.
+# store, and each further job uses its own prefix for keys. All ranks run the same jobs in the same order,
+# so they use the same prefixes.
 # The key is address, port and rank.
 _opened: dict[tuple[str, int, int], _Opened] = {}
 
@@ -55,7 +55,9 @@ _opened: dict[tuple[str, int, int], _Opened] = {}
 def store_of_job(
     topology: Topology, hosts: bool, timeout_s: float, clock: ActiveClock, lookups: ExitStack
 ) -> tuple[Store, str]:
-    """Returns a store without keys of earlier jobs of this process, and this host's own address.
+    """Opens the store for the next job of this process, without keys of earlier jobs.
+
+    Returns the store and this host's own address.
 
     Args:
         topology: This rank, and the address of the rendezvous.
@@ -81,7 +83,7 @@ def store_of_job(
 
 
 def forget_store(topology: Topology) -> None:
-    """Makes the next job of this process open the store again, after a failure."""
+    """Forgets the open store after a failure, so that the next job of this process opens it again."""
     _opened.pop((topology.master_addr, topology.master_port, topology.rank), None)
 
 
@@ -92,16 +94,16 @@ def _own_address(topology: Topology) -> str:
     entries = socket.getaddrinfo(
         topology.master_addr, topology.master_port, type=socket.SOCK_STREAM
     )
-    # Torch listens for both if the host has IPv6.
+    # Prefer IPv4. Torch listens on IPv4 and IPv6 if the host has IPv6.
     entries.sort(key=lambda entry: entry[0] != socket.AF_INET)
     return str(entries[0][4][0])
 
 
 def _await_host(topology: Topology, timeout_s: float, clock: ActiveClock) -> tuple[str, str]:
-    """Waits until a process listens at the job's address; returns the addresses of host and job.
+    """Waits until a process listens at the job's address.
 
-    Both addresses are numeric. Torch would also wait for the listener, but its error message is
-    very long.
+    Returns the numeric addresses of this host and of the listener. Torch would also wait for the
+    listener, but its error message is very long.
     """
     while True:
         left_s = timeout_s - clock.now_s()
@@ -109,7 +111,7 @@ def _await_host(topology: Topology, timeout_s: float, clock: ActiveClock) -> tup
             address = (topology.master_addr, topology.master_port)
             with socket.create_connection(address, timeout=max(left_s, _RETRY_S)) as connection:
                 return str(connection.getsockname()[0]), str(connection.getpeername()[0])
-        except OSError:  # a name, too, may become known only when its host has started
+        except OSError:  # also if the name is unknown, which can change when its host has started
             if left_s <= 0:
                 raise
         time.sleep(_RETRY_S)
@@ -120,8 +122,8 @@ def _open_store(
 ) -> TCPStore:
     """Hosts the store, or connects to it, in a thread.
 
-    A program that listens at the address and never answers, such as another job's, keeps torch waiting
-    beyond any timeout.
+    If a foreign program listens at the address and never answers, torch waits longer than its timeout.
+    The thread lets the caller raise TimeoutError in time.
     """
     outcome: queue.SimpleQueue[TCPStore | Exception] = queue.SimpleQueue()
 
@@ -133,7 +135,7 @@ def _open_store(
                 topology.master_port,
                 is_master=hosts,
                 timeout=timedelta(seconds=timeout_s),
-                # The greetings do this, and they can name missing ranks.
+                # The greetings of the rendezvous wait for the ranks, and can name missing ranks.
                 wait_for_workers=False,
                 multi_tenant=True,
                 master_listen_fd=listener,
@@ -158,9 +160,10 @@ def _open_store(
 
 
 def _loopback_address(topology: Topology) -> tuple[socket.AddressFamily, str] | None:
-    """Returns the address at which the ranks of one node meet, if that is a loopback address.
+    """Returns the family and the loopback address at which the ranks meet, or None.
 
-    Ranks on other nodes decide: a host's own name may mean a loopback address on that host only.
+    Returns None if the job has several nodes, because other nodes cannot reach a loopback address. Also
+    returns None if the job's address is not a loopback address.
     """
     if topology.local_world_size < topology.world_size:
         return None
@@ -171,7 +174,7 @@ def _loopback_address(topology: Topology) -> tuple[socket.AddressFamily, str] | 
         if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
             return None
         try:
-            # `localhost` may also mean ::1, on a host without IPv6.
+            # `localhost` might resolve to ::1 even if the host has no IPv6.
             with socket.socket(family) as probe:
                 probe.bind((str(address[0]), 0))
         except OSError as error:
@@ -183,7 +186,10 @@ def _loopback_address(topology: Topology) -> tuple[socket.AddressFamily, str] | 
 
 
 def _loopback_listener(topology: Topology) -> int | None:
-    """Returns a socket at the loopback address, or None if torch shall listen on every address."""
+    """Returns the file descriptor of a socket that listens at the loopback address.
+
+    Returns None if there is no loopback address; torch then listens on every address.
+    """
     place = _loopback_address(topology)
     if place is None:
         return None
@@ -203,7 +209,7 @@ _users = 0
 
 @contextmanager
 def names_from_files() -> Iterator[None]:
-    """Makes the process look host names up in /etc/hosts only, within this context.
+    """Makes the process look up host names only in /etc/hosts while the context is active.
 
     Does nothing if the C library is not glibc.
     """
@@ -222,7 +228,7 @@ def names_from_files() -> Iterator[None]:
 
 
 def _look_up_in(sources: str) -> None:
-    """Sets the sources of a name service database with glibc's function from <nss.h>."""
+    """Sets the sources of host names, such as `files dns`, with a function of glibc's <nss.h>."""
     configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)
     if configure is not None:
         configure(b"hosts", sources.encode())

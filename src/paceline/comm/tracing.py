@@ -1,7 +1,7 @@
-"""Times of a step: a `Timeline` over a window of steps, clock offsets between ranks, exposed waits.
+"""Times in a step: a `Timeline` over a window of steps, clock offsets between ranks, exposed waits.
 
-On a GPU CUDA events take the device's own times. They are read once the window or the step is over, so
-that nothing waits while they are taken.
+On a GPU, CUDA events record the device's own times. The events are read after the window or the step, so
+that recording does not make the host wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ Reading = Callable[[], float]
 
 
 class TimelineSpan(NamedTuple):
-    """A time span in seconds of this rank's clock. `bucket` is an index into the plan, or -1."""
+    """A span of time in seconds of this rank's clock.
+
+    `bucket` is the index of the exchanged bucket in the plan, or -1 if the span is not an exchange.
+    """
 
     name: str
     track: str
@@ -47,11 +50,11 @@ class _Stretch(NamedTuple):
 
 
 class Timeline(ExchangeObserver):
-    """Records the spans of steps `first` to `last`, counted from 1. In other steps it costs nothing.
+    """Records the time spans of steps `first` to `last`, and nothing in other steps.
 
     Args:
-        first: The first recorded step.
-        last: The last recorded step.
+        first: The number of the first recorded step, counted from 1.
+        last: The number of the last recorded step.
         device: The device of the training.
         device_exchanges: True if the device runs the exchange (NCCL), so that device times are
             recorded.
@@ -75,7 +78,12 @@ class Timeline(ExchangeObserver):
 
     @contextmanager
     def span(self, name: str, *, host: bool = False) -> Iterator[None]:
-        """Records a span of the training thread. `host` means that the device is not involved."""
+        """Records the time of this block as a span of the training thread.
+
+        Args:
+            name: The name of the span.
+            host: True if the block does not use the device. On a GPU, the host's clock is then used.
+        """
         if not self._records:
             yield
             return
@@ -107,7 +115,7 @@ class Timeline(ExchangeObserver):
         self._stretches.append(_Stretch("sent", COMPUTE, sent, sent, self._step, bucket))
 
     def spans(self) -> list[TimelineSpan]:
-        """Returns all recorded spans that have ended. Waits for the device."""
+        """Waits for the device, and returns all recorded spans that have ended."""
         now: _Mark | None = None
         if self._on_gpu and self._stretches:
             now = self._mark(True)
@@ -129,7 +137,7 @@ class Timeline(ExchangeObserver):
 
     def _mark(self, device: bool) -> _Mark:
         event = None
-        # A CUDA graph would capture the event, which could not be read then.
+        # During a capture, the event would become part of the CUDA graph and could not be read.
         if device and self._on_gpu and not torch.cuda.is_current_stream_capturing():
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._device))
@@ -137,7 +145,7 @@ class Timeline(ExchangeObserver):
 
 
 class NoTimeline:
-    """Records nothing."""
+    """A replacement for `Timeline` that records nothing."""
 
     @contextmanager
     def span(self, name: str, *, host: bool = False) -> Iterator[None]:
@@ -148,39 +156,48 @@ Spans = Timeline | NoTimeline
 
 
 def _device_s(event: Any, now: _Mark) -> float:
-    """Returns when the device passed `event`, on the host's clock; `now` relates the two clocks."""
+    """Returns the time on the host's clock at which the device passed `event`.
+
+    `now` is a mark for which both the host's time and the device's event are known.
+    """
     return float(now.host_s - event.elapsed_time(now.event) / 1e3)
 
 
 class ClockOffset(NamedTuple):
-    """The offset of a rank's clock to rank 0's: subtract `offset_s`. It is exact within `residual_s`."""
+    """The offset of a rank's clock from rank 0's clock, with an error of at most `residual_s`.
+
+    A time of the rank minus `offset_s` is a time of rank 0's clock.
+    """
 
     offset_s: float
     residual_s: float
 
 
 def measure_offsets(group: Group) -> list[ClockOffset] | None:
-    """Returns the clock offset of each rank on rank 0, None elsewhere. All ranks call this."""
+    """Measures the clock offset of each rank. All ranks call this.
+
+    Returns:
+        The offsets in order of rank on rank 0; None on other ranks.
+    """
     tick, times = torch.zeros(1, device=group.device), []
     for _ in range(_CLOCK_ROUNDS):
         times.append(time.perf_counter())
         group.all_reduce_sum(tick)
-        float(tick)  # on a GPU only the queueing is over
+        float(tick)  # waits for the GPU; so far the all-reduce has only been queued there
         times.append(time.perf_counter())
     rows = group.gather(torch.tensor(times, dtype=torch.float64, device=group.device))
     return None if rows is None else clock_offsets(rows.tolist())
 
 
 def clock_offsets(rows: Sequence[Sequence[float]]) -> list[ClockOffset]:
-    """Estimates clock offsets from the times of a few tiny all-reduces, each by the rank's own clock.
+    """Estimates clock offsets from the times at which ranks enter and leave a few tiny all-reduces.
 
-    No rank leaves an all-reduce before all ranks have entered it. So for the offset o of rank r's
-    clock: enter_r − leave_0 ≤ o ≤ leave_r − enter_0. The middle of the narrowest bounds of all rounds
-    is the estimate.
+    No rank leaves an all-reduce before all ranks have entered the all-reduce. So the offset o of rank r's
+    clock obeys enter_r − leave_0 ≤ o ≤ leave_r − enter_0. The estimate is the middle between the largest
+    lower bound and the smallest upper bound of all all-reduces.
 
     Args:
-        rows: For each rank, the times of entering and leaving each round: enter, leave, enter,
-            leave, …
+        rows: For each rank, the times on its own clock: enter, leave, enter, leave, …
 
     Returns:
         The offset of each rank.
@@ -190,23 +207,23 @@ def clock_offsets(rows: Sequence[Sequence[float]]) -> list[ClockOffset]:
     for enter, leave in zip(enters, leaves, strict=True):
         low = max(mine - first for mine, first in zip(enter, leaves[0], strict=True))
         high = min(mine - first for mine, first in zip(leave, enters[0], strict=True))
-        # A clock that was set in between can cross the bounds.
+        # If a clock was set during the measurement, `low` can be above `high`.
         estimates.append(ClockOffset((low + high) / 2, abs(high - low) / 2))
     return [ClockOffset(0.0, 0.0), *estimates[1:]]
 
 
 class ExposedTime:
-    """Measures how long a step waits for its exchange after its own backward pass.
+    """Measures how long a step waits for its exchange after its backward pass.
 
-    On a CPU it uses the host's clock. On a GPU it uses the device's clock, which is read later because
-    reading waits.
+    On a CPU the times are of the host's clock. On a GPU they are of the device's clock, and are read
+    later, because reading an event waits for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._began = 0.0
         self._began_event: torch.cuda.Event | None = None
-        # The latest known time, and how to read the latest measurement.
+        # The latest time that has been read, and a function that reads the latest measurement.
         self.last_s = 0.0
         self.reading: Reading = lambda: self.last_s
 

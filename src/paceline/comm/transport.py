@@ -1,7 +1,8 @@
 """`Transport`: sums the buckets of a gradient exchange over all ranks.
 
-`create_transport` chooses a transport by the plan: `DirectTransport`, the backend's own all-reduce in
-the caller's thread, for a single bucket; otherwise one of `planned_transport`.
+`create_transport` chooses the transport that a plan needs. For a single bucket it is `DirectTransport`,
+which uses the backend's own all-reduce in the caller's thread. For all other plans it is a transport of
+`planned_transport`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ Notify = Callable[[], None]
 
 
 class Piece(NamedTuple):
-    """One message: a range of a flat buffer. The `wire` `auto` is the tensor's own format."""
+    """One message: a range of a flat buffer, with its algorithm and wire format.
+
+    The wire format `auto` means the dtype of `tensor`.
+    """
 
     tensor: Tensor
     algorithm: str
@@ -33,9 +37,9 @@ class Piece(NamedTuple):
 class Transport(ABC):
     """The base of transports. Every rank sends the same buckets in the same order."""
 
-    # `send` returns before the sums are complete, so that backward continues.
+    # True if `send` returns before the sums are complete, so that backward continues.
     overlaps = False
-    # A CUDA graph can hold `send` and the wait for it.
+    # True if a CUDA graph can capture `send` and the wait for its sums.
     capturable = False
 
     @property
@@ -45,12 +49,12 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, pieces: Sequence[Piece], begun: Notify, ended: Notify) -> Wait:
-        """Sums the pieces of one bucket over ranks, in place.
+        """Starts to sum the pieces of one bucket over ranks, in place.
 
         Args:
             pieces: The messages of the bucket.
-            begun: Called when the bucket is sent.
-            ended: Called when the bucket is complete.
+            begun: Function that the transport calls when it sends the bucket.
+            ended: Function that the transport calls when the sums of the bucket are complete.
 
         Returns:
             A function that waits until the sums are complete.
@@ -61,7 +65,10 @@ class Transport(ABC):
 
 
 class DirectTransport(Transport):
-    """The group's own all-reduce, in the number format of the bucket."""
+    """Sums buckets with the backend's own all-reduce, in the caller's thread.
+
+    Each tensor is sent in its own number format.
+    """
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -78,8 +85,8 @@ def create_transport(group: Group, settings: CommSettings, plan: FusionPlan) -> 
     """Creates the transport that a plan needs. All ranks call this at the same point.
 
     Args:
-        group: All ranks.
-        settings: The section `[comm]`.
+        group: The group of all ranks.
+        settings: The section `[comm]` of the recipe.
         plan: The fusion plan.
     """
     native = all(b.algorithm == b.beside_algorithm == "native" for b in plan.buckets)

@@ -3,22 +3,22 @@
 Python cannot interrupt a wait in C++, so threads do it. In a healthy run each rank publishes a
 heartbeat every few seconds and does nothing else.
 
-1. A rank that has waited in one place for 40 % of `comm.timeout_s` reads the heartbeats of all ranks. In
-   a job of more than 64 ranks only some ranks do that.
-2. Shortly before the timeout the first such rank proposes a verdict. All ranks show that verdict and end
-   with its exit code, also those that only compute.
-3. If the store does not answer, rank 0's host has ended or this host has lost its network. A rank
-that waits for other ranks, or that has received no answer for the timeout, reports this and ends.
-4. A rank that leaves with an error is ended after some seconds, because torch may wait for a lost
-host forever.
+1. A rank that has waited in the same collective for 40 % of `comm.timeout_s` reads the heartbeats of all
+   ranks. In a job of more than 64 ranks only some ranks do that.
+2. Shortly before the timeout the first of these ranks proposes a verdict. All ranks, also ranks that only
+   compute, show that verdict and end with its exit code.
+3. If the store does not answer, rank 0's host has ended or this host has lost its network. A rank that
+   has waited nearly `comm.timeout_s` for other ranks or for an answer reports this and ends.
+4. A rank that leaves with an error is ended after some seconds, because torch might wait for a lost host
+   forever.
 5. A rank whose collective cannot fail by itself (NCCL, a CUDA graph) ends with the error that another
-   rank has posted. After a stop signal, it waits `_STOP_WAIT_S` for a silent rank.
+   rank has posted. After a stop signal, this rank waits only `_STOP_WAIT_S` for a silent rank.
 
-The watchdog uses two threads: `HeartbeatChannel` publishes and reads heartbeats, `Watchdog` checks
-them, because a call to a store on an unreachable host can block forever.
+The watchdog uses two threads, because a request to a store on an unreachable host can block forever:
+`HeartbeatChannel` publishes and reads heartbeats, and `Watchdog` checks them.
 
-After a collective has failed, `LostRanks` finds out which rank is lost: from the error that the
-failed rank has posted, or by a roll call.
+After a collective has failed, `LostRanks` finds out which rank is lost: from the error that the failed
+rank has posted, or by a roll call.
 """
 
 from __future__ import annotations
@@ -43,21 +43,22 @@ from paceline.core.errors import CommError, PacelineError
 from paceline.core.host import in_thread
 from paceline.core.topology import Topology
 
-# Longer than a rank waits for the cause and for the other ranks to leave (see `group.py`).
+# Time limit for the teardown after an error. It is longer than a rank waits for the cause of the error
+# and for the other ranks to leave (see `group.py`).
 _LEAVE_S = 10.0
 _END_WAIT_S = 0.5
-# Long enough for hosts with many more ranks than cores.
+# Time limit for showing the error; long enough for hosts with many more ranks than cores.
 _SHOW_WAIT_S = 8.0
 _FREE_WAIT_S = 4.0
 _LINGER_S = 3.0
-# At least so many ranks read a verdict in a second.
+# At least this number of ranks can read a verdict in a second.
 _RANKS_PER_S = 500
-# torchrun kills ranks 30 s after its SIGTERM: a lost rank must be named before.
+# torchrun kills ranks 30 s after it has sent SIGTERM; the message about a lost rank must come before.
 _STOP_WAIT_S = 15.0
-# Often enough that a lost rank is named within seconds, seldom enough for thousands of ranks.
+# Longest interval between heartbeats in small jobs: a lost rank is found within seconds.
 _LONGEST_BEAT_S = 2.0
-# Of all ranks together, if the timeout allows it. Each beat makes two requests to a store that serves
-# about 50,000 a second.
+# Heartbeats per second of all ranks together, if the timeout permits it. Each heartbeat makes two
+# requests to the store, which serves about 50,000 requests a second.
 _BEATS_PER_S = 4_000
 
 
@@ -71,18 +72,20 @@ def beat_interval_s(timeout_s: float, ranks: int) -> float:
 
 
 class Watchdog:
-    """Two daemon threads that run from joining the group until `close`.
+    """Ends this process with an error message if a rank is lost or an exchange stalls.
 
-    All ranks create their watchdog before their first collective.
+    Its two daemon threads run until `close`. All ranks create their watchdog before their first
+    collective.
 
     Args:
         store: The store that all ranks share.
         topology: This rank.
         timeout_s: The setting `comm.timeout_s`.
         board: This rank's progress.
-        show_error: Shows an error that cannot be raised.
+        show_error: Function that shows an error before the process ends. The default prints to stderr.
         hosts: The hosts of all ranks, for messages.
-        before_exit: Frees resources that outlive the process. It must return in bounded time.
+        before_exit: Function that frees resources that outlive the process. It runs before the process
+            ends, which waits only a few seconds for it.
     """
 
     def __init__(
@@ -116,7 +119,8 @@ class Watchdog:
         self._leaving: tuple[PacelineError, float] | None = None
         self._fault_since_s = 0.0
         self._asked_since_s: float | None = None
-        # Either this thread or the run's own error ends the process: a rank prints one line.
+        # True once this thread ends the process. Otherwise the error of the run itself does, so that a
+        # rank prints only one error.
         self._ends = False
         self._end_lock = threading.Lock()
         self._closed = threading.Event()
@@ -124,10 +128,10 @@ class Watchdog:
         self._thread.start()
 
     def leaving(self, error: BaseException) -> None:
-        """Starts the teardown after an error of this rank; ends the process if the teardown blocks.
+        """Sets a time limit for the teardown after `error`; then the process ends.
 
-        Does not return if there is a verdict and the error is only its consequence, because other ranks
-        closed their connections as they ended. Then this rank shows the verdict and ends with it.
+        If there is a verdict, and `error` only followed because the other ranks ended and closed their
+        connections, this method does not return. Then this rank shows the verdict and ends.
         """
         follows = isinstance(error, PeerError) and self._channel.verdict is not None
         if not isinstance(error, PacelineError):
@@ -140,7 +144,7 @@ class Watchdog:
             self._thread.join()
 
     def silent_ranks(self) -> set[int]:
-        """Returns the ranks that do not answer a roll call. Waits some seconds for answers."""
+        """Calls the roll, waits some seconds, and returns the ranks that have not answered."""
         return self._channel.silent_ranks()
 
     @property
@@ -150,13 +154,14 @@ class Watchdog:
 
     @property
     def stop_announced(self) -> bool:
-        """Returns True if the heartbeat thread has read that some rank was asked to stop."""
+        """Returns True if the heartbeat thread has read that a rank was asked to stop."""
         return self._channel.stop_announced
 
     def hold_if_ending(self) -> None:
-        """Does not return while this process is being ended.
+        """Blocks forever if the watchdog is ending this process; otherwise returns at once.
 
-        A collective that the abort has cut short returns with wrong numbers, which must not be used.
+        When the process ends, NCCL's communicators are aborted. A collective that is aborted returns
+        with wrong values, which the caller must not use.
         """
         with self._end_lock:
             ends = self._ends
@@ -164,7 +169,7 @@ class Watchdog:
             self._thread.join()
 
     def close(self) -> None:
-        """Does not return while a verdict is being shown: the process ends with it."""
+        """Ends the watchdog's threads. Does not return if the watchdog is ending this process."""
         with self._end_lock:
             self._closed.set()
             ends = self._ends
@@ -173,7 +178,7 @@ class Watchdog:
 
     def _serve(self) -> None:
         tick_s = self._beat_s / 2
-        # A process that was stopped does not blame other ranks for the time that it has lost.
+        # The time during which this process is suspended (SIGSTOP) does not count as waiting.
         clock = ActiveClock(longest_s=4 * tick_s)
         while not self._closed.wait(tick_s):
             self._now_s = clock.now_s()
@@ -182,7 +187,11 @@ class Watchdog:
                 self._end(error)
 
     def _may_end(self, error: PacelineError) -> bool:
-        """Returns False while this rank leaves on its own and its teardown has not timed out."""
+        """Returns True if the watchdog may end the process with `error`.
+
+        Returns False if the watchdog is closed, or while this rank leaves because of its own error and
+        has not exceeded the time limit of the teardown.
+        """
         with self._end_lock:
             left = self._closed.is_set() or (self._leaving and self._leaving[0] is not error)
             self._ends = not left
@@ -210,7 +219,7 @@ class Watchdog:
         if self._channel.fault is None or not self._channel.reads_fault:
             self._fault_since_s = self._now_s
         elif self._now_s - self._fault_since_s > 3 * self._beat_s:
-            # Long enough for the exchange that brings the fault to all ranks, if it still works.
+            # By now the exchange would have told all ranks about the fault, if it still worked.
             return PeerError.from_agreed(self._channel.fault)
         self._channel.reads_progress = waited_s > 0.4 * self._timeout_s or self._is_asked_to_stop(
             waited_s
@@ -223,7 +232,10 @@ class Watchdog:
         return None
 
     def _is_asked_to_stop(self, waited_s: float) -> bool:
-        """Returns True if this rank waits after a stop signal; records when the wait began."""
+        """Returns True if this rank waits for other ranks after a stop signal.
+
+        Also records when this wait began.
+        """
         if not waited_s or not self.asked_to_stop():
             self._asked_since_s = None
         elif self._asked_since_s is None:
@@ -231,14 +243,18 @@ class Watchdog:
         return self._asked_since_s is not None
 
     def _stops_for_a_silent_rank(self) -> bool:
-        """Returns True if a rank is silent some time after a stop signal. A slow rank may be saving."""
+        """Returns True if this rank has waited `_STOP_WAIT_S` after a stop signal and a rank is silent.
+
+        A rank that is slow but not silent might be saving a checkpoint.
+        """
         since_s = self._asked_since_s
         return since_s is not None and self._now_s - since_s > _STOP_WAIT_S and bool(self._silent())
 
     def _has_observed(self) -> bool:
         """Returns True if this rank has read heartbeats for long enough to know which ranks are silent.
 
-        Ranks that do not read the heartbeats of all ranks never propose a verdict for silent ranks.
+        A rank that does not read the heartbeats of all ranks always returns False, and so never proposes
+        a verdict.
         """
         reads = self._channel.is_reader and self._channel.reads_progress
         if not reads:
@@ -258,9 +274,9 @@ class Watchdog:
         return stall_error(known, silent, self.buckets, waited_s, self._timeout_s, self._hosts)
 
     def _silent(self) -> set[int]:
-        """Returns the ranks that have missed three heartbeats and have not left the job.
+        """Returns the ranks that have missed about three heartbeats and have not left the job.
 
-        Ranks leave if their own collective fails because of a lost rank.
+        A rank that has left is not silent: its own collective failed because of a lost rank.
         """
         return {
             rank
@@ -277,7 +293,10 @@ class Watchdog:
         )  # fmt: skip
 
     def _end(self, error: PacelineError) -> None:
-        """Ends the process without destructors and exit handlers, which would wait for the lost rank."""
+        """Shows `error` and ends the process.
+
+        Destructors and exit handlers do not run, because they would wait for the lost rank.
+        """
         await_shown = in_thread(partial(self._show, error))
         await_freed = in_thread(self._before_exit or (lambda: None))
         if self._topology.is_main and rank_hosts_store() and not self._channel.lost:
@@ -302,13 +321,16 @@ def _print_error(error: PacelineError) -> None:
 
 # How long a rank whose collective broke waits for the error of the rank that failed.
 _FAULT_WAIT_S = 2.0
-# How long a rank that is no reader waits for what a reader finds.
+# How long a rank that does not read all heartbeats waits for an error posted by a rank that does.
 _READER_WAIT_S = 3.0
 
 
 @dataclass(frozen=True)
 class LostRanks:
-    """Creates the error for a failed collective, the same on all ranks if they can still agree."""
+    """Creates the error for a failed collective; the same error on all ranks if they still agree.
+
+    Ranks agree through the rendezvous store, which might have ended with rank 0.
+    """
 
     rank: int
     agreement: Agreement
@@ -316,11 +338,14 @@ class LostRanks:
     hosts: RankHosts
 
     def posted_fault(self) -> AgreedError | None:
-        """Returns the error that a failed rank has posted, or posts within seconds."""
+        """Returns the error that a failed rank has posted; waits a few seconds for an error."""
         return self.agreement.read_fault(_FAULT_WAIT_S)
 
     def silent(self) -> str:
-        """Describes the ranks that do not answer; returns "" if all answer. Waits some seconds."""
+        """Describes the ranks that do not answer a roll call; returns "" if all ranks answer.
+
+        Waits some seconds for the answers.
+        """
         ranks = set() if self.watchdog is None else self.watchdog.silent_ranks()
         if not ranks:
             return ""
@@ -329,7 +354,12 @@ class LostRanks:
         )
 
     def broken(self, what: str, error: RuntimeError) -> PeerError:
-        """Returns the error for a failed collective, with the failed rank and cause if known."""
+        """Returns the error for a failed collective. It names the failed rank and the cause if known.
+
+        Args:
+            what: The name of the collective.
+            error: The backend's error.
+        """
         return self._explained(
             lambda gone: PeerError(
                 f"{what} broke on rank {self.rank}: {gone or 'another rank is gone'} "
@@ -339,13 +369,21 @@ class LostRanks:
         )
 
     def peer_error(self, error: CommError) -> PeerError:
-        """Returns the error for a failed exchange: the failed rank's posted error, else `error`."""
+        """Returns the error for a failed exchange.
+
+        This is the error that the failed rank has posted. Without a posted error, it is `error` with a
+        description of the lost ranks.
+        """
         return self._explained(
             lambda gone: PeerError(f"{error.cause}{gone and ': '}{gone}", error.remedy),
         )
 
     def _explained(self, make: Callable[[str], PeerError]) -> PeerError:
-        """Returns the posted error, else the result of `make` for a text on the lost ranks."""
+        """Returns the error that a rank has posted, or else an error that `make` creates.
+
+        Args:
+            make: Creates the error from a text that describes the lost ranks; the text may be empty.
+        """
         fault = self.posted_fault()
         if fault is None and self.watchdog is not None:
             if gone := self.silent():

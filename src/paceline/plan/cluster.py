@@ -18,8 +18,9 @@ from paceline.core.untrusted import LONGEST_S
 if TYPE_CHECKING:
     from paceline.plan.cost import ProbedTable
 
-# GPUs of one type differ by some percent in clock and temperature, and each GPU from step to step. It is
-# one round number for all clusters, chosen with the systems of the planner's record in mind.
+# Relative standard deviation of the ranks' step times: GPUs of one type differ by some percent, and each
+# GPU varies from step to step. One round number for all clusters, based on the systems in the planner's
+# record.
 RANK_SPREAD = 0.02
 
 
@@ -37,7 +38,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks and links of a cluster.
+    """The number of ranks of a cluster, and the costs that the planner uses to predict collectives.
 
     Attributes:
         nodes: Number of nodes.
@@ -47,16 +48,16 @@ class Cluster:
         links: Number of links that a node has to other nodes.
         oversubscription: Factor by which links between nodes are slower if all nodes send
             concurrently.
-        gamma_s: Time to add a byte.
+        gamma_s: Seconds to add one received byte to a sum.
         launch_s: Fixed time of every collective, in addition to the time of its messages.
-        cast_s: Time to convert an element to a wire format and back.
+        cast_s: Seconds to convert one element to a wire format and back.
         hidden_cost: Seconds by which one second of an exchange delays concurrent compute, because
             both share processors or memory.
         depth_cost: Relative increase of the time per byte between nodes for every doubling of the
             number of nodes, because traffic then shares more switches.
-        spread: Relative standard error of latencies and rates.
-        probed: Measured all-reduces, which take precedence over the values above.
-        has_network: False if `inter` is not known; then there is one node.
+        spread: Relative standard error of the latencies and bandwidths in this class.
+        probed: Measured times of all-reduces, which take precedence over the values above.
+        has_network: False if `inter` is not known. The cluster must then have one node.
     """
 
     nodes: int
@@ -139,9 +140,10 @@ class Cluster:
 
 
 def slowest_of(ranks: int, spread: float = RANK_SPREAD) -> float:
-    """Returns the time of the slowest rank relative to the mean; a synchronous step waits for it.
+    """Returns the expected step time of the slowest rank, relative to the mean step time.
 
-    It is the expected maximum of normal times, by Blom's approximation.
+    A synchronous step waits for the slowest rank. The result is the expected maximum of `ranks` normally
+    distributed times, by Blom's approximation.
     """
     if ranks <= 1:
         return 1.0

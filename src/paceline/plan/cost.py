@@ -1,10 +1,10 @@
-"""The cost of an all-reduce: seconds for m bytes, by algorithm.
+"""The cost of an all-reduce: predicted seconds for each algorithm and number of bytes.
 
-`COSTS` has the closed forms of the literature, for any number of ranks. An algorithm from outside
-registers its own. They describe the schedules as they run over NCCL: a whole buffer as one segment, and
-inside nodes the backend's own collectives. On two levels `ring`, `hierarchical` and `torus2d` are exact;
-the others charge the slowest link for every hop, an upper bound. `ProbedTable` has what `paceline tune`
-measured.
+`COSTS` contains formulas from the literature (closed forms), for any number of ranks. A registered
+algorithm brings its own formula. The formulas describe the schedules as they run over NCCL: the buffer
+is one segment, and ranks inside a node use the backend's own collectives. For nodes with several ranks,
+`ring`, `hierarchical` and `torus2d` are exact; the other formulas charge the slowest link for every hop
+and give an upper bound. `ProbedTable` contains the times that `paceline tune` measured.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def all_reduce_s(
 
     Args:
         name: The algorithm.
-        cluster: The ranks and links.
-        sizes: Bytes.
+        cluster: The cluster on which the all-reduce runs.
+        sizes: Sizes of buffers in bytes.
         own_cost: The cost function of a wire format that has its own all-reduce.
 
     Raises:
@@ -59,7 +59,7 @@ def all_reduce_s(
 
 
 def is_priced(name: str, cluster: Cluster) -> bool:
-    """Returns True if there is a closed form, or if the algorithm was measured on this cluster."""
+    """Returns True if algorithm `name` has a formula or was measured on this cluster."""
     check_name(name, "--algorithm")
     probed = cluster.probed
     if probed is not None and name in probed.algorithms and _unprobed(cluster) == probed.base:
@@ -72,15 +72,22 @@ def _unprobed(cluster: Cluster) -> Cluster:
 
 
 def closed_form(name: str) -> Cost | None:
-    """Returns the formula of an algorithm, or None."""
+    """Returns the cost formula of an algorithm, or None if there is none."""
     return COSTS.get(name) or (REGISTRY[name].cost if name in REGISTRY else None)
 
 
-# Closed forms: p ranks in h groups of k; 1 is inside a group, 2 between groups.
+# Formulas: `c` is the cluster and `m` the sizes of buffers in bytes.
 
 
 def ring_s(p: int, m: Seconds, link: Link, gamma_s: float = 0.0) -> Seconds:
-    """Returns the time of 2(p−1) rounds of m/p bytes."""
+    """Returns the seconds of a ring all-reduce: 2(p−1) rounds, each of m/p bytes.
+
+    Args:
+        p: Number of ranks.
+        m: Sizes of buffers in bytes.
+        link: The link between neighbours.
+        gamma_s: Seconds to add one byte.
+    """
     return collective_s("all_reduce", p, m, link, gamma_s)
 
 
@@ -89,7 +96,7 @@ def _ring(c: Cluster, m: Seconds) -> Seconds:
 
 
 def _hierarchical(c: Cluster, m: Seconds) -> Seconds:
-    """Reduce to the group's master, ring among masters, broadcast."""
+    """Returns the seconds of a reduce in each node, a ring among nodes, and a broadcast in each node."""
     return (
         collective_s("reduce", c.ranks_per_node, m, c.intra, c.gamma_s)
         + collective_s("all_reduce", c.nodes, m, c.between, c.gamma_s)
@@ -98,7 +105,10 @@ def _hierarchical(c: Cluster, m: Seconds) -> Seconds:
 
 
 def _torus2d(c: Cluster, m: Seconds) -> Seconds:
-    """Reduce-scatter in rows, all-reduce in columns, all-gather in rows; k columns share the links."""
+    """Returns the seconds of a reduce-scatter in rows, an all-reduce in columns, an all-gather in rows.
+
+    A row is a node. The all-reduces of the k columns run concurrently and share a node's links.
+    """
     k, two = c.ranks_per_node, c.between
     shared = Link(two.alpha_s, two.beta_s * max(1.0, k / c.links))
     return (
@@ -109,9 +119,10 @@ def _torus2d(c: Cluster, m: Seconds) -> Seconds:
 
 
 def _halving_doubling(c: Cluster, m: Seconds) -> Seconds:
-    """Returns the time of log₂ p rounds of halving and log₂ p rounds of doubling.
+    """Returns the seconds of log₂ p rounds of halving and log₂ p rounds of doubling.
 
-    Ranks beyond the largest power of two send their whole buffer first and receive the result last.
+    If p is not a power of two, the surplus ranks send their whole buffer to a partner before these
+    rounds and receive the result after them.
     """
     p, link = c.ranks, c.slowest
     core = 1 << (p.bit_length() - 1)
@@ -128,16 +139,19 @@ def _tree(c: Cluster, m: Seconds) -> Seconds:
 
 
 def _central(c: Cluster, m: Seconds) -> Seconds:
-    """Every server, one on each node, exchanges its shard with all other ranks."""
+    """Returns the seconds of a parameter server; one rank of each node serves a shard of the buffer.
+
+    Each server receives its shard from all other ranks and returns the sum.
+    """
     link, shard = c.slowest, m / c.nodes
     return (c.ranks - 1) * (2 * (link.alpha_s + shard * link.beta_s) + shard * c.gamma_s)
 
 
 def _native(c: Cluster, m: Seconds) -> Seconds:
-    """The backend's own all-reduce, as NCCL does it.
+    """Returns the seconds of the backend's own all-reduce, as NCCL executes it.
 
-    The faster of rings over all links of a node at once, and a pipelined double tree among nodes with a
-    chain inside.
+    This is the minimum of two times: that of rings that use all links of a node, and that of a pipelined
+    double tree among nodes with a chain of ranks in each node.
     """
     rail = Link(c.between.alpha_s, c.between.beta_s / c.links)
     if c.nodes == 1:
@@ -165,16 +179,17 @@ COSTS: dict[str, Cost] = {
 def collective_s(
     kind: CollectiveKind, ranks: int, size: Seconds, link: Link, gamma_s: float = 0.0
 ) -> Seconds:
-    """Returns the time of the backend's own collective around a ring.
+    """Returns the seconds of a collective of the backend, which runs around a ring.
 
-    A reduce is a reduce-scatter and a gather, a broadcast a scatter and an all-gather.
+    A reduce consists of a reduce-scatter and a gather; a broadcast consists of a scatter and an
+    all-gather.
 
     Args:
         kind: The collective.
-        ranks: Number of ranks.
-        size: Bytes.
-        link: The link between neighbours.
-        gamma_s: Time to add a byte.
+        ranks: Number of ranks in the ring.
+        size: Sizes of the buffers in bytes.
+        link: The link between neighbours in the ring.
+        gamma_s: Seconds to add one byte.
     """
     share = (ranks - 1) / ranks
     ways = 1 if kind in ("reduce_scatter", "all_gather") else 2
@@ -189,8 +204,8 @@ class ProbedTable:
 
     Attributes:
         base: The cluster on which the costs were measured.
-        points: Pairs of bytes and seconds in ascending order, by algorithm.
-        native: The algorithm whose formula describes the backend's own all-reduce: ring for Gloo's.
+        points: For each algorithm, pairs of bytes and seconds in ascending order.
+        native: The algorithm whose formula describes the backend's own all-reduce, `ring` for Gloo.
     """
 
     base: Cluster
@@ -217,7 +232,8 @@ class ProbedTable:
         known, seconds = (np.log(column) for column in zip(*self.points[algorithm], strict=True))
         wanted = np.log(np.maximum(sizes, 1.0))
         logarithms = np.interp(wanted, known, seconds)
-        # Below the smallest a message costs its start; above the largest every byte costs the same.
+        # Below the smallest measured size the time is constant. Above the largest it is proportional
+        # to the size.
         beyond = np.maximum(wanted - known[-1], 0.0)
         measured = np.exp(logarithms + beyond)
         there = _unprobed(cluster)

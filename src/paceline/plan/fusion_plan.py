@@ -1,6 +1,7 @@
-"""`FusionPlan`: ordered buckets of gradients; `FlatLayout`: the places of tensors in one buffer.
+"""`FusionPlan`: ordered buckets of gradients; `FlatLayout`: the offsets of tensors in one flat buffer.
 
-The planner predicts the time of a plan, the communication module executes it, and the checkpoint pins it.
+The planner predicts the time of a plan, and `paceline.comm` executes the plan. A checkpoint stores the
+plan, so that a resumed run uses the same plan.
 """
 
 from __future__ import annotations
@@ -15,20 +16,21 @@ from typing import Any, NamedTuple
 
 from paceline.core.errors import ConfigError
 
-# Besides the gradients, so many fp32 numbers of the step travel, and one for each tensor.
+# Number of fp32 values that each step sends besides the gradients and one value for each tensor.
 _SIGNALS = 11
 
 
 @dataclass(frozen=True)
 class FusionBucket:
-    """Tensors that travel together.
+    """Gradients that are sent together.
 
     Attributes:
         tensors: Names of the tensors.
-        algorithm: The all-reduce algorithm.
+        algorithm: The all-reduce algorithm for the bucket's largest message.
         wire: The wire format; `auto` sends each tensor in its own format.
-        beside: The algorithm for the bucket's smaller messages: tensors in a format other than that
-            of the largest message, and the signals. If empty, `algorithm` is used.
+        beside: The algorithm for the bucket's smaller messages. They contain the signals and the
+            tensors whose format differs from the format of the largest message. If empty, `algorithm`
+            is used.
     """
 
     tensors: tuple[str, ...]
@@ -60,11 +62,11 @@ class FusionPlan:
         algorithm: str = "native",
         wire: str = "auto",
     ) -> FusionPlan:
-        """Fills buckets in the order given, and closes each once it holds `threshold` bytes.
+        """Fills buckets with tensors in the order given; closes a bucket once it has `threshold` bytes.
 
         Args:
-            tensors: Pairs of name and bytes.
-            threshold: Bytes of a full bucket.
+            tensors: For each tensor its name and its size in bytes.
+            threshold: Number of bytes from which a bucket is full.
             algorithm: The all-reduce algorithm of all buckets.
             wire: The wire format of all buckets.
         """
@@ -80,12 +82,12 @@ class FusionPlan:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Returns all tensors, in sending order."""
+        """Returns the names of all tensors, in the order in which the plan sends them."""
         return tuple(name for bucket in self.buckets for name in bucket.tensors)
 
     @property
     def fingerprint(self) -> str:
-        """Returns a text that identifies the plan; ranks compare it to compare their plans."""
+        """Returns a hash of the plan, which ranks compare to check that they have the same plan."""
         text = json.dumps(self.to_table(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -109,12 +111,12 @@ class FusionPlan:
                 )
 
     def to_table(self) -> dict[str, Any]:
-        """Returns plain lists and strings, for TOML, JSON and the checkpoint."""
+        """Returns the plan as plain lists, dicts and strings, for TOML, JSON and checkpoints."""
         return {"buffer": [_to_row(bucket) for bucket in self.buckets]}
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> FusionPlan:
-        """Builds the plan from the result of `to_table`."""
+        """Builds a plan from the result of `to_table`. Raises ConfigError if `table` is invalid."""
         try:
             return cls(tuple(_from_row(row) for row in table["buffer"]))
         except (KeyError, TypeError) as error:
@@ -139,12 +141,16 @@ def _from_row(row: Mapping[str, Any]) -> FusionBucket:
 
 
 def padded(elements: Any) -> Any:
-    """Returns the number of elements of a tensor in a flat buffer, including padding."""
+    """Returns the number of elements that a tensor takes in a flat buffer, including padding."""
     return -(-elements // _ALIGN) * _ALIGN
 
 
 def signal_bytes(tensors: int) -> int:
-    """Returns the bytes that the last bucket of a step contains besides gradients."""
+    """Returns the bytes that the last bucket of a step contains besides gradients.
+
+    Args:
+        tensors: Number of tensors of the plan.
+    """
     return 4 * (_SIGNALS + tensors)
 
 
@@ -155,7 +161,7 @@ _ALIGN = 32
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor by name and shape. `dtype` is the name of its format, such as `float32`."""
+    """Name, shape and number format of a tensor. `dtype` is a name such as `float32`."""
 
     name: str
     shape: tuple[int, ...]
@@ -168,7 +174,7 @@ class TensorSpec:
 
 
 class Slot(NamedTuple):
-    """The place of one tensor: elements `offset` to `stop` of a flat buffer."""
+    """The elements of a flat buffer that hold one tensor: from `offset` to `stop` − 1."""
 
     name: str
     offset: int
@@ -177,14 +183,17 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Tensors of one number format, each starting on a boundary, and the padded length of the whole."""
+    """The layout of a flat buffer for tensors of one number format.
+
+    Each tensor starts at an aligned offset. `length` is the number of elements including padding.
+    """
 
     slots: tuple[Slot, ...]
     length: int
 
     @classmethod
     def build(cls, specs: Sequence[TensorSpec]) -> FlatLayout:
-        """Places tensors of one number format in the order given."""
+        """Builds the layout of tensors of one number format, in the order given."""
         slots, offset = [], 0
         for spec in specs:
             slots.append(Slot(spec.name, offset, offset + spec.length))

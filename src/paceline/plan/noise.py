@@ -1,9 +1,10 @@
-"""The gradient noise scale (McCandlish et al. 2018): up to which batch more ranks save time.
+"""The gradient noise scale (McCandlish et al. 2018): the batch size up to which more ranks save time.
 
-The estimates use the squared norms of a step's whole gradient and of its parts, from the micro-batches
-that ranks compute anyway: the squared true gradient, the variance of one sample's gradient, and their
-running averages. Then B_noise = variance / squared gradient. A run at batch B takes about S·(1 +
-B_noise / B) steps to the same loss, where S is the number of steps at an unlimited batch.
+The inputs are the squared norm of a step's whole gradient and the squared norms of the gradients of its
+micro-batches, which ranks compute anyway. From them follow estimates of the squared norm of the true
+gradient and of the variance of one sample's gradient. The noise scale B_noise is the ratio variance /
+squared gradient of the running averages. A run with batch size B takes about S·(1 + B_noise / B) steps
+to a given loss, where S is the number of steps with an unlimited batch.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-# The share of the running averages that a step keeps: they reach about 50 steps back.
+# The factor by which each step multiplies the running averages; they cover about 50 steps.
 DECAY = 0.98
 # Doubling ranks and batch is useful if it saves at least this share of the time.
 LEAST_SAVING = 0.1
 
 
 def concentration(samples: int, parts: int) -> float:
-    """Returns Σ nᵢ² / N² for N samples in parts whose sizes differ by at most one."""
+    """Returns Σ nᵢ² / N² for N samples that are split into parts of nᵢ samples.
+
+    The sizes nᵢ differ by at most one.
+    """
     if not 1 <= parts <= samples:
         raise ValueError(f"{samples} samples cannot have {parts} parts")
     size, larger = divmod(samples, parts)
@@ -27,7 +31,11 @@ def concentration(samples: int, parts: int) -> float:
 
 @dataclass(frozen=True)
 class NoiseEstimate:
-    """Unbiased estimates of one step: |G|², which single steps may put below 0, and tr Σ."""
+    """Unbiased estimates from one step.
+
+    `signal` estimates |G|², the squared norm of the true gradient, and can be negative. `variance`
+    estimates tr Σ, the variance of one sample's gradient.
+    """
 
     signal: float
     variance: float
@@ -36,17 +44,18 @@ class NoiseEstimate:
     def of(cls, whole: float, parts: float, samples: int, count: int) -> NoiseEstimate | None:
         """Estimates signal and variance from `whole` = |Σ gᵢ|² and `parts` = Σ |gᵢ|².
 
-        Here gᵢ = (nᵢ/N)·(mean gradient of part i). E whole = |G|² + tr Σ / N and E parts = c·|G|² + tr
-        Σ / N with c = Σ nᵢ² / N², so unequal parts need no approximation.
+        Here gᵢ = (nᵢ/N)·(mean gradient of part i). The expected values are E whole = |G|² + tr Σ / N
+        and E parts = c·|G|² + tr Σ / N with c = Σ nᵢ² / N². So the estimate is also exact for parts of
+        different sizes.
 
         Args:
             whole: The squared norm of the whole gradient.
             parts: The sum of the squared norms of the parts.
             samples: Number of samples N.
-            count: Number of parts.
+            count: Number of parts, whose sizes differ by at most one sample.
 
         Returns:
-            The estimate; None if there is only one part, or a norm is not finite.
+            The estimate, or None if there is only one part or a norm is not finite.
         """
         if count < 2 or not (math.isfinite(whole) and math.isfinite(parts)):
             return None
@@ -56,7 +65,10 @@ class NoiseEstimate:
 
 @dataclass
 class NoiseScale:
-    """Running averages of the estimates, with bias correction for the first steps."""
+    """Running averages of `NoiseEstimate`s over steps; their ratio is the noise scale.
+
+    Both averages start at 0. Their bias in the first steps is the same and cancels in the ratio.
+    """
 
     signal: float = 0.0
     variance: float = 0.0
@@ -69,7 +81,10 @@ class NoiseScale:
 
     @property
     def value(self) -> float | None:
-        """Returns B_noise in samples; None before the first step, or if noise hides the gradient."""
+        """Returns B_noise in samples.
+
+        Returns None before the first step, or if an average is not positive because of noise.
+        """
         if self.weight == 0 or self.signal <= 0 or self.variance <= 0:
             return None
         return self.variance / self.signal
@@ -82,18 +97,18 @@ def _check(noise_scale: float, **batches: float) -> None:
 
 
 def relative_steps(noise_scale: float, batch: float) -> float:
-    """Returns the steps to the same loss, relative to training with an unlimited batch."""
+    """Returns the number of steps to a given loss, relative to training with an unlimited batch."""
     _check(noise_scale, batch=batch)
     return 1 + noise_scale / batch
 
 
 def time_saved(noise_scale: float, batch: float, larger: float, step_ratio: float = 1.0) -> float:
-    """Returns the fraction of training time that a larger batch saves; negative if it is slower.
+    """Returns the fraction of training time that a larger batch saves; negative if it costs time.
 
     Args:
         noise_scale: B_noise in samples.
-        batch: The batch.
-        larger: The larger batch.
+        batch: The present batch size in samples.
+        larger: The larger batch size in samples.
         step_ratio: The time of a step with the larger batch, relative to a step with `batch`.
     """
     _check(noise_scale, batch=batch, larger=larger, step_ratio=step_ratio)
@@ -102,7 +117,7 @@ def time_saved(noise_scale: float, batch: float, larger: float, step_ratio: floa
 
 
 def useful_batch(noise_scale: float) -> float:
-    """Returns the batch from which doubling ranks and batch still saves the share `LEAST_SAVING`."""
+    """Returns the largest batch size at which doubling ranks and batch saves at least `LEAST_SAVING`."""
     _check(noise_scale)
     return noise_scale * (0.5 - LEAST_SAVING) / LEAST_SAVING
 

@@ -1,10 +1,10 @@
 """Finds the best plan for a workload on a cluster: buckets, algorithms and wire formats.
 
-Uses dynamic programming, exact for one channel. F(j), the earliest end of the first j gradients, is the
-least over i of max(F(i), ready(j)) + cost(i, j), where the last bucket holds the gradients i to j.
-If the first buckets end earlier, no later bucket is delayed, so an optimal plan consists of optimal
-partial plans. The cost of a bucket is the sum of the costs of its messages. Each message uses the
-cheapest algorithm and the cheapest allowed format.
+Uses dynamic programming, which is exact if one bucket is exchanged at a time. F(j), the earliest end of
+the exchange of the first j gradients, is the minimum over i < j of max(F(i), ready(j)) + cost(i, j). Here
+the last bucket contains the gradients i + 1 to j. If the earlier buckets end sooner, the last bucket does
+not end later, so an optimal plan consists of optimal partial plans. The cost of a bucket is the sum of
+the costs of its messages. Each message uses the cheapest algorithm and the cheapest allowed format.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from paceline.plan.fusion_plan import FusionBucket, FusionPlan, padded, signal_b
 from paceline.plan.schedules import algorithm_names
 from paceline.plan.wires import keeps_float32, travelling, wide_is_bulk, wire_format, wire_names
 
-# So many smaller numbers of buckets are tried if hidden exchanges cost compute.
+# If hidden exchanges slow down compute, plans with 1 to `_MOST_FEWER` buckets are compared, too.
 _MOST_FEWER = 8
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """A gradient of the workload.
+    """A gradient that the training step exchanges.
 
     Attributes:
         name: The name of the tensor.
@@ -46,9 +46,9 @@ class Gradient:
 
 
 class BackwardPass(Protocol):
-    """The times of a backward pass that the plan depends on.
+    """The gradients of a backward pass and the times at which they are ready.
 
-    `paceline.planner.workload.Workload` implements it.
+    `paceline.planner.workload.Workload` implements this protocol.
     """
 
     @property
@@ -57,7 +57,7 @@ class BackwardPass(Protocol):
     def backward_s(self, batch: int) -> float: ...
 
     def ready_s(self, batch: int) -> list[float]:
-        """Returns when each gradient is ready, from the start of the backward pass."""
+        """Returns the seconds from the start of the backward pass until each gradient is ready."""
         ...
 
 
@@ -65,18 +65,18 @@ def best_plan(
     workload: BackwardPass, cluster: Cluster, batch: int, algorithms: Sequence[str] | None = None,
     wires: Sequence[str] = ("auto",), spread: float = RANK_SPREAD,
 ) -> FusionPlan:  # fmt: skip
-    """Finds the boundaries, algorithms and formats that leave the least communication exposed.
+    """Finds the buckets, algorithms and wire formats with the least exposed communication.
 
-    A bucket is rounded to a format only if that ends the exchange sooner. If hidden exchanges cost
-    compute, the best plan for each smaller number of buckets is compared too.
+    A bucket is rounded to a less exact format only if the exchange then ends sooner. If hidden exchanges
+    slow down compute, plans with fewer buckets are compared too.
 
     Args:
         workload: Gradient sizes and ready times of one training step.
-        cluster: Ranks and links.
-        batch: The batch of a rank.
+        cluster: The cluster on which the plan will run.
+        batch: The batch size of one rank.
         algorithms: Algorithms that the plan may use. None means all.
         wires: Wire formats that the plan may use.
-        spread: The relative spread of the ranks' speeds.
+        spread: The relative standard deviation of the ranks' step times.
 
     Returns:
         The plan with the shortest predicted step.
@@ -100,13 +100,13 @@ def threshold_plan(
     workload: BackwardPass, cluster: Cluster, threshold: int,
     algorithms: Sequence[str] = ("native",),
 ) -> FusionPlan:  # fmt: skip
-    """Returns the plan that closes a bucket once it holds `threshold` bytes; 0 sends each gradient alone.
+    """Returns the plan that closes a bucket once it has `threshold` bytes.
 
     Args:
         workload: Gradient sizes of one training step.
-        cluster: Ranks and links.
-        threshold: Bytes of a full bucket.
-        algorithms: Algorithms that the plan may use.
+        cluster: The cluster on which the plan will run.
+        threshold: Number of bytes from which a bucket is full; 0 puts each gradient in its own bucket.
+        algorithms: Algorithms that the plan may use. Each message uses the cheapest one.
     """
     cost = BucketCost(workload.gradients, cluster, algorithms)
     buckets, first = [], 0
@@ -120,7 +120,7 @@ def threshold_plan(
 def _slowest_ready(
     workload: BackwardPass, cluster: Cluster, batch: int, spread: float
 ) -> list[float]:
-    """Returns the ready times on the slowest rank, for which every exchange waits."""
+    """Returns the ready times in seconds on the slowest rank, which delays every exchange."""
     slow = slowest_of(cluster.ranks, spread)
     return [ready * slow for ready in workload.ready_s(batch)]
 
@@ -143,9 +143,10 @@ class Bucket(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Ready times of gradients, and the cost of buckets.
+    """Ready times of gradients, and a function for the cost of a bucket.
 
-    `wires` starts with the most exact format. `of` returns the seconds of each bucket in a format.
+    `wires` lists the formats, the most exact one first. `of(wire, first, stop)` returns the seconds
+    of the bucket with the gradients `first` to `stop` − 1 in the format `wire`.
     """
 
     ready_s: Sequence[float]
@@ -159,7 +160,12 @@ class Costs(NamedTuple):
         return self.of(bucket.wire, *bucket.cut)
 
     def start_s(self, bucket: Bucket, free_s: float) -> float:
-        """Returns when a bucket can start: its last gradient is ready and the channel is free."""
+        """Returns the time when the bucket's last gradient is ready and the channel is free.
+
+        Args:
+            bucket: The bucket.
+            free_s: The end of the exchange of the previous bucket.
+        """
         return max(free_s, self.ready_s[bucket.cut[1] - 1])
 
     def end_s(self, buckets: Sequence[Bucket]) -> float:
@@ -169,19 +175,23 @@ class Costs(NamedTuple):
         return free
 
     def lost_s(self, buckets: Sequence[Bucket], backward_s: float, hidden_cost: float) -> float:
-        """Returns the seconds that the exchange adds to a step: exposed and hidden cost."""
+        """Returns the seconds that the exchange adds to a step.
+
+        This is the exposed time plus `hidden_cost` times the time that is hidden behind backward.
+        """
         exposed = max(0.0, self.end_s(buckets) - backward_s)
         return exposed + hidden_cost * max(0.0, sum(map(self.seconds, buckets)) - exposed)
 
 
 def optimal_buckets(costs: Costs, seconds: npt.NDArray[np.float64]) -> list[Bucket]:
-    """Returns buckets that end as early as possible, in the most exact formats that permit this.
+    """Returns the buckets whose exchange ends first, in the most exact formats that permit this end.
 
-    Joining buckets rounds nothing: each gradient stays at least as exact as it was alone.
+    Joined buckets take the more exact of their formats, so no gradient becomes less exact.
 
     Args:
         costs: Ready times and costs.
-        seconds: The cost of each cut in its cheapest format.
+        seconds: `seconds[i, j]` is the cost of the bucket with the gradients i to j − 1 in its cheapest
+            format.
     """
     cheapest = [costs.cheapest(cut) for cut in optimal_cuts(costs.ready_s, seconds)]
     by_s = costs.end_s(cheapest) * (1 + 1e-12)
@@ -191,7 +201,10 @@ def optimal_buckets(costs: Costs, seconds: npt.NDArray[np.float64]) -> list[Buck
 def _fewer_buckets(
     costs: Costs, seconds: npt.NDArray[np.float64], count: int
 ) -> list[list[Bucket]]:
-    """Returns the plans that end soonest with each smaller number of buckets, up to a limit."""
+    """Returns the plans that end first with at most 1, 2, … buckets.
+
+    The largest number is below `count` and at most `_MOST_FEWER`.
+    """
     candidates = []
     for most in range(1, min(count, _MOST_FEWER + 1)):
         cheapest = [costs.cheapest(cut) for cut in limited_cuts(costs.ready_s, seconds, most)]
@@ -200,13 +213,14 @@ def _fewer_buckets(
 
 
 def limited_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64], most: int) -> list[Cut]:
-    """Works as `optimal_cuts`, with at most `most` runs."""
+    """Returns the same as `optimal_cuts`, but with at most `most` runs."""
     count = len(ready_s)
     starts = np.concatenate([[0.0], ready_s])
     ends = np.concatenate([[0.0], starts[1:] + cost[0, 1:]])
     origins = [np.zeros(count + 1, dtype=np.int64)]
     for _ in range(most - 1):
-        # candidates[i, j]: gradients up to i in one run fewer, i to j − 1 in the last one.
+        # candidates[i, j]: the end if the last run contains the gradients i to j − 1, and the gradients
+        # before i are in at least one run fewer.
         candidates = np.maximum(ends[:, None], starts[None, :]) + cost
         candidates[np.tril_indices(count + 1)] = np.inf
         origins.append(candidates.argmin(axis=0))
@@ -215,7 +229,12 @@ def limited_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64], most: 
 
 
 def optimal_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64]) -> list[Cut]:
-    """Returns runs (first, stop) in order. `cost[i, j]` is the cost of gradients i to j − 1."""
+    """Returns the runs of gradients whose exchange ends first, as pairs (first, stop) in order.
+
+    Args:
+        ready_s: When each gradient is ready.
+        cost: `cost[i, j]` is the cost of the run with the gradients i to j − 1.
+    """
     count = len(ready_s)
     ends = np.zeros(count + 1)
     origin = np.zeros(count + 1, dtype=np.int64)
@@ -227,9 +246,12 @@ def optimal_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64]) -> lis
 
 
 def _walked_back(origins: Iterable[npt.NDArray[np.int64]], count: int) -> list[Cut]:
-    """Returns the runs, the last of which ends at `count`.
+    """Returns the runs that cover the first `count` gradients.
 
-    `origin` contains the start of the last run for each end.
+    Args:
+        origins: For each run from the last one back, an array. Element j is the start of the best run
+            that ends at j.
+        count: Number of gradients.
     """
     cuts: list[Cut] = []
     for origin in origins:
@@ -241,10 +263,9 @@ def _walked_back(origins: Iterable[npt.NDArray[np.int64]], count: int) -> list[C
 
 
 def _more_exact(buckets: Sequence[Bucket], costs: Costs, by_s: float) -> list[Bucket]:
-    """Gives each bucket, from the last one back, the most exact format that delays no other bucket.
+    """Gives each bucket, from the last one back, the most exact format that keeps the end `by_s`.
 
-    A bucket must end before the next bucket has to start. Earlier buckets do not change, and no
-    format becomes less exact.
+    A bucket must end before the next bucket has to start. No bucket gets a less exact format.
     """
     starts, free = [], 0.0
     for bucket in buckets:
@@ -262,9 +283,9 @@ def _more_exact(buckets: Sequence[Bucket], costs: Costs, by_s: float) -> list[Bu
 
 
 def _joined(buckets: Sequence[Bucket], costs: Costs, by_s: float) -> list[Bucket]:
-    """Joins neighboring buckets that stay hidden by backward, in the more exact format of the two.
+    """Joins neighboring buckets if the exchange still ends at `by_s`, with fewer messages.
 
-    So the exchange ends at the same time with fewer messages.
+    The joined bucket has the more exact format of the two.
     """
     latest = [by_s]  # when the channel must be free for later buckets, the last bucket first
     for bucket in reversed(buckets[1:]):
@@ -288,7 +309,10 @@ Counts = npt.NDArray[np.int64]
 
 
 class BucketCost:
-    """Costs of all possible buckets: `seconds[i, j]` is for the bucket of gradients i to j − 1."""
+    """Costs of all possible buckets.
+
+    `seconds[i, j]` is the cost of the bucket with the gradients i to j − 1 in its cheapest format.
+    """
 
     def __init__(
         self, gradients: Sequence[Gradient], cluster: Cluster, algorithms: Sequence[str],
@@ -308,11 +332,11 @@ class BucketCost:
         self.seconds: Floats = np.minimum.reduce([table.seconds for table in tables])
 
     def bytes(self, first: int, stop: int) -> int:
-        """Returns the bytes of the gradients on the wire, in the most exact format."""
+        """Returns the bytes that the gradients `first` to `stop` − 1 send in the most exact format."""
         return int(self._by_wire[self.wires[0]].bytes[first, stop])
 
     def of(self, wire: str, first: int, stop: int) -> float:
-        """Returns the seconds in this format."""
+        """Returns the seconds of the bucket with the gradients `first` to `stop` − 1 in format `wire`."""
         return float(self._by_wire[wire].seconds[first, stop])
 
     def names(self, wire: str, first: int, stop: int) -> tuple[str, str]:
@@ -321,7 +345,11 @@ class BucketCost:
 
 
 def _runs(counts: Counts) -> Counts:
-    """Returns the sums over gradients i to j − 1 as [kind, i, j]; kinds are 16-bit and 32-bit."""
+    """Returns the number of elements of the gradients i to j − 1 as an array [kind, i, j].
+
+    Args:
+        counts: For each gradient its number of 16-bit and of 32-bit elements; these are the two kinds.
+    """
     before = np.concatenate([np.zeros((1, 2), dtype=np.int64), counts.cumsum(axis=0)]).T
     return np.asarray(before[:, None, :] - before[:, :, None])
 
@@ -334,13 +362,13 @@ class _WireCost:
         algorithms: Sequence[str],
     ) -> None:  # fmt: skip
         self._cluster, self._others = cluster, tuple(algorithms)
-        # A format with its own all-reduce has no other; its signals travel by any algorithm.
+        # A format with its own all-reduce uses no other one; the signals can use any algorithm.
         self._own, self._own_cost = wire_format(wire).algorithm, wire_format(wire).cost
         self._algorithms = (self._own,) if self._own else self._others
         half, full = held
         narrow, wide, cast = travelling(half.astype(float), full.astype(float), wire)
         self.bytes: Floats = narrow + wide
-        # The last bucket's signals: within its fp32 message, or separately.
+        # The last bucket sends the signals within its fp32 message or as a separate message.
         signals = signal_bytes(len(half) - 1)
         rides = (full[:, -1] > 0) & keeps_float32(wire)
         wide[:, -1] += np.where(rides, signals, 0)
@@ -359,7 +387,7 @@ class _WireCost:
             self.seconds[:] = 0.0
 
     def _times(self, sizes: npt.ArrayLike) -> Floats:
-        """Returns the seconds by every algorithm, in the first dimension."""
+        """Returns the seconds for each algorithm (first dimension) and each of `sizes` in bytes."""
         own = self._own_cost
         return np.stack([all_reduce_s(n, self._cluster, sizes, own) for n in self._algorithms])
 

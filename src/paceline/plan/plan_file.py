@@ -1,17 +1,19 @@
-"""`PlanFile`: plan.toml, the file of tuning and planning. It needs no torch.
+"""`PlanFile`: the file plan.toml, which stores a fusion plan and measurements of a cluster.
 
-`paceline tune` writes it, `paceline train --plan` executes it, `paceline plan --cluster` and
-`--profile` predict with it, and a run keeps in it what it executed. Every part is optional:
+`paceline tune` writes the file, and `paceline train --plan` executes its plan. `paceline plan` uses its
+measurements (`--cluster`, `--profile`), and a run stores the executed plan in this format. This module
+does not import torch. Every section is optional:
 
     why           what was measured and chosen, in sentences
-    [model]       the model of the plan: number and sizes of its trained tensors
-    [cluster]     ranks and nodes; if probed also backend, device, hidden_cost, and the cost of a message
-                  inside a node, [cluster.intra], and between nodes, [cluster.inter]
-    [expected]    the planner's prediction for the plan, so that a run can be compared with it
-    [start_up]    the planner's prediction for the time before the first step, and the process
-    groups [[buffer]]    the plan: tensors that travel together, algorithm, wire format [[sizes]]
-    the algorithm for each size of a buffer [[measured]]  the medians of every size and algorithm
-    [workload]    the profiled step
+    [model]       the model that the plan is for: number and sizes of the trained tensors
+    [cluster]     ranks and nodes; if the links were measured also backend, device, hidden_cost, and the
+                  cost of a message inside a node, [cluster.intra], and between nodes, [cluster.inter]
+    [expected]    the predicted step time of the plan, so that a run can be compared with it
+    [start_up]    the predicted time before the first step
+    [[buffer]]    the plan: for each bucket the tensors, the algorithm and the wire format
+    [[sizes]]     the algorithm for each buffer size
+    [[measured]]  the median time for each buffer size and algorithm
+    [workload]    the profiled training step
 """
 
 from __future__ import annotations
@@ -49,7 +51,10 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The trained tensors, regardless of their order and number format."""
+    """Number and size of the trained tensors, and a digest of their names and sizes.
+
+    The facts do not depend on the order and the number format of the tensors.
+    """
 
     tensors: int
     elements: int
@@ -57,7 +62,7 @@ class ModelFacts:
 
     @classmethod
     def of(cls, sizes: Iterable[tuple[str, int]]) -> ModelFacts:
-        """Returns the facts of tensors, given by names and numbers of elements."""
+        """Returns the facts of tensors that are given as pairs of name and number of elements."""
         rows = sorted(sizes)
         text = "\n".join(f"{name} {elements}" for name, elements in rows)
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -69,7 +74,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """The facts of a cluster that the choice of algorithms depends on."""
+    """The number of ranks and nodes, on which the choice of algorithms depends."""
 
     ranks: int
     nodes: int
@@ -80,9 +85,11 @@ class ClusterFacts:
 
 @dataclass(frozen=True)
 class LinkFacts:
-    """The cost of a link, measured on the slowest pair of ranks.
+    """The cost of a message, measured between the slowest pair of ranks.
 
-    `contention` is how many times longer a message takes if all ranks send at once.
+    A message of m bytes takes `alpha_s` + m · `beta_s_per_byte` seconds. `residual` is the relative error
+    of this formula (`fit_cost`). `contention` is the factor by which a message takes longer if all ranks
+    send concurrently.
     """
 
     alpha_s: float
@@ -99,10 +106,10 @@ class ProbedCluster:
         ranks_per_node: Number of ranks on each node.
         backend: The backend of torch.distributed.
         device: The type of the device.
-        intra: The link inside a node; None if no node has two ranks.
-        inter: The link between nodes; None if there is one node.
-        hidden_cost: Seconds by which one second of an exchange delays the compute that hides it. None
-            if it was not measured.
+        intra: The cost of a message inside a node; None if no node has two ranks.
+        inter: The cost of a message between nodes; None if there is one node.
+        hidden_cost: Seconds by which one second of an exchange delays concurrent compute. None if this
+            delay was not measured.
     """
 
     ranks_per_node: tuple[int, ...]
@@ -133,14 +140,14 @@ class ProbedCluster:
                 "cluster.ranks_per_node", counts,
                 f"must be a list of counts from 1 to {RANKS_LIMIT:,}", "run paceline tune again",
             )  # fmt: skip
-        # The table also has the resulting numbers of ranks and nodes.
+        # The table also contains the numbers of ranks and nodes, which follow from `ranks_per_node`.
         known = cls.__dataclass_fields__
         return from_table(cls, "cluster", {k: v for k, v in table.items() if k in known})
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The planner's prediction for a plan, in the section `[expected]`.
+    """The planner's prediction of a step with a plan: the section `[expected]`.
 
     `buffers_s` lists the predicted seconds of each bucket's exchange. `batch` is the batch size of
     one rank.
@@ -170,7 +177,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class PlanFile:
-    """The parts of the file.
+    """The contents of a plan file.
 
     Attributes:
         fusion: The fusion plan.
@@ -182,10 +189,10 @@ class PlanFile:
         chosen: The chosen algorithm of each measured size.
         probed: The measured latencies and bandwidths of the cluster.
         workload: The profiled step, which `paceline.planner.plan_parts` reads.
-        why: Sentences about the choice.
-        start_up: The predicted start, which `paceline.planner.plan_parts` reads.
-        path: The path of the file, for messages.
-        setting: The setting that named the file, for messages.
+        why: Sentences that explain what was measured and chosen.
+        start_up: The predicted time before the first step, which `paceline.planner.plan_parts` reads.
+        path: The path of the file, for error messages.
+        setting: The setting that named the file, for error messages.
     """
 
     fusion: FusionPlan | None = None
@@ -204,7 +211,7 @@ class PlanFile:
 
     @property
     def plan(self) -> FusionPlan:
-        """Returns the plan. Raises ConfigError if there is none."""
+        """Returns the fusion plan. Raises ConfigError if the file has none."""
         return self.given(
             self.fusion, self.setting, "has no plan: no [[buffer]]",
             "run paceline tune with --model or a recipe",
@@ -212,20 +219,26 @@ class PlanFile:
 
     @property
     def table(self) -> SizeTable:
-        """Returns the table of sizes. Raises ConfigError if there is none."""
+        """Returns the table of buffer sizes. Raises ConfigError if the file has none."""
         return self.given(
             self.sizes, "comm.hybrid.sizes", "has no table of sizes: no [[sizes]]",
             "write rows of up_to_bytes and algorithm, or run paceline tune",
         )  # fmt: skip
 
     def given(self, part: Part | None, name: str, problem: str, remedy: str) -> Part:
-        """Returns `part`. Raises ConfigError if it is None."""
+        """Returns `part`. Raises ConfigError if `part` is None, with the other arguments as its text."""
         if part is None:
             raise ConfigError(name, self.path, problem, remedy)
         return part
 
     def check(self, model: ModelFacts, cluster: ClusterFacts, path: str) -> None:
-        """Raises ConfigError if the plan is for another model or cluster."""
+        """Checks that the plan was made for this model and cluster. Raises ConfigError otherwise.
+
+        Args:
+            model: The model of this run.
+            cluster: The cluster of this run.
+            path: The path of the file, for the error message.
+        """
         there: ModelFacts | ClusterFacts | None
         here: ModelFacts | ClusterFacts
         for what, there, here in (
@@ -287,7 +300,7 @@ class PlanFile:
 
         Args:
             path: The path of the file.
-            setting: The setting that names the file in errors.
+            setting: The setting that contains the path, for error messages.
         """
         anew = "make it anew"
         with errors_of_file(setting, path, f"fix it, or {anew}", anew):

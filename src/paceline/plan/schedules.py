@@ -1,18 +1,17 @@
-"""All-reduce algorithms, each written once: what one rank sends, receives and adds.
+"""All-reduce algorithms as schedules: what one rank sends, receives and adds.
 
 A schedule yields the steps of one rank for one segment of a buffer. `paceline.comm` executes it over
 Gloo or NCCL, and a formula in `paceline.plan.cost` predicts its time. Every schedule obeys these rules,
 which tests check:
 
-- Two ranks exchange their messages in one order: the n-th that one sends is the n-th that the other
-  receives, with the same span.
-- All ranks have equally many rounds, and no round waits for a message of a later one. So all ranks
-can alternate between the rounds of several segments without a deadlock.
-- A message that replaces a span depends on the data of that span that this rank has sent, because
-receives are posted in advance.
+- Messages between two ranks keep their order: the n-th message that one rank sends to the other is the
+  n-th message that the other rank receives, with the same span.
+- All ranks have the same number of rounds, and no round waits for a message of a later round. So all
+  ranks can alternate between the rounds of several segments without a deadlock.
+- A rank receives a replacement of a span only after this rank has sent its data of that span, on which
+  the replacement depends. Otherwise a receive that is posted in advance could overwrite the data.
 
-A new algorithm is one function with the decorator `register`, which makes it known to every command.
-See `tree`.
+The decorator `register` makes a function an algorithm that all commands know. `tree` is an example.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from paceline.plan.cost import Cost
 
 KIB = 1024
-# Long enough that no algorithm skips a part of it.
+# Length of a segment in which no algorithm has empty messages.
 _LONG = 1 << 20
 NATIVE = "native"
 REGISTRY: dict[str, Algorithm] = {}
@@ -60,12 +59,12 @@ def register(
     """Returns a decorator that adds a schedule to the algorithms, under the name of its function.
 
     Args:
-        depth: Number of segments that are under way together.
-        least_bytes: The smallest segment size.
-            most_bytes: The largest segment size.
-            tuned: True if `paceline tune` tries the algorithm by default.
-        cost: Function that predicts the seconds for a number of bytes on a cluster. Without this
-            function the planner does not consider the algorithm.
+        depth: Number of segments of a buffer that are exchanged concurrently.
+        least_bytes: The smallest size of a segment.
+        most_bytes: The largest size of a segment.
+        tuned: True if `paceline tune` tries the algorithm by default.
+        cost: Function that predicts the seconds for each number of bytes on a cluster. Without it and
+            without measurements the planner does not consider the algorithm.
     """
 
     def add(schedule: Schedule) -> Schedule:
@@ -77,12 +76,12 @@ def register(
 
 
 def algorithm_names() -> tuple[str, ...]:
-    """Returns all algorithms; `native`, the backend's own all-reduce, has no schedule."""
+    """Returns the names of all algorithms, including `native`, the backend's own all-reduce."""
     return (NATIVE, *REGISTRY)
 
 
 def tuned_names() -> tuple[str, ...]:
-    """Returns the algorithms that `paceline tune` tries by default."""
+    """Returns the names of the algorithms that `paceline tune` tries by default."""
     return (NATIVE, *(name for name, algorithm in REGISTRY.items() if algorithm.tuned))
 
 
@@ -100,9 +99,9 @@ def algorithm(name: str) -> Algorithm:
 
 
 def parts_used(algorithms: Collection[str], groups: Groups) -> frozenset[str]:
-    """Returns the sub-groups in which the algorithms have collectives: `rows`, `masters`, `columns`.
+    """Returns the kinds of sub-groups in which `algorithms` run collectives.
 
-    The backend's own all-reduce and those of wire formats run among all ranks, and have none.
+    Kinds are `rows`, `masters` and `columns`. `native` and the all-reduces of wire formats need none.
     """
     parts: set[str] = set()
     for name in set(algorithms) & set(REGISTRY):
@@ -123,17 +122,17 @@ def _part(step: Collective, rank: int, groups: Groups) -> str:
 
 @register()
 def ring(rank: int, groups: Groups, segment: Segment) -> Steps:
-    """Ring all-reduce over all p ranks: 2(p−1) rounds, each with 1/p of the segment."""
+    """Ring all-reduce over all p ranks: 2(p−1) messages for each rank, each with 1/p of the segment."""
     return _ring(rank, groups.order, (0, segment.length))
 
 
 @register(depth=8, least_bytes=512 * KIB, most_bytes=2 * MIB)
 def hierarchical(rank: int, groups: Groups, segment: Segment) -> Steps:
-    """Reduce in each group to its master, sum among the masters, broadcast in each group.
+    """Reduce to a master in each group, sum among the masters, broadcast in each group.
 
-    This is the algorithm of the paper and of Goyal et al. The ranks of a group take turns as its
-    master, segment by segment. So no process has all the work, and the links between nodes stay busy
-    while groups add and broadcast.
+    This is the algorithm of the paper and of Goyal et al. The master of a group changes from segment to
+    segment. So the work is spread over processes, and the links between nodes stay busy while groups add
+    and broadcast. Over NCCL the master is always the first rank of the group.
     """
     row, span = groups.row_of(rank), (0, segment.length)
     if groups.nested:
@@ -158,14 +157,15 @@ def hierarchical(rank: int, groups: Groups, segment: Segment) -> Steps:
 def torus2d(rank: int, groups: Groups, segment: Segment) -> Steps:
     """Reduce-scatter in rows, all-reduce in columns, all-gather in rows (Horovod and Sony).
 
-    All ranks have equal work, and each column moves its own chunk between the groups.
+    A row is a group. Each column contains one rank of each group and sums its own chunk of the segment.
+    If all groups have the same size, all ranks have the same work.
     """
     row, columns = groups.row_of(rank), groups.columns
     if groups.nested and groups.is_uniform:
         return _nested_torus2d(rank, row, columns, segment.length)
     owners = tuple(row[number % len(row)] for number in range(len(columns)))
     chunks = cut((0, segment.length), len(columns))
-    # The mean size of a chunk, not this one's: all columns must have the same number of rounds.
+    # The mean size of all chunks, so that all columns have the same number of rounds.
     size = segment.length * segment.item_bytes // len(columns)
     owned = [number for number, owner in enumerate(owners) if owner == rank]
     sums = [_sum_among(rank, columns[number], chunks[number], size) for number in owned]
@@ -178,24 +178,24 @@ def torus2d(rank: int, groups: Groups, segment: Segment) -> Steps:
 
 @register()
 def halving_doubling(rank: int, groups: Groups, segment: Segment) -> Steps:
-    """log2(p) rounds of halving, log2(p) of doubling (Rabenseifner).
+    """Recursive halving and doubling (Rabenseifner), each in log2(p) rounds.
 
-    It sends as few bytes as the ring in far fewer rounds. Neighbours exchange the largest parts, so
-    that little crosses between nodes.
+    For a power of two, this algorithm sends as few bytes as the ring in far fewer rounds. Neighbouring
+    ranks exchange the largest messages, so that few bytes travel between nodes.
     """
     return _halving(rank, groups.order, (0, segment.length))
 
 
 @register(most_bytes=4 * MIB)
 def tree(rank: int, groups: Groups, segment: Segment) -> Steps:
-    """Reduce up a binomial tree of all ranks, broadcast down: few messages, each of a whole segment."""
+    """Reduce up a binomial tree of all ranks, then broadcast down; a message is a whole segment."""
     place, span = _tree(groups.order, rank, _binomial), (0, segment.length)
     return _chained(_up(place, span), _down(place, span))
 
 
 @register(least_bytes=4 * MIB, most_bytes=16 * MIB, tuned=False)
 def central(rank: int, groups: Groups, segment: Segment) -> Steps:
-    """A synchronous parameter server, sharded over one rank of each group: a historical baseline."""
+    """Synchronous parameter server, a historical baseline; one rank of each group serves a shard."""
     chunks = cut((0, segment.length), len(groups.masters))
     return _chained(
         _to_owners(rank, groups.order, groups.masters, chunks),
@@ -212,7 +212,7 @@ def _chained(*phases: Steps) -> Steps:
 
 
 def _joined(steps: Steps, rounds: int) -> Steps:
-    """Merges a phase's last round with the next phase's first, so no other segment runs between."""
+    """Merges the last of a phase's `rounds` rounds with the first round of the next phase."""
     for step in steps:
         if isinstance(step, Pause):
             rounds -= 1
@@ -222,9 +222,9 @@ def _joined(steps: Steps, rounds: int) -> Steps:
 
 
 def _side_by_side(parts: Sequence[Steps]) -> Steps:
-    """Runs several parts of equal length round by round.
+    """Runs several parts with the same number of rounds concurrently, round by round.
 
-    Receives come first: without tags, as over NCCL, they are posted in one batch.
+    The receives of a round come first: without tags, as over NCCL, they are posted in one batch.
     """
     live = list(parts)
     while live:
@@ -244,8 +244,8 @@ def _side_by_side(parts: Sequence[Steps]) -> Steps:
 def _ring(rank: int, members: Sequence[int], span: Span) -> Steps:
     """Reduce-scatter and all-gather around a ring (Baidu).
 
-    A partial sum is rounded at every hop, because it travels. Its last owner sends the same bits that
-    it keeps.
+    A partial sum is rounded at every hop, because it is sent in the number format of the buffer. The
+    rank that completes a sum sends the same bits that it keeps.
     """
     size, at = len(members), members.index(rank)
     after, before = members[(at + 1) % size], members[at - 1]
@@ -255,7 +255,7 @@ def _ring(rank: int, members: Sequence[int], span: Span) -> Steps:
     for number in range(size - 1):
         chunk = chunks[(at - number - 1) % size]
         yield Receive((before,), chunk, add=True)
-        # The last of these is complete: the all-gather starts here.
+        # In the last iteration the sum is complete, and this message starts the all-gather.
         yield Send(after, chunk)
         yield PAUSE
     for number in range(size - 1):
@@ -267,7 +267,7 @@ def _ring(rank: int, members: Sequence[int], span: Span) -> Steps:
 
 
 def _flood(rank: int, members: Sequence[int], span: Span) -> Steps:
-    """Sends the span to all members. All add in the same order, so sums are bit-identical."""
+    """Sends the span to all members. All add in the same order, so their sums are bit-identical."""
     at = members.index(rank)
     others = tuple(member for member in members if member != rank)
     for other in (*others[at:], *others[:at]):
@@ -280,7 +280,7 @@ def _flood(rank: int, members: Sequence[int], span: Span) -> Steps:
 def _to_owners(
     rank: int, members: Sequence[int], owners: Sequence[int], chunks: Sequence[Span]
 ) -> Steps:
-    """Sends every chunk to its owner, which adds."""
+    """Sends every chunk to its owner, which adds the chunks of all members (a reduce-scatter)."""
     others = _others(rank, members)
     for other in others:
         for chunk, owner in zip(chunks, owners, strict=True):
@@ -289,7 +289,7 @@ def _to_owners(
     yield PAUSE
     for chunk, owner in zip(chunks, owners, strict=True):
         if owner == rank and others:
-            # A rank before this one sends to it early in its own order.
+            # In reverse order, because the nearest predecessor sends to this rank first.
             yield Receive(others[::-1], chunk, add=True)
     yield PAUSE
 
@@ -297,7 +297,7 @@ def _to_owners(
 def _from_owners(
     rank: int, members: Sequence[int], owners: Sequence[int], chunks: Sequence[Span]
 ) -> Steps:
-    """Sends every chunk from its owner to all members."""
+    """Sends every chunk from its owner to all other members (an all-gather)."""
     others = _others(rank, members)
     for other in others:
         for chunk, owner in zip(chunks, owners, strict=True):
@@ -312,17 +312,18 @@ def _from_owners(
 
 
 def _others(rank: int, members: Sequence[int]) -> tuple[int, ...]:
-    """Returns the other members, starting with the successor, to spread the load over receivers."""
+    """Returns the other members from the successor on, so that senders start with different receivers."""
     at = members.index(rank)
     return (*members[at + 1 :], *members[:at])
 
 
 def _halving(rank: int, members: Sequence[int], span: Span) -> Steps:
-    """Recursive halving, then doubling.
+    """Recursive halving (a reduce-scatter), then recursive doubling (an all-gather).
 
-    If the number of members is not a power of two, some of the first members pair up: the even
-    member of a pair sends its whole span to the odd member, which sends back the result. Sums stay
-    in fp32 as long as a rank keeps them. What it sends, and at last its own part, is rounded.
+    If the number of members is not a power of two, some of the first members form pairs: the even
+    member of a pair sends its whole span to the odd member, which returns the result. Sums stay in fp32
+    as long as a rank keeps them. A rank rounds each part before sending it, and at the end of the
+    halving its own part.
     """
     core = 1 << (len(members).bit_length() - 1)
     extra, levels, at = len(members) - core, core.bit_length() - 1, members.index(rank)
@@ -362,14 +363,14 @@ def _halving(rank: int, members: Sequence[int], span: Span) -> Steps:
         yield PAUSE
 
 
-# Measured over Gloo, four masters behind links of 200 Mbit/s. A flood is one round but sends everything
-# to all. Many senders slow each other on one link, so for larger messages a ring is better.
+# Measured over Gloo with four masters behind links of 200 Mbit/s. A flood takes one exchange but sends
+# the whole span to every member, and many senders slow each other on one link.
 FEW_MEMBERS = 8
 FLOOD_BYTES, EXCHANGE_BYTES, HALVING_BYTES = 24 * KIB, 64 * KIB, MIB
 
 
 def _sum_among(rank: int, members: Sequence[int], span: Span, size_bytes: int) -> Steps:
-    """Sums over some ranks with the algorithm that suits the number of ranks and the size."""
+    """Sums `span` over `members`, by an algorithm that depends on their number and on `size_bytes`."""
     count = len(members)
     if count == 1:
         return iter(())
@@ -386,14 +387,14 @@ def _sum_among(rank: int, members: Sequence[int], span: Span, size_bytes: int) -
 
 
 class _Place(NamedTuple):
-    """The place of a rank in a tree.
+    """The position of a rank in a tree.
 
     Attributes:
-        parent: The parent, or None for the root.
-        children: The children, in the order in which they become ready.
-        height: Number of rounds before the rank can send to its parent.
-        depth: Number of rounds before the result reaches the rank.
-        levels: The depth of the tree.
+        parent: The parent's rank, or None for the root.
+        children: The children's ranks, in the order in which they are ready to send to this rank.
+        height: Number of rounds before the rank can send its sum to the parent.
+        depth: Number of rounds before the result of the broadcast reaches the rank.
+        levels: The depth of the tree. All ranks run `levels` + 1 rounds in each direction.
     """
 
     parent: int | None
@@ -404,12 +405,12 @@ class _Place(NamedTuple):
 
 
 def _binomial(at: int) -> int:
-    """Builds a binomial tree: ⌈log2 n⌉ rounds; neighbours meet first."""
+    """Returns the parent of member `at` in a binomial tree, which takes ⌈log2 n⌉ rounds."""
     return at & (at - 1)
 
 
 def _flat(at: int) -> int:
-    """Puts all members below the root: one round, in which the root has all the work."""
+    """Returns the root as the parent of every member: one round, in which the root does all the work."""
     return 0
 
 
@@ -473,7 +474,7 @@ def _nested_hierarchical(
 def _nested_torus2d(
     rank: int, row: tuple[int, ...], columns: Sequence[tuple[int, ...]], length: int
 ) -> Steps:
-    """Cuts equal chunks: the last one may end after the segment."""
+    """Runs `torus2d` by collectives; all chunks are equal, so the last may end after the segment."""
     at, width = row.index(rank), len(row)
     each = -(-length // width)
     if width > 1:

@@ -1,7 +1,7 @@
-"""`SizeTable`: the algorithm for each size of a buffer; `MeasuredSize`: the measurements behind it.
+"""`SizeTable`: the all-reduce algorithm for each buffer size; `MeasuredSize`: measured times of a size.
 
-The paper's switch at a threshold η is a table of two rows. `paceline.tune.size_choice` makes a table
-from measurements.
+The paper's rule, which changes the algorithm at a threshold η, is a table of two rows.
+`paceline.tune.size_choice` makes a table from measurements.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ROW_KEYS = {"algorithm", "up_to_bytes", "measured"}
 
 @dataclass(frozen=True)
 class SizeRow:
-    """The algorithm for buffers of up to `up_to_bytes`; None for the last row, which has no limit."""
+    """The algorithm for buffers of up to `up_to_bytes`, which is None (no limit) in the last row."""
 
     algorithm: str
     up_to_bytes: int | None = None
@@ -30,10 +30,8 @@ class SizeRow:
 class SizeTable:
     """Chooses an all-reduce algorithm by the size of a buffer.
 
-    Rows are in ascending order; the last has no limit.
-
     Args:
-        rows: The rows of the table.
+        rows: The rows, in ascending order of `up_to_bytes`. The last row has no limit.
 
     Raises:
         ConfigError: If the rows are not sorted or name an unknown algorithm.
@@ -75,14 +73,14 @@ class SizeTable:
 
     @classmethod
     def two_way(cls, eta_bytes: int) -> SizeTable:
-        """Returns the paper's table: `hierarchical` below `eta_bytes`, `ring` from there on."""
+        """Returns the paper's table: `hierarchical` below `eta_bytes`, otherwise `ring`."""
         if eta_bytes <= 0:
             return cls.single("ring")
         return cls((SizeRow("hierarchical", eta_bytes - 1), SizeRow("ring")))
 
     @property
     def algorithms(self) -> tuple[str, ...]:
-        """Returns the algorithms in use, each once, in order of size."""
+        """Returns the algorithms of the table without duplicates, in the order of the rows."""
         return tuple(dict.fromkeys(row.algorithm for row in self.rows))
 
     def choose(self, size_bytes: int) -> str:
@@ -93,7 +91,7 @@ class SizeTable:
         raise AssertionError("the last row has no limit")
 
     def to_table(self) -> dict[str, Any]:
-        """Returns plain lists and numbers, for TOML, JSON and the checkpoint."""
+        """Returns the table as plain lists, dicts and values, for TOML, JSON and checkpoints."""
         return {
             "sizes": [
                 {"algorithm": row.algorithm}
@@ -105,7 +103,7 @@ class SizeTable:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> SizeTable:
-        """Builds a table from the result of `to_table`. Raises ConfigError if it is invalid."""
+        """Builds a table from the result of `to_table`. Raises ConfigError if `table` is invalid."""
         rows = table.get("sizes")
         if not isinstance(rows, Sequence) or isinstance(rows, str):
             raise ConfigError(
@@ -122,13 +120,13 @@ class SizeTable:
 
     @classmethod
     def read(cls, path: Path) -> SizeTable:
-        """Reads the `[[sizes]]` of a file, also of a plan file of `paceline tune`."""
+        """Reads the section `[[sizes]]` of a plan file, such as a file that `paceline tune` wrote."""
         from paceline.plan.plan_file import PlanFile
 
         return PlanFile.read(path, "comm.hybrid.sizes").table
 
     def write(self, path: Path) -> None:
-        """Writes a plan file that has only this table."""
+        """Writes a plan file that contains only this table."""
         from paceline.plan.plan_file import PlanFile
 
         PlanFile(sizes=self).write(path)
@@ -136,9 +134,9 @@ class SizeTable:
 
 @dataclass(frozen=True)
 class MeasuredSize:
-    """Median seconds of each algorithm for one size.
+    """Median seconds of each algorithm for one buffer size.
 
-    `spread` is the distance between the quartiles of the native samples, relative to their median.
+    `spread` is the interquartile range of the times of the algorithm `native`, divided by their median.
     """
 
     size_bytes: int

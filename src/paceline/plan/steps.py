@@ -1,10 +1,11 @@
-"""The vocabulary of schedules: steps, groups of ranks, segments of a buffer; and compiled programs.
+"""The steps of a schedule, groups of ranks, segments of a buffer, and compiled programs.
 
 A schedule (`paceline.plan.schedules`) is a generator of steps for one rank and one segment of a buffer.
 A step is a message (`Send`, `Receive`), a collective of a sub-group (`Collective`), a local rounding
-(`Round`), or `PAUSE`, the end of a round. A program contains the same as operations with places in
-memory. Messages that are added arrive in an inbox. Messages that replace a span arrive in the segment
-itself. A span that changes while a slow peer may still be receiving it is sent from a copy.
+(`Round`), or `PAUSE`, the end of a round. A program contains the same steps as operations with memory
+addresses. A received message that is added to a span is first written to an inbox. A message that
+replaces a span is written into the segment directly. If a span changes while a slow peer may still be
+receiving the span, a copy is sent instead.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Receives a message of `span` from each peer: one replaces the span, or all are added to it.
+    """Receives one message from each peer, with the elements of `span`.
 
-    Messages are added in the order of `peers`; this rank's own values are summand number `own`.
-    Sums of 16-bit values are computed in fp32 and rounded once. If `wide` is set, the sum stays in
-    fp32 until `Round`.
+    If `add` is set, the messages are added to the span, in the order of `peers`; this rank's own values
+    are summand number `own`. Otherwise there is one peer, whose message replaces the span. Sums of
+    16-bit values are computed in fp32 and rounded once. If `wide` is set, the sum stays in fp32 until
+    `Round`.
     """
 
     peers: tuple[int, ...]
@@ -46,15 +48,15 @@ class Receive(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Rounds the wide sums of `span` to the format of the messages."""
+    """Rounds the sums of `span`, which are kept in fp32, to the number format of the messages."""
 
     span: Span
 
 
 class Collective(NamedTuple):
-    """Runs the backend's own collective among `members`, of which the first is the root.
+    """Runs a collective of the backend among `members`; the first member is the root.
 
-    `beside` is the number of such collectives that run concurrently on a node and share its links.
+    `beside` is the number of such collectives that run concurrently and share the links of a node.
     """
 
     kind: CollectiveKind
@@ -75,9 +77,9 @@ Rounds = tuple[tuple[Step, ...], ...]
 
 @dataclass(frozen=True)
 class Groups:
-    """The ranks of each group. Groups are the nodes unless a group size was set.
+    """The ranks of each group. Each node is a group unless the user has set a group size.
 
-    `nested` means that the backend's own collectives run in parts of the cluster, as over NCCL.
+    `nested` is True if schedules use the backend's own collectives in sub-groups of ranks, as over NCCL.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -92,7 +94,10 @@ class Groups:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Returns all ranks, group by group: a ring in this order crosses each node's link once."""
+        """Returns all ranks, group by group.
+
+        A ring in this order enters and leaves each node only once.
+        """
         return tuple(rank for group in self.groups for rank in group)
 
     @cached_property
@@ -101,10 +106,10 @@ class Groups:
 
     @cached_property
     def columns(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the columns; column c has each group's owner of chunk c.
+        """Returns the columns; column c contains one rank of each group, the owner of chunk c.
 
-        There are as many columns as the largest group has ranks. A rank of a small group is in several
-        columns.
+        There are as many columns as the largest group has ranks. A rank of a smaller group can be in
+        several columns.
         """
         width = max(len(group) for group in self.groups)
         return tuple(
@@ -121,7 +126,10 @@ class Groups:
 
 
 class Segment(NamedTuple):
-    """A part of a buffer: `length` elements of `item_bytes`; `number` counts the segments of a buffer."""
+    """A part of a buffer: `length` elements of `item_bytes` bytes each.
+
+    `number` is the index of the segment in the buffer, or this index modulo the number of columns.
+    """
 
     length: int
     item_bytes: int = 4
@@ -133,15 +141,16 @@ Schedule = Callable[[int, Groups, Segment], Steps]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A schedule, and how a buffer is cut for it.
+    """A schedule, and the rules for cutting a buffer into segments.
 
     Attributes:
         name: The name of the algorithm.
-        schedule: The schedule.
-        depth: Number of segments that are under way together, unless they would be too short.
-        least_bytes: The smallest segment.
-        most_bytes: The largest segment; longer buffers have more segments.
-        tuned: `paceline tune` tries the algorithm by default.
+        schedule: The generator function that yields the steps of a rank.
+        depth: Number of segments that are exchanged concurrently. A buffer that is too short for so
+            many segments of `least_bytes` has fewer.
+        least_bytes: The smallest size of a segment; a shorter buffer is one segment.
+        most_bytes: The largest size of a segment; a longer buffer has more than `depth` segments.
+        tuned: True if `paceline tune` tries the algorithm by default.
         cost: The cost formula, if `paceline.plan.cost` does not contain one for this algorithm.
     """
 
@@ -170,11 +179,11 @@ class Algorithm:
 
 
 def interleave(counts: Sequence[int], depth: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (segment, lane, round) in the order in which all ranks take them.
+    """Yields (segment, lane, round) in the order in which every rank runs the rounds.
 
-    At most `depth` segments are under way, each on its own lane. Half of them start in the same pass:
-    then a link has several messages to carry from the first round to the last. The other half keeps it
-    busy while new segments start.
+    At most `depth` segments are in progress, each on its own lane. At most half of the lanes start a
+    segment in the same pass, so that each link always has several messages to carry. The other lanes
+    keep the links busy while new segments start.
 
     Args:
         counts: The number of rounds of each segment.
@@ -205,10 +214,11 @@ def cut(span: Span, parts: int) -> list[Span]:
 
 
 class Arrival(NamedTuple):
-    """A `Receive` and the place of its messages.
+    """A `Receive`, and where its messages are written.
 
-    Messages that are added go to `inbox` elements into the memory for them; others go to the segment.
-    `batch` has the receives that are posted together with it, if messages are batched.
+    Messages that are added are written to the inbox memory, from element `inbox` on. A message that
+    replaces a span is written to the segment. `batch` is set on the first of several consecutive
+    receives: it contains the indices of all of them, which are posted together if messages are batched.
     """
 
     step: Receive
@@ -217,10 +227,10 @@ class Arrival(NamedTuple):
 
 
 class Departure(NamedTuple):
-    """A `Send`. If it is sent from a copy, `copy` is the offset in the memory for copies.
+    """A `Send`. `copy` is None, or the offset of a copy from which the span is sent.
 
-    The span is copied if it changes while a slow peer may still be receiving it; `fill` means that the
-    copy is made now.
+    A copy is needed if the span changes while a slow peer may still be receiving the span. `fill` is
+    True if this operation makes the copy, and False if an earlier one has made the copy.
     """
 
     step: Send
@@ -232,15 +242,15 @@ Op = Arrival | Departure | Round
 
 
 class Program(NamedTuple):
-    """One rank's rounds of one segment.
+    """The compiled rounds of one rank for one segment.
 
     Attributes:
-        rounds: The operations.
-        arrivals: All receives in order.
-        inbox: Elements of memory for messages that are added.
-        copies: Elements of memory for copies.
-        wide: The span whose sums may stay in fp32.
-        collectives: The collectives, if the schedule has no messages.
+        rounds: The operations of each round.
+        arrivals: All receives, in order.
+        inbox: Number of elements of the inbox memory, for messages that are added.
+        copies: Number of elements of the memory for copies of sent spans.
+        wide: The smallest span that contains all sums that are kept in fp32.
+        collectives: The collectives, if the schedule consists of collectives instead of messages.
     """
 
     rounds: tuple[tuple[Op, ...], ...]
@@ -256,7 +266,7 @@ class Program(NamedTuple):
 
 
 def compile_rounds(rounds: Rounds) -> Program:
-    """Compiles the rounds of one rank."""
+    """Compiles the rounds of one rank for one segment into a `Program`."""
     steps = [step for steps in rounds for step in steps]
     collectives = tuple(step for step in steps if isinstance(step, Collective))
     if collectives:
@@ -298,9 +308,9 @@ def compile_rounds(rounds: Rounds) -> Program:
 
 
 def _close_batch(run: list[int], arrivals: list[Arrival], ops: list[Op]) -> None:
-    """Groups consecutive receives so that they are posted together.
+    """Marks the consecutive receives in `run` as one batch that is posted together; clears `run`.
 
-    If they were posted in parts, three ranks could wait for one another in a cycle.
+    If these receives were posted separately, three ranks could wait for one another in a cycle.
     """
     if run:
         arrivals[run[0]] = first = arrivals[run[0]]._replace(batch=tuple(run))

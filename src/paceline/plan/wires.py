@@ -1,7 +1,8 @@
 """Wire formats: the number formats in which gradients travel, and their cost.
 
-The core has the formats of the backends, which every all-reduce can sum. `register_wire` adds others,
-which have their own all-reduce. Numbers of elements may be integers or arrays.
+The built-in formats are number formats of the backends, which every all-reduce algorithm can sum.
+`register_wire` adds further formats; each of them brings its own all-reduce. Functions that take
+numbers of elements accept integers or NumPy arrays.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Wire:
 
     Attributes:
         name: The name in `comm.wire` and in plans.
-        bits: Size of a number; 0 for `auto`.
-        short: Another name, for flags and arguments.
+        bits: Bits of an element; 0 for `auto`.
+        short: A shorter name that flags and arguments also accept.
         block: Number of elements in a block with common metadata, such as a scale.
         block_bytes: Bytes of metadata that are sent with each block.
         roundoff: The largest relative error of one rounding, for formats with their own all-reduce.
@@ -35,7 +36,8 @@ class Wire:
         small_range: True if typical gradients underflow in the format, as in float16. Losses are then
             scaled.
         casts: Time to encode and decode an element, relative to a cast from 32 to 16 bits and back.
-        create: Makes the `WireCarrier` (`comm/planned_transport`) that executes it, or its import path.
+        create: Function that makes the `WireCarrier` (`comm/planned_transport`), which executes the
+            format's own all-reduce; or the import path of this function.
     """
 
     name: str
@@ -52,12 +54,13 @@ class Wire:
 
     @property
     def width(self) -> float:
-        """Returns the bytes per element, including its share of the block's metadata."""
+        """Returns the mean bytes per element, including an equal share of the block's metadata."""
         return self.bits / 8 + self.block_bytes / self.block
 
 
-# The most exact first: of two that end equally soon, the earlier one is taken. float32 comes after auto,
-# because 16-bit gradients gain little from a wider sum and take twice the bytes.
+# The most exact format comes first: if two formats end the exchange equally soon, the planner takes the
+# earlier one. float32 comes after auto, because 16-bit gradients gain little from a wider sum, which
+# doubles their bytes.
 _OWN = (
     Wire(AUTO), Wire("float32", 32, "fp32"), Wire("float16", 16, "fp16", small_range=True),
     Wire("bfloat16", 16, "bf16"),
@@ -90,12 +93,15 @@ def register_wire(wire: Wire) -> None:
 
 
 def wire_format(name: str, field: str = "comm.wire") -> Wire:
-    """Returns the format of this full name. Raises ConfigError if there is none."""
+    """Returns the format with the full name `name`. Raises ConfigError if there is none."""
     return WIRES.get(name, field)
 
 
 def wire_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Returns full names, each once, the most exact first. Raises ConfigError for unknown names."""
+    """Returns the full names of `names` without duplicates, the most exact format first.
+
+    Raises ConfigError for an unknown name.
+    """
     full = {_full_name(name) for name in names}
     return tuple(name for name in WIRES.names() if name in full)
 
@@ -108,7 +114,7 @@ def _full_name(name: str) -> str:
 
 
 def own_algorithm(wire: str) -> str:
-    """Returns the all-reduce that belongs to a format, or ""."""
+    """Returns the name of the all-reduce that only this format uses, or "" if there is none."""
     return wire_format(wire).algorithm
 
 
@@ -116,13 +122,13 @@ def travelling(half: Any, full: Any, wire: str) -> tuple[Any, Any, Any]:
     """Returns the bytes that a bucket sends and the number of elements that are cast.
 
     Args:
-        half: Number of elements in 16 bits.
-        full: Number of elements in 32 bits.
-        wire: The format.
+        half: Number of the bucket's elements that are stored in 16 bits.
+        full: Number of the bucket's elements that are stored in 32 bits.
+        wire: The wire format of the bucket.
 
     Returns:
-        Bytes of the message of 16-bit elements, bytes of the message of 32-bit elements, and the number
-        of elements that are cast there and back.
+        Bytes of the message with the 16-bit elements, bytes of the message with the 32-bit elements,
+        and the number of elements that are cast to the wire format and back.
     """
     own = wire_format(wire)
     if own.algorithm:
@@ -132,23 +138,33 @@ def travelling(half: Any, full: Any, wire: str) -> tuple[Any, Any, Any]:
 
 
 def wire_bytes(elements: int, dtype: str, wire: str) -> int:
-    """Returns the bytes of `elements` numbers of the format `dtype` on the wire, including scales."""
+    """Returns the bytes that `elements` numbers of type `dtype` take in the format `wire`.
+
+    The result includes the metadata of the blocks, such as scales.
+    """
     own = wire_format(wire)
-    # A format's name ends with its bits.
+    # The name of a dtype ends with its number of bits.
     bits = own.bits or int("".join(c for c in dtype if c.isdigit()))
     return elements * bits // 8 + own.block_bytes * -(-elements // own.block)
 
 
 def wide_is_bulk(half: Any, full: Any, wire: str) -> Any:
-    """Returns True if the message of 32-bit elements is the larger one, from padded elements.
+    """Returns True if the message with the 32-bit elements is at least as large as the 16-bit one.
 
-    The bucket's algorithm is used for the larger message. The signals do not count. If both
-    messages have the same size, the 32-bit message counts as the larger one.
+    The bucket's algorithm sums the larger message. The sizes do not include the signals.
+
+    Args:
+        half: Number of 16-bit elements, including padding.
+        full: Number of 32-bit elements, including padding.
+        wire: The wire format of the bucket.
     """
     narrow, wide, _ = travelling(half, full, wire)
     return wide >= narrow
 
 
 def keeps_float32(wire: str) -> bool:
-    """Returns True if 32-bit elements travel in 32 bits, so that the signals can join their message."""
+    """Returns True if 32-bit elements are sent in 32 bits.
+
+    The signals, which are always sent in fp32, can then be part of the same message.
+    """
     return wire in (AUTO, "float32")
