@@ -45,13 +45,12 @@ class _NoRule(UpdateRule):
 class WrappedOptimizer(MasterOptimizer):
     """Adds fp32 masters to an optimizer of torch.
 
-    The rate of each group is copied to the inner optimizer before every step. The inner optimizer keeps
-    everything else. The inner optimizer must contain all parameters of the groups, in the same
-    groups.
+    The learning rate of each group is copied to the inner optimizer before every step. All other
+    hyper-parameters stay in the inner optimizer, which must have the same groups and parameters.
 
     Args:
-        groups: Parameter groups.
-        create: Creates the inner optimizer of groups whose tensors are the masters.
+        groups: Parameter groups of the model.
+        create: Creates the inner optimizer from groups that contain the masters as parameters.
 
     Example:
         >>> optimizer = WrappedOptimizer(groups, lambda groups: torch.optim.RAdam(groups, lr=1e-3))
@@ -80,7 +79,7 @@ class WrappedOptimizer(MasterOptimizer):
 
     @property
     def inner(self) -> Optimizer:
-        """The optimizer of torch."""
+        """The wrapped torch optimizer."""
         assert self._inner is not None
         return self._inner
 
