@@ -77,7 +77,7 @@ class Applied:
 
     @property
     def gradients_at_end(self) -> bool:
-        """True if gradients are ready only at the end of backward, so that exchanges cannot overlap it."""
+        """True if gradients are ready only at the end of backward, so exchanges cannot overlap it."""
         return False
 
     def calibrate(self, ranks: Ranks, trial: TrialPass, *, foreign: bool) -> None:

@@ -37,7 +37,7 @@ def create_model(
     torch's global random generator initializes the weights.
 
     Args:
-        settings: Name and options of the model. The patterns in `settings.freeze` select frozen parameters.
+        settings: Name and options of the model, and patterns of parameters to freeze.
         num_classes: Number of classes; overrides `settings.num_classes`.
         in_channels: Channels of the images.
         image_size: Side of the images in pixels.
@@ -124,7 +124,7 @@ def _owned(model: nn.Module) -> dict[int, tuple[str, nn.Parameter, str]]:
 
 
 def named_roles(model: nn.Module) -> dict[str, str]:
-    """Returns the role, `weight` or `bias_norm`, of each parameter by name; includes frozen parameters."""
+    """Returns the role, `weight` or `bias_norm`, of each parameter (also if frozen), by name."""
     return {name: role for name, _, role in _owned(model).values()}
 
 

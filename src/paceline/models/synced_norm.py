@@ -120,7 +120,7 @@ class _SyncedNorm(torch.autograd.Function):
         dims = [d for d in range(x.dim()) if d != 1]
         wide = _widened(x)
         own = x.numel() // x.shape[1]
-        # Sums this rank's moments: with a large mean, plain sums of squares would lose accuracy.
+        # Derives sums from this rank's moments: with a large mean, direct sums would lose accuracy.
         if own:
             variance, mean = torch.var_mean(wide, dims, correction=0)
             mean, variance = mean.double(), variance.double()

@@ -23,7 +23,7 @@ from torch import Tensor
 _MOST_VALUES = 10_000_000
 _FEW_VALUES = 100_000
 _DEEPEST = 100
-# Limit on repetitions of one tensor. Tied weights occur several times, and loading copies each of them.
+# Limit on the bytes of all tensors, relative to the file size. Tied weights are counted several times.
 _MOST_REPEATS = 100
 _SMALL_FILE = 1 << 20
 # Pickles in torch's format before version 1.6: magic number, version, platform, object, storage keys.
