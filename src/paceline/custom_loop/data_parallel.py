@@ -59,9 +59,9 @@ class DataParallel(DistributedDataParallel):
     """Trains a module on all ranks: every backward pass computes the mean gradients of all ranks.
 
     A subclass of DistributedDataParallel with the same arguments and behaviour. All ranks start with the
-    parameters and buffers of rank 0, and receive the buffers of rank 0 at each forward pass. Gradients are
-    complete when `backward` returns. `no_sync()`, `join()`, `register_comm_hook()`, unused and ignored
-    parameters, autocast and GradScaler work as in DDP.
+    parameters and buffers of rank 0, and receive the buffers of rank 0 at each forward pass. Gradients
+    are complete when `backward` returns. `no_sync()`, `join()`, `register_comm_hook()`, unused and
+    ignored parameters, autocast and GradScaler work as in DDP.
 
     Unlike in DDP, the state dict has no `module.` prefix, but state dicts with the prefix can be loaded.
     Attribute access is forwarded to the module. Without a process group, the process computes alone.
@@ -147,7 +147,8 @@ class DataParallel(DistributedDataParallel):
         """Registers the exchange as the communication hook before the first backward pass.
 
         The constructor does not register the hook, because the program may register its own hook
-        instead. This call is a collective, which the copy of a model must not be: a single rank may copy.
+        instead. For a copy of a model, this call is a collective that creates the exchange. Copying does
+        not create it, because a single rank may copy a model.
         """
         self._hybrid = self._hybrid or self._exchange.create()
         super().register_comm_hook(self._hybrid, HybridAllReduce.ddp_hook)
