@@ -2,8 +2,8 @@
 
 A synchronous step takes as long as the slowest rank needs. If ranks differ (a slow node, two kinds of
 GPU), `Unequal` divides every global batch in proportion to the ranks' speeds. The speeds are given,
-measured before the first step (`probe`), or measured again at checkpoints (`rebalance`). Each rank divides
-the loss by the number of samples on all ranks. So the sum of the gradients is the mean over all samples.
+measured before the first step (`probe`), or measured again at checkpoints (`rebalance`). Each rank
+divides the loss by the number of samples on all ranks, so the sum of gradients is the mean over samples.
 """
 
 from __future__ import annotations
