@@ -38,7 +38,7 @@ class BatchGrowth:
 
     @classmethod
     def parse(cls, text: str) -> BatchGrowth:
-        """Parses a text like `0:256,8:1024`, `x4`, `x4:4096` or an empty one; raises ConfigError."""
+        """Parses `0:256,8:1024`, `x4`, `x4:4096` or "". Raises ConfigError for any other form."""
         written = text.replace(" ", "")
         if not written:
             return cls()
