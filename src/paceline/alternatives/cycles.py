@@ -65,7 +65,7 @@ class Cycle(ScheduleSettings):
         return {"momentum": high - (high - low) * self.height(time, course)}
 
     def height(self, time: float, course: Course) -> float:
-        """Returns the height between the floor of a cycle, 0, and its peak, 1."""
+        """Returns the position of the rate between the floor (0) and the peak (1) of a cycle."""
         raise NotImplementedError
 
 

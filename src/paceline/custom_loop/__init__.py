@@ -1,6 +1,6 @@
 """Parts for custom training loops: `init`, `DataParallel`, `prepare`, `accelerate` and `Checkpointer`.
 
-Each part works alone. Names are imported on first use; importing them does not start CUDA.
+Each part also works without the others. Importing any of these names does not start CUDA.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`accelerate`: faster implementations of parts of a model, for a custom loop.
 
-The model must be on its device and have its number format. It uses the faster implementation in training
-mode only. Parameters, buffers and names of the state dict do not change.
+The model must already have its final device and dtype. The faster implementation is used only in training
+mode. Parameters, buffers and state-dict keys do not change.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from paceline.train.model_checks import restored_buffers
 class _AcceleratedForward:
     """Replaces the `forward` of a model.
 
-    A copied or unpickled model uses its own forward pass, because the acceleration refers to the parts of
-    the original model.
+    A copied or unpickled model uses its plain forward pass, because the acceleration refers to submodules
+    of the original model.
     """
 
     def __init__(self, model: nn.Module, applied: Applied | None) -> None:
@@ -71,7 +71,7 @@ class Accelerated:
             model.forward = _AcceleratedForward(model, applied)
 
     def describe(self) -> str:
-        """Returns the choices, or the reasons why the model is unchanged."""
+        """Describes the acceleration, or returns the reason why the model is unchanged."""
         return self._reason if self._applied is None else self._applied.describe()
 
     def undo(self) -> None:
@@ -88,17 +88,18 @@ def accelerate(
 ) -> Accelerated:  # fmt: skip
     """Replaces a model's training pass by a faster implementation. A collective on several ranks.
 
-    Supports Paceline's ResNets and AlexNet with norms, and the ResNets of torchvision and timm. Call it
-    once, before the model is wrapped or copied: copies use the plain pass.
+    Supports Paceline's ResNets and AlexNet with norms, and the ResNets in torchvision and timm. Call this
+    function once, before the model is wrapped or copied, because copies use the plain pass.
 
     Args:
         model: The model, on its device. Fused implementations need a GPU and channels-last memory.
         example: A micro-batch of images on which the kernels of `fused_convolutions` are timed.
-        dtype: Number format of convolutions. The default is the format of the first weight.
-        settings: Settings of the acceleration's table, such as `recompute_norms=True`; not `compile`.
+        dtype: dtype in which convolutions compute. The default is the dtype of the first weight.
+        settings: Settings in the acceleration's table, such as `recompute_norms=True`. `compile` is not
+            allowed.
 
     Returns:
-        A handle that describes and undoes the change.
+        A handle that can describe and undo the change.
 
     Raises:
         ConfigError: If a setting cannot be applied, its package is not installed, or the model is
@@ -147,7 +148,7 @@ def accelerate(
 
 
 class _Ranks:
-    """The ranks of torch's process group, if there is one."""
+    """Collectives over the ranks of torch's process group, or for one rank without a group."""
 
     def agree_on(self, phase: str, make: Callable[[], Result]) -> Result:
         with agreed():
@@ -158,7 +159,7 @@ class _Ranks:
 
 
 def _trial(model: nn.Module, example: Tensor, forward: Forward) -> None:
-    """Runs a pass over the example that leaves gradients, buffers and random states unchanged."""
+    """Runs a forward and backward pass that leaves gradients, buffers and random states unchanged."""
     trained = [p for p in model.parameters() if p.requires_grad]
     devices = [example.device] if example.is_cuda else []
     with restored_buffers(model), torch.random.fork_rng(devices):

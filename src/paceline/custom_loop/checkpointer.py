@@ -3,9 +3,9 @@
     folder/step-00000120/rank-0.pt … rank-7.pt, manifest.json
 
 Every rank writes a file, because batch-norm statistics, random numbers and loader positions differ
-between ranks. If a tensor equals a tensor of rank 0, only a reference to rank 0's file is stored.
-So replicated weights and momenta are stored once. Rank 0 writes the manifest with sizes and SHA-256
-of all files and then renames the folder: a checkpoint is complete or absent.
+between ranks. If a tensor equals a tensor of rank 0, the file holds only a reference to rank 0's file.
+So replicated weights and momenta are stored once. Rank 0 writes the manifest with the size and SHA-256 of
+each file and then renames the folder, so a checkpoint is either complete or absent.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _OTHER_RUN = "give the objects that were saved, or another folder"
 
 
 class Stateful(Protocol):
-    """An object that can be saved, such as a model, optimizer, scheduler, loader or `Prepared`."""
+    """An object with a state dict, such as a model, optimizer, scheduler, loader or `Prepared`."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state_dict: Any) -> Any: ...
@@ -56,17 +56,17 @@ class Checkpointer:
 
     For each rank, a checkpoint contains the state dicts of the given objects, `extra`, and the states of
     the random number generators of Python, NumPy, torch and the current CUDA device. All ranks must call
-    `save` and `restore` at the same point, with a shared folder. If one rank fails, all raise the same
-    error. A process that is killed during a save leaves the older checkpoints unchanged. Files are read
-    with `weights_only=True`: loading executes no code.
+    `save` and `restore` at the same point, with a shared folder. If one rank fails, all ranks raise the
+    same error. If a process is killed during a save, the older checkpoints stay unchanged. Files are read
+    with `weights_only=True`, so loading executes no code.
 
-    A resume needs the same number of ranks.
+    A resume needs the same number of ranks as the saved run.
 
     Attributes:
         folder: The folder of the checkpoints.
         keep: Number of checkpoints to keep.
-        extra: `extra` of the restored checkpoint.
-        notes: Reasons why `restore` has skipped damaged checkpoints.
+        extra: The values that were saved as `extra` in the restored checkpoint.
+        notes: One text for each damaged checkpoint that `restore` has skipped, with the reason.
 
     Example:
         >>> import tempfile, torch
@@ -119,7 +119,7 @@ class Checkpointer:
             with agreed(lambda: {"step": step, "the saved objects": sorted(objects)}):
                 if not is_count(step):
                     raise ConfigError("step", step, "must be a whole number, 0 or more")
-                # First, because state dicts may draw random numbers.
+                # Random states first, because the calls of state_dict may draw random numbers.
                 state: dict[str, Any] = {"random": _Random().state_dict()}
                 state["extra"] = dict(extra or {})
                 state["objects"] = {name: _state(name, it) for name, it in objects.items()}
@@ -180,8 +180,8 @@ class Checkpointer:
     def _tidy(self, newest: Path) -> None:
         checkpoints = self._checkpoints()
         end = checkpoints.index(newest) + 1
-        # A loop that has resumed from an older checkpoint has abandoned the later ones, which must not
-        # count as its newest.
+        # A loop that has resumed from an older checkpoint has abandoned the later checkpoints. A resume
+        # must not take one of them as the newest.
         for later in checkpoints[end:]:
             set_aside(later, "abandoned")
         for old in checkpoints[:end][: -self.keep]:
@@ -200,10 +200,11 @@ class Checkpointer:
     def restore(self, **objects: Stateful | None) -> int | None:
         """Loads the newest undamaged checkpoint. A collective.
 
-        Skips damaged checkpoints with a warning; `notes` has the reasons. Sets `extra`.
+        Skips damaged checkpoints with a warning and adds the reasons to `notes`. Also sets `extra`.
 
         Args:
-            **objects: The objects by the names under which they were saved. None skips an object.
+            **objects: The objects to load, by the names under which they were saved. None skips the
+                state under this name.
 
         Returns:
             The step of the checkpoint, or None if the folder has no checkpoint.
@@ -274,7 +275,7 @@ def _load_one(path: Path, name: str, target: Stateful, state: Any) -> None:
 
 
 def _read(path: Path, rank: int, world: int) -> tuple[int, dict[str, Any]]:
-    """Reads the step and this rank's state.
+    """Reads the step and this rank's state from a checkpoint.
 
     Raises:
         _DamagedError: If the checkpoint is damaged.
@@ -345,7 +346,7 @@ def _state(name: str, it: Any) -> Any:
         return target.state_dict()
     except PacelineError:
         raise
-    except Exception as error:  # the other ranks wait for this one
+    except Exception as error:  # the other ranks wait for this rank
         raise CheckpointError(
             f"{name}.state_dict() raised {type(error).__name__}: {error}", "see its traceback"
         ) from error
@@ -362,7 +363,7 @@ def _stateful(name: str, it: Any) -> Stateful:
 
 
 class _Random:
-    """The random number generators of this process."""
+    """Saves and restores the states of all random number generators in this process."""
 
     def state_dict(self) -> dict[str, Any]:
         state = {
@@ -418,7 +419,7 @@ def _from_rank_0(texts: list[str], last: str) -> list[str]:
 
 
 def _first_text(error: _DamagedError | None) -> str:
-    """Returns the message of the first rank that has an error, or ""."""
+    """Returns the message of the lowest rank that has an error; empty if no rank has one."""
     mine = error.cause if error else ""
     gathered = all_gather_json(mine) if several_ranks() else [mine]
     return next(filter(None, gathered), "")

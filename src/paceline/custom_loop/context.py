@@ -1,7 +1,7 @@
 """`init`: device, rank and process group of this process, under any launcher.
 
-The other parts of a custom loop do not need `init`: they also work with a process group that the
-program has created.
+`DataParallel`, `prepare` and the other parts do not need `init`. They also work with a process group that
+the program has created.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from paceline.core.topology import Topology
 from paceline.train.machine import choose_gpu
 
 _current: Context | None = None
-# Objects that use process groups. Their `release` runs before the context destroys the groups.
+# Objects that use process groups. The context calls their `release` before it destroys the groups.
 _holders: WeakSet[Any] = WeakSet()
 
 
 @dataclass(eq=False)
 class Context:
-    """The place of this process in the job, created by `init`.
+    """Rank, device and process group of this process, created by `init`.
 
-    Used as a context manager, it closes at the end of the block. After an exception it does not
-    wait for other ranks.
+    A `with` block closes the context at its end. After an exception, closing does not wait for other
+    ranks.
 
     Attributes:
-        topology: Ranks, nodes and launcher.
+        topology: Ranks, nodes and launcher of the job.
         device: Device of this rank.
         backend: `nccl`, `gloo`, or `none` for a single process.
-        timeout_s: Time limit of collectives.
+        timeout_s: Time limit of collectives in seconds.
         agreement: Not None if `init` has created the process group. In that case closing this
             context also closes the process group.
 
@@ -69,12 +69,12 @@ class Context:
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """Index of this process in the job, from 0."""
         return self.topology.rank
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks in the job."""
         return self.topology.world_size
 
     @property
@@ -84,7 +84,7 @@ class Context:
 
     @property
     def local_world_size(self) -> int:
-        """Number of ranks of this node."""
+        """Number of ranks on this node."""
         return self.topology.local_world_size
 
     @property
@@ -127,8 +127,8 @@ class Context:
             # Other ranks may wait in a collective that this rank never joins.
             abort_process_groups([])
         else:
-            # A DDP model that outlives its Gloo group deadlocks: it destroys the group's threads while it
-            # holds the interpreter's lock, which these threads need.
+            # A DDP model that outlives its Gloo group deadlocks. The model destroys the group's threads
+            # while it holds the interpreter's lock, which these threads need.
             holders = list(_holders)
             for holder in holders:
                 with suppress(RuntimeError):
@@ -161,14 +161,15 @@ def init(
 ) -> Context:
     """Chooses this rank's device and joins the process group of all ranks.
 
-    Works under torchrun, srun and mpirun. Without a launcher, there is one rank and no process group. An
-    existing process group is used and left open. A second call returns the same context.
+    Works under torchrun, srun and mpirun. Without a launcher, there is one rank and no process group. If
+    a process group exists already, the context uses it and leaves it open. A second call returns the same
+    context.
 
     Args:
         backend: `nccl` or `gloo`. None means NCCL on GPUs and Gloo otherwise.
-        device: The device. None means the GPU of this local rank, or the CPU if there is none.
-        timeout_s: Time limit of the rendezvous and of every collective.
-        share_gpus: Allows several NCCL ranks on one GPU; needs NVIDIA MPS.
+        device: Device of this rank. None means the GPU of the local rank, or the CPU without GPUs.
+        timeout_s: Time limit, in seconds, of the rendezvous and of every collective.
+        share_gpus: True to allow several NCCL ranks on one GPU; needs NVIDIA MPS.
 
     Returns:
         The context.
@@ -218,7 +219,7 @@ def _join(topology: Topology, wanted: str | torch.device | None, settings: CommS
             prepare_nccl(topology, share_gpus=settings.share_gpus, watched=False)
     except PacelineError as caught:
         error = caught
-    # A rank that failed joins the rendezvous nevertheless, so that all ranks raise its error.
+    # A rank with an error joins the rendezvous nevertheless, so that all ranks raise this error.
     with DeferredEnd(active=not topology.ends_together) as end:
         store = meet(topology, settings.timeout_s, {"program": "own loop"}, end=end).store
     agreement = Agreement(store, topology, settings.timeout_s)
@@ -282,12 +283,12 @@ def _choose_device(
 
 
 def topology_here() -> Topology:
-    """Returns the topology of the context, the launcher or an existing process group."""
+    """Returns the topology from the context, otherwise from the launcher or an existing group."""
     return current_topology(None if _current is None else _current.topology)
 
 
 def timeout_here() -> float:
-    """Returns the time limit of collectives."""
+    """Returns the time limit of collectives in seconds."""
     return 600.0 if _current is None else _current.timeout_s
 
 
@@ -297,7 +298,7 @@ def several_ranks(group: dist.ProcessGroup | None = None) -> bool:
 
 
 def release_on_close(holder: Any) -> None:
-    """Calls `release` before the context destroys the process groups."""
+    """Registers `holder`, whose `release` is called before the context destroys the process groups."""
     _holders.add(holder)
 
 
@@ -308,8 +309,8 @@ def agreed(
     """Raises the same error on all ranks of a group if the block fails on any rank. A collective.
 
     Args:
-        facts: Returns facts at the end of the block that must be equal on all ranks.
-        group: The ranks.
+        facts: Returns values that must be equal on all ranks, by name; called at the end of the block.
+        group: Process group of the ranks; None for the default group.
 
     Raises:
         PacelineError: If the block failed on any rank, or if facts differ between ranks.

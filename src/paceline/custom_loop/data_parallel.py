@@ -1,9 +1,9 @@
 """`DataParallel`: DistributedDataParallel with the all-reduce algorithms of `paceline.comm`.
 
-It is a subclass of torch's DistributedDataParallel (DDP) and keeps its reducer. DDP's hooks, buckets,
-unused-parameter search, `join` and overlap are the reference, and autocast, GradScaler and torch.compile
-are tested against them. Paceline adds algorithms and wire formats: `HybridAllReduce` as DDP's
-communication hook.
+`DataParallel` is a subclass of torch's DistributedDataParallel (DDP) and keeps DDP's reducer. DDP defines
+the behaviour of hooks, buckets, unused-parameter search, `join` and overlap. Tests compare both classes,
+also with autocast, GradScaler and torch.compile. Paceline adds algorithms and wire formats by
+`HybridAllReduce`, a communication hook of DDP.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from paceline.custom_loop.ddp_exchange import Exchange
 from paceline.plan.plan_file import ModelFacts
 from paceline.plan.schedules import NATIVE
 
-# The signature in the installed torch.
+# Signature of DDP's constructor in the installed version of torch.
 _DDP = inspect.signature(DistributedDataParallel)
 _PREFIX = "module."
-# Arguments that use another communication hook or another exchange.
+# Arguments that need a communication hook or an exchange other than `HybridAllReduce`.
 _NO_HOOK = {
     "mixed_precision": "has a communication hook, which plan, wire or algorithm replace",
     "delay_all_reduce_named_params": "is exchanged without plan, wire and algorithm",
 }
-# Wrapped modules with the wire format. After backward, their gradients are means over ranks.
+# Wire format of each wrapped module. After backward, gradients of these modules are means over ranks.
 _wrapped: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
@@ -58,21 +58,21 @@ def wire_of(module: nn.Module) -> str | None:
 class DataParallel(DistributedDataParallel):
     """Trains a module on all ranks: every backward pass computes the mean gradients of all ranks.
 
-    A subclass of DistributedDataParallel with its arguments and its contract: parameters and buffers of
-    rank 0 at the start, buffers of rank 0 at each forward pass, gradients complete when `backward`
-    returns, `no_sync()`, `join()`, `register_comm_hook()`, unused and ignored parameters, autocast and
-    GradScaler. In addition, the state dict has no `module.` prefix (state dicts with the prefix can
-    be loaded), attribute access is forwarded to the module, and a process without a process group
-    computes alone.
+    A subclass of DistributedDataParallel with the same arguments and behaviour. All ranks start with the
+    parameters and buffers of rank 0, and receive the buffers of rank 0 at each forward pass. Gradients
+    are complete when `backward` returns. `no_sync()`, `join()`, `register_comm_hook()`, unused and
+    ignored parameters, autocast and GradScaler work as in DDP.
 
+    Unlike in DDP, the state dict has no `module.` prefix, but state dicts with the prefix can be loaded.
+    Attribute access is forwarded to the module. Without a process group, the process computes alone.
     Without `plan`, `wire` and `algorithm`, the backend's own all-reduce runs, and results are
     bit-identical to DDP.
 
     Args:
-        module: The module on its device. Its format and trained parameters must not change later.
+        module: The module on its device. Its dtype and trained parameters must not change later.
         plan: A `plan.toml` of `paceline tune`, with a table of sizes and algorithms and a wire format.
         wire: Format in which fp32 gradients are sent: `fp32`, `fp16` or `bf16`. Overrides the
-            format of the plan. 16-bit gradients are sent unchanged.
+            format in the plan. 16-bit gradients are sent unchanged.
         algorithm: All-reduce algorithm for all sizes, such as `ring` or `hierarchical`.
         *positional: Arguments of DistributedDataParallel.
         **named: Arguments of DistributedDataParallel. By default, `gradient_as_bucket_view` is True
@@ -146,9 +146,9 @@ class DataParallel(DistributedDataParallel):
     def _connect(self) -> None:
         """Registers the exchange as the communication hook before the first backward pass.
 
-        The constructor does not register the hook, because the program may register a hook of its
-        own instead. For a copy of a model, which a single rank may have created, this call is a
-        collective.
+        The constructor does not register the hook, because the program may register its own hook
+        instead. For a copy of a model, this call is a collective that creates the exchange. Copying does
+        not create it, because a single rank may copy a model.
         """
         self._hybrid = self._hybrid or self._exchange.create()
         super().register_comm_hook(self._hybrid, HybridAllReduce.ddp_hook)
@@ -158,7 +158,7 @@ class DataParallel(DistributedDataParallel):
         return not (self._alone or self._exchange.is_native or self._comm_hooks)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Returns the module's outputs; on several ranks through DDP."""
+        """Computes the module's outputs, with several ranks by DDP's forward pass."""
         trains = self.training and torch.is_grad_enabled()
         if self._alone:
             if trains and self._released:
@@ -179,7 +179,7 @@ class DataParallel(DistributedDataParallel):
 
     def _run_alone(self, *inputs: Any, **named: Any) -> Any:
         if self.device_ids:
-            device = torch.device(self.device_ids[0])  # DDP moves inputs there, too
+            device = torch.device(self.device_ids[0])  # DDP moves inputs to this device, too
             inputs, named = tree_map_only(Tensor, lambda t: t.to(device), (inputs, named))
         return self.module(*inputs, **named)
 
@@ -204,14 +204,14 @@ class DataParallel(DistributedDataParallel):
             self._hybrid.present = present if divides_by_present else None
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Registers a hook, as DDP does.
+        """Registers a communication hook, as DDP does.
 
-        If it is called before the first training pass, the hook replaces the exchange that `plan`,
-        `wire` and `algorithm` configure, with a warning.
+        A hook that is registered before the first training pass replaces the exchange that `plan`,
+        `wire` and `algorithm` configure. In this case the method warns.
 
         Args:
-            state: Passed to the hook.
-            hook: The hook.
+            state: First argument of each call of the hook.
+            hook: Communication hook as in DDP.
 
         Raises:
             CommError: If there is no process group.
@@ -245,7 +245,7 @@ class DataParallel(DistributedDataParallel):
         self._alone = self._released = True
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state without connections; a copy opens its own."""
+        """Returns the state without connections, because a copy opens its own connections."""
         if self._alone:
             return dict(self.__dict__)
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
@@ -254,7 +254,7 @@ class DataParallel(DistributedDataParallel):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores a model. Without a process group, it computes alone."""
+        """Restores the state. Without a process group, the model then computes alone."""
         if state.get("_alone") or not dist.is_initialized():
             nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
             self._alone = True
@@ -270,7 +270,7 @@ class DataParallel(DistributedDataParallel):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **named: Any) -> Any:
         """Loads a state dict of the module or of DDP. All ranks must load the same state."""
         if _of_ddp(state_dict, self.module):
-            # torch renames the entries and the versions of modules in place.
+            # Copies, because torch removes the prefix of entries and of metadata in place.
             renamed = OrderedDict(state_dict)
             vars(renamed)["_metadata"] = dict(getattr(state_dict, "_metadata", {}))
             consume_prefix_in_state_dict_if_present(renamed, _PREFIX)
@@ -278,15 +278,15 @@ class DataParallel(DistributedDataParallel):
         return self.module.load_state_dict(state_dict, *args, **named)
 
     def named_parameters(self, *args: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields parameters with the names of the module."""
+        """Yields parameters by their names in the module, without a prefix."""
         return self.module.named_parameters(*args, **named)
 
     def named_buffers(self, *args: Any, **named: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yields buffers with the names of the module."""
+        """Yields buffers by their names in the module, without a prefix."""
         return self.module.named_buffers(*args, **named)
 
     def named_modules(self, *args: Any, **named: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Yields submodules with the names of the module."""
+        """Yields submodules by their names in the module, without a prefix."""
         modules: Iterator[tuple[str, nn.Module]] = self.module.named_modules(*args, **named)
         return modules
 
@@ -301,14 +301,14 @@ class DataParallel(DistributedDataParallel):
 
 
 def _of_ddp(keys: Iterable[str], module: nn.Module, prefix: str = "") -> bool:
-    """Returns True if the entries of a state dict under `prefix` have the prefix of DDP."""
+    """Returns True if all state-dict keys that begin with `prefix` continue with DDP's prefix."""
     names = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
     prefixed = bool(names) and all(name.startswith(_PREFIX) for name in names)
     return prefixed and module.state_dict().keys().isdisjoint(names)
 
 
 def _add_prefix(model: DataParallel, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Adds DDP's prefix to the entries of a `DataParallel` inside another module, which loads by path."""
+    """Adds DDP's prefix to the keys of a `DataParallel` that is a submodule; torch loads by this path."""
     if _of_ddp(state, model.module, prefix):
         return
     for key in [key for key in state if key.startswith(prefix)]:

@@ -19,12 +19,12 @@ from paceline.plan.size_table import SizeTable
 
 @dataclass(frozen=True)
 class Exchange:
-    """Algorithms and wire format of the exchange.
+    """Algorithms and wire format with which ranks exchange gradients.
 
     Attributes:
-        table: Sizes and algorithms; None for the backend's all-reduce.
-        wire: The wire format.
-        file: The plan file, with the cluster on which the table was measured.
+        table: Algorithm for each range of message sizes; None for the backend's own all-reduce.
+        wire: Name of the wire format.
+        file: The plan file, which also describes the cluster on which the table was measured.
     """
 
     table: SizeTable | None = None
@@ -33,7 +33,7 @@ class Exchange:
 
     @property
     def is_native(self) -> bool:
-        """True if DDP's own exchange is used."""
+        """True if DDP exchanges gradients without a hook of Paceline."""
         return self.table is None and self.wire == "float32"
 
     @classmethod
@@ -62,7 +62,7 @@ class Exchange:
         return cls(_table(file), wire or _planned_wire(file), file)
 
     def create(self) -> HybridAllReduce:
-        """Creates the exchange. A collective."""
+        """Creates the communication hook and its process groups. A collective."""
         groups = ProcessGroups(topology_here(), timeout_s=timeout_here())
         try:
             problem = None
@@ -72,7 +72,7 @@ class Exchange:
                     checked_table(self.file, here, "plan")
                 except PacelineError as error:
                     problem = error
-            # On all ranks, because none may close its connections while another still opens them.
+            # All ranks fail together: no rank must close its connections while another opens them.
             groups.check_same({"the plan": str(problem or "fits")})
             if problem is not None:
                 raise problem
@@ -90,7 +90,7 @@ def _named_wire(wire: str) -> str:
 
 
 def _table(file: PlanFile) -> SizeTable:
-    """Returns the table of sizes, or the common algorithm of all buckets of the plan."""
+    """Returns the plan's table of sizes, or a table with the one algorithm that all its buckets use."""
     if file.sizes is not None:
         return file.sizes
     names = {bucket.algorithm for bucket in file.fusion.buckets} if file.fusion else set()

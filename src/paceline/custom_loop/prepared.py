@@ -1,8 +1,8 @@
 """`prepare`: half-precision weights with fp32 masters and a dynamic loss scale, for a custom loop.
 
 `Prepared.backward` scales the loss. `Prepared.step` unscales the gradients and updates masters and
-weights. If a gradient is not finite, all ranks skip the update. The device makes all decisions, so
-nothing waits for it.
+weights. If a gradient is not finite on any rank, all ranks skip the update. The device makes all
+decisions, so the host never waits for the device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paceline.train.step_parts import create_master_optimizer
 from paceline.train.weights import full_state
 
 _SCALE_FIELDS = {f.name for f in fields(PrecisionSettings) if f.name.startswith("loss_scale")}
-# Settings of `[optim]` that `prepare` accepts as `**arguments`. The schedule belongs to the loop.
+# Settings of `[optim]` that `prepare` accepts as `**arguments`. The loop itself sets the schedule.
 _SHARED_FIELDS = {
     "arguments", "decay_bias_norm", "fused", "layer_decay", "momentum", "nesterov",
 }  # fmt: skip
@@ -42,7 +42,7 @@ class Prepared:
     Attributes:
         model: The model, which computes in `precision`.
         optimizer: The optimizer with the fp32 masters. Schedulers of torch.optim accept it.
-        overflow: A tensor on the device: 1 if the last step was skipped.
+        overflow: Scalar tensor on the device: 1 if the last step was skipped, otherwise 0.
 
     Example:
         >>> import torch
@@ -61,7 +61,7 @@ class Prepared:
     ) -> None:  # fmt: skip
         self.model = model
         self.optimizer: Optimizer = optimizer
-        # The same object, typed for access to its masters and flags.
+        # The same object, typed as Any to allow access to masters and flags.
         self._masters: Any = optimizer
         self._clip_norm = clip_norm
         self.overflow = torch.zeros((), device=policy.device)
@@ -73,7 +73,7 @@ class Prepared:
 
     @property
     def precision(self) -> str:
-        """`fp16`, `bf16` or `fp32`."""
+        """Format in which the model computes: `fp16`, `bf16` or `fp32`."""
         return self._policy.name
 
     @property
@@ -89,16 +89,16 @@ class Prepared:
 
     @property
     def loss_scale(self) -> float:
-        """The current factor of the loss. Waits for the device."""
+        """The current factor that multiplies the loss. Waits for the device."""
         return float(self._scale.value)
 
     @property
     def skipped_steps(self) -> int:
-        """Number of steps without an update because of a non-finite gradient. Waits for the device."""
+        """Number of steps that non-finite gradients have caused to be skipped. Waits for the device."""
         return int(self._skipped)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Returns the context of the forward pass; in fp32 it does nothing."""
+        """Returns the context manager for the forward pass, which does nothing in fp32."""
         return self._policy.compute()
 
     def backward(self, loss: Tensor) -> None:
@@ -126,7 +126,7 @@ class Prepared:
         optimizer.zero_grad(set_to_none=True)
 
     def _divisor(self) -> Tensor:
-        """Returns the divisor of the gradients: the loss scale, increased if their norm is too large."""
+        """Returns the divisor of the gradients: the loss scale, increased to clip a too large norm."""
         scale = self._scale.value
         if not self._clip_norm:
             return scale
@@ -143,7 +143,7 @@ class Prepared:
         return scale * over
 
     def _agreed_overflow(self) -> Tensor | None:
-        """Returns a flag for a non-finite gradient on any rank; None if ranks have equal gradients."""
+        """Returns 1 if any rank has a non-finite gradient, else 0; None if all have equal gradients."""
         if not several_ranks() or wire_of(self.model) is not None:
             return None
         flag = torch.zeros((), device=self._policy.device)
@@ -215,8 +215,8 @@ def prepare(
 ) -> Prepared:
     """Rounds matrix weights to half precision and creates an optimizer with fp32 masters.
 
-    The masters have the weights before rounding. Biases and normalization stay fp32, without weight decay
-    and, with LARS, without adaptation. On several ranks, all start with rank 0's weights and buffers.
+    The masters hold the weights before rounding. Biases and normalization parameters stay fp32, have no
+    weight decay and, with LARS, no trust ratio. All ranks start with rank 0's weights and buffers.
     Prepare first, then wrap: `model = DataParallel(prepared.model)`.
 
     Args:
@@ -226,9 +226,9 @@ def prepare(
         lr: Learning rate; only with a name.
         precision: `fp16`, `bf16`, `fp32`, or `auto`: fp16 on a GPU, fp32 on a CPU.
         weight_decay: Weight decay; only with a name. The default is 1e-4.
-        clip_norm: Largest norm of all gradients together; 0 is off.
-        **arguments: Further settings of `[optim]`, such as `momentum`, of the optimizer, such as
-            `trust_coefficient`, and settings of `[precision]` that begin with `loss_scale`.
+        clip_norm: Upper limit of the norm over all gradients; 0 switches clipping off.
+        **arguments: Further settings of `[optim]`, such as `momentum`; settings of the optimizer, such
+            as `trust_coefficient`; and settings of `[precision]` that begin with `loss_scale`.
 
     Returns:
         The model with its optimizer and loss scale.
@@ -297,7 +297,7 @@ def _prepare(
         update["weight_decay"] = weight_decay
     chosen = OptimSettings.gather(name=optimizer, lr=lr, **update)
     made = create_master_optimizer(chosen, module, policy, lr)
-    set_rate(made, lr)  # times the `lr_scale` of layers
+    set_rate(made, lr)  # multiplied by each group's `lr_scale`
     return Prepared(module, made, policy, settings, clip_norm)
 
 
@@ -348,7 +348,7 @@ def _adopt(module: nn.Module, optimizer: Any, policy: Policy) -> Any:
         )  # fmt: skip
     drawn = {p: p.detach().clone() for p in held if p.dtype == torch.float32}
     policy.convert(module)
-    # Creates the masters that fp32 parameters did not need.
+    # Creates masters for the parameters that were fp32 before and had none.
     optimizer.load_state_dict(optimizer.state_dict())
     for master, parameter in zip(optimizer.masters(), optimizer.parameters(), strict=True):
         if parameter in drawn:

@@ -1,6 +1,6 @@
 """State dicts as trees of plain values and tensors, which `torch.load(weights_only=True)` reads.
 
-Marked dictionaries represent NumPy values, and tensors that the file of rank 0 contains.
+Dictionaries with a special key represent NumPy values, and tensors that only rank 0's file contains.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def encoded(value: Any, where: str) -> Any:
     """Converts a state to a tree.
 
     Args:
-        value: The state.
-        where: The place of the state, for messages.
+        value: State to convert.
+        where: Path of `value` within the whole state, for error messages.
 
     Raises:
         CheckpointError: If a value cannot be read back without executing code.
@@ -55,7 +55,7 @@ def encoded(value: Any, where: str) -> Any:
 
 
 def _like(table: Any, items: dict[Any, Any]) -> Any:
-    """Returns a dictionary of the same type, with the version metadata of a module's state dict."""
+    """Returns `items` in a dictionary with the type and state-dict metadata of `table`."""
     made = type(table)(items)
     if isinstance(made, OrderedDict) and hasattr(table, "_metadata"):
         vars(made)["_metadata"] = table._metadata
@@ -72,7 +72,7 @@ def _key(key: Any, where: str) -> Any:
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Returns the tree with `change(tensor)` instead of each tensor, in order."""
+    """Returns a copy of the tree in which `change(tensor)` replaces each tensor, in order."""
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, dict):
@@ -90,7 +90,10 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def reference(tensor: Tensor, shared: Mapping[str, int]) -> Any:
-    """Returns a reference to rank 0's equal tensor, or the tensor itself if there is none."""
+    """Returns a reference to an equal tensor of rank 0, or `tensor` itself if there is none.
+
+    `shared` maps the content hash of rank 0's tensors to their index.
+    """
     number = shared.get(content_hash(tensor))
     return tensor if number is None else {_MARK: "shared", "value": number}
 
@@ -100,7 +103,7 @@ def decoded(tree: Any, shared: list[Tensor]) -> Any:
     if isinstance(tree, dict):
         kind = tree.get(_MARK)
         if kind == "shared":
-            # Equal tensors have one number, but must not share memory.
+            # References to one tensor of rank 0 must not share memory, hence the copy.
             return shared[tree["value"]].clone()
         if kind in ("array", "scalar"):
             array = decoded(tree["value"], shared).numpy()

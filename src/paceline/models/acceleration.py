@@ -1,8 +1,8 @@
 """Defines the interface of accelerations: faster forward passes of a plain model for training.
 
-An acceleration finds the parts of a model that it supports and computes them faster. It shares the
-model's parameters and buffers and does not change the model, which evaluation, checkpoints and export
-use. `accelerations` lists the accelerations of this installation and those of `register_acceleration`.
+An acceleration finds the submodules that it supports and computes them faster. The acceleration shares
+the model's parameters and buffers and does not change the model, so evaluation, checkpoints and export
+use the plain model. `accelerations` lists the installed and the registered accelerations.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class AccelerationContext:
 
     Attributes:
         device: Device of the model in training.
-        dtype: Number format of activations and convolutions.
+        dtype: dtype of activations and convolution weights.
         channels_last: True if activations have NHWC memory.
         kernel_problem: The reason why Triton kernels cannot run; empty if they can.
-        collective_norms: True if batch norms exchange their statistics within a pass.
+        collective_norms: True if batch norms exchange statistics between ranks in each pass.
         calibrates: True if `Applied.calibrate` will be called.
         settings: Settings of the acceleration, such as `[run.accel]`; None for an acceleration
             without settings.
@@ -46,30 +46,30 @@ class AccelerationContext:
 
 
 class TrialPass(Protocol):
-    """Runs a forward and backward pass that changes no state. Raises the errors of a first step."""
+    """Runs a forward and a backward pass that change no state. Raises what a first step would raise."""
 
     def __call__(self, forward: Forward) -> object: ...
 
 
 class Ranks(Protocol):
-    """Collectives for `Applied.calibrate`. All ranks make the same calls."""
+    """Collectives for `Applied.calibrate`. All ranks must make the same calls."""
 
     def agree_on(self, phase: str, make: Callable[[], Result]) -> Result:
-        """Returns this rank's `make()`. If it fails on any rank, all ranks raise the error."""
+        """Calls `make` and returns the result. If `make` fails on any rank, all ranks raise the error."""
         ...
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks in order. Values consist of JSON types."""
+        """Returns the values of all ranks in rank order. Values must consist of JSON types."""
         ...
 
 
 class Applied:
-    """An acceleration of one model. Subclasses define `forward`, a method or an attribute.
+    """An acceleration of one model. Subclasses define `forward` as a method or an attribute.
 
     Attributes:
         forward: Forward pass for training; `calibrate` may replace it.
-        input_channels: Number of input channels that the forward pass expects, if it is more than
-            the images have. Additional channels are 0.
+        input_channels: Number of input channels that `forward` expects, if images have fewer. The
+            additional channels must be 0.
     """
 
     forward: Forward
@@ -77,24 +77,24 @@ class Applied:
 
     @property
     def gradients_at_end(self) -> bool:
-        """True if all gradients are ready only at the end of backward, which prevents overlap."""
+        """True if gradients are ready only at the end of backward, so exchanges cannot overlap it."""
         return False
 
     def calibrate(self, ranks: Ranks, trial: TrialPass, *, foreign: bool) -> None:
         """Makes choices that need a trial pass. All ranks must make the same choices.
 
         Args:
-            ranks: Collectives.
+            ranks: Collectives with which the ranks agree.
             trial: Runs a trial pass.
-            foreign: True if the model is not one of Paceline's.
+            foreign: True if the model is not part of Paceline.
         """
 
     def describe(self) -> str:
-        """Describes the applied acceleration, for display and record."""
+        """Describes the applied acceleration in a text that is displayed and recorded."""
         return type(self).__name__
 
     def advise(self, error: Exception) -> Sequence[str]:
-        """Returns remedies for an error of a step, the most promising first."""
+        """Returns texts that suggest remedies for an error in a step, the most promising first."""
         return ()
 
     def undo(self) -> None:
@@ -102,17 +102,17 @@ class Applied:
 
 
 class Acceleration(Protocol):
-    """Interface of an acceleration: checks if a model is supported, and accelerates the model."""
+    """Interface of an acceleration, which checks if it supports a model and accelerates the model."""
 
     def supports(self, model: nn.Module, context: AccelerationContext) -> str:
-        """Returns "" if the model can be accelerated, otherwise the reason. Changes nothing.
+        """Returns why the model cannot be accelerated, or "" if it can. Changes nothing.
 
         Raises ConfigError if the settings demand something that is not possible.
         """
         ...
 
     def apply(self, model: nn.Module, context: AccelerationContext) -> Applied:
-        """Returns the acceleration of the model."""
+        """Accelerates the model and returns the result."""
         ...
 
 
@@ -120,7 +120,7 @@ _ACCELERATIONS: Registry[Acceleration] = Registry("accelerations", {})
 
 
 def register_acceleration(name: str, acceleration: Acceleration) -> None:
-    """Registers an acceleration for this process, with priority over all others.
+    """Registers an acceleration for this process, with priority over earlier and Paceline's own ones.
 
     A second call with the name replaces the first.
 
@@ -142,10 +142,10 @@ def register_acceleration(name: str, acceleration: Acceleration) -> None:
 def accelerations(
     asked: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[str, Acceleration]]:
-    """Yields names and accelerations: registered ones, the latest first, then those of Paceline.
+    """Yields name and object of each acceleration: registered ones, latest first, then Paceline's.
 
     Args:
-        asked: Selects accelerations of Paceline by name; others are not loaded.
+        asked: Selects Paceline's accelerations by name. The function loads only the selected ones.
     """
     for name in (*reversed(_ACCELERATIONS.outside()), *filter(asked, provided("accelerations"))):
         yield name, _ACCELERATIONS.get(name, f"run.{name}")

@@ -1,6 +1,6 @@
 """AlexNet as in torchvision, with optional batch norms.
 
-The layers are those of Krizhevsky 2014, one column of "One weird trick".
+The layers are one column of the network in Krizhevsky 2014, "One weird trick".
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Collection
 
 from torch import Tensor, nn
 
-# Smaller images are too small for the last of the three pools.
+# Images with fewer pixels per side are too small for the last of the three pools.
 MIN_PIXELS = 63
 POOLED_PIXELS = 6
 HIDDEN_FEATURES = 4096
 
-# A batch norm after each convolution, named by its number in `features`, and one after pool5.
+# One batch norm after each convolution, named by the convolution's index, and one after pool5.
 CONVOLUTIONS = (0, 3, 6, 8, 10)
 NORM_NAMES = ("bn0", "bn3", "bn6", "bn8", "bn10", "bn_pool5")
 
@@ -23,8 +23,8 @@ NORM_NAMES = ("bn0", "bn3", "bn6", "bn8", "bn10", "bn_pool5")
 class AlexNet(nn.Module):
     """torchvision's AlexNet with optional batch norms.
 
-    Batch norms have separate names in `features`, and convolutions keep their indices and biases.
-    Therefore all other state-dict keys are the same with and without batch norms.
+    In `features`, batch norms have separate names, and convolutions keep their indices and biases.
+    Therefore all state-dict keys except the batch norms' are the same with and without batch norms.
 
     Args:
         num_classes: Number of classes.

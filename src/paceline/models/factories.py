@@ -1,8 +1,8 @@
 """Creates models that are not part of Paceline: from timm, torchvision or any factory.
 
-A factory receives `model.arguments` and those of the arguments `num_classes`, `in_channels` and
-`image_size` that its signature accepts, also under timm's names `in_chans` and `img_size`. An
-exception of a user's code becomes a message of one line; the exception is its `__cause__`.
+A factory receives `model.arguments`. It also receives `num_classes`, `in_channels` and `image_size`, each
+only if the factory's signature has this argument, possibly under timm's name `in_chans` or `img_size`.
+An exception in a user's code becomes a ConfigError with one line, whose `__cause__` is the exception.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.core.errors import ConfigError, PacelineError, nearest
 from paceline.core.imports import first_line, import_object
 from paceline.models.settings import ZOOS, nearest_of_many, registered_models, split_name
 
-# timm's names of arguments.
+# Names that timm uses for our arguments.
 _ALIASES = {"in_channels": "in_chans", "image_size": "img_size"}
 _FIELD = "model.name"
 
@@ -42,7 +42,7 @@ def create_foreign_model(
         The model.
 
     Raises:
-        ConfigError: If the model is unknown, or for any exception of its factory.
+        ConfigError: If the model is unknown, or if the factory raises any exception.
     """
     offered = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
     source, rest = split_name(name)
@@ -57,11 +57,11 @@ def call_factory(
     factory: Callable[..., object], name: str, arguments: Mapping[str, Any] | None = None, *,
     num_classes: int, in_channels: int, image_size: int,
 ) -> nn.Module:  # fmt: skip
-    """Calls a factory with the arguments that its signature has.
+    """Calls a factory with the arguments that the factory's signature accepts.
 
     Args:
         factory: Function or class that returns a module.
-        name: Its name, for messages.
+        name: Name of the factory in error messages.
         arguments: Further keyword arguments.
         num_classes: Number of classes.
         in_channels: Channels of the images.
@@ -71,7 +71,7 @@ def call_factory(
         The model.
 
     Raises:
-        ConfigError: For unknown arguments, and for any exception of the factory.
+        ConfigError: If an argument is unknown, or if the factory raises any exception.
     """
     offered = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
     keywords = _keywords(factory, name, offered, arguments or {})
@@ -79,14 +79,14 @@ def call_factory(
 
 
 def zoo_models(package: str, pattern: str = "*") -> list[str] | None:
-    """Lists the models of timm or torchvision.
+    """Lists the models in timm or torchvision.
 
     Args:
         package: `timm` or `torchvision`.
-        pattern: Glob of names.
+        pattern: Glob that the names must match.
 
     Returns:
-        The names; None if the package is not installed.
+        The names of the models; None if the package is not installed.
 
     Raises:
         ConfigError: If the package cannot be imported.
@@ -103,7 +103,7 @@ def _from_timm(
     name: str, model: str, arguments: Mapping[str, Any], offered: Mapping[str, int]
 ) -> object:
     timm = _zoo("timm", name)
-    # Names may have a tag. Names of a hub or a folder have a prefix and are not listed.
+    # A name may end with a tag. A name with a prefix, for a hub or a folder, is not in timm's list.
     if ":" not in model:
         _check_known("timm", model.partition(".")[0], timm.list_models(), name)
     values = {
@@ -132,9 +132,9 @@ def _from_torchvision(
 def _with_size(
     create: Callable[..., object], key: str, values: Mapping[str, Any], offered: Mapping[str, int]
 ) -> object:
-    """Calls `create` with the image size, and again without it if the model does not accept it.
+    """Calls `create` with the image size, or without it if the model does not accept this argument.
 
-    Transformers have embeddings of a fixed size; convolutional networks refuse the argument.
+    Transformers need the image size for their position embeddings. Convolutional networks refuse it.
     """
     if key in values:
         return create()
@@ -176,7 +176,7 @@ def _zoo(package: str, name: str) -> Any:
 
 
 def _imported_factory(name: str) -> Callable[..., object]:
-    """Imports the function or class `module:attribute`."""
+    """Imports the function or class that a name `module:attribute` denotes."""
     factory = import_object(_FIELD, name)
     if isinstance(factory, nn.Module):
         raise ConfigError(
@@ -196,7 +196,7 @@ def _keywords(
     offered: Mapping[str, int],
     arguments: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Selects the arguments that the factory's signature accepts; `**kwargs` accepts all."""
+    """Selects the keyword arguments that the factory accepts; a factory with `**kwargs` accepts all."""
     try:
         parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):  # a C function without a signature
@@ -219,7 +219,7 @@ def _keywords(
 
 
 def _called(name: str, create: Callable[[], object]) -> nn.Module:
-    """Calls a user's function and checks its result."""
+    """Calls a function that creates a model, and checks the model."""
     try:
         model = create()
     except (PacelineError, MemoryError, torch.OutOfMemoryError):
@@ -237,7 +237,7 @@ def checked_module(model: object, name: str) -> nn.Module:
 
     Args:
         model: Result of a factory.
-        name: Name of the model, for messages.
+        name: Name of the model in error messages.
 
         Returns:
             The model.

@@ -1,8 +1,8 @@
-"""Loads weights of another training from a safetensors or `torch.save` file into a model.
+"""Loads pretrained weights from a safetensors or `torch.save` file into a model.
 
-Reads state dicts of torchvision, timm (its moving average if there is one), Lightning, Hugging Face and
-Paceline. Wrappers and prefixes of keys are removed. All keys and shapes are compared first, and the model
-is unchanged if they do not match.
+Reads state dicts of torchvision, timm (the moving average if there is one), Lightning, Hugging Face and
+Paceline. Removes wrapper dictionaries and key prefixes. Compares all keys and shapes first; if they do
+not match, the model is unchanged.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from paceline.core.errors import CheckpointError
 from paceline.core.files import open_regular
 from paceline.models.tensor_file import TensorFileError, load_tensors
 
-# Keys of the weights in checkpoints of other programs; averaged weights first, as in timm.
+# Keys under which checkpoints of other programs hold the weights; averaged weights first, as in timm.
 _WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state", "weights")
-# Heads that some networks have in training only.
+# Prefixes of heads that some networks have only in training.
 _AUXILIARY = ("AuxLogits.", "aux1.", "aux2.", "aux_classifier.")
 _SHOWN_KEYS = 3
 
@@ -33,17 +33,17 @@ StateDict = dict[str, Tensor]
 
 
 def load_pretrained(model: nn.Module, path: Path) -> list[str]:
-    """Loads weights into a model.
+    """Loads weights from a file into a model.
 
-    A head for another number of classes keeps its initial values. The file may lack
+    If the number of classes differs, the model's head keeps its initial values. The file may lack
     `num_batches_tracked`, and may contain auxiliary heads that the model does not have.
 
     Args:
         model: The model, not wrapped yet.
-        path: A `.safetensors` file or a file of `torch.save`.
+        path: A `.safetensors` file or a file written by `torch.save`.
 
     Returns:
-        Notes for the user.
+        Texts that tell the user what was left out or kept.
 
     Raises:
         CheckpointError: If the file cannot be read, or if any other tensors are missing or
@@ -81,7 +81,11 @@ def load_pretrained(model: nn.Module, path: Path) -> list[str]:
 
 
 def _read_wrapped(path: Path) -> tuple[StateDict, str]:
-    """Returns the tensors without prefixes of DDP and torch.compile, and the key that held them."""
+    """Reads a file and removes the key prefixes that DDP and torch.compile add.
+
+    Returns:
+        The tensors by name, and the key of the file's content that held them.
+    """
     try:
         with open_regular(path) as file:
             content = _read(path, file)
@@ -95,7 +99,7 @@ def _read_wrapped(path: Path) -> tuple[StateDict, str]:
             "download it again, or save it as a plain state dict or as safetensors",
         ) from problem
     weights, wrapper = _unwrap(content, path)
-    # torch.compile can wrap any submodule, so its prefix occurs anywhere in a key.
+    # torch.compile can wrap any submodule, so the prefix can occur anywhere in a key.
     weights = {key.replace("_orig_mod.", ""): value for key, value in weights.items()}
     while all(key.startswith("module.") for key in weights):
         weights = {key.removeprefix("module."): value for key, value in weights.items()}
@@ -103,7 +107,7 @@ def _read_wrapped(path: Path) -> tuple[StateDict, str]:
 
 
 def _reason(path: Path, problem: Exception) -> str:
-    """Returns a short reason instead of torch's long message, which advises to trust the file."""
+    """Returns a short reason why a file cannot be read; torch's message would advise to trust it."""
     foreign = re.search(r"Unsupported global: GLOBAL (\S+)", str(problem))
     if foreign:
         return f"it contains objects of {foreign[1]}"
@@ -129,7 +133,7 @@ def _read(path: Path, file: BinaryIO) -> object:
 def _unwrap(content: object, path: Path, wrapper: str = "") -> tuple[StateDict, str]:
     if isinstance(content, Mapping):
         if content.get("format") == "paceline-checkpoint":
-            # It contains batch-norm statistics of every rank, which export averages.
+            # A checkpoint has separate batch-norm statistics for each rank; only export averages them.
             raise CheckpointError(
                 f"{path} is a checkpoint of a run, not weights",
                 "use the run's weights.safetensors, or create it with paceline export",
@@ -149,10 +153,10 @@ def _unwrap(content: object, path: Path, wrapper: str = "") -> tuple[StateDict, 
 
 
 def _without_prefix(stored: StateDict, own: StateDict, notes: list[str]) -> StateDict:
-    """Removes the name of the network in another program, such as `model.` in Lightning.
+    """Removes a prefix that another program adds to all keys, such as `model.` in Lightning.
 
-    The prefix is chosen so that most keys match. Tensors without the prefix, such as the tensors of
-    a loss, are omitted.
+    Chooses the prefix with which most keys match the model. Omits tensors without the prefix, such as
+    the tensors of a loss.
     """
     matches: Counter[str] = Counter()
     for key in stored:
@@ -173,10 +177,10 @@ def _without_prefix(stored: StateDict, own: StateDict, notes: list[str]) -> Stat
 
 
 def _head_names(model: nn.Module) -> list[str]:
-    """Returns the modules that compute the logits.
+    """Returns the names of the modules that compute the logits.
 
-    The result contains the classifiers of a timm model, or the last linear layer, or the last
-    convolution.
+    These are the classifiers of a timm model. In any other model, this is the last linear layer, or the
+    last convolution if there is no linear layer.
     """
     names = {id(module): name for name, module in model.named_modules()}
     if callable(getattr(model, "get_classifier", None)):
@@ -194,7 +198,7 @@ def _head_names(model: nn.Module) -> list[str]:
 def _replaced_head(
     model: nn.Module, own: StateDict, stored: StateDict, notes: list[str]
 ) -> frozenset[str]:
-    """Returns the keys of the head if the file has another number of classes; empty otherwise."""
+    """Returns the keys of the head if file and model differ in the number of classes; else empty."""
     heads = _head_names(model)
     keys = [
         key for head in heads for kind in ("weight", "bias") if (key := f"{head}.{kind}") in own
@@ -218,7 +222,7 @@ def _fits(own: Tensor, stored: Tensor) -> bool:
 
 
 def _shape(tensor: Tensor) -> str:
-    """Returns the shape, and the format if it is not floating-point."""
+    """Returns the shape as text, followed by the dtype unless it is floating-point."""
     kind = "" if tensor.is_floating_point() else f" {tensor.dtype}".replace("torch.", "")
     return f"{list(tensor.shape)}{kind}"
 

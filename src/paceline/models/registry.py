@@ -1,7 +1,7 @@
 """Creates models by name, builds parameter groups, and freezes parameters.
 
-A batch norm whose parameters are all frozen runs in evaluation mode: it normalizes with its running
-statistics and does not update them. Otherwise a frozen layer would still adapt to the new data.
+A batch norm whose parameters are all frozen runs in evaluation mode: the layer normalizes with the
+running statistics and does not update them. Otherwise a frozen layer would still adapt to the new data.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def create_model(
 ) -> nn.Module:
     """Creates a model on the current device, in training mode.
 
-    The weights are initialized by torch's global generator.
+    torch's global random generator initializes the weights.
 
     Args:
-        settings: Name and options. The parameters of `settings.freeze` are frozen.
+        settings: Name and options of the model, and patterns of parameters to freeze.
         num_classes: Number of classes; overrides `settings.num_classes`.
         in_channels: Channels of the images.
         image_size: Side of the images in pixels.
@@ -46,7 +46,7 @@ def create_model(
         The model.
 
     Raises:
-        ConfigError: If the model is unknown or cannot be created, or if the images are too small for it.
+        ConfigError: If the model is unknown or cannot be created, or if it needs larger images.
 
     Example:
         >>> model = create_model(ModelSettings(name="resnet18"), num_classes=10, image_size=32)
@@ -64,7 +64,7 @@ def create_model(
 
 
 def is_own(model: nn.Module) -> bool:
-    """Returns True if the model is one of Paceline's."""
+    """Returns True if the model is part of Paceline."""
     return type(model).__module__.startswith("paceline.models.")
 
 
@@ -98,11 +98,11 @@ def _create_own(
 
 
 def _owned(model: nn.Module) -> dict[int, tuple[str, nn.Parameter, str]]:
-    """Returns name, tensor and role of each parameter, in the order of the model, by `id`.
+    """Returns (name, parameter, role) by the `id` of each parameter, in the order of the model.
 
-    Biases, parameters of norms, scales and other vectors have the role `bias_norm`, as do the parameters
-    in `no_weight_decay` of a timm model (position embeddings). A parameter that several modules
-    share is a weight if at least one module uses it as a weight.
+    Biases, parameters of norm layers, scales and all other vectors have the role `bias_norm`. So do the
+    parameters in `no_weight_decay` of a timm model, such as position embeddings. A parameter that
+    several modules share has the role `weight` if at least one module uses it as a weight.
     """
     listed: set[str] = set()
     if callable(getattr(model, "no_weight_decay", None)):
@@ -124,21 +124,21 @@ def _owned(model: nn.Module) -> dict[int, tuple[str, nn.Parameter, str]]:
 
 
 def named_roles(model: nn.Module) -> dict[str, str]:
-    """Returns `weight` or `bias_norm` for each parameter name, frozen parameters included."""
+    """Returns the role, `weight` or `bias_norm`, of each parameter (also if frozen), by name."""
     return {name: role for name, _, role in _owned(model).values()}
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Splits the trained parameters into a group with weight decay and one without.
+    """Splits the trained parameters into a group with weight decay and a group without.
 
-    Weight decay of biases and normalization parameters costs accuracy at large batches.
+    At large batches, weight decay of biases and normalization parameters costs accuracy.
 
     Args:
         model: The model.
         weight_decay: Weight decay of the group with role `weight`.
 
     Returns:
-        The groups with role `weight` and `bias_norm`. Empty groups are omitted.
+        A group with role `weight` and a group with role `bias_norm`. Empty groups are omitted.
 
     Example:
         >>> optimizer = LARS(parameter_groups(model, 5e-5), lr=11.0)
@@ -157,13 +157,13 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
     """Freezes parameters; sets the model to training mode and frozen batch norms to evaluation mode.
 
     Args:
-        model: The model.
+        model: Model whose parameters are frozen in place.
         patterns: Globs of parameter names (`layer1.*`, `*.bias`), or names of modules.
 
     Raises:
         ConfigError: If a pattern matches nothing, or if no parameter remains to train.
     """
-    # A shared parameter is frozen by any of its names.
+    # If modules share a parameter, any of the parameter's names freezes it.
     named = list(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
         matching = [
@@ -198,7 +198,7 @@ def frozen_norms(model: nn.Module) -> list[nn.Module]:
 
 
 def count_norms(model: nn.Module) -> int:
-    """Counts the norm layers except frozen batch norms, which only scale and shift."""
+    """Counts the norm layers, without frozen batch norms because these only scale and shift."""
     frozen = set(frozen_norms(model))
     return sum(isinstance(m, _NORM_TYPES) and m not in frozen for m in model.modules())
 

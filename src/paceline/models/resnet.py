@@ -1,9 +1,9 @@
 """ResNet-18/34/50/101/152, version 1.5, with torchvision's state-dict keys, and two small residual nets.
 
-Version 1.5 has the stride in the 3x3 convolution of a bottleneck instead of the 1x1 before it. The
-architecture is from He et al. 2015, "Deep Residual Learning for Image Recognition"; zero γ at the end of
-each branch from Goyal et al. 2017. Accelerations replace parts of these networks from outside
-(`models/acceleration`).
+In version 1.5, the 3x3 convolution of a bottleneck has the stride, instead of the preceding 1x1
+convolution. The architecture is from He et al. 2015, "Deep Residual Learning for Image Recognition". The
+zero γ at the end of each branch is from Goyal et al. 2017. These networks contain no accelerations; see
+`models/acceleration`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def conv3x3(in_channels: int, out_channels: int, stride: int = 1) -> nn.Conv2d:
 
 
 def make_downsample(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
-    """Returns the projection of a shortcut that changes shape; None for an identity shortcut."""
+    """Returns the projection for a shortcut that changes the shape; None for an identity shortcut."""
     if stride == 1 and in_channels == out_channels:
         return None
     return nn.Sequential(conv1x1(in_channels, out_channels, stride), nn.BatchNorm2d(out_channels))
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions, the first with the stride."""
+    """Residual block of two 3x3 convolutions, of which the first has the stride."""
 
     expansion: ClassVar[int] = 1
 
@@ -58,7 +58,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1 convolution to fewer channels, 3x3 with the stride, 1x1 to four times the channels."""
+    """Residual block of three convolutions: 1x1, 3x3 with the stride, 1x1 to `4 * channels`."""
 
     expansion: ClassVar[int] = 4
 
@@ -85,7 +85,7 @@ class Bottleneck(nn.Module):
 
 Block = type[BasicBlock] | type[Bottleneck]
 
-# Block and number of blocks in each of the four stages.
+# Class of the blocks, and number of blocks in each of the four stages.
 RESNET_LAYOUTS: dict[str, tuple[Block, tuple[int, int, int, int]]] = {
     "resnet18": (BasicBlock, (2, 2, 2, 2)),
     "resnet34": (BasicBlock, (3, 4, 6, 3)),
@@ -98,14 +98,14 @@ RESNET_LAYOUTS: dict[str, tuple[Block, tuple[int, int, int, int]]] = {
 def make_stage(
     block: Block, in_channels: int, channels: int, depth: int, stride: int
 ) -> nn.Sequential:
-    """Returns `depth` blocks; the first block applies the stride and changes the channels."""
+    """Returns a stage of `depth` blocks; the first block has the stride and changes the channels."""
     first = block(in_channels, channels, stride)
     rest = [block(channels * block.expansion, channels) for _ in range(depth - 1)]
     return nn.Sequential(first, *rest)
 
 
 def init_weights(model: nn.Module, *, zero_init_gamma: bool) -> None:
-    """Initializes convolutions by Kaiming normal over fan-out.
+    """Initializes convolutions with Kaiming's normal distribution (mode `fan_out`).
 
     Args:
         model: A residual net.
@@ -122,11 +122,11 @@ def init_weights(model: nn.Module, *, zero_init_gamma: bool) -> None:
 
 
 class ResNet(nn.Module):
-    """ResNet of four stages.
+    """ResNet with four stages.
 
     Args:
-        block: `BasicBlock` or `Bottleneck`.
-        depths: Blocks of each stage.
+        block: Class of the blocks, `BasicBlock` or `Bottleneck`.
+        depths: Number of blocks in each stage.
         num_classes: Number of classes.
         in_channels: Channels of the images.
         stem: `imagenet` (7x7 convolution with stride 2 and a pool) or `small` (3x3 convolution). Both
@@ -179,10 +179,10 @@ class ResNet(nn.Module):
 class SmallResNet(nn.Module):
     """Residual net for images of 28 or 32 pixels that trains quickly on two CPU cores.
 
-    It has 599,290 parameters for one channel and ten classes. The architecture is the result of
-    measurements: convolutions of large activations cost most, so only a stem of 16 channels works at
-    full resolution, every stage halves the resolution, and only the last stage, where blocks are
-    cheapest and help most, has a second block.
+    The net has 599,290 parameters for one channel and ten classes. The architecture is the result of
+    measurements. Convolutions of large activations cost most, so only a stem of 16 channels works at
+    full resolution, and every stage halves the resolution. Only the last stage has a second block,
+    because blocks cost least and help most there.
 
     Args:
         num_classes: Number of classes.
@@ -215,7 +215,7 @@ class SmallResNet(nn.Module):
 
 
 class PooledConv(nn.Module):
-    """A 3x3 convolution, norm, ReLU, and a max-pool that halves the resolution."""
+    """3x3 convolution and max-pool, which halves the resolution, with batch norm and ReLU."""
 
     def __init__(self, in_channels: int, channels: int) -> None:
         super().__init__()
@@ -232,9 +232,9 @@ class PooledConv(nn.Module):
 class FastResNet(nn.Module):
     """Residual net for images of 32 pixels that trains in seconds on a GPU.
 
-    It has three stages of a pooled convolution and a residual block. Only two convolutions work at full
-    resolution, and most of the arithmetic is at 16 × 16 and 8 × 8. The logits are divided by 8, because
-    the inputs of the last layer, which are maxima, are far from zero at the start.
+    The net has three stages, each with a pooled convolution and a residual block. Only two convolutions
+    work at full resolution, and most of the arithmetic is at 16 × 16 and 8 × 8. The logits are divided by
+    8, because the last layer's inputs are maxima, which are far from zero at the start.
 
     Args:
         num_classes: Number of classes.

@@ -1,7 +1,8 @@
-"""Defines the section `[model]` of a recipe and the names of models. Without torch.
+"""Defines the section `[model]` of a recipe and the names of models.
 
-A name is one of Paceline's (`resnet50`), `timm:NAME`, `torchvision:NAME`, `package.module:factory`, or a
-name of `register_model`. This module checks the syntax of names, and `factories` imports the models.
+A name has one of these forms: a model of Paceline (`resnet50`), `timm:NAME`, `torchvision:NAME`,
+`package.module:factory`, or a name given to `register_model`. This module checks the syntax of names, and
+`factories` imports the models. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.settings import SettingChecks, parse_arguments
 
-# Stems of each model of Paceline, in addition to `auto`.
+# Values of `model.stem`, in addition to `auto`, for each model of Paceline.
 _RESNET_STEMS = ("imagenet", "small")
 STEMS_OF_MODEL: dict[str, tuple[str, ...]] = {
     "resnet18": _RESNET_STEMS,
@@ -33,7 +34,7 @@ ZOOS = ("timm", "torchvision")
 FORMS = "timm:NAME, torchvision:NAME or package.module:factory"
 
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
-# timm's names have tags and dots, names of a hub also slashes and colons.
+# Names in timm may contain tags and dots, and names on a hub also slashes and colons.
 _ZOO_NAME = re.compile(r"[\w./:\-]+")
 
 Factory = Callable[..., Any]
@@ -45,8 +46,8 @@ def register_model(name: str, factory: Factory) -> None:
 
     Args:
         name: New value of `model.name`.
-        factory: Function or class that returns a module. It receives those of the arguments
-            `num_classes`, `in_channels` and `image_size` that its signature accepts.
+        factory: Function or class that returns a module. It receives each of the arguments
+            `num_classes`, `in_channels` and `image_size` that the signature contains.
 
     Raises:
         ConfigError: If the name is invalid or taken, or if the factory cannot be called.
@@ -68,20 +69,20 @@ def register_model(name: str, factory: Factory) -> None:
 
 
 def registered_models() -> Mapping[str, Factory]:
-    """Returns the models of `register_model` by name."""
+    """Returns the factory of each registered model, by name."""
     return _registered
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Splits a name: `("timm", "convnext_tiny")`, `("my_nets", "make")` or `("", "resnet50")`."""
+    """Splits a name at the colon, as in `("timm", "convnext_tiny")` or `("", "resnet50")`."""
     source, colon, rest = name.partition(":")
     return (source, rest) if colon else ("", name)
 
 
 def check_model_name(name: str) -> None:
-    """Checks the form of a name, and that a name without a colon is known. Raises ConfigError.
+    """Raises ConfigError if a name has a wrong form, or has no colon and is unknown.
 
-    The creation of the model checks if a package has the model.
+    Does not check if a package contains the model; creating the model does.
     """
     if name in STEMS_OF_MODEL:
         return
@@ -99,18 +100,18 @@ def check_model_name(name: str) -> None:
 
 
 def nearest_of_many(name: str, known: Iterable[str], listing: str) -> str:
-    """Suggests a similar name, or the command that lists all names.
+    """Returns a text that suggests a similar name, or the command that lists all names.
 
     Args:
         name: The unknown name.
-        known: All names.
-        listing: Command that lists all names.
+        known: All known names.
+        listing: Command that lists all known names.
     """
     hint = nearest(name, known)
     return hint if hint.startswith("did you mean") else f"{listing} lists them"
 
 
-# In images up to this size, a 7x7 convolution with stride 2 and a pool would remove too much detail.
+# From images up to this size, a 7x7 convolution with stride 2 and a pool would remove too much detail.
 SMALL_STEM_MAX_PIXELS = 64
 NORM_STATISTICS = ("average", "last")
 
@@ -171,7 +172,7 @@ class ModelSettings:
         return parse_arguments("model.arguments", self.arguments)
 
     def stem_for(self, image_size: int) -> str:
-        """Returns the stem of a ResNet for images of a size."""
+        """Returns the stem of a ResNet for images with `image_size` pixels per side."""
         if self.stem != "auto":
             return self.stem
         return "small" if image_size <= SMALL_STEM_MAX_PIXELS else "imagenet"

@@ -1,10 +1,10 @@
 """Implements batch norm over several ranks, batch norm without cuDNN, and recomputation of norms.
 
-`SyncedBatchNorm` normalizes over the samples of a group of ranks, for few samples per rank. Forward and
-backward equal the batch norm of the union of the group's batches. The forward and the backward pass
-each exchange one fp64 vector per layer, so that the statistics are bit-identical within a group.
-torch's SyncBatchNorm does the same on GPUs only. `TorchNorm` avoids cuDNN, for ranks that share a
-GPU. `normalized` returns the output of a norm and a function that computes it again.
+`SyncedBatchNorm` normalizes over the samples of a group of ranks, for training with few samples per rank.
+Both passes give the same results as a batch norm over the combined batches of the group. The forward and
+the backward pass each exchange one fp64 vector per layer, so that statistics are bit-identical within a
+group. torch's SyncBatchNorm does the same, but only on GPUs. `TorchNorm` avoids cuDNN, for ranks that
+share a GPU. `normalized` returns the output of a norm and a function that computes this output again.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 @dataclass
 class NormGroup:
-    """The ranks that share statistics.
+    """A group of ranks that share batch-norm statistics.
 
     Attributes:
-        size: Number of ranks.
-        all_reduce: Replaces a tensor by its sum over these ranks.
+        size: Number of ranks in the group.
+        all_reduce: Replaces a tensor by the sum of this tensor over the ranks of the group.
         active: False in passes that not all ranks run, such as the pass that records the order of
             the gradients. Each rank then uses the statistics of its own batch.
     """
@@ -39,7 +39,7 @@ class NormGroup:
 
 
 class SyncedBatchNorm(_BatchNorm):
-    """Batch norm with the training statistics of `group`, for any number of dimensions."""
+    """Batch norm over the batches of all ranks in `group`, for inputs with any number of dimensions."""
 
     group: NormGroup
 
@@ -54,7 +54,7 @@ class SyncedBatchNorm(_BatchNorm):
 
     @property
     def is_shared(self) -> bool:
-        """True if a pass uses the statistics of the group."""
+        """True if the next pass uses the statistics of the group."""
         return self.training and self.group.active
 
     def forward_shared(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: A002
@@ -83,7 +83,11 @@ def _normalize(
     bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the output for given moments, and shift and scale for the backward pass."""
+    """Normalizes with given moments.
+
+    Returns:
+        The output, and the shift and scale that the backward pass needs.
+    """
     wide = _widened(x)
     shape = [1, x.shape[1]] + [1] * (x.dim() - 2)
     inverse = (variance + eps).rsqrt()
@@ -102,7 +106,7 @@ def _widened(x: Tensor) -> Tensor:
 
 
 class _SyncedNorm(torch.autograd.Function):
-    """y = γ(x − μ) / √(σ² + eps) + β with μ and σ² of all ranks of the group."""
+    """Computes y = γ(x − μ) / √(σ² + eps) + β, with μ and σ² over all ranks of the group."""
 
     @staticmethod
     def forward(
@@ -116,7 +120,7 @@ class _SyncedNorm(torch.autograd.Function):
         dims = [d for d in range(x.dim()) if d != 1]
         wide = _widened(x)
         own = x.numel() // x.shape[1]
-        # From this rank's moments: plain sums of squares would cancel if the mean is large.
+        # Derives sums from this rank's moments: with a large mean, direct sums would lose accuracy.
         if own:
             variance, mean = torch.var_mean(wide, dims, correction=0)
             mean, variance = mean.double(), variance.double()
@@ -154,19 +158,22 @@ class _SyncedNorm(torch.autograd.Function):
             dx = dx.contiguous(memory_format=torch.channels_last)
         if weight is None:
             return dx, None, None, None, None
-        # This rank's part of the gradients of γ and β; the gradient exchange adds the parts.
+        # Returns only this rank's summand in the gradients of γ and β; the gradient exchange adds them.
         d_weight, d_bias = own[channels:].to(weight.dtype), own[:channels].to(weight.dtype)
         return dx, d_weight, d_bias, None, None
 
 
 def synchronize_norms(model: nn.Module, group: NormGroup) -> int:
-    """Converts every batch norm of a model to a `SyncedBatchNorm` in place; returns their number.
+    """Converts every batch norm of a model to a `SyncedBatchNorm` in place.
 
     Parameters, statistics and keys stay the same.
 
     Args:
         model: The model.
         group: The ranks that share statistics.
+
+    Returns:
+        The number of batch norms.
     """
     norms = find_norms(model)
     for norm in norms:
@@ -181,7 +188,7 @@ def find_norms(model: nn.Module) -> list[_BatchNorm]:
 
 
 def keep_last_statistics(model: nn.Module) -> int:
-    """Makes running statistics equal the latest batch's; returns the number of batch norms."""
+    """Makes running statistics equal to those of the last batch. Returns the number of batch norms."""
     norms = find_norms(model)
     for norm in norms:
         norm.momentum = 1.0
@@ -191,14 +198,14 @@ def keep_last_statistics(model: nn.Module) -> int:
 class TorchNorm(nn.BatchNorm2d):
     """Batch norm with torch's kernels instead of cuDNN's, for ranks that share a GPU.
 
-    cuDNN's training kernels for channels-last activations (`batchnorm_fwtr_nhwc_semiPersist` and its
-    backward) need all their blocks on the GPU at the same time, two on every multiprocessor. If a
-    collective of another rank on the same GPU waits for this rank and occupies some multiprocessors,
-    both wait forever.
+    cuDNN's training kernels for channels-last activations (`batchnorm_fwtr_nhwc_semiPersist` and the
+    backward kernel) need all of their blocks on the GPU at the same time, two on every multiprocessor.
+    A collective of another rank on the same GPU may wait for this rank and occupy some multiprocessors.
+    Then both ranks wait forever.
     """
 
     def forward(self, images: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():  # generates its own kernels
+        if torch.compiler.is_compiling():  # torch.compile generates kernels without cuDNN
             return super().forward(images)
         with _without_cudnn():
             return super().forward(images)
@@ -215,7 +222,7 @@ def _without_cudnn() -> Iterator[None]:
 
 
 def use_torch_norms(model: nn.Module) -> int:
-    """Converts every 2d batch norm of a model to a `TorchNorm` in place; returns their number."""
+    """Converts every `BatchNorm2d` to a `TorchNorm` in place. Returns the number of converted layers."""
     norms = [module for module in model.modules() if type(module) is nn.BatchNorm2d]
     for norm in norms:
         norm.__class__ = TorchNorm
@@ -223,13 +230,13 @@ def use_torch_norms(model: nn.Module) -> int:
 
 
 def normalized(x: Tensor, norm: _BatchNorm) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Returns norm(x) and a function that computes the same bits again.
+    """Returns norm(x) and a function that computes bit-identical output again.
 
     The function uses the same operators, but no collective, and does not change running statistics.
 
     Args:
-        x: Input.
-        norm: Batch norm.
+        x: Input of the batch norm.
+        norm: Batch norm to apply.
     """
     if isinstance(norm, SyncedBatchNorm) and norm.is_shared:
         out, mean, variance = norm.forward_shared(x)

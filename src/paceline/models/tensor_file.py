@@ -1,8 +1,9 @@
-"""Reads untrusted files of `torch.save`.
+"""Reads untrusted files in the format of `torch.save`.
 
 `torch.load(weights_only=True)` executes no code, but a small file can still make it use any amount of
-memory or time: entries that decompress to gigabytes, nested lists that share their items, tensors that
-repeat one value, calls that allocate as much as their arguments demand. `load_tensors` refuses these.
+memory or time. Examples are entries that decompress to gigabytes, nested lists that share items, tensors
+that repeat one value, and calls that allocate as much as an argument demands. `load_tensors` refuses
+such files.
 """
 
 from __future__ import annotations
@@ -18,37 +19,37 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-# More than any state has, and about a second of work.
+# Limit on the number of values: more than any real state has, and about a second of work.
 _MOST_VALUES = 10_000_000
 _FEW_VALUES = 100_000
 _DEEPEST = 100
-# Tied weights have several names, and each occurrence is hashed or copied.
+# Limit on the bytes of all tensors, relative to the file size. Tied weights are counted several times.
 _MOST_REPEATS = 100
 _SMALL_FILE = 1 << 20
 # Pickles in torch's format before version 1.6: magic number, version, platform, object, storage keys.
 _OLD_FORMAT_PICKLES = 5
-# Last records of a zip archive: its end record, and in large archives before it the 64-bit end record and
-# the locator of that record.
+# Last records of a zip archive. The end record comes last. In a large archive, the 64-bit end record and
+# its locator precede it.
 _END, _END_64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
-# Letters of a text that count as one value.
+# Number of letters in a text that the limits treat as one value.
 _LETTERS = 64
 
 
 class TensorFileError(ValueError):
-    """Raised for a file that torch could read but never writes. `str()` gives the reason."""
+    """Raised for a file whose content torch can read but never writes. `str()` gives the reason."""
 
 
 def load_tensors(file: IO[bytes]) -> Any:
-    """Reads a file of `torch.save` into host memory, with `weights_only=True`.
+    """Reads a file written by `torch.save` into host memory, with `weights_only=True`.
 
-    Uses time and memory in proportion to the size of the file.
+    Uses time and memory at most in proportion to the size of the file.
 
     Args:
-        file: The open file.
+        file: File that is open for reading.
 
     Returns:
-        The content.
+        The content, as `torch.load` returns it.
 
     Raises:
         TensorFileError: If loading would use disproportionate time or memory, or if the content is
@@ -57,7 +58,7 @@ def load_tensors(file: IO[bytes]) -> Any:
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
-    # The same test as in torch; Python's `is_zipfile` also accepts an archive after other content.
+    # The same test as in torch. Python's `is_zipfile` also accepts an archive that follows other content.
     is_zip = file.read(4) == b"PK\3\4"
     file.seek(0)
     if is_zip:
@@ -73,7 +74,7 @@ def load_tensors(file: IO[bytes]) -> Any:
         for _ in range(_OLD_FORMAT_PICKLES):
             _check_calls(file)
     file.seek(0)
-    # Otherwise indices of a sparse tensor may be out of range, and operations do not check them.
+    # Without this check, indices of a sparse tensor could be out of range, which operations do not check.
     with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
         content = torch.load(file, map_location="cpu", weights_only=True)
     _check_values(content, size)
@@ -81,14 +82,14 @@ def load_tensors(file: IO[bytes]) -> Any:
 
 
 def _check_directory(file: IO[bytes], start: int) -> None:
-    """Refuses an archive in which torch could find another directory than Python.
+    """Refuses an archive in which torch and Python could find different directories.
 
-    Accepts only the layout of torch.save: an end record without comment, directly after the other
-    records.
+    Accepts only the layout that torch.save writes: an end record without a comment, directly after all
+    other records.
 
     Args:
         file: The archive.
-        start: Place of the directory according to Python.
+        start: Byte offset of the directory according to Python.
     """
     at = file.seek(-_END.size, os.SEEK_END)
     signature, *_, offset, comment = _END.unpack(file.read(_END.size))
@@ -107,12 +108,12 @@ def _check_directory(file: IO[bytes], start: int) -> None:
 
 @dataclass(slots=True)
 class _Item:
-    """A value on the stack of the unpickler.
+    """A value on the stack of the simulated unpickler.
 
     Attributes:
-        weight: Number of values that the item consists of.
+        weight: Number of plain values in the item, including nested ones.
         text: Text of a constant, or name of a function.
-        items: Items of a tuple.
+        items: Items, if the value is a tuple.
     """
 
     weight: int = 1
@@ -124,10 +125,10 @@ _ENCODED = "an encoded text"
 
 
 def _check_calls(pickle: bytes | IO[bytes]) -> None:
-    """Simulates a pickle without executing it.
+    """Simulates the operations of a pickle without executing any call.
 
-    Refuses calls that allocate memory, and values that share so many parts that a copy or a hash would
-    not end.
+    Refuses calls that could allocate memory, and nested values that share so many items that a copy or
+    a hash would not end.
     """
     stack: list[_Item] = []
     marks: list[int] = []
@@ -139,7 +140,7 @@ def _check_calls(pickle: bytes | IO[bytes]) -> None:
             memo[argument] = stack[-1]
         elif name in ("BINGET", "LONG_BINGET"):
             stack.append(memo[argument])
-            # Without these operations, there are no more values than bytes.
+            # Only these operations can make more values than the pickle has bytes.
             fetched += stack[-1].weight
             if fetched > _MOST_VALUES:
                 raise TensorFileError("its values repeat one another without end")
@@ -174,9 +175,9 @@ def _result(name: str, items: tuple[_Item, ...]) -> _Item:
 
 
 def _call(name: str, arguments: tuple[_Item, ...] | None) -> str:
-    """Checks a call and returns the text of its result."""
+    """Refuses a call that could allocate memory. Returns the `text` of the item for the result."""
     module, _, function = name.removesuffix(" function").partition(" ")
-    # None if the arguments are the result of a call, which no program writes.
+    # `arguments` is None if another call made them, which never happens in files of torch.save.
     given = (_Item(),) if arguments is None else arguments
     allowed = arguments is not None
     if function == "encode":
@@ -184,7 +185,7 @@ def _call(name: str, arguments: tuple[_Item, ...] | None) -> str:
     elif function == "bytearray":
         allowed = allowed and all(item.text == _ENCODED for item in given)
     elif function == "_rebuild_from_type_v2":
-        # It calls its first argument with the items of the third.
+        # This function calls its first argument with the items of its third argument.
         parts = [*given, _Item(), _Item(), _Item()]
         allowed = parts[0].text.startswith("torch._utils _rebuild_")
     elif module.startswith("torch") and function.endswith(("Tensor", "Storage")):
@@ -198,7 +199,7 @@ def _check_values(content: Any, size: int) -> None:
     """Refuses content that uses more time or memory than a file of `size` bytes should."""
     stack = [(content, 0)]
     values = total = 0
-    # A value needs at least one byte, unless it occurs several times.
+    # Each value needs at least one byte in the file, unless the same value occurs several times.
     most = min(_MOST_VALUES, 4 * size + _FEW_VALUES)
     storages: dict[int, int] = {}
     while stack:
@@ -226,7 +227,7 @@ def _check_values(content: Any, size: int) -> None:
             raise TensorFileError("its values repeat one another too often")
         stack += [(item, depth + 1) for item in children]
     stored = end = 0
-    for start, length in sorted(storages.items()):  # the old format has storages within others
+    for start, length in sorted(storages.items()):  # in the old format, storages may overlap
         stored += max(0, start + length - max(start, end))
         end = max(end, start + length)
     if stored > size:

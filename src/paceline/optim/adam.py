@@ -1,6 +1,6 @@
 """AdamW (Loshchilov & Hutter 2019) and LAMB (You et al. 2020) in mixed precision.
 
-The number of updates of each parameter is counted on the device. Skipped updates do not count.
+The updates of each parameter are counted on the device, except skipped updates.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from paceline.optim.state import EXP_AVG, EXP_AVG_SQ, STEP
 class AdamHyper(NamedTuple):
     """Hyperparameters of one group of AdamW or LAMB, in the order of the kernels' columns.
 
-    Fields that also exist in `lars.Hyper`, such as the trust ratio's `eps`, have the same columns
-    there, because the kernels share code.
+    Fields that `lars.Hyper` has too, such as the trust ratio's `eps`, have the same column in both,
+    because the kernels share code.
     """
 
     lr: float
@@ -47,7 +47,7 @@ class AdamHyper(NamedTuple):
     beta2: float
     eps: float
     adam_eps: float
-    # 1 − β₂, computed in fp64: 1 − 0.999 in fp32 has three digits fewer.
+    # 1 − β₂, computed in fp64: in fp32, 1 − 0.999 would lose three digits.
     rest2: float
     clip: bool
     adapt: bool
@@ -64,14 +64,14 @@ class AdamHyper(NamedTuple):
 
 
 class AdamRule(UpdateRule):
-    """m ← β₁m + (1−β₁)g; v ← β₂v + (1−β₂)g²; u = m̂ / (√v̂ + eps) + βw; w ← w − lr·λ·u.
+    """Rule of AdamW and LAMB: w ← w − lr·λ·u, with u as in `AdamW` and λ as in `LAMB`.
 
-    λ is 1 in groups without `adapt`, which includes all groups of AdamW.
+    λ is 1 in groups without `adapt`, and therefore in all groups of AdamW.
 
     Attributes:
         adapts: True for LAMB.
-        steps: Number of updates of each parameter.
-        corrections: 1 − β₁ᵗ and 1 − β₂ᵗ of the next step.
+        steps: Number of updates of each parameter; a tensor on the device.
+        corrections: 1 − β₁ᵗ and 1 − β₂ᵗ of each parameter for the next step, of shape (2, parameters).
     """
 
     Hyper: ClassVar[Any] = AdamHyper
@@ -84,7 +84,7 @@ class AdamRule(UpdateRule):
         self.steps = torch.zeros(0)
         self.corrections = torch.zeros(2, 0)
         self._logs: HyperTable | None = None
-        self._captured: list[tuple[Tensor, ...]] = []  # kept for graphs that read them
+        self._captured: list[tuple[Tensor, ...]] = []  # kept alive for captured graphs
 
     def update(self, rows: Rows, hyper: Any) -> Tensor | None:
         weights, gradients = rows.masters, rows.gradients
@@ -142,7 +142,7 @@ class AdamRule(UpdateRule):
         self._logs.send(tuple(rows))
 
     def begin(self, optimizer: MasterOptimizer, rows: list[Row], gates: Gates) -> list[Row]:
-        """Computes 1 − βᵗ of the next step; t is the number of updates plus one."""
+        """Computes 1 − βᵗ for the next step, where t is the number of earlier updates plus one."""
         if self._logs is None:
             raise RunError(
                 "a step was captured without preparation",
@@ -157,7 +157,7 @@ class AdamRule(UpdateRule):
     def finish(
         self, optimizer: MasterOptimizer, rows: list[Row], gates: Gates, outcome: Outcome
     ) -> None:
-        """Counts the updates of all updated rows, unless the kernels have already counted them."""
+        """Adds 1 to the steps of all updated parameters, unless the kernels have done so."""
         if optimizer.engine is None:
             done = torch.zeros_like(self.steps)
             put(done, rows, gates.allowed(rows, outcome).to(self.steps.dtype))
@@ -165,7 +165,7 @@ class AdamRule(UpdateRule):
 
 
 def _trust_ratios(weights: Sequence[Tensor], pushes: Sequence[Tensor], hyper: AdamHyper) -> Tensor:
-    """Returns ‖w‖ / (‖u‖ + eps) from norms; 1 if a squared norm is 0."""
+    """Returns λ = ‖w‖ / (‖u‖ + eps) from the norms; 1 if a squared norm is 0 or λ not finite."""
     weight, push = torch.stack(list(weights)), torch.stack(list(pushes))
     ratio = weight / (push + hyper.eps)
     if hyper.clip:
@@ -188,8 +188,8 @@ class AdamW(MasterOptimizer):
         betas: β₁ and β₂.
         eps: Added to √v̂.
         weight_decay: β.
-        fused: True for Triton kernels, False for list operations, None for kernels on CUDA if Triton is
-            installed.
+        fused: True for Triton kernels, False for torch's list operations. None chooses kernels on CUDA
+            if Triton is installed, otherwise list operations.
 
     Example:
         >>> optimizer = AdamW(parameter_groups(model, 0.05), lr=1e-3)
@@ -212,7 +212,7 @@ class AdamW(MasterOptimizer):
 
 
 class LAMB(MasterOptimizer):
-    """AdamW with a trust ratio per layer.
+    """AdamW with a trust ratio per parameter tensor.
 
     u = m̂ / (√v̂ + eps) + βw, as in AdamW; λ = ‖w‖ / (‖u‖ + trust_eps); w ← w − lr·λ·u
 
@@ -228,7 +228,7 @@ class LAMB(MasterOptimizer):
         trust_eps: Added to ‖u‖ in λ.
         adapt: False to use λ = 1.
         adapt_bias_norm: True to adapt groups of role `bias_norm` too.
-        fused: As in `AdamW`.
+        fused: Choice of the implementation, as in `AdamW`.
 
     Example:
         >>> optimizer = LAMB(parameter_groups(model, 0.02), lr=5e-3)

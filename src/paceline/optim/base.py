@@ -1,8 +1,8 @@
-"""Defines `MasterOptimizer`, which all optimizers share; an `UpdateRule` defines the equation.
+"""Defines `MasterOptimizer`, the base of the optimizers; an `UpdateRule` adds the equation.
 
 Parameters and gradients are fp32, fp16 or bf16. A step updates fp32 master weights and writes
-half-precision parameters back, without host synchronization. It runs in Triton kernels if the rule has
-them and they are available, otherwise in torch's list operations.
+half-precision parameters back, without host synchronization. A step runs in Triton kernels if the rule
+has kernels and they are available, otherwise in torch's list operations.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BIAS_NORM = "bias_norm"
 def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Excludes `function` from torch.compile, which would lose attributes at graph breaks.
 
-    `torch.compiler.disable` would import the compiler, which takes as long as torch itself.
+    `torch.compiler.disable` would import the compiler, which takes as long as importing torch itself.
     """
     disabled: Callable[..., Any] = _disable_dynamo(function)
 
@@ -55,7 +55,7 @@ def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _PlainOptimizer(Optimizer):
-    """Removes torch's wrappers of these methods, which import the compiler."""
+    """Optimizer whose methods lack torch's wrappers, because those wrappers import the compiler."""
 
     add_param_group = inspect.unwrap(Optimizer.add_param_group)
     state_dict = inspect.unwrap(Optimizer.state_dict)
@@ -66,26 +66,26 @@ class MasterOptimizer(_PlainOptimizer):
     """Updates fp32 master weights by a rule, with switches on the device.
 
     Args:
-        params: Parameters or groups.
-        defaults: Hyperparameters of groups that do not set their own. Missing hyperparameters have
+        params: Parameters or parameter groups.
+        defaults: Hyper-parameters of groups that do not set their own. Missing hyper-parameters have
             the defaults of the rule.
-        rule: Creates the `UpdateRule`: a class, or a `functools.partial` of one.
-        fused: True for Triton kernels, False for list operations, None for kernels on CUDA if Triton is
-            installed. `path` has the resulting choice.
-        adapt_bias_norm: False to switch the trust ratio off in groups of role `bias_norm` that do not
-            set `adapt`.
+        rule: Creates the `UpdateRule`: a subclass, or a `functools.partial` of a subclass.
+        fused: True for Triton kernels, False for torch's list operations. None chooses kernels on CUDA
+            if Triton is installed. `path` has the resulting choice.
+        adapt_bias_norm: False to switch the trust ratio off in groups with the role `bias_norm` that do
+            not set `adapt`.
 
     Attributes:
-        grad_scale: Scalar that divides the gradients; None to leave gradients unscaled.
-        found_inf: If not zero, the step changes nothing. None means that no flag is checked.
-        hold: If not zero, the step changes nothing.
-        active: One value per parameter in group order. Parameters with 0 are excluded from update and
-            finite check.
-        overflow: 1 after a step in which a gradient, or its squared norm, was not finite in fp32; that
-            step has changed nothing.
+        grad_scale: Scalar by which the step divides the gradients; None to leave them unchanged.
+        found_inf: If not zero, the step changes nothing. None is equivalent to zero.
+        hold: If not zero, the step changes nothing. None is equivalent to zero.
+        active: One value per parameter in group order. The step neither updates nor checks the
+            parameters whose value is 0.
+        overflow: 1 after a step in which a gradient, or its squared norm, was not finite in fp32. Such
+            a step changes nothing.
         shared: If set, ranks share the matrix products of a rule that `has_products`.
 
-    All switches are tensors on the parameters' device.
+    `grad_scale`, `found_inf`, `hold` and `active` are tensors on the parameters' device, or None.
     """
 
     _step_supports_amp_scaling = True  # torch's GradScaler leaves unscaling and skipping to step()
@@ -94,9 +94,9 @@ class MasterOptimizer(_PlainOptimizer):
     hold: Tensor | None = None
     active: Tensor | None = None
     shared: SharedProducts | None = None
-    # True to load state into existing tensors, whose formats torch would not keep.
+    # True to load state into existing tensors, because torch would change their dtypes.
     loads_into_state = False
-    # Attributes that copies keep, in addition to the groups' defaults.
+    # Attributes that copying and pickling keep, in addition to the groups' defaults.
     CHOICES: ClassVar[tuple[str, ...]] = ("fused", "adapt_bias_norm", "_new_rule")
 
     def __init__(
@@ -123,17 +123,17 @@ class MasterOptimizer(_PlainOptimizer):
         self._outcome: Outcome | None = None
         self._table: HyperTable | None = None
         self.engine: FusedStep | None = None
-        # Copies of gradients with other strides, in memory that captured graphs may read.
+        # Copies of gradients whose strides or dtype had to change; captured graphs may read them.
         self._staged: dict[int, Tensor] = {}
         self.overflow = torch.zeros(())
 
     def describe(self) -> str:
-        """Returns the name of the rule and the implementation."""
+        """Returns a text such as `lars, triton`: the optimizer or rule, and the implementation."""
         of = self.rule if type(self) is MasterOptimizer else self
         return f"{type(of).__name__.lower()}, {self.path}"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group; allowed between steps too."""
+        """Adds a parameter group, also after steps were made."""
         adapt = {}
         if param_group.get("role") == BIAS_NORM and not self.adapt_bias_norm:
             adapt = {"adapt": False}
@@ -169,7 +169,7 @@ class MasterOptimizer(_PlainOptimizer):
     def prepare(self) -> None:
         """Prepares the capture of a CUDA graph: creates all state and compiles the kernels.
 
-        Kernels are compiled if gradients exist, by a step that changes nothing.
+        To compile the kernels, runs a step that changes nothing. This needs gradients.
         """
         outcome = self._ready()
         rows = self._rows()
@@ -183,7 +183,7 @@ class MasterOptimizer(_PlainOptimizer):
     def upload(self) -> None:
         """Copies changed hyper-parameters to the device asynchronously.
 
-        `step` calls it, except while a CUDA graph is captured: call it before each replay.
+        `step` calls this method, except during the capture of a CUDA graph. Call it before each replay.
         """
         self._ready()
         if self._table is not None:
@@ -201,7 +201,7 @@ class MasterOptimizer(_PlainOptimizer):
 
     @torch.no_grad()
     def _ready(self) -> Outcome:
-        """Creates the state and result tensors of all groups, again after each add_param_group."""
+        """Creates state and result tensors, at the first call and after each `add_param_group`."""
         if self._outcome is not None and self._ready_for == len(self.param_groups):
             return self._outcome
         device, path = self._device(), self.path
@@ -223,7 +223,7 @@ class MasterOptimizer(_PlainOptimizer):
         return self._outcome
 
     def parts(self) -> list[dict[str, Any]]:
-        """Returns the groups, split if parameters of one group need different updates."""
+        """Returns the groups, after `UpdateRule.parts` has split each."""
         return [part for group in self.param_groups for part in self.rule.parts(group)]
 
     def parameters(self) -> list[Tensor]:
@@ -282,7 +282,7 @@ class MasterOptimizer(_PlainOptimizer):
         return rows
 
     def _gradient(self, index: int, group: int, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Returns the gradient in the parameter's memory layout and in one of `FORMATS`."""
+        """Returns the gradient with the parameter's memory layout and a dtype in `FORMATS`."""
         if gradient.layout != torch.strided:
             raise RunError(
                 f"sparse gradient for a parameter of shape {tuple(parameter.shape)} in group {group}",
@@ -303,19 +303,19 @@ class MasterOptimizer(_PlainOptimizer):
         return [self.state[p].get(MASTER, p) for p in self.parameters()]
 
     def state_bytes(self) -> int:
-        """Returns the bytes of all state, masters included."""
+        """Returns the size of all optimizer state in bytes, including masters."""
         self._ready()
         return sum(tensor_bytes(self.state[p]) for p in self.parameters())
 
     @torch.no_grad()
     def reset_masters(self) -> None:
-        """Copies the parameters into their masters. Call it after you load weights into the model."""
+        """Copies each parameter into its master. Call this after you load weights into the model."""
         for master, parameter in zip(self.masters(), self.parameters(), strict=True):
             if master is not parameter:
                 master.copy_(parameter)
 
     def trust_ratios(self) -> list[float]:
-        """Returns λ of each parameter in the last step, or 1 if not adapted. Synchronizes."""
+        """Returns λ of each parameter in the last step; 1 without adaptation. Synchronizes."""
         return [float(ratio) for ratio in self._ready().ratios.tolist()]
 
     @property
@@ -328,9 +328,9 @@ class MasterOptimizer(_PlainOptimizer):
         return [i for i, bad in enumerate(self._ready().bad.tolist()) if bad]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict into existing memory, with exact fp32 state.
+        """Loads a state dict into existing memory and keeps fp32 state exact.
 
-        torch alone would cast the state to the parameters' formats: 1.0001 becomes 1.0 in fp16.
+        torch alone would cast the state to the parameters' dtypes; in fp16, 1.0001 would become 1.0.
         """
         if "inner" in state_dict:
             raise ValueError(
@@ -347,7 +347,8 @@ class MasterOptimizer(_PlainOptimizer):
             keys = (*self.rule.buffers, *self.rule.numbers)
             restore_state(self.param_groups, seen, old, self.state, keys)
 
-        # Runs after the user's pre-hooks, which may change the state dict, and before their post-hooks.
+        # `remember` runs after the user's pre-hooks, which may change the state dict, and `restore`
+        # runs before the user's post-hooks.
         before = self.register_load_state_dict_pre_hook(remember)
         after = self.register_load_state_dict_post_hook(restore, prepend=True)
         try:
@@ -362,7 +363,7 @@ class MasterOptimizer(_PlainOptimizer):
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         super().__setstate__(dict(state))
-        for group in self.param_groups:  # a state dict of torch lacks our keys
+        for group in self.param_groups:  # groups from torch's own optimizers lack our keys
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
         # Loading keeps the memory that captured graphs read; only an unpickled object needs new memory.
@@ -372,5 +373,5 @@ class MasterOptimizer(_PlainOptimizer):
 
 
 def tensor_bytes(state: Mapping[str, Any]) -> int:
-    """Returns the bytes of the tensors in a state."""
+    """Returns the total size of the tensors in a state, in bytes."""
     return sum(value.nbytes for value in state.values() if isinstance(value, Tensor))

@@ -1,6 +1,7 @@
-"""Reads `optim.batch_schedule`: batches that grow during training. Without torch.
+"""Reads `optim.batch_schedule`, which makes the global batch grow during training.
 
-A list of (epoch, global batch) or a rule becomes the stages of the run's `BatchPlan`.
+The setting is a list of (epoch, global batch) or a rule. Both become the stages of the run's
+`BatchPlan`. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ _STAGE = re.compile(r"(\d{1,9}(?:\.\d+)?):(\d{1,9})", re.ASCII)
 
 @dataclass(frozen=True)
 class BatchGrowth:
-    """The growth of the batch: a list of batches or a rule. False if the batch is constant.
+    """The growth of the global batch, given by a list or a rule. False if the batch is constant.
 
     Attributes:
-        text: The value of the setting.
-        stages: (epoch, batch) of a list.
-        factor: Factor of a rule.
-        limit: Largest batch of a rule, if it has one.
+        text: Value of the setting.
+        stages: (first epoch, global batch) of each entry, if the setting is a list.
+        factor: Factor of each growth, if the setting is a rule; otherwise 1.
+        limit: Largest batch of a rule; None without a limit.
     """
 
     text: str = ""
@@ -37,7 +38,7 @@ class BatchGrowth:
 
     @classmethod
     def parse(cls, text: str) -> BatchGrowth:
-        """Parses `0:256,8:1024`, `x4`, `x4:4096` or an empty text. Raises ConfigError otherwise."""
+        """Parses `0:256,8:1024`, `x4`, `x4:4096` or "". Raises ConfigError for any other form."""
         written = text.replace(" ", "")
         if not written:
             return cls()
@@ -57,7 +58,11 @@ class BatchGrowth:
         return bool(self.stages) or self.factor > 1
 
     def first_batch(self, global_batch: int | None) -> int | None:
-        """Returns the batch of the first step; raises ConfigError if it contradicts `global_batch`."""
+        """Returns the batch of the first step: the list's entry for epoch 0, or `global_batch`.
+
+        Raises:
+            ConfigError: If both are set and differ.
+        """
         if not self.stages or self.stages[0][0] > 0:
             return global_batch
         first = self.stages[0][1]
@@ -72,12 +77,12 @@ class BatchGrowth:
         """Computes the stages after the first batch.
 
         Args:
-            first: First batch of the run.
-            unit: Micro-batch times ranks; every batch must be a multiple of it.
-            decay_epochs: Epochs at which a rule grows the batch.
+            first: First global batch of the run.
+            unit: Micro-batch size times number of ranks. Every batch must be a multiple of `unit`.
+            decay_epochs: Epochs at which a rule multiplies the batch.
 
         Returns:
-            (epoch, batch) of each growth.
+            Epoch and new global batch of each growth.
 
         Raises:
             ConfigError: If a batch is not a multiple of `unit`.
@@ -106,12 +111,12 @@ class BatchGrowth:
         return stages
 
     def rate_factor(self, mode: str, batch: int, first: int) -> float:
-        """Returns the factor of the rate for a batch.
+        """Returns the factor that multiplies the learning rate while the run uses `batch`.
 
         Args:
             mode: Value of `optim.batch_rate`.
-            batch: The current batch.
-            first: The first batch.
+            batch: Current global batch.
+            first: First global batch of the run.
         """
         if mode == "auto":
             mode = "linear" if self.factor > 1 else "constant"

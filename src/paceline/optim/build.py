@@ -1,7 +1,7 @@
 """Creates the optimizer that `OptimSettings` names, and splits groups for layer-wise rates.
 
-With `layer_decay` the last layer has the full learning rate, and each layer before it `decay` times the
-rate of the next, as in timm.
+With `layer_decay` the last layer has the full learning rate. The rate of each other layer is `decay`
+times the rate of the following layer, as in timm.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ def create_optimizer(
     seed: int = 0,
     norms: int = 0,
 ) -> MasterOptimizer:
-    """Creates the optimizer of a training.
+    """Creates the optimizer of a training run.
 
     Args:
-        settings: The section `[optim]`.
-        groups: Groups of `paceline.models.parameter_groups`. Groups of role `bias_norm` are not adapted.
+        settings: Settings of the section `[optim]`.
+        groups: Result of `paceline.models.parameter_groups`. Groups with the role `bias_norm` have no
+            trust ratio.
         lr: Peak learning rate.
-        factory: Function that creates an optimizer from the groups, in place of the optimizer that
-            the settings name.
+        factory: Function that creates an optimizer from the groups. If given, it replaces the optimizer
+            that the settings name.
         seed: Seed of stochastic rounding.
-        norms: Number of norm layers of the model.
+        norms: Number of norm layers in the model.
 
     Returns:
-        The optimizer. An optimizer of torch is wrapped in a `WrappedOptimizer`.
+        The optimizer. A torch optimizer is wrapped in a `WrappedOptimizer`.
 
     Raises:
         ConfigError: If the optimizer cannot be created or cannot be used.
@@ -73,7 +74,7 @@ def _create_from_rule(
     lr: float,
     fused: bool | None = None,
 ) -> MasterOptimizer:
-    """Creates an optimizer with a user's rule; `optim.arguments` are its hyper-parameters."""
+    """Creates an optimizer with a user's rule; `optim.arguments` sets the rule's hyper-parameters."""
     check_rule(rule)
     arguments = settings.arguments_table()
     fields = rule.Hyper._fields
@@ -94,9 +95,9 @@ def _create_from_rule(
 def _create_class(
     settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float
 ) -> MasterOptimizer:
-    """Creates the optimizer of a name `module:Class`."""
+    """Creates the optimizer if `optim.name` has the form `module:Class`."""
     imported = import_object("optim.name", settings.name)
-    # A file may name any class of torch.optim (config/trust.py), which contains more than optimizers.
+    # A recipe file may name anything in torch.optim (config/trust.py), even what is not an optimizer.
     of_torch = settings.name.startswith("torch.optim:")
     is_optimizer = isinstance(imported, type) and issubclass(imported, Optimizer)
     if not callable(imported) or (of_torch and not is_optimizer):
@@ -113,16 +114,16 @@ def _create_class(
     return wrap("optim.name", settings.name, create, groups, imported)
 
 
-# The first children of ResNets, also of torchvision's and timm's, are one layer: their stem.
+# The first children of a ResNet, also in torchvision and timm, form one layer: the stem.
 _STEM = re.compile(r"(conv1|bn1|norm1|norm0|features\.0|stem)(\.|$)")
 
 
 def layer_numbers(model: nn.Module) -> dict[str, int]:
-    """Returns the layer number of each parameter, from 0, by name.
+    """Returns the layer number, counted from 0, of each parameter by parameter name.
 
-    The `group_matcher` of a timm model defines its layers. In other models a layer is a child of the
-    model, such as a stage of a ResNet, or a member of a list, such as `blocks.3` or `features.4`.
-    Layers are in the order of their first parameters.
+    In a timm model, the model's `group_matcher` defines the layers. In any other model a layer is a child
+    of the model, such as a stage of a ResNet, or a member of a list, such as `blocks.3` or `features.4`.
+    Layers are numbered in the order of their first parameters.
     """
     names = [name for name, _ in model.named_parameters()]
     if callable(matcher := getattr(model, "group_matcher", None)):
@@ -134,7 +135,7 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
 
 
 def _layers_of_timm(model: nn.Module, matcher: Any) -> dict[str, int]:
-    """Returns layer numbers by timm's function; empty if timm is not installed."""
+    """Returns the layer numbers that timm computes; empty if timm is not installed."""
     try:
         manipulate = importlib.import_module("timm.models")
     except ImportError:
@@ -145,7 +146,7 @@ def _layers_of_timm(model: nn.Module, matcher: Any) -> dict[str, int]:
 
 
 def _layer(name: str) -> str:
-    # Parameters of the model itself, such as a class token, are added to the stem's outputs.
+    # Parameters of the model itself, such as a class token, belong to the stem.
     if _STEM.match(name) or "." not in name:
         return "stem"
     # `layer1.0.conv1.weight` belongs to layer1; `blocks.3.attn.qkv.weight` to blocks.3.
@@ -157,12 +158,12 @@ def _layer(name: str) -> str:
 def with_layer_decay(
     groups: Sequence[dict[str, Any]], model: nn.Module, decay: float
 ) -> list[dict[str, Any]]:
-    """Splits each group by layer, first layers first, and sets `lr_scale`.
+    """Splits each group by layer, from the first to the last, and sets `lr_scale`.
 
     Args:
         groups: Parameter groups of the model.
-        model: The model.
-        decay: Factor of the rate from each layer to the one before it; 1 keeps the groups.
+        model: Model whose layers are numbered.
+        decay: Ratio of a layer's learning rate to the rate of the following layer; 1 keeps the groups.
 
     Returns:
         The new groups.
@@ -191,7 +192,7 @@ def with_layer_decay(
 
 
 def describe_layers(groups: Sequence[dict[str, Any]]) -> str:
-    """Returns the range of the layers' rates; empty if all are the same."""
+    """Describes the range of the layers' learning rates; empty if all layers have the same rate."""
     scales = {group.get("lr_scale", 1.0) for group in groups}
     if scales == {1.0}:
         return ""

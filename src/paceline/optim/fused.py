@@ -1,8 +1,8 @@
 """Runs optimizer steps in Triton kernels: a few launches over all tensors.
 
 `FusedStep` keeps tables of addresses on the device and rebuilds them only if an address changed.
-`LarsStep`, `AdamStep` and `fused_muon.MuonStep` launch their kernels. Nothing here synchronizes, and no
-allocation depends on values.
+Each subclass (`LarsStep`, `AdamStep`, `fused_muon.MuonStep`) launches the kernels of one kind of
+optimizer. Nothing here synchronizes with the device, and no allocation depends on tensor values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ALIGN = 16  # bytes of the widest load
 
 
 def triton_unavailable(device: torch.device) -> str:
-    """Returns the reason why the kernels cannot run on `device`; empty if they can."""
+    """Returns why the Triton kernels cannot run on `device`, or an empty text if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -43,7 +43,7 @@ def triton_unavailable(device: torch.device) -> str:
 
 
 class Switches(NamedTuple):
-    """The gates of a step, in which constants replace unset gates."""
+    """The switches in `Gates`, in which constants replace unset switches."""
 
     scale: Tensor
     found_inf: Tensor
@@ -53,7 +53,7 @@ class Switches(NamedTuple):
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Chunks [first, first + count) of tensors with equal formats and alignment: one launch per pass."""
+    """Chunks [first, first + count) of tensors with equal dtypes and alignment; they share launches."""
 
     gradient: torch.dtype
     parameter: torch.dtype
@@ -64,15 +64,15 @@ class _Bucket:
 
 @dataclass(frozen=True)
 class Layout:
-    """The part of the tables that depends on formats, sizes and alignment only.
+    """The part of the tables that depends only on dtypes, sizes and alignment.
 
     Attributes:
-        key: Formats, sizes and alignment of the rows.
+        key: dtypes, sizes and alignment of all rows.
         order: Positions of the rows, sorted by bucket.
-        first_chunks: First chunk of each tensor, in this order.
-        chunk_tensor: Tensor of each chunk.
+        first_chunks: Index of the first chunk of each tensor, in the sequence of `order`.
+        chunk_tensor: Index of the tensor that contains each chunk.
         partials: Memory for partial sums.
-        buckets: Ranges of chunks, one launch each.
+        buckets: Ranges of chunks; each kernel is launched once per bucket.
     """
 
     key: tuple[Any, ...]
@@ -85,7 +85,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Tables:
-    """Addresses of all tensors of a step, on the device."""
+    """Device table with the addresses of all tensors in a step."""
 
     key: tuple[Any, ...]
     layout: Layout
@@ -94,7 +94,7 @@ class Tables:
 
 @dataclass
 class FusedStep(ABC):
-    """Caches the tables of the last step, and constants for unset switches.
+    """Runs a step in Triton kernels; keeps the tables of the last step, and constants for unset switches.
 
     Attributes:
         buffers: Names of the rule's buffers, at most two, in the order of the kernels' table.
@@ -103,7 +103,7 @@ class FusedStep(ABC):
     buffers: tuple[str, ...]
     _tables: Tables | None = None
     _constants: tuple[Tensor, Tensor, Tensor] | None = None
-    _captured: list[tuple[Any, ...]] = field(default_factory=list)  # kept for graphs that read them
+    _captured: list[tuple[Any, ...]] = field(default_factory=list)  # kept alive for captured graphs
 
     def run(self, rows: Sequence[Row], hyper: Tensor, gates: Gates, outcome: Outcome) -> None:
         """Launches one step on the current stream."""
@@ -112,7 +112,7 @@ class FusedStep(ABC):
             self.launch(tables, hyper, gates, outcome)
 
     def ready(self, rows: Sequence[Row], hyper: Tensor, outcome: Outcome) -> Tables:
-        """Returns the tables of these rows; reuses the tables of the last step if possible."""
+        """Returns the tables for `rows`; reuses the tables of the last step if no address changed."""
         device = hyper.device
         in_graph = capturing(device)
         key = tuple(_address_key(row, self.buffers) for row in rows)
@@ -131,7 +131,7 @@ class FusedStep(ABC):
         return self._tables
 
     def _build(self, rows: Sequence[Row], key: tuple[Any, ...], outcome: Outcome) -> Tables:
-        """Builds tables; keeps the layout if formats, sizes and alignment are the same."""
+        """Builds the tables; keeps the layout if dtypes, sizes and alignment are unchanged."""
         device = outcome.bad.device
         layout_key = tuple(map(self._layout_key, rows, key))
         layout = None if self._tables is None else self._tables.layout
@@ -148,7 +148,7 @@ class FusedStep(ABC):
         return Tables(key, layout, to_device(table, device))
 
     def _layout_key(self, row: Row, addresses: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Returns formats and alignment, which define the bucket of a row, then index and size."""
+        """Returns dtypes and alignment, which define the bucket of a row, followed by index and size."""
         sizes = row.gradient.element_size(), row.parameter.element_size()
         align = ALIGN if self._is_aligned(row, addresses) else min(sizes)
         return row.gradient.dtype, row.parameter.dtype, align, row.index, row.parameter.numel()
@@ -168,7 +168,7 @@ class FusedStep(ABC):
         )
 
     def _launch_norms(self, tables: Tables, hyper: Tensor, scale: Tensor) -> None:
-        """Launches the sums of squares of the gradients, one per chunk."""
+        """Launches the kernels that compute the sum of squares of each chunk."""
         from paceline.optim import kernels
 
         layout, kinds = tables.layout, kernels.KINDS
@@ -187,7 +187,7 @@ class FusedStep(ABC):
 
 @dataclass
 class LarsStep(FusedStep):
-    """Launches norms, trust ratios and update of LARS and SGD."""
+    """Launches the kernels of LARS and SGD: norms, trust ratios and update."""
 
     buffers: tuple[str, ...] = (MOMENTUM,)
 
@@ -215,11 +215,11 @@ class LarsStep(FusedStep):
 
 @dataclass
 class AdamStep(FusedStep):
-    """Launches AdamW, or LAMB with `adapts`.
+    """Launches the kernels of AdamW or, if `adapts`, of LAMB.
 
     Attributes:
-        steps: The memory of `AdamRule.steps`.
-        corrections: The memory of `AdamRule.corrections`.
+        steps: The tensor `AdamRule.steps`.
+        corrections: The tensor `AdamRule.corrections`.
         adapts: True for LAMB.
     """
 
@@ -313,10 +313,10 @@ def _lay_out(key: tuple[Any, ...], device: torch.device) -> Layout:
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Makes `device` current, because Triton launches on the current device."""
+    """Returns a context in which `device` is current, because Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copies to the device asynchronously."""
+    """Copies a host tensor to `device` asynchronously."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -3,7 +3,8 @@
 The averaged gradients of all matrices are orthogonalized together, in bf16 on GPUs and in fp32 in
 Triton's interpreter, from padded copies that keep their memory between steps. The tiles of all matrices
 share a launch, the longest first, so that no processor waits for the last tiles. The kernels of LARS
-update the other parameters. Nothing here synchronizes, or allocates after the first step.
+update the parameters that Muon does not. No function here synchronizes with the device, and none
+allocates device memory after the first step.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ _MOST_ELEMENTS = 2**31 - 1
 
 
 class Tiling(NamedTuple):
-    """Sizes of the tiles of the products.
+    """Tile sizes and launch options of the kernels that multiply matrices.
 
     Attributes:
-        square: Side of the tiles of symmetric matrices.
+        square: Height and width of the tiles of symmetric matrices.
         height: Height of the tiles of P·X.
         width: Width of the tiles of P·X.
-        depth: Length of one step along the summed dimension. Matrices are padded to a multiple of it.
+        depth: Length of one step along the summed dimension. Matrix sizes are padded to its multiples.
         warps: Warps per program.
         stages: Stages of the software pipeline.
     """
@@ -52,7 +53,7 @@ TILING = Tiling()
 
 
 def products_unavailable(device: torch.device) -> str:
-    """Returns the reason why the products cannot run in kernels on `device`; empty if they can."""
+    """Returns why kernels cannot compute matrix products on `device`, or an empty text if they can."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return "bf16 matrix products in kernels need compute capability 8.0"
     return ""
@@ -60,13 +61,13 @@ def products_unavailable(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class _Matrices:
-    """Memory and tables of the products, for rows in the order of `layout`.
+    """Memory and tables of the matrix products, with matrices in the order of `layout`.
 
     Attributes:
         gram_tiles: Matrix, row and column of each tile of X·Xᵀ.
-            polynomial_tiles: Matrix, row and column of each tile of the polynomial of X·Xᵀ.
-            apply_tiles: Matrix, row and column of each tile of the product with X.
-        results: Results of all matrices.
+        polynomial_tiles: Matrix, row and column of each tile of the polynomial of X·Xᵀ.
+        apply_tiles: Matrix, row and column of each tile of the polynomial's product with X.
+        results: Orthogonalized matrices, one after the other, with padding.
     """
 
     layout: Layout
@@ -84,10 +85,10 @@ class _Matrices:
 
 @dataclass
 class MuonStep(FusedStep):
-    """Launches Muon for rows of `groups` and LARS for other rows.
+    """Launches Muon for the parameters in `groups` and LARS for all other parameters.
 
     Attributes:
-        groups: Indices of the orthogonal groups.
+        groups: Indices of the groups whose updates are orthogonalized.
     """
 
     buffers: tuple[str, ...] = (MOMENTUM,)
@@ -95,12 +96,12 @@ class MuonStep(FusedStep):
     _lars: LarsStep = field(default_factory=LarsStep)
     _rest: Tables | None = None
     _matrices: _Matrices | None = None
-    _kept: list[_Matrices] = field(default_factory=list)  # for graphs that read them
+    _kept: list[_Matrices] = field(default_factory=list)  # kept alive for captured graphs
 
     def run(self, rows: Sequence[Row], hyper: Tensor, gates: Gates, outcome: Outcome) -> None:
         chosen = [row for row in rows if row.group in self.groups]
         rest = [row for row in rows if row.group not in self.groups]
-        # All tables come before the first launch: new ones clear the flags of the last step.
+        # Create all tables before the first launch: a new table clears the flags of the last step.
         for engine, own in ((self, chosen), (self._lars, rest)):
             if not own and engine._tables is not None:
                 engine._tables = None
@@ -115,7 +116,7 @@ class MuonStep(FusedStep):
             self.launch(tables, hyper, gates, outcome)
 
     def _place(self, layout: Layout, rows: Sequence[Row], device: torch.device) -> None:
-        """Creates memory and tables for the products, or reuses those of the last step."""
+        """Creates memory and tables for the matrix products, or keeps the ones of the last step."""
         matrices, in_graph = self._matrices, capturing(device)
         if matrices is None or matrices.layout is not layout:
             if in_graph:
@@ -136,7 +137,7 @@ class MuonStep(FusedStep):
             self._kept.append(matrices)
 
     def _is_aligned(self, row: Row, addresses: tuple[Any, ...]) -> bool:
-        """Returns False for padded matrices, whose rows have gaps: they need separate buckets."""
+        """Returns False for a padded matrix too: the gaps between its rows need a separate bucket."""
         pads = row.parameter[0].numel() % TILING.depth != 0
         return not pads and super()._is_aligned(row, addresses)
 
@@ -156,7 +157,7 @@ class MuonStep(FusedStep):
                 tables.tensors, matrices.table, layout.chunk_tensor, hyper, scale, matrices.partials,
                 b.first, count, chunks,
                 GRAD=KINDS[b.gradient], KIND=kind, PADS=b.align < fused.ALIGN, ALIGN=b.align,
-                # Smaller blocks: with three sums, larger ones leave room for one program at a time.
+                # Half blocks: with three sums, full blocks leave room for only one program at a time.
                 CHUNK=fused.CHUNK, BLOCK=fused.BLOCK // 2, num_warps=fused.WARPS,
             )  # fmt: skip
         kernels.norms[(count,)](
@@ -173,7 +174,7 @@ class MuonStep(FusedStep):
             tables.tensors, hyper, active, matrices.partials, matrices.numbers,
             outcome.ratios, outcome.bad, count, chunks, **by_tensor,
         )  # fmt: skip
-        # Sets the flags of the other rows; all flags are known after this.
+        # Sets the flags of the parameters that LARS updates. After this all flags are known.
         if self._rest is not None:
             self._lars.launch(self._rest, hyper, gates, outcome)
         for b in layout.buckets:
@@ -187,7 +188,7 @@ class MuonStep(FusedStep):
             )  # fmt: skip
 
     def _multiply(self, matrices: _Matrices) -> None:
-        """Launches the iterations."""
+        """Launches the iterations that orthogonalize all matrices."""
         from paceline.optim import muon_kernels as kernels
         from paceline.optim.kernels import KINDS
 
@@ -213,17 +214,17 @@ class MuonStep(FusedStep):
 
 
 def rows_are_outermost(parameter: Tensor) -> bool:
-    """Returns True if the weights of each output are consecutive in memory."""
+    """Returns True if each index of dimension 0 has consecutive elements in memory."""
     return parameter.stride(0) == parameter[0].numel()
 
 
 def _create(layout: Layout, shapes: Sequence[tuple[int, int]], device: torch.device) -> _Matrices:
-    """Creates the memory; `shapes` has the order of rows."""
+    """Creates memory and tables for matrices of `shapes`; `layout.order` indexes `shapes`."""
     tiling = TILING
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     by_row, length, square_length = _place_all(shapes, tiling.depth)
     places = [by_row[row] for row in layout.order]
-    # The padding of `sources` stays zero: only the products write to it, and they write zeros.
+    # The padding of `sources` stays zero: only matrix products write to it, and they write zeros.
     sources = torch.zeros(length, dtype=dtype, device=device)
     symmetric = torch.empty(2, square_length, dtype=dtype, device=device)
     results = torch.empty(length, dtype=dtype, device=device)
@@ -269,13 +270,13 @@ def _create(layout: Layout, shapes: Sequence[tuple[int, int]], device: torch.dev
 
 
 class _Place(NamedTuple):
-    """The place of a matrix in memory.
+    """The position of one matrix in the shared memory.
 
     Attributes:
-        shape: Rows and columns.
-        padded: Rows and columns with padding.
-        start: The matrix's first element in the results and sources.
-        square: The first element of its products in each half of the symmetric matrices.
+        shape: Numbers of rows and columns without padding.
+        padded: Numbers of rows and columns with padding.
+        start: Offset of the matrix in the results and in the sources, in elements.
+        square: Offset of its symmetric products in each half of their memory, in elements.
     """
 
     shape: tuple[int, int]
@@ -285,11 +286,11 @@ class _Place(NamedTuple):
 
 
 def _place_all(shapes: Sequence[tuple[int, int]], multiple: int) -> tuple[list[_Place], int, int]:
-    """Assigns padded matrices to memory.
+    """Assigns a position in memory to each matrix, padded to multiples of `multiple`.
 
     Returns:
-        The places in the order of `shapes`, and the number of elements of the results and of the
-        symmetric matrices.
+        The positions in the order of `shapes`, the number of elements of all results, and the number
+        of elements of all symmetric matrices.
     """
     places, start, square = [], 0, 0
     for shape in shapes:
@@ -312,9 +313,16 @@ def _tiles(
     device: torch.device,
     upper: bool = False,
 ) -> Tensor:
-    """Returns the tiles of matrices (place, rows, columns, depth), the deepest first.
+    """Returns (matrix, tile row, tile column) of each tile, those with the longest sums first.
 
-    Programs start in this order, and a long program that started last would delay the end.
+    Programs start in this order. A long program that started last would delay the end.
+
+    Args:
+        matrices: Index, rows, columns and summed length (depth) of each matrix.
+        height: Height of a tile.
+        width: Width of a tile.
+        device: Device of the returned table.
+        upper: Omit the tiles below the diagonal.
     """
     tiles = [
         (place, i, j)
@@ -327,7 +335,7 @@ def _tiles(
 
 
 def _stages(tiling: Tiling, device: torch.device) -> int:
-    """Returns the number of pipeline stages that fit into shared memory."""
+    """Returns the number of pipeline stages: at most `tiling.stages`, limited by shared memory."""
     if device.type != "cuda":
         return tiling.stages
     side = max(2 * tiling.square, tiling.height + tiling.width)

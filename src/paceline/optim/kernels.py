@@ -1,11 +1,14 @@
 """Triton kernels of LARS, SGD, AdamW and LAMB, each over many tensors given by tables of addresses.
 
 One program processes a chunk: at most CHUNK elements of one tensor. `norms` computes Σw² and Σg² of each
-chunk. LARS and SGD: `ratios` adds these by tensor in a fixed order, without atomics and therefore
-bit-reproducibly, and computes λ and a non-finite flag; `update` writes masters, momenta and parameters.
-AdamW and LAMB: `flags` marks non-finite gradients; `moments` updates both averages and, for AdamW, the
-weights; for LAMB `trust` computes λ of each tensor from sums of `moments`, and `apply` changes the
-weights; `advance` counts the step. If a flag or switch forbids the step, no kernel changes anything.
+chunk. For LARS and SGD, `ratios` adds these sums by tensor and computes λ and a non-finite flag. It adds
+in a fixed order without atomics, so the result is bit-reproducible. Then `update` writes masters,
+momenta and parameters.
+
+For AdamW and LAMB, `flags` marks non-finite gradients, and `moments` updates both averages and, for
+AdamW, the weights. For LAMB, `trust` computes λ of each tensor from the sums that `moments` stored, and
+`apply` changes the weights. Finally `advance` counts the step. If a flag or switch forbids the step, no
+kernel changes weights or optimizer state.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import triton.language as tl
 
 KINDS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
-# Switches may be views at any address; recompiling for one would break a graph capture.
+# Switches may be views at any address. A recompilation for a new alignment would break a graph capture.
 ANYWHERE = ["grad_scale", "found_inf", "hold", "active"]
 
 # Rows of the tensor table.
@@ -28,7 +31,7 @@ NUMEL = tl.constexpr(4)
 FIRST_CHUNK = tl.constexpr(5)
 GROUP = tl.constexpr(6)
 INDEX = tl.constexpr(7)
-SECOND = tl.constexpr(8)  # AdamW and LAMB
+SECOND = tl.constexpr(8)  # only for AdamW and LAMB
 
 # Columns of the hyper-parameter table, as in `Hyper`.
 LR = tl.constexpr(0)
@@ -41,7 +44,7 @@ INSIDE = tl.constexpr(6)
 CLIP = tl.constexpr(7)
 ADAPT = tl.constexpr(8)
 COLUMNS = tl.constexpr(9)
-# Other columns of AdamW and LAMB, as in `AdamHyper`.
+# Columns that differ for AdamW and LAMB, as in `AdamHyper`.
 BETA2 = tl.constexpr(3)
 ADAM_EPS = tl.constexpr(5)
 REST2 = tl.constexpr(6)
@@ -55,7 +58,7 @@ def _address(table, row: tl.constexpr, tensor, tensors, KIND: tl.constexpr, ALIG
 
 @triton.jit
 def _span(table, chunk, tensor, tensors, CHUNK: tl.constexpr):
-    """Returns the start of a chunk in its tensor, and its number of elements."""
+    """Returns the offset of a chunk in its tensor and the number of elements of the chunk."""
     start = (chunk - tl.load(table + FIRST_CHUNK * tensors + tensor)) * CHUNK
     return start, tl.minimum(tl.load(table + NUMEL * tensors + tensor) - start, CHUNK).to(tl.int32)
 
@@ -82,7 +85,7 @@ def _squares(base, offsets, left, scale, MASKED: tl.constexpr):
 
 @triton.jit
 def _chunk_sum(base, left, scale, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns Σ(x·scale)² of `left` elements. Only the last block is masked, for wide loads."""
+    """Returns Σ(x·scale)² of `left` elements. Masks only the last block, so that loads are wide."""
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, CHUNK, BLOCK):
@@ -100,7 +103,7 @@ def norms(
     table, chunk_tensor, hyper, grad_scale, partials, first, tensors, chunks,
     GRAD: tl.constexpr, ALIGN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """partials[0, chunk] = Σw² (0 without adaptation), partials[1, chunk] = Σ(g / scale)²."""
+    """Computes partials[0, chunk] = Σw² (0 without adaptation) and partials[1, chunk] = Σ(g/scale)²."""
     chunk = first + tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
     start, left = _span(table, chunk, tensor, tensors, CHUNK)
@@ -128,7 +131,7 @@ def _ordered_sum(values, count, WIDTH: tl.constexpr):
 
 @triton.jit
 def _trust_ratio(row, weight_sum, gradient_sum):
-    """Returns λ of a tensor from sums of squares; `row` has the hyper-parameters of its group."""
+    """Returns λ of a tensor from sums of squares; `row` points to the group's hyper-parameters."""
     lr, weight_norm = tl.load(row + LR), tl.sqrt_rn(weight_sum)
     below = tl.sqrt_rn(gradient_sum) + tl.load(row + DECAY) * weight_norm + tl.load(row + EPS)
     value = tl.load(row + TRUST) * weight_norm / below
@@ -144,7 +147,7 @@ def ratios(
     table, hyper, active, partials, ratio, bad, tensors, chunks,
     CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """ratio[p] = λ; bad[p] = 1 if an active gradient is not finite; p is the parameter."""
+    """Sets ratio[p] = λ for parameter p, and bad[p] = 1 if p is active and its gradient not finite."""
     tensor = tl.program_id(0)
     index = tl.load(table + INDEX * tensors + tensor)
     row = hyper + tl.load(table + GROUP * tensors + tensor) * COLUMNS
@@ -199,7 +202,7 @@ def update(
     GRAD: tl.constexpr, HALF: tl.constexpr, ALIGN: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """v ← m·v + inside·(g / scale + βw); w ← w − outside·v, on one chunk, if the step is allowed."""
+    """Updates one chunk if allowed: v ← m·v + inside·(g / scale + βw); w ← w − outside·v."""
     chunk = first + tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
     index = tl.load(table + INDEX * tensors + tensor)
@@ -242,7 +245,7 @@ def update(
 def flags(
     table, active, partials, bad, tensors, chunks, CHUNK: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """bad[p] = 1 if an active gradient is not finite; p is the parameter."""
+    """Sets bad[p] = 1 if parameter p is active and its gradient is not finite, otherwise 0."""
     tensor = tl.program_id(0)
     index = tl.load(table + INDEX * tensors + tensor)
     count = tl.cdiv(tl.load(table + NUMEL * tensors + tensor), CHUNK).to(tl.int32)
@@ -254,7 +257,7 @@ def flags(
 
 @triton.jit
 def _direction(m, v, w, correction1, root2, eps, decay):
-    """Returns m̂ / (√v̂ + eps) + βw; `root2` is the root of v's correction."""
+    """Returns m̂ / (√v̂ + eps) + βw; `root2` is the square root of the bias correction of v."""
     return (m / correction1) / (tl.sqrt_rn(v) / root2 + eps) + decay * w
 
 
@@ -264,7 +267,7 @@ def _moments_block(
     inverse, lr, beta1, rest1, beta2, rest2, correction1, root2, eps, decay,
     HALF: tl.constexpr, ADAPTS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Updates the averages, and without ADAPTS the weights. Returns the squares of the direction."""
+    """Updates the averages and, without ADAPTS, the weights. Returns the direction's squared elements."""
     mask = offsets < left if MASKED else None
     g = _load(gradient, offsets, left, MASKED) * inverse
     w = _load(master, offsets, left, MASKED)
@@ -293,7 +296,7 @@ def moments(
     GRAD: tl.constexpr, HALF: tl.constexpr, ADAPTS: tl.constexpr, ALIGN: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """m ← β₁m + (1 − β₁)g; v ← β₂v + (1 − β₂)g², on one chunk.
+    """Updates the averages of one chunk: m ← β₁m + (1 − β₁)g; v ← β₂v + (1 − β₂)g².
 
     Then updates the weights for AdamW. For LAMB, stores the direction's sum of squares instead.
     """
@@ -342,7 +345,7 @@ def trust(
     table, hyper, found_inf, hold, active, overflow, partials, ratio, tensors, chunks,
     CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """ratio[p] = ‖w‖ / (‖u‖ + eps); 1 without adaptation, and if the step is skipped."""
+    """Sets ratio[p] = ‖w‖ / (‖u‖ + eps), or 1 without adaptation or if the step is skipped."""
     tensor = tl.program_id(0)
     index = tl.load(table + INDEX * tensors + tensor)
     row = hyper + tl.load(table + GROUP * tensors + tensor) * COLUMNS
@@ -380,7 +383,7 @@ def apply(
     first, tensors, parameters,
     HALF: tl.constexpr, ALIGN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """w ← w − lr·λ·u on one chunk; computes u again from the averages."""
+    """Updates one chunk: w ← w − lr·λ·u. Computes u again from the averages."""
     chunk = first + tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
     index = tl.load(table + INDEX * tensors + tensor)
@@ -413,7 +416,7 @@ def apply(
 
 @triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=ANYWHERE)
 def advance(table, found_inf, hold, active, overflow, steps, tensors):
-    """steps[p] += 1 if the step was made."""
+    """Adds 1 to steps[p] if no flag or switch forbade the step of parameter p."""
     index = tl.load(table + INDEX * tensors + tl.program_id(0))
     if _may_step(tl.load(overflow), found_inf, hold, active, index):
         tl.store(steps + index, tl.load(steps + index) + 1.0)

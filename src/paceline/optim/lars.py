@@ -33,7 +33,7 @@ class Hyper(NamedTuple):
 
 
 class LarsRule(UpdateRule):
-    """λ = η‖w‖ / (‖g‖ + β‖w‖ + eps); v ← m·v + lr·λ·(g + βw); w ← w − v; SGD with `adapt=False`."""
+    """Rule of LARS and, with `adapt=False`, of SGD; `LARS` and `SGD` state the equations."""
 
     Hyper: ClassVar[Any] = Hyper
     buffers = (MOMENTUM,)
@@ -41,7 +41,7 @@ class LarsRule(UpdateRule):
 
     def update(self, rows: Rows, hyper: Any) -> Tensor | None:
         weights, momenta, pushes = rows.masters, rows.buffers(MOMENTUM), rows.gradients
-        # The rate is part of the momentum, or multiplies it.
+        # The rate multiplies what is added to the momentum (inside), or the momentum itself (outside).
         inside, outside = (hyper.lr, 1.0) if hyper.lr_in_momentum else (1.0, hyper.lr)
         ratios = _trust_ratios(weights, rows.norms, hyper) if hyper.adapt else None
         if hyper.weight_decay:
@@ -68,7 +68,7 @@ class LarsRule(UpdateRule):
 
 
 def _trust_ratios(weights: Sequence[Tensor], norms: Sequence[Tensor], hyper: Hyper) -> Tensor:
-    """Returns λ in the format of the norms; 1 if a squared norm is 0 or λ is not finite."""
+    """Returns λ of each weight in the dtype of `norms`; 1 if a squared norm is 0 or λ not finite."""
     weight_norm, gradient_norm = torch.stack(norms_of(weights)), torch.stack(list(norms))
     below = gradient_norm + hyper.weight_decay * weight_norm + hyper.eps
     ratio = hyper.trust_coefficient * weight_norm / below
@@ -84,23 +84,23 @@ class LARS(MasterOptimizer):
 
     λ = η‖w‖ / (‖g‖ + β‖w‖ + eps); v ← m·v + lr·λ·(g + βw); w ← w − v
 
-    λ is 1 if a norm is 0, and in groups with `adapt=False`. A group may set each hyper-parameter.
+    λ is 1 if a norm is 0, and in groups with `adapt=False`. A group may override each hyper-parameter.
     `MasterOptimizer` describes the switches on the device.
 
     Args:
         params: Parameters or groups, as from `paceline.parameter_groups`.
         lr: Learning rate.
-        momentum: m.
-        weight_decay: β.
-        trust_coefficient: η.
+        momentum: Momentum m.
+        weight_decay: Weight decay β.
+        trust_coefficient: Trust coefficient η.
         eps: Added to the denominator of λ.
         nesterov: Use Nesterov momentum.
         lr_in_momentum: False for v ← m·v + λ(g + βw); w ← w − lr·v.
         clip: Use min(λ/lr, 1) instead of λ, so that the local rate never exceeds `lr` (LARC).
         adapt: False to use λ = 1.
         adapt_bias_norm: True to adapt groups of role `bias_norm` too.
-        fused: True for Triton kernels, False for list operations, None for kernels on CUDA if Triton is
-            installed.
+        fused: True for Triton kernels, False for torch's list operations. None chooses kernels on CUDA
+            if Triton is installed, otherwise list operations.
 
     Example:
         >>> optimizer = LARS(parameter_groups(model, 5e-5), lr=11.0)
@@ -140,10 +140,10 @@ class SGD(MasterOptimizer):
     Args:
         params: Parameters or groups, as from `paceline.parameter_groups`.
         lr: Learning rate.
-        momentum: m.
-        weight_decay: β.
+        momentum: Momentum m.
+        weight_decay: Weight decay β.
         nesterov: Use Nesterov momentum.
-        fused: As in `LARS`.
+        fused: Choice of the implementation, as in `LARS`.
 
     Example:
         >>> optimizer = SGD(parameter_groups(model, 5e-4), lr=0.1)

@@ -1,8 +1,8 @@
 """Muon: LARS along orthogonalized momentum, for batches so large that LARS has too few steps.
 
-The update direction of a filter is its momentum with all singular values made equal (K. Jordan et
-al. 2024). With Triton the whole step runs in kernels (`fused_muon`). Otherwise torch's list
-operations compute the update directions, which the update of LARS applies.
+The update direction of a filter is the filter's momentum with all singular values made equal (K. Jordan
+et al. 2024). With Triton the whole step runs in kernels (`fused_muon`). Otherwise torch's list operations
+compute the update directions, and the update of LARS applies them.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from paceline.optim.state import MASTER, MOMENTUM
 
 _MOMENTUM, _NESTEROV = Hyper._fields.index("momentum"), Hyper._fields.index("nesterov")
 _ETA = Hyper._fields.index("trust_coefficient")
-# State of a matrix with steps of fixed length: the norm that scales them; 0 until it is measured.
+# State of a matrix with `fixed_steps`: the norm that scales the steps; 0 until it is measured.
 REFERENCE = "reference_norm"
-# Key of a group with such steps: the factor in its η, see `muon_groups.fixed_step_factor`.
+# Key of a group with `fixed_steps`: the factor that η contains, see `muon_groups.fixed_step_factor`.
 STEP_FACTOR = "step_factor"
-# Squares of smaller numbers underflow: a shorter average makes a shorter step, not a longer one.
+# Squares of smaller values underflow. With this limit, a smaller average makes a shorter step.
 _TINY = 1e-15
 PRODUCTS = ("auto", "torch")
 
 
 def split_matrices(group: dict[str, Any], least_dims: int) -> tuple[list[Any], list[Any]]:
-    """Splits the tensors of a group.
+    """Splits the tensors of a group into those to orthogonalize and all others.
 
     Args:
         group: A parameter group.
         least_dims: Smallest number of dimensions of an orthogonalized tensor.
 
     Returns:
-        The tensors to orthogonalize and the other tensors, in their order.
+        The tensors to orthogonalize and the remaining tensors, each in the order of the group.
     """
     orthogonal: list[Any] = []
     rest: list[Any] = []
@@ -65,10 +65,10 @@ def split_matrices(group: dict[str, Any], least_dims: int) -> tuple[list[Any], l
 
 
 class MuonRule(UpdateRule):
-    """LARS along u = O(v)·‖v‖ in groups with `orthogonal`, LARS in other groups; see `Muon`.
+    """Rule of Muon: LARS along u = O(v)·‖v‖ in groups with `orthogonal`, plain LARS in all others.
 
-    `begin` computes v and u, and `update` is the update of LARS. With Triton kernels, `MuonStep`
-    does both.
+    `begin` computes v and u, and `update` applies u as LARS would apply a gradient. With Triton kernels,
+    `MuonStep` does both. `Muon` states the equations.
     """
 
     Hyper: ClassVar[Any] = Hyper
@@ -80,8 +80,8 @@ class MuonRule(UpdateRule):
     def __init__(self) -> None:
         self._lars = LarsRule()
         self._in_kernels = False
-        self._own: HyperTable | None = None  # with momentum; the kernels' table has none
-        self._captured: list[HyperTable] = []  # kept for graphs that read them
+        self._own: HyperTable | None = None  # holds the momentum, which the kernels' table lacks
+        self._captured: list[HyperTable] = []  # kept alive for captured graphs
         self._former: list[FusedStep] = []
         self._next: dict[int, Tensor] = {}
         self._directions: dict[int, Tensor] = {}
@@ -110,9 +110,9 @@ class MuonRule(UpdateRule):
     def hyper(self, group: Mapping[str, Any]) -> Hyper:
         hyper = read_hyper(Hyper, group)
         if _is_fixed(group):
-            hyper = hyper._replace(adapt=False)  # the direction has the length of the step
+            hyper = hyper._replace(adapt=False)  # the direction already has the length of the step
         if group["orthogonal"] and not self._in_kernels:
-            return hyper._replace(momentum=0.0)  # the direction contains the momentum
+            return hyper._replace(momentum=0.0)  # the direction already contains the momentum
         return hyper
 
     def kernels(self, optimizer: MasterOptimizer) -> FusedStep:
@@ -123,7 +123,7 @@ class MuonRule(UpdateRule):
         """Returns True if Triton kernels can also compute the update directions."""
         shared = optimizer.shared is not None and optimizer.shared.ranks > 1
         wants_torch = getattr(optimizer, "products", "auto") == "torch"
-        if wants_torch or shared or _fixed(optimizer):  # no kernels for shared or fixed steps
+        if wants_torch or shared or _fixed(optimizer):  # none for shared or fixed steps
             return False
         rows_fit = all(rows_are_outermost(p) for p in _matrices(optimizer))
         return rows_fit and not products_unavailable(optimizer.overflow.device)
@@ -145,13 +145,13 @@ class MuonRule(UpdateRule):
             device = optimizer.overflow.device
             self._own = HyperTable(len(groups), len(Hyper._fields), device)
         self._own.send(tuple(read_hyper(Hyper, group) for group in groups))
-        # Not in `ready`: masters may be filled after their creation.
+        # Not in `ready`, because masters may receive their values only after their creation.
         if not self.knows_references:
             self._measure_references(optimizer)
 
     @torch.no_grad()
     def _measure_references(self, optimizer: MasterOptimizer) -> None:
-        """Sets the reference norms (for `fixed_steps`) that are not known yet."""
+        """Measures the reference norms of matrices with `fixed_steps` that do not have one yet."""
         self.knows_references = True
         if not (matrices := _fixed(optimizer)):
             return
@@ -162,9 +162,9 @@ class MuonRule(UpdateRule):
             reference.copy_(torch.where(reference > 0, reference, measured))
 
     def begin(self, optimizer: MasterOptimizer, rows: list[Row], gates: Gates) -> list[Row]:
-        """Replaces gradients by orthogonalized update directions; keeps new momenta in `_next`.
+        """Replaces gradients by orthogonalized update directions and keeps new momenta in `_next`.
 
-        `MuonStep` receives the rows unchanged.
+        If `MuonStep` runs the step, returns the rows unchanged.
         """
         param_groups = optimizer.parts()
         numbers = [n for n, group in enumerate(param_groups) if group["orthogonal"]]
@@ -195,13 +195,13 @@ class MuonRule(UpdateRule):
             param_groups, chosen, orthogonalize(averages, is_zero, optimizer.shared)
         )
         if gates.grad_scale is not None:
-            # The update divides every gradient by the scale, a power of two.
+            # The update will divide every gradient by the scale, a power of two.
             torch._foreach_mul_(computed, gates.grad_scale.reshape(()))
         directions = [self._buffer(self._directions, row) for row in chosen]
         torch._foreach_copy_(directions, computed)
         directed = {}
         for row, direction in zip(chosen, directions, strict=True):
-            # The update has momentum 0 here; it needs some finite memory as its buffer.
+            # The update uses momentum 0 here, but still needs a buffer with finite values.
             directed[row.index] = replace(
                 row, gradient=direction, buffers={**row.buffers, MOMENTUM: direction}
             )
@@ -210,7 +210,7 @@ class MuonRule(UpdateRule):
     def _with_lengths(
         self, groups: Sequence[dict[str, Any]], rows: Sequence[Row], directions: list[Tensor]
     ) -> list[Tensor]:
-        """Scales the updates of groups with `fixed_steps` to η times the reference norm."""
+        """Scales the directions in groups with `fixed_steps` to the length η times reference norm."""
         places = [i for i, row in enumerate(rows) if _is_fixed(groups[row.group])]
         if not places:
             return directions
@@ -225,9 +225,9 @@ class MuonRule(UpdateRule):
     def _averaged(
         self, rows: Sequence[Row], values: Tensor, scale: Tensor | None
     ) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """Returns the averaged gradients of a group's rows, and a flag per row for a zero gradient.
+        """Returns the averaged gradients of a group, and one flag per parameter for a zero gradient.
 
-        Uses list operations, because a kernel launch per small tensor costs more than its arithmetic.
+        Uses list operations, because launching a kernel costs more than the arithmetic of a small tensor.
         """
         momentum, nesterov = values[_MOMENTUM], values[_NESTEROV]
         momenta = [self._buffer(self._next, row) for row in rows]
@@ -240,7 +240,7 @@ class MuonRule(UpdateRule):
         torch._foreach_copy_(momenta, [row.buffers[MOMENTUM] for row in rows])
         torch._foreach_mul_(momenta, momentum)
         torch._foreach_add_(momenta, fresh)
-        # m·v + (1−m)·g with nesterov, otherwise v: `nesterov` is 1 or 0, on the device.
+        # m·v + (1−m)·g with Nesterov momentum, otherwise v. `nesterov` is a device tensor, 1 or 0.
         averages = list(torch._foreach_mul(momenta, 1 + nesterov * (momentum - 1)))
         torch._foreach_mul_(fresh, nesterov)
         torch._foreach_add_(averages, fresh)
@@ -249,7 +249,7 @@ class MuonRule(UpdateRule):
     def finish(
         self, optimizer: MasterOptimizer, rows: list[Row], gates: Gates, outcome: Outcome
     ) -> None:
-        """Stores the new momenta unless the step was skipped; selects, because 0 · NaN is NaN."""
+        """Stores the new momenta of each parameter unless its update was skipped."""
         if isinstance(optimizer.engine, MuonStep):
             return
         parts = optimizer.parts()
@@ -259,7 +259,7 @@ class MuonRule(UpdateRule):
                 torch.where(go, self._next[row.index], momentum, out=momentum)
 
     def _buffer(self, store: dict[int, Tensor], row: Row) -> Tensor:
-        """Returns fp32 memory at a constant address, for captured graphs."""
+        """Returns fp32 memory for a parameter, always at the same address for captured graphs."""
         if row.index not in store:
             store[row.index] = torch.zeros_like(
                 row.parameter, dtype=torch.float32, memory_format=torch.preserve_format
@@ -268,42 +268,43 @@ class MuonRule(UpdateRule):
 
 
 class Muon(MasterOptimizer):
-    """LARS along orthogonalized momentum.
+    """Muon optimizer: LARS along orthogonalized momentum.
 
     v ← m·v + (1−m)·g; u = O(v)·‖v‖; λ = η‖w‖ / (‖u‖ + β‖w‖ + eps); w ← w − lr·λ·(u + βw)
 
     O makes all singular values equal. With `nesterov`, (1−m)·g + m·v replaces v. These equations apply
     to groups with `orthogonal=True`, whose tensors are matrices with one row per output. Groups with
-    `orthogonal=False` have the update of LARS. A group without the key is split: if it has a role, as
+    `orthogonal=False` are updated by LARS. A group without the key is split. If the group has a role, as
     from `paceline.parameter_groups`, the filters of convolutions are orthogonalized, otherwise all
-    matrices. The other parameters of the group have the update of LARS with η·(1−m).
+    matrices. The remaining parameters of the group are updated by LARS with η·(1−m).
 
-    Momentum is an average and does not multiply the rate: for steps as long as in LARS, η must be
+    v is an average, so momentum does not multiply the rate. For steps as long as in LARS, η must be
     1/(1−m) times as large. With a zero gradient only the decay applies, at λ = 1, and v keeps decaying.
     The finite check applies to v.
 
-    Steps that are long relative to w make w grow. If a norm follows the layer, this growth has no
-    effect. Otherwise it is unbounded. With `fixed_steps=True` in an orthogonal group, steps have a
+    Steps that are long relative to w make w grow. If a norm layer follows, this growth has no effect.
+    Otherwise the growth is unbounded. With `fixed_steps=True` in an orthogonal group, steps have a
     fixed length:
 
     w ← w − lr·(η·r·O(v) / ‖O(v)‖ + βw)
 
-    r is the norm of w before the first step, at least that of torch's default initialization, √(rows/3).
+    r is the norm of w before the first step, but at least √(rows/3), the norm after torch's default
+    initialization.
 
     Args:
         params: Parameters or groups, as from `paceline.parameter_groups`.
         lr: Learning rate.
-        momentum: m.
-        weight_decay: β.
-        trust_coefficient: η.
+        momentum: Momentum m.
+        weight_decay: Weight decay β.
+        trust_coefficient: Trust coefficient η.
         eps: Added to the denominator of λ.
         nesterov: Use Nesterov momentum.
         adapt: False to use λ = 1.
         adapt_bias_norm: True to adapt groups of role `bias_norm` too.
-        fused: True for Triton kernels, False for list operations, None for kernels on CUDA if Triton is
-            installed.
-        products: Implementation of the matrix products on a GPU: `torch`, or `auto` (Triton kernels,
-            unless ranks share the products or steps have a fixed length).
+        fused: True for Triton kernels, False for torch's list operations. None chooses kernels on CUDA
+            if Triton is installed, otherwise list operations.
+        products: Implementation of the matrix products on a GPU: `torch`, or `auto` for Triton kernels
+            unless ranks share the products or steps have a fixed length.
 
     Example:
         >>> optimizer = Muon(parameter_groups(model, 5e-5), lr=4.0)
@@ -341,12 +342,12 @@ class Muon(MasterOptimizer):
 
     @property
     def muon(self) -> MuonRule:
-        """The rule."""
+        """The optimizer's rule."""
         assert isinstance(self.rule, MuonRule)
         return self.rule
 
     def describe(self) -> str:
-        """Describes the rule, its implementation, and the orthogonalized and shared matrices."""
+        """Describes the rule, the implementation, and the orthogonalized and shared matrices."""
         notes = [super().describe()]
         if any(p.dim() == 2 for p in _matrices(self)):
             notes.append("linear layers orthogonalized too")
@@ -362,7 +363,7 @@ class Muon(MasterOptimizer):
         return ", ".join(notes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group. Raises PacelineError if an orthogonal group contains a non-matrix."""
+        """Adds a parameter group. Raises PacelineError if an orthogonal group has a non-matrix."""
         super().add_param_group(param_group)
         group = self.param_groups.pop()
         if group.get("orthogonal"):
@@ -370,9 +371,9 @@ class Muon(MasterOptimizer):
         self.param_groups.append(group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict, also of other optimizers.
+        """Loads a state dict of Muon or of another optimizer.
 
-        Groups without the key `orthogonal` in the state dict keep their current kind.
+        Groups whose saved entry has no key `orthogonal` keep their current value of this key.
         """
         saved = list(state_dict["param_groups"])
         if len(saved) == len(self.param_groups):
@@ -386,7 +387,8 @@ class Muon(MasterOptimizer):
         held = {p: self.state[p][REFERENCE] for p in _fixed(self) if REFERENCE in self.state[p]}
         super().load_state_dict({**state_dict, "param_groups": saved})
         for p, reference in held.items():
-            # Saved before the first step: measured again, in the memory that captured graphs read.
+            # A state saved before the first step has no norm. Measure it again, in the same memory,
+            # because captured graphs read it.
             if self.state[p].get(REFERENCE) is None:
                 self.state[p][REFERENCE] = reference.zero_()
         self.muon.knows_references = False
@@ -400,14 +402,14 @@ class Muon(MasterOptimizer):
 
 
 def keep_step_factors(groups: list[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> bool:
-    """Replaces the step factors of `groups` by those of a resumed run.
+    """Replaces the step factors of `groups` by the step factors in a checkpoint.
 
     Args:
-        groups: Groups of the new optimizer.
-        saved: Groups of the checkpoint.
+        groups: Groups of the new optimizer, changed in place.
+        saved: Groups of the optimizer in the checkpoint.
 
     Returns:
-        True if the step factor of a group has changed.
+        True if any step factor has changed.
     """
     changed = False
     for ours, theirs in zip(groups, saved, strict=True):

@@ -14,8 +14,8 @@ from paceline.optim.registry import Context
 from paceline.optim.rule_settings import MuonSettings
 from paceline.optim.settings import OptimSettings
 
-# Steps of fixed length become shorter in nets with more orthogonalized matrices without a norm. Smaller
-# factors have not been tried.
+# Steps of fixed length become shorter in nets with more than this number of orthogonalized matrices
+# without a norm layer. Smaller factors have not been tried.
 SHALLOW_MATRICES, LEAST_STEP_FACTOR = 4, 0.5
 
 
@@ -35,9 +35,10 @@ def create_muon(
 
 
 def _orthogonal_layers(wanted: str, groups: Sequence[dict[str, Any]]) -> str:
-    """Resolves `auto`: `all` in a perceptron, a transformer or ConvNeXt, `filters` in other nets.
+    """Resolves `auto` to `all` if linear layers have at least as many weights as convolutions.
 
-    The last linear layer, the classifier, does not count: with many classes it is large in every net.
+    Otherwise resolves it to `filters`. `all` results for perceptrons, transformers and ConvNeXt. Ignores
+    the last linear layer, the classifier, because it is large in every net with many classes.
     """
     if wanted != "auto":
         return wanted
@@ -48,10 +49,10 @@ def _orthogonal_layers(wanted: str, groups: Sequence[dict[str, Any]]) -> str:
 
 
 def _has_fixed_steps(wanted: str, matrices: Sequence[Tensor], norms: int) -> bool:
-    """Resolves `auto`: True if the network has fewer norm layers than orthogonalized matrices.
+    """Resolves `auto` to True if the network has fewer norm layers than orthogonalized matrices.
 
-    In that case some matrix is not followed by a norm, and the growth of its weights is not
-    limited. The last linear layer never has a norm and counts only if it is the only matrix.
+    In that case at least one matrix is not followed by a norm layer, and the growth of this matrix is
+    not limited. Ignores one linear layer, the classifier, unless it is the only matrix.
     """
     hidden = len(matrices) - any(p.dim() == 2 for p in matrices)
     needed = max(hidden, 1) if matrices else 0
@@ -59,10 +60,12 @@ def _has_fixed_steps(wanted: str, matrices: Sequence[Tensor], norms: int) -> boo
 
 
 def fixed_step_factor(bare: int) -> float:
-    """Returns a factor for the fixed update norm in a network with `bare` unnormalized layers.
+    """Returns a factor, at most 1, for the length of fixed steps.
 
-    `bare` is the number of orthogonalized matrices without a norm layer. The changes of L such
-    layers add up to √L in the network's output.
+    The output changes of L layers without a norm layer add up to √L times the change of one layer.
+
+    Args:
+        bare: Number of orthogonalized matrices without a norm layer.
     """
     return max(LEAST_STEP_FACTOR, math.sqrt(min(1.0, SHALLOW_MATRICES / max(bare, 1))))
 
@@ -74,7 +77,7 @@ def _muon_groups(
     least_dims = 3 if _orthogonal_layers(settings.orthogonal, groups) == "filters" else 2
     matrices = [p for group in groups for p in split_matrices(group, least_dims)[0]]
     fixed = _has_fixed_steps(settings.steps, matrices, norms)
-    # Momentum multiplies the rate of a LARS layer by 1 / (1 − m); this keeps the step sizes equal.
+    # In LARS, momentum multiplies the rate by 1 / (1 − m), but not in Muon; this η makes steps equal.
     eta = settings.trust_coefficient / (1 - momentum)
     more: dict[str, Any] = {"adapt": True, "orthogonal": True, "fixed_steps": fixed}
     if fixed and settings.steps == "auto":

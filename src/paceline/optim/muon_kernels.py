@@ -1,14 +1,13 @@
 """Triton kernels of Muon, each over many matrices given by tables of addresses.
 
-There are two kinds of kernels. Passes over chunks of elements, as in `kernels`: `average` computes
-the averaged gradients, `result_sums` and `update` apply the orthogonalized gradients. Matrix
-products over tiles: `gram`, `polynomial` and `apply` make one Newton-Schulz iteration. Each kernel
-has one launch for matrices of all shapes, so that small matrices use the processors that large
-matrices leave idle. Sums have a fixed order, and no kernel uses atomics, so results are
-bit-reproducible.
+There are two kinds of kernels. Some process chunks of elements, as in `kernels`: `average` computes the
+averaged gradients, and `result_sums` and `update` apply the orthogonalized gradients. The others multiply
+matrices by tiles: `gram`, `polynomial` and `apply` make one Newton-Schulz iteration. Each launch covers
+matrices of all shapes, so that small matrices use the processors that large matrices leave idle. Sums
+have a fixed order, and no kernel uses atomics, so results are bit-reproducible.
 
-The products use padded copies of the matrices, whose sides are multiples of the tile's depth. The padding
-is zero. A matrix is tall if it has more rows than columns; Xᵀ·X then replaces X·Xᵀ.
+The products use padded copies of the matrices, with sizes that are multiples of the tile's depth. The
+padding is zero. A matrix is tall if it has more rows than columns; Xᵀ·X then replaces X·Xᵀ.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ PADDED_COLUMNS = tl.constexpr(5)
 TRUE_ROWS = tl.constexpr(6)
 TRUE_COLUMNS = tl.constexpr(7)
 
-# Rows of the sums by chunk, and of the numbers by matrix.
+# Rows of `partials` (sums per chunk), then rows of `numbers` (scalars per matrix).
 SUM_AVERAGE = tl.constexpr(0)
 SUM_GRADIENT = tl.constexpr(1)
 SUM_WEIGHT = tl.constexpr(2)
@@ -60,7 +59,7 @@ INVERSE_NORM = tl.constexpr(0)
 ONE = tl.constexpr(1)
 FACTOR = tl.constexpr(2)
 
-# Squares of smaller numbers underflow in fp32: the norm would be too small and the iteration diverge.
+# Squares of smaller values underflow in fp32. The norm would be too small, and the iteration diverge.
 TINY = tl.constexpr(1e-15)
 A = tl.constexpr(3.4445)
 B = tl.constexpr(-4.7750)
@@ -74,7 +73,7 @@ def _field(table, row: tl.constexpr, matrix, matrices):
 
 @triton.jit
 def _places(start, offsets, columns, padded):
-    """Returns the places of elements of a matrix in its padded copy."""
+    """Converts offsets of elements in a matrix to offsets in the padded copy of the matrix."""
     flat = start.to(tl.int32) + offsets
     row = flat // columns.to(tl.int32)
     return row * padded.to(tl.int32) + (flat - row * columns.to(tl.int32))
@@ -82,7 +81,7 @@ def _places(start, offsets, columns, padded):
 
 @triton.jit
 def _averages(gradient, momentum, offsets, left, inverse, beta1, nesterov, MASKED: tl.constexpr):
-    """Returns g, the next momentum v ← m·v + (1−m)·g, and v or, with nesterov, m·v + (1−m)·g."""
+    """Returns g, the next momentum v ← m·v + (1−m)·g, and the average: v, or its Nesterov variant."""
     g = _load(gradient, offsets, left, MASKED) * inverse
     v = _load(momentum, offsets, left, MASKED)
     fresh = (1.0 - beta1) * g
@@ -117,9 +116,10 @@ def average(
     GRAD: tl.constexpr, KIND: tl.constexpr, PADS: tl.constexpr, ALIGN: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes averages into the source matrices of the products. Changes no state.
+    """Writes averaged gradients into the source matrices of the products. Changes no state.
 
-    partials[·, chunk] = sums of squares of averages, unscaled gradients and, with adaptation, masters.
+    Also writes the sums of squares of the averages, the unscaled gradients and, with adaptation, the
+    masters to `partials`.
     """
     chunk = first + tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
@@ -171,7 +171,7 @@ def _sum_of(table, partials, row: tl.constexpr, tensor, tensors, chunks,
 
 @triton.jit(do_not_specialize=["tensors", "chunks"])
 def norms(table, partials, numbers, tensors, chunks, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
-    """Computes the factor that makes the norm of each matrix at most 1."""
+    """Computes for each matrix the factor 1 / norm, which makes the norm at most 1."""
     tensor = tl.program_id(0)
     total = _sum_of(table, partials, SUM_AVERAGE, tensor, tensors, chunks, CHUNK, WIDTH)
     inverse = tl.div_rn(1.0, tl.maximum(tl.sqrt_rn(total), TINY))
@@ -183,7 +183,7 @@ def norms(table, partials, numbers, tensors, chunks, CHUNK: tl.constexpr, WIDTH:
 
 @triton.jit
 def _wrapped(first, limit, TILE: tl.constexpr, DEPTH: tl.constexpr):
-    """Returns rows or columns of a tile. Replaces those outside of the matrix, so loads need no mask."""
+    """Returns the row or column indices of a tile, wrapped into the matrix so that loads need no mask."""
     places = (first + tl.arange(0, TILE)) % limit
     return tl.max_contiguous(tl.multiple_of(places, DEPTH), DEPTH)
 
@@ -195,7 +195,7 @@ def _side(table, row: tl.constexpr, matrix, matrices, DEPTH: tl.constexpr):
 
 @triton.jit
 def _rows_by_rows(x, m, n, columns, TILE: tl.constexpr, DEPTH: tl.constexpr):
-    """Computes a tile of X·Xᵀ: the products of rows m and n."""
+    """Computes a tile of X·Xᵀ: the inner products of the rows m with the rows n."""
     depth = tl.arange(0, DEPTH)
     left = x + m[:, None] * columns + depth[None, :]
     right = x + n[:, None] * columns + depth[None, :]
@@ -209,7 +209,7 @@ def _rows_by_rows(x, m, n, columns, TILE: tl.constexpr, DEPTH: tl.constexpr):
 
 @triton.jit
 def _columns_by_columns(x, m, n, rows, columns, TILE: tl.constexpr, DEPTH: tl.constexpr):
-    """Computes a tile of Xᵀ·X: the products of columns m and n."""
+    """Computes a tile of Xᵀ·X: the inner products of the columns m with the columns n."""
     start = tl.arange(0, DEPTH)[:, None] * columns
     left, right = x + start + m[None, :], x + start + n[None, :]
     total = tl.zeros((TILE, TILE), tl.float32)
@@ -222,7 +222,7 @@ def _columns_by_columns(x, m, n, rows, columns, TILE: tl.constexpr, DEPTH: tl.co
 
 @triton.jit
 def _store_both(target, values, m, n, side, mirrored):
-    """Stores a tile of a symmetric matrix, and its mirror image."""
+    """Stores a tile of a symmetric matrix and, if `mirrored`, the transposed tile."""
     mask = (m < side)[:, None] & (n < side)[None, :]
     tl.store(target + m[:, None] * side + n[None, :], values, mask=mask)
     if mirrored:
@@ -235,7 +235,7 @@ def gram(
     table, tiles, numbers, source, scale_row, matrices,
     KIND: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """S = f²·X·Xᵀ, or f²·Xᵀ·X for tall matrices: one tile on or above the diagonal."""
+    """Computes a tile, on or above the diagonal, of S = f²·X·Xᵀ, or of f²·Xᵀ·X for tall matrices."""
     entry = tiles + tl.program_id(0) * 3
     matrix, i, j = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     x = tl.load(table + source * matrices + matrix).to(tl.pointer_type(KIND))
@@ -249,7 +249,7 @@ def gram(
     else:
         total = _rows_by_rows(x, m, n, columns, TILE, DEPTH)
     scale = tl.load(numbers + scale_row * matrices + matrix)
-    # One factor after the other: the square of the largest is not far from fp32's limit.
+    # Multiplies twice by the factor, because the squared factor could come close to fp32's limit.
     values = (total * scale * scale).to(KIND)
     square = _address(table, SQUARE, matrix, matrices, KIND, 16)
     lanes = tl.arange(0, TILE)
@@ -258,7 +258,7 @@ def gram(
 
 @triton.jit(do_not_specialize=["matrices"])
 def polynomial(table, tiles, matrices, KIND: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr):
-    """P = b·S + c·S·S: one tile on or above the diagonal."""
+    """Computes a tile, on or above the diagonal, of P = b·S + c·S·S."""
     entry = tiles + tl.program_id(0) * 3
     matrix, i, j = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     square = _address(table, SQUARE, matrix, matrices, KIND, 16)
@@ -279,7 +279,7 @@ def apply(
     table, tiles, numbers, source, target, scale_row, matrices,
     KIND: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """X ← f·(a·X + P·X), or f·(a·X + X·P) for tall matrices: one tile."""
+    """Computes a tile of the next X, f·(a·X + P·X), or f·(a·X + X·P) for tall matrices."""
     entry = tiles + tl.program_id(0) * 3
     matrix, i, j = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     x_address = tl.load(table + source * matrices + matrix)
@@ -295,7 +295,7 @@ def apply(
     side = tl.multiple_of(tl.minimum(rows, columns), DEPTH)
     m, n = _wrapped(i * HEIGHT, rows, HEIGHT, DEPTH), _wrapped(j * WIDTH, columns, WIDTH, DEPTH)
     depth = tl.arange(0, DEPTH)
-    # Both factors have rows in memory order: `side` is the left one's width, `columns` the right one's.
+    # Both factors are row-major: the left factor has `side` columns, the right one `columns`.
     left += m[:, None] * side + depth[None, :]
     right += depth[:, None] * columns + n[None, :]
     total = tl.zeros((HEIGHT, WIDTH), tl.float32)
@@ -307,7 +307,7 @@ def apply(
     scale = tl.load(numbers + scale_row * matrices + matrix)
     values = (own * A + total) * scale
     m, n = i * HEIGHT + tl.arange(0, HEIGHT), j * WIDTH + tl.arange(0, WIDTH)
-    # Zero times NaN: the padding must stay zero for the next step.
+    # Zero times NaN is NaN, but the padding must stay zero for the next step.
     true_rows = tl.load(table + TRUE_ROWS * matrices + matrix).to(tl.int32)
     true_columns = tl.load(table + TRUE_COLUMNS * matrices + matrix).to(tl.int32)
     values = tl.where((m < true_rows)[:, None] & (n < true_columns)[None, :], values, 0.0)
@@ -334,7 +334,7 @@ def result_sums(
     table, matrices, chunk_tensor, partials, first, tensors, chunks,
     KIND: tl.constexpr, PADS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes the sums of squares of the orthogonalized matrices, one per chunk."""
+    """Computes the sum of squares of one chunk of an orthogonalized matrix."""
     chunk = first + tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
     start, left = _span(table, chunk, tensor, tensors, CHUNK)
@@ -358,9 +358,10 @@ def ratios(
     table, hyper, active, partials, numbers, ratio, bad, tensors, chunks,
     CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Computes the factor that gives each result the norm of its average, λ and a non-finite flag.
+    """Computes for each matrix a factor, λ and a non-finite flag.
 
-    The factor is 0 if the gradient is zero.
+    The factor scales the orthogonalized matrix to the norm of the averaged gradient. The factor is 0 if
+    the gradient is zero.
     """
     tensor = tl.program_id(0)
     index = tl.load(table + INDEX * tensors + tensor)
@@ -393,7 +394,7 @@ def _update_block(
     y = _results(result, start, offsets, left, columns, padded, MASKED, PADS)
     mask = offsets < left if MASKED else None
     w = _load(master, offsets, left, MASKED)
-    # A zero gradient leaves only the decay, even if the average has overflowed.
+    # With a zero gradient only the decay applies, even if the average has overflowed.
     u = tl.where(factor == 0, 0.0, y * factor)
     w = w - rate * (u + decay * w)
     tl.store(momentum + offsets, v, mask=mask)
@@ -411,7 +412,7 @@ def update(
     GRAD: tl.constexpr, HALF: tl.constexpr, KIND: tl.constexpr, PADS: tl.constexpr,
     ALIGN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """v ← m·v + (1−m)·g; w ← w − lr·λ·(u + βw), on one chunk, if the step is allowed."""
+    """Updates one chunk if allowed: v ← m·v + (1−m)·g; w ← w − lr·λ·(u + βw)."""
     chunk = first + tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
     index = tl.load(table + INDEX * tensors + tensor)

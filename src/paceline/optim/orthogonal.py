@@ -1,8 +1,8 @@
 """Orthogonalizes matrices by Newton-Schulz iteration, on one rank or divided among ranks.
 
-Matrices of one shape are batched. With `SharedProducts` each rank iterates on a part of the matrices. The
-results are gathered in the format of the computation (fp32 on CPUs, bf16 on GPUs), so nothing is lost.
-Every rank computes the norms and the scaling, which are cheap.
+Matrices of one shape are batched. With `SharedProducts`, each rank iterates on a part of the matrices.
+The results are gathered in the dtype of the computation (fp32 on CPUs, bf16 on GPUs), so no accuracy is
+lost. Every rank computes the norms and the scaling of all matrices, because this is cheap.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 ITERATIONS = 5
 _A, _B, _C = 3.4445, -4.7750, 2.0315
-# Squares of smaller numbers underflow in fp32: the norm would be too small and the iteration diverge.
+# Squares of smaller values underflow in fp32. The norm would be too small, and the iteration diverge.
 _TINY = 1e-15
 
 
@@ -25,7 +25,7 @@ def is_matrix(tensor: Tensor) -> bool:
 
 
 def product_cost(rows: int, columns: int) -> int:
-    """Returns the multiplications of one iteration on a matrix; only ratios matter."""
+    """Returns the number of multiplications in one iteration on a matrix, up to a constant factor."""
     small, large = min(rows, columns), max(rows, columns)
     return small * small * (2 * large + small)
 
@@ -33,14 +33,14 @@ def product_cost(rows: int, columns: int) -> int:
 def share_out(shapes: Sequence[tuple[int, int]], ranks: int) -> list[int]:
     """Assigns matrices to ranks: the costliest first, each to the rank with the least work so far.
 
-    The largest load is at most 4/3 of the best possible one (Graham 1969).
+    The largest load of a rank is at most 4/3 of the smallest possible value (Graham 1969).
 
     Args:
         shapes: Rows and columns of each matrix.
         ranks: Number of ranks.
 
     Returns:
-        The rank of each matrix. It depends on the arguments only.
+        The rank of each matrix. Equal arguments give equal results on all ranks.
     """
     owners, load = [0] * len(shapes), [0] * ranks
     by_cost = sorted(range(len(shapes)), key=lambda i: (-product_cost(*shapes[i]), i))
@@ -53,24 +53,24 @@ def share_out(shapes: Sequence[tuple[int, int]], ranks: int) -> list[int]:
 
 @dataclass(eq=False)
 class SharedProducts:
-    """The ranks that divide matrix products, and their collective.
+    """The ranks that share matrix products, and the collective that gathers the results.
 
     Attributes:
-        rank: This rank.
+        rank: Index of this rank.
         ranks: Number of ranks.
-        gather: `gather(rows, lengths)` completes a tensor with one row per rank, of which this rank has
-            filled its row; row r has `lengths[r]` valid elements. All ranks make the same calls. A
+        gather: `gather(rows, lengths)` completes a tensor with one row per rank, in which each rank has
+            filled its own row. Row r has `lengths[r]` valid elements. All ranks make the same calls. A
             CUDA graph can capture `gather` if the collective supports capture.
     """
 
     rank: int
     ranks: int
     gather: Callable[[Tensor, Sequence[int]], None]
-    # Memory at constant addresses, which captured graphs hold.
+    # Memory whose addresses must not change, because captured graphs use it.
     _rows: dict[tuple[int, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
 
     def rows(self, width: int, like: Tensor) -> Tensor:
-        """Returns memory with one row per rank, in the format and on the device of `like`."""
+        """Returns memory of shape (ranks, width), with the dtype and device of `like`."""
         key = (width, like.dtype, like.device)
         if key not in self._rows:
             self._rows[key] = torch.zeros(self.ranks, width, dtype=like.dtype, device=like.device)
@@ -79,14 +79,14 @@ class SharedProducts:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Matrices of one shape, sorted by owner.
+    """Matrices of one shape, sorted by the rank that iterates on them.
 
     Attributes:
-        places: Positions in the list of tensors.
-        norms: Norms of the matrices.
-        own: The matrices of this rank, divided by their norms.
-        turned: True if `own` is transposed, so that it has at most as many rows as columns.
-        counts: Number of matrices of each rank.
+        places: Positions of the matrices in the list of tensors.
+        norms: Norms of all matrices of the batch.
+        own: The matrices on which this rank iterates, divided by their norms.
+        turned: True if the matrices in `own` are transposed, to have no more rows than columns.
+        counts: Number of matrices on which each rank iterates.
     """
 
     places: list[int]
@@ -106,16 +106,16 @@ def orthogonalize(
     still: Sequence[Tensor] = (),
     shared: SharedProducts | None = None,
 ) -> list[Tensor]:
-    """Makes the singular values of matrices about equal and keeps the norms.
+    """Makes the singular values of each matrix about equal and keeps the norm of the matrix.
 
     Uses Newton-Schulz iteration with the quintic polynomial of K. Jordan et al., which trades exactness
-    for speed: singular values that are not tiny end between 0.68 and 1.2, before the norm is restored.
-    Zero stays zero; non-finite input gives NaN. Does not synchronize with the device.
+    for speed. Singular values that are not tiny end between 0.68 and 1.2, before the norm is restored.
+    A zero matrix stays zero; non-finite input gives NaN. Does not synchronize with the device.
 
     Args:
         tensors: Matrices with one row per output; dimensions after the first are flattened.
-        still: A flag per tensor on its device. The result of a set flag is zero.
-        shared: If set, every rank passes the same tensors, computes a part and receives all results.
+        still: One flag per tensor, on the device of the tensor. If a flag is set, the result is zero.
+        shared: If set, all ranks pass the same tensors. Each rank computes a part and gets all results.
 
     Returns:
         fp32 tensors of the same shapes and strides.
@@ -159,7 +159,7 @@ def orthogonalize(
 def _batch(
     tensors: Sequence[Tensor], places: list[int], owners: Sequence[int], rank: int, ranks: int
 ) -> _Batch:
-    # Tensors of one shape are batched, because launches dominate the cost of small ones.
+    # Tensors of one shape are batched, because kernel launches dominate the cost of small tensors.
     stacked = torch.stack([as_matrix(tensors[i]) for i in places])
     norms = _norms(stacked)
     counts = [sum(owners[i] == r for i in places) for r in range(ranks)]
@@ -171,7 +171,11 @@ def _batch(
 
 
 def _gathered(batches: Sequence[_Batch], shared: SharedProducts) -> list[Tensor]:
-    """Returns the iterated matrices of all ranks, one tensor per batch, by one collective."""
+    """Iterates on this rank's matrices and gathers the results of all ranks by one collective.
+
+    Returns:
+        One tensor per batch with all matrices of the batch.
+    """
     iterated = [_iterated(batch.own) for batch in batches]
     lengths = [sum(b.counts[r] * b.elements for b in batches) for r in range(shared.ranks)]
     rows = shared.rows(max(lengths), iterated[0])
@@ -197,7 +201,7 @@ def _norms(matrices: Tensor) -> Tensor:
 
 
 def _iterated(wide: Tensor) -> Tensor:
-    """Iterates on matrices with norms of at most 1; on GPUs in bf16, which uses tensor cores."""
+    """Runs the iterations on matrices with norms of at most 1; on GPUs in bf16 on tensor cores."""
     x = wide.to(torch.bfloat16) if wide.is_cuda else wide
     for _ in range(ITERATIONS if len(wide) else 0):
         square = x @ x.mT
@@ -207,14 +211,14 @@ def _iterated(wide: Tensor) -> Tensor:
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """Returns an fp32 matrix with one row per output; columns are in memory order."""
+    """Returns an fp32 matrix with one row per output, whose columns follow the memory order."""
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         tensor = tensor.permute(0, 2, 3, 1)
     return tensor.flatten(1).float()
 
 
 def like_tensor(matrix: Tensor, tensor: Tensor) -> Tensor:
-    """Inverts `as_matrix`."""
+    """Inverts `as_matrix`: gives `matrix` the shape and memory layout of `tensor`."""
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         outputs, inputs, *window = tensor.shape
         return matrix.view(outputs, *window, inputs).permute(0, 3, 1, 2)

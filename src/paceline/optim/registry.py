@@ -1,8 +1,9 @@
-"""Registers optimizers and schedules by name, for `optim.name` and `optim.schedule`. Without torch.
+"""Registers optimizers and schedules by name, for `optim.name` and `optim.schedule`.
 
-The settings class of an optimizer or a schedule, the table `[optim.NAME]`, also declares its properties.
-This module lists the optimizers and schedules of the core. `paceline.alternatives` adds more, and
-programs add theirs with `register_optimizer` and `register_schedule`.
+Each optimizer or schedule has a settings class for the table `[optim.NAME]`, which also declares its
+properties. This module lists the optimizers and schedules of the core. `paceline.alternatives` adds more,
+and programs can add some with `register_optimizer` and `register_schedule`. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class Context(NamedTuple):
     """Further arguments of the function that creates an optimizer.
 
     Attributes:
-        fused: As in `MasterOptimizer`.
+        fused: Choice of the implementation, as in `MasterOptimizer`.
         seed: Seed of stochastic rounding.
-        norms: Number of norm layers of the model.
+        norms: Number of norm layers in the model.
     """
 
     fused: bool | None
@@ -46,9 +47,9 @@ class OptimizerSettings(OwnerSettings):
             have the scale of SGD.
         LR_BASE: Peak rate at a batch of 256 if `optim.lr_base` is not set.
         HAS_KERNELS: True if the update has Triton kernels.
-        GRADIENTS: The gradient source that the optimizer needs (`paceline.train.micro_step`).
+        GRADIENTS: Name of the gradient source that the optimizer needs (`paceline.train.micro_step`).
         PINNED: Names of the settings that a resumed run must not change.
-        share_products: As in `MuonSettings`; for rules with matrix products.
+        share_products: Sharing of matrix products among ranks, as in `MuonSettings`.
     """
 
     CREATE: ClassVar[str] = ""
@@ -60,7 +61,7 @@ class OptimizerSettings(OwnerSettings):
     share_products: str = "auto"
 
     def passes(self, steps_per_epoch: float) -> float:
-        """Returns the number of gradient computations per sample of a step."""
+        """Returns how often a step computes the gradient of each sample, on average."""
         return 1.0
 
 
@@ -83,12 +84,12 @@ _rules: Registry[type[UpdateRule]] = Registry("rules", {})
 def register_optimizer(name: str, rule: type[UpdateRule]) -> None:
     """Registers an optimizer for this process. A second call with the name replaces the first.
 
-    Training creates the optimizer with the rate of the schedule, the weight decay of the groups, and
-    `optim.arguments` as further hyper-parameters.
+    Training passes the scheduled learning rate, the weight decay of each group, and the values in
+    `optim.arguments` as hyper-parameters.
 
     Args:
         name: New value of `optim.name`.
-        rule: The equation; see docs/optimizers.md.
+        rule: Subclass of `UpdateRule` with the equation; see docs/optimizers.md.
 
     Raises:
         ConfigError: If the name is taken, or if the hyper-parameters of the rule cannot be set.
@@ -99,7 +100,7 @@ def register_optimizer(name: str, rule: type[UpdateRule]) -> None:
 
 
 def check_rule(rule: type[UpdateRule]) -> None:
-    """Raises ConfigError if the hyper-parameters of a rule cannot be set."""
+    """Raises ConfigError unless `rule` has a `Hyper` with `lr` and defaults for all other fields."""
     fields = getattr(getattr(rule, "Hyper", None), "_fields", ())
     shown = getattr(rule, "__name__", rule)
     if not isinstance(rule, type) or "lr" not in fields:
@@ -138,7 +139,7 @@ def schedule_names() -> list[str]:
 
 
 def check_optimizer(name: str) -> None:
-    """Raises ConfigError with the nearest name if the optimizer is unknown."""
+    """Raises ConfigError, with the most similar name, if the optimizer is unknown."""
     if name not in _rules and name not in _optimizers:
         hint = nearest(name, optimizer_names()) + missing_packages()
         remedy = f"{hint} (a class is written torch.optim:RAdam)"
@@ -146,7 +147,7 @@ def check_optimizer(name: str) -> None:
 
 
 def check_schedule(name: str) -> None:
-    """Raises ConfigError with the nearest name if the schedule is unknown."""
+    """Raises ConfigError, with the most similar name, if the schedule is unknown."""
     _schedules.get(name, "optim.schedule")
 
 

@@ -1,12 +1,12 @@
 """Defines `UpdateRule`, the equation of an optimizer, and runs it in torch's list operations.
 
-A rule declares hyper-parameters and state buffers, and computes new values of some rows. It does not
+A rule declares hyper-parameters and state buffers, and computes new weights and buffers. It does not
 handle half-precision parameters, the loss scale, overflow or device switches: `MasterOptimizer` in
 `paceline.optim.base` and `run_in_lists` do this for all rules.
 
-Rules, engine and kernels share the other classes: `Row` holds the tensors of one parameter, `Gates` the
-device switches of a step, `Outcome` its results, and `HyperTable` the hyper-parameters on the device.
-Nothing in this module synchronizes with a GPU.
+Rules, `FusedStep` and kernels share the following classes. `Row` holds the tensors of one parameter,
+`Gates` the device switches of a step, `Outcome` the results of a step, and `HyperTable` the
+hyper-parameters on the device. Unless a docstring says so, nothing here synchronizes with a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 AnyHyper = TypeVar("AnyHyper", bound=NamedTuple)
-# Hyper-parameters with a range that depends on the name only; with a hint for the message.
+# Names of hyper-parameters with a fixed range; `_BELOW_ONE` adds a hint for the error message.
 _FINITE = ("lr", "weight_decay", "trust_coefficient", "eps", "adam_eps", "rms_rate")
 _BELOW_ONE = {"momentum": "; try 0.9", "beta1": "", "beta2": ""}
 
@@ -40,12 +40,12 @@ class Row:
     """The tensors of one parameter.
 
     Attributes:
-        index: Number of the parameter, counted over all groups.
-        group: Number of the parameter's group.
-        parameter: The parameter.
-        gradient: Its gradient.
-        master: Its fp32 master; the parameter itself if that is fp32.
-        buffers: The other tensors of the parameter's state, by name.
+        index: Index of the parameter, counted over all groups.
+        group: Index of the parameter's group.
+        parameter: The model's parameter.
+        gradient: Gradient of the parameter.
+        master: fp32 master of the parameter; an fp32 parameter is its own master.
+        buffers: State of the parameter, by name.
     """
 
     index: int
@@ -58,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Gates:
-    """Device switches of a step, see `MasterOptimizer`; None if unset."""
+    """Device switches of a step, as `MasterOptimizer` describes them; None if unset."""
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
@@ -66,7 +66,7 @@ class Gates:
     active: Tensor | None = None
 
     def check(self, parameters: int, device: torch.device) -> None:
-        """Checks all switches. Raises RunError for a wrong shape or device."""
+        """Checks the shape and device of all switches. Raises RunError if one is wrong."""
         for name in self.__slots__:
             switch = getattr(self, name)
             if switch is None:
@@ -84,7 +84,7 @@ class Gates:
                 )
 
     def allowed(self, rows: Sequence[Row], outcome: Outcome) -> Tensor:
-        """Returns a flag per row, on the device: True if the step may change it."""
+        """Returns one flag per row, on the device: True if the step may change its parameter."""
         go = outcome.overflow == 0
         for gate in (self.found_inf, self.hold):
             if gate is not None:
@@ -114,7 +114,7 @@ class Outcome:
         self.overflow = torch.zeros((), device=device)
 
     def clear(self) -> None:
-        """Resets to the values of parameters without a gradient."""
+        """Sets all ratios to 1 and all flags to 0, as for parameters without a gradient."""
         self.ratios.fill_(1.0)
         self.bad.zero_()
         self.overflow.zero_()
@@ -135,12 +135,12 @@ def same_strides(left: Tensor, right: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one group and one parameter format, for torch's list operations.
+    """Rows whose parameters share a group and a dtype, for torch's list operations.
 
     Attributes:
-        rows: The rows.
-        gradients: Unscaled gradients in the masters' format. A rule does not change them.
-        norms: 2-norms of the gradients.
+        rows: Tensors of each parameter.
+        gradients: Unscaled gradients in the masters' dtype. A rule must not change them.
+        norms: 2-norm of each gradient.
     """
 
     rows: Sequence[Row]
@@ -153,7 +153,7 @@ class Rows:
         return [row.master for row in self.rows]
 
     def buffers(self, name: str) -> list[Tensor]:
-        """Returns one of the rule's buffers for all rows."""
+        """Returns the buffer called `name` of each row."""
         return [row.buffers[name] for row in self.rows]
 
 
@@ -161,15 +161,15 @@ class UpdateRule(ABC):
     """The equation of an optimizer. Subclasses define `Hyper` and `update`; see docs/optimizers.md.
 
     Attributes:
-        Hyper: NamedTuple of hyper-parameters with their defaults; the keys of parameter groups.
+        Hyper: NamedTuple of hyper-parameters and their defaults; its fields are keys of each group.
         buffers: Names of fp32 state tensors that have the shape of the parameter.
         numbers: Names of further state entries that checkpoints hold.
         changed_numbers: The names in `numbers` whose entries `update` changes.
-        formats: Accepted formats of parameters.
-        has_kernels: True if `kernels` returns a step.
+        formats: Accepted dtypes of parameters.
+        has_kernels: True if `kernels` is implemented.
         has_products: True if the rule multiplies matrices, which ranks can share
             (`MasterOptimizer.shared`) and whose last bits depend on the kind of device.
-        draws: True if `update` needs skipped rows too, because it draws random numbers in order.
+        draws: True if `update` must see skipped parameters too, to draw the same random numbers.
     """
 
     Hyper: ClassVar[Any]
@@ -186,15 +186,15 @@ class UpdateRule(ABC):
         """Changes masters and buffers in place.
 
         Args:
-            rows: Rows of one group.
+            rows: Tensors of parameters in one group.
             hyper: Hyper-parameters of the group.
 
         Returns:
-            The trust ratio of each row, or None if the rule has none.
+            The trust ratio of each parameter, or None if the rule has no trust ratios.
         """
 
     def hyper(self, group: Mapping[str, Any]) -> Any:
-        """Returns the hyper-parameters for the update of a group: a row of the kernels' table."""
+        """Returns the hyper-parameters of a group, in the order of columns in the kernels' table."""
         return read_hyper(self.Hyper, group)
 
     def check(self, group: Mapping[str, Any]) -> None:
@@ -202,37 +202,37 @@ class UpdateRule(ABC):
         check_hyper(self.hyper(group))
 
     def parts(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """Splits a group whose parameters need different updates."""
+        """Splits a group into groups of parameters that need the same kind of update."""
         return [group]
 
     def reads_norms(self, hypers: Sequence[Any]) -> bool:
-        """Returns True if `update` uses the gradient norms, which then need full accuracy."""
+        """Returns True if `update` uses the gradient norms, which must be accurate then."""
         return False
 
     def gradients(self, rows: Sequence[Row], gradients: list[Tensor]) -> list[Tensor]:
-        """Returns the gradients for the finite check and `update`."""
+        """Returns the gradients that the finite check and `update` receive."""
         return gradients
 
     def kernels(self, optimizer: MasterOptimizer) -> FusedStep:
-        """Creates the step in Triton kernels, if the rule `has_kernels`."""
+        """Creates the object that runs a step in Triton kernels. Needs `has_kernels`."""
         raise NotImplementedError
 
     # Hooks around a step, for rules with more state on the device.
 
     def ready(self, optimizer: MasterOptimizer) -> None:  # noqa: B027  (optional)
-        """Creates further state: at the first step, and after a group or state was added."""
+        """Creates further state; called at the first step and after a group or state was added."""
 
     def upload(self, optimizer: MasterOptimizer) -> None:  # noqa: B027  (optional)
-        """Copies values that `begin` needs to the device. Not called during a graph capture."""
+        """Copies values that `begin` needs to the device; not called during a graph capture."""
 
     def begin(self, optimizer: MasterOptimizer, rows: list[Row], gates: Gates) -> list[Row]:
-        """Returns the rows for the update; changes no state."""
+        """Returns the rows that the update receives. Must not change state."""
         return rows
 
     def finish(  # noqa: B027  (optional)
         self, optimizer: MasterOptimizer, rows: list[Row], gates: Gates, outcome: Outcome
     ) -> None:
-        """Runs after the update, even if a gate has skipped the update."""
+        """Called after the update, even if a gate has skipped the update."""
 
 
 def run_in_lists(
@@ -244,15 +244,16 @@ def run_in_lists(
 ) -> None:
     """Runs one step in torch's list operations; a skipped step leaves all tensors bit-identical.
 
-    Computes all norms first, because one non-finite gradient skips all updates. On the CPU the flags
-    decide which rows are updated. On a GPU the rule updates copies, and `torch.where` selects.
+    Computes all norms first, because one non-finite gradient skips all updates. On the CPU the rule
+    updates only rows that may change. On a GPU, and for rules that draw random numbers, the rule updates
+    copies, and `torch.where` selects between old and new values.
 
     Args:
-        rule: The equation.
-        rows: Parameters with a gradient.
+        rule: Rule that computes the update.
+        rows: Tensors of each parameter with a gradient.
         hypers: Hyper-parameters of each group.
-        gates: Device switches.
-        outcome: Receives the results.
+        gates: Device switches that can skip the update.
+        outcome: Receives trust ratios and flags.
     """
     gradients = rule.gradients(rows, unscaled(rows, gates.grad_scale))
     accurate = rule.reads_norms(hypers)  # the finite check needs no accuracy
@@ -289,7 +290,7 @@ def _copy(row: Row, names: Sequence[str]) -> Row:
 
 
 def _select(old: Row, new: Row, go: Tensor, names: Sequence[str]) -> None:
-    """Selects old or new values on the device; multiplying by 0 would keep NaN."""
+    """Writes new values into `old` where `go` is True; a multiplication by 0 would keep NaN."""
     for name in names:
         if name in old.buffers:
             torch.where(go, new.buffers[name], old.buffers[name], out=old.buffers[name])
@@ -312,9 +313,9 @@ def check_hyper(hyper: AnyHyper) -> AnyHyper:
 
 
 def read_hyper(kind: type[AnyHyper], group: Mapping[str, Any]) -> AnyHyper:
-    """Reads the hyper-parameters of a group, each converted to the type of its field.
+    """Reads the hyper-parameters of a group and converts each to the type of its field in `kind`.
 
-    A learning rate that is a CUDA tensor synchronizes with the device.
+    If the learning rate is a CUDA tensor, reading it synchronizes with the device.
     """
     return kind._make(convert(group[name]) for name, convert in _converters(kind))
 
@@ -334,9 +335,9 @@ def _converters(kind: type[NamedTuple]) -> tuple[tuple[str, Callable[[Any], Any]
 
 
 class HyperTable:
-    """A table of fp32 rows on the device, one per group or parameter.
+    """A table of fp32 values on the device, with one row per group or parameter.
 
-    Its memory never moves, so that a captured CUDA graph reads the current values.
+    The table's memory never moves, so that a captured CUDA graph reads the current values.
     """
 
     def __init__(self, rows: int, columns: int, device: torch.device) -> None:
@@ -354,13 +355,13 @@ class HyperTable:
         self._sent = rows
 
 
-# Elements per fp32 sum of squares. The largest relative error measured, with equal elements, is 5.4e-7
-# for 512 and 1.0e-6 for 1,024; the time is the same.
+# Elements per fp32 sum of squares. With equal elements, the largest measured relative error is 5.4e-7
+# for 512 and 1.0e-6 for 1,024. Both take the same time.
 _CHUNK = 512
 
 
 def unscaled(rows: Sequence[Row], grad_scale: Tensor | None) -> list[Tensor]:
-    """Returns gradients in the masters' format, divided by the scale; keeps the originals."""
+    """Returns the gradients in the masters' dtype, divided by `grad_scale`; keeps the originals."""
     gradients = [row.gradient.to(row.master.dtype) for row in rows]
     if grad_scale is None:
         return gradients
@@ -370,7 +371,7 @@ def unscaled(rows: Sequence[Row], grad_scale: Tensor | None) -> list[Tensor]:
 def check_finite(
     rows: Sequence[Row], norms: Sequence[Tensor], gates: Gates, outcome: Outcome
 ) -> Tensor:
-    """Sets the flags of `outcome` from gradient norms; returns `Gates.allowed` of the rows."""
+    """Sets the flags of `outcome` from gradient norms. Returns `gates.allowed(rows, outcome)`."""
     bad = ~torch.isfinite(torch.stack([norm.float() for norm in norms]).square())
     if gates.active is not None:
         bad = bad & _is_active(gates.active, rows)
@@ -381,12 +382,12 @@ def check_finite(
 
 
 def on_host(device: torch.device) -> bool:
-    """Returns True if flags on `device` can be read without a synchronization."""
+    """Returns True if the host can read flags on `device` without a synchronization."""
     return device.type == "cpu"
 
 
 def put(vector: Tensor, rows: Sequence[Row], values: Tensor) -> None:
-    """Sets vector[row.index] = value for each row. A list as index would synchronize."""
+    """Sets vector[row.index] = value for each row. Indexing by a list would synchronize."""
     entries = list(vector.unbind())
     for row, value in zip(rows, values.unbind(), strict=True):
         entries[row.index] = value
@@ -394,18 +395,18 @@ def put(vector: Tensor, rows: Sequence[Row], values: Tensor) -> None:
 
 
 def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns 2-norms, with `accurate_norms` on the CPU."""
+    """Returns the 2-norm of each tensor; on the CPU, calls `accurate_norms`."""
     if not tensors or not on_host(tensors[0].device):
         return list(torch._foreach_norm(list(tensors), 2))
     return accurate_norms(tensors)
 
 
 def accurate_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns 2-norms of fp32 tensors on the CPU, with a relative error of at most 1e-6.
+    """Returns the 2-norm of each fp32 CPU tensor, with a relative error of at most 1e-6.
 
-    torch's CPU norm adds all squares of a tensor in a few fp32 accumulators. Its relative error grows
-    with the size, to 3e-3 for 40 million normally distributed elements. Here fp32 sums cover one
-    chunk each, and chunks are added in fp64.
+    torch's CPU norm adds all squares of a tensor in a few fp32 accumulators. The relative error grows
+    with the size, to 3e-3 for 40 million normally distributed elements. Here each fp32 sum covers one
+    chunk, and the sums of all chunks are added in fp64.
     """
     small = [tensor for tensor in tensors if tensor.numel() <= _CHUNK]
     small_norms = iter(torch._foreach_norm(small, 2) if small else ())

@@ -102,7 +102,7 @@ class AdamwSettings(AdamSettings):
     """Declares AdamW."""
 
     CREATE: ClassVar[str] = "optim.adam:create_adamw"
-    LR_BASE: ClassVar[float] = 2.5e-4  # DeiT's
+    LR_BASE: ClassVar[float] = 2.5e-4  # from DeiT
     UNREAD: ClassVar[tuple[str, ...]] = ("clip",)
 
 

@@ -1,8 +1,9 @@
 """Implements the scaling rule: derives settings for a large batch from a recipe for a small batch.
 
-`scale_recipe` is a pure function without torch. Its arguments are a `Recipe` with a known-good batch and
-a `Target`, the batch and length of the run. It returns a `Scaling`: a value for each changed setting, the
-reasons, and the expected loss of accuracy. docs/optimizers.md has the equations and their range.
+`scale_recipe` is a pure function that does not need torch. It takes a `Recipe` with a known-good batch
+and a `Target` with the batch and length of the run. It returns a `Scaling`: a value for each changed
+setting, the reasons, and the expected loss of accuracy. docs/optimizers.md has the equations and the
+range in which they are valid.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from paceline.optim.settings import OptimSettings
 
 OF_ADAM = ("adamw", "lamb")
 KNOWN = (*OF_ADAM, "lars", "muon", "sgd")
-# If the user sets any of these, keep Adam.
+# If the user sets any of these settings, the rule keeps Adam.
 _ADAM_SETTINGS = frozenset({"optim.lr", "optim.weight_decay"}) | {
     f"optim.adam.{key}" for key in ("beta1", "beta2", "eps")
 }
-# Lower rates of Adam, except the default, are for fine-tuning, which needs shorter steps than Muon's.
+# A lower rate of Adam, unless it is the default, indicates fine-tuning, for which Muon's steps are too
+# long.
 LEAST_ADAM_RATE = 1e-4
-# Settings that the rule changes or depends on. Values of the user are kept.
+# Settings that the rule changes or depends on. The rule keeps values that the user has given.
 SCALED = (
     "optim.name", "optim.lars.trust_coefficient", "optim.muon.trust_coefficient",
     "optim.muon.orthogonal", "optim.muon.steps", "optim.momentum", "optim.nesterov",
@@ -37,25 +39,26 @@ SCALED = (
     "optim.poly.power", "optim.batch_schedule", "optim.batch_rate", "run.batch_size",
     "run.average_epochs", "run.cutmix", "run.mixup",
 )  # fmt: skip
-# Smaller batches, relative to the known-good one, have not been measured.
+# Smallest ratio of the new batch to the known-good batch; smaller ratios have not been measured.
 LEAST_FACTOR = 1 / 4
 # With fewer steps per epoch, SGD with linear scaling loses accuracy (Goyal et al.: 160 on ImageNet).
 SGD_STEPS_PER_EPOCH = 100.0
-# Pace: relative length of a layer's step at the peak rate. Here times the root of the steps per epoch.
+# Pace: length of a layer's step at the peak rate, relative to the weights. These constants are the pace
+# times the square root of the steps per epoch.
 PACE = {"muon": 0.32, "lars": 0.7}
 MOST_PACE = {"muon": 0.2, "lars": 0.4}
-# Rate of biases and norms, which have no trust ratio. Recipes for Adam do not determine it; they use that
-# of the CIFAR-10 recipe for SGD.
+# Rate of biases and norms, which have no trust ratio. A recipe for Adam does not determine this rate, so
+# the rule uses the rate in the CIFAR-10 recipe for SGD.
 MOST_RATE = 4.0
 RATE_PER_SAMPLE = 0.2 / 256
 # Muon needs a short warm-up, LARS a third of the run.
 WARMUP_STEPS, MOST_WARMUP_SHARE, LARS_WARMUP_SHARE = 20, 0.2, 0.3
 # Weights are averaged over this fraction of the run if an epoch has few steps.
 AVERAGE_SHARE, AVERAGED_STEPS_PER_EPOCH, LEAST_AVERAGED_STEPS = 1 / 15, 10.0, 4
-# In a run with fewer steps and epochs than these, mixed images cost accuracy, because they slow learning
-# down.
+# In a run with fewer steps and fewer epochs than this, mixed images cost accuracy, because they slow
+# learning down.
 SHORT_STEPS, SHORT_EPOCHS = 1000, 60
-# With few steps per epoch, these optimizers use about a quarter of the batch in the first half.
+# With few steps per epoch, these optimizers use about a quarter of the batch in the first half of a run.
 GROWN = (*OF_ADAM, "muon")
 GROWTH, GROWTH_SHARE, GROWN_STEPS_PER_EPOCH = 4, 1 / 2, 25.0
 _DECAYING = ("cosine", "poly")
@@ -65,19 +68,20 @@ LARGEST_AUTOMATIC_GROUP = 256
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe that is known to work at a batch.
+    """A recipe with a batch at which it is known to work.
 
     Attributes:
         optim: Section `[optim]` of the recipe, with the user's values.
         batch: The known-good global batch.
-        optimizer: The optimizer that is known to work.
-        norm_group: Samples of one micro-batch at the known-good batch; None if the recipe leaves it open.
+        optimizer: Name of the optimizer that is known to work at this batch.
+        norm_group: Micro-batch size, over which batch norms normalize, at the known-good batch; None if
+            the recipe does not set it.
         average_epochs: Epochs over which the recipe averages weights.
         mixing: Names of the enabled settings for mixed images.
         kept: Names of settings that the user has given.
         averages: True if the run can average weights.
-        one_batch: The reason why the batch cannot grow; empty if it can.
-        pretrained: True if the run begins with given weights.
+        one_batch: The reason why the batch cannot grow during the run; empty if it can.
+        pretrained: True if the run begins with pretrained weights.
     """
 
     optim: OptimSettings
@@ -93,13 +97,13 @@ class Recipe:
 
     @property
     def rate(self) -> float:
-        """Peak rate at the known-good batch, even if the user gives one for the new batch."""
+        """Peak rate at the known-good batch, even if the user gives a rate for the new batch."""
         known = self.optim.known_good.lr
         return OptimSettings.peak_lr(self.optim, self.batch) if known is None else known
 
     @property
     def pace(self) -> float:
-        """Pace at the known-good batch, for LARS and Muon. Not used if the user gives η."""
+        """Pace of LARS or Muon at the known-good batch. Not used if the user gives η."""
         known = self.optim.known_good.momentum
         momentum = self.optim.momentum if known is None else known
         own = self.optim.chosen(self.optimizer)
@@ -109,15 +113,15 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Target:
-    """The requested run.
+    """Batch and length of the requested run.
 
     Attributes:
         batch: Global batch.
-        samples: Training images.
-        epochs: Epochs.
+        samples: Number of training images.
+        epochs: Number of epochs.
         ranks: Number of ranks.
-        first_batch: First batch of the resumed run, which stays unchanged; None for a new run.
-        grows_at: Epoch at which the batch of the resumed run grows.
+        first_batch: First global batch of a resumed run, which must not change; None for a new run.
+        grows_at: Epoch at which the batch of a resumed run grows; None for a new run.
     """
 
     batch: int
@@ -129,12 +133,12 @@ class Target:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Steps per epoch at the whole batch."""
+        """Steps per epoch at the global batch `batch`."""
         return self.samples / self.batch
 
     @property
     def total_steps(self) -> int:
-        """Steps of the run at the whole batch."""
+        """Steps of the run if all steps use the global batch `batch`."""
         return -(-self.samples * self.epochs // self.batch)
 
     @property
@@ -145,17 +149,17 @@ class Target:
 
 
 def scale_recipe(recipe: Recipe, target: Target) -> Scaling:
-    """Derives settings for a batch.
+    """Derives settings for the batch of the requested run.
 
     Args:
-        recipe: The recipe with a batch at which it is known to work.
-        target: The requested run.
+        recipe: The recipe and its known-good batch.
+        target: Batch and length of the requested run.
 
     Returns:
         The changed settings with their reasons.
 
     Raises:
-        ConfigError: For an unknown optimizer, and for a batch or a length outside of the rule's range.
+        ConfigError: If the optimizer is unknown, or the batch or length is outside of the rule's range.
     """
     _check(recipe, target)
     factor, steps = target.batch / recipe.batch, target.steps_per_epoch
@@ -193,7 +197,7 @@ def scale_recipe(recipe: Recipe, target: Target) -> Scaling:
 
 
 def _check(recipe: Recipe, target: Target) -> None:
-    """Raises ConfigError outside of the rule's range."""
+    """Raises ConfigError if the rule cannot scale the recipe to the requested run."""
     for name in (recipe.optimizer, recipe.optim.name):
         if name not in KNOWN:
             raise ConfigError(
@@ -203,7 +207,7 @@ def _check(recipe: Recipe, target: Target) -> None:
     known, name = recipe.optimizer, recipe.optim.name
     to_adam = name in OF_ADAM and known not in OF_ADAM
     from_adam = known in OF_ADAM and name in ("sgd", "lars")
-    # In a recipe for LARS or Muon, the rate applies to biases and norms only.
+    # In a recipe for LARS or Muon, only biases and norms use the rate directly.
     to_sgd = name == "sgd" and known in ("lars", "muon")
     if to_adam or from_adam or to_sgd:
         raise ConfigError(
@@ -237,7 +241,7 @@ def _check(recipe: Recipe, target: Target) -> None:
 
 
 def _given_value(optim: OptimSettings, name: str) -> Any:
-    """Returns the value of a setting of `[optim]` or of one of its owners; None for other sections."""
+    """Returns the value of a setting such as `optim.lr` or `optim.adam.eps`; None outside `[optim]`."""
     section, *owner, key = name.split(".")
     if section != "optim":
         return None
@@ -245,7 +249,7 @@ def _given_value(optim: OptimSettings, name: str) -> Any:
 
 
 class _Rule:
-    """Collects the choices, one method per group of settings."""
+    """Applies the rule and collects the choices. Each method chooses one group of settings."""
 
     def __init__(self, recipe: Recipe, target: Target) -> None:
         self.recipe, self.target = recipe, target
@@ -256,7 +260,7 @@ class _Rule:
         self.why_adam, self.fine_tuning = "", self._why_fine_tuning()
 
     def set(self, name: str, value: Any, reason: str) -> Any:
-        """Chooses a value unless the user has given one; returns the value of the run."""
+        """Chooses a value unless the user has given one. Returns the value that the run will use."""
         if name in self.recipe.kept:
             given = _given_value(self.recipe.optim, name)
             return value if given is None else given
@@ -265,7 +269,7 @@ class _Rule:
         return value
 
     def optimizer(self) -> str:
-        """Chooses Muon if steps are few, unless Adam is kept."""
+        """Chooses Muon if an epoch has few steps, unless the recipe must keep Adam. Returns the name."""
         given, kept = self.recipe.optim.name, self.recipe.kept
         few = self.target.steps_per_epoch < SGD_STEPS_PER_EPOCH and self.factor > 1
         if given == "muon" or not few:
@@ -278,7 +282,7 @@ class _Rule:
         return str(self.set("optim.name", "muon", reason))
 
     def _why_adam(self) -> str:
-        """Returns the reason why Muon might not suit; empty if it replaces Adam."""
+        """Returns the reason to keep Adam; empty if Muon replaces it."""
         if self.fine_tuning:
             return f"{self.fine_tuning} (--opt muon overrides this)"
         optim, own = self.recipe.optim, sorted(self.recipe.kept & _ADAM_SETTINGS)
@@ -287,7 +291,7 @@ class _Rule:
         return f"given: {', '.join(own)} (otherwise muon replaces {optim.name})" if own else ""
 
     def _why_fine_tuning(self) -> str:
-        """Returns the reason to assume that a recipe for Adam is for fine-tuning; else empty."""
+        """Returns why a recipe for Adam is considered fine-tuning; empty if it is not."""
         optim = self.recipe.optim
         if optim.name not in OF_ADAM:
             return ""
@@ -301,7 +305,7 @@ class _Rule:
         return ""
 
     def scale_adam(self, name: str) -> None:
-        """Scales rate, β₂, eps and decay of AdamW or LAMB."""
+        """Scales learning rate, β₂, eps and weight decay of AdamW or LAMB."""
         root, optim = math.sqrt(self.factor), self.recipe.optim
         self.set("optim.lr", self.rate * root, "root of the batch factor")
         own = optim.chosen(name)
@@ -314,7 +318,7 @@ class _Rule:
             self.set("optim.weight_decay", decay, "keeps rate · decay per epoch")
 
     def scale_pace(self, name: str) -> None:
-        """Scales LARS or Muon: the pace, rate · η / (1 − m), grows with the root of the batch."""
+        """Scales LARS or Muon: their pace, rate · η / (1 − m), grows with the root of the batch."""
         optim, steps = self.recipe.optim, self.target.steps_per_epoch
         if name == "muon" and optim.momentum:
             self.set("optim.nesterov", True, "as measured")
@@ -341,7 +345,10 @@ class _Rule:
             self.set("optim.weight_decay", decay, "keeps rate · decay per epoch")
 
     def warm_up(self, name: str) -> None:
-        """Chooses a third of the run for LARS, and 20 steps or a fifth of the run for others."""
+        """Chooses the warm-up: 30 % of the run for LARS, otherwise at least 20 steps.
+
+        Except with LARS, the warm-up is at most a fifth of the run.
+        """
         optim, target = self.recipe.optim, self.target
         if name == "lars":
             share = max(LARS_WARMUP_SHARE, optim.warmup_max_share)
@@ -358,7 +365,7 @@ class _Rule:
             self.set("optim.warmup_epochs", epochs, why)
 
     def decay(self, name: str) -> None:
-        """Chooses linear instead of cosine decay for Muon; cosine hardly changes the rate at first."""
+        """Replaces cosine by linear decay for Muon, because cosine hardly lowers the rate at first."""
         is_cosine = self.recipe.optim.schedule == "cosine"
         given = "optim.schedule" in self.recipe.kept
         if name == "muon" and self.factor > 1 and is_cosine and not given:
@@ -373,13 +380,13 @@ class _Rule:
                 self.set(name, 0.0, reason)
 
     def normalize(self) -> int | None:
-        """Keeps the batch-norm group of the recipe, or the next smaller one that divides a rank's batch.
+        """Keeps the recipe's batch-norm group, or chooses a smaller one that divides a rank's batch.
 
         Returns:
-            The size of the batch-norm group; None if the batch is refused later.
+            The size of the batch-norm group; None if a later check will refuse the batch.
 
         Raises:
-            ConfigError: If the group is less than a quarter of the recipe's.
+            ConfigError: If the group is smaller than a quarter of the recipe's group.
         """
         if "run.batch_size" in self.recipe.kept:
             return self.recipe.norm_group
@@ -387,7 +394,7 @@ class _Rule:
         batch, ranks = math.gcd(self.target.batch, self.target.first_batch or 0), self.target.ranks
         rank_batch = batch // ranks
         if batch % ranks or rank_batch < 1:
-            return None  # resolve refuses it and names the nearest batches
+            return None  # `resolve` will refuse the batch and name the nearest possible batches
         group = _norm_group(rank_batch, wanted)
         if 4 * group < min(wanted, rank_batch):
             raise ConfigError(
@@ -403,7 +410,10 @@ class _Rule:
         return group
 
     def grow(self, group: int | None) -> None:
-        """Starts with a smaller batch, at a pace scaled by its root, if an epoch has few steps."""
+        """Chooses a smaller first batch if an epoch has few steps.
+
+        The pace is scaled by the root of the batch.
+        """
         recipe, target = self.recipe, self.target
         kept = {"optim.batch_schedule", "optim.batch_rate", "optim.lr"} & recipe.kept
         batch, first = target.batch, target.first_batch or self._first_batch(group)
@@ -424,10 +434,10 @@ class _Rule:
         self.set("optim.batch_rate", "sqrt", "rate and pace grow with the root of the batch")
 
     def _first_batch(self, group: int | None) -> int:
-        """Returns about a quarter of the batch, in micro-batches of all ranks.
+        """Returns about a quarter of the batch, a multiple of the micro-batches of all ranks.
 
-        It is at least the known-good batch. Returns the whole batch if that is more than half, if
-        steps are many, or if the rate does not decay.
+        The result is at least the known-good batch. Returns the whole batch if the result would be more
+        than half of it, if an epoch has many steps, or if the rate does not decay.
         """
         batch = self.target.batch
         few = self.target.steps_per_epoch <= GROWN_STEPS_PER_EPOCH
@@ -439,7 +449,7 @@ class _Rule:
         return units * unit if 2 * units * unit <= batch else batch
 
     def average(self) -> None:
-        """Averages weights if steps are few, over four steps at least."""
+        """Switches weight averaging on if an epoch has few steps. Averages over at least four steps."""
         if not self.recipe.averages:
             return
         steps, epochs = self.target.steps_per_epoch, self.recipe.average_epochs

@@ -20,8 +20,8 @@ class Scaling:
 
     Attributes:
         choices: Settings that the rule has changed.
-        headline: Batch and number of steps.
-        kept: Settings of the user that the rule would have changed otherwise.
+        headline: Text with the old and new batch and the number of steps.
+        kept: Names of settings that the user has given and the rule therefore has not changed.
         notes: Further remarks, such as an expected loss of accuracy.
     """
 
@@ -32,11 +32,11 @@ class Scaling:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The values by setting."""
+        """The new value of each changed setting, by name."""
         return {choice.name: choice.value for choice in self.choices}
 
     def describe(self) -> str:
-        """Returns one line; `describe_in_lines` breaks it for the terminal."""
+        """Describes the scaling in one line, which `describe_in_lines` can break into several."""
         parts = [f"{c.name} = {c.value} ({c.reason})" for c in self.choices]
         parts = parts or ["no setting changed"]
         if self.kept:
@@ -48,14 +48,14 @@ _SEPARATOR = "; "
 
 
 def describe_in_lines(described: str, indent: str) -> str:
-    """Breaks the description of a `Scaling`.
+    """Breaks the description of a `Scaling` into lines.
 
     Args:
         described: Result of `Scaling.describe`.
-        indent: Start of each line but the first.
+        indent: Start of each line except the first.
 
     Returns:
-        The headline, and a line for each choice.
+        The headline, followed by one line per choice or note.
     """
     headline, colon, choices = described.partition(": ")
     lines = choices.split(_SEPARATOR)

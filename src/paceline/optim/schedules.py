@@ -1,8 +1,9 @@
 """Computes learning rate, momentum and other scheduled values as pure functions of the step.
 
-Schedules have no state, so a resumed run restores none. `LrSchedule` has the warm-up, followed by one of
-the schedules, whose classes are also their settings (`[optim.poly]` and so on). Times are in steps of the
-first batch, so that a schedule does not depend on the growth of the batch. Without torch.
+Schedules have no state, so a resumed run does not have to restore any. `LrSchedule` computes the warm-up,
+followed by one of the schedules. The class of a schedule also defines the schedule's settings
+(`[optim.poly]` and so on). Times are counted in steps of the first batch, so that a schedule does not
+depend on the growth of the batch. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from paceline.optim.registry import OptimizerSettings
     from paceline.optim.settings import OptimSettings
 
-# The settings of `[optim]` that only some optimizers, or schedules, read.
+# Settings of `[optim]` that only some optimizers (MOMENTUM) or some schedules (DECAY) read.
 MOMENTUM = ("momentum", "nesterov")
 DECAY = ("lr_end", "decay_over_epochs")
 
@@ -33,12 +34,12 @@ class Course:
     """The parameters of a run that schedules depend on. Times are in steps of the first batch.
 
     Attributes:
-        peak: Peak rate.
-        end: Final rate of a schedule that has one (`optim.lr_end`).
-        total_steps: End of the run.
-        steps_per_epoch: Steps of one epoch.
-        warmup_steps: End of the warm-up.
-        decay_end: Time at which a schedule with a final rate reaches it.
+        peak: Peak learning rate.
+        end: Final learning rate (`optim.lr_end`), for schedules that have one.
+        total_steps: Time at the end of the run.
+        steps_per_epoch: Number of steps in one epoch.
+        warmup_steps: Time at the end of the warm-up.
+        decay_end: Time at which the rate reaches `end`.
     """
 
     peak: float
@@ -58,13 +59,13 @@ class OwnerSettings:
     """Base of the settings of an optimizer or a schedule.
 
     Attributes:
-        READS: The settings in `MOMENTUM` or `DECAY` that the optimizer or schedule uses.
+        READS: Those settings in `MOMENTUM` or `DECAY` that the optimizer or schedule uses.
     """
 
     READS: ClassVar[tuple[str, ...]] = ()
 
     def values(self, time: float, course: Course) -> Mapping[str, float]:
-        """Returns scheduled values other than the rate, by their names in parameter groups."""
+        """Returns scheduled values other than the learning rate, by their keys in parameter groups."""
         return {}
 
 
@@ -78,13 +79,13 @@ class ScheduleSettings(OwnerSettings):
     WARMS_UP: ClassVar[bool] = True
 
     def rate(self, time: float, course: Course) -> float:
-        """Returns the rate at a time after the warm-up."""
+        """Returns the learning rate at a time after the warm-up."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Constant(ScheduleSettings):
-    """The peak rate."""
+    """Schedule that keeps the peak rate."""
 
     def rate(self, time: float, course: Course) -> float:
         return course.peak
@@ -92,7 +93,7 @@ class Constant(ScheduleSettings):
 
 @dataclass(frozen=True)
 class Cosine(ScheduleSettings):
-    """Half a cosine from the peak rate to the final one."""
+    """Decay from the peak rate to the final rate along half a cosine wave."""
 
     READS: ClassVar[tuple[str, ...]] = DECAY
 
@@ -103,7 +104,7 @@ class Cosine(ScheduleSettings):
 
 @dataclass(frozen=True)
 class Poly(ScheduleSettings):
-    """A power of the remaining time."""
+    """Decay from the peak rate to the final rate by a power of the remaining time."""
 
     READS: ClassVar[tuple[str, ...]] = DECAY
 
@@ -139,10 +140,9 @@ def _passed(epochs: tuple[float, ...], time: float, course: Course) -> int:
 
 @dataclass(frozen=True)
 class Step(ScheduleSettings):
-    """Changes of the rate at given epochs.
+    """Changes of the learning rate at given epochs, each by the same factor.
 
-    `step` multiplies the rate by a factor. `piecewise` has a fraction of the peak rate for each part of
-    the run.
+    The table `[optim.step]` also has the settings of `piecewise`.
     """
 
     TABLE: ClassVar[str] = "step"
@@ -166,7 +166,7 @@ class Step(ScheduleSettings):
 
 @dataclass(frozen=True)
 class Piecewise(Step):
-    """A fraction of the peak rate for each part of the run."""
+    """Changes of the learning rate at given epochs, each to a given fraction of the peak rate."""
 
     UNREAD: ClassVar[tuple[str, ...]] = ("factor",)
 
@@ -192,10 +192,10 @@ def set_rate(
     """Sets the scheduled values of an optimizer.
 
     Args:
-        optimizer: The optimizer.
-        rate: Learning rate; each group multiplies it by its `lr_scale`.
-        others: Other scheduled values by their names in parameter groups. The momentum of AdamW and
-            LAMB is β₁.
+        optimizer: Optimizer whose groups receive the values.
+        rate: Learning rate, multiplied by the `lr_scale` of each group.
+        others: Further scheduled values by their keys in parameter groups. For AdamW and LAMB,
+            `momentum` sets β₁.
     """
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_scale", 1.0)
@@ -208,14 +208,14 @@ def set_rate(
 
 @dataclass(frozen=True)
 class LrSchedule:
-    """Linear warm-up from `warmup_start` to `peak`, followed by the schedule of the settings.
+    """Linear warm-up from `warmup_start` to `peak`, followed by the schedule that the settings name.
 
     Attributes:
-        settings: The section `[optim]`.
+        settings: Settings of the section `[optim]`.
         peak: Peak learning rate.
-        total_steps: Steps of the run at the first batch.
-        steps_per_epoch: Steps of an epoch at the first batch.
-        position: Number of samples before a step, if the batch grows.
+        total_steps: Length of the run, in steps of the first batch.
+        steps_per_epoch: Length of an epoch, in steps of the first batch.
+        position: Function from a step to the number of samples before it; None if the batch is constant.
 
     Example:
         >>> schedule = LrSchedule(OptimSettings(schedule="cosine"), 0.1, 1000, 100)
@@ -230,7 +230,7 @@ class LrSchedule:
     _own: tuple[ScheduleSettings, OptimizerSettings] = field(init=False, repr=False, compare=False)
 
     def time(self, step: int) -> float:
-        """Returns the start of `step`, in steps of the first batch."""
+        """Returns the time at the start of `step`, in steps of the first batch."""
         if self.position is None:
             return step
         return self.position(step) / self.position(1)
@@ -257,7 +257,7 @@ class LrSchedule:
 
     @cached_property
     def course(self) -> Course:
-        """The parameters for the schedule."""
+        """The parameters of the run that the schedule depends on."""
         over = self.settings.decay_over_epochs
         end = self.total_steps if over is None else over * self.steps_per_epoch
         return Course(
@@ -266,7 +266,7 @@ class LrSchedule:
         )  # fmt: skip
 
     def describe_cut(self) -> str:
-        """Describes a warm-up that is shorter than `warmup_epochs`; empty otherwise."""
+        """Describes how the warm-up differs from `warmup_epochs`; empty if it does not."""
         wanted = self.settings.warmup_epochs
         if not self.settings.own_schedule.WARMS_UP:
             return f"none with optim.schedule = {self.settings.schedule!r}" if wanted else ""
@@ -279,7 +279,7 @@ class LrSchedule:
         )
 
     def rate(self, step: int) -> float:
-        """Returns the rate of `step`, counted from 0. The first rate is above 0."""
+        """Returns the learning rate of `step`, counted from 0. The first rate is above 0."""
         rate = self._rate(step)
         if self.position is None:
             return rate
@@ -288,7 +288,7 @@ class LrSchedule:
         return rate * growth.rate_factor(self.settings.batch_rate, batch, first)
 
     def others(self, step: int) -> dict[str, float]:
-        """Returns scheduled values other than the rate, by their names in parameter groups."""
+        """Returns scheduled values other than the learning rate, by their keys in parameter groups."""
         time = self.time(step)
         schedule, optimizer = self._own
         return {**schedule.values(time, self.course), **optimizer.values(time, self.course)}

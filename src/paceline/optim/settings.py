@@ -25,13 +25,13 @@ SCALINGS = ("off", "auto")
 
 @dataclass(frozen=True)
 class KnownGood:
-    """Values of the recipe that the command line has replaced, for the scaling rule.
+    """Values of the recipe that the command line has replaced; the scaling rule starts from them.
 
     Attributes:
-        optimizer: Optimizer of the recipe; empty if it is the one in use.
+        optimizer: Optimizer of the recipe; empty if the run uses the same optimizer.
         lr: The recipe's peak rate at the known-good batch, if the command line sets another rate.
         momentum: The recipe's momentum, if the command line sets another momentum.
-        keeps: Settings of the command line, which the rule does not change.
+        keeps: Names of settings given on the command line, which the rule does not change.
     """
 
     optimizer: str = ""
@@ -126,13 +126,13 @@ class OptimSettings(Section):
 
     @property
     def own_optimizer(self) -> OptimizerSettings:
-        """The settings of the optimizer; defaults if it has none."""
+        """The settings of the chosen optimizer; default `OptimizerSettings` if it has no settings."""
         own = self.chosen(self.name)
         return own if isinstance(own, OptimizerSettings) else OptimizerSettings()
 
     @property
     def own_schedule(self) -> ScheduleSettings:
-        """The settings of the schedule."""
+        """The settings of the chosen schedule."""
         own = self.chosen(self.schedule)
         assert isinstance(own, ScheduleSettings), self.schedule
         return own
@@ -149,7 +149,7 @@ class OptimSettings(Section):
 
     @property
     def idle(self) -> dict[str, str]:
-        """Settings with a non-default value that have no effect, with the reasons."""
+        """Names of settings that have a non-default value but no effect, each with the reason."""
         if self.scaling != "off":  # the rule may choose another optimizer
             return {}
         idle = {
@@ -174,7 +174,7 @@ class OptimSettings(Section):
         return {key: tuple(v) if isinstance(v, list) else v for key, v in table.items()}
 
     def peak_lr(self, global_batch: int) -> float:
-        """Returns `lr`, or the base rate scaled linearly to the batch (Goyal et al. 2017)."""
+        """Returns `lr` if set, otherwise the base rate scaled linearly with the batch (Goyal 2017)."""
         if self.lr is not None:
             return self.lr
         base = self.own_optimizer.LR_BASE if self.has_default_base else self.lr_base
@@ -226,7 +226,7 @@ def _check(optim: OptimSettings) -> None:
 
 
 def _grows_by_rule(schedule: str) -> bool:
-    """Returns True for a rule such as `x4`."""
+    """Returns True if the batch schedule is a rule such as `x4`."""
     return BatchGrowth.parse(schedule).factor > 1
 
 

@@ -1,7 +1,7 @@
 """Creates the optimizer state of a parameter and restores it from a checkpoint.
 
-State is fp32 and has the parameter's strides. It consists of the rule's buffers, such as
-`momentum_buffer`, and of the fp32 `master` of a parameter in fp16 or bf16.
+The state of a parameter is fp32 and has the parameter's strides. It consists of the rule's buffers, such
+as `momentum_buffer`, and, for a parameter in fp16 or bf16, of the fp32 `master`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ State = dict[str, Any]
 
 
 def _require_dense(parameter: Tensor) -> None:
-    """Checks that the elements fill a contiguous block of memory, over which kernels iterate."""
+    """Raises PacelineError unless the elements fill one block of memory, as the kernels require."""
     expected = 1
     dims = [d for d in zip(parameter.stride(), parameter.shape, strict=True) if d[1] != 1]
     for stride, size in sorted(dims):
@@ -39,12 +39,12 @@ def _require_dense(parameter: Tensor) -> None:
 
 
 def _state_format(parameter: Tensor) -> torch.dtype:
-    """Returns fp32, or the format of a wider parameter."""
+    """Returns the dtype of the state: fp32, or the parameter's dtype if that is wider."""
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def create_state(parameter: Tensor, state: State, buffers: Sequence[str]) -> None:
-    """Adds missing entries to `state`: zeros for `buffers`, and the master as a copy of the parameter."""
+    """Adds missing entries to `state`: zeros for `buffers`, and an fp32 master for half precision."""
     _require_dense(parameter)
     for name in buffers:
         if state.get(name) is None:
@@ -62,15 +62,15 @@ def restore_state(
     new: dict[Tensor, State],
     keys: Sequence[str],
 ) -> None:
-    """Replaces state that torch has cast to the parameters' formats by the saved fp32 values.
+    """Replaces state that torch has cast to the parameters' dtypes by the saved fp32 values.
 
     Args:
         groups: Parameter groups of the optimizer.
         saved: The state dict that is being loaded.
-        old: The state before loading. Its memory is reused, because captured CUDA graphs hold the
-            addresses.
-        new: The state after torch's `load_state_dict`.
-        keys: Names of the state entries. A master is restored too if the parameter needs one.
+        old: The state before loading. The function reuses the memory of these tensors, because captured
+            CUDA graphs hold the addresses.
+        new: The state after torch's `load_state_dict`, which the function corrects in place.
+        keys: Names of the state entries to restore, in addition to masters.
     """
     ids = chain.from_iterable(group["params"] for group in saved["param_groups"])
     parameters = chain.from_iterable(group["params"] for group in groups)

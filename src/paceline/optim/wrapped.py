@@ -45,13 +45,12 @@ class _NoRule(UpdateRule):
 class WrappedOptimizer(MasterOptimizer):
     """Adds fp32 masters to an optimizer of torch.
 
-    The rate of each group is copied to the inner optimizer before every step. The inner optimizer keeps
-    everything else. The inner optimizer must contain all parameters of the groups, in the same
-    groups.
+    The learning rate of each group is copied to the inner optimizer before every step. All other
+    hyper-parameters stay in the inner optimizer, which must have the same groups and parameters.
 
     Args:
-        groups: Parameter groups.
-        create: Creates the inner optimizer of groups whose tensors are the masters.
+        groups: Parameter groups of the model.
+        create: Creates the inner optimizer from groups that contain the masters as parameters.
 
     Example:
         >>> optimizer = WrappedOptimizer(groups, lambda groups: torch.optim.RAdam(groups, lr=1e-3))
@@ -80,7 +79,7 @@ class WrappedOptimizer(MasterOptimizer):
 
     @property
     def inner(self) -> Optimizer:
-        """The optimizer of torch."""
+        """The wrapped torch optimizer."""
         assert self._inner is not None
         return self._inner
 
@@ -98,7 +97,7 @@ class WrappedOptimizer(MasterOptimizer):
         return f"{name}{note}, masters around torch's own, update not captured"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds no group: raises PacelineError, because all groups must exist at creation."""
+        """Raises PacelineError after creation, because the inner optimizer has fixed groups."""
         if self._inner is not None:
             raise PacelineError(
                 "groups cannot be added to a wrapped optimizer", "create it with all groups"
@@ -166,7 +165,7 @@ class WrappedOptimizer(MasterOptimizer):
             number: {key: value for key, value in entry.items() if key != MASTER}
             for number, entry in state_dict["state"].items()
         }
-        # A class may have more entries than the two of torch.
+        # The inner optimizer may save more entries than torch's `state` and `param_groups`.
         own = {key: value for key, value in state_dict.items() if key != "inner"}
         self.inner.load_state_dict({**own, "state": state})
         for group, changed in zip(self.inner.param_groups, inner["changed"], strict=False):
@@ -178,7 +177,7 @@ class WrappedOptimizer(MasterOptimizer):
         self._take_groups()
 
     def state_bytes(self) -> int:
-        """Returns the bytes of masters and inner state, which exists after the first step."""
+        """Returns the size of masters and inner state in bytes. The first step creates inner state."""
         return super().state_bytes() + sum(map(tensor_bytes, self.inner.state.values()))
 
     def prepare(self) -> None:
@@ -201,14 +200,14 @@ def _checked(optimizer: Any) -> Optimizer:
 
 
 def _plain_state(optimizer: Optimizer) -> dict[str, Any]:
-    """Converts the state dict for a checkpoint; raises CheckpointError if that is impossible."""
+    """Converts a state dict to values that a checkpoint can hold; raises CheckpointError otherwise."""
     name = type(optimizer).__name__
     saved = optimizer.state_dict()
     return {key: plain(value, f"{name}.{key}") for key, value in saved.items()}
 
 
 def _check_parameters(given: Groups, used: Groups, *, same_groups: bool = False) -> None:
-    """Raises PacelineError unless an optimizer has exactly the given parameters, or groups."""
+    """Raises PacelineError unless an optimizer has exactly the given parameters or groups."""
     wanted, actual = (
         [[id(p) for p in group["params"]] for group in each] for each in (given, used)
     )
@@ -295,7 +294,7 @@ def wrap(
 
 
 def _samples(groups: Groups) -> list[dict[str, Any]]:
-    """Returns the groups with copies of their smallest tensors."""
+    """Returns copies of the groups that contain copies of only the smallest tensors."""
     samples = []
     for group in groups:
         by_dims: dict[int, Tensor] = {}
@@ -339,7 +338,7 @@ def plain(value: Any, where: str) -> Any:
 
 
 def _same(one: Any, two: Any) -> bool:
-    """Returns True if plain values are equal; tensors are compared as wholes."""
+    """Returns True if two plain values are equal; compares tensors by all of their elements."""
     if isinstance(one, Tensor) and isinstance(two, Tensor):
         alike = (one.shape, one.dtype, one.device) == (two.shape, two.dtype, two.device)
         return alike and torch.equal(one, two)

@@ -1,8 +1,8 @@
 """Implements a parameter server and the bound on the staleness of its workers.
 
-Every rank is a worker. The first `servers` ranks, or all, also serve a shard of tensors in a thread.
-Workers push gradients and pull weights without a barrier. A server applies a push when it arrives, and
-acknowledges it. Messages are sent through host memory over Gloo, which can receive from any rank.
+Every rank is a worker. The first `servers` ranks, or all ranks, also serve a shard of tensors in a
+thread. Workers push gradients and pull weights without a barrier. A server applies each push at arrival
+and acknowledges it. Messages go through host memory over Gloo, which can receive from any rank.
 
 `Clock` bounds the distance between ranks: a rank begins step n after all ranks have finished step
 n − 1 − bound (stale synchronous parallel, Ho et al. 2013).
@@ -22,7 +22,7 @@ from torch import Tensor
 from paceline.comm.group import Group
 from paceline.core.errors import CommError
 
-# Applies a gradient of the shard at a learning rate; returns False if it was not finite and was skipped.
+# Applies a shard's gradient at a learning rate; returns False if it skips a non-finite gradient.
 Apply = Callable[[Tensor, float], bool]
 _HEADER, _BODY, _REPLY, _ACK = range(1, 5)
 _PULL, _PUSH, _BYE = range(3)
@@ -32,7 +32,7 @@ MOST_STALENESS = 64
 
 
 class Shard(NamedTuple):
-    """Elements `start` to `stop` of the flat weights, served by `rank`: whole tensors by number."""
+    """Elements `start` to `stop` of the flat weights, served by `rank`; `tensors` has their indices."""
 
     rank: int
     start: int
@@ -46,7 +46,7 @@ def cut_shards(sizes: Sequence[int], ranks: int, servers: int) -> list[Shard]:
     Assigns tensors from the largest to the smallest, each to the server with the least elements.
 
     Args:
-        sizes: Elements of each tensor.
+        sizes: Number of elements in each tensor.
         ranks: Number of ranks.
         servers: Number of servers; 0 means all ranks.
 
@@ -71,10 +71,9 @@ class Pushed(NamedTuple):
     """Result of a push.
 
     Attributes:
-        staleness: Number of updates by other ranks between pull and push: the maximum over all
-            shards.
-        refused: True if the gradient was not finite on any shard; such a shard has skipped the
-            push.
+        staleness: Number of updates by other ranks between this rank's pull and push; the maximum over
+            all shards.
+        refused: True if the gradient was not finite in at least one shard. Such a shard skips the push.
     """
 
     staleness: int
@@ -87,7 +86,7 @@ class ParameterServer:
     Creation is a collective, because it creates a process group.
 
     Args:
-        group: All ranks.
+        group: Group of all ranks.
         shards: Result of `cut_shards`.
     """
 
@@ -101,7 +100,7 @@ class ParameterServer:
         self._apply: Apply | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        # Messages whose memory must live longer than the last call.
+        # Last messages, kept alive until they are sent.
         self._goodbyes: list[Any] = []
         # Version of each shard in the last pull.
         self._pulled = [0] * len(shards)
@@ -110,7 +109,7 @@ class ParameterServer:
         """Starts the thread that serves this rank's shard.
 
         Args:
-            weights: The shard's part of the flat weights.
+            weights: This shard's slice of the flat weights.
             apply: Applies a gradient to `weights` in place.
         """
         if self._own is None:
@@ -142,7 +141,7 @@ class ParameterServer:
         """Applies this rank's gradient to all shards and waits until all have applied it.
 
         Args:
-            gradient: Flat gradient.
+            gradient: Flat gradient of all shards.
             rate: Learning rate.
 
         Returns:
@@ -167,7 +166,7 @@ class ParameterServer:
         return Pushed(max(stale for stale, _ in answers), any(refused for _, refused in answers))
 
     def close(self) -> None:
-        """Ends the servers. All ranks call it after the last push and pull of any rank."""
+        """Ends the servers. Every rank must call it, after the last push and pull of all ranks."""
         for shard in self.shards:
             if shard is not self._own:
                 self._send_header(shard.rank, _BYE)
@@ -202,7 +201,7 @@ class ParameterServer:
         return dist.irecv(into, group=self.process_group, group_src=rank, tag=tag)
 
     def _take(self, gradient: Tensor, pulled: int, rate: float) -> tuple[int, bool]:
-        """Applies a push to this rank's shard; returns the staleness, and True if refused."""
+        """Applies a push to this rank's shard. Returns the staleness, and True if it was refused."""
         assert self._apply is not None
         with self._lock:
             stale = self._version - pulled
@@ -237,7 +236,7 @@ class ParameterServer:
 
 
 def _encoded(version: int) -> Tensor:
-    """Returns a version as two numbers that fp32 represents exactly."""
+    """Splits a version into two numbers that fp32 represents exactly."""
     return torch.tensor([version >> 20, version & 0xFFFFF], dtype=torch.float32)
 
 
@@ -246,7 +245,7 @@ def _version_of(encoded: Tensor) -> int:
 
 
 class Clock:
-    """Sums one row of numbers per step over ranks, without a barrier.
+    """Sums a vector over all ranks in each step, without a barrier.
 
     A rank that waits for the sum of a step knows that all ranks have finished this step. Creation is a
     collective, because it creates a process group.
@@ -256,7 +255,7 @@ class Clock:
         self._process_group = dist.new_group(backend="gloo")
 
     def tick(self, row: Tensor) -> Callable[[], object]:
-        """Begins the sum of `row`, in host memory, over the same step of all ranks.
+        """Begins to sum `row`, a vector in host memory, over the same step of all ranks.
 
         Returns:
             A function that waits until `row` contains the sum.
@@ -268,7 +267,7 @@ class Clock:
 
 
 def histogram_row(staleness: int | None) -> Tensor:
-    """Returns a row of counts per staleness value, with a 1 at the given value, if any."""
+    """Returns a vector with one count per staleness value: 1 at `staleness`, 0 elsewhere."""
     row = torch.zeros(MOST_STALENESS + 1)
     if staleness is not None:
         row[min(staleness, MOST_STALENESS)] = 1
@@ -276,5 +275,5 @@ def histogram_row(staleness: int | None) -> Tensor:
 
 
 def counts_of(row: Tensor) -> dict[str, int]:
-    """Returns the number of pushes per staleness value, without zeros."""
+    """Returns the number of pushes for each staleness value that occurred."""
     return {str(at): round(count) for at, count in enumerate(row.tolist()) if count}

@@ -1,8 +1,8 @@
 """Implements the strategy `asynchronous`: SGD with bounded staleness on parameter servers.
 
 `Asynchronous` pulls the weights before a step and pushes this rank's gradient after the backward pass.
-The servers apply it with the optimizer of the run. Ranks are synchronized at evaluations and checkpoints
-only (`pause`). Between these points the fastest rank is at most `run.asynchronous.staleness` steps
+The servers apply the gradient with the optimizer of the run. Ranks synchronize only at evaluations and
+checkpoints (`pause`). Between these points the fastest rank is at most `run.asynchronous.staleness` steps
 ahead of the slowest rank.
 
 A push is the mean gradient of this rank's part of the global batch, applied at 1/p of the learning rate.
@@ -60,7 +60,7 @@ class LocalTransport(Transport):
 class Asynchronous(Strategy):
     """Pulls weights, pushes gradients, and bounds the staleness.
 
-    The run's own optimizer makes no steps. After `pause` it contains the state of the servers.
+    The run's own optimizer makes no steps. `pause` copies the servers' state into this optimizer.
     """
 
     name = "asynchronous"
@@ -94,7 +94,7 @@ class Asynchronous(Strategy):
         )  # fmt: skip
 
     def attach(self, parts: StepParts, micro: MicroStep) -> None:
-        """Creates servers and clock. A collective, because it creates process groups."""
+        """Creates the parameter server and the clock. A collective: both create process groups."""
         group = self.group
         self._names = parameter_names(parts.exchange, parts.optimizer)
         self._exchange, self._batch_norm = parts.exchange, parts.batch_norm
@@ -106,7 +106,7 @@ class Asynchronous(Strategy):
             "the creation of process groups", lambda: ParameterServer(group, shards)
         )
         self._clock = group.watched("the creation of process groups", Clock)
-        # Start of each tensor in the flat weights, where the tensors of a shard are contiguous.
+        # Offset of each tensor in the flat weights, in which the tensors of a shard are adjacent.
         self._starts = [0] * len(sizes)
         start = 0
         for shard in shards:
@@ -135,7 +135,7 @@ class Asynchronous(Strategy):
     def finish(self, rate: float, hyperparameters: Mapping[str, float] | None) -> Pending:
         """Pushes the result of `GradientExchange.reduce`, unless this rank has failed.
 
-        Servers receive the rate with each push, but no other values of the schedule.
+        Servers receive the learning rate with each push, but no other scheduled values.
         """
         if hyperparameters:
             raise RunError(
@@ -183,19 +183,19 @@ class Asynchronous(Strategy):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of host memory: pulled weights, pushed gradient, and the server's weights and state."""
+        """Host memory in bytes: pulled weights, pushed gradient, and the server's weights and state."""
         mirror = self._mirror.state_of(tuple(range(len(self._parameters))))
         held = sum(tensor.nbytes for tensor in mirror)
         return held + 2 * self._flat.nbytes + self._gradient.nbytes
 
     def step_bytes(self, gradient_bytes: float) -> float:
-        """Returns the bytes of pulled weights and pushed gradients, both in fp32."""
+        """Returns the bytes that a step transfers: pulled weights and pushed gradients in fp32."""
         return float(self._flat.nbytes + self._gradient.nbytes)
 
     def pause(self) -> None:
-        """Copies the servers' weights and state to model and optimizer, equal on all ranks.
+        """Copies the servers' weights and state to the model and the optimizer of every rank.
 
-        All ranks have finished the same steps.
+        The caller ensures that all ranks have finished the same steps, so all ranks get equal values.
         """
         if not self._started:
             return
@@ -205,13 +205,13 @@ class Asynchronous(Strategy):
         _load_weights(self._optimizer, self._views(self._flat))
 
     def conclude(self) -> None:
-        """Stops the servers."""
+        """Stops the servers at the end of the run. A collective."""
         if self._started and not self._closed:
             self._closed = True
             self.group.watched("the end of the servers", self._server.close)
 
     def release(self) -> None:
-        """Stops the servers after an error."""
+        """Stops the servers after an error, without waiting for lost ranks."""
         if self._started and not self._closed:
             self._closed = True
             self._server.leave()
@@ -223,7 +223,7 @@ class Asynchronous(Strategy):
         ]
 
     def _start(self) -> None:
-        """Starts the servers with weights and state of this rank, new or from a checkpoint."""
+        """Starts this rank's server with the rank's weights and state, new or from a checkpoint."""
         self._started = True
         masters = self._optimizer.masters()
         for view, master in zip(self._views(self._flat), masters, strict=True):
@@ -255,7 +255,7 @@ class Asynchronous(Strategy):
 class _Mirror:
     """The servers' fp32 copy of the model on the CPU, with a copy of the run's optimizer.
 
-    Only this rank's tensors receive gradients.
+    Only the tensors that this rank serves receive gradients.
     """
 
     def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
@@ -268,7 +268,7 @@ class _Mirror:
         self._own: list[tuple[Any, slice]] = []
 
     def take(self, numbers: tuple[int, ...], weights: Tensor, places: list[int]) -> None:
-        """Turns the tensors `numbers` into views of `weights` at `places`."""
+        """Turns the parameters with the indices `numbers` into views of `weights` at offsets `places`."""
         for number, place in zip(numbers, places, strict=True):
             parameter = self._parameters[number]
             span = slice(place, place + parameter.numel())
@@ -276,7 +276,7 @@ class _Mirror:
             self._own.append((parameter, span))
 
     def apply(self, gradient: Tensor, rate: float) -> bool:
-        """Makes a step with the gradient of the shard; returns False if it was not finite."""
+        """Makes a step with the shard's gradient. Returns False if the gradient was not finite."""
         for parameter, span in self._own:
             parameter.grad = gradient[span].view(parameter.shape)
         set_rate(self.optimizer, rate)
@@ -284,7 +284,7 @@ class _Mirror:
         return not bool(self.optimizer.overflow > 0)
 
     def state_of(self, numbers: tuple[int, ...]) -> list[Tensor]:
-        """Returns the state tensors of some parameters, in a fixed order."""
+        """Returns the state tensors of the parameters with the indices `numbers`, in a fixed order."""
         tensors = []
         for number in numbers:
             state = self.optimizer.state[self._parameters[number]]
@@ -294,7 +294,7 @@ class _Mirror:
 
 @torch.no_grad()
 def _load_weights(optimizer: MasterOptimizer, values: Sequence[Tensor]) -> None:
-    """Copies values to the masters and the parameters, which may be the masters."""
+    """Copies values to the masters, and to the parameters that are not their own masters."""
     parameters = optimizer.parameters()
     for master, parameter, value in zip(optimizer.masters(), parameters, values, strict=True):
         master.copy_(value)
@@ -303,7 +303,7 @@ def _load_weights(optimizer: MasterOptimizer, values: Sequence[Tensor]) -> None:
 
 
 def _copy_state(source: MasterOptimizer, target: MasterOptimizer) -> None:
-    """Copies the state of an optimizer to another one, without masters and hyper-parameters."""
+    """Copies the state of one optimizer to another, except masters and hyper-parameters."""
     state = {
         number: {key: value for key, value in entry.items() if key != MASTER}
         for number, entry in source.state_dict()["state"].items()

@@ -1,8 +1,9 @@
 """Sums gradients in 8-bit wire formats with error feedback.
 
 No backend sums 8-bit numbers, and a sum of them would need more bits. Therefore each rank owns a chunk of
-the buffer. It receives this chunk from every rank in 8 bits (all-to-all), adds them in fp32, quantizes
-the sum and sends it to all ranks (all-gather). All ranks decode the same bytes and end bit-identical.
+the buffer. The owner receives this chunk from every rank in 8 bits (all-to-all), adds the chunks in fp32,
+quantizes the sum and sends it to all ranks (all-gather). All ranks decode the same bytes, so their
+results are bit-identical.
 
 Error feedback: a rank adds the rounding errors to the gradients of the next step before it quantizes them
 (Seide et al. 2014, Karimireddy et al. 2019). The owner of a chunk does the same with the errors of its
@@ -31,21 +32,21 @@ from paceline.core.errors import CheckpointError
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A format with one fp32 scale per block of `BLOCK` numbers.
+    """An 8-bit format with one fp32 scale per block of `BLOCK` elements.
 
-    The largest magnitude of a block becomes the largest number of the format. Packed data consist of all
-    scales, followed by all numbers.
+    The scale maps the largest magnitude in a block to the largest value of the dtype. Packed data consist
+    of all scales, followed by all 8-bit elements.
 
     Attributes:
-        dtype: Format of the numbers.
-        largest: The largest number of the format.
+        dtype: dtype of the 8-bit elements.
+        largest: Largest value of the dtype.
     """
 
     dtype: torch.dtype
     largest: float
 
     def packed_bytes(self, length: int) -> int:
-        """Returns the bytes of `length` numbers, a multiple of the block."""
+        """Returns the packed size of `length` elements in bytes; `length` is a multiple of `BLOCK`."""
         return length + length // BLOCK * SCALE_BYTES
 
     def encode(self, values: Tensor, packed: Tensor) -> None:
@@ -65,7 +66,7 @@ class BlockFormat:
         numbers.copy_(scaled.clamp_(-self.largest, self.largest))
 
     def decode(self, packed: Tensor, out: Tensor, *, add: bool = False) -> None:
-        """Writes the fp32 numbers of `packed` to `out`, or adds them."""
+        """Decodes `packed` to fp32 and writes the values to `out`, or adds them if `add` is set."""
         scales, numbers = self._parts(packed)
         rows, wide = out.view(-1, BLOCK), numbers.float()
         if add:
@@ -87,7 +88,7 @@ FORMATS = {
 
 
 class Residuals(Memory):
-    """Rounding errors of each message: first of this rank's gradients, then of its sums.
+    """Rounding errors of each message: of this rank's gradients, then of the sums that it owns.
 
     A step reads `kept` and writes `fresh`; `commit` replaces `kept` unless the step is discarded.
     """
@@ -141,7 +142,7 @@ class Residuals(Memory):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of device memory."""
+        """Size of the residuals in device memory, in bytes."""
         return sum(kept.nbytes + fresh.nbytes for kept, fresh in self._pairs.values())
 
 

@@ -23,7 +23,7 @@ def all_to_all_s(c: Cluster, m: Seconds) -> Seconds:
 
     Args:
         c: The cluster. The ranks of a node share its links.
-        m: Size of the buffer.
+        m: Size of the buffer, in the unit of `beta_s` and `gamma_s`.
     """
     p, link = c.ranks, c.slowest
     ranks_per_link = max(1.0, c.ranks_per_node / c.links) if c.nodes > 1 else 1.0
@@ -37,7 +37,7 @@ _wire = partial(
     Wire, bits=8, block=BLOCK, block_bytes=SCALE_BYTES, algorithm=ALL_TO_ALL, cost=all_to_all_s,
     casts=8, create="alternatives.eight_bit.all_reduce:QuantizedAllReduce",
 )  # fmt: skip
-# Roundoff of the largest number of a block.
+# `roundoff` is the relative rounding error of the largest value in a block.
 INT8 = _wire("int8", roundoff=1 / 254)
 FLOAT8_E4M3 = _wire("float8_e4m3", short="e4m3", roundoff=1 / 16)
 FLOAT8_E5M2 = _wire("float8_e5m2", short="e5m2", roundoff=1 / 8)

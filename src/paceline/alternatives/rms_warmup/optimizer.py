@@ -34,7 +34,7 @@ class RmsHyper(NamedTuple):
 
 
 class RmsWarmupRule(UpdateRule):
-    """s ← β₂s + (1−β₂)g²; v ← m·v + (a + (1−a)·η / (lr·(√s + eps)))·g; w ← w − lr·v."""
+    """Rule of `RMSpropWarmup`, which states the equations."""
 
     Hyper: ClassVar[Any] = RmsHyper
     buffers = (MOMENTUM, SQUARES)
@@ -67,12 +67,12 @@ class RMSpropWarmup(MasterOptimizer):
     Args:
         params: Parameters or groups, as from `paceline.parameter_groups`.
         lr: Learning rate.
-        momentum: m.
+        momentum: Momentum m.
         weight_decay: Weight decay.
-        beta2: β₂.
+        beta2: Decay rate β₂ of the average s.
         eps: Added to √s.
-        rms_rate: η, the rate of RMSprop.
-        sgd_share: a; 0 is RMSprop, 1 is SGD.
+        rms_rate: Learning rate η of RMSprop.
+        sgd_share: Weight a of SGD; 0 gives RMSprop, 1 gives SGD.
 
     Example:
         >>> optimizer = RMSpropWarmup(parameter_groups(model, 1e-4), lr=12.8)
@@ -102,5 +102,5 @@ class RMSpropWarmup(MasterOptimizer):
 def create(
     settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float, context: Context
 ) -> RMSpropWarmup:
-    """Creates it from the settings; see `OptimizerSettings.CREATE`."""
+    """Creates `RMSpropWarmup` from the settings; see `OptimizerSettings.CREATE`."""
     return RMSpropWarmup(groups, lr, settings.momentum)

@@ -19,9 +19,9 @@ def sgd_share(epoch: float, center: float, width: float) -> float:
     """Returns the weight of SGD: ½·exp(2(e − c)/w) before epoch c, then ½ + (e − c)/w, at most 1.
 
     Args:
-        epoch: e.
-        center: c.
-        width: w.
+        epoch: Current epoch e.
+        center: Epoch c at which the weight is ½.
+        width: Width w of the transition, in epochs.
     """
     if epoch < center:
         return 0.5 * math.exp(2 * (epoch - center) / width)

@@ -1,8 +1,8 @@
 """SVRG (Johnson & Zhang 2013) and HALP (De Sa et al. 2018).
 
-SVRG corrects each gradient by the gradient of the same samples at an anchor w̃ and by the full gradient
-there. HALP also keeps the offset z = w − w̃ in b-bit integers, whose step shrinks with the full gradient
-at every centering. The training computes three gradients: of a batch at w, of the same batch at w̃
+SVRG corrects each gradient by two gradients at an anchor w̃: of the same samples, and of all samples.
+HALP also keeps the offset z = w − w̃ in b-bit integers. At every centering, the step of their grid shrinks
+with the full gradient. The training computes three gradients: of a batch at w, of the same batch at w̃
 (`at_anchor`), and of all samples at w̃ (`center`).
 """
 
@@ -29,10 +29,10 @@ ANCHOR, FULL, OFFSET, STEP_SIZE = "anchor", "full_gradient", "offset", "step_siz
 
 
 def quantize(values: Tensor, step: Tensor, bits: int, generator: torch.Generator) -> Tensor:
-    """Rounds values / step to integers n with E[n·step] = value.
+    """Rounds values / step at random to integers n with E[n·step] = value.
 
     Args:
-        values: Numbers to round.
+        values: Tensor to round.
         step: Step of the grid; 0 gives 0.
         bits: 8 or 16; integers saturate at [−2^(b−1), 2^(b−1) − 1].
         generator: Random generator that decides between rounding down and up.
@@ -55,7 +55,7 @@ class SvrgHyper(NamedTuple):
 
 
 class SvrgRule(UpdateRule):
-    """w ← w − lr·(∇fᵢ(w) − ∇fᵢ(w̃) + ∇f(w̃)), with the offset in integers if `bits` is given."""
+    """Rule of SVRG and, if `bits` is given, of HALP; `SVRG` states the equations."""
 
     Hyper: ClassVar[Any] = SvrgHyper
     numbers = (ANCHOR, FULL, OFFSET, STEP_SIZE)
@@ -73,7 +73,7 @@ class SvrgRule(UpdateRule):
             raise ValueError(f"mu = {group['mu']}: must be above 0, and finite")
 
     def gradients(self, rows: Sequence[Row], gradients: list[Tensor]) -> list[Tensor]:
-        # Before the check: a full gradient that is not finite must not reach the weights.
+        # Adds the full gradient before the finite check, so that the check covers it, too.
         return list(torch._foreach_add(gradients, [row.buffers[FULL] for row in rows]))
 
     def update(self, rows: Rows, hyper: Any) -> None:
@@ -172,7 +172,7 @@ class SVRG(MasterOptimizer):
 
     @torch.no_grad()
     def reset_masters(self) -> None:
-        """Moves the anchors to weights that were loaded into the model."""
+        """Sets the anchors to the current weights, and full gradients and offsets to 0."""
         self._ready()
         for p in self.parameters():
             state = self.state[p]
@@ -185,8 +185,8 @@ class SVRG(MasterOptimizer):
     def center(self) -> None:
         """Sets w̃ ← w and z ← 0, and stores the gradients as the full gradient.
 
-        Divides them by `grad_scale`. After a full gradient that is not finite, every `step` is skipped
-        until the next centering.
+        Divides the stored gradients by `grad_scale`. If the full gradient is not finite, every `step` is
+        skipped until the next centering.
         """
         gates = self._gates(self._ready())
         for group in self.param_groups:
@@ -212,7 +212,7 @@ class SVRG(MasterOptimizer):
         fulls = [self.state[p][FULL] for p in self.parameters()]
         norms = [torch.linalg.vector_norm(full, dtype=torch.float64) for full in fulls]
         norm = torch.linalg.vector_norm(torch.stack(norms))
-        # If one tensor is not finite, all are skipped, also in a step without that tensor.
+        # If one tensor is not finite, every step skips all tensors, even a step without that tensor.
         torch._foreach_mul_(fulls, torch.where(torch.isfinite(norm), 1.0, math.nan))
         for group in self.param_groups:
             step = norm / (self.rule.hyper(group).mu * (2 ** (bits - 1) - 1))

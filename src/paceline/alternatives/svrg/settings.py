@@ -19,7 +19,7 @@ _RANDOM = "{optim.name} needs the same gradient of a sample in every pass"
 
 
 def _fixed(name: str, allowed: object) -> Exclusion:
-    """Refuses other values of a setting that makes gradients random."""
+    """Excludes all values of a setting except `allowed`, because they would make gradients random."""
     shown = str(allowed).lower() if isinstance(allowed, bool) else allowed
     return Exclusion(name, not_in(allowed), {}, _RANDOM, f"use {name}={shown}")
 
@@ -97,15 +97,15 @@ class SvrgSettings(OptimizerSettings):
             check.number(name, "above 0")
 
     def values(self, time: float, course: Course) -> Mapping[str, float]:
-        """Returns the number of the step, for random numbers; the batch does not grow."""
+        """Returns the step number, which seeds random numbers; `time` equals it with a constant batch."""
         return {DRAW: time}
 
     def interval(self, steps_per_epoch: float) -> int:
-        """Returns the steps from one full gradient to the next."""
+        """Returns the number of steps from one full gradient to the next."""
         return max(1, round(self.center_epochs * steps_per_epoch))
 
     def passes(self, steps_per_epoch: float) -> float:
-        """Counts the passes at the weights, at the anchor, and for the full gradients."""
+        """Returns the passes per sample: at the weights, at the anchor, and for the full gradients."""
         return 2 + steps_per_epoch / self.interval(steps_per_epoch)
 
 

@@ -22,12 +22,12 @@ from paceline.train.strategy import MicroBatch
 
 @dataclass(frozen=True)
 class SvrgSource(GradientSource):
-    """Full gradients, and for each micro-batch the difference of gradients at weights and anchor.
+    """Computes full gradients, and per micro-batch the gradient at the weights minus at the anchor.
 
     Attributes:
-        interval: Steps from one full gradient to the next.
-        plan: Micro-batches of a pass over all samples.
-        loader: Creates the loader of a pass over all samples.
+        interval: Number of steps from one full gradient to the next.
+        plan: Division into micro-batches for a pass over all samples.
+        loader: Creates the loader for a pass over all samples.
     """
 
     interval: int
@@ -40,7 +40,7 @@ class SvrgSource(GradientSource):
     def create(cls, config: RunConfig, plan: BatchPlan, make_loader: MakeLoader) -> GradientSource:
         own = config.optim.own_optimizer
         assert isinstance(own, SvrgSettings)
-        # One micro-batch per rank and step: only their sum matters.
+        # One micro-batch per rank and step, because only the sum over all micro-batches matters.
         whole = replace(plan, epochs=1, global_batch=plan.micro_batch * plan.world_size)
         return cls(own.interval(plan.steps_per_epoch), whole, lambda: make_loader(whole, 0))
 
@@ -49,7 +49,7 @@ class SvrgSource(GradientSource):
         return 1 + 1 / self.interval
 
     def begin(self, step: TrainStep, number: int) -> Begun:
-        """Computes the gradient of all samples and moves the anchor, every `interval` steps.
+        """Every `interval` steps, computes the gradient of all samples and moves the anchor.
 
         If a rank fails in this pass, the next step raises the error again and reports it to all
         ranks. A rank that is asked to stop leaves the pass between two batches; a resumed run
@@ -68,7 +68,7 @@ class SvrgSource(GradientSource):
         try:
             if fault is None:
                 abandoned = not self._add_all_samples(step, number)
-        except Exception as error:  # errors of the program itself are raised again
+        except Exception as error:  # `step_error` raises errors of the program itself again
             fault = step_error(
                 error, number, step.plan.micro_batch, foreign=step.foreign, advise=step.micro.advise
             )
@@ -76,7 +76,7 @@ class SvrgSource(GradientSource):
                 raise
         step.batch_norm.roll_back()
         step.reduce(Signals(fault=float(fault is not None), abandon=float(abandoned)))
-        # The synchronization does not matter, because a full pass is rare and long.
+        # This synchronizes with the device, which is cheap compared to a full pass.
         tail = step.exchange.tail[: len(SIGNALS)]
         sums = dict(zip(SIGNALS, step.group.watched("the full gradient", tail.tolist), strict=True))
         # If one rank has left the pass, the sum is incomplete and no rank makes the step.
@@ -98,7 +98,7 @@ class SvrgSource(GradientSource):
     def add(
         self, step: TrainStep, number: int, batch: Batch, part: MicroBatch, mix: Tensor | None
     ) -> None:
-        """Subtracts the gradients at the anchor and adds those at the weights.
+        """Subtracts the gradients at the anchor and adds the gradients at the weights.
 
         The pass at the anchor changes neither batch-norm statistics nor the loss.
         """

@@ -35,7 +35,7 @@ class UnequalSettings:
 
     @property
     def speeds(self) -> list[float]:
-        """The given numbers; empty if speeds are measured."""
+        """The given relative speeds of the ranks; empty if speeds are measured."""
         return [] if self.shares == PROBED else [float(part) for part in self.shares.split(":")]
 
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = switched_off(

@@ -1,9 +1,9 @@
 """Implements the strategy `unequal`: parts of the global batch in proportion to the speed of ranks.
 
-A synchronous step takes as long as its slowest rank. If ranks differ (a slow node, two kinds of GPU),
-`Unequal` divides every global batch in proportion to their speeds, which are given, measured before the
-first step (`probe`), or measured again at checkpoints (`rebalance`). The loss of a rank is divided by the
-samples of all ranks, so the summed gradient is the mean over true samples for any division.
+A synchronous step takes as long as the slowest rank needs. If ranks differ (a slow node, two kinds of
+GPU), `Unequal` divides every global batch in proportion to the ranks' speeds. The speeds are given,
+measured before the first step (`probe`), or measured again at checkpoints (`rebalance`). Each rank
+divides the loss by the number of samples on all ranks, so the sum of gradients is the mean over samples.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from paceline.train.strategy import Synchronous
 _WARM_UP, _SAMPLES = 2, 5
 # Batch norm needs two samples in a micro-batch.
 _LEAST = 2
-# A new division must move more than this fraction of an equal part. Smaller changes are noise.
+# A new division must change some rank's part by more than this fraction of an equal part. Smaller
+# changes are noise.
 _WORTHWHILE = 0.05
 
 
@@ -47,7 +48,7 @@ class Unequal(Synchronous):
         self._shares: tuple[int, ...] = ()
         self._saved: Mapping[str, Any] = {}
         self._note = ""
-        # Seconds without waiting for other ranks, of each step since the last division.
+        # Seconds that this rank was busy, not waiting, in each step since the last division.
         self._busy_s: list[float] = []
 
     @classmethod
@@ -108,8 +109,8 @@ def apportion(
     """Divides a number in proportion to speeds, by largest remainders (Hamilton's method).
 
     Args:
-        total: The number.
-        speeds: Speed of each rank.
+        total: Number to divide, a multiple of `unit`.
+        speeds: Speed of each rank, in any unit.
         unit: All parts are multiples of this number.
         least: Minimum part of a rank, in units.
 
@@ -120,7 +121,7 @@ def apportion(
     least = min(least, units // len(speeds))
     spare, weight = units - least * len(speeds), sum(speeds)
     exact = [spare * speed / weight for speed in speeds]
-    # Slow ranks have the minimum; the rest is divided among the other ranks by speed.
+    # Slow ranks get the minimum. The remaining units are divided among the faster ranks by speed.
     goal = [max(units * speed / weight - least, 0.0) for speed in speeds]
     if sum(goal) > 0:
         exact = [spare * part / sum(goal) for part in goal]
@@ -132,7 +133,7 @@ def apportion(
 
 
 def _divide(plan: BatchPlan, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Returns each rank's samples of a full global batch, in equal micro-batches within a rank."""
+    """Returns each rank's number of samples in a global batch; a rank's micro-batches are equal."""
     return apportion(plan.global_batch, speeds, plan.accumulation, _LEAST)
 
 
@@ -153,7 +154,7 @@ def _measure_speeds(group: Group, compute: Callable[[], None], samples: int) -> 
 
 
 def _gather_numbers(group: Group, own: float) -> list[float]:
-    """Returns every rank's number, on all ranks. A collective."""
+    """Returns the list of the values that the ranks pass as `own`. A collective."""
     row = torch.zeros(group.world_size, dtype=torch.float64, device=group.device)
     row[group.rank] = own
     group.all_reduce_sum(row)
@@ -161,7 +162,7 @@ def _gather_numbers(group: Group, own: float) -> list[float]:
 
 
 def _shown(shares: Sequence[int]) -> str:
-    """Returns text such as `40:40:40:8 samples`; for many ranks the smallest and the largest."""
+    """Returns text such as `40:40:40:8 samples`; for many ranks, only the range of the parts."""
     if len(shares) > 8:
         return f"{min(shares)} to {max(shares)} samples a rank"
     return ":".join(str(share) for share in shares) + " samples"
