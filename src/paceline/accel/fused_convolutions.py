@@ -108,7 +108,7 @@ def forward_convolution(
     )
 
     def weight_gradient_after(result: tuple[Tensor, Moments, Tensor | None]) -> Tensor:
-        """Computes a weight gradient only to time it, with the output in place of the gradient."""
+        """Computes a weight gradient for timing only; the output stands in for its own gradient."""
         out, _, kept = result
         inputs = operand if kept is None or recompute else Operand(kept)
         return _stored_weight_gradient(choices, out, weight, inputs, stride)

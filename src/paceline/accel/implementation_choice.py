@@ -82,7 +82,7 @@ class Choices:
     path: Path | None = None
 
     def own(self) -> dict[str, str]:
-        """Returns only those choices, of all in the file, that this model uses."""
+        """Returns only the choices in the file that this model uses."""
         return {key: name for key, name in self.chosen.items() if key in self.used}
 
     def describe(self) -> str:

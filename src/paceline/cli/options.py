@@ -37,7 +37,7 @@ Workers = Annotated[int | None, typer.Option(min=0, help="Threads. Default: a co
 
 
 def without_options(arguments: Sequence[str], options: Collection[str]) -> list[str]:
-    """Returns command-line arguments without the given options and without the values of these."""
+    """Returns the command-line arguments without the given options and their values."""
     kept, skip = [], False
     for argument in arguments:
         if skip:

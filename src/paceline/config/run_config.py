@@ -139,7 +139,7 @@ class RunConfig:
                 yield section, owner
 
     def flat(self) -> dict[str, Any]:
-        """Returns all values as `{"run.seed": 0, …}`; owners' settings are named `comm.hybrid.sizes`."""
+        """Returns all values by name, such as `run.seed`, or `comm.hybrid.sizes` of an optional part."""
         return flatten(self.to_tables())
 
     def with_values(self, values: Mapping[str, Any]) -> RunConfig:

@@ -325,7 +325,7 @@ def _device(module: nn.Module) -> torch.device:
 
 
 def _adopt(module: nn.Module, optimizer: Any, policy: Policy) -> Any:
-    """Rounds the weights of an existing optimizer, whose masters keep the weights before rounding."""
+    """Rounds the weights of an existing optimizer; its master weights keep the unrounded values."""
     kind = type(optimizer).__name__
     if not hasattr(optimizer, "masters"):
         if policy.is_half:

@@ -180,7 +180,7 @@ def cut(length: int, workers: int) -> list[tuple[int, int]]:
     """Divides `length` samples into chunks of 8 to 64 samples, one per worker if possible.
 
     Returns:
-        The first row and the end row of each chunk.
+        For each chunk, the index of its first sample and the index after its last one.
     """
     wanted = -(-length // max(1, workers))
     size = min(max(wanted, _SMALLEST_CHUNK), _LARGEST_CHUNK)

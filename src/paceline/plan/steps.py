@@ -216,8 +216,8 @@ def cut(span: Span, parts: int) -> list[Span]:
 class Arrival(NamedTuple):
     """A `Receive`, and where its messages are written.
 
-    Messages that are added are written to the inbox memory, from element `inbox` on. A message that
-    replaces a span is written to the segment. `batch` is set on the first of several consecutive
+    A message that is summed with local values is first written to the inbox, from element `inbox` on.
+    A message that replaces a span is written to the segment. `batch` is set on the first of several consecutive
     receives: it contains the indices of all of them, which are posted together if messages are batched.
     """
 

@@ -236,7 +236,7 @@ def read_file(path: Path) -> bytes:
 def _unreadable(path: Path, content: bytes, error: Exception) -> CheckpointError:
     """Returns the error for a file that torch cannot load.
 
-    torch's own message is long and advises to trust the file.
+    It replaces torch's own message, which is long and advises the user to trust the file.
     """
     foreign = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
     if foreign:

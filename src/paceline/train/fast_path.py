@@ -100,7 +100,7 @@ class FastPath:
         return self.applied is not None and self.applied.gradients_at_end
 
     def advise(self, error: Exception) -> Sequence[str]:
-        """Returns the remedies that the acceleration knows for an error of the pass."""
+        """Returns what the acceleration suggests after an error in a forward or backward pass."""
         return () if self.applied is None else self.applied.advise(error)
 
     def describe(self) -> str:
