@@ -217,8 +217,9 @@ class Arrival(NamedTuple):
     """A `Receive`, and where its messages are written.
 
     A message that is summed with local values is first written to the inbox, from element `inbox` on.
-    A message that replaces a span is written to the segment. `batch` is set on the first of several consecutive
-    receives: it contains the indices of all of them, which are posted together if messages are batched.
+    A message that replaces a span is written to the segment. `batch` is set on the first of several
+    consecutive receives: it contains the indices of all of them, which are posted together if messages
+    are batched.
     """
 
     step: Receive
