@@ -187,7 +187,7 @@ def bench_input(
 
 
 def parse_data_settings(settings: list[str]) -> dict[str, Any]:
-    """Parses the values of `--set` of an input benchmark to `{"data.key": value}`.
+    """Parses the values of `--set` of an input benchmark to `{"data.KEY": value}`.
 
     Raises:
         ConfigError: If a setting is not in the section `data`.
