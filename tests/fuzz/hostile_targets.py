@@ -30,7 +30,7 @@ from paceline.config import load_config
 from paceline.core.errors import CommError, PacelineError
 from paceline.core.topology import Topology
 from paceline.core.untrusted import ParseError, parse_table
-from paceline.custom_loop import Checkpointer
+from paceline.custom_loop.checkpointer import Checkpointer
 from paceline.data import DataSettings
 from paceline.data.pack.inspect import shard_problems
 from paceline.data.sources.array_sets import read_idx, read_labels

@@ -21,7 +21,7 @@ from torch import nn
 from fuzz.mutate import mutate_tree, to_json
 from fuzz.target import Seed, Target
 from paceline.config import RunConfig
-from paceline.custom_loop import Checkpointer
+from paceline.custom_loop.checkpointer import Checkpointer
 from paceline.models.pretrained import load_pretrained
 from paceline.train.checkpoint import FORMAT, VERSION, Checkpoint, content_hash
 from paceline.train.run_state import Progress

@@ -5,57 +5,29 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import (
-    CheckpointError,
-    CommError,
-    ConfigError,
-    DataError,
-    LaunchError,
-    PacelineError,
-    RunError,
-)
-from paceline.core.topology import Topology
 
-__all__ = [
-    "CheckpointError",
-    "CommError",
-    "ConfigError",
-    "DataError",
-    "LaunchError",
-    "PacelineError",
-    "RunError",
-    "Topology",
-    "lazy_exports",
-]
-
-
-def lazy_exports(
-    package: str, modules: Mapping[str, str] | None = None
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Makes a package import its public names on first use, so that importing it needs no torch.
 
-    >>> __getattr__, __dir__ = lazy_exports("paceline.optim", {"LARS": "lars"})
+    The public names are those that the package imports in its block `if TYPE_CHECKING`, there as
+    `from module import name as name`, the form of a re-export.
 
     Args:
         package: The name of the package.
-        modules: The module that defines each name, relative to the package or with its full name. The
-            default is the names that the package imports in its block `if TYPE_CHECKING`.
 
     Returns:
         The functions `__getattr__` and `__dir__` of the package.
     """
-    known = _typed_imports(package) if modules is None else modules
+    known = _typed_imports(package)
 
     def get(name: str) -> Any:
         if name not in known:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = known[name]
-        full = module if module.startswith("paceline.") else f"{package}.{module}"
-        value = getattr(importlib.import_module(full), name)
+        value = getattr(importlib.import_module(known[name]), name)
         setattr(sys.modules[package], name, value)
         return value
 

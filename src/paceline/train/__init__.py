@@ -7,42 +7,25 @@ from typing import TYPE_CHECKING
 from paceline.core import lazy_exports
 
 if TYPE_CHECKING:
-    from paceline.train.batch_sizes import resolve_batch_sizes
-    from paceline.train.checkpoint import Checkpoint, CheckpointStore, find_checkpoint
-    from paceline.train.evaluate import EvalResult, evaluate_file
-    from paceline.train.run import RunOutcome, run_training
-    from paceline.train.run_state import Progress
-    from paceline.train.step import TrainStep
-    from paceline.train.stop_signals import StopSignals
-    from paceline.train.strategy import Strategy, Synchronous, register_strategy
-    from paceline.train.training import Training
-    from paceline.train.weights import (
-        checkpoint_weights,
-        fingerprint,
-        master_weights,
-        write_weights,
-    )
+    from paceline.train.batch_sizes import resolve_batch_sizes as resolve_batch_sizes
+    from paceline.train.checkpoint import Checkpoint as Checkpoint
+    from paceline.train.checkpoint import CheckpointStore as CheckpointStore
+    from paceline.train.checkpoint import find_checkpoint as find_checkpoint
+    from paceline.train.evaluate import EvalResult as EvalResult
+    from paceline.train.evaluate import evaluate_file as evaluate_file
+    from paceline.train.run import RunOutcome as RunOutcome
+    from paceline.train.run import run_training as run_training
+    from paceline.train.run_state import Progress as Progress
+    from paceline.train.step import TrainStep as TrainStep
+    from paceline.train.stop_signals import StopSignals as StopSignals
+    from paceline.train.strategy import Strategy as Strategy
+    from paceline.train.strategy import Synchronous as Synchronous
+    from paceline.train.strategy import register_strategy as register_strategy
+    from paceline.train.training import Training as Training
+    from paceline.train.weights import checkpoint_weights as checkpoint_weights
+    from paceline.train.weights import fingerprint as fingerprint
+    from paceline.train.weights import master_weights as master_weights
+    from paceline.train.weights import write_weights as write_weights
 
-__all__ = [
-    "Checkpoint",
-    "CheckpointStore",
-    "EvalResult",
-    "Progress",
-    "RunOutcome",
-    "StopSignals",
-    "Strategy",
-    "Synchronous",
-    "TrainStep",
-    "Training",
-    "checkpoint_weights",
-    "evaluate_file",
-    "find_checkpoint",
-    "fingerprint",
-    "master_weights",
-    "register_strategy",
-    "resolve_batch_sizes",
-    "run_training",
-    "write_weights",
-]
 if not TYPE_CHECKING:  # a type checker would accept every name
     __getattr__, __dir__ = lazy_exports(__name__)
