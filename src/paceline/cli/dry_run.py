@@ -151,8 +151,8 @@ def _measure(
 
     from paceline.comm.tracing import COMPUTE, Timeline
     from paceline.data import BatchPlan
+    from paceline.models.synced_norm import keep_last_statistics
     from paceline.train.components import Components
-    from paceline.train.fast_path import check_model_norms
     from paceline.train.model_checks import make_model
     from paceline.train.resolve import without_exchange
     from paceline.train.step_parts import create_parts, create_step
@@ -162,7 +162,8 @@ def _measure(
 
     device = group.device
     model = make_model(config, config.model.num_classes or classes, Components())
-    check_model_norms(config, model)
+    if config.model.norm_statistics == "last":
+        keep_last_statistics(model)
     strategy_class(config).check_model(model)
     exchange = _exchange(config, model, ranks)
     config = without_exchange(config, ranks)

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from paceline.core.errors import ConfigError
+
 
 @dataclass
 class NormGroup:
@@ -187,12 +189,19 @@ def find_norms(model: nn.Module) -> list[_BatchNorm]:
     return [module for module in model.modules() if isinstance(module, _BatchNorm)]
 
 
-def keep_last_statistics(model: nn.Module) -> int:
-    """Makes running statistics equal to those of the last batch. Returns the number of batch norms."""
+def keep_last_statistics(model: nn.Module) -> None:
+    """Makes running statistics equal to those of the last batch (`model.norm_statistics = "last"`).
+
+    Raises:
+        ConfigError: If the model has no batch norm.
+    """
     norms = find_norms(model)
+    if not norms:
+        raise ConfigError(
+            "model.norm_statistics", "last", "this model has no batch norm", "leave it out"
+        )
     for norm in norms:
         norm.momentum = 1.0
-    return len(norms)
 
 
 class TorchNorm(nn.BatchNorm2d):

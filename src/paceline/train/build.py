@@ -26,7 +26,7 @@ from paceline.train.callbacks import CallbackRunner
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
 from paceline.train.checkpoint_writer import CheckpointWriter
 from paceline.train.components import Components
-from paceline.train.fast_path import ModelLimits, check_model_norms
+from paceline.train.fast_path import ModelLimits
 from paceline.train.inputs import RunInputs, agree_on_inputs, check_trackers, read_checkpoint
 from paceline.train.loss import LOSSES
 from paceline.train.machine import choose_threads, explain_out_of_memory, seed_initial_weights
@@ -174,7 +174,6 @@ def _build_model(
         notes = _check_model(config, model, source, plan, components)
     if isinstance(components.model, nn.Module):
         notes += filter(None, [share_weights(model, group)])
-    check_model_norms(config, model)
     if config.model.norm_statistics == "last":
         keep_last_statistics(model)
     strategy.check_model(model)

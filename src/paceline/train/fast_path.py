@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from paceline.comm.group import Group
-from paceline.config import RunConfig, RunSettings
+from paceline.config import RunSettings
 from paceline.core.errors import ConfigError
 from paceline.core.extensions import provided
 from paceline.models.acceleration import (
@@ -27,7 +27,7 @@ from paceline.models.acceleration import (
     Result,
     accelerations,
 )
-from paceline.models.synced_norm import find_norms, use_torch_norms
+from paceline.models.synced_norm import use_torch_norms
 from paceline.train.model_checks import VARIES
 
 
@@ -245,11 +245,3 @@ def triton_problem(device: torch.device) -> str:
     except Exception as error:  # noqa: BLE001  (compilers and drivers raise what they like)
         lines = str(error).splitlines()
         return f"no kernel can be built: {lines[0][:160] if lines else type(error).__name__}"
-
-
-def check_model_norms(config: RunConfig, model: nn.Module) -> None:
-    """Checks that the settings of batch norm fit the model's layers; raises a ConfigError if not."""
-    if config.model.norm_statistics == "last" and not find_norms(model):
-        raise ConfigError(
-            "model.norm_statistics", "last", "this model has no batch norm", "leave it out"
-        )
