@@ -27,16 +27,14 @@ _FIELD = "model.name"
 
 
 def create_foreign_model(
-    name: str, arguments: Mapping[str, Any], *, num_classes: int, in_channels: int, image_size: int
+    name: str, arguments: Mapping[str, Any], offered: Mapping[str, int]
 ) -> nn.Module:
     """Creates a model that is not part of Paceline.
 
     Args:
         name: Value of `model.name`.
         arguments: Value of `model.arguments`.
-        num_classes: Number of classes.
-        in_channels: Channels of the images.
-        image_size: Side of the images in pixels.
+        offered: As in `call_factory`.
 
     Returns:
         The model.
@@ -44,28 +42,25 @@ def create_foreign_model(
     Raises:
         ConfigError: If the model is unknown, or if the factory raises any exception.
     """
-    offered = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
     source, rest = split_name(name)
     if source in ZOOS:
         create = _from_timm if source == "timm" else _from_torchvision
         return _called(name, lambda: create(name, rest, arguments, offered))
     factory = _imported_factory(name) if source else registered_models()[name]
-    return call_factory(factory, name, arguments, **offered)
+    return call_factory(factory, name, offered, arguments)
 
 
 def call_factory(
-    factory: Callable[..., object], name: str, arguments: Mapping[str, Any] | None = None, *,
-    num_classes: int, in_channels: int, image_size: int,
+    factory: Callable[..., object], name: str, offered: Mapping[str, int],
+    arguments: Mapping[str, Any] | None = None,
 ) -> nn.Module:  # fmt: skip
     """Calls a factory with the arguments that the factory's signature accepts.
 
     Args:
         factory: Function or class that returns a module.
         name: Name of the factory in error messages.
+        offered: `num_classes`, `in_channels` and `image_size` (pixels per side of the images).
         arguments: Further keyword arguments.
-        num_classes: Number of classes.
-        in_channels: Channels of the images.
-        image_size: Side of the images in pixels.
 
     Returns:
         The model.
@@ -73,7 +68,6 @@ def call_factory(
     Raises:
         ConfigError: If an argument is unknown, or if the factory raises any exception.
     """
-    offered = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
     keywords = _keywords(factory, name, offered, arguments or {})
     return _called(name, lambda: factory(**keywords))
 

@@ -55,10 +55,8 @@ def create_model(
     if settings.name in MODEL_NAMES:
         model = _create_own(settings, num_classes, in_channels, image_size)
     else:
-        model = create_foreign_model(
-            settings.name, settings.arguments_table(), num_classes=num_classes,
-            in_channels=in_channels, image_size=image_size,
-        )  # fmt: skip
+        offered = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
+        model = create_foreign_model(settings.name, settings.arguments_table(), offered)
     freeze_parameters(model, settings.freeze)
     return model
 

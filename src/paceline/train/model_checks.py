@@ -43,20 +43,19 @@ def make_model(config: RunConfig, classes: int, components: Components) -> nn.Mo
         classes: Number of classes.
         components: Python objects of the program; `model` takes precedence over the settings.
     """
-    channels, pixels = config.data.channels, config.data.image_size
+    offered = {
+        "num_classes": classes, "in_channels": config.data.channels,
+        "image_size": config.data.image_size,
+    }  # fmt: skip
     given = components.model
     if given is None:
-        model = create_model(
-            config.model, num_classes=classes, in_channels=channels, image_size=pixels
-        )
+        model = create_model(config.model, **offered)
     else:
         name = given_name(given)
         if isinstance(given, nn.Module):
             model = checked_module(given, name)
         else:
-            model = call_factory(
-                given, name, num_classes=classes, in_channels=channels, image_size=pixels
-            )
+            model = call_factory(given, name, offered)
         freeze_parameters(model, config.model.freeze)
     if not is_own(model) and any(p.dtype != torch.float32 for p in model.parameters()):
         model = model.float()
