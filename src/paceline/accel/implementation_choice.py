@@ -13,7 +13,6 @@ and, if used, cuDNN. A second file (`.times.json`) contains the times, for peopl
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -30,8 +29,8 @@ import torch
 
 from paceline.accel import cudnn_graphs
 from paceline.accel.cudnn_graphs import CudnnError
-from paceline.core.files import read_regular, whole_file
-from paceline.core.untrusted import parse_json
+from paceline.core.files import read_regular, user_cache, whole_file
+from paceline.core.untrusted import parse_table
 
 SEPARATE = "separate"
 # Prefix of the names of cuDNN's implementations.
@@ -269,26 +268,22 @@ def _file(device: torch.device, mode: str, without_cudnn: str = "") -> Path | No
     """Returns the path of the file for choices; None if there is no home directory."""
     import triton
 
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():
-        try:
-            base = Path.home() / ".cache"
-        except RuntimeError:
-            return None
+    base = user_cache()
+    if base is None:
+        return None
     names = [torch.cuda.get_device_name(device), torch.__version__, triton.__version__, mode]
     if mode == CUDNN:  # the names of cuDNN's kernels depend on its version
         names.append("none" if without_cudnn else str(cudnn_graphs.version()))
     name = re.sub(r"[^A-Za-z0-9.]+", "-", "-".join((*names, f"v{_VERSION}")))
-    return base / "paceline" / "products" / f"{name}.json"
+    return base / "products" / f"{name}.json"
 
 
 def _read(path: Path) -> dict[str, Any]:
     """Reads a JSON file; returns {} if that fails, because lost choices are timed again."""
     try:
-        table = parse_json(read_regular(path))
+        return parse_table(read_regular(path))
     except (OSError, ValueError):
         return {}
-    return table if isinstance(table, dict) else {}
 
 
 def _write(path: Path, added: Mapping[str, object]) -> None:
