@@ -9,12 +9,12 @@ from unittest.mock import patch
 import pytest
 
 from paceline.config import RunSettings
-from paceline.core.events import NoteEvent, StartEvent, StepEvent, read_events
+from paceline.core.events import JsonlWriter, NoteEvent, StartEvent, StepEvent, read_events
 from paceline.report import RunFiles
 from paceline.report.bottleneck import ExposedWaits
 from paceline.report.records import RecordLog
 from paceline.train import step_records
-from paceline.train.step_records import RareEvents, each_rank_writes
+from paceline.train.step_records import RARE_EVENTS, each_rank_writes
 from ranks import run_ranks
 from small_runs import run_small
 
@@ -75,7 +75,7 @@ def test_who_writes(steps: tuple[int, ...], ranks: int, each: bool) -> None:
 
 def test_other_ranks_write_only_what_rank_0_does_not_know(tmp_path: Path) -> None:
     path = tmp_path / "metrics.rank7.jsonl"
-    rare = RareEvents(path)
+    rare = JsonlWriter(path, RARE_EVENTS)
     rare.on_event(StartEvent(0, 10, 5.0, 16, 64))
     rare.on_event(StepEvent(1, 0.1, 1.0, 0.1, 10.0, 0.1, 0.0))
     assert not path.exists()

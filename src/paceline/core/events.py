@@ -230,21 +230,27 @@ class JsonlWriter:
 
     If the file is truncated, replaced or deleted between two events, the writer opens it again and begins
     an empty file with the latest `StartEvent`. It drops events that could not be written.
+
+    Args:
+        path: The file. Its folder is created with the first event.
+        only: Kinds of events to write; any other event is ignored. The default is all events.
     """
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
+    def __init__(self, path: Path, only: tuple[type[Event], ...] = (Event,)) -> None:
+        self._path, self._only = path, only
+        self._folder_exists = False
         self._file: io.FileIO | None = None
         # Device, inode and size after the last write.
         self._left: tuple[int, int, int] | None = None
         self._started: tuple[Event, float] | None = None
 
     def on_event(self, event: Event) -> None:
-        self.write(event, time.time())
-
-    def write(self, event: Event, moment: float) -> None:
-        """Writes an event with its time. After an `OSError`, the next call tries again."""
+        """Writes an event with the current time. After an `OSError`, the next call tries again."""
+        moment = time.time()
+        if not isinstance(event, self._only):
+            if isinstance(event, StartEvent):
+                self._started = event, moment
+            return
         data = _line(event, moment)
         if self._file is None or self._left != _identity_and_size(self._path):
             self._file = self._reopen()
@@ -264,6 +270,9 @@ class JsonlWriter:
     def _reopen(self) -> io.FileIO:
         self.close()
         self._file = None
+        if not self._folder_exists:  # a folder that was deleted later must stay deleted
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._folder_exists = True
         _drop_cut_line(self._path)
         # With O_NONBLOCK, a pipe without a reader is an error instead of a wait.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC

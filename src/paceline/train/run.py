@@ -28,7 +28,7 @@ from paceline.core.extensions import load_extension
 from paceline.core.files import read_regular
 from paceline.core.host import SignalWakeup, StartUp
 from paceline.core.topology import Topology
-from paceline.core.untrusted import parse_json
+from paceline.core.untrusted import parse_table
 from paceline.plan.noise import NoiseScale
 from paceline.train.build import build
 from paceline.train.checkpoint import Checkpoint, set_aside, write_atomically
@@ -38,7 +38,7 @@ from paceline.train.loop import RunResult, TrainingLoop
 from paceline.train.machine import choose_device, hardware, versions
 from paceline.train.observers import watch_run
 from paceline.train.run_folder import RunLock
-from paceline.train.step_records import RareEvents, each_rank_writes
+from paceline.train.step_records import RARE_EVENTS, each_rank_writes
 from paceline.train.stop_signals import STOPS, StopSignals, user_signals
 from paceline.train.training import Training
 from paceline.train.weights import (
@@ -213,10 +213,9 @@ def _finished_before(training: Training) -> RunOutcome | None:
 def _read_summary(folder: Path) -> dict[str, Any]:
     """Reads `summary.json`; returns {} if that fails."""
     try:
-        summary = parse_json(read_regular(folder / "summary.json"))
+        return parse_table(read_regular(folder / "summary.json"))
     except (OSError, ValueError):
         return {}
-    return summary if isinstance(summary, dict) else {}
 
 
 def _open_records(training: Training, display: Callable[[], Observer]) -> None:
@@ -236,7 +235,9 @@ def _open_records(training: Training, display: Callable[[], Observer]) -> None:
                 )  # fmt: skip
         path, rank = folder.metrics(training.group.rank), training.group.rank
         writes_all = rank == 0 or each_rank_writes(config.run, training.group.world_size)
-        training.observers.append(JsonlWriter(path) if writes_all else RareEvents(path))
+        training.observers.append(
+            JsonlWriter(path) if writes_all else JsonlWriter(path, RARE_EVENTS)
+        )
         if training.is_main:
             training.observers.append(display())
             for damaged in folder.damaged:

@@ -10,11 +10,9 @@ layer, and the last good checkpoint is kept.
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -27,11 +25,9 @@ from paceline.core.errors import DivergedError
 from paceline.core.events import (
     CorruptEvent,
     Event,
-    JsonlWriter,
     MetricEvent,
     NoteEvent,
     RanksEvent,
-    StartEvent,
     StepEvent,
 )
 from paceline.core.host import HostLoad
@@ -233,34 +229,13 @@ _EACH_WRITES = 8
 _GATHERED_STEPS = 256
 
 
+# Kinds of events that no other rank records.
+RARE_EVENTS: tuple[type[Event], ...] = (CorruptEvent, NoteEvent, MetricEvent)
+
+
 def each_rank_writes(settings: RunSettings, world_size: int) -> bool:
     """Returns True if every rank writes all its events to a file."""
     return world_size <= _EACH_WRITES or bool(settings.traced_steps)
-
-
-class RareEvents:
-    """An `Observer` that writes only events that no other rank records, such as notes."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._started: tuple[StartEvent, float] | None = None
-        self._writer: JsonlWriter | None = None
-
-    def on_event(self, event: Event) -> None:
-        """Writes a rare event and ignores all others. The `StartEvent` precedes the first rare event."""
-        if isinstance(event, StartEvent):
-            self._started = (event, time.time())
-        elif isinstance(event, CorruptEvent | NoteEvent | MetricEvent):
-            if self._writer is None:
-                self._writer = JsonlWriter(self._path)
-                if self._started is not None:
-                    self._writer.write(*self._started)
-            self._writer.on_event(event)
-
-    def close(self) -> None:
-        """Closes the file."""
-        if self._writer is not None:
-            self._writer.close()
 
 
 class RankTimes:
