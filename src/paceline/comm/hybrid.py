@@ -139,11 +139,6 @@ class HybridAllReduce:
         dist.all_reduce(count, group=self.groups.world)
         return count[0]
 
-    @property
-    def failure(self) -> BaseException | None:
-        """Returns the error of the first buffer that failed on the communication thread, or None."""
-        return self._planned.thread.failure
-
     def close(self) -> None:
         """Ends the communication thread and leaves its process groups."""
         self._planned.close()

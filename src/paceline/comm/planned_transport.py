@@ -120,8 +120,7 @@ class CommThread:
     a stuck collective cannot keep the process alive.
     """
 
-    def __init__(self, name: str = "paceline-comm") -> None:
-        self._name = name
+    def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         # The error of the first job that failed.
@@ -134,7 +133,7 @@ class CommThread:
         if self._closed:
             raise CommError("the communication thread has ended", "submit before close()")
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._thread = threading.Thread(target=self._serve, name="paceline-comm", daemon=True)
             self._thread.start()
         ready = None
         if device.type == "cuda":

@@ -214,7 +214,10 @@ class Watchdog:
         unanswered_s = self._now_s - self._answered_s
         out_of_reach = unanswered_s > max(self._silence_s, 3 * self._beat_s)
         if unanswered_s > self._limit_s or (waited_s > self._limit_s and out_of_reach):
-            return self._unreachable(progress, unanswered_s)
+            return unreachable_error(
+                progress, self._topology.rank, self._topology.master_addr, unanswered_s,
+                self._channel.lost, self._hosts,
+            )  # fmt: skip
         self._channel.reads_fault = waited_s > 2 * self._beat_s
         if self._channel.fault is None or not self._channel.reads_fault:
             self._fault_since_s = self._now_s
@@ -285,12 +288,6 @@ class Watchdog:
             and rank not in self._channel.left
             and self._now_s - seen_s > min(self._silence_s, 3 * self._beat_s)
         }
-
-    def _unreachable(self, progress: RankProgress, unanswered_s: float) -> CommError:
-        return unreachable_error(
-            progress, self._topology.rank, self._topology.master_addr, unanswered_s,
-            self._channel.lost, self._hosts,
-        )  # fmt: skip
 
     def _end(self, error: PacelineError) -> None:
         """Shows `error` and ends the process.
