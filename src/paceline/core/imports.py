@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +41,6 @@ def split_name(field: str, text: str) -> tuple[str, str]:
             field, text, "is not of the form module:name", "write it as my_package.my_module:name"
         )
     return module, attribute
-
-
-def check_module(field: str, text: str) -> None:
-    """Raises ConfigError if the package that `text` names does not exist.
-
-    Imports nothing, so that a module or attribute in the package may still be missing.
-    """
-    module, _ = split_name(field, text)
-    package = module.partition(".")[0]
-    if package == PYTHON or package in sys.modules:
-        return
-    path = [str(Path.cwd()), *sys.path]
-    if package not in sys.builtin_module_names and PathFinder.find_spec(package, path) is None:
-        raise _no_module(field, text, package)
 
 
 def import_object(field: str, text: str) -> Any:

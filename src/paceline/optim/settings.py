@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from paceline.core.exclusions import Exclusion, check_exclusions, not_in, one_of
-from paceline.core.imports import check_module, split_name
+from paceline.core.imports import split_name
 from paceline.core.settings import NO_SETTING, Section, SettingChecks, parse_arguments
 from paceline.optim.batch_growth import BATCH_RATES, BatchGrowth
 from paceline.optim.registry import (
@@ -217,8 +217,6 @@ def _check(optim: OptimSettings) -> None:
             "arguments", f"{optim.name} takes none", "it is for optim.name = 'module:Class'"
         )
     if optim.is_foreign and optim.lr is None and optim.has_default_base:
-        if optim.is_class:
-            check_module("optim.name", optim.name)
         raise check.error(
             "lr", f"no learning rate is given, and {optim.name} has no default",
             "give --lr, such as 0.001",
