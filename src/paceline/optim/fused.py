@@ -13,7 +13,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,15 +40,6 @@ def triton_unavailable(device: torch.device) -> str:
     if device.type not in ("cpu", "cuda"):
         return f"no kernels for {device.type}"
     return ""
-
-
-class Switches(NamedTuple):
-    """The switches in `Gates`, in which constants replace unset switches."""
-
-    scale: Tensor
-    found_inf: Tensor
-    hold: Tensor
-    active: Tensor
 
 
 @dataclass(frozen=True)
@@ -157,10 +148,11 @@ class FusedStep(ABC):
         """Returns True if all memory of a row can be read and written 16 bytes at a time."""
         return all(address % ALIGN == 0 for address in addresses[2:])
 
-    def _switches(self, gates: Gates) -> Switches:
+    def _switches(self, gates: Gates) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns scale, found_inf, hold and active of `gates`; constants replace unset switches."""
         assert self._constants is not None
         zero, one, ones = self._constants
-        return Switches(
+        return (
             one if gates.grad_scale is None else gates.grad_scale,
             zero if gates.found_inf is None else gates.found_inf,
             zero if gates.hold is None else gates.hold,
