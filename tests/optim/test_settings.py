@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -26,7 +25,6 @@ from paceline.optim import (
     set_rate,
 )
 from paceline.optim.lars import Hyper
-from paceline.optim.muon import keep_step_factors
 from paceline.optim.registry import schedule_names
 from paceline.optim.rule_settings import LarsSettings
 from paceline.optim.schedules import Poly
@@ -301,24 +299,6 @@ def test_steps_of_fixed_length_are_shorter_in_deep_nets(
         filters, head, *_ = optimizer.param_groups
         assert filters["trust_coefficient"] == pytest.approx(0.2 * expected)
         assert head.get("trust_coefficient", 0.02) == 0.02, "it is not orthogonalized"
-
-
-@pytest.mark.parametrize("before", [None, 1.0, 0.5])
-def test_a_resumed_run_keeps_the_length_of_its_steps(before: float | None) -> None:
-    settings = OptimSettings.gather(name="muon", steps="auto", trust_coefficient=0.02, momentum=0.9)
-    optimizer = create_optimizer(settings, groups_of(*[(8, 8, 3, 3)] * 8, (10, 8)), 0.1)
-    groups = optimizer.state_dict()["param_groups"]
-    saved = copy.deepcopy(groups)
-    assert not keep_step_factors(groups, saved)
-    for group in saved:
-        group.pop("step_factor", None)  # as saved before there was one
-        if before is not None:
-            group["step_factor"] = before
-    assert keep_step_factors(groups, saved)
-    assert groups[0]["trust_coefficient"] == pytest.approx(0.2 * (before or 1.0))
-    relative = [{**group, "fixed_steps": False} for group in saved]
-    fresh = optimizer.state_dict()["param_groups"]
-    assert not keep_step_factors(fresh, relative), "its steps had another form"
 
 
 @pytest.mark.parametrize("name", ["sgd", "lars", "muon"])

@@ -401,25 +401,6 @@ class Muon(MasterOptimizer):
         self.muon.knows_references = False
 
 
-def keep_step_factors(groups: list[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> bool:
-    """Replaces the step factors of `groups` by the step factors in a checkpoint.
-
-    Args:
-        groups: Groups of the new optimizer, changed in place.
-        saved: Groups of the optimizer in the checkpoint.
-
-    Returns:
-        True if any step factor has changed.
-    """
-    changed = False
-    for ours, theirs in zip(groups, saved, strict=True):
-        now, before = ours.get(STEP_FACTOR, 1.0), theirs.get(STEP_FACTOR, 1.0)
-        if _is_fixed(ours) and theirs.get("fixed_steps") and now != before:
-            ours["trust_coefficient"] *= before / now
-            ours[STEP_FACTOR], changed = before, True
-    return changed
-
-
 def _is_fixed(group: Mapping[str, Any]) -> bool:
     return bool(group.get("orthogonal") and group.get("fixed_steps", False))
 

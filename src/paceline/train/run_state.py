@@ -23,7 +23,6 @@ from paceline.core.settings import flatten
 from paceline.data import BatchPlan
 from paceline.models import load_tensors
 from paceline.optim.base import MasterOptimizer
-from paceline.optim.muon import keep_step_factors
 from paceline.optim.state import MASTER
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.precision.policy import LossScale
@@ -238,8 +237,6 @@ class RunState:
         own = self.optimizer.state_dict()["param_groups"]
         if [group["params"] for group in saved["param_groups"]] != [g["params"] for g in own]:
             raise ValueError("the optimizer's parameter groups differ; see optim.layer_decay")
-        if keep_step_factors(own, saved["param_groups"]):
-            self.notes.append("steps of fixed length have the factor of the run's beginning")
         self.optimizer.load_state_dict({**saved, "param_groups": own})
 
     def _check(self, checkpoint: Checkpoint, path: Path) -> None:
