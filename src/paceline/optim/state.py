@@ -1,4 +1,4 @@
-"""Creates the optimizer state of a parameter and restores it from a checkpoint.
+"""Creates the optimizer state of a parameter, restores it from a checkpoint, and checks other state.
 
 The state of a parameter is fp32 and has the parameter's strides. It consists of the rule's buffers, such
 as `momentum_buffer`, and, for a parameter in fp16 or bf16, of the fp32 `master`.
@@ -6,14 +6,16 @@ as `momentum_buffer`, and, for a parameter in fp16 or bf16, of the fp32 `master`
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import CheckpointError, PacelineError
 
 HALVES = (torch.float16, torch.bfloat16)
 FORMATS = (torch.float32, *HALVES)
@@ -97,3 +99,35 @@ def restore_state(
                 ).detach()
             target.copy_(torch.as_tensor(value))
             state[key] = target
+
+
+# Checkpoints hold plain values and tensors, which `torch.load(weights_only=True)` reads.
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def plain(value: Any, where: str) -> Any:
+    """Converts NumPy's numbers to Python's.
+
+    Args:
+        value: Part of a state dict, of an optimizer or of a callback.
+        where: The place of the value, for the message.
+
+    Returns:
+        The value without NumPy types.
+
+    Raises:
+        CheckpointError: If a value could not be read back without executing code.
+    """
+    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+        return value.item()
+    if isinstance(value, Tensor) or type(value) in _PLAIN:
+        return value
+    if type(value) in (dict, OrderedDict) and all(type(key) in _PLAIN for key in value):
+        items = ((key, plain(item, f"{where}[{key!r}]")) for key, item in value.items())
+        return type(value)(items)
+    if type(value) in (list, tuple):
+        return type(value)(plain(item, f"{where}[{n}]") for n, item in enumerate(value))
+    raise CheckpointError(
+        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold",
+        "keep numbers, texts, tensors, lists and dicts in the state",
+    )

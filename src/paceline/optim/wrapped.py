@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from paceline.core.errors import CheckpointError, ConfigError, PacelineError, RunError
+from paceline.core.errors import ConfigError, PacelineError, RunError
 from paceline.core.imports import first_line
 from paceline.optim.base import MasterOptimizer, tensor_bytes
 from paceline.optim.rule import Gates, Outcome, Row, Rows, UpdateRule, check_finite, unscaled
-from paceline.optim.state import MASTER
+from paceline.optim.state import MASTER, plain
 
 Groups = Sequence[dict[str, Any]]
 _GROUP_KEYS = ("params", "lr")
@@ -303,38 +301,6 @@ def _samples(groups: Groups) -> list[dict[str, Any]]:
         copies = [nn.Parameter(p.detach().float().clone()) for p in by_dims.values()]
         samples.append({key: v for key, v in group.items() if key != "lr"} | {"params": copies})
     return samples
-
-
-# Checkpoints hold plain values and tensors, which `torch.load(weights_only=True)` reads.
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-
-
-def plain(value: Any, where: str) -> Any:
-    """Converts NumPy's numbers to Python's.
-
-    Args:
-        value: Part of a state dict.
-        where: The place of the value, for the message.
-
-    Returns:
-        The value without NumPy types.
-
-    Raises:
-        CheckpointError: If a value could not be read back without executing code.
-    """
-    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
-        return value.item()
-    if isinstance(value, Tensor) or type(value) in _PLAIN:
-        return value
-    if type(value) in (dict, OrderedDict) and all(type(key) in _PLAIN for key in value):
-        items = ((key, plain(item, f"{where}[{key!r}]")) for key, item in value.items())
-        return type(value)(items)
-    if type(value) in (list, tuple):
-        return type(value)(plain(item, f"{where}[{n}]") for n, item in enumerate(value))
-    raise CheckpointError(
-        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold",
-        "keep numbers, texts, tensors, lists and dicts in the optimizer's state",
-    )
 
 
 def _same(one: Any, two: Any) -> bool:

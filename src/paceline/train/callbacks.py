@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.core.errors import ConfigError, PacelineError, RunError
 from paceline.core.events import (
@@ -25,6 +25,7 @@ from paceline.core.events import (
     StopEvent,
 )
 from paceline.core.imports import first_line
+from paceline.optim.state import plain
 
 if TYPE_CHECKING:
     from paceline.train.training import Training
@@ -183,8 +184,7 @@ class CallbackRunner:
         states = {}
         for number, callback in enumerate(self._callbacks):
             try:
-                state = callback.state_dict()
-                _check_plain(state)
+                state = plain(callback.state_dict(), "its result")
             except Exception as error:  # noqa: BLE001  (the user's code may raise anything)
                 if self.error is None:
                     self._fail(callback, "state_dict", error)
@@ -201,21 +201,6 @@ class CallbackRunner:
 
     def close(self) -> None:
         """Does nothing."""
-
-
-def _check_plain(value: object) -> None:
-    """Checks that a state consists of plain values and tensors; raises a TypeError if not.
-
-    A checkpoint must not contain objects of other types, because reading such objects can execute code.
-    """
-    if isinstance(value, dict):
-        _check_plain(list(value))
-        _check_plain(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _check_plain(item)
-    elif type(value) not in (int, float, bool, str, bytes, type(None), Tensor):
-        raise TypeError(f"a checkpoint cannot contain a {type(value).__name__}")
 
 
 class EarlyStopping(Callback):
