@@ -15,7 +15,7 @@ from torch import nn
 
 from paceline.core.errors import ConfigError, DataError, RunError
 from paceline.train.loss import Mixing, mixed
-from paceline.train.step_errors import step_error
+from paceline.train.model_checks import step_error
 from ranks import run_ranks
 from small_runs import run_small, small_config
 from train.steps import Made, alone, make_step

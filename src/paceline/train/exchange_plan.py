@@ -37,9 +37,8 @@ from paceline.train.fast_path import FastPath
 from paceline.train.loss import CrossEntropy, OwnLoss, TrainingLoss
 from paceline.train.machine import explain_out_of_memory
 from paceline.train.micro_step import Advise, no_advice
-from paceline.train.model_checks import restored_buffers
+from paceline.train.model_checks import restored_buffers, step_error
 from paceline.train.run_state import PinnedPlan
-from paceline.train.step_errors import step_error
 from paceline.train.strategy import is_idle, strategy_class
 
 
@@ -331,10 +330,7 @@ class DryBackward:
         device = self.policy.device
         with self._as_first_step():
             outputs = self._outputs()
-            if isinstance(self.loss, CrossEntropy):
-                outputs.float().sum().backward()  # type: ignore[no-untyped-call]
-            else:
-                self._total(outputs, mixes=False).backward()  # type: ignore[no-untyped-call]
+            self._total(outputs, mixes=False).backward()  # type: ignore[no-untyped-call]
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
                 torch.cuda.empty_cache()

@@ -1,14 +1,15 @@
-"""Checks a user's model before the first step, and finds the logits among the model's outputs.
+"""Checks a user's model before the first step, finds its logits, and explains errors in its passes.
 
 `check_model` runs a few images through the model in training and evaluation mode and then restores the
 model. It raises an error of one line if the model cannot be trained, and returns notes on limits of the
-model. `check_parameters` detects that a user's code has replaced parameters later.
+model. `check_parameters` detects that a user's code has replaced parameters later. `step_error` turns an
+exception of a forward or backward pass into an error for the user.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,12 +19,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.comm.group import Group
 from paceline.config import RunConfig
-from paceline.core.errors import PacelineError, RunError
+from paceline.core.errors import PacelineError, RunError, compile_reason, is_compile_error
 from paceline.core.imports import first_line
 from paceline.models.factories import call_factory, checked_module
 from paceline.models.registry import create_model, freeze_parameters, is_own
 from paceline.train.components import Components
 from paceline.train.machine import out_of_memory
+from paceline.train.micro_step import Advise, CaptureError, no_advice
 
 _SHOWN = 3
 # Number of images in a check: enough for the variance of batch norm.
@@ -162,6 +164,61 @@ def forward_error(
         f"{what} failed on {_shape(images)} images: {first_line(error)}",
         "check data.image_size, data.channels and the model's code",
     )
+
+
+def step_error(
+    error: Exception, step: int, micro_batch: int, *, foreign: bool = False,
+    advise: Advise = no_advice,
+) -> PacelineError | None:  # fmt: skip
+    """Turns an exception of a forward or backward pass into an error with cause and remedy.
+
+    Args:
+        error: The exception.
+        step: Number of the step, for messages.
+        micro_batch: Number of samples in a micro-batch, for messages.
+        foreign: True for a user's model. All exceptions are then treated as errors of the model.
+        advise: Returns the remedies that the acceleration knows for an error.
+
+    Returns:
+        The error for the user. None for a defect of Paceline, whose traceback must stay visible.
+    """
+    if isinstance(error, CaptureError):
+        return CaptureError(error.cause, _remedies(advise(error), error.remedy))
+    if isinstance(error, PacelineError):
+        return error
+    if is_compile_error(error):
+        return _compile_error(error, advise(error))
+    smaller = "free memory, or choose a smaller model"
+    if micro_batch > 1:
+        smaller = f"use --batch-size {micro_batch // 2}; the global batch stays the same"
+    where = f"at step {step + 1} with a batch size of {micro_batch} per rank"
+    if fault := out_of_memory(error, where, "; ".join([smaller, *advise(error)])):
+        return fault
+    if "more than 1 value per channel" in str(error):  # one sample with 1 × 1 activations
+        return RunError(
+            f"batch norm needs more than one sample, but a micro-batch of step {step + 1} has only one",
+            "choose a --global-batch-size or --epochs with which the last batch has more samples, or a "
+            "larger --batch-size",
+        )
+    if foreign and not isinstance(error, torch.AcceleratorError):
+        return RunError(
+            f"the model's forward or backward failed at step {step + 1} on {micro_batch} images: "
+            f"{first_line(error)}",
+            "check the model's code",
+        )
+    return None
+
+
+def _remedies(advice: Sequence[str], remedy: str) -> str:
+    return "; if that does not help, ".join(filter(None, (*advice, remedy)))
+
+
+def _compile_error(error: Exception, advice: Sequence[str]) -> RunError:
+    reason = compile_reason(error)
+    if type(error).__module__.startswith("triton"):
+        remedy = _remedies(advice, "use --set optim.fused=foreach")
+        return RunError(f"Triton could not build a kernel ({reason})", remedy)
+    return RunError(f"torch.compile failed ({reason})", _remedies(advice, "check the model's code"))
 
 
 @contextmanager

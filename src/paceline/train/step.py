@@ -30,9 +30,8 @@ from paceline.train.batch_norm import BatchNormState
 from paceline.train.loss import Mixing
 from paceline.train.machine import explain_out_of_memory, out_of_memory, seed_micro_batch
 from paceline.train.micro_step import WARM_CALLS, GradientSource, MicroStep
-from paceline.train.model_checks import check_parameters
+from paceline.train.model_checks import check_parameters, step_error
 from paceline.train.observers import InputWait
-from paceline.train.step_errors import step_error
 from paceline.train.stop_signals import STOP_FIELDS, StopSignals, agreed_stop
 from paceline.train.strategy import Pending, Strategy, parameter_names, row_values
 

@@ -15,8 +15,8 @@ from paceline.config import RunConfig
 from paceline.data import Batch, BatchPlan, TrainBatches
 from paceline.train.machine import seed_micro_batch
 from paceline.train.micro_step import Begun, GradientSource, MakeLoader
+from paceline.train.model_checks import step_error
 from paceline.train.step import TrainStep
-from paceline.train.step_errors import step_error
 from paceline.train.strategy import MicroBatch
 
 
