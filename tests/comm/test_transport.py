@@ -21,7 +21,6 @@ from paceline.comm import (
     create_transport,
 )
 from paceline.comm.planned_transport import CommThread, NativeTransport, ThreadTransport
-from paceline.comm.progress import Observers
 from paceline.comm.transport import Piece
 from paceline.core.errors import CommError, RunError
 from paceline.core.topology import Topology
@@ -84,7 +83,7 @@ def _observed(rank: int) -> tuple[list[str], set[str]]:
     with joined() as group:
         model, log = net(), Log()
         exchange = exchange_of(model, group)
-        exchange.observer = Observers([ExchangeObserver(), log])
+        exchange.observers = [ExchangeObserver(), log]
         step(exchange, model, 7)
         exchange.close()
         assert exchange.exposed() > 0

@@ -140,8 +140,8 @@ class GradientExchange:
     ) -> None:
         self.group = group
         self.transport: Transport = transport or DirectTransport(group)
-        # Callers may replace the observer between steps.
-        self.observer = ExchangeObserver()
+        # Callers may change the list between steps.
+        self.observers: list[ExchangeObserver] = []
         self._exposed = ExposedTime(group.device)
         self._trained = {name: p for name, p in parameters if p.requires_grad}
         # Backward computes the gradients of the last layer first.
@@ -243,7 +243,8 @@ class GradientExchange:
         self._next = 0
         self._waits.clear()
         self._forget()
-        self.observer.step_begun(step)
+        for observer in self.observers:
+            observer.step_begun(step)
 
     def arm(self) -> None:
         """Lets backward send full buckets. Called before the last backward pass of a step."""
@@ -305,7 +306,8 @@ class GradientExchange:
         """Sets each parameter's `.grad` to a view of its sum over ranks."""
         for name, view in self._views.items():
             self._trained[name].grad = view
-        self.observer.step_ended(waited_s)
+        for observer in self.observers:
+            observer.step_ended(waited_s)
 
     def join(self) -> None:
         """Waits for all sent buckets. The capture of a CUDA graph must call this before it ends."""
@@ -412,14 +414,18 @@ class GradientExchange:
         """Sends the next bucket of the plan."""
         number, pieces = self._next, self._pieces(self._next)
         self._next += 1
-        self.observer.sent(number)
-        self._waits.append(
-            self.transport.send(
-                pieces,
-                lambda: self.observer.begun(number),
-                lambda: self.observer.ended(number),
-            )
-        )
+
+        def begun() -> None:
+            for observer in self.observers:
+                observer.begun(number)
+
+        def ended() -> None:
+            for observer in self.observers:
+                observer.ended(number)
+
+        for observer in self.observers:
+            observer.sent(number)
+        self._waits.append(self.transport.send(pieces, begun, ended))
 
 
 def tensor_spec(name: str, parameter: Tensor) -> TensorSpec:

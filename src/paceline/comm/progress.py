@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -53,33 +53,6 @@ class ExchangeObserver:
                 GPU this is the latest known value, possibly of an earlier step, because reading the
                 current one would block.
         """
-
-
-class Observers(ExchangeObserver):
-    """Calls several observers in the order given."""
-
-    def __init__(self, observers: Sequence[ExchangeObserver]) -> None:
-        self._observers = tuple(observers)
-
-    def step_begun(self, step: int) -> None:
-        for observer in self._observers:
-            observer.step_begun(step)
-
-    def sent(self, bucket: int) -> None:
-        for observer in self._observers:
-            observer.sent(bucket)
-
-    def begun(self, bucket: int) -> None:
-        for observer in self._observers:
-            observer.begun(bucket)
-
-    def ended(self, bucket: int) -> None:
-        for observer in self._observers:
-            observer.ended(bucket)
-
-    def step_ended(self, exposed_s: float) -> None:
-        for observer in self._observers:
-            observer.step_ended(exposed_s)
 
 
 @dataclass(frozen=True)

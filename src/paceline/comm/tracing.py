@@ -54,7 +54,7 @@ class Timeline(ExchangeObserver):
 
     Args:
         first: The number of the first recorded step, counted from 1.
-        last: The number of the last recorded step.
+        last: The number of the last recorded step; 0 records nothing.
         device: The device of the training.
         device_exchanges: True if the device runs the exchange (NCCL), so that device times are
             recorded.
@@ -142,17 +142,6 @@ class Timeline(ExchangeObserver):
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._device))
         return _Mark(time.perf_counter(), event)
-
-
-class NoTimeline:
-    """A replacement for `Timeline` that records nothing."""
-
-    @contextmanager
-    def span(self, name: str, *, host: bool = False) -> Iterator[None]:
-        yield
-
-
-Spans = Timeline | NoTimeline
 
 
 def _device_s(event: Any, now: _Mark) -> float:

@@ -127,7 +127,8 @@ def _assemble(
     buckets = parts.exchange.bucket_info()
     group.name_buckets(buckets)
     trace = RunTrace(config.run, group, buckets, folder.path, progress.step)
-    parts.exchange.observer, step.spans = trace.observe_with(group.board), trace.spans
+    parts.exchange.observers = [group.board, trace.timeline]
+    step.spans = trace.timeline
     training = Training(
         config=config, written=resolved.written, group=group, folder=folder, lock=inputs.lock,
         sizes=resolved.sizes, plan=plan, schedule=schedule, model=model, state=state, step=step,

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from paceline.comm.group import Group
-from paceline.comm.progress import BucketInfo, ExchangeObserver, Observers
-from paceline.comm.tracing import NoTimeline, Spans, Timeline, TimelineSpan, measure_offsets
+from paceline.comm.progress import BucketInfo
+from paceline.comm.tracing import Timeline, TimelineSpan, measure_offsets
 from paceline.config import RunSettings
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.events import CorruptEvent, Event, NoteEvent
@@ -168,7 +168,7 @@ class RunTrace:
         self, settings: RunSettings, group: Group, buffers: list[BucketInfo], folder: Path,
         first_step: int = 0,
     ) -> None:  # fmt: skip
-        """Creates the timeline, unless no steps are traced or the run starts after the traced steps.
+        """Creates the timeline.
 
         Args:
             settings: The section `[run]`, which names the traced steps.
@@ -180,25 +180,16 @@ class RunTrace:
         self._group = group
         self._buffers = buffers
         self.path = folder / NAME
-        self.timeline: Timeline | None = None
-        if settings.traced_steps and first_step < settings.traced_steps[1]:
-            first, last = settings.traced_steps
-            self.timeline = Timeline(
-                first, last, group.device, device_exchanges=group.backend == "nccl"
-            )
-
-    @property
-    def spans(self) -> Spans:
-        """The recorder of spans."""
-        return self.timeline or NoTimeline()
-
-    def observe_with(self, observer: ExchangeObserver) -> ExchangeObserver:
-        """Returns an observer of the exchange that passes everything to `observer` and to the trace."""
-        return Observers([observer, self.timeline]) if self.timeline else observer
+        first, last = settings.traced_steps or (1, 0)
+        self.timeline = Timeline(
+            first, last, group.device, device_exchanges=group.backend == "nccl"
+        )
+        # False if there is nothing to write, or the trace has been written.
+        self._unwritten = first_step < last
 
     def is_due(self, step: int) -> bool:
         """Returns True if the trace is still unwritten and `step` is past the last traced step."""
-        return self.timeline is not None and step >= self.timeline.last
+        return self._unwritten and step >= self.timeline.last
 
     def write(self) -> str:
         """Gathers the spans of all ranks and writes them on rank 0.
@@ -206,9 +197,10 @@ class RunTrace:
         Returns:
             A note for the user, or "" if nothing was written.
         """
-        if self.timeline is None:
+        if not self._unwritten:
             return ""
-        spans, self.timeline = self.timeline.spans(), None
+        self._unwritten = False
+        spans = self.timeline.spans()
         offsets = measure_offsets(self._group)
         mine = json.dumps({"host": socket.gethostname(), "spans": spans}).encode()
         gathered = self._group.gather_bytes(mine)

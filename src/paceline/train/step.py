@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from paceline.comm.exchange import GradientExchange, Signals
 from paceline.comm.group import Group
-from paceline.comm.tracing import NoTimeline, Spans
+from paceline.comm.tracing import Timeline
 from paceline.core.errors import PacelineError, RunError
 from paceline.core.imports import first_line
 from paceline.data import Batch, BatchPlan, CorruptSample, Normalizer, TrainBatches
@@ -146,7 +146,7 @@ class TrainStep:
     fault: PacelineError | None = None
     faulted: bool = False
     source: GradientSource = field(default_factory=GradientSource)
-    spans: Spans = field(default_factory=NoTimeline)
+    spans: Timeline = field(default_factory=lambda: Timeline(1, 0, torch.device("cpu")))
     _under_way: deque[_Launched] = field(default_factory=deque)
     given_up: bool = False
     _unfinished: bool = False
