@@ -298,19 +298,9 @@ def _line(event: Event, moment: float) -> bytes:
 
 def _drop_cut_line(path: Path) -> None:
     """Removes an incomplete last line, which a killed process has left, before appending."""
-    if not path.is_file():
-        return
-    with path.open("rb+") as file:
-        end = file.seek(0, 2)
-        while end:
-            start = max(0, end - 65536)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                file.truncate(start + newline + 1)
-                return
-            end = start
-        file.truncate(0)
+    if path.is_file():
+        with path.open("rb+") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _finite(value: Any) -> Any:
