@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import random
 import re
 import shutil
@@ -30,7 +29,7 @@ import torch.distributed as dist
 
 from paceline.comm.process_groups import all_gather_json
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError
-from paceline.core.files import open_part, part_path, read_regular, sync_directory
+from paceline.core.files import part_path, read_regular, sync_directory, whole_file
 from paceline.core.untrusted import ParseError, is_count, parse_json
 from paceline.custom_loop.context import agreed, several_ranks
 from paceline.custom_loop.state_tree import decoded, encoded, map_tensors, reference, tensors_of
@@ -150,8 +149,9 @@ class Checkpointer:
             buffer = io.BytesIO()
             torch.save(tree, buffer)
             content = buffer.getbuffer()
-            with _explained(f"cannot write {part / name} ({len(content) / 1e6:.1f} MB)"):
-                _write_file(part / name, content)
+            what = f"cannot write {part / name} ({len(content) / 1e6:.1f} MB)"
+            with _explained(what), whole_file(part / name) as file:
+                file.write(content)
             entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         entries = all_gather_json(entry) if several_ranks() else [entry]
         with agreed():
@@ -164,8 +164,8 @@ class Checkpointer:
             "files": {f"rank-{rank}.pt": entry for rank, entry in enumerate(entries)},
         }  # fmt: skip
         with _explained(f"cannot write {part}"):
-            _write_file(part / "manifest.json", json.dumps(manifest, indent=1).encode())
-            sync_directory(part)
+            with whole_file(part / "manifest.json") as file:
+                file.write(json.dumps(manifest, indent=1).encode())
             path = self.folder / _step_name(step)
             revision = 1
             while path.exists():  # it may be the last good checkpoint, so it is not replaced
@@ -381,13 +381,6 @@ class _Random:
         torch.set_rng_state(state["torch"])
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
-
-
-def _write_file(path: Path, content: bytes | memoryview) -> None:
-    with open_part(path) as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextmanager
