@@ -325,7 +325,7 @@ def _choose(config: RunConfig, restarted: bool, output: Path | None) -> RunFolde
             return RunFolder(_new_folder(config.run.name), None, note)
         return _resumed(unfinished)
     if not (output / "config.toml").exists():
-        _make(output, exist_ok=True)
+        output.mkdir(parents=True, exist_ok=True)
         return RunFolder(output, None)
     if resume == "auto":
         return _resumed(output)
@@ -350,7 +350,7 @@ def _from_file(file: Path, output: Path | None, *, restarted: bool) -> RunFolder
         output = home if (home / "config.toml").exists() else _new_folder("resumed")
     elif (output / "config.toml").exists() and output.resolve() != home and not restarted:
         raise _occupied(output)
-    _make(output, exist_ok=True)
+    output.mkdir(parents=True, exist_ok=True)
     since = _resumed(output) if restarted else None
     if since is None or since.resume_from is None:
         return RunFolder(output, file)
@@ -421,20 +421,7 @@ def _new_folder(name: str) -> Path:
         number = max([number, *(n + 1 for n in taken)])
         folder = ROOT / f"{name}-{number:03d}"
         try:
-            _make(folder, exist_ok=False)
+            folder.mkdir(parents=True)
         except FileExistsError:
             continue
         return folder
-
-
-def _make(folder: Path, *, exist_ok: bool) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=exist_ok)
-    except FileExistsError:
-        if exist_ok:
-            raise PacelineError(f"{folder} is not a folder", "choose another --output") from None
-        raise
-    except OSError as error:
-        raise PacelineError(
-            f"cannot create {folder}: {error.strerror}", "choose another --output"
-        ) from None
