@@ -26,7 +26,7 @@ from paceline.core.events import (
 from paceline.core.host import LoadReading
 from paceline.models import SmallResNet
 from paceline.planner.start_up import PHASES
-from paceline.precision import LossScale, PrecisionSettings, choose_policy
+from paceline.precision import LossScale, PrecisionSettings
 from paceline.report import RunFiles, bound_by
 from paceline.train import (
     Checkpoint,
@@ -38,7 +38,6 @@ from paceline.train import (
 )
 from paceline.train.run_folder import NAME as LOCK
 from paceline.train.step import StepOutcome
-from paceline.train.step_records import find_bad_layer
 from ranks import run_ranks
 from small_runs import Silent, run_small, small_config
 from train.runs import EVERY_STEP, watched
@@ -304,18 +303,6 @@ def test_a_postponed_save_comes_with_the_next_good_step(tmp_path: Path) -> None:
     first_good = next(step for step in range(1, 8) if step not in skipped)
     assert first_good > 1
     assert min((tmp_path / "a/checkpoints").glob("step-*")).stem == f"step-{first_good:08d}"
-
-
-def test_the_bad_layer_is_named() -> None:
-    model = SmallResNet()
-    policy = choose_policy(PrecisionSettings(amp_dtype="fp32"), torch.device("cpu"))
-    shape = (4, 1, 28, 28)
-    assert find_bad_layer(model, policy, shape) == ""
-    with torch.no_grad():
-        model.layer2[0].conv2.weight.fill_(1e38)
-        assert "output of layer2.0.conv2" in find_bad_layer(model, policy, shape)
-        model.layer3[1].bn1.weight[3] = float("inf")
-    assert "weight layer3.1.bn1.weight" in find_bad_layer(model, policy, shape)
 
 
 def _phases(rank: int, output: str) -> list[str]:

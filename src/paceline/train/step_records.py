@@ -12,12 +12,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.config import RunSettings
@@ -32,8 +29,6 @@ from paceline.core.events import (
 )
 from paceline.core.host import HostLoad
 from paceline.plan.noise import NoiseEstimate, NoiseScale
-from paceline.precision.policy import Policy
-from paceline.train.machine import run_eagerly
 from paceline.train.step import StepOutcome
 from paceline.train.strategy import strategy_fields
 from paceline.train.training import Training
@@ -143,8 +138,6 @@ class StepRecords:
 _BAD_LOSSES = 10
 # Number of skipped steps in a row that ends the run for any reason.
 _SKIPPED_STEPS = 50
-# Number of images in the probe of `find_bad_layer`: enough for the variance of batch norm.
-_IMAGES = 4
 
 
 def check_divergence(training: Training, outcome: StepOutcome) -> None:
@@ -173,12 +166,8 @@ def check_divergence(training: Training, outcome: StepOutcome) -> None:
     # The first step of the skipped steps in a row, counted from 1 as in the display.
     began = outcome.number + 1 - row + 1
     place = ""
-    if bad_loss:
-        data = training.config.data
-        shape = (_IMAGES, data.channels, data.image_size, data.image_size)
-        place = find_bad_layer(training.model, training.step.policy, shape)
     names = training.step.exchange.names  # in the order of the backward pass
-    if not place and outcome.bad:
+    if outcome.bad:
         first = next(name for name in names if name in outcome.bad)
         place = f"first in the gradient of {first} ({len(outcome.bad)} of {len(names)} tensors)"
     kept = "; the last good checkpoint is kept" if training.saved_step >= 0 else ""
@@ -186,41 +175,6 @@ def check_divergence(training: Training, outcome: StepOutcome) -> None:
         f"diverged at step {began}: {cause}{place and '; '}{place}",
         f"lower --lr (now {training.schedule.peak:g} at its peak) or lengthen --warmup-epochs{kept}",
     )
-
-
-def find_bad_layer(model: nn.Module, policy: Policy, images: tuple[int, ...]) -> str:
-    """Describes the first non-finite weight or the first layer with a non-finite output.
-
-    Runs a forward pass on noise that is equal on all ranks. The pass changes running statistics.
-
-    Args:
-        model: The model.
-        policy: The number format of the model.
-        images: Shape of the noise: samples, channels, height, width.
-
-    Returns:
-        The description, or "" if everything is finite.
-    """
-    for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
-            return f"the weight {name} is not finite"
-    bad: list[str] = []
-
-    def check(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and not bool(torch.isfinite(output).all()):
-            bad.append(name)
-
-    leaves = [(name, m) for name, m in model.named_modules() if not list(m.children())]
-    handles = [module.register_forward_hook(partial(check, name)) for name, module in leaves]
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(images, generator=generator).to(policy.device, policy.dtype)
-    try:
-        with torch.no_grad(), run_eagerly(), policy.compute():
-            model(noise.contiguous(memory_format=torch.channels_last))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return f"the output of {bad[0]} is not finite" if bad else ""
 
 
 # Largest number of ranks (those of one typical node) at which each rank writes a file.
