@@ -11,7 +11,6 @@ from torch import nn
 
 from comm.exchanges import joined
 from paceline.accel.acceleration import ACCELERATION, AppliedAccel
-from paceline.accel.forward import CompiledBlocks
 from paceline.accel.implementation_choice import Choices
 from paceline.accel.settings import AccelSettings
 from paceline.comm import CommSettings, Group
@@ -100,7 +99,7 @@ def test_a_gpu_compiles_what_has_no_fused_form() -> None:
     assert choose(GPU, plain()).gradients_at_end
     assert forms(choose(GPU, fused_norm="off")) == (False, "model")
     assert forms(choose(GPU, compile="off", fused_norm="off")) == (False, "off")
-    assert forms(choose(GPU, compile="blocks")) == (False, "blocks"), "compiled, so not fused"
+    assert forms(choose(GPU, compile="model")) == (False, "model"), "compiled, so not fused"
 
 
 def test_switches_that_cannot_be_obeyed_are_refused() -> None:
@@ -110,7 +109,6 @@ def test_switches_that_cannot_be_obeyed_are_refused() -> None:
         ((GPU, plain()), {"fused_norm": "on"}),
         ((GPU,), {"fused_norm": "on", "channels_last": False}),
         ((GPU, None, broken), {"fused_norm": "on"}),
-        ((CPU, plain()), {"compile": "blocks"}),
         ((GPU, plain()), {"recompute_norms": True}),
     ):
         with pytest.raises(ConfigError) as caught:
@@ -215,14 +213,8 @@ def test_only_a_fused_stem_of_three_channels_takes_padded_images() -> None:
         assert choose(CPU, made(3)).input_channels is None
 
 
-def test_blocks_or_the_whole_model_are_compiled(compiled: Compiled) -> None:
+def test_the_whole_model_is_compiled(compiled: Compiled) -> None:
     model = SmallResNet()
-    forward = choose(CPU, model, compile="blocks").forward
-    assert isinstance(forward, CompiledBlocks)
-    blocks = [model.layer1[0], model.layer2[0], model.layer3[0], model.layer3[1]]
-    assert compiled[-4:] == [(block, False) for block in blocks]
-    images = torch.randn(2, 1, 16, 16)
-    assert torch.equal(forward(images), model(images))
     ACCELERATION.apply(model, context(CPU, settings=AccelSettings(compile="model")))
     assert compiled[-1] == (model, False)
 

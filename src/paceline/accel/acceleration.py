@@ -91,10 +91,6 @@ def _plan(model: nn.Module, context: AccelerationContext) -> _Plan:
         # torch.compile cannot handle fused, recomputed or synchronized norms.
         plain = not (fused or settings.recompute_norms or context.collective_norms)
         how = "model" if plain and context.device.type == "cuda" else "off"
-    if how == "blocks" and (network is None or not network.blocks()):
-        raise ConfigError(
-            f"{_TABLE}.compile", how, "this model has no residual blocks", "use 'model' or 'off'"
-        )
     mode, problem = _fused_convolutions(settings, network, fused, context)
     if problem and settings.fused_convolutions != "off":
         notes.append(f"convolutions: off ({problem})")
@@ -176,11 +172,8 @@ class AppliedAccel(Applied):
             from paceline.accel.fused_forward import FusedForward
 
             return FusedForward(network, recompute=plan.recompute, choices=self.choices)
-        from paceline.accel.forward import CompiledBlocks
         from paceline.accel.forward import Forward as PlainForward
 
-        if plan.compile == "blocks":
-            return CompiledBlocks(network)
         return PlainForward(network, recompute=plan.recompute)
 
     def calibrate(self, ranks: Ranks, trial: TrialPass, *, foreign: bool) -> None:

@@ -1,9 +1,8 @@
 """The forward pass of a model over the parts of its `Network`, with torch's operators.
 
 `Forward` can recompute the outputs of norms in the backward pass instead of storing them
-(`recompute`). `CompiledBlocks` compiles the residual blocks with torch.compile, and
-`fused_forward.FusedForward` uses Triton kernels. All of them use the parameters and buffers of the
-model and do not change the model.
+(`recompute`). `fused_forward.FusedForward` uses Triton kernels. Both use the parameters and buffers of
+the model and do not change the model.
 """
 
 from __future__ import annotations
@@ -98,19 +97,3 @@ class Forward:
             return recomputed_norm(x, norm, shortcut)
         out = self.normalized(x, norm)
         return F.relu(out if shortcut is None else out + shortcut, inplace=True)
-
-
-class CompiledBlocks(Forward):
-    """A `Forward` that compiles each residual block separately with torch.compile."""
-
-    def __init__(self, network: Network) -> None:
-        super().__init__(network)
-        blocks = network.blocks()
-        # All blocks share one code object of Python, for which torch.compile keeps a version per
-        # shape.
-        torch._dynamo.config.recompile_limit = max(64, 4 * len(blocks))
-        self._compiled = {block: torch.compile(block.module, dynamic=False) for block in blocks}
-
-    def block(self, block: Block, x: BlockInput) -> BlockInput:
-        out: Tensor = self._compiled[block](branch_and_shortcut(x)[0])
-        return out

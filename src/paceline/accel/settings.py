@@ -9,7 +9,7 @@ from paceline.core.exclusions import Exclusion, not_in, one_of
 from paceline.core.settings import SettingChecks
 
 SWITCHES = ("auto", "on", "off")
-COMPILE_MODES = ("auto", "off", "blocks", "model")
+COMPILE_MODES = ("auto", "off", "model")
 CUDNN = "cudnn"
 
 _COMPILED = {"run.accel.compile": not_in("auto", "off")}
@@ -39,9 +39,8 @@ class AccelSettings:
     storing them. Less memory, a slower step, the same bits unless convolutions are fused. For ResNets and
     `alexnet_bn`, without torch.compile."""
     compile: str = "auto"
-    """torch.compile: `off`, `blocks` (each residual block), `model`, or `auto` (`model` on a GPU
-    for models without fused kernels). Batches of another size, such as the last one of a run, are not
-    compiled."""
+    """torch.compile: `off`, `model`, or `auto` (`model` on a GPU for models without fused kernels).
+    Batches of another size, such as the last one of a run, are not compiled."""
 
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = (
         Exclusion(

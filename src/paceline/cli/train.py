@@ -56,7 +56,7 @@ def train(
     device: str | None = typer.Option(None, help="auto, cpu or cuda."),
     amp_dtype: str | None = typer.Option(None, help="fp16, bf16, fp32 or auto."),
     compile: str | None = typer.Option(  # noqa: A002
-        None, help="torch.compile: auto, off, blocks or model."),
+        None, help="torch.compile: auto, off or model."),
     plan: str | None = typer.Option(None, help="plan.toml of `paceline tune` or `paceline plan`."),
     trace: bool = typer.Option(False, "--trace", help="Write trace.json, for Perfetto."),
     watch: bool = typer.Option(False, "--watch", help="Serve the live report on this machine."),
