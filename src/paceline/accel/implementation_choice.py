@@ -7,7 +7,7 @@ trial, such as a short last micro-batch, use the separate implementation.
 `adopt` receives the choices on which all ranks have agreed and writes them to a file in
 `$XDG_CACHE_HOME/paceline/products` or `~/.cache/paceline/products`, so that later runs make the
 same choices without timing. There is one file for each type of GPU and version of torch, Triton
-and, if used, cuDNN. A second file (`.times.json`) contains the times, for people to read.
+and, if used, cuDNN.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -144,10 +143,6 @@ class Choices:
         self.chosen = dict(agreed)
         if self.path is not None:
             _write(self.path, self.chosen)
-            if self.times:
-                now = datetime.now(UTC).isoformat(timespec="seconds")
-                times = {key: {"at": now, "ms": ms} for key, ms in self.times.items()}
-                _write(self.path.with_name(f"{self.path.stem}.times.json"), times)
         return differs
 
     def kind(self) -> str:
