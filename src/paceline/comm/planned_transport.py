@@ -48,18 +48,21 @@ class WireFormat:
     shift: int = 0
 
     @classmethod
-    def named(cls, name: str, world_size: int = 1, *, scaled: bool | None = None) -> Self:
+    def named(
+        cls, name: str, world_size: int = 1, *, scaled: bool | None = None, field: str = "comm.wire"
+    ) -> Self:
         """Returns the format of this name, for a sum over `world_size` ranks.
 
         Args:
             name: A format that every algorithm can sum.
             world_size: The number of ranks.
             scaled: Divide before the sum to prevent overflow. None means True for fp16 only.
+            field: The setting or argument that contains the name, for messages.
         """
         full = SHORT_WIRES.get(name, name)
         if full not in _DTYPES:
             problem = "is not a format in which every algorithm can sum"
-            raise ConfigError("comm.wire", name, problem, nearest(str(name), WIRES))
+            raise ConfigError(field, name, problem, nearest(str(name), WIRES))
         wanted = full == "float16" if scaled is None else scaled
         # 2^shift ≥ p: p numbers of up to 65504 / 2^shift cannot add up to more than 65504.
         return cls(full, (world_size - 1).bit_length() if wanted else 0)

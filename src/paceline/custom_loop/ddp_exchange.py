@@ -46,7 +46,7 @@ class Exchange:
             ConfigError: If an argument is invalid.
         """
         if wire is not None:
-            wire = _named_wire(wire)
+            wire = WireFormat.named(wire, field="wire").name
         if plan is None:
             if algorithm is not None:
                 check_name(algorithm, "algorithm")
@@ -80,13 +80,6 @@ class Exchange:
         except PacelineError:
             groups.close()
             raise
-
-
-def _named_wire(wire: str) -> str:
-    try:
-        return WireFormat.named(wire).name
-    except ConfigError as error:
-        raise ConfigError("wire", wire, "unknown format", error.remedy) from None
 
 
 def _table(file: PlanFile) -> SizeTable:
