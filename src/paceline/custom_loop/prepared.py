@@ -7,7 +7,6 @@ decisions, so the host never waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from typing import Any
@@ -27,6 +26,7 @@ from paceline.optim.settings import OptimSettings
 from paceline.precision.policy import LossScale, Policy, choose_policy
 from paceline.precision.settings import PrecisionSettings
 from paceline.train.step_parts import create_master_optimizer
+from paceline.train.strategy import gradient_norms
 from paceline.train.weights import full_state
 
 _SCALE_FIELDS = {f.name for f in fields(PrecisionSettings) if f.name.startswith("loss_scale")}
@@ -127,17 +127,11 @@ class Prepared:
 
     def _divisor(self) -> Tensor:
         """Returns the divisor of the gradients: the loss scale, increased to clip a too large norm."""
-        scale = self._scale.value
-        if not self._clip_norm:
+        scale, gradients = self._scale.value, self._gradients()
+        if not self._clip_norm or not gradients:
             return scale
-        norms = [
-            torch.linalg.vector_norm(p.grad.detach(), dtype=torch.float32)
-            for p in self._parameters()
-            if p.grad is not None
-        ]
-        if not norms:
-            return scale
-        norm = torch.linalg.vector_norm(torch.stack(norms)) / scale
+        norms = torch.stack(gradient_norms(gradients))
+        norm = torch.linalg.vector_norm(norms) / scale
         # The finite check handles a norm that is not finite.
         over = torch.where(torch.isfinite(norm), (norm / self._clip_norm).clamp(min=1.0), 1.0)
         return scale * over
@@ -147,10 +141,9 @@ class Prepared:
         if not several_ranks() or wire_of(self.model) is not None:
             return None
         flag = torch.zeros((), device=self._policy.device)
-        for parameter in self._parameters():
-            if parameter.grad is not None:
-                square = parameter.grad.detach().float().square().sum()
-                flag = torch.maximum(flag, (~torch.isfinite(square)).to(flag.dtype))
+        if gradients := self._gradients():
+            squares = torch.stack(gradient_norms(gradients)).square()
+            flag.copy_(~torch.isfinite(squares).all())
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return flag
 
@@ -161,9 +154,9 @@ class Prepared:
         if wire_of(self.model) == "float16" and several_ranks():
             self._scale = LossScale(self._policy, self._settings, fp16_travels=True)
 
-    def _parameters(self) -> Iterator[Tensor]:
-        for group in self.optimizer.param_groups:
-            yield from group["params"]
+    def _gradients(self) -> list[Tensor]:
+        groups = self.optimizer.param_groups
+        return [p.grad.detach() for group in groups for p in group["params"] if p.grad is not None]
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Returns the model's state dict in fp32, with masters instead of half-precision weights."""
