@@ -13,11 +13,11 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from paceline.core.errors import ConfigError, nearest
+from paceline.core.errors import ConfigError
 from paceline.models.alexnet import MIN_PIXELS, NORM_NAMES, AlexNet
 from paceline.models.factories import create_foreign_model
 from paceline.models.resnet import RESNET_LAYOUTS, FastResNet, ResNet, SmallResNet
-from paceline.models.settings import MODEL_NAMES, ModelSettings, check_model_name
+from paceline.models.settings import MODEL_NAMES, ModelSettings, check_model_name, nearest_of_many
 
 WEIGHT = "weight"
 BIAS_NORM = "bias_norm"
@@ -170,9 +170,9 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
             if fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
         ]
         if not matching:
-            raise ConfigError(
-                "model.freeze", pattern, "matches no parameter", _similar(pattern, model)
-            )
+            known = {name for name, _ in (*named, *model.named_modules()) if name}
+            remedy = nearest_of_many(pattern.rstrip(".*"), known, "model.named_parameters()")
+            raise ConfigError("model.freeze", pattern, "matches no parameter", remedy)
         for parameter in matching:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for _, parameter in named):
@@ -204,15 +204,3 @@ def count_norms(model: nn.Module) -> int:
 def count_frozen(model: nn.Module) -> int:
     """Returns the number of frozen parameter elements."""
     return sum(p.numel() for p in model.parameters() if not p.requires_grad)
-
-
-def _similar(pattern: str, model: nn.Module) -> str:
-    """Suggests a similar name of a parameter or module, or names the model's children."""
-    plain = pattern.rstrip("*").rstrip(".")
-    names = {name for name, _ in model.named_parameters()}
-    names |= {name for name, module in model.named_modules() if name and list(module.parameters())}
-    children = [name for name, child in model.named_children() if list(child.parameters())]
-    hint = nearest(plain, names)
-    if hint.startswith("did you mean") or not children:
-        return hint
-    return f"use parts of {', '.join(children)}"
