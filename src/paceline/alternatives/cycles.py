@@ -74,7 +74,6 @@ class OneCycle(Cycle):
     """One cycle, followed by a tail."""
 
     UNREAD: ClassVar[tuple[str, ...]] = ("epochs", "decay")
-    READS: ClassVar[tuple[str, ...]] = ("lr_end",)
 
     def rate(self, time: float, course: Course) -> float:
         floor, tail = course.peak * CYCLE_FLOOR, CYCLE_TAIL * course.total_steps

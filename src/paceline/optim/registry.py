@@ -41,7 +41,6 @@ class OptimizerSettings(OwnerSettings):
     Attributes:
         CREATE: `module:function` inside `paceline` that creates the optimizer from `OptimSettings`,
             parameter groups, learning rate and `Context`.
-        READS: As in `OwnerSettings`.
         RATES: Scale of the optimizer's learning rates: `sgd`, `adam`, or empty for any other scale.
             A recipe's rate is dropped if the command line chooses an optimizer whose rates do not
             have the scale of SGD.

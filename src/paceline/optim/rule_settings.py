@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from paceline.core.settings import SettingChecks
 from paceline.optim.registry import ADAM, SGD, OptimizerSettings
-from paceline.optim.schedules import MOMENTUM
 
 ORTHOGONALS = ("filters", "all", "auto")
 SHARES = ("auto", "on", "off")
@@ -19,7 +18,6 @@ class SgdSettings(OptimizerSettings):
     """Declares SGD, which has no further settings."""
 
     CREATE: ClassVar[str] = "optim.lars:create_sgd"
-    READS: ClassVar[tuple[str, ...]] = MOMENTUM
     RATES: ClassVar[str] = SGD
     HAS_KERNELS: ClassVar[bool] = True
 
@@ -29,7 +27,6 @@ class LarsSettings(OptimizerSettings):
     """Settings of LARS."""
 
     CREATE: ClassVar[str] = "optim.lars:create_lars"
-    READS: ClassVar[tuple[str, ...]] = MOMENTUM
     RATES: ClassVar[str] = SGD
     HAS_KERNELS: ClassVar[bool] = True
 
@@ -48,7 +45,6 @@ class MuonSettings(OptimizerSettings):
 
     CREATE: ClassVar[str] = "optim.muon_groups:create_muon"
     PINNED: ClassVar[tuple[str, ...]] = ("orthogonal",)  # the momentum depends on it
-    READS: ClassVar[tuple[str, ...]] = MOMENTUM
     RATES: ClassVar[str] = SGD
     HAS_KERNELS: ClassVar[bool] = True
 

@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from paceline.optim.registry import OptimizerSettings
     from paceline.optim.settings import OptimSettings
 
-# Settings of `[optim]` that only some optimizers (MOMENTUM) or some schedules (DECAY) read.
-MOMENTUM = ("momentum", "nesterov")
-DECAY = ("lr_end", "decay_over_epochs")
-
 
 @dataclass(frozen=True)
 class Course:
@@ -56,13 +52,7 @@ class Course:
 
 
 class OwnerSettings:
-    """Base of the settings of an optimizer or a schedule.
-
-    Attributes:
-        READS: Those settings in `MOMENTUM` or `DECAY` that the optimizer or schedule uses.
-    """
-
-    READS: ClassVar[tuple[str, ...]] = ()
+    """Base of the settings of an optimizer or a schedule."""
 
     def values(self, time: float, course: Course) -> Mapping[str, float]:
         """Returns scheduled values other than the learning rate, by their keys in parameter groups."""
@@ -95,8 +85,6 @@ class Constant(ScheduleSettings):
 class Cosine(ScheduleSettings):
     """Decay from the peak rate to the final rate along half a cosine wave."""
 
-    READS: ClassVar[tuple[str, ...]] = DECAY
-
     def rate(self, time: float, course: Course) -> float:
         height = 0.5 * (1.0 + math.cos(math.pi * (1.0 - course.left(time))))
         return course.end + (course.peak - course.end) * height
@@ -105,8 +93,6 @@ class Cosine(ScheduleSettings):
 @dataclass(frozen=True)
 class Poly(ScheduleSettings):
     """Decay from the peak rate to the final rate by a power of the remaining time."""
-
-    READS: ClassVar[tuple[str, ...]] = DECAY
 
     power: float = 2.0
     """Exponent; 1 is linear decay."""
@@ -122,7 +108,6 @@ class Poly(ScheduleSettings):
 class Exponential(ScheduleSettings):
     """Exponential change from the peak rate to the final rate, which may also be higher."""
 
-    READS: ClassVar[tuple[str, ...]] = DECAY
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = (
         Exclusion(
             "optim.lr_end", one_of(0.0), {}, "must be above 0 with optim.schedule = 'exponential'",

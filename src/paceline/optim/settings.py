@@ -17,7 +17,7 @@ from paceline.optim.registry import (
     check_schedule,
     registered_rule,
 )
-from paceline.optim.schedules import DECAY, MOMENTUM, ScheduleSettings
+from paceline.optim.schedules import ScheduleSettings
 
 PATHS = ("auto", "foreach", "triton")
 SCALINGS = ("off", "auto")
@@ -146,27 +146,6 @@ class OptimSettings(Section):
     def batch_growth(self) -> BatchGrowth:
         """The parsed `batch_schedule`."""
         return BatchGrowth.parse(self.batch_schedule)
-
-    @property
-    def idle(self) -> dict[str, str]:
-        """Names of settings that have a non-default value but no effect, each with the reason."""
-        if self.scaling != "off":  # the rule may choose another optimizer
-            return {}
-        idle = {
-            name: f"optim.{chooser} = {getattr(self, chooser)!r}"
-            for chooser, names, own in (
-                ("name", MOMENTUM, self.own_optimizer), ("schedule", DECAY, self.own_schedule)
-            )
-            for name in names
-            if name not in own.READS and getattr(self, name) != getattr(OptimSettings, name)
-        }  # fmt: skip
-        rule = registered_rule(self.name)
-        own_decay = self.weight_decay != OptimSettings.weight_decay
-        if rule is not None and own_decay and "weight_decay" not in rule.Hyper._fields:
-            idle["weight_decay"] = f"optim.name = {self.name!r}"
-        if self.batch_rate != "auto" and not self.batch_schedule:
-            idle["batch_rate"] = "no optim.batch_schedule"
-        return idle
 
     def arguments_table(self) -> dict[str, Any]:
         """Returns `arguments` as a dictionary."""

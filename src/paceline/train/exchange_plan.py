@@ -260,8 +260,6 @@ def describe_idle(config: RunConfig, ranks: int) -> str:
     idle: dict[str, list[str]] = {}
     if ranks == 1:
         idle["one rank"] = _idle_on_one_rank(config)
-    for name, reason in config.optim.idle.items():
-        idle.setdefault(reason, []).append(f"optim.{name} = {getattr(config.optim, name)!r}")
     for section, owner in config.unused():
         if section.owned[owner] != type(section.owned[owner])():
             chosen = {name: getattr(section, name) for name in section.CHOOSERS}

@@ -34,7 +34,6 @@ class RmspropWarmupSettings(OptimizerSettings):
 
     CREATE: ClassVar[str] = "alternatives.rms_warmup.optimizer:create"
     RATES: ClassVar[str] = SGD
-    READS: ClassVar[tuple[str, ...]] = ("momentum",)
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = (
         Exclusion(
             "optim.name", one_of("rmsprop_warmup"), {"run.strategy": one_of("asynchronous")},

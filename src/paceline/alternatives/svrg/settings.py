@@ -11,7 +11,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.exclusions import Exclusion, not_in, one_of
 from paceline.core.settings import SettingChecks
 from paceline.optim.registry import SGD, OptimizerSettings
-from paceline.optim.schedules import MOMENTUM, Course
+from paceline.optim.schedules import Course
 
 DRAW = "draw"
 _FP32 = ("{optim.name} computes in fp32", "use --amp-dtype fp32")
@@ -77,7 +77,6 @@ class SvrgSettings(OptimizerSettings):
     TABLE: ClassVar[str] = "svrg"
     CREATE: ClassVar[str] = "alternatives.svrg.optimizer:create"
     RATES: ClassVar[str] = SGD
-    READS: ClassVar[tuple[str, ...]] = MOMENTUM  # refused, not idle
     GRADIENTS: ClassVar[str] = "svrg"
     UNREAD: ClassVar[tuple[str, ...]] = ("bits", "mu")
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = EXCLUSIONS
