@@ -23,7 +23,6 @@ from paceline.core.topology import Topology
 
 if TYPE_CHECKING:
     from paceline.comm.agreement import Agreement
-    from paceline.comm.job import RankHosts
     from paceline.comm.membership import Membership
     from paceline.comm.watchdog import LostRanks, Watchdog
 
@@ -76,7 +75,6 @@ class Group(Collectives):
         # Observes the exchange; the watchdog reads this rank's progress from the board.
         self.board = ProgressBoard()
         self._watchdog: Watchdog | None = None
-        self._hosts: RankHosts | None = None
         self._lost: LostRanks | None = None
         self._agreement: Agreement | None = None
         self._own_fault: PacelineError | None = None
@@ -111,14 +109,8 @@ class Group(Collectives):
             show_error, self.abort,
         )  # fmt: skip
         self._agreement, self._watchdog = members.agreement, members.watchdog
-        self._hosts, self._lost = members.hosts, members.lost
-        self.restarted = members.restarted
+        self._lost, self.restarted = members.lost, members.restarted
         self.watched("joining the process group", lambda: members.connect(device))
-
-    @property
-    def host_leader(self) -> int:
-        """Returns the lowest rank on this rank's host."""
-        return self.rank if self._hosts is None else self._hosts.leader(self.rank)
 
     def agree(
         self,

@@ -211,10 +211,6 @@ class RankHosts:
     def of(self, rank: int) -> RankHost | None:
         return self._hosts[rank] if self._several and rank < len(self._hosts) else None
 
-    def leader(self, rank: int) -> int:
-        """Returns the lowest rank on the host of `rank`, or the rank itself if hosts are unknown."""
-        return self._hosts.index(self._hosts[rank]) if rank < len(self._hosts) else rank
-
     def rank_label(self, rank: int) -> str:
         """Returns `rank 3`, or `rank 3 on node7 (10.0.0.7)` if the job has several hosts."""
         host = self.of(rank)

@@ -44,7 +44,7 @@ class StepRecords:
         if group.world_size > 1 and not each_rank_writes(settings, group.world_size):
             self._rank_times = RankTimes(group, training.emit)
         # If not every rank writes a file, only the first rank of each host reports an overloaded host.
-        notes = self._rank_times is None or group.rank == group.host_leader
+        notes = self._rank_times is None or group.topology.local_rank == 0
         self._load, self._overload_noted = HostLoad(), not notes
         self._noise = NoiseScale(*training.progress.noise)
 
