@@ -356,9 +356,7 @@ def _broadcast(made: Prepared) -> None:
     weights = [*made.model.parameters(), *made.model.buffers()]
     own = {id(p) for p in weights}
     for tensor in [*weights, *(m for m in masters if id(m) not in own)]:
-        if tensor.is_contiguous():
-            dist.broadcast(tensor.detach(), src=0)
-        else:  # channels_last
-            copy = tensor.detach().contiguous()
-            dist.broadcast(copy, src=0)
-            tensor.copy_(copy)
+        # A copy in channels_last, otherwise the tensor itself.
+        content = tensor.detach().contiguous()
+        dist.broadcast(content, src=0)
+        tensor.copy_(content)
