@@ -18,15 +18,9 @@ from paceline.core.settings import SettingChecks, parse_arguments
 # Values of `model.stem`, in addition to `auto`, for each model of Paceline.
 _RESNET_STEMS = ("imagenet", "small")
 STEMS_OF_MODEL: dict[str, tuple[str, ...]] = {
-    "resnet18": _RESNET_STEMS,
-    "resnet34": _RESNET_STEMS,
-    "resnet50": _RESNET_STEMS,
-    "resnet101": _RESNET_STEMS,
-    "resnet152": _RESNET_STEMS,
-    "resnet_tiny": ("small",),
-    "resnet_fast": ("small",),
-    "alexnet": (),
-    "alexnet_bn": (),
+    **dict.fromkeys(("resnet18", "resnet34", "resnet50", "resnet101", "resnet152"), _RESNET_STEMS),
+    **dict.fromkeys(("resnet_tiny", "resnet_fast"), ("small",)),
+    **dict.fromkeys(("alexnet", "alexnet_bn"), ()),
 }
 MODEL_NAMES: tuple[str, ...] = tuple(STEMS_OF_MODEL)
 STEM_NAMES: tuple[str, ...] = ("auto", *_RESNET_STEMS)
