@@ -17,8 +17,7 @@ from paceline.cli.options import AsJson
 from paceline.cli.signature import take_signature
 from paceline.cli.train import FLAGS, parse_flags, resolve, train
 from paceline.config import RunConfig
-from paceline.core.errors import ConfigError, DataError
-from paceline.core.files import whole_file
+from paceline.core.errors import ConfigError
 from paceline.core.topology import Topology
 from paceline.core.units import markup
 from paceline.report import write_page
@@ -128,21 +127,14 @@ def _run(config: RunConfig, steps: int, as_json: bool) -> int:
     if outcome.rank != 0:
         return 0
     result = test.result()
-    folder, table = outcome.folder, json.dumps(result.to_table())
     page = range_page(config.run.name, range_chart(result), _rows(result))
-    write_page(page, folder / "lr_find.html", "")
-    try:
-        with whole_file(folder / "lr_find.json") as file:
-            file.write(table.encode() + b"\n")
-    except OSError as error:
-        problem = f"lr_find.json cannot be written: {error.strerror}"
-        raise DataError(problem, "free disk space") from error
+    plot = write_page(page, outcome.folder / "lr_find.html", "")
     if as_json:
-        typer.echo(table)
+        typer.echo(json.dumps(result.to_table()))
         return 0
     for label, value in _rows(result):
         print_line(console, f"{label}: {value}")
-    print_line(console, f"plot: {folder / 'lr_find.html'}")
+    print_line(console, f"plot: {plot}")
     return 0
 
 
