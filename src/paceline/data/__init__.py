@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from paceline.data.loaders.loader import EvalBatches, EvalLoader, TrainBatches, TrainLoader
     from paceline.data.order import BatchPlan, Int64, SampleOrder
     from paceline.data.own_augment import BatchAugment, ImageAugment
-    from paceline.data.pack.inspect import inspect_set
+    from paceline.data.pack.inspect import inspect_set, open_splits
     from paceline.data.pack.pack import pack_splits
-    from paceline.data.pack.splits import open_splits
     from paceline.data.prefetch import divide_wait, sum_by_stage
     from paceline.data.settings import DataSettings
     from paceline.data.sources.base import Source, Split

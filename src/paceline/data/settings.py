@@ -15,7 +15,7 @@ SOURCES: Registry[Any] = Registry(
     "sources",
     {
         "auto": _DIRECTORY,
-        "embedded": "data.sources.embedded:KIND",
+        "embedded": "data.sources.shards:EMBEDDED_KIND",
         "shards": _DIRECTORY,
         "folder": _DIRECTORY,
         "cifar10": _DIRECTORY,
