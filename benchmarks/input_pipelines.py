@@ -41,7 +41,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from benchmarks.program import run
+from benchmarks.program import check_at_least, run
 from paceline.bench.input_rows import (
     InputRow,
     InputStream,
@@ -65,7 +65,6 @@ from paceline.cli.bench import (
     report_progress,
 )
 from paceline.cli.measure import chosen_device, environment, print_json
-from paceline.cli.options import check_at_least
 from paceline.core.errors import ConfigError, DataError
 from paceline.core.units import format_duration
 from paceline.data import (
@@ -78,9 +77,8 @@ from paceline.data import (
     create_train_loader,
     numbered_classes,
     open_source,
-    random_box,
 )
-from paceline.data.augment import CROP_RATIO, draws
+from paceline.data.augment import CROP_RATIO, draws, random_box
 
 # Classes of the stubbed index, and how often memory is read in an epoch.
 _CLASSES = 1000

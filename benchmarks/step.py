@@ -26,11 +26,10 @@ import torch.nn.functional as F
 import typer
 from torch import Tensor
 
-from benchmarks.program import run
+from benchmarks.program import check_at_least, run
 from paceline.cli import options
 from paceline.cli.bench import measure_step, print_steps, report_progress, step_result
 from paceline.cli.measure import chosen_device, environment, print_json
-from paceline.cli.options import check_at_least
 from paceline.core.errors import ConfigError, nearest
 from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings, check_model_name
@@ -250,7 +249,7 @@ def main(
 ) -> None:
     """Training steps on synthetic images: ours against plain PyTorch."""
     if measured:
-        row = StepRow.from_json(measured)
+        row = StepRow(**json.loads(measured))
         result = measure_step(row) if row.kind == "ours" else measure_plain(row)
         sys.stdout.write(_PREFIX + json.dumps(result) + "\n")
         return

@@ -17,7 +17,7 @@ import pytest
 
 from cli_runs import is_launchers
 from data_sets import write_shards
-from paceline.data.sources import embedded as images
+from paceline.data.sources import shards as images
 from ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

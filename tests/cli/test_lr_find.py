@@ -84,7 +84,6 @@ def test_a_range_test_of_a_run(tmp_path: Path) -> None:
     assert 20 <= steps <= 40
     assert rates == pytest.approx(np.geomspace(1e-4, 100, 40)[:steps])
     assert 1e-4 <= found["suggested_lr"] <= found["largest_lr"] < 100
-    assert found == json.loads((tmp_path / "r/lr_find.json").read_text())
     assert "Learning-rate range test" in (tmp_path / "r/lr_find.html").read_text()
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer import BadParameter
 from typer.testing import CliRunner
 
 from paceline.cli.app import app
@@ -47,13 +48,17 @@ def test_a_step_is_measured_and_planned_with(tmp_path: Path) -> None:
     ("flags", "words"),
     [
         (("--model", "resnet5"), "did you mean"),
-        (("--steps", "0"), "--steps"),
-        (("-b", "0"), "--batch-size"),
         (("--output", "no/where/p.toml"), "folder"),
     ],
 )
 def test_mistakes_are_one_line(flags: tuple[str, ...], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
+        ask("--device", "cpu", *flags)
+
+
+@pytest.mark.parametrize("flags", [("--steps", "0"), ("-b", "0")])
+def test_numbers_that_are_too_small(flags: tuple[str, ...]) -> None:
+    with pytest.raises(BadParameter):
         ask("--device", "cpu", *flags)
 
 

@@ -24,7 +24,7 @@ from paceline.data.sources.array_sets import (
     read_labels,
     read_sheet,
 )
-from paceline.data.sources.embedded import EMBEDDED
+from paceline.data.sources.shards import EMBEDDED
 
 FORMS = ["bin", "png"]
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 5, 4), dtype=np.uint8)

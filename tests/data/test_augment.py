@@ -19,9 +19,14 @@ from paceline.data import (
     SyntheticImages,
     TrainTransform,
     create_train_loader,
+)
+from paceline.data.augment import (
+    _OPERATIONS,
+    apply_extras,
+    draws,
+    extra_draws,
     random_box,
 )
-from paceline.data.augment import _OPERATIONS, apply_extras, draws, extra_draws
 from paceline.data.decode.decoder import PillowDecoder
 from paceline.data.order import uniform
 from paceline.data.prefetch import Progress

@@ -25,7 +25,7 @@ def test_settings_and_sources_do_not_import_torch() -> None:
         "sources.opening",
         "image",
         "prefetch",
-        "pack.splits",
+        "pack.inspect",
         "pack.pack",
     )
     modules = ", ".join(f"paceline.data.{name}" for name in names)

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from no_waiting import no_waiting
 from paceline.core.errors import DataError
@@ -27,12 +26,12 @@ from paceline.data import (
     create_train_loader,
 )
 from paceline.data.device import resident as module
-from paceline.data.device.resident import PixelForm, UnequalSizesError, resident_set
+from paceline.data.device.resident import PixelForm, resident_set
 from paceline.data.sources.array_sets import Cifar10
 
 Make = Callable[..., DataSettings]
 CPU = torch.device("cpu")
-FORM, SHAPE = PixelForm(1, 8, 8, "bilinear"), (8, 8, 1)
+FORM = PixelForm(1, 8, 8, "bilinear")
 pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 
 
@@ -148,7 +147,7 @@ def test_every_sample_lies_at_its_index(
 ) -> None:
     monkeypatch.setattr(module, "_PIECE_BYTES", 70 * 64)  # several pieces of several chunks
     source = memory_source(250, corrupt={3, 249}, size=12)
-    held = resident_set(source, FORM, SHAPE, workers, CPU)
+    held = resident_set(source, FORM, workers, CPU)
     want = torch.arange(250)
     want[[3, 249]] = 0
     assert torch.equal(held.images, want.to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 8, 8, 1))
@@ -163,40 +162,28 @@ def test_every_sample_lies_at_its_index(
 def test_pixels_that_lie_ready_are_taken_as_they_are(tmp_path: Path, small_cifar: Any) -> None:
     source = Cifar10(small_cifar.write(tmp_path, "bin"), "train")
     source.read = lambda i: pytest.fail(f"sample {i} was read")  # type: ignore[method-assign]
-    held = resident_set(source, PixelForm(3, 32, 32, "bilinear"), (32, 32, 3), 2, CPU)
+    held = resident_set(source, PixelForm(3, 32, 32, "bilinear"), 2, CPU)
     assert np.array_equal(held.images.numpy(), source.pixels)
     assert held.pixels[-1].tolist() == [0, 0, 0]
 
 
 def test_decoded_once_as_long_as_the_source_lives(memory_source: Any) -> None:
     source = memory_source(20)
-    held = resident_set(source, FORM, SHAPE, 0, CPU)
-    assert resident_set(source, FORM, SHAPE, 2, CPU) is held
+    held = resident_set(source, FORM, 0, CPU)
+    assert resident_set(source, FORM, 2, CPU) is held
     assert len(source.reads) == 20
-    assert resident_set(source, PixelForm(1, 8, 9, "bilinear"), SHAPE, 0, CPU) is not held
-    assert resident_set(memory_source(20), FORM, SHAPE, 0, CPU) is not held
+    assert resident_set(source, PixelForm(1, 8, 9, "bilinear"), 0, CPU) is not held
+    assert resident_set(memory_source(20), FORM, 0, CPU) is not held
     gone = weakref.ref(held)
     del held, source
     gc.collect()
     assert gone() is None
 
 
-def test_other_sizes_are_refused_where_they_must_be_equal() -> None:
-    transform = PixelForm(1).transform((4, 6, 1))
-    out = np.zeros((4, 6, 1), dtype=np.uint8)
-    transform(Image.new("L", (6, 4), 7), (), out)
-    assert (out == 7).all()
-    with pytest.raises(UnequalSizesError, match="images of 6 × 4 and of 4 × 6"):
-        transform(Image.new("L", (4, 6)), (), out)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("augment", ["pad_crop", "random_resized_crop"])
-def test_the_host_never_waits_for_the_gpu(
-    memory_source: Any, augmented: Make, augment: str
-) -> None:
-    source, chosen = memory_source(50, {7}), augmented(workers=1, augment=augment)
+def test_the_host_never_waits_for_the_gpu(memory_source: Any, augmented: Make) -> None:
+    source, chosen = memory_source(50, {7}), augmented(workers=1)
     plan = BatchPlan(samples=50, epochs=3, global_batch=40, micro_batch=20, world_size=1)
     batches = []
     with (

@@ -86,8 +86,6 @@ def test_averages_start_at_the_first_estimate_and_hide_nothing() -> None:
 def test_steps_and_time() -> None:
     assert relative_steps(1000, 1000) == 2
     assert time_saved(1000, 1000, 2000) == pytest.approx(0.25)
-    assert time_saved(1000, 1000, 2000, step_ratio=4 / 3) == pytest.approx(0, abs=1e-12)
-    assert time_saved(1000, 1000, 2000, step_ratio=2) < 0
 
 
 def test_the_useful_batch_is_where_doubling_saves_just_enough() -> None:
@@ -95,11 +93,3 @@ def test_the_useful_batch_is_where_doubling_saves_just_enough() -> None:
     assert time_saved(700, batch, 2 * batch) == pytest.approx(LEAST_SAVING)
     assert time_saved(700, batch / 2, batch) > LEAST_SAVING
     assert time_saved(700, 2 * batch, 4 * batch) < LEAST_SAVING
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
-def test_a_noise_scale_that_is_none_is_refused(value: float) -> None:
-    with pytest.raises(ValueError, match="noise_scale"):
-        relative_steps(value, 256)
-    with pytest.raises(ValueError, match="batch"):
-        relative_steps(256, value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -98,9 +97,9 @@ class RunSettings(Section):
         super().__post_init__()
         STRATEGIES.check(self.strategy, "run.strategy")
         check = SettingChecks("run", self)
-        for name in ("epochs", "log_interval", "eval_interval_epochs"):
-            check.number(name, "at least 1")
-        for name in ("global_batch_size", "batch_size"):
+        for name in (
+            "epochs", "log_interval", "eval_interval_epochs", "global_batch_size", "batch_size",
+        ):  # fmt: skip
             check.number(name, "at least 1")
         if ":" in self.loss:
             split_name("run.loss", self.loss)
@@ -115,8 +114,7 @@ class RunSettings(Section):
                     name, f"must be 0 (off), or from {MIXES[0]} to {MIXES[1]}",
                     "try 0.2" if name == "mixup" else "try 1.0",
                 )  # fmt: skip
-        if not 0 <= self.average_epochs < math.inf:
-            raise check.error("average_epochs", "must be 0 (off) or more", "try 5.0")
+        check.number("average_epochs", "0 or more", "try 5.0")
         if not 0 <= self.seed < 2**63:
             raise check.error("seed", "must be 0 or more, and below 2^63")
         if not 0 <= self.threads <= MOST_THREADS:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from paceline.core import lazy_exports
 
 if TYPE_CHECKING:
-    from paceline.data.augment import EvalTransform, TrainTransform, random_box
+    from paceline.data.augment import EvalTransform, TrainTransform
     from paceline.data.batch import Batch, mark_stream
     from paceline.data.decode.decoder import Decoder, RegionUnavailableError
     from paceline.data.decode.library import region_library
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from paceline.data.loaders.loader import EvalBatches, EvalLoader, TrainBatches, TrainLoader
     from paceline.data.order import BatchPlan, Int64, SampleOrder
     from paceline.data.own_augment import BatchAugment, ImageAugment
-    from paceline.data.pack.inspect import inspect_set
+    from paceline.data.pack.inspect import inspect_set, open_splits
     from paceline.data.pack.pack import pack_splits
-    from paceline.data.pack.splits import open_splits
     from paceline.data.prefetch import divide_wait, sum_by_stage
     from paceline.data.settings import DataSettings
     from paceline.data.sources.base import Source, Split
@@ -48,7 +47,7 @@ __all__ = [
     "TrainLoader",
     "TrainTransform", "allowed_corrupt", "as_source", "create_eval_loader", "create_train_loader",
     "divide_wait", "inspect_set", "mark_stream", "numbered_classes",
-    "open_data", "open_other", "open_source", "open_splits", "pack_splits", "random_box",
+    "open_data", "open_other", "open_source", "open_splits", "pack_splits",
     "region_library", "register_source", "sum_by_stage", "to_mode",
 ]  # fmt: skip
 if not TYPE_CHECKING:  # a type checker would accept every name

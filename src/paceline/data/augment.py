@@ -11,7 +11,6 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,25 +35,15 @@ RESAMPLING = {
 }
 
 
-class Transform(Protocol):
-    """A function that fills a square array with the transformed pixels of an image.
-
-    Attributes:
-        size: Side of the square in pixels.
-        draws: Number of random numbers in `row` that a call uses.
-    """
-
-    size: int
-    draws: int
-
-    def __call__(self, image: Image.Image, row: Sequence[float], out: Pixels) -> None: ...
-
-
 class SquareTransform(ABC):
     """A transform in three steps: resample a box to a square, flip it, and finish it in place.
 
     Calling the transform runs all steps on a decoded image. A decoder that decodes only the box
     calls the steps one by one.
+
+    Attributes:
+        size: Side of the square in pixels.
+        draws: Number of random numbers in `row` that a call uses.
     """
 
     draws: int

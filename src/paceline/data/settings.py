@@ -15,7 +15,7 @@ SOURCES: Registry[Any] = Registry(
     "sources",
     {
         "auto": _DIRECTORY,
-        "embedded": "data.sources.embedded:KIND",
+        "embedded": "data.sources.shards:EMBEDDED_KIND",
         "shards": _DIRECTORY,
         "folder": _DIRECTORY,
         "cifar10": _DIRECTORY,
@@ -99,7 +99,7 @@ class DataSettings:
     """Threads that decode and augment, of each process; 0 does the work in the training thread."""
     resident: str = "auto"
     """Keep each split decoded on the training device: `on`, `off`, or `auto` (on a GPU, for splits
-    of at most 4,096 MiB)."""
+    of at most 4,096 MiB); training with `random_resized_crop` cannot."""
     max_corrupt_share: float = 0.01
     """End the run when more than this share of the samples is corrupt."""
     shuffle: str = "global"

@@ -79,20 +79,9 @@ def closed_form(name: str) -> Cost | None:
 # Formulas: `c` is the cluster and `m` the sizes of buffers in bytes.
 
 
-def ring_s(p: int, m: Seconds, link: Link, gamma_s: float = 0.0) -> Seconds:
-    """Returns the seconds of a ring all-reduce: 2(p−1) rounds, each of m/p bytes.
-
-    Args:
-        p: Number of ranks.
-        m: Sizes of buffers in bytes.
-        link: The link between neighbours.
-        gamma_s: Seconds to add one byte.
-    """
-    return collective_s("all_reduce", p, m, link, gamma_s)
-
-
 def _ring(c: Cluster, m: Seconds) -> Seconds:
-    return ring_s(c.ranks, m, c.slowest, c.gamma_s)
+    """Returns the seconds of a ring all-reduce: 2(p−1) rounds, each of m/p bytes."""
+    return collective_s("all_reduce", c.ranks, m, c.slowest, c.gamma_s)
 
 
 def _hierarchical(c: Cluster, m: Seconds) -> Seconds:
@@ -155,7 +144,7 @@ def _native(c: Cluster, m: Seconds) -> Seconds:
     """
     rail = Link(c.between.alpha_s, c.between.beta_s / c.links)
     if c.nodes == 1:
-        return ring_s(c.ranks, m, c.intra, c.gamma_s)
+        return collective_s("all_reduce", c.ranks, m, c.intra, c.gamma_s)
     beta = max(c.intra.beta_s, rail.beta_s)
     hops = 2 * c.nodes * ((c.ranks_per_node - 1) * c.intra.alpha_s + rail.alpha_s)
     ring = hops + 2 * (c.ranks - 1) / c.ranks * m * beta + m * c.gamma_s

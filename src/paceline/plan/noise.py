@@ -90,35 +90,24 @@ class NoiseScale:
         return self.variance / self.signal
 
 
-def _check(noise_scale: float, **batches: float) -> None:
-    for name, value in {"noise_scale": noise_scale, **batches}.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} = {value}: must be above 0, and finite")
-
-
 def relative_steps(noise_scale: float, batch: float) -> float:
     """Returns the number of steps to a given loss, relative to training with an unlimited batch."""
-    _check(noise_scale, batch=batch)
     return 1 + noise_scale / batch
 
 
-def time_saved(noise_scale: float, batch: float, larger: float, step_ratio: float = 1.0) -> float:
-    """Returns the fraction of training time that a larger batch saves; negative if it costs time.
+def time_saved(noise_scale: float, batch: float, larger: float) -> float:
+    """Returns the fraction of training time that a larger batch saves if steps take equally long.
 
     Args:
         noise_scale: B_noise in samples.
         batch: The present batch size in samples.
         larger: The larger batch size in samples.
-        step_ratio: The time of a step with the larger batch, relative to a step with `batch`.
     """
-    _check(noise_scale, batch=batch, larger=larger, step_ratio=step_ratio)
-    steps = relative_steps(noise_scale, larger) / relative_steps(noise_scale, batch)
-    return 1 - step_ratio * steps
+    return 1 - relative_steps(noise_scale, larger) / relative_steps(noise_scale, batch)
 
 
 def useful_batch(noise_scale: float) -> float:
     """Returns the largest batch size at which doubling ranks and batch saves at least `LEAST_SAVING`."""
-    _check(noise_scale)
     return noise_scale * (0.5 - LEAST_SAVING) / LEAST_SAVING
 
 

@@ -25,6 +25,12 @@ from paceline.planner.workload import Workload
 MAX_RANKS = 65_536
 # A smaller share of a step is not the bottleneck.
 _NOTABLE = 0.05
+# The attributes of a prediction in `Answer.to_json`, for the cluster and for a point of the curve.
+_STEP_FIGURES = (
+    "ranks", "images_per_s", "images_per_s_per_gpu", "step_s", "compute_s", "exposed_comm_s",
+    "hidden_comm_s", "input_stall_s", "efficiency", "uncertainty",
+)  # fmt: skip
+_CURVE_FIGURES = ("ranks", "images_per_s", "efficiency", "exposed_comm_s", "uncertainty")
 
 
 @dataclass(frozen=True)
@@ -202,18 +208,9 @@ class Answer:
         return {
             "model": self.workload.model,
             "source": self.workload.source,
-            "ranks": now.ranks,
             "batch_size": now.batch,
             "global_batch_size": now.batch * now.ranks,
-            "images_per_s": now.images_per_s,
-            "images_per_s_per_gpu": now.images_per_s_per_gpu,
-            "step_s": now.step_s,
-            "compute_s": now.compute_s,
-            "exposed_comm_s": now.exposed_comm_s,
-            "hidden_comm_s": now.hidden_comm_s,
-            "input_stall_s": now.input_stall_s,
-            "efficiency": now.efficiency,
-            "uncertainty": now.uncertainty,
+            **{name: getattr(now, name) for name in _STEP_FIGURES},
             "bound_by": self.bound_by,
             "epochs": self.job.epochs,
             "dataset_size": self.job.samples,
@@ -225,14 +222,7 @@ class Answer:
                 for score, exchange in zip(now.scores, now.exchanges, strict=True)
             ],
             "scaling": [
-                {
-                    "ranks": point.ranks,
-                    "images_per_s": point.images_per_s,
-                    "efficiency": point.efficiency,
-                    "exposed_comm_s": point.exposed_comm_s,
-                    "uncertainty": point.uncertainty,
-                }
-                for point in self.curve
+                {name: getattr(point, name) for name in _CURVE_FIGURES} for point in self.curve
             ],
             "recommended_batch": self.recommended,
             "memory": None if memory is None else {**asdict(memory), "total": memory.total},

@@ -231,9 +231,6 @@ class Workload:
         if not isinstance(work, Mapping) or not isinstance(work.get("gradients"), list):
             problem = "has no [workload] with gradients"
             raise _error("workload", None, f"not a profile ({problem})", "make it anew")
-        for name in ("model", "forward", "backward", "update_s"):
-            if name not in work:
-                raise _error(name, None, "is missing", "make it anew")
         return from_table(cls, "profile", work)
 
 

@@ -30,6 +30,9 @@ from paceline.report.curves import MAX_POINTS, over_figure, spans_decades
 from paceline.report.html import document, figures, list_section, section
 from paceline.report.tables import Table
 
+# The attributes of `Outcome` in `compare_json`, for each run and for the first run of a row.
+_RUN_FIGURES = ("state", "images_per_s", "train_s", "epochs", "skipped_steps")
+_ROW_FIGURES = ("global_batch_size", "largest_batch", "world_size")
 # If no run is longer than this number of epochs, the loss curves are cut into this number of parts.
 _MIN_PARTS = 20
 
@@ -229,21 +232,15 @@ def _row_json(row: CompareRow, differing: tuple[str, ...]) -> dict[str, Any]:
         "epochs_done_min": low,
         "epochs_done_max": high,
         "epochs_planned": row.first.epochs_planned,
-        "global_batch_size": row.first.outcome.global_batch_size,
-        "largest_batch": row.first.outcome.largest_batch,
-        "world_size": row.first.outcome.world_size,
+        **{name: getattr(row.first.outcome, name) for name in _ROW_FIGURES},
         "skipped_steps": row.skipped_steps,
         "runs": [
             {
                 "path": str(run.path),
                 "seed": run.seed,
-                "state": run.outcome.state,
                 "top1": run.top1,
                 "val_loss": run.val_loss,
-                "images_per_s": run.outcome.images_per_s,
-                "train_s": run.outcome.train_s,
-                "epochs": run.outcome.epochs,
-                "skipped_steps": run.outcome.skipped_steps,
+                **{name: getattr(run.outcome, name) for name in _RUN_FIGURES},
             }
             for run in row.runs
         ],

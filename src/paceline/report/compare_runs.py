@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import DataError
+from paceline.report.live_run import run_folders
 from paceline.report.outcome import Outcome
 from paceline.report.records import finite, integer
-from paceline.report.run_files import EVENTS_NAME, RunFiles
+from paceline.report.run_files import RunFiles
 from paceline.report.tables import flat
 
 # Settings in which the runs of one row may differ.
@@ -106,22 +107,17 @@ def read_runs(paths: Sequence[Path], notes: list[str] | None = None) -> list[Com
     Raises:
         CompareError: If a run cannot be compared, or if there are fewer than two runs.
     """
-    folders: dict[Path, Path] = {}
-    for path in paths:
-        for folder in _run_folders(path):
-            # A run that is given twice, directly and by its parent, must not count twice.
-            folders.setdefault(folder.resolve(), folder)
-    given = {path.resolve() for path in paths}
+    folders, given = run_folders(paths), {path.resolve() for path in paths}
     runs, left_out = [], []
-    for resolved, folder in folders.items():
+    for folder in folders:
         try:
             runs.append(ComparedRun.read(folder))
         except NoEvaluationError as error:
-            if resolved in given:
+            if folder.resolve() in given:
                 raise
             left_out.append(f"left out: {error.cause}")
     if len(runs) < 2:
-        only = next((run.path for run in runs), next(iter(folders.values())))
+        only = next((run.path for run in runs), folders[0])
         others = f" ({'; '.join(left_out)})" if left_out else ""
         raise CompareError(
             f"compare needs two runs or more, and {only} is one{others}",
@@ -129,25 +125,6 @@ def read_runs(paths: Sequence[Path], notes: list[str] | None = None) -> list[Com
         )
     if notes is not None:
         notes += left_out
-    return runs
-
-
-def _run_folders(path: Path) -> list[Path]:
-    """Returns `path` if it is a run folder, otherwise the run folders directly below it."""
-    try:
-        if not path.is_dir() or (path / EVENTS_NAME).is_file():
-            return [path]
-        runs = sorted(child for child in path.iterdir() if (child / EVENTS_NAME).is_file())
-    except OSError as error:
-        raise CompareError(
-            f"{error.filename or path} cannot be read: {error.strerror}", "check its permissions"
-        ) from error
-    if not runs:
-        raise CompareError(
-            f"{path} is not a run folder and contains none: there is no {EVENTS_NAME} in it or "
-            "directly below it",
-            "give folders that `paceline train --output` wrote",
-        )
     return runs
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 import numpy as np
 
-from paceline.core.units import count, format_percent, loss, number, rate
+from paceline.core.units import count, format_percent, loss, rate
 from paceline.report.bottleneck import ExposedWaits
 from paceline.report.chart import SERIES_COLOURS, XY, Chart, Line, Marker
 from paceline.report.outcome import Outcome
@@ -164,21 +165,9 @@ class _XAxis:
             self.line("single steps", points, 1, faint=True),
         ]
 
-    def chart(
-        self,
-        title: str,
-        lines: Sequence[Line],
-        *,
-        log: bool = False,
-        from_zero: bool = False,
-        markers: Sequence[Marker] | None = None,
-        show_value: Callable[[float], str] = number,
-        note: str = "",
-    ) -> Chart:
-        shown = self.resumes() if markers is None else markers
-        return Chart(
-            title, self._label, lines, self._range, log, from_zero, shown, show_value, note
-        )
+    def chart(self, title: str, lines: Sequence[Line], **look: Any) -> Chart:
+        """Returns a chart with this x axis, and by default markers of resumes; `look` as in `Chart`."""
+        return Chart(title, self._label, lines, self._range, **{"markers": self.resumes(), **look})
 
     def resumes(self) -> list[Marker]:
         return [

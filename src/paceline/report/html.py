@@ -14,9 +14,6 @@ from paceline.core.units import markup
 from paceline.report.chart import Chart, line_chart
 from paceline.report.tables import Table
 
-# The width in pixels that a phone has for the contents of a card.
-_PHONE_WIDTH = 340
-
 
 def document(title: str, parts: Iterable[str], script: str = "") -> str:
     """Builds a page.
@@ -118,19 +115,4 @@ def _table(table: Table, *, titled: bool) -> str:
     body = "".join(row("td", cells) for cells in table.rows)
     note = f'<p class="note">{markup(table.note)}</p>' if table.note else ""
     drawn = f"<table>{caption}<thead>{head}</thead><tbody>{body}</tbody></table>"
-    return scrolled(drawn, _width(table)) + note
-
-
-def _width(table: Table) -> float:
-    """Estimates the least width of a table in pixels; text columns wrap, other columns do not."""
-    width = 0.0
-    for n, (head, *cells) in enumerate(zip(table.columns, *table.rows, strict=True)):
-        longest = max(6.6 * len(head), *(7.8 * len(cell) for cell in cells))
-        width += 10 + (min(longest, 105.0) if n in table.text_columns else longest)
-    return width
-
-
-def scrolled(content: str, width: float) -> str:
-    """Makes content scroll sideways, with a hint if `width` (in pixels) is too wide for a phone."""
-    hint = '<p class="hint">more to the right: scroll →</p>' if width > _PHONE_WIDTH else ""
-    return f'{hint}<div class="scroll">{content}</div>'
+    return f'<div class="scroll">{drawn}</div>{note}'

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from paceline.core.errors import ConfigError, nearest
 from paceline.trackers.clients import CsvTracker, MlflowTracker, TensorBoardTracker, WandbTracker
@@ -19,12 +19,8 @@ from paceline.trackers.thread import Tracker, TrackerThread
 Make = Callable[[Path, int, Mapping[str, Any]], Tracker]
 
 
-class _Registered(NamedTuple):
-    make: Make
-    package: str
-
-
-_REGISTRY: dict[str, _Registered] = {}
+# The function of each tracker, and the package that it needs.
+_REGISTRY: dict[str, tuple[Make, str]] = {}
 
 
 def register(name: str, make: Make, package: str = "") -> None:
@@ -35,7 +31,7 @@ def register(name: str, make: Make, package: str = "") -> None:
         make: Creates the tracker from the run folder, the first step of this process and the settings.
         package: The Python package that must be installed for this tracker; "" if it needs none.
     """
-    _REGISTRY[name] = _Registered(make, package)
+    _REGISTRY[name] = make, package
 
 
 register("csv", lambda folder, first_step, _: CsvTracker(folder, first_step))
@@ -53,7 +49,7 @@ def check_trackers(names: Iterable[str]) -> None:
     for name in names:
         if name not in _REGISTRY:
             raise ConfigError("run.trackers", name, "unknown", nearest(name, _REGISTRY))
-        package = _REGISTRY[name].package
+        _, package = _REGISTRY[name]
         if package and importlib.util.find_spec(package) is None:
             raise ConfigError(
                 "run.trackers", name, f"{package} is not installed",
@@ -76,7 +72,7 @@ def open_trackers(
     """
 
     def start(name: str) -> TrackerThread:
-        make = _REGISTRY[name].make
+        make, _ = _REGISTRY[name]
         return TrackerThread(name, lambda: make(folder, first_step, settings), note)
 
     return [start(name) for name in dict.fromkeys(names)]

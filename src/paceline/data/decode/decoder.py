@@ -15,7 +15,7 @@ from time import perf_counter
 import numpy as np
 
 from paceline.core.errors import PacelineError
-from paceline.data.augment import Pixels, SquareTransform, Transform
+from paceline.data.augment import Pixels, SquareTransform
 from paceline.data.batch import Batch, BatchBuffer, Chunk
 from paceline.data.image import CorruptImage, CorruptSample, decode
 from paceline.data.prefetch import Progress, cut
@@ -94,7 +94,7 @@ class PillowDecoder(Decoder):
     """
 
     source: Source
-    transform: Transform
+    transform: SquareTransform
     _: KW_ONLY
     channels: int
     workers: int = 0
@@ -164,7 +164,7 @@ class PillowDecoder(Decoder):
         transform = self.transform
         if not isinstance(data, np.ndarray) or data.shape != out.shape:
             return False
-        if not isinstance(transform, SquareTransform) or transform.flips(numbers):
+        if transform.flips(numbers):
             return False
         if not transform.is_square(data.shape[1], data.shape[0], numbers):
             return False

@@ -45,8 +45,6 @@ _MOST_OPENED = 4
 class RegionDecoder(PillowDecoder):
     """Decodes crops of JPEGs. The stage "decode" includes cropping and resampling of JPEGs."""
 
-    transform: SquareTransform
-
     def __init__(
         self,
         source: Source,

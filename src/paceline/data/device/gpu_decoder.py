@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal
 
@@ -43,49 +44,39 @@ DecodeFiles = Callable[[Sequence[JpegFile]], Decoded]
 _LEVEL = 7
 
 
+@dataclass(eq=False)
 class GpuDecoder(Decoder):
-    """Decodes batches on a GPU. A decoder on the host decodes files that the GPU does not support."""
+    """Decodes batches on a GPU. A decoder on the host decodes files that the GPU does not support.
 
-    def __init__(
-        self,
-        host: PillowDecoder,
-        transform: SquareTransform,
-        decode: DecodeFiles,
-        name: str,
-        device: torch.device,
-        cutout: int,
-        notes: Sequence[str] = (),
-    ) -> None:
-        """Creates a decoder.
+    Creating a decoder raises ConfigError if the crop kernel does not work on this device.
 
-        Args:
-            host: The decoder of files that the GPU does not support. Also provides the source.
-            transform: Chooses the box and the flip of each sample.
-            decode: The function that decodes files on the GPU.
-            name: The name of `decode` for the description.
-            device: The GPU.
-            cutout: Side of the cutout in pixels, 0 for none.
-            notes: Notes to add to the description.
+    Attributes:
+        host: The decoder of files that the GPU does not support. Also provides the source.
+        transform: Chooses the box and the flip of each sample.
+        decode: The function that decodes files on the GPU.
+        name: The name of `decode` for the description.
+        device: The GPU.
+        cutout: Side of the cutout in pixels, 0 for none.
+        notes: Notes to add to the description.
+    """
 
-        Raises:
-            ConfigError: If the crop kernel does not work on this device.
-        """
-        check_crop_kernel(device, size=transform.size, cutout=cutout)
-        self._host = host
-        self._source = host.source
-        self._transform = transform
-        self._decode = decode
-        self._name = name
-        self.device = device
-        self._cutout = cutout
-        self._notes = notes
+    host: PillowDecoder
+    transform: SquareTransform
+    decode: DecodeFiles
+    name: str
+    device: torch.device
+    cutout: int
+    notes: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        check_crop_kernel(self.device, size=self.transform.size, cutout=self.cutout)
         self._local = threading.local()
-        self._host_samples = HostSamples(host.source, name)
-        self.draws = transform.draws
-        self.workers = host.workers
+        self._host_samples = HostSamples(self.host.source, self.name)
+        self.draws = self.transform.draws
+        self.workers = self.host.workers
 
     def begin(self, samples: int) -> GpuBatch:
-        return GpuBatch(self, self._source, samples)
+        return GpuBatch(self, self.host.source, samples)
 
     def fill(self, chunk: Chunk) -> torch.Tensor:
         """Returns the images of a chunk on the GPU. Waits until the GPU has finished."""
@@ -95,7 +86,7 @@ class GpuDecoder(Decoder):
             places, files = self._read(chunk)
             progress.add("read", perf_counter() - began)
             began = perf_counter()
-            decoded = self._decode(files) if files else Decoded([], None)
+            decoded = self.decode(files) if files else Decoded([], None)
             progress.add("decode", perf_counter() - began)
             self._note_failures(chunk, places, files, decoded)
             try:
@@ -112,7 +103,7 @@ class GpuDecoder(Decoder):
     def _read(self, chunk: Chunk) -> tuple[list[int], list[JpegFile]]:
         """Reads the samples of a chunk. Returns the rows and the files that the GPU can decode."""
         if not hasattr(self._local, "read"):
-            self._local.read = BulkRead(self._source, pinned=self.device.type == "cuda")
+            self._local.read = BulkRead(self.host.source, pinned=self.device.type == "cuda")
         rows = [row for row, index in enumerate(chunk.wanted) if not self._host_samples.has(index)]
         stored: list[Stored | memoryview] = self._local.read.all(
             [chunk.wanted[row] for row in rows], chunk.progress
@@ -157,7 +148,7 @@ class GpuDecoder(Decoder):
         from paceline.data.device import kernels
 
         began = perf_counter()
-        transform, size = self._transform, self._transform.size
+        transform, size = self.transform, self.transform.size
         out = torch.empty((len(chunk), size, size, 3), dtype=torch.uint8, device=self.device)
         host_table, boxes = kernels.new_table(len(places))
         missing, count = set(range(len(chunk))), 0
@@ -173,7 +164,7 @@ class GpuDecoder(Decoder):
             missing.discard(place)
             count += 1
         table = torch.from_numpy(host_table[:count]).to(self.device)
-        kernels.crop_into(out, table, cutout=self._cutout)
+        kernels.crop_into(out, table, cutout=self.cutout)
         chunk.progress.add("augment", perf_counter() - began)
         return out, table, sorted(missing)
 
@@ -184,15 +175,15 @@ class GpuDecoder(Decoder):
         squares = np.empty((len(rows), *out.shape[1:]), dtype=np.uint8)
         for row, square in zip(rows, squares, strict=True):
             chunk.progress.check()
-            self._host.fill_row(chunk, row, square)
+            self.host.fill_row(chunk, row, square)
         places = torch.tensor(rows, device=self.device)
         out.index_copy_(0, places, torch.from_numpy(squares).to(self.device))
 
     def _cutout_corner(self, numbers: Sequence[float]) -> tuple[int, int]:
         """Returns top and left of the cutout, the same as in `TrainTransform`."""
-        if not self._cutout:
+        if not self.cutout:
             return 0, 0
-        size, half = self._transform.size, self._cutout // 2
+        size, half = self.transform.size, self.cutout // 2
         top, left = (int(number * size) - half for number in numbers[-2:])
         return top, left
 
@@ -211,8 +202,8 @@ class GpuDecoder(Decoder):
                 yield self._local.stream
 
     def describe(self) -> str:
-        threads = describe_threads(self.workers, (*self._notes, few_connections()))
-        return f"{self._name}, {threads}"
+        threads = describe_threads(self.workers, (*self.notes, few_connections()))
+        return f"{self.name}, {threads}"
 
     def note(self) -> str:
         """Describes how many samples the GPU did not decode, and why. Returns "" if there are none."""

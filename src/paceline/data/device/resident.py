@@ -15,14 +15,13 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from PIL import Image
 
 from paceline.core.errors import ConfigError
-from paceline.data.augment import FitTransform, Pixels, Transform, pixels_of
+from paceline.data.augment import FitTransform, Pixels
 from paceline.data.batch import Batch, Chunk, CorruptLog, kept_rows, mark_stream
 from paceline.data.decode.decoder import BatchInProgress, Decoder, PillowDecoder
 from paceline.data.device.augment import AugmentNumbers, DeviceAugment
-from paceline.data.image import CorruptImage, CorruptSample, decode
+from paceline.data.image import CorruptSample
 from paceline.data.prefetch import Job, Prefetcher, Progress, cut
 from paceline.data.settings import DataSettings
 from paceline.data.sources.base import Source
@@ -36,81 +35,42 @@ RESIDENT_MAX_MIB = 4096
 _PIECE_BYTES = 16 * _MIB
 
 
-class UnequalSizesError(Exception):
-    """Raised if images that must have the same size differ. The message names two sizes."""
-
-
 @dataclass(frozen=True)
 class PixelForm:
-    """Describes how a resident set stores images: unchanged, or fitted to the model's square.
+    """Describes the squares that a resident set stores.
 
     Attributes:
         channels: 1 or 3.
-        size: Side of the square in pixels. 0 keeps the images unchanged.
-        short_side: Short side in pixels before the center crop, if `size` is not 0.
-        interpolation: Name of the resampling filter, if `size` is not 0.
+        size: Side of the square in pixels.
+        short_side: Short side of the image in pixels before the center crop to the square.
+        interpolation: Name of the resampling filter.
     """
 
     channels: int
-    size: int = 0
-    short_side: int = 0
-    interpolation: str = ""
+    size: int
+    short_side: int
+    interpolation: str
 
     @classmethod
     def of(cls, settings: DataSettings, *, training: bool) -> PixelForm:
-        """Returns the form for training or evaluation. For random resized crops, keeps whole images."""
+        """Returns the form for training or evaluation."""
         size = settings.image_size
-        if not training:
-            return cls(
-                settings.channels, size, settings.eval_resize or size, settings.interpolation
-            )
-        if settings.augment == "random_resized_crop":
-            return cls(settings.channels)
-        return cls(settings.channels, size, size, settings.interpolation)
+        short_side = size if training else settings.eval_resize or size
+        return cls(settings.channels, size, short_side, settings.interpolation)
 
-    def shape(self, source: Source) -> Shape | None:
-        """Returns height, width and channels of a stored image, or None if no image can be decoded."""
-        if self.size:
-            return self.size, self.size, self.channels
-        if source.pixels is not None:
-            height, width = source.pixels.shape[1:3]
-            return height, width, self.channels
-        for index in range(len(source)):
-            try:
-                image = decode(source.read(index), self.channels)
-            except CorruptImage:
-                continue
-            return image.height, image.width, self.channels
-        return None
+    @property
+    def shape(self) -> Shape:
+        return self.size, self.size, self.channels
 
     def ready(self, source: Source) -> Pixels | None:
         """Returns the pixels of all samples if the source has them in this form, else None."""
         pixels = source.pixels
-        if pixels is None or pixels.shape[3] != self.channels:
+        if pixels is None or pixels.shape[1:] != self.shape or self.size != self.short_side:
             return None
-        fits = pixels.shape[1] == pixels.shape[2] == self.size == self.short_side
-        return pixels if fits or not self.size else None
+        return pixels
 
-    def transform(self, shape: Shape) -> Transform:
-        if self.size:
-            return FitTransform(self.size, self.short_side, self.interpolation)
-        return _AsStored(shape)
-
-
-class _AsStored:
-    size = draws = 0
-
-    def __init__(self, shape: Shape) -> None:
-        self._shape = shape
-
-    def __call__(self, image: Image.Image, row: Sequence[float], out: Pixels) -> None:
-        pixels = pixels_of(image)
-        if pixels.shape != self._shape:
-            height, width, _ = self._shape
-            raise UnequalSizesError(
-                f"images of {width} × {height} and of {image.width} × {image.height}"
-            )
-        out[...] = pixels
+    def transform(self) -> FitTransform:
+        return FitTransform(self.size, self.short_side, self.interpolation)
 
 
 @dataclass(frozen=True)
@@ -156,9 +116,8 @@ class ResidentDecoder(Decoder):
         self.draws = self.workers = 0
         self.corrupt = tuple(resident.corrupt.values())
         if settings is not None:
-            height, width, _ = resident.shape
-            self.numbers = AugmentNumbers(settings, height, width)
-            self.augment = DeviceAugment(resident.pixels, resident.shape, settings)
+            self.numbers = AugmentNumbers(settings)
+            self.augment = DeviceAugment(resident.pixels, settings)
             self.draws = self.numbers.draws
             # The random numbers of a batch take a millisecond, so one thread is enough.
             self.workers = min(1, settings.workers)
@@ -211,23 +170,19 @@ _SETS: WeakKeyDictionary[Source, dict[tuple[PixelForm, torch.device], ResidentSe
 
 
 def resident_set(
-    source: Source, form: PixelForm, shape: Shape, workers: int, device: torch.device
+    source: Source, form: PixelForm, workers: int, device: torch.device
 ) -> ResidentSet:
     """Returns the resident set of a split, and decodes the split on the first call.
 
     Args:
         source: The samples of the split.
         form: How to store the images.
-        shape: Height, width and channels of a stored image.
         workers: Number of threads that decode.
         device: The device that stores the images.
-
-    Raises:
-        UnequalSizesError: If images are stored as they are and differ in size.
     """
     sets = _SETS.setdefault(source, {})
     if (form, device) not in sets:
-        sets[form, device] = _decoded(source, form, shape, workers, device)
+        sets[form, device] = _decoded(source, form, workers, device)
     return sets[form, device]
 
 
@@ -235,13 +190,9 @@ def mib(samples: int, shape: Shape) -> float:
     return samples * math.prod(shape) / _MIB
 
 
-def _decoded(
-    source: Source, form: PixelForm, shape: Shape, workers: int, device: torch.device
-) -> ResidentSet:
-    height, width, channels = shape
-    pixels = torch.empty(
-        (len(source) * height * width + 1, channels), dtype=torch.uint8, device=device
-    )
+def _decoded(source: Source, form: PixelForm, workers: int, device: torch.device) -> ResidentSet:
+    shape, count = form.shape, len(source) * form.size**2 + 1
+    pixels = torch.empty((count, form.channels), dtype=torch.uint8, device=device)
     pixels[-1] = 0
     # A copy, because torch warns about arrays that are read-only.
     labels = torch.from_numpy(source.labels.copy()).to(device)
@@ -251,7 +202,7 @@ def _decoded(
         images.copy_(torch.from_numpy(ready))
         return ResidentSet(pixels, labels, shape, {})
     corrupt: dict[int, CorruptSample] = {}
-    decoder = PillowDecoder(source, form.transform(shape), channels=channels)
+    decoder = PillowDecoder(source, form.transform(), channels=form.channels)
     # Decoded in pieces, so that the host never holds all pixels.
     size = max(1, _PIECE_BYTES // math.prod(shape))
     jobs = (
@@ -312,19 +263,11 @@ def create_decoder(
     if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
     form = PixelForm.of(settings, training=training)
-    shape = form.shape(source)
-    if shape is None:
-        return None, "not resident: no sample can be decoded"
-    size = mib(len(source), shape)
+    size = mib(len(source), form.shape)
     if wanted == "auto" and size > RESIDENT_MAX_MIB:
         return None, f"not resident: {size:,.0f} MiB, over {RESIDENT_MAX_MIB:,}"
     try:
-        resident = resident_set(source, form, shape, settings.workers, device)
-    except UnequalSizesError as error:
-        if wanted == "auto":
-            return None, f"not resident: {error}"
-        problem = f"random_resized_crop on the device needs images of one size, there are {error}"
-        raise _error(settings, problem, "or data.augment = 'pad_crop'") from None
+        resident = resident_set(source, form, settings.workers, device)
     except torch.OutOfMemoryError:
         # An error even with "auto", because ranks and resumed runs must not choose differently by chance.
         raise _error(settings, f"no room for {size:,.0f} MiB on {device}") from None

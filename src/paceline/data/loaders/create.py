@@ -188,6 +188,9 @@ def _resident_decoder(
     elif settings.decoder in DEVICE_DECODERS:
         problem = f"data.decoder = {settings.decoder!r} decodes every batch"
         remedy = "set data.decoder = 'auto'"
+    elif training and settings.augment == "random_resized_crop":
+        problem = "data.augment = 'random_resized_crop' is done on the host"
+        remedy = "set data.augment = 'pad_crop'"
     if problem and wanted == "on":
         remedy = f"set data.resident = 'off', or {remedy}"
         raise ConfigError("data.resident", wanted, problem, remedy)

@@ -284,30 +284,32 @@ def _sweep(directory: Path) -> None:
             path.unlink()
 
 
+@dataclass(eq=False)
 class SplitPacker:
     """Packs one split. Threads prepare images, and the calling thread writes the shards in order.
 
     The bytes of the shards depend on the source and the options, not on the number of threads or on
     interruptions. Processes would not be faster, because Pillow releases the interpreter lock for
     nine tenths of the time.
+
+    Attributes:
+        split: Name of the split.
+        source: The samples of the split.
+        options: The options of the pack.
+        manifest: The manifest of the pack, with a record of this split.
+        on_sample: Called with the progress.
     """
 
-    def __init__(
-        self,
-        split: str,
-        source: Source,
-        options: PackOptions,
-        manifest: PackManifest,
-        on_sample: OnSample,
-    ) -> None:
-        self._name = split
-        self._source = source
-        self._options = options
-        self._manifest = manifest
-        self._record: PackedSplit = manifest.splits[split]
-        self._order = pack_order(len(source), options)
-        self._limit = allowed_corrupt(options.max_corrupt_share, len(source))
-        self._on_sample = on_sample
+    split: str
+    source: Source
+    options: PackOptions
+    manifest: PackManifest
+    on_sample: OnSample
+
+    def __post_init__(self) -> None:
+        self._record: PackedSplit = self.manifest.splits[self.split]
+        self._order = pack_order(len(self.source), self.options)
+        self._limit = allowed_corrupt(self.options.max_corrupt_share, len(self.source))
         self._position = self._record.stop
         # Corrupt samples that are not in the manifest yet.
         self._pending: list[CorruptSample] = []
@@ -315,25 +317,25 @@ class SplitPacker:
     def pack(self, directory: Path, workers: int) -> None:
         """Continues after the last complete shard. Raises the errors of `pack_splits`."""
         # Saved before the first shard is complete, so that readers know that shards are missing.
-        self._manifest.save()
-        positions = range(self._position, len(self._source))
+        self.manifest.save()
+        positions = range(self._position, len(self.source))
         with closing(map_ahead(self._prepare, positions, workers)) as results:
             images = self._images(results)
             for first in images:
                 self._write_shard(directory, itertools.chain([first], images))
         if not self._record.packed:
-            raise DataError(f"{self._name}: no image can be decoded", "check the source")
+            raise DataError(f"{self.split}: no image can be decoded", "check the source")
         self._record.corrupt += self._pending
         self._record.complete = True
-        self._manifest.save()
+        self.manifest.save()
 
     def _prepare(self, position: int) -> tuple[int, Result]:
         index = int(self._order[position])
         try:
-            return index, pack_image(self._source.read(index), self._options)
+            return index, pack_image(self.source.read(index), self.options)
         except CorruptImage as error:
             # Class folder and file name only, so that the manifest is independent of the directory.
-            name = "/".join(self._source.name(index).split("/")[-2:])
+            name = "/".join(self.source.name(index).split("/")[-2:])
             return index, CorruptSample(index, name, str(error))
 
     def _images(self, results: Iterator[tuple[int, Result]]) -> Iterator[tuple[int, PackedImage]]:
@@ -346,22 +348,22 @@ class SplitPacker:
             if corrupt > self._limit:
                 first = (self._record.corrupt + self._pending)[0]
                 raise DataError(
-                    f"{corrupt} corrupt of {len(self._source)} images in {self._name} (allowed: "
+                    f"{corrupt} corrupt of {len(self.source)} images in {self.split} (allowed: "
                     f"{self._limit}); the first: {first.name}: {first.reason}",
                     "fix the data, or raise --max-corrupt-share",
                 )
-            self._on_sample(self._name, self._position, corrupt)
+            self.on_sample(self.split, self._position, corrupt)
             if isinstance(result, PackedImage):
                 yield index, result
 
     def _write_shard(self, directory: Path, images: Iterator[tuple[int, PackedImage]]) -> None:
-        path = directory / f"{self._name}-{len(self._record.shards):05d}.tar"
+        path = directory / f"{self.split}-{len(self._record.shards):05d}.tar"
         copied = 0
         with written_file(path) as file:
             writer = ShardWriter(file)
             for index, image in images:
                 copied += image.copied
-                label = int(self._source.labels[index])
+                label = int(self.source.labels[index])
                 writer.add(f"{index:08d}", image.extension, image.content, label)
                 if self._is_full(writer):
                     break
@@ -373,11 +375,11 @@ class SplitPacker:
         self._record.shards.append(
             PackedShard(path.name, len(writer), writer.bytes, digest, self._position)
         )
-        self._manifest.save()
+        self.manifest.save()
 
     def _is_full(self, writer: ShardWriter) -> bool:
-        most = self._options.shard_samples
-        return writer.bytes >= self._options.shard_mib << 20 or 0 < most <= len(writer)
+        most = self.options.shard_samples
+        return writer.bytes >= self.options.shard_mib << 20 or 0 < most <= len(writer)
 
 
 def pack_order(count: int, options: PackOptions) -> Int64:

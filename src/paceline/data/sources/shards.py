@@ -1,8 +1,8 @@
 """`TarShards`: images in tar files with the WebDataset layout.
 
 Any number of threads reads an uncompressed tar by position. A compressed shard is unpacked into
-memory, which suits small sets such as the embedded images. `index_store.open_shards` opens both
-kinds.
+memory, which suits small sets such as the images in the package (`data.source = embedded`).
+`index_store.open_shards` opens both kinds.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ import numpy as np
 
 from paceline.core.errors import DataError
 from paceline.core.files import open_regular
-from paceline.data.sources.base import Extent, Source
-from paceline.data.sources.classes import CLASSES_FILE, numbered_classes
+from paceline.data.settings import DataSettings
+from paceline.data.sources.base import Extent, Source, Split
+from paceline.data.sources.classes import CLASSES_FILE, numbered_classes, read_classes
+from paceline.data.sources.registry import SourceKind
 from paceline.data.sources.storage import Retry, ShardFile, ShardStamp, unreadable
 from paceline.data.sources.tar_index import NameTable, ShardIndex, scan_shard
 
 # Maximum number of shards kept open, because a process may usually have 1024 open files. Any other
 # shard is opened for each read.
 DESCRIPTORS_KEPT = 256
+EMBEDDED = Path(__file__).parent.parent / "embedded"
 _COMPRESSED_LIMIT_BYTES = 4 << 30
 _PIECE_BYTES = 1 << 20
 
@@ -180,3 +183,13 @@ class TarShards(Source):
         """Returns file, offset and size of an image, or None if the shard is compressed."""
         file, offset, size = self._place(i)
         return (file.content, offset, size) if isinstance(file.content, ShardFile) else None
+
+
+def open_embedded(
+    settings: DataSettings, split: Split, classes: Sequence[str] | None, keep_index: bool
+) -> Source:
+    paths = sorted(EMBEDDED.glob(f"{split}-*.tar.gz"))
+    return TarShards(shards_in_memory(paths), read_classes(EMBEDDED))
+
+
+EMBEDDED_KIND = SourceKind(open_embedded)

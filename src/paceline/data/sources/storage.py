@@ -109,6 +109,7 @@ class ShardStamp:
         return status.st_size == self.size and status.st_mtime_ns == self.mtime_ns
 
 
+@dataclass(eq=False)
 class ShardFile:
     """The content of a shard, read by position, so that threads share a descriptor without a lock.
 
@@ -116,21 +117,22 @@ class ShardFile:
     because images and labels would no longer match.
     """
 
-    def __init__(self, path: Path, stamp: ShardStamp, retry: Retry, keep_open: bool) -> None:
-        self._path = path
-        self._stamp = stamp
-        self._retry = retry
-        self._keep_open = keep_open
+    path: Path
+    stamp: ShardStamp
+    retry: Retry
+    keep_open: bool
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         # Readers use duplicates of this descriptor, so that it can be closed at any time.
         self._kept: int | None = None
         self._checked_s = 0.0
 
     def read(self, offset: int, size: int) -> bytes:
-        data = self._retry.read(self._path, lambda: self._read(offset, size))
+        data = self.retry.read(self.path, lambda: self._read(offset, size))
         if len(data) < size:
             raise DataError(
-                f"{self._path}: ends at byte {offset + len(data)}, but was longer at the start",
+                f"{self.path}: ends at byte {offset + len(data)}, but was longer at the start",
                 "do not change shards during a run; copy the shard again and resume",
             )
         return data
@@ -147,7 +149,7 @@ class ShardFile:
             The loan. None if the file must not be opened, or after an error, which `read` then
             retries or reports.
         """
-        if not (self._keep_open or may_open):
+        if not (self.keep_open or may_open):
             return None
         try:
             descriptor = self._open()
@@ -158,15 +160,15 @@ class ShardFile:
         except (OSError, DataError):
             os.close(descriptor)
             return None
-        return Loan(descriptor, self._stamp, extra=not self._keep_open)
+        return Loan(descriptor, self.stamp, extra=not self.keep_open)
 
     def _open(self) -> int:
         """Returns an open descriptor of the shard. The caller closes the descriptor."""
-        if not self._keep_open:
-            return regular_descriptor(self._path)
+        if not self.keep_open:
+            return regular_descriptor(self.path)
         with self._lock:
             if self._kept is None:
-                self._kept = regular_descriptor(self._path)
+                self._kept = regular_descriptor(self.path)
             return os.dup(self._kept)
 
     def _read(self, offset: int, size: int) -> bytes:
@@ -184,24 +186,24 @@ class ShardFile:
     def _checked(self, descriptor: int, offset: int, size: int) -> bytes:
         data = _pread(descriptor, offset, size)
         # For a file truncated before these bytes, `read` has a more precise message.
-        if len(data) == size and not self._stamp.fits(os.fstat(descriptor)):
+        if len(data) == size and not self.stamp.fits(os.fstat(descriptor)):
             raise self._changed()
         return data
 
     def _check_name(self, descriptor: int) -> None:
         """Raises DataError if the path of the shard now refers to a file other than the open one."""
         now = time.monotonic()
-        if not self._keep_open or now - self._checked_s < _CHECK_EVERY_S:
+        if not self.keep_open or now - self._checked_s < _CHECK_EVERY_S:
             return
-        status = self._path.stat()
-        if not self._stamp.fits(status) and status.st_ino != os.fstat(descriptor).st_ino:
+        status = self.path.stat()
+        if not self.stamp.fits(status) and status.st_ino != os.fstat(descriptor).st_ino:
             raise self._changed()
         # Set last, so that after an error the next reader checks again.
         self._checked_s = now
 
     def _changed(self) -> DataError:
         return DataError(
-            f"{self._path}: was changed or replaced since the start",
+            f"{self.path}: was changed or replaced since the start",
             "do not change shards during a run; restore the shard and resume",
         )
 
