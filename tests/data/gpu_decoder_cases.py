@@ -5,6 +5,8 @@ test_gpu_decoder.py runs this module in a separate process.
 
 from __future__ import annotations
 
+from data.small import encode
+
 import interpreted  # noqa: F401  # isort: skip  (before any kernel's module)
 
 import io
@@ -84,9 +86,8 @@ class Jpegs(Source):
             ((8, 6), (5, 9), (6, 6), (7, 7), (9, 6), (6, 8), (4, 4))
         ):
             pixels = draw.integers(0, 256, (height, width, 3), dtype=np.uint8)
-            stream = io.BytesIO()
-            Image.fromarray(pixels).save(stream, "PNG" if i == 3 else "JPEG", quality=95)
-            self.files.append(stream.getvalue() if i != 2 else stream.getvalue()[:60])
+            file = encode(pixels, "PNG" if i == 3 else "JPEG", quality=95)
+            self.files.append(file if i != 2 else file[:60])
 
     def read(self, i: int) -> bytes:
         return self.files[i]
