@@ -44,17 +44,31 @@ def numbered_image(number: int, size: int = 8) -> bytes:
     return encode(np.full((size, size), number % 256, dtype=np.uint8))
 
 
-class MemorySource(Source):
+class FileSource(Source):
+    """A source of the given files; labels are their numbers."""
+
+    def __init__(self, files: list[bytes]) -> None:
+        self.classes = [str(i) for i in range(len(files))]
+        self.labels = np.arange(len(files), dtype=np.int64)
+        self.files = files
+        self.reads: list[int] = []
+
+    def read(self, i: int) -> bytes:
+        self.reads.append(i)
+        return self.files[i]
+
+    def name(self, i: int) -> str:
+        return f"{i}.jpg"
+
+
+class MemorySource(FileSource):
     """A source with distinct samples, some of which may be corrupt or fail to be read."""
 
     def __init__(self, count: int, corrupt: set[int] | None = None, size: int = 8) -> None:
-        self.classes = [str(i) for i in range(count)]
-        self.labels = np.arange(count, dtype=np.int64)
+        super().__init__([numbered_image(i, size) for i in range(count)])
         self.corrupt = corrupt or set()
-        self.reads: list[int] = []
         self.failure: Exception | None = None
         self.gate: threading.Event | None = None
-        self._images = [numbered_image(i, size) for i in range(count)]
 
     def read(self, i: int) -> bytes:
         self.reads.append(i)
@@ -62,7 +76,7 @@ class MemorySource(Source):
             self.gate.wait(100)
         if self.failure is not None:
             raise self.failure
-        return b"no image" if i in self.corrupt else self._images[i]
+        return b"no image" if i in self.corrupt else self.files[i]
 
     def name(self, i: int) -> str:
         return f"memory:{i}"

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.small import encode, eval_loader, train_loader, write_tar
+from data.small import FileSource, encode, eval_loader, train_loader, write_tar
 from paceline.core.errors import ConfigError, DataError
 from paceline.data import (
     BatchPlan,
     CorruptImage,
     DataSettings,
-    Source,
     open_source,
 )
 from paceline.data.decode.library import RegionLibrary
@@ -60,25 +59,6 @@ def images() -> list[bytes]:
     return made
 
 
-class Pictures(Source):
-    def __init__(self, data: list[bytes]) -> None:
-        self.data = data
-        self.classes = ["a"]
-        self.labels = np.zeros(len(data), dtype=np.int64)
-        self.shard_sizes = [len(data)]
-        self.reads: list[int] = []
-
-    def read(self, i: int) -> bytes:
-        self.reads.append(i)
-        return self.data[i]
-
-    def name(self, i: int) -> str:
-        return f"picture:{i}"
-
-    def close(self) -> None:
-        pass
-
-
 def settings(tmp_path: Path, cache: str, form: str = "raw", **more: object) -> DataSettings:
     place = {"cache_dir": str(tmp_path / "cache")} if cache == "disk" else {}
     return DataSettings(cache=cache, cache_form=form, **place, **more)  # type: ignore[arg-type]
@@ -88,24 +68,24 @@ def settings(tmp_path: Path, cache: str, form: str = "raw", **more: object) -> D
 @pytest.mark.parametrize("form", ["raw", "decoded"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_the_same_pixels_as_without(tmp_path: Path, cache: str, form: str, channels: int) -> None:
-    plain = Pictures(images())
+    plain = FileSource(images())
     chosen = settings(tmp_path, cache, form, channels=channels, mean=[0.5], std=[0.5])
     source = cached(plain, chosen, "train")
     for _ in range(2):
-        for i, data in enumerate(plain.data):
+        for i, data in enumerate(plain.files):
             wanted = np.asarray(decode(data, channels))
             assert np.array_equal(np.asarray(decode(source.read(i), channels)), wanted)
     count = len(plain)
     assert plain.reads == list(range(count))
     assert source.counters() == {"cache_hits": count, "cache_misses": count}
     if form == "raw":
-        assert source.read(3) == plain.data[3]
+        assert source.read(3) == plain.files[3]
     source.close()
 
 
 @pytest.mark.parametrize("form", ["raw", "decoded"])
 def test_corrupt_images_stay_corrupt(tmp_path: Path, form: str) -> None:
-    pictures = Pictures([images()[0], b"no image", b""])
+    pictures = FileSource([images()[0], b"no image", b""])
     source = cached(pictures, settings(tmp_path, "memory", form), "train")
     for _ in range(2):
         for i in (1, 2):
@@ -131,14 +111,14 @@ def test_the_limit_holds_to_the_byte() -> None:
 
 @pytest.mark.parametrize("cache", ["memory", "disk"])
 def test_what_no_longer_fits_is_not_decoded(tmp_path: Path, cache: str) -> None:
-    plain = Pictures([encode(np.full((700, 700, 3), i, np.uint8)) for i in range(4)])
+    plain = FileSource([encode(np.full((700, 700, 3), i, np.uint8)) for i in range(4)])
     source = cached(plain, settings(tmp_path, cache, "decoded", cache_mib=2), "train")
     for again in range(2):
         found = [source.read(i) for i in range(4)]
         kept = [isinstance(data, np.ndarray) for data in found]
         # The second is the one that finds no room.
         assert kept == [True, not again, False, False]
-        assert found[2:] == plain.data[2:]
+        assert found[2:] == plain.files[2:]
     source.close()
 
 
@@ -209,7 +189,7 @@ def test_a_cache_of_no_use_is_refused() -> None:
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(DataError, match=r"cache/.*: cannot be written"):
-        cached(Pictures(images()), settings(tmp_path, "disk"), "train")
+        cached(FileSource(images()), settings(tmp_path, "disk"), "train")
 
 
 def test_no_split_gets_the_other_s_images(tmp_path: Path) -> None:

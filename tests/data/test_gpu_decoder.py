@@ -11,14 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
-from data.small import MemorySource, encode, eval_loader, train_loader, write_tar
+from data.small import FileSource, MemorySource, encode, eval_loader, train_loader, write_tar
 from interpreter_run import needs_triton, run_interpreted
 from paceline.core.errors import ConfigError
-from paceline.data import (
-    BatchPlan,
-    DataSettings,
-    Source,
-)
+from paceline.data import BatchPlan, DataSettings
 from paceline.data.device import gpu_decoder
 from paceline.data.device.gpu_decoder import (
     check_crop_kernel,
@@ -139,31 +135,26 @@ def test_on_a_gpu_real_sizes_are_pillows_within_a_level() -> None:
     assert (apart > 0).mean() < 0.25  # Pillow sums tall images down first
 
 
-class Jpegs(Source):
+def jpeg(i: int) -> bytes:
+    height, width = 211 + 7 * i, 180 + 13 * i
+    y, x = np.mgrid[0:height, 0:width]
+    waves = [np.sin((i + 1) * x / 90 + c) + np.cos(y / 70 - c) for c in range(3)]
+    image = Image.fromarray((np.stack(waves, axis=2) * 60 + 127).astype(np.uint8))
+    image = image.convert("L") if i == 3 else image
+    return encode(image, "PNG" if i == 4 else "JPEG", quality=92, progressive=i == 6)
+
+
+def jpegs() -> FileSource:
     """Smooth images, so that ways to interpolate colour hardly differ; one grey, one odd, one PNG, one
     cut short."""
-
-    def __init__(self, count: int = 24) -> None:
-        self.labels = np.arange(count, dtype=np.int64)
-        self.classes = [str(label) for label in self.labels]
-        self.files = [self._file(i) for i in range(count)]
-        self.files[5] = self.files[5][: len(self.files[5]) // 2]
-
-    def _file(self, i: int) -> bytes:
-        height, width = 211 + 7 * i, 180 + 13 * i
-        y, x = np.mgrid[0:height, 0:width]
-        waves = [np.sin((i + 1) * x / 90 + c) + np.cos(y / 70 - c) for c in range(3)]
-        image = Image.fromarray((np.stack(waves, axis=2) * 60 + 127).astype(np.uint8))
-        image = image.convert("L") if i == 3 else image
-        return encode(image, "PNG" if i == 4 else "JPEG", quality=92, progressive=i == 6)
-
-    def read(self, i: int) -> bytes:
-        return self.files[i]
+    files = [jpeg(i) for i in range(24)]
+    files[5] = files[5][: len(files[5]) // 2]
+    return FileSource(files)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_nvjpeg_gives_the_threads_batches_within_a_few_levels() -> None:
-    source, plan = Jpegs(), BatchPlan(24, 4, 16, 16, 1)
+    source, plan = jpegs(), BatchPlan(24, 4, 16, 16, 1)
     device = torch.device("cuda", torch.cuda.current_device())
     common = {"max_corrupt_share": 0.1, "resident": "off", "workers": 2}
     loaders = [
@@ -184,7 +175,7 @@ def test_on_a_gpu_nvjpeg_gives_the_threads_batches_within_a_few_levels() -> None
 
 @pytest.mark.gpu
 def test_on_a_gpu_evaluation_too() -> None:
-    source, device = Jpegs(), torch.device("cuda", torch.cuda.current_device())
+    source, device = jpegs(), torch.device("cuda", torch.cuda.current_device())
     common = {"max_corrupt_share": 0.1, "resident": "off", "workers": 2}
     loaders = [
         eval_loader(source, DataSettings(decoder=decoder, **common), batch_size=10, device=device)
@@ -200,7 +191,7 @@ def test_on_a_gpu_evaluation_too() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_shards_are_read_in_bulk(tmp_path: Path) -> None:
-    files = [file for i, file in enumerate(Jpegs().files) if i not in (4, 5)]
+    files = [file for i, file in enumerate(jpegs().files) if i not in (4, 5)]
     samples = [(f"{i:03}.jpg", file) for i, file in enumerate(files)]
     labels = [(f"{i:03}.cls", str(i).encode()) for i in range(len(files))]
     pairs = [member for pair in zip(samples, labels, strict=True) for member in pair]
@@ -224,7 +215,7 @@ def test_on_a_gpu_shards_are_read_in_bulk(tmp_path: Path) -> None:
 def test_on_a_gpu_every_image_is_right_while_the_training_is_busy() -> None:
     """The training's stream lags behind with work in memory that comes and goes, as a step's does; a
     decoder that wrote too early, or too late, would spoil some image of some round."""
-    source, plan = Jpegs(), BatchPlan(24, 6, 24, 24, 1)
+    source, plan = jpegs(), BatchPlan(24, 6, 24, 24, 1)
     device = torch.device("cuda", torch.cuda.current_device())
     common = {"max_corrupt_share": 0.1, "resident": "off"}
 

@@ -47,7 +47,7 @@ def test_every_sample_arrives(tmp_path: Path) -> None:
     assert packed.labels.tolist() != list(range(30))  # shuffled
     assert packed.classes == source.classes
     for i in range(30):
-        assert packed.read(i) == source._images[packed.labels[i]]
+        assert packed.read(i) == source.files[packed.labels[i]]
     packed.close()
 
 
