@@ -47,6 +47,14 @@ def registrations() -> Iterator[None]:
         yield
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
 def pytest_collection_finish() -> None:
     """What has been imported stays: collectors of garbage need not look through it again, a quarter of a
     second each time."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from cli_runs import events
 from paceline.config import RunConfig
 from paceline.core.events import Event
 from paceline.train.run import RunOutcome, run_training
+from ranks import run_ranks
 
 SMALL: dict[str, Any] = {
     "run.name": "small",
@@ -55,3 +57,16 @@ def small_config(output: Path | str, **values: Any) -> RunConfig:
 
 def run_small(output: Path | str, **values: Any) -> RunOutcome:
     return run_training(small_config(output, **values), Silent)
+
+
+def summary_on_rank(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
+    return run_small(output, **values).summary
+
+
+def run_on_ranks(ranks: int, output: Path, values: dict[str, Any]) -> list[dict[str, Any]]:
+    """The summaries of all ranks of one run."""
+    return run_ranks(ranks, summary_on_rank, str(output), values)
+
+
+def losses(folder: Path) -> list[float]:
+    return [event["loss"] for event in events(folder, "step")]

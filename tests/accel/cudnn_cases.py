@@ -99,7 +99,6 @@ def test_recomputed_maps_and_frozen_weights(make: Make, form: str) -> None:
     assert net.blocks[0].conv2.weight.grad is None
     for name, parameter in net.named_parameters():
         if parameter.requires_grad:
-            assert parameter.grad is not None
             assert away(parameter.grad, once[name]) < 1e-2, name
 
 
@@ -122,7 +121,6 @@ def test_a_normalized_map_is_computed_again_for_the_weight(stride: int, form: st
 def test_statistics_from_sums_about_zero(mean: float) -> None:
     x = channels_last(torch.randn(4, 16, 5, 5) + mean)
     norm = norm_for(16)
-    assert norm.running_mean is not None
     norm.running_mean.fill_(-7.0)  # is no centre of these sums
     sums = torch.stack((x.sum((0, 2, 3)), x.square().sum((0, 2, 3))))[:, None]
     saved = join_moments(Moments(sums, 100, centred=False), norm, halves=True)

@@ -28,8 +28,7 @@ class Chain(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if hasattr(self, "bn"):
             x = self.bn(self.conv(x)).relu_()
-        out: Tensor = self.blocks(x)
-        return out
+        return self.blocks(x)
 
 
 def store_outputs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import interpreted  # noqa: F401  (before any kernel)
 from accel.forms import use_forms
+from accel.norm_reference import away
 from paceline.accel import fused_forward
 from paceline.accel.fused import channels_last
 from paceline.accel.fused_blocks import DeferredOutput
@@ -64,14 +65,14 @@ class Bottlenecks(nn.Module):
         return self.head(self.blocks(self.conv1(x)))
 
     def head(self, maps: Tensor) -> Tensor:
-        logits: Tensor = self.fc(maps.mean((2, 3)))
-        return logits
+        return self.fc(maps.mean((2, 3)))
 
 
 def images(size: int, batch: int = 6) -> Tensor:
     """Large enough for a stable batch norm of the last maps."""
-    x = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(1))
-    return x.contiguous(memory_format=torch.channels_last)
+    return channels_last(
+        torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(1))
+    )
 
 
 def prepared(
@@ -101,10 +102,6 @@ def run(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert len(grads) == len(list(model.parameters()))
     return logits.detach(), grads
-
-
-def away(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours.double() - theirs).norm() / theirs.norm().clamp(min=1e-12))
 
 
 @pytest.mark.parametrize(
@@ -158,19 +155,15 @@ def test_a_small_stem_takes_images_with_an_empty_channel(make: Callable[[], nn.M
 
 def test_images_with_an_empty_channel_give_the_same() -> None:
     model, _ = prepared(pooled, fused=True)
-    assert isinstance(model, ResNet)
     x = images(20)
     found = []
     for given in (x, F.pad(x, (0, 0, 0, 0, 0, 1))):
         model.zero_grad()
         forward = model.forward
-        assert isinstance(forward, FusedForward)
         first = forward.network.parts[0]
-        assert not isinstance(first, Block)
         x = given.contiguous(memory_format=torch.channels_last)
         maps, _ = branch_and_shortcut(forward.conv_norm(first, x))
         (maps * torch.linspace(-1, 1, maps.numel()).view_as(maps)).sum().backward()
-        assert model.conv1.weight.grad is not None
         found.append((maps.detach().double(), model.conv1.weight.grad.double()))
     for padded, plain in zip(found[1], found[0], strict=True):
         assert away(padded, plain) < 1e-4
@@ -204,10 +197,7 @@ def test_the_fused_features_of_alexnet(padded: bool, recompute: bool) -> None:
         if name.endswith("bias") and ".bn" not in name:
             assert ours is None, "the norm removes a convolution's bias"
             continue
-        assert ours is not None
-        assert parameter.grad is not None
         theirs = plain.get_parameter(name).grad
-        assert theirs is not None
         limit = 5 * away(theirs, parameter.grad) + 1e-4
         assert away(ours, parameter.grad) < limit, name
     for name, buffer in plain.named_buffers():

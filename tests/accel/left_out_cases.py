@@ -17,6 +17,7 @@ from accel.live_bytes import LiveBytes
 from accel.norm_reference import channels_last, norm_for, random_map
 from accel.product_cases import (
     SMALL,
+    assert_same,
     away,
     initialized,
     prefer,
@@ -86,12 +87,6 @@ def inputs_of(make: Callable[[], nn.Module], kind: torch.dtype = FULL) -> Tensor
 def stored(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Returns a function after whose call blocks store all of their outputs."""
     return lambda: store_outputs(monkeypatch)
-
-
-def assert_same(once: dict[str, Tensor], again: dict[str, Tensor]) -> None:
-    assert once.keys() == again.keys()
-    for name, value in once.items():
-        assert torch.equal(again[name], value), name
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -239,7 +234,6 @@ def test_every_form_keeps_the_bits_of_the_stored_operand(
     for how, tile in ((SEPARATE, 0), *(("fused", n) for n in range(len(SMALL)))):
         prefer(how, tile, monkeypatch)
         _, _, y = forward_convolution(Choices("auto"), operand, weight, norm_for(6), keep=True)
-        assert y is not None
         assert torch.equal(y, wanted), (how, tile)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import interpreted  # noqa: F401  (before any kernel)
 from accel.forms import Chain, use_forms
-from accel.norm_reference import assert_near, channels_last, norm_for, random_map
+from accel.norm_reference import assert_near, away, channels_last, norm_for, random_map
 from paceline.accel import fused_convolutions
 from paceline.accel.convolution_tiles import Tile
 from paceline.accel.fused import apply, norm_act, statistics
@@ -89,16 +89,16 @@ def run(net: nn.Module, x: Tensor) -> dict[str, Tensor]:
     x = x.clone(memory_format=torch.preserve_format).requires_grad_()
     y = net(x)
     (y.double() * torch.linspace(-1, 1.5, y.numel()).double().view_as(y)).sum().backward()
-    assert x.grad is not None
     found = {"y": y.detach(), "x": x.grad}
     found |= {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
     assert len(found) == 2 + len(list(net.parameters()))
     return found | {name: buffer.clone() for name, buffer in net.named_buffers()}
 
 
-def away(ours: Tensor, theirs: Tensor) -> float:
-    ours, theirs = ours.detach(), theirs.detach()
-    return float((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-12))
+def assert_same(once: dict[str, Tensor], again: dict[str, Tensor]) -> None:
+    assert once.keys() == again.keys()
+    for name, value in once.items():
+        assert torch.equal(again[name], value), name
 
 
 def exactly(net: nn.Module) -> nn.Module:
@@ -190,7 +190,6 @@ def test_convolutions_of_torch_may_answer_in_any_memory_format(
 
     def transposed_backward(*given: object) -> tuple[Tensor | None, Tensor | None]:
         dx, weight = backward(*given)  # type: ignore[arg-type]
-        assert dx is not None
         return dx.contiguous(), weight
 
     monkeypatch.setattr(torch.nn.functional, "conv2d", transposed)
@@ -243,8 +242,7 @@ def test_repetitions_are_bit_identical_and_gradients_accumulate(
     net = made(True)
     x = images(torch.float32)
     once, again = run(made(True), x), run(net, x)
-    for name, value in once.items():
-        assert torch.equal(again[name], value), name
+    assert_same(once, again)
     twice = run(net, x)
     for name in ("blocks.0.conv1.weight", "blocks.1.conv3.weight", "blocks.0.bn3.bias"):
         assert away(twice[name], 2 * once[name]) < 1e-5, name
@@ -269,9 +267,7 @@ def test_recomputed_maps_have_the_bits_of_stored_ones(make: Make) -> None:
         return sum(sizes)
 
     net, plain = made(True, make=make, recompute=True), made(True, make=make)
-    once, again = run(plain, images(torch.float32)), run(net, images(torch.float32))
-    for name, value in once.items():
-        assert torch.equal(again[name], value), name
+    assert_same(run(plain, images(torch.float32)), run(net, images(torch.float32)))
     assert 0 < stored(net) < stored(plain)
 
 
@@ -347,7 +343,6 @@ def test_statistics_about_a_running_mean(
     x = channels_last(torch.randn(2, 16, 5, 5) + mean)
     weight = torch.eye(16).view(16, 16, 1, 1)
     norm = norm_for(16)
-    assert norm.running_mean is not None
     norm.running_mean.fill_(running)
     out, saved, _ = forward_convolution(Choices("auto"), Operand(x), weight, norm)
     assert torch.equal(out, x)
@@ -366,7 +361,6 @@ def test_sums_are_those_of_the_stored_map(channels: int, sums: str) -> None:
     weight = torch.randn(channels, 40, 1, 1).half()
     norm = norm_for(channels)
     out, moments, _ = fused_convolutions._fused_forward(Operand(x), weight, norm, tile, False)
-    assert norm.running_mean is not None
     parts = moments.parts
     assert parts.shape[1] > 1, "several programs"
     value = out.double().transpose(0, 1).flatten(1) - norm.running_mean.double()[:, None]
@@ -393,7 +387,6 @@ def test_nan_spreads_as_in_separate_kernels() -> None:
         Choices("auto"), Operand(dz), weight, Operand.normalized(x, saved),
         Epilogue.masked(NormedMap(x, saved, norm.weight, norm.bias)), wants_weight=True,
     )  # fmt: skip
-    assert found.weight is not None
     assert not found.weight[3].isfinite().all()
     assert found.weight[[0, 1, 2, 4, 5, 6, 7]].isfinite().all()
     x[0, 2, 1, 1] = torch.nan

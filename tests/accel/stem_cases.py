@@ -87,7 +87,6 @@ def test_images_that_need_a_gradient(made: list[Tensor]) -> None:
     convolve_images(layer, given, padded=True).square().sum().backward()
     plain = images.requires_grad_()
     layer(plain).square().sum().backward()
-    assert given.grad is not None
     torch.testing.assert_close(given.grad[:, :3], plain.grad)
     assert not made
 

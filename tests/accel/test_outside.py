@@ -16,6 +16,7 @@ from paceline.core.errors import ConfigError
 from paceline.models import register_acceleration
 from paceline.models.acceleration import AccelerationContext, Applied, Ranks, TrialPass
 from paceline.models.resnet import SmallResNet
+from refusals import refused
 from small_runs import run_small
 
 
@@ -49,7 +50,6 @@ class Stems:
         return "" if isinstance(model, SmallResNet) else "needs resnet_tiny"
 
     def apply(self, model: nn.Module, context: AccelerationContext) -> FusedStem:
-        assert isinstance(model, SmallResNet)
         self.applied.append(FusedStem(model))
         return self.applied[-1]
 
@@ -103,9 +103,8 @@ def test_a_forward_is_enough(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("reason", "made"), [(True, Doubled), (None, Doubled), ("", object())])
 def test_what_it_returns_is_checked(tmp_path: Path, reason: Any, made: Any) -> None:
     register_acceleration("doubled", answers(reason, made if reason != "" else lambda _: made))
-    with pytest.raises(ConfigError) as caught:
+    with refused("acceleration"):
         run_small(tmp_path, run__epochs=1)
-    assert caught.value.field == "acceleration"
 
 
 @pytest.mark.parametrize("given", [Stems, Stems.apply, SimpleNamespace(supports=print)])

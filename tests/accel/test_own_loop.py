@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import paceline as pl
 from accel.live_bytes import LiveBytes
-from paceline.core.errors import ConfigError, RunError
+from paceline.core.errors import RunError
+from refusals import refused
 
 
 def convolution(into: int, out: int, size: int, stride: int = 1) -> nn.Conv2d:
@@ -85,8 +86,7 @@ class TimmResNet(ResNet):
 
 def torchvisions() -> nn.Module:
     models = pytest.importorskip("torchvision.models")
-    net: nn.Module = models.resnet18(num_classes=5)
-    return net
+    return models.resnet18(num_classes=5)
 
 
 def step(net: nn.Module) -> dict[str, Tensor]:
@@ -137,9 +137,8 @@ def test_what_only_looks_like_a_resnet_stays_as_it_is() -> None:
         handle = pl.accelerate(net)
         assert "forward" not in vars(net)
         assert handle.describe()
-        with pytest.raises(ConfigError) as caught:
+        with refused("run.accel.recompute_norms"):
             pl.accelerate(net, recompute_norms=True)
-        assert caught.value.field == "run.accel.recompute_norms"
 
 
 def test_settings_are_those_of_the_table() -> None:
@@ -150,18 +149,16 @@ def test_settings_are_those_of_the_table() -> None:
         ("compile", {"compile": "model"}),
         ("example", {"fused_convolutions": "auto"}),
     ):
-        with pytest.raises(ConfigError) as caught:
+        with refused(field):
             pl.accelerate(net, **settings)
-        assert caught.value.field == field
     example = torch.randn(2, 3, 16, 16)
     before = copy.deepcopy(net.state_dict())
     first = pl.accelerate(net, recompute_norms=True, fused_convolutions="auto", example=example)
     for name, value in net.state_dict().items():
         assert torch.equal(value, before[name]), name
     for model in (net, nn.ReLU()):
-        with pytest.raises(ConfigError) as caught:
+        with refused("model"):
             pl.accelerate(model)
-        assert caught.value.field == "model"
     first.undo()
     again = pl.accelerate(net, recompute_norms=True)
     out = net(example)

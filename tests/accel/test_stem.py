@@ -81,7 +81,6 @@ def test_on_a_cpu_images_are_convolved_as_they_are(biased: bool, padded: bool) -
 
 def logits_and_gradient(net: AlexNet, images: Tensor) -> tuple[Tensor, Tensor]:
     first = net.features[0]
-    assert isinstance(first, nn.Conv2d)
     logits = net(images)
     (found,) = torch.autograd.grad(logits.square().sum(), first.weight)
     return logits.detach(), found
@@ -99,9 +98,7 @@ def test_an_alexnet_takes_padded_images_where_its_norms_do_not_fuse(
     for name in NORM_NAMES[:-1]:
         nn.init.normal_(plain.features.get_submodule(name).running_mean)  # type: ignore[arg-type]
     fused = copy.deepcopy(plain)
-    first = network(fused).first
-    assert first is not None
-    assert pads_images(first)
+    assert pads_images(network(fused).first)
     use_forms(fused, fused=True, recompute=recompute)
     images = torch.randn(4, 3, 71, 66, dtype=torch.float64)
     wanted = logits_and_gradient(plain, images)
@@ -114,9 +111,7 @@ def test_an_alexnet_takes_padded_images_where_its_norms_do_not_fuse(
 def test_only_a_fused_alexnet_takes_padded_images(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alexnet, "HIDDEN_FEATURES", 16)
     assert network_of(AlexNet(num_classes=3)) is None
-    first = network(AlexNet(num_classes=3, norms=NORM_NAMES, in_channels=1)).first
-    assert first is not None
-    assert not pads_images(first)
+    assert not pads_images(network(AlexNet(norms=NORM_NAMES, in_channels=1)).first)
     unfused = AlexNet(num_classes=3, norms=NORM_NAMES).eval()
     with pytest.raises(RuntimeError, match="channels"):
         unfused(torch.zeros(1, 4, 64, 64))
@@ -137,7 +132,6 @@ def test_a_replaced_first_convolution_gets_images_as_they_are(
     monkeypatch.setattr(alexnet, "HIDDEN_FEATURES", 16)
     for net, holder, name in nets():
         first = network(net).first
-        assert isinstance(first, nn.Conv2d)
         assert "windows of " in describe_stem(first)
         other = nn.Conv2d(channels, 64, first.kernel_size, first.stride, first.padding, bias=False)
         for layer in (other, nn.Sequential(other)):

@@ -21,12 +21,13 @@ from paceline.alternatives.asynchronous.parameter_server import (
     cut_shards,
 )
 from paceline.config import RunConfig
-from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.errors import PacelineError
 from paceline.core.events import read_events
 from paceline.train import run_training
 from paceline.train.components import Components
 from ranks import run_ranks
-from small_runs import Silent, run_small, small_config
+from refusals import refused
+from small_runs import Silent, run_on_ranks, small_config
 from train.runs import StopAt, last
 
 SIZES = (5, 300, 20, 70)
@@ -131,17 +132,13 @@ def test_servers_apply_every_push_once_and_staleness_is_bounded(servers: int, bo
 ASYNC: dict[str, Any] = {"run__strategy": "asynchronous", "run__asynchronous__staleness": 1}
 
 
-def _run(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
-    return run_small(output, **values).summary
-
-
 @pytest.mark.parametrize(
     "values",
     [{}, {"run__asynchronous__servers": 1, "optim__name": "lars", "precision__amp_dtype": "bf16"}],
 )
 def test_a_run_trains_evaluates_and_resumes(tmp_path: Path, values: dict[str, Any]) -> None:
     own = ASYNC | values | {"checkpoint__interval_steps": 3, "checkpoint__keep": 9}
-    first, second = run_ranks(2, _run, str(tmp_path / "a"), own)
+    first, second = run_on_ranks(2, tmp_path / "a", own)
     assert first["weights_sha256"] == second["weights_sha256"]
     assert first["steps"] == 7
     assert first["exchange_state_bytes"] > 0
@@ -155,14 +152,14 @@ def test_a_run_trains_evaluates_and_resumes(tmp_path: Path, values: dict[str, An
     assert sum(event["event"] == "eval" for event in events) == 2
     assert all(event["exposed_comm_s"] > 0 for event in steps)
     saved = tmp_path / "a/checkpoints/step-00000003.pt"
-    again = run_ranks(2, _run, str(tmp_path / "b"), own | {"run__resume": str(saved)})[0]
+    again = run_on_ranks(2, tmp_path / "b", own | {"run__resume": str(saved)})[0]
     assert again["resumed_at_steps"] == [3]
     assert again["steps"] == 7
     # A synchronous run can go on from its checkpoint, with its momenta.
     plain = {
         key: value for key, value in own.items() if "asynchronous" not in (value, *key.split("__"))
     }
-    other = run_ranks(2, _run, str(tmp_path / "c"), plain | {"run__resume": str(saved)})[0]
+    other = run_on_ranks(2, tmp_path / "c", plain | {"run__resume": str(saved)})[0]
     assert other["steps"] == 7
     if not values:
         sent = first["exchange_bytes_per_step"] / other["exchange_bytes_per_step"]
@@ -173,7 +170,7 @@ def test_a_run_trains_evaluates_and_resumes(tmp_path: Path, values: dict[str, An
 
 def test_norms_of_muon_come_back_from_the_servers(tmp_path: Path) -> None:
     own = {"optim__name": "muon", "optim__muon__steps": "fixed", "run__epochs": 1}
-    run_ranks(2, _run, str(tmp_path), ASYNC | {"run__asynchronous__servers": 1} | own)
+    run_on_ranks(2, tmp_path, ASYNC | {"run__asynchronous__servers": 1} | own)
     states = last(tmp_path).optimizer["state"].values()
     references = [float(s["reference_norm"]) for s in states if "reference_norm" in s]
     assert references
@@ -190,9 +187,7 @@ def test_a_stop_ends_all_ranks_after_the_same_step(tmp_path: Path) -> None:
     assert run_ranks(2, _stopped, str(tmp_path / "a")) == ["SIGTERM"] * 2
     saved = last(tmp_path / "a")
     assert 4 <= saved.step <= 6
-    rest = run_ranks(
-        2, _run, str(tmp_path / "a"), ASYNC | {"run__epochs": 4, "run__resume": "auto"}
-    )
+    rest = run_on_ranks(2, tmp_path / "a", ASYNC | {"run__epochs": 4, "run__resume": "auto"})
     assert rest[0]["steps"] == 14
     assert rest[0]["weights_sha256"] == rest[1]["weights_sha256"]
 
@@ -210,8 +205,7 @@ class Broken(nn.Module):
             self._calls += 1
         if self._calls > 8 and self._rank == 1:
             raise ValueError("a broken layer")
-        found: torch.Tensor = self.net(images)
-        return found
+        return self.net(images)
 
 
 def _broken(rank: int, output: str) -> str:
@@ -234,8 +228,8 @@ def test_without_momentum_and_staleness_it_follows_synchronous_sgd(tmp_path: Pat
     """Two pushes at half the rate are nearly one step: the second sees the effect of the first."""
     values = {"optim__momentum": 0.0, "optim__lr": 1e-4, "optim__weight_decay": 0.1}
     own = {"run__strategy": "asynchronous", "run__asynchronous__staleness": 0}
-    ours = run_ranks(2, _run, str(tmp_path / "a"), values | own)[0]
-    theirs = run_ranks(2, _run, str(tmp_path / "b"), values)[0]
+    ours = run_on_ranks(2, tmp_path / "a", values | own)[0]
+    theirs = run_on_ranks(2, tmp_path / "b", values)[0]
     assert abs(ours["val_loss"] - theirs["val_loss"]) < 2e-3
 
 
@@ -249,18 +243,15 @@ def test_without_momentum_and_staleness_it_follows_synchronous_sgd(tmp_path: Pat
     ],
 )  # fmt: skip
 def test_what_excludes_asynchronous_training_is_refused(name: str, value: object) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(name):
         RunConfig().with_values({"run.strategy": "asynchronous", name: value})
-    assert caught.value.field == name
 
 
 def test_classes_and_objects_are_no_optimizers_of_servers(tmp_path: Path) -> None:
     values = {"run.strategy": "asynchronous", "optim.name": "torch.optim:SGD", "optim.lr": 0.1}
-    with pytest.raises(ConfigError) as caught:
+    with refused("optim.name"):
         RunConfig().with_values(values)
-    assert caught.value.field == "optim.name"
     own = Components(optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
-    with pytest.raises(ConfigError) as caught:
+    with refused("optimizer"):
         run_training(small_config(tmp_path / "a", **ASYNC), Silent, components=own)
-    assert caught.value.field == "optimizer"
     assert not (tmp_path / "a").exists()

@@ -22,6 +22,7 @@ from paceline.core.errors import ConfigError
 from paceline.plan import ClusterFacts, FusionPlan, ModelFacts, PlanFile
 from paceline.plan.fusion_plan import FusionBucket
 from ranks import run_ranks
+from refusals import refused
 
 BLOCK = 256
 STEPS = 3
@@ -222,7 +223,6 @@ def _exchange(rank: int, discard: bool) -> tuple[list[Tensor], Tensor, list[str]
         plan = choice.plan([spec.name for spec in reversed(tensors)])
         transport = create_transport(group, settings, plan)
         exchange = GradientExchange(model.named_parameters(), group, plan, transport=transport)
-        assert exchange.memory is not None
         exchange.memory.scale = torch.tensor(4.0)
         for step in range(2):
             exchange.begin(step)
@@ -259,12 +259,10 @@ def test_a_step_that_leaves_no_trace_leaves_no_residual() -> None:
 @pytest.mark.parametrize("wire", EIGHT_BIT)
 def test_an_algorithm_that_cannot_sum_8_bits_is_refused(wire: str) -> None:
     for algorithm in ("native", "ring", "hierarchical"):
-        with pytest.raises(ConfigError) as caught:
+        with refused("comm.algorithm"):
             CommSettings(wire=wire, algorithm=algorithm)
-        assert caught.value.field == "comm.algorithm"
-    with pytest.raises(ConfigError) as caught:
+    with refused("comm.eight_bit.error_feedback"):
         load_config(None, {"comm.wire": "float16", "comm.eight_bit.error_feedback": False})
-    assert caught.value.field == "comm.eight_bit.error_feedback"
 
 
 def test_a_plan_whose_algorithm_cannot_sum_8_bits_is_refused(tmp_path: Path) -> None:

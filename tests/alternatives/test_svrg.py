@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.alternatives.svrg.optimizer import SVRG, quantize
-from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.errors import PacelineError
 from paceline.optim import OptimSettings
+from refusals import refused
 
 Float = npt.NDArray[np.float64]
 
@@ -63,8 +64,7 @@ class Logistic:
     def gradient(self, w: Float, rows: slice | npt.NDArray[np.int64] = slice(None)) -> Float:
         """Returns the gradient without the decay."""
         x, y = self.x[rows], self.y[rows]
-        found: Float = -(x * (y / (1 + np.exp(y * (x @ w))))[:, None]).mean(0)
-        return found
+        return -(x * (y / (1 + np.exp(y * (x @ w))))[:, None]).mean(0)
 
     def norm(self, w: Float) -> float:
         return float(np.linalg.norm(self.gradient(w) + self.decay * w))
@@ -283,9 +283,8 @@ def test_a_scale_divides_the_full_gradient_too(bits: int | None) -> None:
     ],
 )
 def test_refused_settings(values: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(field):
         OptimSettings.gather(**{"name": "halp", "momentum": 0.0, **values})
-    assert caught.value.field == field
 
 
 @pytest.mark.parametrize(

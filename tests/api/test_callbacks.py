@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import paceline as pl
 from api.conftest import trainer
+from cli_runs import events
 from ranks import run_ranks
 
 
@@ -34,19 +33,14 @@ class Recorder(pl.Callback):
         self.seen.append(event.reason)
 
 
-def records(folder: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["event"] == kind]
-
-
 def test_every_event_in_order_and_metrics_recorded(tmp_path: Path) -> None:
     recorder = Recorder()
     result = trainer(tmp_path / "run", epochs=1, callbacks=[recorder]).fit()
     assert recorder.seen[0] == "start"
     assert recorder.seen[-1] == "finished"
     assert {"step", "evaluation", "checkpoint"} <= set(recorder.seen)
-    losses = [record["loss"] for record in records(result.folder, "step")]
-    logged = [record["values"]["double"] for record in records(result.folder, "metric")]
+    losses = [record["loss"] for record in events(result.folder, "step")]
+    logged = [record["values"]["double"] for record in events(result.folder, "metric")]
     assert logged == [2 * loss for loss in losses]
     assert "double by " in (result.folder / "report.html").read_text()
 

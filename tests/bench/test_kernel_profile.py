@@ -108,7 +108,6 @@ def test_rows_are_for_one_step_and_the_longest_comes_first() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_kernels_of_a_gpu_have_their_calls() -> None:
     row = StepRow(
         name="kernels", kind="ours", model="resnet18", batch_size=64, image_size=64, classes=10,

@@ -88,12 +88,10 @@ def test_one_file_from_tune_to_the_run(tmp_path: Path) -> None:
     found = PlanFile.read(tmp_path / "plan.toml")
     assert [row.size_bytes for row in found.measured] == [1024, 4096]
     assert all(set(row.medians_s) == {"native", "ring", "tree"} for row in found.measured)
-    assert found.probed is not None
     assert found.probed.intra is not None
     assert (found.probed.facts, found.probed.inter) == (ClusterFacts(2, 1), None)
     assert found.probed.hidden_cost is not None
     assert required_profile(found).model == "resnet_tiny"
-    assert found.expected is not None
     assert {line.partition(":")[0] for line in found.why} == {"measured", "chosen", "expected"}
     assert "--output = 'plan.toml'" in run(flags, tmp_path).error_line()
     predicted = json.loads(

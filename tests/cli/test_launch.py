@@ -196,7 +196,6 @@ def test_a_request_to_save_goes_to_children_that_handle_it() -> None:
             os.kill(os.getpid(), signal.SIGUSR1)
             while children[0].poll() is None:
                 time.sleep(0.01)  # as the agent does; another thread gets the signal
-            assert children[0].stdout is not None
             assert children[0].stdout.readline() == "asked\n"
             assert children[1].poll() is None, "a child that is still starting was ended"
         assert signals.received is None
@@ -218,7 +217,6 @@ def test_the_store_listens_on_loopback_alone_and_serves_restarts() -> None:
         found = handler.next_rendezvous()
         assert found.store.get("word") == b"heard"
         assert (found.rank, found.world_size) == (0, 1)
-        assert found.bootstrap_store_info is not None
         assert found.bootstrap_store_info.master_port == handler.port
     with pytest.raises(OSError, match="in use"):
         LocalRendezvous(handler.port, "other")
@@ -282,10 +280,8 @@ def test_the_launcher_is_found_past_shells(
 def test_a_process_that_ended_is_gone_also_as_a_zombie() -> None:
     child = subprocess.Popen(["sleep", "60"])
     found = find_launcher(OURS | {LAUNCHER_VARIABLE: str(child.pid)})
-    assert found is not None
     assert found.is_gone(), "it lives, but is no ancestor of this process"
     parent = find_launcher(OURS | {LAUNCHER_VARIABLE: str(os.getppid())})
-    assert parent is not None
     assert not parent.is_gone()
     assert Launcher("torchrun", os.getppid(), "0").is_gone(), "another process with its id"
     stat = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
@@ -427,7 +423,6 @@ def test_a_launcher_that_proc_hides_is_watched_by_signals(
     """As with `hidepid`: the search must end, and the process must not count as gone."""
     monkeypatch.setattr(watch, "process_stat", lambda pid: None)
     found = find_launcher(variables)
-    assert found is not None
     assert found.pid == os.getppid()
     assert not found.is_gone()
     assert find_launcher(OURS | {LAUNCHER_VARIABLE: str(os.getppid())}) is not None

@@ -32,7 +32,6 @@ def test_the_suggestion_is_the_steepest_descent_before_the_lowest_loss() -> None
     # Falls around 10⁻², is lowest near 10⁻¹, explodes past it.
     losses = 2 - 1 / (1 + np.exp(-4 * (powers + 2))) + np.exp(3 * (powers - 0.2))
     result = RangeResult.of(rates.tolist(), losses.tolist(), exploded=True)
-    assert result.suggested is not None
     assert -2.2 < math.log10(result.suggested) < -1.2, "the smoothed loss lags behind"
     assert result.suggested < result.largest < 1
     assert math.isfinite(result.fall)
@@ -44,7 +43,6 @@ def test_an_early_descent_of_a_short_test_is_found() -> None:
     losses = [2.3, 2.1, 1.8, 1.5, 1.3, 1.2, 1.1, 1.0, 1.05, 1.1, 1.3, 1.7, 2.5, 4, 8]
     rates = np.geomspace(1e-4, 10, 15).tolist()
     found = RangeResult.of(rates, losses, exploded=True)
-    assert found.suggested is not None
     assert found.suggested < found.largest
     # Losses that only rise, noisy or not, have no descent.
     for rising in (sorted(losses), [2 + 0.1 * n + 0.05 * (-1) ** n for n in range(15)]):

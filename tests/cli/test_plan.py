@@ -25,6 +25,7 @@ from paceline.planner.layers import TRACED, is_network, network
 from paceline.planner.scaling import predict_scaling
 from paceline.rehearsal.cluster_clock import RehearsedCluster
 from paceline.rehearsal.settings import RehearsalSettings
+from refusals import refused
 
 KEYS = {
     "images_per_s", "images_per_s_per_gpu", "step_s", "compute_s", "exposed_comm_s",
@@ -50,9 +51,8 @@ def test_json_table_page_and_plan(tmp_path: Path) -> None:
     assert "<svg" in page.read_text()
     scored = json.loads(ask(*flags, "--json", "--with-plan", str(plan)))
     assert scored["step_s"] == pytest.approx(found["step_s"])
-    with pytest.raises(ConfigError, match="is for a cluster with ranks = 32") as caught:
+    with refused("--with-plan", "is for a cluster with ranks = 32"):
         ask("--gpu", "V100", "--nodes", "8", "--with-plan", str(plan))
-    assert caught.value.field == "--with-plan"
 
 
 def test_without_a_batch_one_is_recommended() -> None:
@@ -201,12 +201,10 @@ def test_a_cluster_file_of_one_node_is_for_one_node(tmp_path: Path) -> None:
     assert {option["nodes"] for option in found["options"]} == {1}
     assert [point["ranks"] for point in found["scaling"]] == [2]
     assert found["largest_ranks_at_90_percent"] in (None, 2)
-    with pytest.raises(ConfigError) as caught:
+    with refused("--nodes"):
         ask(*flags, "--nodes", "2")
-    assert caught.value.field == "--nodes"
-    with pytest.raises(ConfigError) as caught:
+    with refused("nodes = 2"):
         predict_scaling(accelerator="h100", nodes=2, cluster=path)
-    assert caught.value.field == "nodes = 2"
     assert [row.nodes for row in predict_scaling(accelerator="h100", cluster=path).rows] == [1]
 
 
@@ -261,6 +259,5 @@ MISTAKES = {
     ("field", "flags"), [(field, flags) for field, given in MISTAKES.items() for flags in given]
 )
 def test_a_mistake_is_named_by_its_flag(field: str, flags: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(field):
         ask("--gpu", "H100", *flags.split())
-    assert caught.value.field == field

@@ -3,7 +3,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from typer import BadParameter
 from typer.testing import CliRunner
 
@@ -63,7 +62,6 @@ def test_numbers_that_are_too_small(flags: tuple[str, ...]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_step_on_a_gpu(tmp_path: Path) -> None:
     """The GPU's own clock orders the gradients within backward."""
     file = tmp_path / "p.toml"

@@ -28,7 +28,6 @@ def owner(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[str], l
     env = os.environ | RANK_ENV
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True) as process:
         try:
-            assert process.stdout is not None
             names, pids = json.loads(process.stdout.readline())
             yield process, names, pids
         finally:

@@ -243,8 +243,7 @@ class Net(nn.Module):
         if x.requires_grad:
             x.register_hook(lambda grad: self.log.append("backward reaches a"))
         x = self.b(torch.tanh(self.b(torch.tanh(x))))
-        out: Tensor = self.d(torch.tanh(self.c(torch.tanh(x))))
-        return out
+        return self.d(torch.tanh(self.c(torch.tanh(x))))
 
 
 def plan(pools: Sequence[Sequence[str]]) -> FusionPlan:

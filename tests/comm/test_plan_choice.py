@@ -151,8 +151,7 @@ class Crossed(nn.Module):
         self.ice = nn.Linear(4, 4, bias=False).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.tied(self.last(self.ice(self.first(self.tied(x)))))
-        return out
+        return self.tied(self.last(self.ice(self.first(self.tied(x)))))
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

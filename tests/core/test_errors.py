@@ -36,6 +36,8 @@ def test_config_error_names_field_value_and_remedy() -> None:
 def test_nearest_offers_a_close_name_or_the_whole_list() -> None:
     assert nearest("resnet5O", ["resnet50", "alexnet"]) == "did you mean 'resnet50'?"
     assert nearest("zzz", ["b", "a"]) == "known: a, b"
+    for anything in (3, None, "x" * 100_000):
+        assert nearest(anything, ["seed"]) == "known: seed"  # type: ignore[arg-type]
 
 
 class OtherParametersError(PacelineError):
@@ -59,8 +61,3 @@ def test_errors_cross_process_borders(error: PacelineError) -> None:
     assert arrived.args == error.args
     assert arrived.__dict__ == error.__dict__
     assert arrived.exit_code == error.exit_code
-
-
-@pytest.mark.parametrize("name", [3, None, "x" * 100_000])
-def test_the_nearest_of_anything(name: object) -> None:
-    assert nearest(name, ["seed"]) == "known: seed"  # type: ignore[arg-type]

@@ -1,5 +1,7 @@
 """Topology from each launcher's environment, and an error for each environment that misleads."""
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.core.errors import CommError
@@ -96,36 +98,52 @@ def test_a_node_of_many_tasks_is_not_listed() -> None:
         assert Topology.from_env(env).local_world_size == 4
 
 
-def test_nothing_in_the_environment_is_a_single_process() -> None:
-    topology = Topology.from_env({"HOME": "/home/a"})
-    assert topology == Topology(0, 1, 0, 1, 0, "127.0.0.1", DEFAULT_PORT, "single")
-    assert topology.is_main
+KUBERNETES = {
+    "RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456",
+}  # fmt: skip
+MPIRUN_ALONE = without(OPENMPI, "MASTER_ADDR", "MASTER_PORT") | {
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+}  # fmt: skip
+SINGLE = Topology(0, 1, 0, 1, 0, "127.0.0.1", DEFAULT_PORT, "single")
+BY_TORCHRUN = Topology(5, 8, 1, 4, 1, "node0", 29511, "torchrun")
+BY_SLURM = Topology(9, 11, 1, 3, 2, "gpu003", 20000 + 1234567 % 20000, "slurm")
+BY_PMI = Topology(3, 4, 1, 2, 1, "node0", DEFAULT_PORT, "mpi")
+FOUND: dict[str, tuple[Env, Topology]] = {
+    "nothing is a single process": ({"HOME": "/home/a"}, SINGLE),
+    "a shell inside an allocation is one": (without(SLURM, "SLURM_STEP_ID"), SINGLE),
+    "torchrun": (TORCHRUN, BY_TORCHRUN),
+    "torchrun wins over the scheduler that it runs in": (SLURM | OPENMPI | TORCHRUN, BY_TORCHRUN),
+    "kubernetes sets ranks, but no local ones":
+        (KUBERNETES, Topology(2, 3, 0, 1, 2, "job-master-0", 23456, "environment")),
+    "ranks by hand on two nodes":
+        (without(TORCHRUN, "GROUP_RANK", "TORCHELASTIC_RUN_ID"),
+         replace(BY_TORCHRUN, launcher="environment")),
+    "slurm": (SLURM, BY_SLURM),
+    "srun with pmi": (SLURM | {"PMI_RANK": "9", "PMI_SIZE": "11"}, BY_SLURM),
+    "openmpi": (OPENMPI, Topology(3, 4, 1, 2, 1, "node0", 4000, "openmpi")),
+    "openmpi on one node meets on the loopback address":
+        (MPIRUN_ALONE, Topology(3, 4, 3, 4, 0, "127.0.0.1", DEFAULT_PORT, "openmpi")),
+    "pmi": (PMI, BY_PMI),
+    "pmi without a local rank": (without(PMI, "MPI_LOCALRANKID"), BY_PMI),
+    "pmi on one node meets on the loopback address":
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"},
+         Topology(1, 2, 1, 2, 0, "127.0.0.1", DEFAULT_PORT, "mpi")),
+}  # fmt: skip
 
 
-def test_torchrun() -> None:
-    topology = Topology.from_env(TORCHRUN)
-    assert topology == Topology(5, 8, 1, 4, 1, "node0", 29511, "torchrun")
-    assert not topology.is_main
+@pytest.mark.parametrize(("env", "topology"), FOUND.values(), ids=FOUND)
+def test_what_an_environment_says(env: Env, topology: Topology) -> None:
+    found = Topology.from_env(env)
+    assert found == topology
+    assert found.is_main == (topology.rank == 0)
 
 
-def test_torchrun_wins_over_the_scheduler_it_runs_in() -> None:
-    assert Topology.from_env({**SLURM, **OPENMPI, **TORCHRUN}) == Topology.from_env(TORCHRUN)
-
-
-def test_kubernetes_sets_ranks_but_no_local_ones() -> None:
-    env = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
-    topology = Topology.from_env(env)
-    assert topology == Topology(2, 3, 0, 1, 2, "job-master-0", 23456, "environment")
-
-
-def test_ranks_by_hand_on_two_nodes() -> None:
-    env = without(TORCHRUN, "GROUP_RANK", "TORCHELASTIC_RUN_ID")
-    assert Topology.from_env(env) == Topology(5, 8, 1, 4, 1, "node0", 29511, "environment")
-
-
-def test_slurm() -> None:
-    topology = Topology.from_env(SLURM)
-    assert topology == Topology(9, 11, 1, 3, 2, "gpu003", 20000 + 1234567 % 20000, "slurm")
+def test_launchers_in_one_another() -> None:
+    assert Topology.from_env(SLURM | OPENMPI).launcher == "openmpi"
+    assert Topology.from_env(SLURM | PMI).launcher == "mpi"
+    # Nodes are numbered by the rank, not by Open MPI's node rank.
+    last_of_first = OPENMPI | {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_NODE_RANK": "1"}
+    assert Topology.from_env(last_of_first).node_rank == 0
 
 
 @pytest.mark.parametrize(("node", "local_world_size"), [(0, 4), (1, 4), (2, 3)])
@@ -148,10 +166,6 @@ def test_slurm_falls_back_to_the_jobs_lists_and_obeys_master_variables() -> None
     assert (chosen.master_addr, chosen.master_port) == ("b", 1024)
 
 
-def test_a_shell_inside_an_allocation_is_a_single_process() -> None:
-    assert Topology.from_env(without(SLURM, "SLURM_STEP_ID")).launcher == "single"
-
-
 @pytest.mark.parametrize(
     ("nodelist", "host"),
     [
@@ -166,42 +180,6 @@ def test_a_shell_inside_an_allocation_is_a_single_process() -> None:
 )
 def test_first_slurm_host(nodelist: str, host: str | None) -> None:
     assert first_slurm_host(nodelist) == host
-
-
-def test_openmpi_numbers_nodes_by_rank_not_by_its_node_rank() -> None:
-    assert Topology.from_env(OPENMPI) == Topology(3, 4, 1, 2, 1, "node0", 4000, "openmpi")
-    last_of_first = {
-        **OPENMPI,
-        "OMPI_COMM_WORLD_RANK": "1",
-        "OMPI_COMM_WORLD_NODE_RANK": "1",
-    }
-    assert Topology.from_env(last_of_first).node_rank == 0
-
-
-def test_openmpi_on_one_node_meets_on_the_loopback_address() -> None:
-    env = without({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "MASTER_ADDR", "MASTER_PORT")
-    env["OMPI_COMM_WORLD_LOCAL_RANK"] = "3"
-    assert Topology.from_env(env) == Topology(3, 4, 3, 4, 0, "127.0.0.1", DEFAULT_PORT, "openmpi")
-
-
-def test_mpirun_inside_a_slurm_allocation_is_mpirun() -> None:
-    assert Topology.from_env({**SLURM, **OPENMPI}).launcher == "openmpi"
-    assert Topology.from_env({**SLURM, **PMI}).launcher == "mpi"
-
-
-def test_srun_with_pmi_is_slurm() -> None:
-    env = {**SLURM, "PMI_RANK": "9", "PMI_SIZE": "11"}
-    assert Topology.from_env(env) == Topology.from_env(SLURM)
-
-
-def test_pmi() -> None:
-    assert Topology.from_env(PMI) == Topology(3, 4, 1, 2, 1, "node0", DEFAULT_PORT, "mpi")
-    assert Topology.from_env(without(PMI, "MPI_LOCALRANKID")).local_rank == 1
-
-
-def test_pmi_on_one_node_meets_on_the_loopback_address() -> None:
-    env = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
-    assert Topology.from_env(env) == Topology(1, 2, 1, 2, 0, "127.0.0.1", DEFAULT_PORT, "mpi")
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,7 @@ class Net(nn.Module):
         out = torch.relu(self.norm(self.conv(images))).mean((2, 3))
         if extra:
             out = self.extra(out)
-        found: Tensor = self.fc(self.drop(out))
-        return found
+        return self.fc(self.drop(out))
 
 
 def make_net(seed: int = 0, dropout: float = 0.0) -> Net:

@@ -249,8 +249,7 @@ class Sparse(nn.Module):
         self.table, self.fc = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)
 
     def forward(self, indices: Tensor) -> Tensor:
-        found: Tensor = self.fc(self.table(indices))
-        return found
+        return self.fc(self.table(indices))
 
 
 def _sparse(rank: int) -> list[Tensor]:

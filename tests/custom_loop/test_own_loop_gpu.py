@@ -19,10 +19,7 @@ from paceline.core.errors import PacelineError
 from paceline.train.checkpoint import content_hash
 from ranks import run_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def _train(prepared: pl.Prepared, model: nn.Module, rank: int, steps: range) -> list[Any]:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
+from data.small import FileSource, encode
 from paceline.core.errors import ConfigError, DataError
 from paceline.data import (
     BatchPlan,
@@ -72,27 +73,14 @@ class PillowFiles:
         return Decoded(images, held, "" if None not in images else "width 9")
 
 
-class Jpegs(Source):
+def jpegs() -> FileSource:
     """Sample 2 is corrupt, 3 a PNG, 4 of the size that the decoder does not take."""
-
-    def __init__(self) -> None:
-        draw = np.random.default_rng(1)
-        self.labels = np.arange(7, dtype=np.int64)
-        self.classes = [str(label) for label in self.labels]
-        self.files = []
-        for i, (width, height) in enumerate(
-            ((8, 6), (5, 9), (6, 6), (7, 7), (9, 6), (6, 8), (4, 4))
-        ):
-            pixels = draw.integers(0, 256, (height, width, 3), dtype=np.uint8)
-            stream = io.BytesIO()
-            Image.fromarray(pixels).save(stream, "PNG" if i == 3 else "JPEG", quality=95)
-            self.files.append(stream.getvalue() if i != 2 else stream.getvalue()[:60])
-
-    def read(self, i: int) -> bytes:
-        return self.files[i]
-
-    def name(self, i: int) -> str:
-        return f"{i}.jpg"
+    draw, files = np.random.default_rng(1), []
+    for width, height in ((8, 6), (5, 9), (6, 6), (7, 7), (9, 6), (6, 8), (4, 4)):
+        pixels = draw.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        files.append(encode(pixels, "PNG" if len(files) == 3 else "JPEG", quality=95))
+    files[2] = files[2][:60]
+    return FileSource(files)
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +119,7 @@ def evaluation(decoder: Any) -> EvalLoader:
 
 
 def test_training_batches_are_those_of_the_host() -> None:
-    source, files = Jpegs(), PillowFiles()
+    source, files = jpegs(), PillowFiles()
     with train(on_gpu(source, True, files)) as device, train(on_host(source, True)) as threads:
         for got, wanted in zip(device, threads, strict=True):
             assert torch.equal(got.labels, wanted.labels)
@@ -147,7 +135,7 @@ def test_training_batches_are_those_of_the_host() -> None:
 
 def test_a_successor_is_always_decoded_by_the_host() -> None:
     """The pixels do not depend on threads, on known corrupt samples, or on a resume."""
-    source = Jpegs()
+    source = jpegs()
     with train(on_gpu(source, True, PillowFiles()), first_step=0) as whole:
         batches = list(whole)
     with train(on_gpu(source, True, PillowFiles()), first_step=2) as resumed:
@@ -156,7 +144,7 @@ def test_a_successor_is_always_decoded_by_the_host() -> None:
 
 
 def test_evaluation_leaves_out_the_corrupt_one() -> None:
-    source, files = Jpegs(), PillowFiles()
+    source, files = jpegs(), PillowFiles()
     with (
         evaluation(on_gpu(source, False, files, "not resident: x")) as device,
         evaluation(on_host(source, False)) as threads,
@@ -174,7 +162,7 @@ def test_evaluation_leaves_out_the_corrupt_one() -> None:
 
 
 def test_few_connections_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = on_gpu(Jpegs(), False, PillowFiles())
+    decoder = on_gpu(jpegs(), False, PillowFiles())
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     assert "set CUDA_DEVICE_MAX_CONNECTIONS=32, it is 1" in decoder.describe()
 
@@ -184,12 +172,12 @@ def test_a_kernel_that_does_not_work_shows_before_the_first_batch(
 ) -> None:
     monkeypatch.setattr(kernels, "crop_into", lambda *_, **__: None)
     with pytest.raises(ConfigError, match="data.decoder = 'nvjpeg': .*gave a wrong result"):
-        on_gpu(Jpegs(), False, PillowFiles())
+        on_gpu(jpegs(), False, PillowFiles())
 
 
 def test_too_many_corrupt_files_end_it() -> None:
     with (
-        train(on_gpu(Jpegs(), True, PillowFiles()), share=0.0, first_step=0) as loader,
+        train(on_gpu(jpegs(), True, PillowFiles()), share=0.0, first_step=0) as loader,
         pytest.raises(DataError, match="1 corrupt of 7"),
     ):
         list(loader)

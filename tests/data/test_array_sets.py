@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data.small import encode
 from paceline.core.errors import DataError
 from paceline.data import DataSettings, SyntheticImages, open_source
 from paceline.data.sources.array_sets import (
@@ -37,7 +38,6 @@ def test_both_splits_in_canonical_order(tmp_path: Path, small_cifar: Any, form: 
     settings = DataSettings(dir=str(tmp_path))
     train, val = open_source(settings, "train"), open_source(settings, "val")
     assert isinstance(train, Cifar10)
-    assert train.pixels is not None
     assert (len(train), len(val)) == (20, 4)
     assert np.array_equal(train.pixels, small_cifar.pixels[:5].reshape(-1, 32, 32, 3))
     assert train.labels.tolist() == small_cifar.labels[:5].reshape(-1).tolist()
@@ -145,8 +145,8 @@ def test_bad_files_say_so_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_sheet_of_another_width(tmp_path: Path, png: Callable[..., bytes]) -> None:
-    (tmp_path / "x.png").write_bytes(png(np.zeros((4, 768, 3), dtype=np.uint8)))
+def test_a_sheet_of_another_width(tmp_path: Path) -> None:
+    (tmp_path / "x.png").write_bytes(encode(np.zeros((4, 768, 3), dtype=np.uint8)))
     with pytest.raises(DataError, match="768 pixels wide, a sheet of CIFAR-10 is 1024"):
         read_sheet(tmp_path / "x.png")
 

@@ -1,16 +1,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from data.small import MemorySource, small_settings, train_loader
 from paceline.core.errors import ConfigError
 from paceline.data import (
     BatchPlan,
@@ -18,7 +18,6 @@ from paceline.data import (
     EvalTransform,
     SyntheticImages,
     TrainTransform,
-    create_train_loader,
 )
 from paceline.data.augment import (
     _OPERATIONS,
@@ -31,7 +30,6 @@ from paceline.data.decode.decoder import PillowDecoder
 from paceline.data.order import uniform
 from paceline.data.prefetch import Progress
 
-Make = Callable[..., DataSettings]
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 JITTER = (0.4, 0.3, 0.2, 0.1)
 
@@ -176,7 +174,7 @@ def test_random_resized_crop_equals_the_reference() -> None:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_pad_crop_equals_the_reference(small_settings: Make, channels: int) -> None:
+def test_pad_crop_equals_the_reference(channels: int) -> None:
     chosen = small_settings(augment="pad_crop", crop_padding=3, flip=True, channels=channels)
     transform, image = TrainTransform(chosen), photo(8, 8, channels)
     pixels = np.asarray(image).reshape(8, 8, channels)
@@ -279,16 +277,11 @@ def test_a_transform_applies_them_to_the_crop_before_the_hole() -> None:
     assert np.array_equal(out[~hole], plain[~hole])
 
 
-def test_where_the_host_does_not_prepare_they_are_refused(
-    memory_source: Any, small_settings: Callable[..., DataSettings]
-) -> None:
+def test_where_the_host_does_not_prepare_they_are_refused() -> None:
     settings = small_settings(randaugment=(1, 9), resident="on")
     plan = BatchPlan(12, 1, 12, 12, 1)
     with pytest.raises(ConfigError, match="data.resident = 'on'.*set data.resident = 'off'"):
-        create_train_loader(
-            memory_source(12), plan, settings, seed=0, rank=0, first_step=0,
-            device=torch.device("cpu"),
-        )  # fmt: skip
+        train_loader(MemorySource(12), plan, settings, seed=0)
     with pytest.raises(ConfigError, match="cannot do data.color_jitter"):
         DataSettings(decoder="nvjpeg", color_jitter=JITTER)
 

@@ -4,23 +4,19 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
+from data.small import FileSource, encode, eval_loader, train_loader, write_tar
 from paceline.core.errors import ConfigError, DataError
 from paceline.data import (
     BatchPlan,
     CorruptImage,
     DataSettings,
-    Source,
-    create_eval_loader,
-    create_train_loader,
     open_source,
 )
 from paceline.data.decode.library import RegionLibrary
@@ -34,7 +30,6 @@ from paceline.data.sources.cache import (
     to_entry,
 )
 
-Write = Callable[[Path, list[tuple[str, bytes]]], Path]
 LIMIT = 10_000
 WRITER = """
 import sys
@@ -60,29 +55,8 @@ def images() -> list[bytes]:
         ("JPEG", "RGB", {}), ("JPEG", "L", {}), ("JPEG", "CMYK", {}), ("PNG", "P", {}),
         ("PNG", "RGBA", {}), ("WEBP", "RGB", {}), ("JPEG", "RGB", {"exif": exif}),
     ):  # fmt: skip
-        stream = io.BytesIO()
-        picture.convert(mode).save(stream, kind, **options)
-        made.append(stream.getvalue())
+        made.append(encode(picture.convert(mode), kind, **options))
     return made
-
-
-class Pictures(Source):
-    def __init__(self, data: list[bytes]) -> None:
-        self.data = data
-        self.classes = ["a"]
-        self.labels = np.zeros(len(data), dtype=np.int64)
-        self.shard_sizes = [len(data)]
-        self.reads: list[int] = []
-
-    def read(self, i: int) -> bytes:
-        self.reads.append(i)
-        return self.data[i]
-
-    def name(self, i: int) -> str:
-        return f"picture:{i}"
-
-    def close(self) -> None:
-        pass
 
 
 def settings(tmp_path: Path, cache: str, form: str = "raw", **more: object) -> DataSettings:
@@ -94,24 +68,24 @@ def settings(tmp_path: Path, cache: str, form: str = "raw", **more: object) -> D
 @pytest.mark.parametrize("form", ["raw", "decoded"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_the_same_pixels_as_without(tmp_path: Path, cache: str, form: str, channels: int) -> None:
-    plain = Pictures(images())
+    plain = FileSource(images())
     chosen = settings(tmp_path, cache, form, channels=channels, mean=[0.5], std=[0.5])
     source = cached(plain, chosen, "train")
     for _ in range(2):
-        for i, data in enumerate(plain.data):
+        for i, data in enumerate(plain.files):
             wanted = np.asarray(decode(data, channels))
             assert np.array_equal(np.asarray(decode(source.read(i), channels)), wanted)
     count = len(plain)
     assert plain.reads == list(range(count))
     assert source.counters() == {"cache_hits": count, "cache_misses": count}
     if form == "raw":
-        assert source.read(3) == plain.data[3]
+        assert source.read(3) == plain.files[3]
     source.close()
 
 
 @pytest.mark.parametrize("form", ["raw", "decoded"])
 def test_corrupt_images_stay_corrupt(tmp_path: Path, form: str) -> None:
-    pictures = Pictures([images()[0], b"no image", b""])
+    pictures = FileSource([images()[0], b"no image", b""])
     source = cached(pictures, settings(tmp_path, "memory", form), "train")
     for _ in range(2):
         for i in (1, 2):
@@ -136,17 +110,15 @@ def test_the_limit_holds_to_the_byte() -> None:
 
 
 @pytest.mark.parametrize("cache", ["memory", "disk"])
-def test_what_no_longer_fits_is_not_decoded(
-    tmp_path: Path, png: Callable[..., bytes], cache: str
-) -> None:
-    plain = Pictures([png(np.full((700, 700, 3), i, np.uint8)) for i in range(4)])
+def test_what_no_longer_fits_is_not_decoded(tmp_path: Path, cache: str) -> None:
+    plain = FileSource([encode(np.full((700, 700, 3), i, np.uint8)) for i in range(4)])
     source = cached(plain, settings(tmp_path, cache, "decoded", cache_mib=2), "train")
     for again in range(2):
         found = [source.read(i) for i in range(4)]
         kept = [isinstance(data, np.ndarray) for data in found]
         # The second is the one that finds no room.
         assert kept == [True, not again, False, False]
-        assert found[2:] == plain.data[2:]
+        assert found[2:] == plain.files[2:]
     source.close()
 
 
@@ -155,9 +127,8 @@ def jpeg_samples(count: int) -> list[tuple[str, bytes]]:
     members = []
     for i in range(count):
         noise = np.random.default_rng(i).integers(0, 256, (30 + 3 * i, 60 - 2 * i, 3), np.uint8)
-        stream = io.BytesIO()
-        Image.fromarray(noise[:, :, 0] if i % 5 == 0 else noise).save(stream, "JPEG")
-        members += [(f"{i:03}.jpg", stream.getvalue()), (f"{i:03}.cls", b"0")]
+        file = encode(noise[:, :, 0] if i % 5 == 0 else noise, "JPEG")
+        members += [(f"{i:03}.jpg", file), (f"{i:03}.cls", b"0")]
     for i, data in enumerate([*images(), b"no image"], start=count):
         members += [(f"{i:03}.jpg", data), (f"{i:03}.cls", b"1")]
     return members
@@ -166,7 +137,7 @@ def jpeg_samples(count: int) -> list[tuple[str, bytes]]:
 @pytest.mark.parametrize("cache", ["memory", "disk"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_cropped_pixels_are_those_of_cropped_files(
-    tmp_path: Path, write_tar: Write, monkeypatch: pytest.MonkeyPatch, cache: str, channels: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str, channels: int
 ) -> None:
     """The region decoder decodes with and without a cache."""
     for split in ("train", "val"):
@@ -187,21 +158,10 @@ def test_cropped_pixels_are_those_of_cropped_files(
             channels=channels, mean=[0.5], std=[0.5], workers=2, max_corrupt_share=0.1,
         )  # fmt: skip
         plan, batches = BatchPlan(24, 3, 8, 8, 1), []
-        with create_train_loader(
-            open_source(chosen, "train"),
-            plan,
-            chosen,
-            seed=1,
-            rank=0,
-            first_step=0,
-            device=torch.device("cpu"),
-        ) as loader:
+        with train_loader(open_source(chosen, "train"), plan, chosen, seed=1) as loader:
             batches += [(b.images.numpy().copy(), b.labels.tolist()) for b in loader]
             remark, said = loader.note(), loader.describe()
-        evaluation = create_eval_loader(
-            open_source(chosen, "val"), chosen, rank=0, world_size=1, batch_size=8,
-            device=torch.device("cpu"),
-        )  # fmt: skip
+        evaluation = eval_loader(open_source(chosen, "val"), chosen, batch_size=8)
         with evaluation:
             for _ in range(2):
                 batches += [(b.images.numpy().copy(), b.labels.tolist()) for b in evaluation]
@@ -229,15 +189,15 @@ def test_a_cache_of_no_use_is_refused() -> None:
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(DataError, match=r"cache/.*: cannot be written"):
-        cached(Pictures(images()), settings(tmp_path, "disk"), "train")
+        cached(FileSource(images()), settings(tmp_path, "disk"), "train")
 
 
-def test_no_split_gets_the_other_s_images(tmp_path: Path, png: Callable[..., bytes]) -> None:
+def test_no_split_gets_the_other_s_images(tmp_path: Path) -> None:
     """Equal in names, labels, sizes and times, as two splits may be."""
     for split, grey in (("train", 10), ("val", 20)):
         path = tmp_path / "data" / split / "a" / "1.png"
         path.parent.mkdir(parents=True)
-        path.write_bytes(png(np.full((4, 4), grey, np.uint8)))
+        path.write_bytes(encode(np.full((4, 4), grey, np.uint8)))
         os.utime(path, (1, 1))
     chosen = settings(tmp_path, "disk", dir=str(tmp_path / "data"))
     for split, grey in (("train", 10), ("val", 20)):

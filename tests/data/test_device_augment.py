@@ -1,19 +1,17 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from data.small import small_settings
 from paceline.data import DataSettings, TrainTransform
 from paceline.data.device import augment as module
 from paceline.data.device.augment import AugmentNumbers, DeviceAugment
 from paceline.data.device.resident import ResidentSet
 from paceline.data.order import uniform
 
-Make = Callable[..., DataSettings]
 SAMPLES, BATCH = 30, 200
 
 
@@ -48,7 +46,7 @@ def both_ways(held: ResidentSet, chosen: DataSettings) -> tuple[np.ndarray, np.n
 @pytest.mark.parametrize("flip", [False, True])
 @pytest.mark.parametrize(("augment", "padding"), [("none", 2), ("pad_crop", 2), ("pad_crop", 7)])
 def test_shifts_and_flips_pixel_by_pixel(
-    small_settings: Make, augment: str, padding: int, flip: bool, channels: int
+    augment: str, padding: int, flip: bool, channels: int
 ) -> None:
     chosen = small_settings(augment=augment, flip=flip, crop_padding=padding, channels=channels)
     got, want = both_ways(held_noise(8, channels), chosen)
@@ -58,7 +56,7 @@ def test_shifts_and_flips_pixel_by_pixel(
 
 @pytest.mark.parametrize("augment", ["none", "pad_crop"])
 @pytest.mark.parametrize("cutout", [2, 3, 7])
-def test_cutouts_pixel_by_pixel(small_settings: Make, augment: str, cutout: int) -> None:
+def test_cutouts_pixel_by_pixel(augment: str, cutout: int) -> None:
     """Everywhere, whole or cut off by an edge; the other choices stay as they were."""
     chosen = small_settings(augment=augment, flip=True, cutout=cutout)
     got, want = both_ways(held_noise(8, 1), chosen)
@@ -73,7 +71,7 @@ def test_cutouts_pixel_by_pixel(small_settings: Make, augment: str, cutout: int)
         assert blank.sum(axis=(1, 2)).min() >= (cutout // 2) ** 2
 
 
-def test_pieces_make_no_difference(small_settings: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen, held = small_settings(augment="pad_crop", flip=True), held_noise(8, 1)
     whole, _ = both_ways(held, chosen)
     for limit in (1, 64 * 8 * 33):
@@ -82,9 +80,8 @@ def test_pieces_make_no_difference(small_settings: Make, monkeypatch: pytest.Mon
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("augment", ["none", "pad_crop"])
-def test_on_the_gpu(small_settings: Make, augment: str) -> None:
+def test_on_the_gpu(augment: str) -> None:
     chosen = small_settings(augment=augment, flip=True, channels=3)
     got, want = both_ways(held_noise(8, 3, "cuda"), chosen)
     assert np.array_equal(got, want)

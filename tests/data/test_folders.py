@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from data.small import encode
 from fork_server import permissions_obeyed
 from paceline.core.errors import DataError
 from paceline.data import DataSettings, numbered_classes, open_source
@@ -29,17 +29,16 @@ FILES = {
     "imagenet_2012_validation_synset_labels.txt": "".join(f"{WNIDS[c]}\n" for c in LABELS),
     "synset_labels.txt": "\n".join(WNIDS[c] for c in LABELS),
 }
-Write = Callable[[Path, list[tuple[str, bytes]]], Path]
 
 
 @pytest.fixture
-def root(tmp_path: Path, png: Callable[..., bytes]) -> Path:
+def root(tmp_path: Path) -> Path:
     for number, name in enumerate(
         ["dog/b.png", "dog/a.JPG", "cat/x/deep.jpeg", "cat/1.webp", "ant/z.png"]
     ):
         path = tmp_path / "train" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(png(np.full((4, 4), number, dtype=np.uint8)))
+        path.write_bytes(encode(np.full((4, 4), number, dtype=np.uint8)))
     for name in ("dog/notes.txt", "cat/.hidden.png", "cat/.git/x.png", ".cache/a.png", "list.png"):
         path = tmp_path / "train" / name
         path.parent.mkdir(parents=True, exist_ok=True)

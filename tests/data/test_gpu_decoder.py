@@ -1,28 +1,20 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from data.small import FileSource, MemorySource, encode, eval_loader, train_loader, write_tar
 from interpreter_run import needs_triton, run_interpreted
 from paceline.core.errors import ConfigError
-from paceline.data import (
-    BatchPlan,
-    DataSettings,
-    Source,
-    create_eval_loader,
-    create_train_loader,
-)
+from paceline.data import BatchPlan, DataSettings
 from paceline.data.device import gpu_decoder
 from paceline.data.device.gpu_decoder import (
     check_crop_kernel,
@@ -31,7 +23,6 @@ from paceline.data.device.gpu_decoder import (
 )
 from paceline.data.sources.index_store import open_shards
 
-Write = Callable[[Path, list[tuple[str, bytes]]], Path]
 CPU = torch.device("cpu")
 CASES = Path(__file__).with_name("gpu_decoder_cases.py")
 ROOT = CASES.parent.parent.parent
@@ -84,8 +75,8 @@ def test_what_the_gpus_way_cannot_do_is_refused() -> None:
             DataSettings(decoder="nvjpeg", **changes)
 
 
-def test_pixels_are_refused(memory_source: Any) -> None:
-    settings, source = DataSettings(decoder="nvjpeg"), memory_source(3)
+def test_pixels_are_refused() -> None:
+    settings, source = DataSettings(decoder="nvjpeg"), MemorySource(3)
     check_source(source, settings)
     source.read = lambda i: np.zeros((4, 4, 3), dtype=np.uint8)
     with pytest.raises(ConfigError, match="data.decoder = 'nvjpeg': .* are stored as pixels; set"):
@@ -117,7 +108,6 @@ def test_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_real_sizes_are_pillows_within_a_level() -> None:
     from paceline.data.device import kernels
 
@@ -145,44 +135,30 @@ def test_on_a_gpu_real_sizes_are_pillows_within_a_level() -> None:
     assert (apart > 0).mean() < 0.25  # Pillow sums tall images down first
 
 
-class Jpegs(Source):
+def jpeg(i: int) -> bytes:
+    height, width = 211 + 7 * i, 180 + 13 * i
+    y, x = np.mgrid[0:height, 0:width]
+    waves = [np.sin((i + 1) * x / 90 + c) + np.cos(y / 70 - c) for c in range(3)]
+    image = Image.fromarray((np.stack(waves, axis=2) * 60 + 127).astype(np.uint8))
+    image = image.convert("L") if i == 3 else image
+    return encode(image, "PNG" if i == 4 else "JPEG", quality=92, progressive=i == 6)
+
+
+def jpegs() -> FileSource:
     """Smooth images, so that ways to interpolate colour hardly differ; one grey, one odd, one PNG, one
     cut short."""
-
-    def __init__(self, count: int = 24) -> None:
-        self.labels = np.arange(count, dtype=np.int64)
-        self.classes = [str(label) for label in self.labels]
-        self.files = [self._file(i) for i in range(count)]
-        self.files[5] = self.files[5][: len(self.files[5]) // 2]
-
-    def _file(self, i: int) -> bytes:
-        height, width = 211 + 7 * i, 180 + 13 * i
-        y, x = np.mgrid[0:height, 0:width]
-        waves = [np.sin((i + 1) * x / 90 + c) + np.cos(y / 70 - c) for c in range(3)]
-        image = Image.fromarray((np.stack(waves, axis=2) * 60 + 127).astype(np.uint8))
-        stream = io.BytesIO()
-        image = image.convert("L") if i == 3 else image
-        image.save(stream, "PNG" if i == 4 else "JPEG", quality=92, progressive=i == 6)
-        return stream.getvalue()
-
-    def read(self, i: int) -> bytes:
-        return self.files[i]
-
-    def name(self, i: int) -> str:
-        return f"{i}.jpg"
+    files = [jpeg(i) for i in range(24)]
+    files[5] = files[5][: len(files[5]) // 2]
+    return FileSource(files)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_nvjpeg_gives_the_threads_batches_within_a_few_levels() -> None:
-    source, plan = Jpegs(), BatchPlan(24, 4, 16, 16, 1)
+    source, plan = jpegs(), BatchPlan(24, 4, 16, 16, 1)
     device = torch.device("cuda", torch.cuda.current_device())
     common = {"max_corrupt_share": 0.1, "resident": "off", "workers": 2}
     loaders = [
-        create_train_loader(
-            source, plan, DataSettings(decoder=decoder, **common), seed=1, rank=0, first_step=0,
-            device=device,
-        )
+        train_loader(source, plan, DataSettings(decoder=decoder, **common), seed=1, device=device)
         for decoder in ("nvjpeg", "pillow")
     ]  # fmt: skip
     with loaders[0] as there, loaders[1] as here:
@@ -198,15 +174,11 @@ def test_on_a_gpu_nvjpeg_gives_the_threads_batches_within_a_few_levels() -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_evaluation_too() -> None:
-    source, device = Jpegs(), torch.device("cuda", torch.cuda.current_device())
+    source, device = jpegs(), torch.device("cuda", torch.cuda.current_device())
     common = {"max_corrupt_share": 0.1, "resident": "off", "workers": 2}
     loaders = [
-        create_eval_loader(
-            source, DataSettings(decoder=decoder, **common), rank=0, world_size=1, batch_size=10,
-            device=device,
-        )
+        eval_loader(source, DataSettings(decoder=decoder, **common), batch_size=10, device=device)
         for decoder in ("nvjpeg", "pillow")
     ]  # fmt: skip
     with loaders[0] as there, loaders[1] as here:
@@ -218,22 +190,18 @@ def test_on_a_gpu_evaluation_too() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_shards_are_read_in_bulk(tmp_path: Path, write_tar: Write) -> None:
-    files = [file for i, file in enumerate(Jpegs().files) if i not in (4, 5)]
+def test_on_a_gpu_shards_are_read_in_bulk(tmp_path: Path) -> None:
+    files = [file for i, file in enumerate(jpegs().files) if i not in (4, 5)]
     samples = [(f"{i:03}.jpg", file) for i, file in enumerate(files)]
     labels = [(f"{i:03}.cls", str(i).encode()) for i in range(len(files))]
     pairs = [member for pair in zip(samples, labels, strict=True) for member in pair]
     source = open_shards([write_tar(tmp_path / "train-0.tar", pairs)])
     device = torch.device("cuda", torch.cuda.current_device())
-    common = {"resident": "off", "workers": 2}
+    common, plan = {"resident": "off", "workers": 2}, BatchPlan(len(files), 8, 11, 11, 1)
     loaders = [
-        create_train_loader(
-            source, BatchPlan(len(files), 8, 11, 11, 1), DataSettings(**settings, **common), seed=1,
-            rank=0, first_step=0, device=device,
-        )
-        for settings in ({"decoder": "nvjpeg"}, {"decoder": "pillow"})
-    ]  # fmt: skip
+        train_loader(source, plan, DataSettings(decoder=decoder, **common), seed=1, device=device)
+        for decoder in ("nvjpeg", "pillow")
+    ]
     with loaders[0] as there, loaders[1] as here:
         for got, wanted in zip(there, here, strict=True):
             assert got.labels.tolist() == wanted.labels.tolist()
@@ -244,20 +212,17 @@ def test_on_a_gpu_shards_are_read_in_bulk(tmp_path: Path, write_tar: Write) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_every_image_is_right_while_the_training_is_busy() -> None:
     """The training's stream lags behind with work in memory that comes and goes, as a step's does; a
     decoder that wrote too early, or too late, would spoil some image of some round."""
-    source, plan = Jpegs(), BatchPlan(24, 6, 24, 24, 1)
+    source, plan = jpegs(), BatchPlan(24, 6, 24, 24, 1)
     device = torch.device("cuda", torch.cuda.current_device())
     common = {"max_corrupt_share": 0.1, "resident": "off"}
 
     def batches(decoder: str, workers: int, busy: bool) -> list[torch.Tensor]:
         found = []
         settings = DataSettings(decoder=decoder, workers=workers, **common)
-        loader = create_train_loader(
-            source, plan, settings, seed=1, rank=0, first_step=0, device=device
-        )
+        loader = train_loader(source, plan, settings, seed=1, device=device)
         with loader:
             for batch in loader:
                 if busy:

@@ -4,24 +4,17 @@ import io
 import struct
 import warnings
 import zlib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from data.small import encode
 from paceline.data import CorruptImage
 from paceline.data.image import decode
 
-Encode = Callable[..., bytes]
 RED, BLUE = (250, 10, 20), (20, 30, 240)
-
-
-def saved(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, kind, **options)
-    return stream.getvalue()
 
 
 def two_colours() -> Image.Image:
@@ -38,7 +31,7 @@ def close(pixel: np.ndarray, colour: tuple[int, ...], tolerance: int = 0) -> boo
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "P"])
 def test_colour_modes_of_png(mode: str) -> None:
     image = two_colours().convert(mode, palette=Image.Palette.ADAPTIVE)
-    pixels = np.asarray(decode(saved(image), 3))
+    pixels = np.asarray(decode(encode(image), 3))
     assert pixels.shape == (4, 6, 3)
     assert close(pixels[0, 0], RED, 2)
     assert close(pixels[3, 5], BLUE, 2)
@@ -46,7 +39,7 @@ def test_colour_modes_of_png(mode: str) -> None:
 
 def test_transparent_palette() -> None:
     image = two_colours().convert("P", palette=Image.Palette.ADAPTIVE)
-    data = saved(image, transparency=bytes([0, 128]))
+    data = encode(image, transparency=bytes([0, 128]))
     assert "transparency" in Image.open(io.BytesIO(data)).info
     assert close(np.asarray(decode(data, 3))[3, 5], BLUE, 2)
     assert decode(data, 1).mode == "L"
@@ -54,12 +47,12 @@ def test_transparent_palette() -> None:
 
 def test_transparency_is_dropped_not_blended() -> None:
     image = Image.new("RGBA", (2, 2), (*RED, 7))
-    assert close(np.asarray(decode(saved(image), 3))[0, 0], RED)
+    assert close(np.asarray(decode(encode(image), 3))[0, 0], RED)
 
 
 @pytest.mark.parametrize(("mode", "colour"), [("L", 77), ("LA", (77, 3))])
 def test_greyscale_to_colour_and_back(mode: str, colour: object) -> None:
-    data = saved(Image.new(mode, (3, 2), colour))
+    data = encode(Image.new(mode, (3, 2), colour))
     assert close(np.asarray(decode(data, 3))[0, 0], (77, 77, 77))
     grey = decode(data, 1)
     assert grey.mode == "L"
@@ -67,21 +60,21 @@ def test_greyscale_to_colour_and_back(mode: str, colour: object) -> None:
 
 
 def test_colour_to_greyscale() -> None:
-    assert decode(saved(two_colours()), 1).mode == "L"
-    assert np.asarray(decode(saved(two_colours()), 1))[0, 0] == round(
+    assert decode(encode(two_colours()), 1).mode == "L"
+    assert np.asarray(decode(encode(two_colours()), 1))[0, 0] == round(
         0.299 * 250 + 0.587 * 10 + 0.114 * 20
     )
 
 
 def test_sixteen_bits_keep_their_upper_byte() -> None:
     values = np.array([[0, 255, 256, 0x80FF, 65_535]], dtype=np.uint16)
-    data = saved(Image.fromarray(values))
+    data = encode(Image.fromarray(values))
     assert np.asarray(decode(data, 1)).tolist() == [[0, 0, 1, 0x80, 255]]
     assert np.asarray(decode(data, 3))[0, 3].tolist() == [0x80] * 3
 
 
 def test_cmyk_jpeg() -> None:
-    data = saved(two_colours().convert("CMYK"), "JPEG", quality=100)
+    data = encode(two_colours().convert("CMYK"), "JPEG", quality=100)
     pixels = np.asarray(decode(data, 3))
     assert close(pixels[0, 0], RED, 12)
     assert close(pixels[3, 5], BLUE, 12)
@@ -90,7 +83,7 @@ def test_cmyk_jpeg() -> None:
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
 def test_the_content_decides_not_the_name(kind: str) -> None:
     options = {"lossless": True} if kind == "WEBP" else {}
-    pixels = np.asarray(decode(saved(two_colours(), kind, **options), 3))
+    pixels = np.asarray(decode(encode(two_colours(), kind, **options), 3))
     assert close(pixels[0, 0], RED, 40)
 
 
@@ -112,7 +105,7 @@ def test_orientation(kind: str, orientation: int) -> None:
     }[orientation]
     exif = Image.Exif()
     exif[0x0112] = orientation
-    data = saved(Image.fromarray(np.ascontiguousarray(stored)), kind, exif=exif, quality=95)
+    data = encode(Image.fromarray(np.ascontiguousarray(stored)), kind, exif=exif, quality=95)
     got = np.asarray(decode(data, 1)).astype(int)
     assert got.shape == upright.shape
     assert abs(got - upright).mean() < 6
@@ -121,14 +114,14 @@ def test_orientation(kind: str, orientation: int) -> None:
 def test_unreadable_metadata_does_not_spoil_the_pixels() -> None:
     """Warnings are errors here: a broken EXIF block neither warns nor fails."""
     for exif in (b"Exif\0\0MM\0*" + b"\xff" * 30, b"Exif\0\0II*\0\x08\0\0\0\x09\0" + b"\x12" * 40):
-        data = saved(two_colours(), "JPEG", exif=exif, quality=95)
+        data = encode(two_colours(), "JPEG", exif=exif, quality=95)
         assert decode(data, 3).size == (6, 4)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 def test_truncated(kind: str) -> None:
     noise = np.random.default_rng(1).integers(0, 255, (40, 40, 3), dtype=np.uint8)
-    data = saved(Image.fromarray(noise), kind)
+    data = encode(Image.fromarray(noise), kind)
     for share in (0.1, 0.5, 0.9):
         with pytest.raises(CorruptImage) as caught:
             decode(data[: int(len(data) * share)], 3)
@@ -161,9 +154,9 @@ def test_decompression_bomb() -> None:
         decode(data, 3)
 
 
-def test_pillow_is_silent_in_threads(monkeypatch: pytest.MonkeyPatch, png: Encode) -> None:
+def test_pillow_is_silent_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pillow warns about large images, also while other threads replace the list of filters."""
-    data = png(np.zeros((30, 30), dtype=np.uint8))
+    data = encode(np.zeros((30, 30), dtype=np.uint8))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 600)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from data.small import MemorySource, train_loader
 from data_sets import write_folders
 from paceline.core.errors import ConfigError, DataError
 from paceline.data import (
@@ -16,7 +17,6 @@ from paceline.data import (
     DataSettings,
     ImageLoader,
     Normalizer,
-    create_train_loader,
 )
 
 CPU = torch.device("cpu")
@@ -40,13 +40,11 @@ def same(left: Batches, right: Batches) -> bool:
     )
 
 
-def test_batches_are_those_of_the_training(memory_source: Any) -> None:
-    source = memory_source(12)
+def test_batches_are_those_of_the_training() -> None:
+    source = MemorySource(12)
     settings = DataSettings(image_size=8, channels=1)
     normalize = Normalizer(settings.mean, settings.std, 1)
-    with create_train_loader(
-        source, BatchPlan(12, 2, 4, 4, 1), settings, seed=3, rank=0, first_step=0, device=CPU
-    ) as training:
+    with train_loader(source, BatchPlan(12, 2, 4, 4, 1), settings, seed=3) as training:
         wanted = [(normalize(b.images, CPU).clone(), b.labels.clone()) for b in training]
     with loader(source) as ours:
         found = [*ours, *ours]
@@ -58,10 +56,8 @@ def test_batches_are_those_of_the_training(memory_source: Any) -> None:
 
 @pytest.mark.parametrize("samples", [12, 13, 15, 16, 23, 3])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_every_sample_once_in_an_epoch_over_all_ranks(
-    memory_source: Any, samples: int, drop_last: bool
-) -> None:
-    source, world = memory_source(samples), 3
+def test_every_sample_once_in_an_epoch_over_all_ranks(samples: int, drop_last: bool) -> None:
+    source, world = MemorySource(samples), 3
     if samples < 12 and drop_last:
         with pytest.raises(DataError, match="3 images for 3 ranks with batches of 4 and drop_last"):
             loader(source, rank=0, world_size=world, drop_last=True)
@@ -79,18 +75,18 @@ def test_every_sample_once_in_an_epoch_over_all_ranks(
             assert all(len(y) for batches in found for _, y in batches)
 
 
-def test_fewer_samples_than_ranks(memory_source: Any) -> None:
+def test_fewer_samples_than_ranks() -> None:
     with pytest.raises(DataError, match="2 images for 3 ranks with batches of 4; use fewer ranks"):
-        loader(memory_source(2), rank=0, world_size=3)
+        loader(MemorySource(2), rank=0, world_size=3)
     found = []
     for rank in range(3):
-        with loader(memory_source(10), 1, rank=rank, world_size=3) as ours:
+        with loader(MemorySource(10), 1, rank=rank, world_size=3) as ours:
             found.append([len(y) for _, y in ours])
     assert sorted(found) == [[1, 1, 1], [1, 1, 1], [1, 1, 2]]
 
 
-def test_a_position_in_an_epoch_is_found_again(memory_source: Any) -> None:
-    source = memory_source(14)
+def test_a_position_in_an_epoch_is_found_again() -> None:
+    source = MemorySource(14)
     with loader(source) as ours:
         whole = [*ours, *ours]
     for stop in range(len(whole) + 1):
@@ -151,16 +147,15 @@ def test_other_data_and_own_augmentation() -> None:
     "wrong",
     [{"batch_size": 0}, {"layout": "CHW"}, {"dtype": torch.int8}, {"rank": 2, "world_size": 2}],
 )
-def test_wrong_arguments_are_named(memory_source: Any, wrong: dict[str, Any]) -> None:
+def test_wrong_arguments_are_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"ImageLoader: {next(iter(wrong))}"):
-        loader(memory_source(8), **{"batch_size": 4, **wrong})
+        loader(MemorySource(8), **{"batch_size": 4, **wrong})
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("resident", ["on", "off"])
-def test_on_a_gpu(memory_source: Any, resident: str) -> None:
-    source = memory_source(14)
+def test_on_a_gpu(resident: str) -> None:
+    source = MemorySource(14)
     settings = {"resident": resident}
     with (
         loader(source) as host,

@@ -52,7 +52,6 @@ def test_compiles_whole() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_the_gpu() -> None:
     images = torch.randint(0, 256, (4, 8, 8, 3), dtype=torch.uint8).pin_memory()
     got = Normalizer(*IMAGENET, 3)(images, "cuda")
@@ -63,7 +62,6 @@ def test_on_the_gpu() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_cuda_graph_holds_it() -> None:
     normalize = Normalizer(*IMAGENET, 3, torch.float16)
     images = torch.randint(0, 256, (4, 8, 8, 3), dtype=torch.uint8, device="cuda")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import io
 import shutil
 import subprocess
-import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
+from data.small import encode, in_threads, noise
 from paceline.core.errors import ConfigError, RunError
 from paceline.data.device import nvjpeg_library
 from paceline.data.device.nvjpeg import Decoded, JpegFile, NvJpeg, jpeg_file
@@ -64,7 +64,6 @@ def file(
 
 def planes(found: Decoded, place: int) -> np.ndarray:
     image = found.images[place]
-    assert image is not None
     kind = ctypes.c_uint8 * (3 * image.height * image.width)
     return np.array(kind.from_address(image.address)).reshape(3, image.height, image.width)
 
@@ -183,15 +182,11 @@ def test_threads_share_few_states_and_all_goes_with_the_decoder(fake: Fake) -> N
         for _ in range(50):
             levels.append(int(planes(decoder([file(level=level)]), 0)[2, 5, 5]) - level)
 
-    threads = [threading.Thread(target=work, args=(decoder, level)) for level in (1, 50, 100)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(partial(work, decoder, level) for level in (1, 50, 100)))
     decoder([file(status=4), file()])
     assert set(levels) == {2}
     assert 2 < fake["alive"] <= 2 + 2 * 3  # handles, and two times what a chunk needs
-    del decoder, threads, thread
+    del decoder
     gc.collect()
     assert fake["alive"] == 0
 
@@ -214,10 +209,7 @@ def test_no_library_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def jpeg(mode: str = "RGB", size: tuple[int, int] = (21, 13), **options: Any) -> bytes:
-    stream = io.BytesIO()
-    pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    Image.fromarray(pixels).convert(mode).save(stream, "JPEG", **options)
-    return stream.getvalue()
+    return encode(Image.fromarray(noise(*size)).convert(mode), "JPEG", **options)
 
 
 def exif(orientation: int) -> bytes:
@@ -242,7 +234,6 @@ def test_what_the_device_takes(options: dict[str, Any]) -> None:
     data = jpeg(**options)
     for form in (data, memoryview(data)):
         found = jpeg_file(form)
-        assert found is not None
         assert (found.width, found.height) == options.get("size", (21, 13))
         assert found.data is form
     assert jpeg_file(data + b"\0" * 8) is not None
@@ -251,7 +242,6 @@ def test_what_the_device_takes(options: dict[str, Any]) -> None:
 def test_kinds_tell_codings_apart_and_no_sizes() -> None:
     def kind(**options: Any) -> bytes:
         found = jpeg_file(jpeg(**options))
-        assert found is not None
         return found.kind
 
     assert kind() == kind(size=(300, 200)) == kind(comment=b"words")
@@ -279,8 +269,6 @@ def test_what_exif_turns_goes_through_the_host(orientation: int) -> None:
 
 
 def test_so_does_everything_unusual() -> None:
-    stream = io.BytesIO()
-    Image.new("RGB", (4, 4)).save(stream, "PNG")
     whole = jpeg()
     frame = whole.index(b"\xff\xc0")
     lossless = whole[: frame + 1] + b"\xc3" + whole[frame + 2 :]
@@ -289,7 +277,7 @@ def test_so_does_everything_unusual() -> None:
     huge = whole[: frame + 5] + b"\xff\xff\xff\xff" + whole[frame + 9 :]
     xmp = whole[:2] + b"\xff\xe1\x00\x2chttp://ns.adobe.com/xap tiff:Orientation=3 ..." + whole[2:]
     for data in (
-        b"", b"\xff\xd8", stream.getvalue(), jpeg("CMYK"), jpeg(keep_rgb=True), whole[:-40],
+        b"", b"\xff\xd8", encode(noise(4, 4)), jpeg("CMYK"), jpeg(keep_rgb=True), whole[:-40],
         whole[: frame + 3] + b"\xff\xd9", lossless, arithmetic, deep, huge, xmp,
     ):  # fmt: skip
         assert jpeg_file(data) is None

@@ -2,17 +2,16 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 
+from data.small import samples, small_settings, train_loader, write_tar
 from paceline.core.errors import ConfigError
-from paceline.data import BatchPlan, DataSettings, SampleOrder, create_train_loader, open_source
+from paceline.data import BatchPlan, DataSettings, SampleOrder, open_source
 from paceline.data.order import (
     ShardGroups,
     shard_groups,
@@ -126,13 +125,7 @@ def test_the_setting() -> None:
         shard_groups(chosen, None)
 
 
-def test_ranks_and_resuming(
-    tmp_path: Path,
-    write_tar: Callable[..., Path],
-    samples: Callable[..., list[tuple[str, bytes]]],
-    small_settings: Callable[..., DataSettings],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_and_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order is the same for any number of ranks and after a resume."""
     for i in range(5):
         write_tar(tmp_path / f"train-{i}.tar", samples(8, first=8 * i, classes=40))
@@ -144,15 +137,7 @@ def test_ranks_and_resuming(
         plan = BatchPlan(40, 2, 8, 4, ranks)
         steps: list[list[int]] = [[] for _ in range(first_step, plan.total_steps)]
         for rank in range(ranks):
-            with create_train_loader(
-                source,
-                plan,
-                chosen,
-                seed=5,
-                rank=rank,
-                first_step=first_step,
-                device=torch.device("cpu"),
-            ) as it:
+            with train_loader(source, plan, chosen, seed=5, rank=rank, first_step=first_step) as it:
                 for step, batch in enumerate(it):
                     steps[step // (2 // ranks)] += batch.labels.tolist()
         return steps
@@ -163,10 +148,12 @@ def test_ranks_and_resuming(
     assert labels(2) == alone
     assert labels(1, first_step=3) == labels(2, first_step=3) == alone[3:]
     with pytest.raises(ConfigError, match="the data is not in shards"):
-        create_train_loader(
-            open_source(small_settings(source="synthetic"), "train"), BatchPlan(1280, 1, 8, 4, 1),
-            chosen, seed=0, rank=0, first_step=0, device=torch.device("cpu"),
-        )  # fmt: skip
+        train_loader(
+            open_source(small_settings(source="synthetic"), "train"),
+            BatchPlan(1280, 1, 8, 4, 1),
+            chosen,
+            seed=0,
+        )
 
 
 # --- the plan of steps -----------------------------------------------------------------------------

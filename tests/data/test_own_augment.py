@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from data.small import MemorySource, small_settings, train_loader
 from paceline.core.errors import ConfigError, DataError, PacelineError, RunError
 from paceline.data import (
     BatchAugment,
     BatchPlan,
     DataSettings,
     Source,
-    create_train_loader,
     own_augment,
 )
 
-CPU = torch.device("cpu")
-Make = Callable[..., DataSettings]
 
-
-def batches(
-    source: Source,
-    chosen: DataSettings,
-    augment: Any,
-    first_step: int = 0,
-    device: torch.device = CPU,
-) -> list[torch.Tensor]:
+def batches(source: Source, chosen: DataSettings, augment: Any, **more: Any) -> list[torch.Tensor]:
     plan = BatchPlan(len(source), 2, 4, 4, 1)
-    with create_train_loader(
-        source, plan, chosen, seed=3, rank=0, first_step=first_step, device=device, augment=augment
-    ) as loader:
+    with train_loader(source, plan, chosen, seed=3, augment=augment, **more) as loader:
         return [batch.images.clone() for batch in loader]
 
 
@@ -43,11 +31,9 @@ def noisy(image: np.ndarray, chance: np.random.Generator) -> np.ndarray:
     return chance.integers(0, 256, image.shape, dtype=np.uint8)
 
 
-def test_it_changes_every_image_and_no_draw_of_the_others(
-    memory_source: Any, small_settings: Make
-) -> None:
+def test_it_changes_every_image_and_no_draw_of_the_others() -> None:
     chosen = small_settings(augment="pad_crop", flip=True, cutout=3, workers=2)
-    source = memory_source(12)
+    source = MemorySource(12)
     plain = batches(source, chosen, None)
     inverted = batches(source, chosen, lambda image: 255 - image)
     in_place = batches(source, chosen, lambda image: np.subtract(255, image, out=image))
@@ -55,10 +41,8 @@ def test_it_changes_every_image_and_no_draw_of_the_others(
     assert all(torch.equal(a, b) for a, b in zip(inverted, in_place, strict=True))
 
 
-def test_chance_depends_on_seed_epoch_and_sample_only(
-    memory_source: Any, small_settings: Make
-) -> None:
-    source = memory_source(12)
+def test_chance_depends_on_seed_epoch_and_sample_only() -> None:
+    source = MemorySource(12)
     first = batches(source, small_settings(workers=3), noisy)
     again = batches(source, small_settings(workers=0), functools.partial(noisy))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
@@ -77,20 +61,18 @@ def test_chance_depends_on_seed_epoch_and_sample_only(
         (lambda image: image[99], "raised IndexError: index 99 .* a 8 × 8 × 1 uint8"),
     ],
 )
-def test_what_it_returns_is_checked(
-    memory_source: Any, small_settings: Make, function: Any, line: str
-) -> None:
+def test_what_it_returns_is_checked(function: Any, line: str) -> None:
     with pytest.raises(DataError, match=line) as caught:
-        batches(memory_source(4), small_settings(workers=1), function)
+        batches(MemorySource(4), small_settings(workers=1), function)
     assert "\n" not in str(caught.value)
 
 
-def test_what_it_takes_is_checked(memory_source: Any, small_settings: Make) -> None:
+def test_what_it_takes_is_checked() -> None:
     class Scale:
         def __call__(self, image: np.ndarray, factor: int = 1) -> np.ndarray:
             return image * np.uint8(factor)
 
-    source = memory_source(4)
+    source = MemorySource(4)
     assert torch.equal(
         batches(source, small_settings(), Scale())[0], batches(source, small_settings(), None)[0]
     )
@@ -99,11 +81,11 @@ def test_what_it_takes_is_checked(memory_source: Any, small_settings: Make) -> N
             batches(source, small_settings(), wrong)
 
 
-def test_where_it_cannot_work(memory_source: Any, small_settings: Make) -> None:
+def test_where_it_cannot_work() -> None:
     with pytest.raises(ConfigError, match=r"data.resident = 'on': `augment` is done on the host"):
-        batches(memory_source(4), small_settings(resident="on"), lambda image: image)
+        batches(MemorySource(4), small_settings(resident="on"), lambda image: image)
     with pytest.raises(ConfigError, match=r"data.decoder = 'nvjpeg'.*`device_augment`"):
-        batches(memory_source(4), DataSettings(decoder="nvjpeg"), lambda image: image)
+        batches(MemorySource(4), DataSettings(decoder="nvjpeg"), lambda image: image)
 
 
 def test_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

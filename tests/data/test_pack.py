@@ -1,8 +1,10 @@
+"""Packs: their shards, manifests and images, and what an inspection finds."""
+
 from __future__ import annotations
 
 import io
+import os
 import tarfile
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paceline.core.errors import ConfigError, DataError
-from paceline.data import CorruptImage, DataSettings, PackOptions, open_source
+from data.small import MemorySource, encode, samples, write_tar
+from paceline.core.errors import DataError
+from paceline.data import CorruptImage, DataSettings, PackOptions, inspect_set, open_source
 from paceline.data.pack import pack as pack_module
+from paceline.data.pack.inspect import inspect_split
 from paceline.data.pack.pack import pack_image
 from paceline.data.pack.pack import pack_splits as pack
 from paceline.data.sources.storage import file_lock
+from refusals import refused
 
 pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 SHORT = PackOptions(shard_samples=7)
@@ -31,8 +36,8 @@ def opened(directory: Path, split: str = "train"):
     return open_source(DataSettings(dir=str(directory)), split)  # type: ignore[arg-type]
 
 
-def test_every_sample_arrives(tmp_path: Path, memory_source: type) -> None:
-    source = memory_source(30)
+def test_every_sample_arrives(tmp_path: Path) -> None:
+    source = MemorySource(30)
     manifest = pack({"train": source}, tmp_path, SHORT, workers=2)
     assert sorted(contents(tmp_path)) == [f"train-{i:05d}.tar" for i in range(5)]
     record = manifest.splits["train"]
@@ -42,12 +47,12 @@ def test_every_sample_arrives(tmp_path: Path, memory_source: type) -> None:
     assert packed.labels.tolist() != list(range(30))  # shuffled
     assert packed.classes == source.classes
     for i in range(30):
-        assert packed.read(i) == source._images[packed.labels[i]]
+        assert packed.read(i) == source.files[packed.labels[i]]
     packed.close()
 
 
-def test_any_reader_of_tars_understands_them(tmp_path: Path, memory_source: type) -> None:
-    pack({"train": memory_source(5)}, tmp_path, PackOptions(shuffle=False))
+def test_any_reader_of_tars_understands_them(tmp_path: Path) -> None:
+    pack({"train": MemorySource(5)}, tmp_path, PackOptions(shuffle=False))
     with tarfile.open(tmp_path / "train-00000.tar") as tar:
         members = tar.getmembers()
         assert [m.name for m in members[:4]] == [
@@ -55,7 +60,6 @@ def test_any_reader_of_tars_understands_them(tmp_path: Path, memory_source: type
         ]  # fmt: skip
         assert {(m.mtime, m.uid, m.uname, m.mode) for m in members} == {(0, 0, "", 0o644)}
         label = tar.extractfile(members[3])
-        assert label is not None
         assert label.read() == b"1"
 
 
@@ -71,9 +75,9 @@ class Interrupt:
 
 
 @pytest.mark.parametrize("at", [1, 7, 10, 21, 30])
-def test_an_interrupted_pack_goes_on(tmp_path: Path, memory_source: type, at: int) -> None:
+def test_an_interrupted_pack_goes_on(tmp_path: Path, at: int) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    sources = {"train": memory_source(30, {5}), "val": memory_source(30)}
+    sources = {"train": MemorySource(30, {5}), "val": MemorySource(30)}
     options = PackOptions(shard_samples=7, max_corrupt_share=0.1)
     shards = pack(sources, whole, options).splits["train"].shards
     with pytest.raises(KeyboardInterrupt):
@@ -89,45 +93,45 @@ def test_an_interrupted_pack_goes_on(tmp_path: Path, memory_source: type, at: in
     assert {name: (parts / name).stat().st_mtime_ns for name in finished} == times
 
 
-def test_other_options_or_data_are_refused(tmp_path: Path, memory_source: type) -> None:
-    pack({"train": memory_source(20)}, tmp_path, SHORT)
+def test_other_options_or_data_are_refused(tmp_path: Path) -> None:
+    pack({"train": MemorySource(20)}, tmp_path, SHORT)
     before = contents(tmp_path)
     with pytest.raises(DataError, match="was packed with quality = 90, not 80; repeat"):
-        pack({"train": memory_source(20)}, tmp_path, PackOptions(shard_samples=7, quality=80))
+        pack({"train": MemorySource(20)}, tmp_path, PackOptions(shard_samples=7, quality=80))
     with pytest.raises(
         DataError, match=r"train split was packed from other data \(20 samples, now"
     ):
-        pack({"train": memory_source(21)}, tmp_path, SHORT)
+        pack({"train": MemorySource(21)}, tmp_path, SHORT)
     with pytest.raises(DataError, match="classes.json: names other classes"):
-        pack({"val": memory_source(3)}, tmp_path, SHORT)
+        pack({"val": MemorySource(3)}, tmp_path, SHORT)
     assert contents(tmp_path) == before
 
 
-def test_a_split_can_be_added(tmp_path: Path, memory_source: type) -> None:
-    pack({"train": memory_source(20)}, tmp_path, SHORT)
-    manifest = pack({"val": memory_source(20)}, tmp_path, SHORT)
+def test_a_split_can_be_added(tmp_path: Path) -> None:
+    pack({"train": MemorySource(20)}, tmp_path, SHORT)
+    manifest = pack({"val": MemorySource(20)}, tmp_path, SHORT)
     assert set(manifest.splits) == {"train", "val"}
     assert len(opened(tmp_path, "val")) == 20
 
 
-def test_only_our_own_directory(tmp_path: Path, memory_source: type) -> None:
+def test_only_our_own_directory(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(DataError, match=r"is not empty \(thesis.tex\)"):
-        pack({"train": memory_source(3)}, tmp_path, SHORT)
+        pack({"train": MemorySource(3)}, tmp_path, SHORT)
     with pytest.raises(DataError, match="is a file, not a directory"):
-        pack({"train": memory_source(3)}, tmp_path / "thesis.tex", SHORT)
+        pack({"train": MemorySource(3)}, tmp_path / "thesis.tex", SHORT)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_two_packs_at_once(tmp_path: Path, memory_source: type) -> None:
+def test_two_packs_at_once(tmp_path: Path) -> None:
     with file_lock(tmp_path / ".pack.lock") as held:
         assert held
         with pytest.raises(DataError, match="another pack is writing to it"):
-            pack({"train": memory_source(3)}, tmp_path, SHORT)
+            pack({"train": MemorySource(3)}, tmp_path, SHORT)
 
 
-def test_corrupt_images_are_named_and_left_out(tmp_path: Path, memory_source: type) -> None:
-    source = memory_source(30, {4, 9})
+def test_corrupt_images_are_named_and_left_out(tmp_path: Path) -> None:
+    source = MemorySource(30, {4, 9})
     manifest = pack({"train": source}, tmp_path, PackOptions(max_corrupt_share=0.1))
     record = manifest.splits["train"]
     assert record.packed == 28
@@ -136,23 +140,23 @@ def test_corrupt_images_are_named_and_left_out(tmp_path: Path, memory_source: ty
     assert sorted(opened(tmp_path).labels.tolist()) == sorted(set(range(30)) - {4, 9})
 
 
-def test_too_many_corrupt_images(tmp_path: Path, memory_source: type) -> None:
+def test_too_many_corrupt_images(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"2 corrupt of 30 images in train \(allowed: 1\)"):
-        pack({"train": memory_source(30, {4, 9})}, tmp_path, PackOptions())
+        pack({"train": MemorySource(30, {4, 9})}, tmp_path, PackOptions())
     with pytest.raises(DataError, match=r"train: no image can be decoded"):
-        pack({"train": memory_source(1, {0})}, tmp_path / "one", PackOptions())
+        pack({"train": MemorySource(1, {0})}, tmp_path / "one", PackOptions())
     assert not contents(tmp_path / "one")
 
 
-def test_corrupt_images_at_the_very_end_make_no_shard(tmp_path: Path, memory_source: type) -> None:
+def test_corrupt_images_at_the_very_end_make_no_shard(tmp_path: Path) -> None:
     options = PackOptions(shard_samples=3, shuffle=False, max_corrupt_share=0.4)
-    manifest = pack({"train": memory_source(5, {3, 4})}, tmp_path, options)
+    manifest = pack({"train": MemorySource(5, {3, 4})}, tmp_path, options)
     assert list(contents(tmp_path)) == ["train-00000.tar"]
     assert len(manifest.splits["train"].corrupt) == 2
-    assert pack({"train": memory_source(5, {3, 4})}, tmp_path, options).splits["train"].complete
+    assert pack({"train": MemorySource(5, {3, 4})}, tmp_path, options).splits["train"].complete
 
 
-def test_a_full_disk(tmp_path: Path, memory_source: type, monkeypatch) -> None:
+def test_a_full_disk(tmp_path: Path, monkeypatch) -> None:
     written = []
 
     class FullDisk(pack_module.ShardWriter):
@@ -166,15 +170,15 @@ def test_a_full_disk(tmp_path: Path, memory_source: type, monkeypatch) -> None:
     with pytest.raises(
         DataError, match=r"train-00001.tar: cannot be written \(No space left .*free"
     ):
-        pack({"train": memory_source(20)}, tmp_path, SHORT, workers=1)
+        pack({"train": MemorySource(20)}, tmp_path, SHORT, workers=1)
     assert list(contents(tmp_path)) == ["train-00000.tar"]
     assert not list(tmp_path.glob(".*.tmp"))
     monkeypatch.undo()
-    assert pack({"train": memory_source(20)}, tmp_path, SHORT).splits["train"].packed == 20
+    assert pack({"train": MemorySource(20)}, tmp_path, SHORT).splits["train"].packed == 20
 
 
-def test_a_damaged_manifest(tmp_path: Path, memory_source: type) -> None:
-    pack({"train": memory_source(5)}, tmp_path, SHORT)
+def test_a_damaged_manifest(tmp_path: Path) -> None:
+    pack({"train": MemorySource(5)}, tmp_path, SHORT)
     good = (tmp_path / "pack.json").read_text()
     for content, line in (
         ("{", "is not a manifest of a pack"),
@@ -185,12 +189,10 @@ def test_a_damaged_manifest(tmp_path: Path, memory_source: type) -> None:
     ):
         (tmp_path / "pack.json").write_text(content)
         with pytest.raises(DataError, match=line):
-            pack({"train": memory_source(5)}, tmp_path, SHORT)
+            pack({"train": MemorySource(5)}, tmp_path, SHORT)
 
 
-def test_names_of_the_source_never_become_paths(
-    tmp_path: Path, write_tar: Callable[..., Path], samples: Callable[..., list[tuple[str, bytes]]]
-) -> None:
+def test_names_of_the_source_never_become_paths(tmp_path: Path) -> None:
     image = samples(1)[0][1]
     evil = [("../../evil.png", image), ("../../evil.cls", b"0"),
             ("/etc/evil2.png", image), ("/etc/evil2.cls", b"1")]  # fmt: skip
@@ -205,13 +207,13 @@ def test_names_of_the_source_never_become_paths(
                                           "00000001.cls", "00000001.png"]  # fmt: skip
 
 
-def test_half_a_pack_is_no_training_data(tmp_path: Path, memory_source: type) -> None:
+def test_half_a_pack_is_no_training_data(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        pack({"train": memory_source(20)}, tmp_path, SHORT,
+        pack({"train": MemorySource(20)}, tmp_path, SHORT,
              on_sample=Interrupt(10, KeyboardInterrupt()))  # fmt: skip
     with pytest.raises(DataError, match=r"train is packed up to 7 of 20 samples; repeat the pack"):
         opened(tmp_path)
-    pack({"train": memory_source(20)}, tmp_path, SHORT)
+    pack({"train": MemorySource(20)}, tmp_path, SHORT)
     opened(tmp_path).close()
     shard = tmp_path / "train-00001.tar"
     content = shard.read_bytes()
@@ -224,24 +226,24 @@ def test_half_a_pack_is_no_training_data(tmp_path: Path, memory_source: type) ->
 
 
 def test_without_locks_nothing_of_another_pack_is_swept(
-    tmp_path: Path, memory_source: type, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pack_module, "file_lock", lambda path, wait: nullcontext(None))
     part = tmp_path / ".train-00000.tar.0123456789abcdef.tmp"
     part.write_bytes(b"somebody is writing this")
     told: list[str] = []
-    pack({"train": memory_source(5)}, tmp_path, SHORT, on_note=told.append)
+    pack({"train": MemorySource(5)}, tmp_path, SHORT, on_note=told.append)
     assert part.exists()
     assert len(told) == 1
     assert told[0].endswith("has no locks: make sure that no other pack writes there")
 
 
-def test_sweeping_follows_no_link(tmp_path: Path, memory_source: type) -> None:
+def test_sweeping_follows_no_link(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / ".train-00000.tar.0123456789abcdef.tmp").symlink_to(victim)
-    pack({"train": memory_source(5)}, tmp_path / "out", SHORT)
+    pack({"train": MemorySource(5)}, tmp_path / "out", SHORT)
     assert victim.read_bytes() == b"precious"
     assert not list((tmp_path / "out").glob(".*.tmp"))
 
@@ -257,9 +259,7 @@ def photo(width: int = 60, height: int = 40, mode: str = "RGB") -> Image.Image:
 
 
 def file_of(image: Image.Image, kind: str = "JPEG", **options: object) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, kind, **options)
-    return stream.getvalue()
+    return encode(image, kind, **options)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
@@ -296,7 +296,7 @@ def test_quality_and_format() -> None:
     assert pack_image(file_of(photo(8, 8)), PackOptions(format="jpeg")).copied
 
 
-def test_pixels_and_foreign_formats_become_png(png: Callable[..., bytes]) -> None:
+def test_pixels_and_foreign_formats_become_png() -> None:
     pixels = np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3)
     packed = pack_image(pixels, PackOptions())
     assert packed.extension == "png"
@@ -344,6 +344,71 @@ def test_a_camera_s_jpeg_with_two_pictures_stays_a_jpeg() -> None:
     ],
 )  # fmt: skip
 def test_wrong_values_are_named(change: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(f"--{next(iter(change))}".replace("_", "-")):
         PackOptions(**change)
-    assert caught.value.field == f"--{next(iter(change))}".replace("_", "-")
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    pack({"train": MemorySource(20)}, tmp_path / "set", PackOptions(shard_samples=7))
+    return tmp_path / "set"
+
+
+def problems(directory: Path, **options: object) -> list[str]:
+    return inspect_set(str(directory), **options).problems  # type: ignore[arg-type]
+
+
+def test_nothing_wrong(packed: Path) -> None:
+    report = inspect_set(str(packed), look_at=None, workers=2)
+    assert report.problems == []
+    facts = report.table()["splits"]["train"]  # type: ignore[index]
+    assert facts["samples"] == facts["classes"] == facts["looked_at"] == 20
+    assert facts["samples_per_class"] == {"min": 1, "median": 1.0, "max": 1}
+    assert facts["formats"] == {"PNG": 20}
+    assert facts["modes"] == {"L": 20}
+    assert facts["width"] == facts["height"] == {"min": 8, "median": 8.0, "max": 8}
+    assert facts["bytes_are"] == "counted"
+
+
+def test_a_flipped_bit(packed: Path) -> None:
+    path = packed / "train-00001.tar"
+    content = bytearray(path.read_bytes())
+    content[530] ^= 1  # inside of an image
+    path.write_bytes(content)
+    assert any("train-00001.tar: SHA-256" in line for line in problems(packed))
+    assert not any("SHA-256" in line for line in problems(packed, checksums=False))
+
+
+def test_missing_and_surplus_shards(packed: Path) -> None:
+    (packed / "train-00001.tar").rename(packed / "train-00009.tar")
+    found = problems(packed)
+    assert any("train-00001.tar: is missing, the manifest has it" in line for line in found)
+    assert any("train-00009.tar: is not in the manifest" in line for line in found)
+
+
+def test_a_pack_that_was_interrupted(tmp_path: Path) -> None:
+    def stop(split: str, done: int, corrupt: int) -> None:
+        if done == 10:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack({"train": MemorySource(20)}, tmp_path, PackOptions(shard_samples=7), on_sample=stop)
+    assert any("train is packed up to 7 of 20 samples" in line for line in problems(tmp_path))
+
+
+def test_sampling_is_the_same_every_time() -> None:
+    source = MemorySource(500)
+    assert inspect_split(source, 40, 0).looked_at == 40
+    first, source.reads = sorted(source.reads), []
+    inspect_split(source, 40, 3)
+    assert sorted(source.reads) == first
+    assert len(set(first)) == 40
+    assert inspect_split(source, 10_000, 2).looked_at == 500
+
+
+def test_a_damaged_manifest_is_one_problem_among_others(packed: Path) -> None:
+    (packed / "pack.json").write_text("{")
+    os.truncate(packed / "train-00001.tar", 3000)
+    found = problems(packed)
+    assert any("train-00001.tar: not a readable tar shard" in line for line in found)
+    assert sum("pack.json: is not a manifest of a pack" in line for line in found) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from data.small import CPU, MemorySource, assert_equal, eval_loader, small_settings, train_loader
 from no_waiting import no_waiting
 from paceline.core.errors import DataError
 from paceline.data import (
@@ -22,63 +22,34 @@ from paceline.data import (
     DataSettings,
     EvalLoader,
     TrainLoader,
-    create_eval_loader,
-    create_train_loader,
 )
 from paceline.data.device import resident as module
 from paceline.data.device.resident import PixelForm, resident_set
 from paceline.data.sources.array_sets import Cifar10
 
-Make = Callable[..., DataSettings]
-CPU = torch.device("cpu")
+GPU = torch.device("cuda")
 FORM = PixelForm(1, 8, 8, "bilinear")
 pytestmark = pytest.mark.usefixtures("no_leaked_threads")
 
 
 def loader(
-    where: str, source: Any, plan: BatchPlan, chosen: DataSettings, device: str = "cpu", **more: int
+    where: str, source: Any, plan: BatchPlan, chosen: DataSettings, **more: Any
 ) -> TrainLoader:
     """Creates a loader with `data.resident` = `where`."""
-    values = {"rank": 0, "first_step": 0, **more}
-    settings = replace(chosen, resident=where)
-    return create_train_loader(
-        source, plan, settings, seed=4, device=torch.device(device), **values
-    )
+    return train_loader(source, plan, replace(chosen, resident=where), **more)
 
 
-def passes(
-    where: str, source: Any, chosen: DataSettings, device: str = "cpu", **share: int
-) -> EvalLoader:
-    values = {"rank": 0, "world_size": 1, "batch_size": 8, **share}
-    return create_eval_loader(
-        source, replace(chosen, resident=where), device=torch.device(device), **values
-    )
+def passes(where: str, source: Any, chosen: DataSettings, **more: Any) -> EvalLoader:
+    return eval_loader(source, replace(chosen, resident=where), **more)
 
 
-def resident(source: Any, plan: BatchPlan, chosen: DataSettings, **more: int) -> list[Batch]:
-    with loader("on", source, plan, chosen, **more) as made:
+def batches(where: str, source: Any, plan: BatchPlan, chosen: DataSettings) -> list[Batch]:
+    with loader(where, source, plan, chosen) as made:
         return list(made)
 
 
-def threaded(source: Any, plan: BatchPlan, chosen: DataSettings) -> list[Batch]:
-    with loader("off", source, plan, chosen) as made:
-        return list(made)
-
-
-def assert_equal(got: list[Batch], want: list[Batch], corrupt: bool = True) -> None:
-    assert len(got) == len(want)
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a.images.cpu(), b.images)
-        assert torch.equal(a.labels.cpu(), b.labels)
-        assert not corrupt or a.corrupt == b.corrupt
-
-
-@pytest.fixture
-def augmented(small_settings: Make) -> Make:
-    def make(**changes: object) -> DataSettings:
-        return small_settings(**{"augment": "pad_crop", "flip": True, **changes})
-
-    return make
+def augmented(**changes: object) -> DataSettings:
+    return small_settings(**{"augment": "pad_crop", "flip": True, **changes})
 
 
 # --- training ----------------------------------------------------------------------------------
@@ -89,21 +60,19 @@ def augmented(small_settings: Make) -> Make:
 @pytest.mark.parametrize("augment", ["none", "pad_crop"])
 @pytest.mark.parametrize("corrupt", [set(), {7}, {1, 2, 3, 4, 30}])
 def test_batches_are_those_of_the_threads(
-    memory_source: Any, augmented: Make, workers: int, size: int, augment: str, corrupt: set[int]
+    workers: int, size: int, augment: str, corrupt: set[int]
 ) -> None:
     chosen = augmented(workers=workers, augment=augment, max_corrupt_share=0.2)
-    source = memory_source(50, corrupt, size)
+    source = MemorySource(50, corrupt, size)
     plan = BatchPlan(samples=50, epochs=3, global_batch=40, micro_batch=20, world_size=1)
-    got = resident(source, plan, chosen)
-    assert_equal(got, threaded(source, plan, chosen))
+    got = batches("on", source, plan, chosen)
+    assert_equal(got, batches("off", source, plan, chosen))
     assert sum(len(batch.corrupt) for batch in got) == len(corrupt)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_too_many_corrupt_samples_stop_the_run_at_the_same_batch(
-    memory_source: Any, small_settings: Make, workers: int
-) -> None:
-    source = memory_source(100, corrupt={10, 40, 70})
+def test_too_many_corrupt_samples_stop_the_run_at_the_same_batch(workers: int) -> None:
+    source = MemorySource(100, corrupt={10, 40, 70})
     plan = BatchPlan(samples=100, epochs=1, global_batch=10, micro_batch=10, world_size=1)
     chosen = small_settings(workers=workers, max_corrupt_share=0.02)
     ends = []
@@ -121,10 +90,8 @@ def test_too_many_corrupt_samples_stop_the_run_at_the_same_batch(
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("corrupt", [set(), {5, 6, 7, 38, 39}])
-def test_passes_are_those_of_the_threads(
-    memory_source: Any, small_settings: Make, ranks: int, corrupt: set[int]
-) -> None:
-    source = memory_source(40, corrupt, size=11)
+def test_passes_are_those_of_the_threads(ranks: int, corrupt: set[int]) -> None:
+    source = MemorySource(40, corrupt, size=11)
     chosen = small_settings(max_corrupt_share=0.2, eval_resize=10)
     for rank in range(ranks):
         share = {"rank": rank, "world_size": ranks, "batch_size": 2}
@@ -142,11 +109,9 @@ def test_passes_are_those_of_the_threads(
 
 
 @pytest.mark.parametrize("workers", [0, 3])
-def test_every_sample_lies_at_its_index(
-    memory_source: Any, workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_sample_lies_at_its_index(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PIECE_BYTES", 70 * 64)  # several pieces of several chunks
-    source = memory_source(250, corrupt={3, 249}, size=12)
+    source = MemorySource(250, corrupt={3, 249}, size=12)
     held = resident_set(source, FORM, workers, CPU)
     want = torch.arange(250)
     want[[3, 249]] = 0
@@ -167,13 +132,13 @@ def test_pixels_that_lie_ready_are_taken_as_they_are(tmp_path: Path, small_cifar
     assert held.pixels[-1].tolist() == [0, 0, 0]
 
 
-def test_decoded_once_as_long_as_the_source_lives(memory_source: Any) -> None:
-    source = memory_source(20)
+def test_decoded_once_as_long_as_the_source_lives() -> None:
+    source = MemorySource(20)
     held = resident_set(source, FORM, 0, CPU)
     assert resident_set(source, FORM, 2, CPU) is held
     assert len(source.reads) == 20
     assert resident_set(source, PixelForm(1, 8, 9, "bilinear"), 0, CPU) is not held
-    assert resident_set(memory_source(20), FORM, 0, CPU) is not held
+    assert resident_set(MemorySource(20), FORM, 0, CPU) is not held
     gone = weakref.ref(held)
     del held, source
     gc.collect()
@@ -181,17 +146,16 @@ def test_decoded_once_as_long_as_the_source_lives(memory_source: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_host_never_waits_for_the_gpu(memory_source: Any, augmented: Make) -> None:
-    source, chosen = memory_source(50, {7}), augmented(workers=1)
+def test_the_host_never_waits_for_the_gpu() -> None:
+    source, chosen = MemorySource(50, {7}), augmented(workers=1)
     plan = BatchPlan(samples=50, epochs=3, global_batch=40, micro_batch=20, world_size=1)
-    batches = []
+    found = []
     with (
-        loader("on", source, plan, chosen, "cuda") as train,
-        passes("on", memory_source(50), chosen, "cuda", batch_size=20) as evaluation,
+        loader("on", source, plan, chosen, device=GPU) as train,
+        passes("on", MemorySource(50), chosen, device=GPU, batch_size=20) as evaluation,
         no_waiting(),
     ):
-        batches += list(train)
+        found += list(train)
         list(evaluation)
-    assert all(b.images.is_cuda and b.labels.is_cuda for b in batches)
-    assert_equal(batches, threaded(source, plan, chosen))
+    assert all(b.images.is_cuda and b.labels.is_cuda for b in found)
+    assert_equal(found, batches("off", source, plan, chosen))

@@ -7,12 +7,12 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from data.small import samples, write_tar
 from paceline.core.errors import DataError
 from paceline.data import inspect_set, open_splits
 from paceline.data.image import decode
@@ -30,8 +30,6 @@ from paceline.data.sources.shards import TarShards
 from paceline.data.sources.storage import Retry, ShardStamp
 from paceline.data.sources.tar_index import ShardIndex, scan_shard
 
-Write = Callable[[Path, list[tuple[str, bytes]]], Path]
-Samples = Callable[..., list[tuple[str, bytes]]]
 BUILDER = """
 import sys, time
 from pathlib import Path
@@ -51,7 +49,7 @@ print(count, len(source))
 
 
 @pytest.fixture(params=[".tar", ".tar.gz"])
-def shards(request: pytest.FixtureRequest, tmp_path: Path, write_tar: Write, samples: Samples):
+def shards(request: pytest.FixtureRequest, tmp_path: Path):
     paths = [
         write_tar(tmp_path / f"train-0001{request.param}", samples(7, first=5)),
         write_tar(tmp_path / f"train-0000{request.param}", samples(5)),
@@ -87,9 +85,7 @@ def open_descriptors() -> int:
     return sum(map(is_open, range(1024)))
 
 
-def test_more_shards_than_descriptors(
-    tmp_path: Path, write_tar: Write, samples: Samples, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_shards_than_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tar_shards, "DESCRIPTORS_KEPT", 2)
     paths = [write_tar(tmp_path / f"train-{i}.tar", samples(1, first=i)) for i in range(6)]
     before = open_descriptors()
@@ -101,14 +97,14 @@ def test_more_shards_than_descriptors(
     assert open_descriptors() == before
 
 
-def test_no_image_in_any_shard(tmp_path: Path, write_tar: Write) -> None:
+def test_no_image_in_any_shard(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "train-0000.tar", [("a.bmp", b"x"), ("b.txt", b"y")])
     with pytest.raises(DataError, match=r"train-0000\.tar: no image in it"):
         open_shards([path])
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "no gzip"])
-def test_damaged_gzip(tmp_path: Path, write_tar: Write, samples: Samples, damage: str) -> None:
+def test_damaged_gzip(tmp_path: Path, damage: str) -> None:
     path = write_tar(tmp_path / "train-0000.tar.gz", samples(20))
     content = bytearray(path.read_bytes())
     if damage == "cut":
@@ -122,9 +118,7 @@ def test_damaged_gzip(tmp_path: Path, write_tar: Write, samples: Samples, damage
         open_shards([path])
 
 
-def test_too_much_to_unpack_into_memory(
-    tmp_path: Path, write_tar: Write, samples: Samples, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_much_to_unpack_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_tar(tmp_path / "train-0000.tar.gz", samples(3))
     monkeypatch.setattr(tar_shards, "_COMPRESSED_LIMIT_BYTES", 10)
     with pytest.raises(DataError, match="gunzip"):
@@ -135,9 +129,7 @@ def test_too_much_to_unpack_into_memory(
 
 
 @pytest.fixture
-def large_shards(
-    tmp_path: Path, write_tar: Write, samples: Samples, monkeypatch: pytest.MonkeyPatch
-) -> list[Path]:
+def large_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Three shards, as if they were large ones, and a cache of the user's own."""
     monkeypatch.setattr(index_store, "_KEPT_FROM_BYTES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -183,10 +175,7 @@ def test_a_small_set_leaves_nothing_behind(
 
 
 def test_an_index_older_than_its_shard(
-    large_shards: list[Path],
-    write_tar: Write,
-    samples: Samples,
-    monkeypatch: pytest.MonkeyPatch,
+    large_shards: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_shards(large_shards)
     write_tar(large_shards[1], samples(5, first=100))
@@ -282,7 +271,7 @@ def test_whoever_only_looks_leaves_nothing_behind(tmp_path: Path, large_shards: 
 
 
 @pytest.fixture
-def shard(tmp_path: Path, write_tar: Callable[..., Path], samples: Callable[..., list]) -> Path:
+def shard(tmp_path: Path) -> Path:
     return write_tar(tmp_path / "train-0.tar", samples(12))
 
 
@@ -295,7 +284,6 @@ def test_it_comes_back_as_it_was(shard: Path) -> None:
     index = scanned(shard)
     write_index(index_path(shard), index, ShardStamp.of(shard))
     found = read_index(index_path(shard), ShardStamp.of(shard))
-    assert found is not None
     for name in ("offsets", "sizes", "labels"):
         assert np.array_equal(getattr(found, name), getattr(index, name))
         assert getattr(found, name).dtype == np.int64

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from pathlib import Path
 
 import pytest
 
+from data.small import in_threads
 from paceline.core.errors import DataError
 from paceline.data.sources import storage
 from paceline.data.sources.folders import ImageFolder
@@ -110,11 +110,7 @@ def test_a_stale_descriptor_is_opened_anew_under_other_readers(
             if opened.read(i, 30) != CONTENT[i : i + 30]:
                 wrong.append(i)
 
-    threads = [threading.Thread(target=read_all) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[read_all] * 4)
     opened.close()
     assert wrong == []
     assert calls[0] > 800

@@ -4,13 +4,13 @@ import gc
 import io
 import os
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data.small import samples
 from paceline.core.errors import DataError
 from paceline.data.sources.tar_index import NameTable, ShardIndex, scan_shard, tar_members
 
@@ -121,7 +121,7 @@ def test_directories_inside_are_fine() -> None:
 
 
 @pytest.fixture
-def whole(samples: Callable[..., list[tuple[str, bytes]]]) -> bytes:
+def whole() -> bytes:
     return archive(*samples(4))
 
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
+from data.small import MemorySource, eval_loader
 from data_sets import png, write_folders, write_shards
 from paceline.core.errors import ConfigError, DataError
 from paceline.data import (
     DataSettings,
     Source,
-    create_eval_loader,
     open_data,
     open_source,
 )
@@ -79,14 +77,11 @@ def test_every_source_is_split_with_all_it_can_do(
     assert (train.pixels is None) == (whole.pixels is None) == (kind != "cifar10")
     assert "data.val_split = 0.25" in train.note
     if kind == "shards":
-        assert train.shard_sizes is not None
         assert (sum(train.shard_sizes), len(train.shard_sizes)) == (len(train), 2)
         assert train.extent(0) is not None
     if train.pixels is not None:
         assert np.array_equal(train.pixels[3], train.read(3))
-    with create_eval_loader(
-        val, settings, rank=0, world_size=1, batch_size=4, device=torch.device("cpu")
-    ) as loader:
+    with eval_loader(val, settings, batch_size=4) as loader:
         assert sum(len(batch) for batch in loader) == len(val)
     for source in (train, val, again, whole):
         source.close()
@@ -123,8 +118,8 @@ def test_one_class_or_none(tmp_path: Path, source: str) -> None:
         open_data(chosen(flat, val_split=0.2, source=source))
 
 
-def test_a_source_of_the_user(memory_source: Callable[..., Source]) -> None:
-    whole = memory_source(12)
+def test_a_source_of_the_user() -> None:
+    whole = MemorySource(12)
     whole.labels = whole.labels % 3
     with pytest.raises(DataError, match="give val_data, or set data.val_split"):
         open_data(DataSettings(), whole)

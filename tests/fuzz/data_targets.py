@@ -199,7 +199,6 @@ def _shard_index(content: bytes, name: str, folder: Path) -> None:
     path = folder / name
     path.write_bytes(content)
     found = read_index(path, _STAMP)
-    assert found is not None
     for i in range(len(found)):
         assert isinstance(found.names[i], str)
         assert 0 <= found.offsets[i] <= found.offsets[i] + found.sizes[i] <= _STAMP.size

@@ -15,6 +15,7 @@ from paceline.core.errors import ConfigError
 from paceline.models import MODEL_NAMES, AlexNet, ModelSettings, SmallResNet, alexnet, create_model
 from paceline.models.alexnet import MIN_PIXELS, NORM_NAMES
 from paceline.models.resnet import RESNET_LAYOUTS, BasicBlock, Bottleneck, FastResNet, ResNet
+from refusals import refused
 
 PARAMETERS = {
     "resnet18": 11_689_512,
@@ -62,9 +63,8 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_bad_values_name_their_field(field: str, values: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(f"model.{field}") as caught:
         ModelSettings(**values)
-    assert caught.value.field == f"model.{field}"
     assert caught.value.remedy
     assert field != "name" or "did you mean 'resnet50'?" in str(caught.value)
 
@@ -96,7 +96,6 @@ def test_the_stem_setting(stem: str, image_size: int, kernel: int) -> None:
     with torch.device("meta"):
         settings = ModelSettings(name="resnet18", stem=stem)
         model = create_model(settings, num_classes=10, in_channels=1, image_size=image_size)
-    assert isinstance(model, ResNet)
     assert model.conv1.weight.shape == (64, 1, kernel, kernel)
 
 

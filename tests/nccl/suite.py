@@ -218,7 +218,6 @@ class Suite:
         exchange.reduce(torch.zeros((), device=self.group.device), Signals())
         problems = []
         for name, parameter in named:
-            assert parameter.grad is not None
             dist.all_reduce(sent[name], group=self.side)
             formats = [parameter.dtype, getattr(torch, case["wire"], torch.float32)]
             bound = max(WIRE_BOUNDS[kind] for kind in formats)

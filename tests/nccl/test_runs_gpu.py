@@ -30,8 +30,7 @@ pytestmark = [*needs_gpu, pytest.mark.timeout(180)]
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return found
+    return json.loads((folder / "summary.json").read_text())
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,7 @@ from optim.reference import (
 from paceline.core.errors import RunError
 from paceline.optim import LAMB, LARS, AdamW, MasterOptimizer, Muon, orthogonalize
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 fused_or_not = pytest.mark.parametrize("fused", [True, False], ids=["triton", "foreach"])
 
 

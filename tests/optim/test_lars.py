@@ -228,8 +228,6 @@ def test_closures_schedulers_and_tensor_rates() -> None:
         return loss
 
     first, second = optimizer.step(closure), optimizer.step(closure)  # type: ignore[arg-type]
-    assert first is not None
-    assert second is not None
     assert second < first
     one = nn.Parameter(torch.ones(1))
     rate: Any = torch.tensor(1.0)

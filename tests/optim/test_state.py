@@ -1,4 +1,4 @@
-"""State of the optimizers: checkpoints, copies, groups that join, memory layouts."""
+"""The state of optimizers: formats, checkpoints, groups, and its bytes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from optim.reference import KINDS, bits_equal, everything, fill_gradients, parameters, run
-from paceline.optim import LAMB, LARS, SGD
+from paceline.optim import LAMB, LARS, SGD, OptimSettings, create_optimizer
 
 
 def test_state_is_fp32_and_survives_a_checkpoint_exactly() -> None:
@@ -172,3 +173,32 @@ def test_prepare_creates_the_state_and_masters_can_be_reset() -> None:
     optimizer.reset_masters()
     assert torch.equal(optimizer.masters()[1], torch.full(ps[1].shape, 0.5))
     assert optimizer.masters()[0] is ps[0]
+
+
+SIZE = 4096
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "wanted"),
+    [
+        ({"name": "sgd"}, torch.float32, 4),
+        ({"name": "sgd"}, torch.bfloat16, 8),  # and a master
+        ({"name": "lars"}, torch.float32, 4),
+        ({"name": "adamw"}, torch.float32, 8),
+        ({"name": "adamw"}, torch.float16, 12),
+        ({"name": "lamb"}, torch.float32, 8),
+        ({"name": "rmsprop_warmup"}, torch.float32, 8),
+        ({"name": "svrg", "momentum": 0.0}, torch.float32, 8),
+        ({"name": "halp", "momentum": 0.0, "bits": 8}, torch.float32, 9),
+        ({"name": "halp", "momentum": 0.0, "bits": 16}, torch.float32, 10),
+        ({"name": "torch.optim:RAdam", "lr": 0.1}, torch.float32, 8),
+        ({"name": "torch.optim:RAdam", "lr": 0.1}, torch.bfloat16, 12),
+    ],
+)
+def test_bytes_per_parameter(values: dict[str, Any], dtype: torch.dtype, wanted: int) -> None:
+    weight = nn.Parameter(torch.ones(SIZE, dtype=dtype))
+    optimizer = create_optimizer(OptimSettings.gather(**values), [{"params": [weight]}], 0.1)
+    weight.grad = torch.ones(SIZE, dtype=dtype)
+    optimizer.step()
+    # Counters and steps of a tensor are a few bytes.
+    assert optimizer.state_bytes() / SIZE == pytest.approx(wanted, abs=0.01)

@@ -46,7 +46,6 @@ def test_estimates_have_no_bias_also_for_unequal_parts(samples: int, parts: int)
         shares = [gradients[a:b].sum(0) for a, b in itertools.pairwise(bounds)]
         whole, squares = gradients.sum(0), sum(float(g @ g) for g in shares)
         estimate = NoiseEstimate.of(float(whole @ whole), squares, samples, parts)
-        assert estimate is not None
         signals.append(estimate.signal)
         variances.append(estimate.variance)
     for found, expected in ((signals, problem.signal), (variances, problem.variance)):

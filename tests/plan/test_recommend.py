@@ -278,12 +278,10 @@ def test_a_time_takes_the_cheapest_and_a_budget_the_fastest() -> None:
     slowest = max(option.train_s for option in found)
     in_time = Limits(minutes=slowest / 120, price=2.0)
     chosen = choose(found, in_time)
-    assert chosen is not None
     assert chosen.train_s <= slowest / 2
     assert all(chosen.gpu_hours <= o.gpu_hours for o in found if o.within(in_time))
     budget = Limits(budget=sorted(option.cost for option in found)[3], price=2.0)
     fast = choose(found, budget)
-    assert fast is not None
     assert fast.cost <= budget.budget
     assert all(fast.train_s <= o.train_s for o in found if o.within(budget))
     assert choose(found, Limits(minutes=1e-3)) is None

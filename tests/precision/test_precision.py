@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.core.errors import ConfigError
 from paceline.models import SmallResNet
 from paceline.precision import (
     LossScale,
@@ -20,6 +19,7 @@ from paceline.precision import (
     matrix_weights,
 )
 from paceline.precision import policy as module
+from refusals import refused
 
 CPU = torch.device("cpu")
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -42,9 +42,8 @@ def chosen(name: str, device: torch.device = CPU) -> Policy:
     ],
 )
 def test_bad_values_name_their_field(values: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(f"precision.{next(iter(values))}"):
         PrecisionSettings(**values)
-    assert caught.value.field == f"precision.{next(iter(values))}"
 
 
 def test_auto_is_fp16_on_a_gpu_and_fp32_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,10 +62,8 @@ def test_a_format_that_the_device_lacks_is_refused(
         raise RuntimeError(f"'slow_conv2d' not implemented for '{name}'\nsecond line")
 
     monkeypatch.setattr(module.F, "conv2d", convolution)
-    with pytest.raises(ConfigError, match="slow_conv2d") as caught:
+    with refused("precision.amp_dtype", "slow_conv2d"):
         chosen(name)
-    assert caught.value.field == "precision.amp_dtype"
-    assert "\n" not in str(caught.value)
     assert chosen("fp32").dtype == torch.float32  # not probed
 
 
@@ -107,7 +104,6 @@ def test_computing_in_half_precision(name: str) -> None:
     assert out.dtype == policy.dtype
     out.float().sum().backward()
     for key, parameter in model.named_parameters():
-        assert parameter.grad is not None
         assert parameter.grad.dtype == parameter.dtype, key
 
 

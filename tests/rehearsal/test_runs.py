@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from paceline.core.errors import ConfigError
-from paceline.core.events import EvalEvent, NoteEvent, StartEvent, StepEvent
+from paceline.core.events import EvalEvent, NoteEvent, StepEvent
 from paceline.rehearsal.strategy import VirtualStatistics
 from paceline.report import RunFiles, summary_rows, verdict
 from paceline.train.batch_norm import pool
 from paceline.train.components import Components
 from paceline.train.run import run_training
 from ranks import run_ranks
+from refusals import refused
 from small_runs import Silent, run_small, small_config
 from train.runs import EVERY_STEP, last, stop_after, watched
 
@@ -125,9 +126,8 @@ def test_wires_of_a_plan_are_refused_as_those_of_the_settings(
     tmp_path: Path, wire: str, values: dict[str, Any]
 ) -> None:
     """They are known only once the plan file is read."""
-    with pytest.raises(ConfigError, match=wire) as caught:
+    with refused("comm.plan", wire):
         run_small(tmp_path / "a", comm__plan=plan_in(wire, tmp_path, 1), **values)
-    assert caught.value.field == "comm.plan"
 
 
 def _resumed(rank: int, folder: str, saved: str) -> str:
@@ -197,9 +197,8 @@ def test_a_profile_of_other_images_or_another_model_is_refused(
     tmp_path: Path, image_size: int, prefix: str
 ) -> None:
     path = profile(tmp_path, image_size, prefix)
-    with pytest.raises(ConfigError) as caught:
+    with refused("run.rehearsal.profile"):
         run_small(tmp_path / "a", **rehearsed(4, profile=path, gpu="H100"))
-    assert caught.value.field == "run.rehearsal.profile"
 
 
 def test_the_clock_is_of_the_format_that_runs(tmp_path: Path) -> None:
@@ -220,7 +219,6 @@ def test_a_model_that_the_planner_does_not_know_is_counted(tmp_path: Path) -> No
     plain = run_small(tmp_path / "plain", **given).summary
     outcome, events = watched(tmp_path / "timed", **given, run__rehearsal__gpu="H100")
     start = events[0]
-    assert isinstance(start, StartEvent)
     assert "layers of the network, counted from a trace, on H100" in start.chosen["clock"]
     assert outcome.summary["weights_sha256"] == plain["weights_sha256"]
     found = outcome.summary["rehearsal"]
@@ -242,9 +240,8 @@ class _Looks(nn.Module):
 
 def test_a_model_that_cannot_be_counted_needs_a_profile(tmp_path: Path) -> None:
     config = small_config(tmp_path / "a", **rehearsed(2, gpu="H100"))
-    with pytest.raises(ConfigError, match="does not run on the meta device") as caught:
+    with refused("run.rehearsal.gpu", "does not run on the meta device"):
         run_training(config, Silent, components=Components(model=_Looks()))
-    assert caught.value.field == "run.rehearsal.gpu"
 
 
 @pytest.mark.parametrize(
@@ -265,9 +262,8 @@ def test_a_model_that_cannot_be_counted_needs_a_profile(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_named(tmp_path: Path, values: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(field):
         run_small(tmp_path / "a", **(rehearsed(4) | values))
-    assert caught.value.field == field
 
 
 def _nested(rank: int, folder: str) -> str:
@@ -312,7 +308,6 @@ def test_a_rehearsal_on_a_gpu_is_captured_and_close_to_that_on_the_cpu(
         tmp_path / "gpu", run__device="cuda", run__cuda_graphs="on", **values, **fp32
     )
     start = events[0]
-    assert isinstance(start, StartEvent)
     assert "CUDA graphs on" in start.chosen["speed"]
     expected = run_small(tmp_path / "cpu", **values, **fp32).summary
     assert found.summary["val_loss"] == pytest.approx(expected["val_loss"], rel=0.02)

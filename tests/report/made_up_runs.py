@@ -1,9 +1,11 @@
 """Run folders with known numbers: single runs, and sets of runs for comparisons."""
 
+import contextlib
 import json
 import math
 import random
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from paceline.core.events import (
     StepEvent,
     StopEvent,
 )
+from paceline.report.server import WatchServer, open_socket
 
 BEGAN = 1_763_190_000.0  # 2025-11-15 07:00 UTC
 
@@ -45,6 +48,25 @@ CONFIG: dict[str, Any] = {
     "model": {"name": "smallnet"},
     "optim": {"lr": 0.4, "momentum": 0.9, "nesterov": True, "milestones": [3, 6]},
 }
+
+
+def append(folder: Path, *events: Event) -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        for event in events:
+            # The records of made-up runs are a tenth of a second apart.
+            file.write(json.dumps({**event.to_dict(), "time": BEGAN + 81}) + "\n")
+
+
+@contextlib.contextmanager
+def served(runs: Sequence[Path], token: str = "") -> Iterator[WatchServer]:
+    with WatchServer(runs, open_socket("127.0.0.1", 0), token) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def start(step: int = 0, total_steps: int = 800, **more: Any) -> StartEvent:

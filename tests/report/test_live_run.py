@@ -25,8 +25,7 @@ def append(folder: Path, text: str, name: str = "metrics.jsonl") -> None:
 
 def recorded(run: LiveRun, rank: int = 0) -> list[int]:
     assert run.files is not None, run.problem
-    found: list[int] = run.files.steps(rank).number.tolist()
-    return found
+    return run.files.steps(rank).number.tolist()
 
 
 def test_a_folder_that_grows(make_run: MakeRun) -> None:
@@ -51,7 +50,6 @@ def test_a_folder_that_grows(make_run: MakeRun) -> None:
     append(folder, line(start(2)) + line(step(3)) + line(evaluation(3)))
     run.refresh()
     assert recorded(run) == [1, 2, 3]
-    assert run.files is not None
     assert run.files.resumes
     version = run.version
     (folder / "summary.json").write_text('{"top1": 50.0}')

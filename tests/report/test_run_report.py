@@ -1,8 +1,11 @@
-"""The report of a run: its outcome, verdict, rows, tables and page, and how the page is written."""
+"""The report of a run: outcome, verdict, rows, tables, figures of extensions, the page and its file."""
+
+from __future__ import annotations
 
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +30,8 @@ from paceline.report import (
     write_page,
     write_report,
 )
+from paceline.report.curves import run_charts
+from paceline.report.outcome import ExtraFigure
 from report.conftest import MakeRun
 from report.html_reader import run_page
 from report.made_up_runs import SUMMARY, evaluation, start, step
@@ -284,3 +289,38 @@ def test_metrics_of_callbacks_are_tables_and_curves(make_run: MakeRun) -> None:
     ]
     assert "rank 0" in page.text
     assert any("gap by step: rank 0 from 1 to 0.125" in str(text) for _, text in page.attributes)
+
+
+SHOWN = [
+    {"part": "fan", "name": "air_s", "label": "air time", "unit": "duration", "column": "air",
+     "axis": "minutes of air"},
+    {"part": "fan", "name": "images_per_s", "label": "air's images/s", "unit": "rate"},
+]  # fmt: skip
+EVENTS = [start(shown=SHOWN), evaluation(100, fields={"air_s": 60.0}),
+          evaluation(200, fields={"air_s": 120.0})]  # fmt: skip
+
+
+def figures(run: RunFiles) -> dict[str, float | None]:
+    return {own.name: own.value for own in ExtraFigure.of(run)}
+
+
+def test_before_the_end_they_are_those_of_the_latest_evaluation(make_run: MakeRun) -> None:
+    run = RunFiles.read(make_run(EVENTS))
+    assert figures(run) == {"air_s": 120.0, "images_per_s": None}
+    assert dict(summary_rows(run))["air time"] == "2 min 0 s"
+    assert "Accuracy over the air time (%)" in {chart.title for chart in run_charts(run)}
+
+
+def test_at_the_end_they_are_those_of_the_summary(make_run: MakeRun) -> None:
+    """A field of the same name elsewhere is another one."""
+    ended = {**SUMMARY, "fan": {"air_s": 180.0, "images_per_s": 7.0}}
+    assert figures(RunFiles.read(make_run(EVENTS, summary=ended))) == {
+        "air_s": 180.0, "images_per_s": 7.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("shown", [7, [7], [{"name": 7, "part": []}], {"name": "x"}])
+def test_foreign_records_declare_nothing_that_breaks_a_page(make_run: MakeRun, shown: Any) -> None:
+    run = RunFiles.read(make_run([start(shown=shown)], summary=SUMMARY))
+    assert set(figures(run).values()) <= {None}
+    assert summary_rows(run)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from comm.exchanges import CPU
+from comm.exchanges import joined as joined
 from paceline.comm import CommSettings, GradientExchange, Group, Transport
 from paceline.config import RunConfig
 from paceline.core.topology import Topology
@@ -30,7 +29,6 @@ from paceline.train.stop_signals import StopSignals
 from paceline.train.strategy import Synchronous
 from paceline.train.weights import create_average, master_weights
 
-CPU = torch.device("cpu")
 DATA = DataSettings(
     source="synthetic", synthetic_samples=29, synthetic_classes=4, image_size=12, channels=1,
     mean=(0.5,), std=(0.25,), eval_resize=0, augment="none", workers=0,
@@ -125,16 +123,6 @@ def make_step(
 
 def alone(device: torch.device = CPU) -> Group:
     return Group(Topology(), CommSettings(), device)
-
-
-@contextmanager
-def joined() -> Iterator[Group]:
-    """The group of the ranks that `run_ranks` started."""
-    group = Group(Topology.from_env(os.environ), CommSettings(), CPU)
-    try:
-        yield group
-    finally:
-        group.close()
 
 
 def weights(step: TrainStep) -> Tensor:

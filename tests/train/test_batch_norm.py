@@ -69,7 +69,6 @@ def test_the_average_is_that_of_the_whole_population() -> None:
     assert torch.equal(results[0][1], results[1][1])
     torch.testing.assert_close(results[0][1], pool(owns))
     rows = results[0][2]
-    assert rows is not None
     assert torch.equal(rows, owns)
     assert results[1][2] is None
     # Layer 0 has momentum 1, so its statistics are those of the batch, and the batches of both ranks

@@ -13,9 +13,8 @@ from paceline.core.topology import Topology
 from paceline.report import RunFiles
 from paceline.train.eval_details import MISTAKES, EvalDetails, thumbnail, wants_details
 from paceline.train.inputs import common_settings
-from ranks import run_ranks
 from report.html_reader import run_page
-from small_runs import run_small, small_config
+from small_runs import run_on_ranks, run_small, small_config
 
 
 def test_counts_and_the_most_confident_mistakes() -> None:
@@ -29,7 +28,6 @@ def test_counts_and_the_most_confident_mistakes() -> None:
         details.add(outputs[part], labels[part], images[part])
     with Group(Topology(), CommSettings(), torch.device("cpu")) as group:
         content = details.gather(group, 1, list("abcd"))
-    assert content is not None
     found = json.loads(content)
     predicted = outputs.argmax(1)
     counts = {(label, guess): count for label, guess, count in found["counts"]}
@@ -51,13 +49,9 @@ def test_thumbnails(channels: int) -> None:
     assert len(made) < 4000
 
 
-def _of_run(rank: int, folder: str) -> None:
-    run_small(folder, run__batch_size=8)
-
-
 def test_two_ranks_find_the_same_counts_as_one(tmp_path: Path) -> None:
     run_small(tmp_path / "one", run__batch_size=8)
-    run_ranks(2, _of_run, str(tmp_path / "two"))
+    run_on_ranks(2, tmp_path / "two", {"run__batch_size": 8})
     one, two = (json.loads((tmp_path / n / "evaluation.json").read_text()) for n in ("one", "two"))
     assert sum(count for *_, count in one["counts"]) == sum(count for *_, count in two["counts"])
     assert one["classes"] == two["classes"]

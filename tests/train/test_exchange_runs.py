@@ -1,5 +1,4 @@
-"""Whole runs on the communication module: the accuracy of the flat exchange, bit-identical ranks, a plan
-that a resume keeps."""
+"""Whole runs on the communication module: accuracy, bit-identical ranks, and what a resume keeps."""
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cli_runs import summary
 from paceline.config import RECIPES, load_config
 from paceline.core.events import read_events
 from paceline.plan import FusionPlan
@@ -17,18 +17,14 @@ from paceline.plan.plan_file import ClusterFacts, PlanFile
 from paceline.train import exchange_plan
 from paceline.train.checkpoint import Checkpoint
 from ranks import run_ranks
-from small_runs import run_small, small_config
+from small_runs import run_on_ranks, run_small, small_config
+from train.runs import EVERY_STEP
 
 HYBRID: dict[str, Any] = {
     "comm__algorithm": "hybrid", "comm__hybrid__sizes": "64", "comm__fusion_mib": 0.02,
 }  # fmt: skip
 # Of smaller images, rounding changes weights and predictions more.
 LARGE: dict[str, Any] = {"data__image_size": 28}
-EVERY_STEP: dict[str, Any] = {"checkpoint__interval_steps": 1, "checkpoint__keep": 99}
-
-
-def _run(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
-    return run_small(output, **LARGE | values).summary
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -47,7 +43,7 @@ def test_hybrid_trains_as_native_does_and_ranks_stay_bit_identical(tmp_path: Pat
     }  # fmt: skip
     accuracy, hashes = set(), {}
     for name, (values, tolerance, words) in cases.items():
-        first, second = run_ranks(2, _run, str(tmp_path / name), values)
+        first, second = run_on_ranks(2, tmp_path / name, LARGE | values)
         assert first["weights_sha256"] == second["weights_sha256"]
         assert first["chosen"]["exchange"].endswith(words), first["chosen"]["exchange"]
         accuracy.add(first["top1"])
@@ -76,7 +72,7 @@ def _resume(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_resumed_run_keeps_the_plan_and_never_probes(tmp_path: Path) -> None:
-    whole = run_ranks(2, _run, str(tmp_path / "a"), HYBRID | EVERY_STEP)[0]
+    whole = run_on_ranks(2, tmp_path / "a", LARGE | HYBRID | EVERY_STEP)[0]
     saved = tmp_path / "a/checkpoints/step-00000003.pt"
     plan = FusionPlan.from_table(Checkpoint.read(saved).plan)
     assert len(plan.buckets) == 9
@@ -99,10 +95,10 @@ def test_a_resumed_run_keeps_the_plan_and_never_probes(tmp_path: Path) -> None:
 
 
 def test_a_run_leaves_its_plan_which_another_may_take(tmp_path: Path) -> None:
-    made = run_ranks(2, _run, str(tmp_path / "a"), HYBRID)[0]
+    made = run_on_ranks(2, tmp_path / "a", LARGE | HYBRID)[0]
     path = tmp_path / "a/plan.toml"
     assert PlanFile.read(path).cluster == ClusterFacts(ranks=2, nodes=1)
-    planned = run_ranks(2, _run, str(tmp_path / "b"), {"comm__plan": str(path)})[0]
+    planned = run_on_ranks(2, tmp_path / "b", LARGE | {"comm__plan": str(path)})[0]
     assert planned["weights_sha256"] == made["weights_sha256"]
     assert planned["chosen"]["exchange"] == made["chosen"]["exchange"] + f" (plan {path})"
     assert PlanFile.read(tmp_path / "b/plan.toml") == PlanFile.read(path)
@@ -135,3 +131,50 @@ def test_no_shipped_recipe_has_settings_without_effect() -> None:
     optim = {path.stem: load_config(path.stem, {}).optim for path in RECIPES.glob("*.toml")}
     assert len(optim) > 10
     assert not {name: found for name, own in optim.items() if (found := own.unused())}
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "int8": ("residuals", {"comm__wire": "int8", "comm__fusion_mib": 0.02}),
+}
+
+
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on two ranks that remembers nothing, with a checkpoint of each step."""
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    run_on_ranks(2, folder, EVERY_STEP)
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_run_is_bit_identical(tmp_path: Path, plain_run: Path, name: str) -> None:
+    kind, values = CASES[name]
+    whole = run_on_ranks(2, tmp_path / "a", values | EVERY_STEP)[0]
+    plain = summary(plain_run)
+    assert whole["weights_sha256"] != plain["weights_sha256"]
+    saved = tmp_path / "a/checkpoints/step-00000003.pt"
+    state = Checkpoint.read(saved).exchange
+    assert state["kind"] == kind
+    assert len(state["ranks"]) == 2
+    again = run_on_ranks(2, tmp_path / "b", values | {"run__resume": str(saved)})
+    assert {summary["weights_sha256"] for summary in again} == {whole["weights_sha256"]}
+    assert "exchange state" not in again[0]["chosen"]
+    for field in ("exchange_state_bytes", "exchange_state_bytes_per_parameter"):
+        assert whole[field] > 0
+        assert plain[field] == 0
+    sent = whole["exchange_bytes_per_step"] / plain["exchange_bytes_per_step"]
+    assert 0.25 < sent < 0.3, "a rank sends less than its gradients"
+
+    # Elsewhere: one rank exchanges nothing.
+    alone = run_small(tmp_path / "c", run__resume=str(saved), **values).summary
+    assert "dropped" in alone["chosen"]["exchange state"]
+    assert kind in alone["chosen"]["exchange state"]
+    assert "residuals" not in plain["chosen"].get("exchange state", "")
+
+
+def test_a_checkpoint_without_the_state_starts_it_afresh(tmp_path: Path, plain_run: Path) -> None:
+    saved = str(plain_run / "checkpoints/step-00000003.pt")
+    values = CASES["int8"][1] | {"run__resume": saved}
+    found = run_on_ranks(2, tmp_path / "b", values)[0]
+    assert "start afresh" in found["chosen"]["exchange state"]
+    assert not Checkpoint.read(Path(saved)).exchange

@@ -14,7 +14,6 @@ from torch import nn
 
 from paceline.comm import Group
 from paceline.config import RunSettings
-from paceline.core.errors import ConfigError
 from paceline.models.resnet import SmallResNet
 from paceline.models.synced_norm import TorchNorm, use_torch_norms
 from paceline.train import fast_path
@@ -24,6 +23,7 @@ from paceline.train.fast_path import (
     choose_fast_path,
     triton_problem,
 )
+from refusals import refused
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -70,16 +70,13 @@ def test_a_cpu_gets_the_plain_model_and_a_gpu_graphs() -> None:
     assert (path.applied, path.graphs, path.image_channels) == (None, False, None)
     path = choose(GPU, model)
     assert path.graphs
-    assert path.applied is not None
     assert path.forward is path.applied.forward
     assert torch.backends.cudnn.benchmark
     assert not choose(GPU, cuda_graphs="off").graphs
-    with pytest.raises(ConfigError) as caught:
+    with refused("run.cuda_graphs"):
         choose(CPU, cuda_graphs="on")
-    assert caught.value.field == "run.cuda_graphs"
-    with pytest.raises(ConfigError) as caught:
+    with refused("run.cuda_graphs"):
         RunSettings(cuda_graphs="onn")
-    assert caught.value.field == "run.cuda_graphs"
 
 
 def test_norms_over_several_ranks_are_not_captured() -> None:

@@ -1,8 +1,7 @@
-"""On a GPU: batches that grow with a captured micro-step, RMSprop warm-up, and SVRG's passes."""
+"""Alternatives on a GPU, also with two ranks that share it over Gloo."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from alternatives.test_unequal import REBALANCED, with_slow_rank
 from no_waiting import no_waiting
 from paceline.alternatives.rms_warmup.optimizer import RMSpropWarmup
 from paceline.alternatives.svrg.optimizer import SVRG
-from small_runs import run_small
+from ranks import run_ranks
+from small_runs import losses, run_small
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
-
-def losses(folder: Path) -> list[float]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [e["loss"] for e in map(json.loads, lines) if e["event"] == "step"]
+pytestmark = pytest.mark.gpu
 
 
 GROWS: dict[str, Any] = {
@@ -62,3 +55,33 @@ def test_updates_do_not_wait_for_the_device(kind: Any) -> None:
     optimizer.step()
     with no_waiting():
         optimizer.step()
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "int8": {"comm__wire": "int8"},
+    "asynchronous": {"run__strategy": "asynchronous", "precision__amp_dtype": "bf16"},
+    "shares": {"run__strategy": "unequal", "run__unequal__shares": "3:1"},
+}
+
+
+def _run(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
+    place: dict[str, Any] = {"run__device": "cuda", "comm__backend": "gloo"}
+    return run_small(output, data__image_size=28, **place, **values).summary
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_trains(tmp_path: Path, name: str) -> None:
+    first, second = run_ranks(2, _run, str(tmp_path), CASES[name], timeout_s=120)
+    assert first["weights_sha256"] == second["weights_sha256"]
+    assert first["steps"] == 7
+
+
+def _slow(rank: int, output: str) -> dict[str, Any]:
+    values = {**REBALANCED, "checkpoint__interval_steps": 5, "run__epochs": 4}
+    return with_slow_rank(rank, lambda: _run(rank, output, values))
+
+
+def test_micro_steps_are_captured_again_after_a_new_division(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _slow, str(tmp_path), timeout_s=120)
+    assert first["weights_sha256"] == second["weights_sha256"]
+    assert first["images"] == 4 * 56

@@ -110,8 +110,7 @@ class Once(torch.autograd.Function):
 
 
 def no_way_back(outputs: Tensor, targets: Tensor) -> Tensor:
-    found: Tensor = Once.apply(outputs)  # type: ignore[no-untyped-call]
-    return found
+    return Once.apply(outputs)  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize(

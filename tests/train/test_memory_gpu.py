@@ -12,10 +12,7 @@ from paceline.planner.layers import network
 from paceline.planner.memory import step_memory
 from paceline.tune.step import StepRow, measure_ours
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def peak_of(model: str, batch: int, **switches: object) -> int:

@@ -9,19 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from cli_runs import events
 from paceline.comm import GradientExchange, Signals
-from paceline.core.events import read_events
 from paceline.plan.noise import NoiseEstimate, NoiseScale
 from ranks import run_ranks
-from small_runs import run_small
+from small_runs import run_on_ranks, run_small
 from train.runs import last, stop_after
 from train.steps import alone, joined
 
 MICRO: dict[str, Any] = {"run__noise_scale": True, "run__batch_size": 4}
-
-
-def steps(folder: Path) -> list[dict[str, Any]]:
-    return [event for event in read_events(folder / "metrics.jsonl") if event["event"] == "step"]
 
 
 def _regression(rank: int, ranks: int, micro: int, alone_: bool) -> list[tuple[float, float]]:
@@ -43,7 +39,6 @@ def _regression(rank: int, ranks: int, micro: int, alone_: bool) -> list[tuple[f
                 loss.backward()
                 exchange.gather()
             exchange.reduce(loss.detach(), Signals())
-            assert exchange.squares is not None
             assert exchange.uses.tolist() == [ranks]
             found.append((float(weight.grad.double().square().sum()), float(exchange.squares)))
     return found
@@ -67,14 +62,9 @@ def test_sums_equal_numpys_and_give_the_known_scale(ranks: int, micro: int) -> N
         assert whole == pytest.approx(float((gradients.sum(0) ** 2).sum()), rel=1e-5)
         assert parts == pytest.approx(float((blocks**2).sum()), rel=1e-5)
         estimate = NoiseEstimate.of(whole, parts, samples, micro * ranks)
-        assert estimate is not None
         scale.add(estimate)
     # |w*|² = 6, tr Σ = 6·(6 + 1) + 6 = 48: 8 samples; 20 steps scatter.
     assert scale.value == pytest.approx(8, rel=0.5)
-
-
-def _run(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
-    return run_small(output, **values).summary
 
 
 def test_ranks_see_what_one_process_with_micro_steps_sees(tmp_path: Path) -> None:
@@ -82,16 +72,18 @@ def test_ranks_see_what_one_process_with_micro_steps_sees(tmp_path: Path) -> Non
     one = run_small(tmp_path / "one", **MICRO).summary
     assert one["weights_sha256"] == plain["weights_sha256"], "measuring changes no bit"
     assert plain["noise_scale"] is None
-    assert "noise_scale" in steps(tmp_path / "plain")[0]
-    two = run_ranks(2, _run, str(tmp_path / "two"), MICRO)[0]
-    for a, b in zip(steps(tmp_path / "one"), steps(tmp_path / "two"), strict=True):
+    assert "noise_scale" in events(tmp_path / "plain", "step")[0]
+    two = run_on_ranks(2, tmp_path / "two", MICRO)[0]
+    for a, b in zip(
+        events(tmp_path / "one", "step"), events(tmp_path / "two", "step"), strict=True
+    ):
         for name in ("grad_signal", "grad_variance"):
             assert b[name] == pytest.approx(a[name], rel=1e-2, abs=1e-3)
     assert "4 micro-batches of 4" in one["chosen"]["noise scale"]
     assert two["noise_scale"] == pytest.approx(one["noise_scale"], rel=0.05)
     # The average follows from the records.
     scale = NoiseScale()
-    for event in steps(tmp_path / "one"):
+    for event in events(tmp_path / "one", "step"):
         scale.add(NoiseEstimate(event["grad_signal"], event["grad_variance"]))
         assert event["noise_scale"] == pytest.approx(scale.value)
     assert one["noise_scale"] == pytest.approx(scale.value)
@@ -106,13 +98,12 @@ def test_a_resumed_run_continues_its_average(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_captured_steps_measure_what_plain_ones_do(tmp_path: Path) -> None:
     found = {}
     for graphs in ("on", "off"):
         values = MICRO | {"run__device": "cuda", "run__cuda_graphs": graphs, "data__image_size": 28}
         run_small(tmp_path / graphs, precision__amp_dtype="fp16", **values)
-        found[graphs] = steps(tmp_path / graphs)
+        found[graphs] = events(tmp_path / graphs, "step")
     for a, b in zip(found["on"], found["off"], strict=True):
         for name in ("grad_signal", "grad_variance"):
             assert a[name] == pytest.approx(b[name], rel=0.1, abs=1e-3)

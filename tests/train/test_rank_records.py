@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
+from cli_runs import events
 from paceline.config import RunSettings
 from paceline.core.events import JsonlWriter, NoteEvent, StartEvent, StepEvent, read_events
 from paceline.report import RunFiles
@@ -33,15 +34,14 @@ def test_only_rank_0_writes_and_records_how_the_ranks_spread(tmp_path: Path) -> 
     assert on[0]["weights_sha256"] == off[0]["weights_sha256"]
     assert (tmp_path / "on/metrics.rank1.jsonl").exists()
     assert not list((tmp_path / "off").glob("metrics.rank*"))
-    events = list(read_events(tmp_path / "off/metrics.jsonl"))
-    spread = [event for event in events if event["event"] == "ranks"]
+    spread = events(tmp_path / "off", "ranks")
     assert [event["step"] for event in spread] == list(range(1, off[0]["steps"] + 1))
     assert all(event["ranks"] == 2 for event in spread)
     for event in spread:
         times = event["step_s"]
         assert times["min"] <= times["median"] <= times["max"]
         assert event["exposed_comm_s"]["rank"] in (0, 1)
-    assert not [event for event in read_events(tmp_path / "on/metrics.jsonl") if "ranks" in event]
+    assert not events(tmp_path / "on", "ranks")
 
 
 def test_the_straggler_is_found_in_what_rank_0_recorded() -> None:
@@ -60,7 +60,6 @@ def test_the_straggler_is_found_in_what_rank_0_recorded() -> None:
         log.append(record)
     waits = ExposedWaits.of(RunFiles(Path("run"), {0: log.current()}, None, {}))
     found = waits.straggler()
-    assert found is not None
     assert (found.rank, found.share_last) == (1234, 1.0)
     assert found.lost_s == pytest.approx(0.028)
     assert waits.exposed_s == 0.002

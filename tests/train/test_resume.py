@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
+from cli_runs import summary
 from paceline.config import load_config
 from paceline.core.errors import CheckpointError, PacelineError
-from paceline.core.events import StartEvent
 from paceline.data import PackOptions, SyntheticImages, pack_splits
 from paceline.train import Checkpoint, run_training
 from paceline.train.run_folder import LOCAL_SETTINGS
@@ -18,10 +17,6 @@ from paceline.train.run_state import PinnedPlan, changes
 from ranks import run_ranks
 from small_runs import Silent, run_small, small_config
 from train.runs import EVERY_STEP, stop_after, watched
-
-
-def summary(folder: Path) -> dict[str, Any]:
-    return cast("dict[str, Any]", json.loads((folder / "summary.json").read_text()))
 
 
 def content(folder: Path) -> dict[str, tuple[bytes, int]]:
@@ -111,7 +106,6 @@ def test_changed_settings_and_threads_are_recorded(tmp_path: Path) -> None:
     assert changes(checkpoint, config, LOCAL_SETTINGS.__contains__) == "optim.lr 0.05 → 0.02"
     _, events = watched(tmp_path / "a", run__resume="auto", **changed)
     start = events[0]
-    assert isinstance(start, StartEvent)
     assert start.chosen["changed on resume"] == "optim.lr 0.05 → 0.02"
     assert start.chosen["threads"].startswith("1 ("), "the checkpoint's, unless they are given"
     assert start.versions["torch"]

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import faults
+from cli_runs import events
 from data_sets import write_folders
 from paceline.comm.agreement import Agreement
 from paceline.core.errors import PacelineError, RunError
@@ -21,7 +22,6 @@ from paceline.core.events import (
     Event,
     NoteEvent,
     StepEvent,
-    read_events,
 )
 from paceline.core.host import LoadReading
 from paceline.models import SmallResNet
@@ -39,7 +39,7 @@ from paceline.train import (
 from paceline.train.run_folder import NAME as LOCK
 from paceline.train.step import StepOutcome
 from ranks import run_ranks
-from small_runs import Silent, run_small, small_config
+from small_runs import Silent, run_on_ranks, run_small, small_config
 from train.runs import EVERY_STEP, watched
 
 
@@ -56,13 +56,12 @@ def test_the_files_of_a_run(tmp_path: Path) -> None:
     assert summary["stopped_by"] == "finished"
     assert outcome.report == tmp_path / "run/report.html"
     assert "<svg" in outcome.report.read_text()
-    events = list(read_events(tmp_path / "run/metrics.jsonl"))
-    steps = [event for event in events if event["event"] == "step"]
+    steps = events(tmp_path / "run", "step")
     assert [event["step"] for event in steps] == list(range(1, 8))
     assert summary["steps_s"] == pytest.approx(sum(event["step_s"] for event in steps))
     assert summary["steps_s"] < summary["train_s"], "which has evaluations and saves too"
     # Batches of 16 cross the end of epoch 1 (56 samples) in step 4.
-    assert [event["step"] for event in events if event["event"] == "eval"] == [4, 7]
+    assert [event["step"] for event in events(tmp_path / "run", "eval")] == [4, 7]
     names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert names == ["best.pt", "step-00000004.pt", "step-00000007.pt"]
     assert any((tmp_path / "run/tensorboard").iterdir())
@@ -83,13 +82,9 @@ def test_the_same_seed_gives_the_same_weights(finished: Path, tmp_path: Path) ->
     assert first["weights_sha256"] != other["weights_sha256"]
 
 
-def _run(rank: int, output: str, values: dict[str, Any]) -> dict[str, Any]:
-    return run_small(output, **values).summary
-
-
 def test_two_ranks_are_bit_identical_and_agree_with_one_within_rounding(tmp_path: Path) -> None:
     values = {"run__batch_size": 8}
-    runs = [run_ranks(2, _run, str(tmp_path / name), values) for name in ("a", "b")]
+    runs = [run_on_ranks(2, tmp_path / name, values) for name in ("a", "b")]
     assert len({summary["weights_sha256"] for run in runs for summary in run}) == 1
     assert runs[0][0]["world_size"] == 2
     assert (tmp_path / "a/metrics.rank1.jsonl").exists()
@@ -116,14 +111,13 @@ def test_the_target_stops_the_run_and_its_time_is_kept(tmp_path: Path) -> None:
 
 def test_evaluations_follow_their_interval(tmp_path: Path) -> None:
     run_small(tmp_path / "run", run__epochs=5, run__eval_interval_epochs=2)
-    events = read_events(tmp_path / "run/metrics.jsonl")
-    assert [int(e["epoch"]) for e in events if e["event"] == "eval"] == [2, 4, 5]
+    assert [int(e["epoch"]) for e in events(tmp_path / "run", "eval")] == [2, 4, 5]
 
 
 def test_input_counters_are_those_of_all_ranks_and_splits(tmp_path: Path) -> None:
     values = {"data__source": "auto", "data__dir": str(write_folders(tmp_path / "data")),
               "data__cache": "memory"}  # fmt: skip
-    counters = run_ranks(2, _run, str(tmp_path / "run"), values)[0]["input_counters"]
+    counters = run_on_ranks(2, tmp_path / "run", values)[0]["input_counters"]
     # Two epochs of 40 training images, and two evaluations of 8.
     assert counters["cache_hits"] + counters["cache_misses"] == 2 * 40 + 2 * 8
     assert counters["read_retries"] == 0
@@ -150,11 +144,8 @@ def test_an_overloaded_host_is_noted_once_and_recorded(
 ) -> None:
     monkeypatch.setattr(step_records, "HostLoad", BusyLoad)
     run_small(tmp_path / "run", data__synthetic_samples=16)
-    events = list(read_events(tmp_path / "run/metrics.jsonl"))
-    notes = [e["text"] for e in events if e["event"] == "note"]
-    assert len([text for text in notes if "overloaded" in text]) == 1
-    steps = [e for e in events if e["event"] == "step"]
-    assert {step["core_wait_share"] for step in steps} == {0.7}
+    assert sum("overloaded" in e["text"] for e in events(tmp_path / "run", "note")) == 1
+    assert {e["core_wait_share"] for e in events(tmp_path / "run", "step")} == {0.7}
     assert "overloaded host" in str(bound_by(RunFiles.read(tmp_path / "run")))
 
 

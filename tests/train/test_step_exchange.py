@@ -182,8 +182,7 @@ def test_a_dry_backward_pass_leaves_no_trace(dtype: str) -> None:
 
     def forward(images: Tensor) -> Tensor:
         shapes.append(tuple(images.shape))
-        out: Tensor = step.model(images)
-        return out
+        return step.model(images)
 
     dry(step, forward)()
     assert shapes == [(6, 1, 12, 12)]

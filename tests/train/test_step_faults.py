@@ -104,7 +104,6 @@ def _signalled(rank: int, when: str) -> tuple[bool, str, bool]:
 
             step.exchange.reduce = late  # type: ignore[method-assign]
         outcome = step.run(0, 0.1)
-        assert outcome.stop is not None
         return outcome.done, outcome.stop.name, same(before, snapshot(step))
 
 
@@ -154,8 +153,7 @@ class Breaks(Net):
         features = self.norm(self.conv(images))
         if self.breaks == "backward":
             features.register_hook(_break)
-        out: Tensor = self.fc(features.relu().flatten(1))
-        return out
+        return self.fc(features.relu().flatten(1))
 
 
 def _break(tensor: Tensor) -> None:

@@ -23,10 +23,7 @@ from paceline.tune.step import StepRow, build_step
 from small_runs import Silent, small_config
 from train.steps import Made, alone, make_step, same, snapshot, weights
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 STEPS = 10
 TOLERANCE = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 4e-2}
@@ -148,7 +145,6 @@ def test_captured_steps_average_their_weights_exactly(dtype: str) -> None:
     made = Made(epochs=8, dtype=dtype, precision=scale, graphs=True, average=4.0)
     step = make_step(alone(torch.device("cuda")), made=made, norm=True)
     average = step.strategy.average
-    assert average is not None
     expected = torch.zeros(())
     for number in range(STEPS):
         step.run(number, 0.05)

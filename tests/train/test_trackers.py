@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from cli_runs import events
 from paceline.config import STRATEGIES
 from paceline.core.errors import ConfigError
 from paceline.core.events import (
@@ -25,7 +26,6 @@ from paceline.core.events import (
     NoteEvent,
     RanksEvent,
     StepEvent,
-    read_events,
 )
 from paceline.trackers import register, thread
 from paceline.trackers.clients import CsvTracker, TensorBoardTracker, WandbTracker
@@ -109,8 +109,7 @@ def _with_csv(rank: int, output: str, strategy: str) -> None:
 def test_a_run_of_each_strategy_has_a_csv(strategy: str, tmp_path: Path) -> None:
     ranks = 1 if strategy == "rehearsal" else 2
     run_ranks(ranks, _with_csv, str(tmp_path / "run"), strategy)
-    events = read_events(tmp_path / "run/metrics.jsonl")
-    assert not [e["text"] for e in events if e["event"] == "note" and "tracker" in e["text"]]
+    assert not [e for e in events(tmp_path / "run", "note") if "tracker" in e["text"]]
     losses = [row["train/loss"] for row in rows(tmp_path / "run/metrics.csv")]
     assert len([loss for loss in losses if loss]) >= 7
 
@@ -176,12 +175,11 @@ def test_csv_of_a_run_and_of_the_run_that_resumes_it(tmp_path: Path) -> None:
     with (tmp_path / "run/metrics.csv").open("a") as file:
         file.write("6,1.0\r\n7,")
     run_small(tmp_path / "run", **values, run__resume="auto")
-    events = list(read_events(tmp_path / "run/metrics.jsonl"))
     found = rows(tmp_path / "run/metrics.csv")
     losses = {int(row["step"]): float(row["train/loss"]) for row in found if row["train/loss"]}
-    assert losses == {e["step"]: e["loss"] for e in events if e["event"] == "step"}
+    assert losses == {e["step"]: e["loss"] for e in events(tmp_path / "run", "step")}
     assert [row["val/top1"] for row in found if row["val/top1"]] == [
-        str(e["top1"]) for e in events if e["event"] == "eval"
+        str(e["top1"]) for e in events(tmp_path / "run", "eval")
     ]
     names = {row["name"] for row in rows(tmp_path / "run/metrics-more.csv")}
     assert "checkpoint/stall_s" in names
@@ -191,7 +189,7 @@ def test_a_failing_tracker_that_a_program_registers_does_not_change_a_run(tmp_pa
     register("kept", lambda *_: Kept(fails_at=2))
     outcome = run_small(tmp_path / "run", run__trackers=["kept"])
     assert outcome.summary["steps"] == 7
-    notes = [e["text"] for e in read_events(tmp_path / "run/metrics.jsonl") if e["event"] == "note"]
+    notes = [e["text"] for e in events(tmp_path / "run", "note")]
     assert len([note for note in notes if "tracker kept failed" in note]) == 1
 
 

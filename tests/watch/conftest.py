@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.report.server import WatchServer, open_socket
-from report.made_up_runs import BEGAN
+from report.made_up_runs import served
 
 IMAGES = Path(__file__).parents[2] / "docs/images"
 DESKTOP, PHONE = (1180, 900), (390, 844)
@@ -89,14 +86,8 @@ def browser() -> Iterator[Browser]:
 
 @contextlib.contextmanager
 def serving(runs: Sequence[Path]) -> Iterator[str]:
-    with WatchServer(runs, open_socket("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield server.url
-        finally:
-            server.shutdown()
-            thread.join()
+    with served(runs) as server:
+        yield server.url
 
 
 Serve = Callable[[Sequence[Path]], contextlib.AbstractContextManager[str]]
@@ -105,10 +96,3 @@ Serve = Callable[[Sequence[Path]], contextlib.AbstractContextManager[str]]
 @pytest.fixture
 def serve() -> Serve:
     return serving
-
-
-def append(folder: Path, *events: Any) -> None:
-    with (folder / "metrics.jsonl").open("a") as file:
-        for event in events:
-            # The records of made-up runs are a tenth of a second apart.
-            file.write(json.dumps({**event.to_dict(), "time": BEGAN + 81}) + "\n")

@@ -24,13 +24,14 @@ from paceline.train.eval_details import thumbnail
 from report.conftest import MakeRun, make_run  # noqa: F401  (a fixture)
 from report.made_up_runs import (
     SUMMARY,
+    append,
     evaluation,
     finished_events,
     start,
     step,
     write_ablation,
 )
-from watch.conftest import DESKTOP, PHONE, Browser, Serve, append
+from watch.conftest import DESKTOP, PHONE, Browser, Serve
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 SIZES = {"desktop": DESKTOP, "phone": PHONE}

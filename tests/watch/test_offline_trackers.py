@@ -73,7 +73,6 @@ def test_mlflow_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     client = MlflowClient((tmp_path / "run/mlruns").as_uri())
     experiment = client.get_experiment_by_name("paceline")
-    assert experiment is not None
     (found,) = client.search_runs([experiment.experiment_id])
     history = client.get_metric_history(found.info.run_id, "train/loss")
     assert [metric.value for metric in history] == losses(tmp_path / "run")

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.data import CorruptImage, Source
+from data.small import FileSource
+from paceline.data import CorruptImage
 from paceline.data.augment import SquareTransform
 from paceline.data.decode.decoder import PillowDecoder
 from paceline.data.decode.library import RegionLibrary
@@ -20,25 +21,12 @@ PROGRESSIVE, ARITHMETIC, STORE_RGB, SEPARATE_SCANS, FEW_SCANS = 1, 2, 4, 8, 16
 Outcome = np.ndarray | str
 
 
-class NoSource(Source):
-    """For decoders that are given their samples."""
-
-    labels = np.zeros(0, dtype=np.int64)
-    classes = ()
-
-    def read(self, i: int) -> bytes:
-        raise NotImplementedError
-
-    def name(self, i: int) -> str:
-        raise NotImplementedError
-
-
 def pillow(transform: SquareTransform, channels: int = 3) -> PillowDecoder:
-    return PillowDecoder(NoSource(), transform, channels=channels)
+    return PillowDecoder(FileSource([]), transform, channels=channels)
 
 
 def region(library: RegionLibrary, transform: SquareTransform, channels: int = 3) -> RegionDecoder:
-    return RegionDecoder(NoSource(), transform, library, channels=channels)
+    return RegionDecoder(FileSource([]), transform, library, channels=channels)
 
 
 def outcome(

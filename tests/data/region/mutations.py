@@ -6,11 +6,12 @@ zeroed, reversed or taken from another file, its end cut off, or dimensions that
 
 from __future__ import annotations
 
-import io
 import struct
 
 import numpy as np
 from PIL import Image
+
+from data.small import encode
 
 PHOTOSHOP = 13
 XMP = b'http://ns.adobe.com/xap/1.0/\0<x tiff:Orientation="6"/>'
@@ -62,11 +63,7 @@ def seed_files(side: int = 24) -> list[bytes]:
         (colour.convert("P"), "PNG", {}),
         (colour.convert("LA"), "PNG", {}),
     ]
-    files = []
-    for image, kind, options in plain:
-        stream = io.BytesIO()
-        image.save(stream, kind, **options)
-        files.append(stream.getvalue())
+    files = [encode(image, kind, **options) for image, kind, options in plain]
     return files + _with_metadata(files[0])
 
 

@@ -139,7 +139,6 @@ def test_a_file_that_ends_too_soon_is_damaged_wherever_the_crop_lies(
     for cut in (1, 2, 5, 100):
         for row in ROWS[:20]:
             pillow, region = comparison.both(data[:-cut], row)
-            assert isinstance(pillow, str)
             assert pillow.startswith("image file is truncated")
             assert region == pillow
 

@@ -6,20 +6,19 @@ This holds for all kinds of storage, for single samples and for chunks that one 
 from __future__ import annotations
 
 import gc
-import io
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from data.region.comparison import outcome, pillow, region
+from data.small import assert_equal, encode, eval_loader, samples, train_loader, write_tar
 from paceline.core.errors import DataError
 from paceline.data import (
     BatchPlan,
@@ -29,8 +28,6 @@ from paceline.data import (
     Source,
     TrainLoader,
     TrainTransform,
-    create_eval_loader,
-    create_train_loader,
 )
 from paceline.data.augment import FitTransform
 from paceline.data.decode import region as module
@@ -42,11 +39,8 @@ from paceline.data.sources import storage
 from paceline.data.sources.index_store import open_shards
 from paceline.data.sources.shards import TarShards
 
-Write = Callable[[Path, list[tuple[str, bytes]]], Path]
-Samples = Callable[..., list[tuple[str, bytes]]]
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
 FIT = FitTransform(8, 8, "bilinear")
-CPU = torch.device("cpu")
 COUNT = 37
 ORDER = [11, 0, 4, 5, 0, 7, 2]
 pytestmark = pytest.mark.usefixtures("library")
@@ -56,9 +50,7 @@ pytestmark = pytest.mark.usefixtures("library")
 
 
 def encoded(kind: str, mode: str = "RGB") -> bytes:
-    stream = io.BytesIO()
-    Image.fromarray(PIXELS).convert(mode).save(stream, kind)
-    return stream.getvalue()
+    return encode(Image.fromarray(PIXELS).convert(mode), kind)
 
 
 @pytest.mark.parametrize(
@@ -144,14 +136,12 @@ def image(i: int) -> bytes:
     noise = Image.fromarray(draw.integers(0, 256, (9, 7, 3), dtype=np.uint8))
     picture = noise.resize((width, height), Image.Resampling.BICUBIC)
     picture = picture.convert({9: "CMYK", 29: "L"}.get(i, "RGB"))
-    stream = io.BytesIO()
-    picture.save(stream, "PNG" if i == 4 else "JPEG", quality=90, progressive=i % 5 == 0)
-    data = stream.getvalue()
+    data = encode(picture, "PNG" if i == 4 else "JPEG", quality=90, progressive=i % 5 == 0)
     return {14: data[: len(data) // 2], 19: b"words, not pixels"}.get(i, data)
 
 
 @pytest.fixture
-def shards(tmp_path: Path, write_tar: Write) -> Iterator[TarShards]:
+def shards(tmp_path: Path) -> Iterator[TarShards]:
     def members(numbers: range) -> list[tuple[str, bytes]]:
         return [
             member
@@ -180,15 +170,11 @@ def train(
     source: Source, workers: int, epochs: int = 3, batch: int = 36, **more: Any
 ) -> TrainLoader:
     plan = BatchPlan(COUNT, epochs, batch, batch, 1)
-    return create_train_loader(
-        source, plan, settings(workers=workers, **more), seed=7, rank=0, first_step=0, device=CPU
-    )
+    return train_loader(source, plan, settings(workers=workers, **more), seed=7)
 
 
 def evaluation(source: Source, workers: int, batch: int = 36) -> EvalLoader:
-    return create_eval_loader(
-        source, settings(workers=workers), rank=0, world_size=1, batch_size=batch, device=CPU
-    )
+    return eval_loader(source, settings(workers=workers), batch_size=batch)
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
@@ -202,10 +188,7 @@ def test_training_batches_are_those_of_single_samples(
         train(shards, workers, **changes) as got,
         train(OneByOne(shards), workers, **changes) as wanted,
     ):
-        for one, other in zip(got, wanted, strict=True):
-            assert torch.equal(one.images, other.images)
-            assert torch.equal(one.labels, other.labels)
-            assert one.corrupt == other.corrupt
+        assert_equal(list(got), list(wanted))
         assert {sample.index for sample in got.corrupt} == {14, 19}
         assert got.corrupt == wanted.corrupt
         assert "went to Pillow" in got.note()
@@ -215,10 +198,7 @@ def test_training_batches_are_those_of_single_samples(
 
 def test_so_are_those_of_evaluation(shards: TarShards) -> None:
     with evaluation(shards, 2) as got, evaluation(OneByOne(shards), 2) as wanted:
-        for one, other in zip(got, wanted, strict=True):
-            assert torch.equal(one.images, other.images)
-            assert torch.equal(one.labels, other.labels)
-            assert one.corrupt == other.corrupt
+        assert_equal(list(got), list(wanted))
 
 
 def test_a_closed_loader_is_gone_at_once(shards: TarShards) -> None:
@@ -243,9 +223,7 @@ def test_a_closed_loader_is_gone_at_once(shards: TarShards) -> None:
 
 
 @pytest.fixture(params=[".tar", ".tar.gz"])
-def both(
-    request: pytest.FixtureRequest, tmp_path: Path, write_tar: Write, samples: Samples
-) -> Iterator[TarShards]:
+def both(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TarShards]:
     paths = [
         write_tar(tmp_path / f"train-0{request.param}", samples(5)),
         write_tar(tmp_path / f"train-1{request.param}", samples(7, first=5)),
@@ -281,7 +259,7 @@ def test_without_the_library(both: TarShards, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_shards_that_are_opened_for_each_read(
-    tmp_path: Path, write_tar: Write, samples: Samples, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shards_module, "DESCRIPTORS_KEPT", 1)
     opened = open_shards([write_tar(tmp_path / f"train-{i}.tar", samples(5)) for i in range(2)])
@@ -295,7 +273,7 @@ def test_shards_that_are_opened_for_each_read(
 
 
 @pytest.fixture
-def plain(tmp_path: Path, write_tar: Write, samples: Samples):
+def plain(tmp_path: Path):
     path = write_tar(tmp_path / "train-0.tar", samples(5))
     opened = open_shards([path])
     yield opened, path

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data.small import encode, noise
 from paceline.data import RegionUnavailableError, region_library
 from paceline.data.decode import library as loading
 from paceline.data.decode.build import cached_library
@@ -27,10 +27,7 @@ def _anew() -> Iterator[None]:
 
 
 def jpeg(width: int, height: int, **options: object) -> bytes:
-    pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    stream = io.BytesIO()
-    Image.fromarray(pixels).save(stream, "JPEG", **options)
-    return stream.getvalue()
+    return encode(noise(width, height, width), "JPEG", **options)
 
 
 def test_sizes(library: RegionLibrary) -> None:

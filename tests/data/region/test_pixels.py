@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data import small
 from paceline.data.augment import RESAMPLING, Box, pixels_of
 from paceline.data.decode import library as module
 from paceline.data.decode.library import RegionLibrary, address
@@ -19,7 +20,7 @@ FLIPPED = Image.Transpose.FLIP_LEFT_RIGHT
 
 
 def noise(width: int, height: int, bands: int, seed: int = 0) -> np.ndarray:
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, bands), dtype=np.uint8)
+    pixels = small.noise(width, height, seed, bands)
     pixels.setflags(write=False)  # as a cache keeps them
     return pixels
 

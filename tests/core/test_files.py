@@ -1,15 +1,59 @@
-"""Whole files: there with all their bytes, or not there, and nothing left behind."""
+"""Files: a user's path is read without waiting or filling the memory; whole files are there or not."""
 
 from __future__ import annotations
 
 import errno
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
 from paceline.core import files as module
-from paceline.core.files import LEFTOVERS, open_part, part_path, sync_directory, whole_file
+from paceline.core.files import (
+    LEFTOVERS,
+    open_part,
+    open_regular,
+    part_path,
+    read_regular,
+    sync_directory,
+    whole_file,
+)
+
+
+def test_links_to_regular_files_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "again").symlink_to("link")
+    assert read_regular(tmp_path / "again") == b"content"
+    with open_regular(tmp_path / "link") as file:
+        assert file.read() == b"content"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "zero", "socket", "folder", "loop"])
+def test_nothing_else_is_read(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    target, link = tmp_path / "target", tmp_path / "link"
+    if kind == "pipe":
+        os.mkfifo(target)
+    elif kind == "socket":
+        listener = socket.socket(socket.AF_UNIX)
+        request.addfinalizer(listener.close)
+        listener.bind(str(target))
+    elif kind == "folder":
+        target.mkdir()
+    else:
+        target.symlink_to("/dev/zero" if kind == "zero" else target)
+    link.symlink_to(target)
+    for path in (target, link):
+        with pytest.raises(OSError, match=r"\[Errno"):
+            read_regular(path)
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "hole").touch()
+    os.truncate(tmp_path / "hole", 1 << 40)
+    with pytest.raises(OSError, match="larger"):
+        read_regular(tmp_path / "hole")
 
 
 def _names(directory: Path) -> list[str]:
