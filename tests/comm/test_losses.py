@@ -44,8 +44,11 @@ def test_a_reader_waits_for_the_next_entry(store: TCPStore) -> None:
     waiting, lost = log.own_connection(), list[int]()
     thread = threading.Thread(target=lambda: waiting.wait() and lost.extend(waiting.lost))
     thread.start()
+    assert not log.has_begun()
+    log.begin()
     log.report([3], "killed, too")
     log.finish()
+    assert waiting.has_begun()
     thread.join(60)
     assert lost[:2] == [1, 3]
     waiting.read()

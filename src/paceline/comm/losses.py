@@ -21,6 +21,7 @@ from paceline.core.untrusted import ParseError, is_count, parse_table
 
 _ENTRY = "paceline/elastic/log"
 _EVICTION = "paceline/elastic/evict"
+_BEGUN = "paceline/elastic/begun"
 _LONGEST_CAUSE = 10_000
 _MOST_MEMBERS = 1 << 20
 # Torch logs each wait that ends without the key, so one wait lasts a day.
@@ -45,9 +46,16 @@ class LossLog:
 
     def own_connection(self) -> Self:
         """Returns a log with a connection of its own that has read the same entries."""
-        log = type(self)(self._store.clone())
+        log = type(self)(self._store.clone())  # type: ignore[attr-defined]
         log.lost, log.length, log.finished = dict(self.lost), self.length, self.finished
         return log
+
+    def begin(self) -> None:
+        """Records that the first generation has formed. A member lost before this ends the job."""
+        self._store.set(_BEGUN, "")
+
+    def has_begun(self) -> bool:
+        return bool(self._store.check([_BEGUN]))
 
     def read(self) -> bool:
         """Reads the entries that have been written since the last call; True if there are any."""
