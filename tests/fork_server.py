@@ -27,7 +27,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -42,8 +42,7 @@ _PRELOADED = (
     "paceline.cli.train", "paceline.cli.lr_find", "paceline.cli.evaluate", "paceline.cli.listings",
     "paceline.cli.summary", "paceline.cli.doctor", "paceline.cli.tune", "paceline.cli.plan",
     "paceline.cli.data", "paceline.cli.bench",
-    "paceline.train.evaluate", "numpy.random", "torch._dynamo", "torch.distributed.launcher.api",
-    "torch.distributed.elastic.multiprocessing.errors", "paceline.trainer",
+    "paceline.train.evaluate", "numpy.random", "torch._dynamo", "paceline.trainer",
     "torch.utils.serialization.config", "numpy.ma", "numpy.ctypeslib",
 )  # fmt: skip
 # What typer and rich import when they parse the first command line, or torch with the first step; other
@@ -230,41 +229,20 @@ def _launcher(request: Request) -> Request:
     set_name(request.name)
     theirs.close()
 
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+    from paceline.cli import launch
 
-    def popen(self: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]) -> AdoptedChild:
-        # `python -P -m paceline ARGUMENTS`
-        name, obeys = f"rank{env['RANK']}", request.obeys_permissions
+    def start_rank(arguments: Sequence[str], *variables: Mapping[str, str]) -> AdoptedChild:
+        env = dict(os.environ)
+        for some in variables:
+            env |= some
         rank = Request(
-            name, list(args[4:]), env, obeys_permissions=obeys, tears_down=request.tears_down,
-            fault=request.fault,
+            f"rank{env['RANK']}", list(arguments), env, obeys_permissions=request.obeys_permissions,
+            tears_down=request.tears_down, fault=request.fault,
         )  # fmt: skip
-        with _signals_later():
-            return AdoptedChild(_start(channel, rank), args)
+        return AdoptedChild(_start(channel, rank), arguments)
 
-    SubprocessHandler._popen = popen
+    launch.start_rank = start_rank
     return request
-
-
-@contextlib.contextmanager
-def _signals_later() -> Iterator[None]:
-    """Handles signals after the block: a request to the server is as indivisible as a fork.
-
-    Only signals with a handler in Python are deferred, because it may raise. (A mask of this thread
-    would not work: other threads would receive the signal.)
-    """
-    handlers = {n: signal.getsignal(n) for n in signal.valid_signals()}
-    handlers = {n: handler for n, handler in handlers.items() if callable(handler)}
-    came: list[int] = []
-    for number in handlers:
-        signal.signal(number, lambda number, frame: came.append(number))
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for number in came:
-            signal.raise_signal(number)
 
 
 class AdoptedChild(subprocess.Popen[bytes]):

@@ -5,33 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 import paceline.cli.app as command_line
 import paceline.cli.launcher_watch as watch
 from cli_runs import is_launchers
 from paceline.cli.failure import LAUNCHER_VARIABLE, Failure
-from paceline.cli.launch import (
-    ADDRESS,
-    LaunchSignals,
-    LocalRendezvous,
-    register,
-    root_cause,
-)
+from paceline.cli.launch import root_cause
 from paceline.cli.launcher_watch import Launcher, LauncherWatch, find_launcher
+from paceline.cli.supervisor import RankEnd
 from paceline.comm.peer_errors import PeerError
 from paceline.core.errors import CommError, ConfigError, PacelineError
 
@@ -94,18 +81,12 @@ def test_a_rank_shows_its_failure_where_its_launcher_is_ending(
     assert ("paceline: error: the store is gone" in done.stderr) == shown
 
 
-@dataclass(frozen=True)
-class Ended:
-    exitcode: int
-    message: Any = "Signal received by PID 7"
-
-
-def reported(line: str, *, consequence: bool = False) -> Ended:
+def reported(line: str, *, consequence: bool = False) -> RankEnd:
     extra = {"trace": "", "exit_code": "1", "consequence": str(int(consequence))}
-    return Ended(1, {"message": line, "extraInfo": extra})
+    return RankEnd(1, {"message": line, "extraInfo": extra})
 
 
-KILLED, TERMINATED = Ended(-signal.SIGKILL), Ended(-signal.SIGTERM)
+KILLED, TERMINATED = RankEnd(-signal.SIGKILL), RankEnd(-signal.SIGTERM)
 LOST = reported("another rank is gone", consequence=True)
 
 
@@ -115,119 +96,24 @@ LOST = reported("another rank is gone", consequence=True)
         # A cause comes before consequences and before ranks without a report.
         ({0: LOST, 2: KILLED, 1: reported("the shard is gone")}, "the shard is gone"),
         ({0: LOST, 1: KILLED}, "rank 1 was ended by SIGKILL"),
-        # The agent kills ranks that hang in a collective with a dead one; it saw that one first.
+        # The supervisor kills ranks that hang in a collective with a dead one; it saw that one first.
         ({3: KILLED, 0: KILLED}, "rank 3 was"),
-        ({0: TERMINATED, 1: Ended(-11)}, "rank 1 was ended by SIGSEGV"),
+        ({0: TERMINATED, 1: RankEnd(-11)}, "rank 1 was ended by SIGSEGV"),
         ({1: LOST}, "another rank is gone"),
-        ({0: Ended(143), 1: KILLED}, "rank 1 was ended by SIGKILL"),
-        ({4: Ended(7)}, "rank 4 ended with exit code 7"),
-        ({4: Ended(-40)}, "rank 4 was ended by signal 40"),
+        ({0: RankEnd(143), 1: KILLED}, "rank 1 was ended by SIGKILL"),
+        ({4: RankEnd(7)}, "rank 4 ended with exit code 7"),
+        ({4: RankEnd(-40)}, "rank 4 was ended by signal 40"),
     ],
 )
-def test_the_root_cause(failures: dict[int, Ended], line: str) -> None:
+def test_the_root_cause(failures: dict[int, RankEnd], line: str) -> None:
     found = root_cause(failures)
     assert isinstance(found, Failure)
     assert found.line.startswith(line)
 
 
 def test_ranks_that_stopped_on_request_are_no_failure() -> None:
-    assert root_cause({0: Ended(143), 1: Ended(143)}) == 143
-    assert root_cause({0: Ended(130), 1: TERMINATED}) == 130
-
-
-class Asked(Exception):
-    """Stands in for torch's SignalException, with its arguments."""
-
-    def __init__(self, text: str, sigval: signal.Signals) -> None:
-        super().__init__(text)
-        self.sigval = sigval
-
-
-@pytest.fixture
-def _hang_up() -> Iterator[None]:
-    """The tests themselves may run under nohup, which is respected."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.usefixtures("_hang_up")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2])
-def test_the_first_signal_stops_the_ranks_by_sigterm(
-    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = signal.getsignal(number)
-    with LaunchSignals(Asked, stops=[signal.SIGUSR2]) as signals:
-        with pytest.raises(Asked) as caught:
-            os.kill(os.getpid(), number)
-        os.kill(os.getpid(), number)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert (signals.received, caught.value.sigval) == (number, signal.SIGTERM)
-        monkeypatch.setattr("paceline.cli.launch._REPEAT_S", 0.0)
-        with pytest.raises(Asked):  # one that was lost can be repeated
-            os.kill(os.getpid(), signal.SIGTERM)
-    assert signal.getsignal(number) is before
-
-
-@pytest.mark.usefixtures("_hang_up")
-def test_nohup_is_respected() -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with LaunchSignals(Asked):
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-
-
-def test_a_request_to_save_goes_to_children_that_handle_it() -> None:
-    ready = (
-        "import signal, sys; signal.signal(10, lambda *_: sys.exit(print('asked', flush=True))); "
-        "signal.pthread_sigmask(signal.SIG_UNBLOCK, {10}); "
-    )
-    # `signal.pause` would miss a signal that comes just before it.
-    waits = "import time; print('up', flush=True); [time.sleep(0.1) for _ in range(10_000)]"
-    starting = "import time; print('up', flush=True); time.sleep(600)"
-    children = []
-    try:
-        with LaunchSignals(Asked, forwarded=[signal.SIGUSR1]) as signals:
-            for code in (ready + waits, starting):
-                command = [sys.executable, "-c", code]
-                children.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-            # Sent to a rank itself while its interpreter starts, and to the launcher.
-            os.kill(children[1].pid, signal.SIGUSR1)
-            assert [child.stdout and child.stdout.readline() for child in children] == ["up\n"] * 2
-            os.kill(os.getpid(), signal.SIGUSR1)
-            while children[0].poll() is None:
-                time.sleep(0.01)  # as the agent does; another thread gets the signal
-            assert children[0].stdout.readline() == "asked\n"
-            assert children[1].poll() is None, "a child that is still starting was ended"
-        assert signals.received is None
-        assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    finally:
-        for child in children:
-            child.kill()
-            child.communicate()
-
-
-def test_the_store_listens_on_loopback_alone_and_serves_restarts() -> None:
-    handler = LocalRendezvous(0, "job")
-    # All of 127.0.0.0/8 is this host's: a store that listens on every address would answer here.
-    with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.2", handler.port)) != 0
-    client = TCPStore(ADDRESS, handler.port, is_master=False, wait_for_workers=False)
-    client.set("job/word", "heard")
-    for _ in range(2):
-        found = handler.next_rendezvous()
-        assert found.store.get("word") == b"heard"
-        assert (found.rank, found.world_size) == (0, 1)
-        assert found.bootstrap_store_info.master_port == handler.port
-    with pytest.raises(OSError, match="in use"):
-        LocalRendezvous(handler.port, "other")
-
-
-def test_the_agent_finds_the_store_by_name_also_twice_in_a_process() -> None:
-    for _ in range(2):
-        parameters = RendezvousParameters(register(), f"{ADDRESS}:0", "job", 1, 1)
-        handler = get_rendezvous_handler(parameters)
-        assert isinstance(handler, LocalRendezvous)
-        assert handler.get_run_id() == "job"
+    assert root_cause({0: RankEnd(143), 1: RankEnd(143)}) == 143
+    assert root_cause({0: RankEnd(130), 1: TERMINATED}) == 130
 
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

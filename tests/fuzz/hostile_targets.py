@@ -25,6 +25,7 @@ from fuzz.target import Seed, Target
 from paceline.comm.agreement import Agreement, Report
 from paceline.comm.coordinator import Greeting
 from paceline.comm.job import JobIdentity, RankHost, RankHosts, post_hosts
+from paceline.comm.losses import LossLog
 from paceline.comm.progress import RankProgress
 from paceline.config import load_config
 from paceline.core.errors import CommError, PacelineError
@@ -192,7 +193,7 @@ def _messages() -> list[Seed]:
         "greeting": greeting, "job": job, "progress": json.loads(RankProgress().to_text()),
         "report": {"rank": 1, "error": "cut off", "code": 1, "kind": "DataError"},
         "digest": {"rank": 1, "digest": "ab"}, "fault": {"rank": 1, "error": "x", "code": 1},
-        "hosts": [["node0", "10.0.0.1", 2]],
+        "hosts": [["node0", "10.0.0.1", 2]], "loss": {"lost": [1, 3], "cause": "killed"},
     }  # fmt: skip
     return [Seed(name, to_json(tree), tree) for name, tree in trees.items()]
 
@@ -213,6 +214,9 @@ def _message(content: bytes, name: str, folder: Path) -> None:
         Report.parse(content)
     with suppress(ParseError):
         JobIdentity.from_table(parse_table(content))
+    store.set("paceline/elastic/log/1", text)
+    with suppress(ParseError):
+        LossLog(store).read()
     store.set("paceline/fault", text)
     fault = agreement.read_fault()
     assert fault is None or isinstance(fault.exit_code, int)

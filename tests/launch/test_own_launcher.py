@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -21,8 +19,6 @@ import pytest
 import faults
 from cli_runs import CliProcess, Done, events, run, small, small_on, started, summary
 from launch.jobs import DISTURB_AT, assert_nothing_left, ranks_of, reached_step, training
-from paceline.cli.failure import LAUNCHER_VARIABLE
-from paceline.cli.launch import end_ranks
 
 TWO = ("--nproc-per-node", "2")
 ENDLESS = ("--epochs", "5000")
@@ -102,44 +98,6 @@ def test_ctrl_c_while_the_ranks_start_ends_at_once(tmp_path: Path) -> None:
         done = launcher.wait()
     assert (done.code, done.out, done.err) == (130, "", "")
     assert_nothing_left(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("handler", "code"), [("SIG_DFL", -signal.SIGTERM), ("SIG_IGN", -signal.SIGKILL)]
-)
-def test_ranks_that_the_agent_does_not_know_yet_end_with_the_launcher(
-    handler: str, code: int
-) -> None:
-    program = f"import signal, sys, time; signal.signal(signal.SIGTERM, signal.{handler}); "
-    program += "print(flush=True); time.sleep(600)"
-    # The end of a process that `end_ranks` has waited for is known to nobody else.
-    ends: list[int] = []
-    wait = os.waitpid
-
-    def noted(process: int, flags: int) -> tuple[int, int]:
-        found, status = wait(process, flags)
-        ends.extend([os.waitstatus_to_exitcode(status)] if found else [])
-        return found, status
-
-    rank, other = (
-        subprocess.Popen(
-            [sys.executable, "-c", program], stdout=subprocess.PIPE, env=os.environ | variables
-        )
-        for variables in ({LAUNCHER_VARIABLE: str(os.getpid())}, {LAUNCHER_VARIABLE: "1"})
-    )
-    with rank, other, pytest.MonkeyPatch.context() as patch:
-        try:
-            for process in (rank, other):
-                assert process.stdout is not None
-                process.stdout.readline()
-            patch.setattr(os, "waitpid", noted)
-            end_ranks(0.2)
-            patch.undo()
-            assert ends == [code]
-            assert other.poll() is None, "not a rank of this launcher"
-        finally:
-            rank.kill()
-            other.kill()
 
 
 @pytest.fixture

@@ -57,8 +57,10 @@ def find_rate(**given: Any) -> int:
     config = range_config(config, low, high, steps, ranks)
     if ranks > 1:
         from paceline.cli.launch import launch_ranks
+        from paceline.cli.nodes import Node
 
-        return launch_ranks(config, ranks, given["master_port"], 0)
+        node = Node.from_flags(ranks, 1, None, None, given["master_port"], os.environ)
+        return launch_ranks(config, node, 0)
     return _run(config, steps, given["as_json"])
 
 

@@ -55,9 +55,9 @@ def run_on_ranks(ranks: int) -> int | None:
     if is_rank(ranks):
         return None
     from paceline.cli.launch import launch
+    from paceline.cli.nodes import Node
 
-    arguments = without_options(sys.argv[1:], _START_OPTIONS)
-    return launch(ranks, arguments, port=0, max_restarts=0)
+    return launch(Node(ranks), without_options(sys.argv[1:], _START_OPTIONS))
 
 
 def check_settings(device: str, backend: str, group_size: int = 0) -> None:

@@ -62,6 +62,9 @@ def train(
     watch: bool = typer.Option(False, "--watch", help="Serve the live report on this machine."),
     dry: bool = typer.Option(False, "--dry-run", help="Show settings and time; train nothing."),
     nproc_per_node: NprocPerNode = 1,
+    nnodes: int = typer.Option(1, min=1, help="Nodes."),
+    node_rank: int | None = typer.Option(None, help="This node, from 0."),
+    master_addr: str | None = typer.Option(None, help="Address of node 0."),
     master_port: MasterPort = 0,
     max_restarts: int = typer.Option(0, min=0, help="Restarts, with --resume auto, after a failure."),
     trust: Trust = False,
@@ -76,12 +79,14 @@ def train(
     if dry:
         from paceline.cli.dry_run import dry_run
 
-        return dry_run(config, nproc_per_node)
+        return dry_run(config, nproc_per_node * nnodes)
     with without_save_requests(config.checkpoint):
-        if nproc_per_node > 1 or max_restarts > 0:
+        if nproc_per_node > 1 or nnodes > 1 or max_restarts > 0:
             from paceline.cli.launch import launch_ranks
+            from paceline.cli.nodes import Node
 
-            return launch_ranks(config, nproc_per_node, master_port, max_restarts)
+            place = (nproc_per_node, nnodes, node_rank, master_addr, master_port)
+            return launch_ranks(config, Node.from_flags(*place, os.environ), max_restarts)
         with interrupted_at_once():
             return train_here(config)
 
