@@ -82,9 +82,10 @@ def launch_ranks(config: RunConfig, processes: int, port: int, max_restarts: int
         raise ConfigError("--master-port", port, "must be 0 to 65535")
     config.check_job(Job(processes=processes))
     asked = requested_batch(config, processes)
-    sizes = resolve_batch_sizes(*asked)
-    if asked[:2] != (None, None):
-        batch_stages(config.optim, sizes, processes)
+    if not config.run.resume:  # a resumed run keeps the sizes in its checkpoint
+        sizes = resolve_batch_sizes(*asked)
+        if asked[:2] != (None, None):
+            batch_stages(config.optim, sizes)
     return launch(
         processes, without_options(sys.argv[1:], _LAUNCHER_OPTIONS), port=port,
         max_restarts=max_restarts,
